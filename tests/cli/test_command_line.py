@@ -61,7 +61,7 @@ def test_help_needs_no_torch(loaded: dict[str, list[str]]) -> None:
     assert {line: loaded[line] for line in HELP} == {line: [] for line in HELP}
 
 
-def test_launcher_needs_none_of_the_slow_parts_of_torch(loaded: dict[str, list[str]]) -> None:
+def test_launcher_imports_no_slow_torch_module(loaded: dict[str, list[str]]) -> None:
     """Oracle: the modules of the interpreter that planned a run."""
     assert loaded[PLAN] == ["torch"]
 
@@ -79,7 +79,7 @@ def test_help_names_every_command(capsys: pytest.CaptureFixture[str]) -> None:
         assert capsys.readouterr().out.startswith("usage: fsdptoys convert to-hf RUN OUT_DIR")
 
 
-def test_version_is_the_package_s(capsys: pytest.CaptureFixture[str]) -> None:
+def test_version_is_that_of_the_package(capsys: pytest.CaptureFixture[str]) -> None:
     """Oracle: the package's own."""
     assert main(["--version"]) == 0
     assert capsys.readouterr().out == f"fsdptoys {fsdptoys.__version__}\n"
@@ -99,7 +99,7 @@ def test_help_lists_every_key_with_its_default(capsys: pytest.CaptureFixture[str
             assert lines and all(len(line.split(maxsplit=1)) == 2 for line in lines), f"{key}={value}"
 
 
-def test_help_tells_each_family_with_its_presets_and_each_key_once(capsys: pytest.CaptureFixture[str]) -> None:
+def test_help_lists_each_model_family_with_its_presets_and_each_key_once(capsys: pytest.CaptureFixture[str]) -> None:
     """Oracle: the dataclasses of the families, and the configurations that the presets compose to."""
     main(["train", "--help"])
     section = capsys.readouterr().out.partition("\nmodel: ")[2].partition("\n\n")[0]
@@ -128,7 +128,7 @@ def test_help_lists_every_choice(capsys: pytest.CaptureFixture[str]) -> None:
         assert set(names) <= set(line.split())
 
 
-def test_every_group_but_experiment_has_its_schemas() -> None:
+def test_every_group_except_experiment_has_a_schema() -> None:
     """Oracle: the YAML folder."""
     assert set(list_choices()) == {*SCHEMAS, "experiment"}
 
@@ -202,14 +202,14 @@ def run_forked(words: list[str], cwd: Path, **env: str) -> subprocess.CompletedP
 RANK = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "localhost", "MASTER_PORT": "0"}
 
 
-def test_one_rank_of_an_environment_trains(tmp_path: Path) -> None:
+def test_rank_of_an_external_launcher_trains(tmp_path: Path) -> None:
     """Oracle: torchrun's contract: variables in, status out."""
     good = run_forked(["train", *SMALL], tmp_path, **RANK)
     assert (good.returncode, good.stderr) == (0, "")
 
 
 @pytest.mark.parametrize("asked", [False, True], ids=["alone", "under a launcher"])
-def test_one_rank_of_an_environment_tells_its_mistake(asked: bool, tmp_path: Path) -> None:
+def test_rank_of_an_external_launcher_reports_its_mistake(asked: bool, tmp_path: Path) -> None:
     """Oracle: torchrun's contract: status out, and errors in the file that it names."""
     env = RANK | ({"TORCHELASTIC_ERROR_FILE": str(tmp_path / "error.json")} if asked else {})
     bad = run_forked(["train", "train.steps=0"], tmp_path, **env)

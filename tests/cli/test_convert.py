@@ -54,8 +54,8 @@ def test_a_run_becomes_a_folder(case: str, tmp_path: Path) -> None:
         assert torch.equal(param, parameters[name]), name
 
 
-def test_what_was_written_is_told(tmp_path: Path) -> None:
-    """Oracle: the text; the folder weights may be named too, and the number format is that of the files."""
+def test_output_describes_the_written_files(tmp_path: Path) -> None:
+    """Oracle: the text; the folder weights may be named too, and the dtype is that of the files."""
     save_run(tmp_path / "run", SMALL["llama2"])
     out = tmp_path / "out" / "folder"
     assert output_of("to-hf", str(tmp_path / "run" / "weights"), str(out), "dtype=bfloat16") == (
@@ -72,7 +72,7 @@ def test_what_was_written_is_told(tmp_path: Path) -> None:
 
 
 @pytest.mark.oracle
-def test_transformers_generates_from_what_was_written(tmp_path: Path) -> None:
+def test_transformers_generates_from_the_written_folder(tmp_path: Path) -> None:
     """Oracle: transformers' greedy generation against the largest logits of ours."""
     transformers = pytest.importorskip("transformers")
     save_run(tmp_path / "run", SMALL["gpt2"])
@@ -88,7 +88,7 @@ def test_transformers_generates_from_what_was_written(tmp_path: Path) -> None:
 
 @pytest.mark.usefixtures("unmeasured")
 @pytest.mark.parametrize("name", DEBUG_PRESETS)
-def test_a_preset_is_recognised(name: str, tmp_path: Path) -> None:
+def test_preset_is_recognized(name: str, tmp_path: Path) -> None:
     """Oracle: the command for a folder that a preset's model was written to names the preset and nothing else."""
     folder = tmp_path / "folder"
     write(folder, build(preset(name)))
@@ -99,8 +99,8 @@ def test_a_preset_is_recognised(name: str, tmp_path: Path) -> None:
 
 @pytest.mark.usefixtures("unmeasured")
 @pytest.mark.parametrize("case", SMALL)
-def test_the_command_composes_to_the_folders_model(case: str, tmp_path: Path) -> None:
-    """Oracle: the composed configuration, held against the folder's; and one key less leaves a difference."""
+def test_printed_command_composes_to_the_model_of_the_folder(case: str, tmp_path: Path) -> None:
+    """Oracle: the composed configuration, compared with the folder's; removing one key leaves a difference."""
     folder = tmp_path / "a folder's, name"
     config = SMALL[case]
     write(folder, build(config))
@@ -211,7 +211,9 @@ FROM_HF = "write fsdptoys convert from-hf DIR"
          "folder again"),
     ],
 )  # fmt: skip
-def test_mistakes_get_one_sentence(words: str, sentence: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_mistakes_are_reported_in_one_sentence(
+    words: str, sentence: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Oracle: the sentence; nothing is written."""
     (tmp_path / "here").mkdir()
     monkeypatch.chdir(tmp_path)

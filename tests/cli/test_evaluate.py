@@ -37,10 +37,10 @@ def output_of(capsys: pytest.CaptureFixture[str], *words: str) -> dict[str, Any]
 @pytest.mark.oracle
 @pytest.mark.parametrize("batch", [1, 3])
 @pytest.mark.parametrize("case", ["llama2", "qwen3_moe", "gpt2"])
-def test_the_loss_is_that_of_transformers(
+def test_loss_equals_that_of_transformers(
     case: str, batch: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Oracle: transformers' own loss of each window, weighed by its tokens; the last is shorter."""
+    """Oracle: transformers' own loss of each window, weighted by its tokens; the last is shorter."""
     transformers = pytest.importorskip("transformers")
     write(tmp_path / "folder", build(SMALL[case]))
     ids_T = torch.randint(0, 96, (150,))
@@ -65,7 +65,7 @@ def trained(config: Config) -> float:
 
 
 @pytest.mark.parametrize("checkpoints", [False, True], ids=["final weights", "checkpoint"])
-def test_the_loss_of_a_runs_held_out_text_is_its_held_out_loss(
+def test_loss_of_the_held_out_text_equals_the_held_out_loss_of_the_run(
     checkpoints: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Oracle: the run's own evaluation after its last step, on the same bytes in the same windows."""
@@ -113,9 +113,7 @@ def train_each(configs: dict[str, Config]) -> dict[str, float]:
     return {name: trained(config) for name, config in configs.items()}
 
 
-def test_without_a_text_it_is_the_loss_of_what_the_run_held_out(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_default_data_is_the_held_out_part_of_the_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Oracle: each run's own evaluation after its last step, on all held-out samples or the first three."""
     pytest.importorskip("tokenizers")
     configs: dict[str, Config] = {}
@@ -178,7 +176,7 @@ def test_without_a_text_it_is_the_loss_of_what_the_run_held_out(
     ],
     ids=["nothing", "gone", "short", "ends"],
 )
-def test_a_part_that_cannot_be_evaluated_is_told(
+def test_part_that_cannot_be_evaluated_is_reported(
     data: DataConfig, words: str, sentence: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Oracle: the sentence."""
@@ -191,7 +189,7 @@ def test_a_part_that_cannot_be_evaluated_is_told(
     assert str(refused.value) == sentence
 
 
-def test_bits_a_byte_do_not_count_by_tokens(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_bits_per_byte_do_not_depend_on_the_tokens(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Oracle: the loss by hand over the bytes after the first word."""
     folder, text = tmp_path / "folder", "two one one two"
     write(folder, build(BYTES))
@@ -205,7 +203,7 @@ def test_bits_a_byte_do_not_count_by_tokens(tmp_path: Path, capsys: pytest.Captu
     assert found["predicted_tokens"] == 3
 
 
-def test_it_is_told_for_people(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_text_output_has_the_numbers_of_the_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Oracle: the numbers of the other form; a loss of NaN gives status 1."""
     model = build(BYTES)
     write(tmp_path / "folder", model)
@@ -244,7 +242,9 @@ def test_it_is_told_for_people(tmp_path: Path, capsys: pytest.CaptureFixture[str
          "--help"),
     ],
 )  # fmt: skip
-def test_mistakes_get_one_sentence(words: str, sentence: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_mistakes_are_reported_in_one_sentence(
+    words: str, sentence: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Oracle: the sentence."""
     write(tmp_path / "folder", build(BYTES))
     (tmp_path / "text").write_bytes(b"\xff\xfe")

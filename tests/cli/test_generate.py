@@ -49,7 +49,7 @@ def expected(prompt: list[int], count: int, context: int, draw: Draw) -> list[in
 
 
 @pytest.mark.parametrize("source", ["run", "run/weights", "folder"])
-def test_every_source_gives_the_text_of_its_weights(
+def test_every_source_generates_the_text_of_its_weights(
     source: str, places: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Oracle: the loop of ``sampling`` with the model that was saved, byte by byte, each prompt by itself."""
@@ -59,7 +59,7 @@ def test_every_source_gives_the_text_of_its_weights(
 
 
 def test_each_option_has_its_effect(places: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Oracle: the loop of ``sampling`` with the same settings, which differ from each other in what they give."""
+    """Oracle: the loop of ``sampling`` with the same settings, which all give different text."""
     seen = set()
     for words, context, draw in [
         ([], 16, Draw()),  # the run's train.seq_len
@@ -75,8 +75,8 @@ def test_each_option_has_its_effect(places: Path, capsys: pytest.CaptureFixture[
     assert len(seen) == 6
 
 
-def test_other_number_formats_are_computed_in(places: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Oracle: the loop with the model cast to bfloat16, but for its rotary frequencies."""
+def test_generation_runs_in_the_requested_dtype(places: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Oracle: the loop with the model cast to bfloat16, except its rotary frequencies."""
     words = ["folder", "--prompt", "97 98", "--tokenizer", "ids", "--tokens", "12", "--dtype", "bfloat16"]
     model = build(BYTES).to(torch.bfloat16)
     model.init_buffers(torch.device("cpu"))
@@ -85,7 +85,7 @@ def test_other_number_formats_are_computed_in(places: Path, capsys: pytest.Captu
 
 
 def test_texts_are_printed_with_their_prompts(places: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Oracle: the ids, as the tokenizer of ids writes them; how fast it went is not among them."""
+    """Oracle: the ids, as the tokenizer of ids writes them; without the speed."""
     words = ["generate", "run", "--prompt", "1 2", "--prompt", "3", "--tokens", "4", "--tokenizer", "ids"]
     assert main([*words, "--device", "cpu"]) == 0
     printed = capsys.readouterr()
@@ -94,7 +94,7 @@ def test_texts_are_printed_with_their_prompts(places: Path, capsys: pytest.Captu
     assert printed.err.startswith("fsdptoys: 8 tokens in ") and printed.err.endswith(" a second, on cpu in float32\n")
 
 
-def test_a_text_ends_with_the_folders_end(places: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_text_ends_at_the_end_token_of_the_folder(places: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Oracle: the same text, cut after its third token, which the folder is made to name."""
     words = ["folder", "--prompt", "ab", "--tokenizer", "bytes", "--tokens", "8", "--temperature", "0"]
     (whole,) = made(capsys, *words)
@@ -103,7 +103,7 @@ def test_a_text_ends_with_the_folders_end(places: Path, capsys: pytest.CaptureFi
     assert made(capsys, *words) == [whole[: whole.index(whole[2]) + 1]]
 
 
-def test_a_model_that_diverged_is_told(places: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_diverged_model_is_reported(places: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Oracle: the status and the sentence."""
     model = build(BYTES)
     with torch.no_grad():
@@ -116,7 +116,7 @@ def test_a_model_that_diverged_is_told(places: Path, capsys: pytest.CaptureFixtu
 
 @pytest.mark.oracle
 @pytest.mark.parametrize("case", ["llama3 scaled tied", "qwen3", "qwen3_moe", "gpt2"])
-def test_greedy_text_is_that_of_transformers(case: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_greedy_text_equals_that_of_transformers(case: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Oracle: transformers' own generation, with its own cache, from the same folder."""
     transformers = pytest.importorskip("transformers")
     write(tmp_path / "folder", build(SMALL[case]))
@@ -137,9 +137,7 @@ def save_tokenizer(folder: Path) -> None:
     made.save(str(folder / "tokenizer.json"))
 
 
-def test_a_folders_own_tokenizer_is_used_where_no_other_is_named(
-    places: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_tokenizer_of_the_folder_is_the_default(places: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Oracle: the ids of the words, by hand; a run may be given the same one."""
     save_tokenizer(places / "folder")
     (places / "folder" / "checksums.json").unlink()
@@ -157,9 +155,7 @@ def train_on(run: Path, data: DataConfig) -> None:
 
 
 @pytest.mark.parametrize("kind", ["folder", "second folder", "files", "cache"])
-def test_a_runs_own_tokenizer_is_used_where_no_other_is_named(
-    kind: str, places: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_tokenizer_of_the_run_is_the_default(kind: str, places: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Oracle: the ids of the words, by hand: all four, though the file would cut after three, and none special."""
     pytest.importorskip("tokenizers")
     tokenizer = Path(prepared.save_tokenizer(places / "tokenizer", None))
@@ -181,7 +177,7 @@ def test_a_runs_own_tokenizer_is_used_where_no_other_is_named(
     assert made(capsys, *words, "one two one <|endoftext|>") == made(capsys, *plain)
 
 
-def test_runs_on_bytes_take_bytes(places: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_runs_trained_on_bytes_default_to_bytes(places: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Oracle: the same with the tokenizer named, for every kind of data that may be bytes."""
     prepared.write_lines(places / "a.jsonl", ["one two"])
     prepared.prepare_folder(prepared.request(places / "out", "a.jsonl"))
@@ -200,7 +196,7 @@ def test_runs_on_bytes_take_bytes(places: Path, capsys: pytest.CaptureFixture[st
          "nor is a copy in the cache"),
     ],
 )  # fmt: skip
-def test_a_tokenizer_that_is_gone_is_told(data: DataConfig, reason: str, places: Path) -> None:
+def test_missing_tokenizer_is_reported(data: DataConfig, reason: str, places: Path) -> None:
     """Oracle: the sentence."""
     train_on(places / "run", data)
     with pytest.raises(ConfigError) as refused:
@@ -253,7 +249,7 @@ def test_a_prompt_may_be_empty(words: list[str]) -> None:
          "--context 64"),
     ],
 )  # fmt: skip
-def test_mistakes_get_one_sentence(words: str, sentence: str, places: Path) -> None:
+def test_mistakes_are_reported_in_one_sentence(words: str, sentence: str, places: Path) -> None:
     """Oracle: the sentence."""
     (places / "empty").mkdir()
     with pytest.raises(ConfigError) as refused:
@@ -261,7 +257,7 @@ def test_mistakes_get_one_sentence(words: str, sentence: str, places: Path) -> N
     assert str(refused.value) == sentence
 
 
-def test_small_vocabularies_have_no_bytes(tmp_path: Path) -> None:
+def test_bytes_tokenizer_needs_a_vocabulary_of_256(tmp_path: Path) -> None:
     """Oracle: the sentence."""
     write(tmp_path / "folder", build(SMALL["qwen3"]))
     with pytest.raises(ConfigError, match=r"--tokenizer bytes needs 256 ids, and this model has 96"):

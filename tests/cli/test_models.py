@@ -40,7 +40,7 @@ def lines_at(width: int, facts: list[ModelFacts]) -> list[str]:
     return [line.rstrip() for line in console.file.getvalue().splitlines()]
 
 
-def test_presets_are_composed_side_by_side_as_one_by_one() -> None:
+def test_presets_composed_together_equal_those_composed_alone() -> None:
     """Oracle: the whole configuration composed with that model."""
     configs = dict(zip(PRESETS, compose_presets(PRESETS), strict=True))
     for name in ("gpt2", "llama3_8b", "llama4_scout", "qwen3_0.6b", "qwen3_moe_30b_a3b"):
@@ -48,7 +48,7 @@ def test_presets_are_composed_side_by_side_as_one_by_one() -> None:
     assert all(config.name == name for name, config in configs.items())
 
 
-def test_numbers_of_llama2_7b_are_the_published_and_those_of_the_formula() -> None:
+def test_numbers_of_llama2_7b_equal_the_published_ones_and_the_formula() -> None:
     """Oracle: 6,738,415,616 parameters are published; 6 FLOPs a weight but the embedding's and the norms', and
     12·heads·width of a head·T/2 in each of the 32 layers."""
     (config,) = compose_presets(["llama2_7b"])
@@ -58,7 +58,7 @@ def test_numbers_of_llama2_7b_are_the_published_and_those_of_the_formula() -> No
     assert facts.flops_per_token == 6 * weights + 32 * 12 * 4096 * 4096 / 2
 
 
-def test_of_experts_only_those_of_a_token_are_active() -> None:
+def test_active_parameters_count_only_the_experts_of_a_token() -> None:
     """Oracle: Scout's 24·2 layers of 16 experts with three matrices of 5120·8192, one of which is used."""
     (config,) = compose_presets(["llama4_scout"])
     facts = measure(config)
@@ -67,7 +67,7 @@ def test_of_experts_only_those_of_a_token_are_active() -> None:
     assert facts.active_parameters == facts.parameters - 48 * 15 * expert
 
 
-def test_measuring_takes_no_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_counting_allocates_no_parameters(monkeypatch: pytest.MonkeyPatch) -> None:
     """Oracle: the devices of the parameters of the models that are built."""
     (config,) = compose_presets(["gpt2"])
     built = []
@@ -101,8 +101,8 @@ def test_counts_have_three_figures_and_a_unit(count: float, text: str) -> None:
 
 
 @pytest.mark.parametrize("width", [24, 40, 60, 80, 100, 120, 200])
-def test_the_table_leaves_columns_out_rather_than_break_numbers(width: int) -> None:
-    """Oracle: the lines: none wider than the terminal, one a model, with every cell whole; who is left out is named."""
+def test_table_omits_columns_rather_than_truncate_numbers(width: int) -> None:
+    """Oracle: the lines: none wider than the terminal, one a model, with complete cells; omitted columns are named."""
     lines = lines_at(width, [LLAMA2_7B, LARGE])
     table, notes = lines[: lines.index("")], " ".join(lines[lines.index("") :])
     assert all(cell_len(line) <= width for line in lines)
@@ -142,8 +142,8 @@ def test_json_is_exact(capsys: pytest.CaptureFixture[str]) -> None:
     assert ModelFacts(**some[1]) == LLAMA2_7B
 
 
-def test_named_presets_have_a_row_each_and_the_numbers_an_explanation(capsys: pytest.CaptureFixture[str]) -> None:
-    """Oracle: the words."""
+def test_named_presets_have_one_row_each_and_numbers_are_explained(capsys: pytest.CaptureFixture[str]) -> None:
+    """Oracle: the output."""
     assert main(["models", "gpt2", "qwen3_moe_debug"]) == 0
     shown = capsys.readouterr().out
     assert [line.split()[0] for line in shown.splitlines()[2:4]] == ["gpt2", "qwen3_moe_debug"]

@@ -46,7 +46,7 @@ def as_item(key: str, text: str) -> str:
 
 
 @pytest.mark.parametrize("key", TEXTS)
-def test_text_that_is_not_utf_8_is_refused(key: str) -> None:
+def test_text_that_is_not_utf_8_is_rejected(key: str) -> None:
     """Oracle: the sentence, without the byte itself."""
     with pytest.raises(ConfigError) as caught:
         compose_config([*TEXTS[key], f"{key}={as_item(key, NOT_UTF_8)}"])
@@ -58,7 +58,9 @@ def test_text_that_is_not_utf_8_is_refused(key: str) -> None:
 
 @pytest.mark.parametrize("key", TEXTS)
 @pytest.mark.parametrize("text", ["${oc.env:ODD}", "a\0b"])
-def test_text_with_nul_or_from_an_odd_variable_is_refused(key: str, text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_text_with_nul_or_from_an_invalid_variable_is_rejected(
+    key: str, text: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Oracle: one sentence that names the key."""
     monkeypatch.setenv("ODD", NOT_UTF_8)
     with pytest.raises(ConfigError, match=rf"^{key}=[^\n\0]*(is not valid UTF-8|holds a NUL character)[^\n]*$"):
@@ -66,7 +68,7 @@ def test_text_with_nul_or_from_an_odd_variable_is_refused(key: str, text: str, m
 
 
 @pytest.mark.parametrize("key", ["metrics.run_dir", "checkpoint.folder", "model.init_from", "data.files"])
-def test_the_home_folder_of_an_unknown_user_is_refused(key: str) -> None:
+def test_home_folder_of_an_unknown_user_is_rejected(key: str) -> None:
     """Oracle: the sentence."""
     with pytest.raises(ConfigError) as caught:
         compose_config([*TEXTS.get(key, []), f"{key}={as_item(key, UNKNOWN_HOME)}"])
@@ -84,7 +86,7 @@ def test_the_home_folder_of_an_unknown_user_is_refused(key: str) -> None:
         ("loop/x", "cannot be used (Too many levels of symbolic links); set metrics.run_dir to another folder"),
     ],
 )
-def test_a_run_directory_of_an_impossible_path_is_refused(
+def test_run_directory_with_an_impossible_path_is_rejected(
     path: str, sentence: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Oracle: the sentence; 255 and 4096 are Linux's own limits."""
@@ -95,7 +97,7 @@ def test_a_run_directory_of_an_impossible_path_is_refused(
     assert str(caught.value) == f"metrics.run_dir={path} {sentence}"
 
 
-def test_a_run_directory_with_a_name_of_255_bytes_is_no_mistake(tmp_path: Path) -> None:
+def test_run_directory_with_a_name_of_255_bytes_is_accepted(tmp_path: Path) -> None:
     """Oracle: the file system, which makes such a folder."""
     path = tmp_path / ("a" * 255)
     path.mkdir()
@@ -116,7 +118,7 @@ def as_other_user() -> Iterator[None]:
 
 
 @pytest.mark.parametrize("below", ["run", "run/new"])
-def test_a_run_directory_behind_a_closed_folder_is_refused(below: str, tmp_path: Path) -> None:
+def test_run_directory_below_an_inaccessible_folder_is_rejected(below: str, tmp_path: Path) -> None:
     """Oracle: the sentence, with the system's reason."""
     closed = tmp_path / "closed"
     (closed / "run").mkdir(parents=True)
@@ -145,8 +147,8 @@ def run_command(words: list[str], *wrapped: str, **variables: str) -> subprocess
 
 @pytest.mark.launcher
 @pytest.mark.parametrize("words", [["train", "train.steps=1"], ["report", "runs"]])
-def test_a_current_folder_that_was_deleted_is_one_sentence(words: list[str], tmp_path: Path) -> None:
-    """Oracle: stderr of the real command, whole; help needs no folder."""
+def test_deleted_current_folder_is_reported_in_one_sentence(words: list[str], tmp_path: Path) -> None:
+    """Oracle: full stderr of the real command; help needs no folder."""
     gone = ["sh", "-c", f'mkdir "{tmp_path}/gone" && cd "{tmp_path}/gone" && rmdir "{tmp_path}/gone" && exec "$0" "$@"']
     done = run_command(words, *gone)
     assert (done.returncode, done.stdout, done.stderr) == (
@@ -180,7 +182,7 @@ def test_a_current_folder_that_was_deleted_is_one_sentence(words: list[str], tmp
          "set HOME, or write the path without ~"),
     ],
 )  # fmt: skip
-def test_what_the_machine_lacks_is_one_sentence(
+def test_system_error_is_reported_in_one_sentence(
     error: Exception, sentence: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Oracle: the sentence, wherever in a command the error comes from; status 1 for a state that may pass, else 2."""
@@ -197,8 +199,8 @@ def test_what_the_machine_lacks_is_one_sentence(
 
 
 @pytest.mark.parametrize("error", [FileNotFoundError(errno.ENOENT, "gone", "x"), RuntimeError("x"), ValueError("x")])
-def test_errors_of_our_own_keep_their_traceback(error: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Oracle: the very object."""
+def test_internal_errors_keep_their_traceback(error: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Oracle: the same object."""
 
     def fail(words: list[str]) -> int:
         raise error
@@ -209,7 +211,7 @@ def test_errors_of_our_own_keep_their_traceback(error: Exception, monkeypatch: p
     assert caught.value is error
 
 
-def test_a_temporary_folder_that_cannot_be_written_is_one_sentence(
+def test_unwritable_temporary_folder_is_reported_in_one_sentence(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Oracle: the sentences, for no folder at all and for one on a full disk, of which nothing is left behind."""

@@ -39,7 +39,7 @@ MISTAKES = {
 
 
 @pytest.mark.parametrize("typed", MISTAKES)
-def test_mistake_gets_its_sentence(typed: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_mistake_is_reported_word_for_word(typed: str, capsys: pytest.CaptureFixture[str]) -> None:
     """Oracle: the sentence, word for word, and the status."""
     assert main(["plan", *typed.split(" ")]) == 2
     assert capsys.readouterr().err == f"fsdptoys: {MISTAKES[typed]}\n"
@@ -80,7 +80,7 @@ def test_a_peak_that_only_deep_models_have_is_found(monkeypatch: pytest.MonkeyPa
 
 
 @pytest.mark.usefixtures("unmeasured")
-def test_search_prints_words_that_train_takes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_search_prints_overrides_accepted_by_train(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Oracle: the configuration that the printed words compose to, and a picture that was written."""
     picture = tmp_path / "frontier.png"
     words = ["plan", "search", *TINY, "parallel=fsdp2", "train.batch_size=4", "plan.world_size=8", "mesh.fsdp_size=8"]
@@ -95,7 +95,7 @@ def test_search_prints_words_that_train_takes(tmp_path: Path, capsys: pytest.Cap
 
 
 @pytest.mark.usefixtures("unmeasured")
-def test_command_without_words_trains_the_largest_model_that_fits(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_default_run_trains_the_largest_model_that_fits(monkeypatch: pytest.MonkeyPatch) -> None:
     """Oracle: AdamW's step takes 20 bytes a parameter (itself, gradient, two states, a temporary), which 8 H100 of 77
     GiB have for the 30.5 billion of one preset, and beside activations not for the 32.8 of the next; a CPU has its own.
     """

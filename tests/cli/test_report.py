@@ -65,7 +65,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.mark.parametrize("typed", MISTAKES)
-def test_mistake_gets_its_sentence(typed: str, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_mistake_is_reported_word_for_word(typed: str, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Oracle: the sentence, word for word, and the status; nothing is written."""
     before = sorted(folder.rglob("*"))
     assert main(typed.split(" ")) == 2
@@ -74,7 +74,7 @@ def test_mistake_gets_its_sentence(typed: str, folder: Path, capsys: pytest.Capt
     assert sorted(folder.rglob("*")) == before
 
 
-def test_tables_go_to_the_terminal_in_each_form(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_tables_are_printed_in_each_format(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Oracle: the table itself; both runs are found by their folders and by the one above."""
     table = make_table(gather([Path("a"), Path("b")]))
     for form, wanted in {"--markdown": to_markdown, "--csv": to_csv, "--json": to_json}.items():
@@ -87,7 +87,7 @@ def test_tables_go_to_the_terminal_in_each_form(folder: Path, capsys: pytest.Cap
 
 
 @pytest.mark.parametrize("columns, brief", [("25", True), (None, False)])
-def test_the_table_is_as_wide_as_the_terminal_and_whole_in_a_pipe(
+def test_table_fits_the_terminal_and_is_full_in_a_pipe(
     folder: Path,
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
@@ -105,7 +105,7 @@ def test_the_table_is_as_wide_as_the_terminal_and_whole_in_a_pipe(
     assert not brief or max(map(len, text.splitlines())) <= 25
 
 
-def test_compare_tells_by_its_status(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_compare_reports_differences_by_its_exit_status(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Oracle: the one loss that differs by 1e-5 of 4.7, and by no more than a tolerance of 1e-5."""
     assert main(["compare", "a", "a"]) == 0
     assert capsys.readouterr().out.startswith("Same: 4 steps, equal in every bit.")
@@ -117,7 +117,7 @@ def test_compare_tells_by_its_status(folder: Path, capsys: pytest.CaptureFixture
     assert main(["compare", "a", "b", "--tolerance=1e-6"]) == 1
 
 
-def test_a_run_that_no_code_expects_is_a_mistake_and_not_a_difference(
+def test_comparison_error_is_a_mistake_not_a_difference(
     folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Oracle: status 2 and a sentence, since 1 says that the runs differ."""
@@ -136,7 +136,7 @@ def test_a_run_that_no_code_expects_is_a_mistake_and_not_a_difference(
 @pytest.mark.parametrize("encoding", ["ascii", "latin-1", "utf-8"])
 @pytest.mark.parametrize("typed", ["report é a b --table", "report é a b --markdown", "report é a b --csv",
                                    "report é a b --json", "compare a é"])  # fmt: skip
-def test_what_is_printed_fits_the_encoding_of_where_it_goes(
+def test_output_fits_the_encoding_of_its_stream(
     folder: Path, monkeypatch: pytest.MonkeyPatch, typed: str, encoding: str
 ) -> None:
     """Oracle: the encoding itself, which refuses what it cannot hold; JSON loses nothing."""
@@ -155,7 +155,7 @@ def test_what_is_printed_fits_the_encoding_of_where_it_goes(
 
 
 @pytest.mark.parametrize("command", ["report", "compare"])
-def test_help_is_printed_without_a_word_and_on_demand(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_help_is_printed_without_arguments_and_on_demand(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     """Oracle: the same page, which names the command, within 120 columns."""
     assert main([command]) == main([command, "--help"]) == 0
     page = capsys.readouterr().out

@@ -39,8 +39,8 @@ def run(line: str, folder: Path, **environment: str) -> subprocess.CompletedProc
     )
 
 
-def test_a_backend_that_cannot_be_loaded_is_told_in_one_sentence(broken_backend: Path) -> None:
-    """Oracle: what PyTorch raises then, with the reason that torch_npu gives; the variable that it names helps."""
+def test_backend_that_fails_to_load_is_reported_in_one_sentence(broken_backend: Path) -> None:
+    """Oracle: PyTorch's error, with the reason given by torch_npu; the variable that it names helps."""
     for line in ("train launch.device=cpu --cfg job", "models", "plan model=llama_debug"):
         done = run(line, broken_backend)
         assert (done.returncode, done.stdout) == (2, "")
@@ -54,7 +54,7 @@ def test_a_backend_that_cannot_be_loaded_is_told_in_one_sentence(broken_backend:
     assert done.returncode == 0, done.stderr
 
 
-def test_torch_npu_beside_a_pytorch_for_cuda_is_told_to_need_the_one_for_cpus() -> None:
+def test_torch_npu_with_a_cuda_build_of_pytorch_asks_for_the_cpu_build() -> None:
     """Oracle: the error of torch_npu 2.13.0's ``_check_device_conflict``."""
     error = RuntimeError("Failed to load the backend extension: torch_npu. You can disable extension auto-loading")
     error.__cause__ = RuntimeError("Two accelerators cannot be used at the same time in PyTorch: npu and cuda. You can")
@@ -65,7 +65,7 @@ def test_torch_npu_beside_a_pytorch_for_cuda_is_told_to_need_the_one_for_cpus() 
     )
 
 
-def test_other_errors_are_left_alone() -> None:
-    """Oracle: only what PyTorch's loader of backends raises is explained."""
+def test_other_errors_are_not_explained() -> None:
+    """Oracle: only errors of PyTorch's backend loader are explained."""
     assert explain_autoload(RuntimeError("Failed to load the model")) is None
     assert explain_autoload(ValueError("Failed to load the backend extension: torch_npu. You can")) is None

@@ -76,13 +76,13 @@ def test_plain_lines_on_a_cpu_and_on_a_device():
     ("planned", "done", "shown"),
     [(25, 25, [10, 20, 25]), (20, 20, [10, 20]), (25, 13, [10, 13]), (5, 5, [5])],
 )
-def test_plain_lines_come_every_so_many_steps_and_for_the_last(planned, done, shown):
+def test_plain_lines_are_printed_every_log_every_steps_and_for_the_last(planned, done, shown):
     """Oracle: the multiples of ``log_every`` and the last step, whether planned or stopped early; none twice."""
     lines = plain_lines(planned, 10, [replace(CPU_STEP, step=number) for number in range(1, done + 1)])
     assert [int(line.split()[1].split("/")[0]) for line in lines] == shown
 
 
-def test_evaluations_and_values_that_are_not_finite_are_shown_as_such():
+def test_evaluations_and_non_finite_values_are_shown():
     """Oracle: the words nan and inf in both consoles; an evaluation has its line though its step has none."""
     for lines in (plain_lines(100, 1, [BROKEN_STEP]), rich_lines(100, BROKEN_STEP)):
         text = "\n".join(lines)
@@ -105,7 +105,7 @@ def test_evaluations_and_values_that_are_not_finite_are_shown_as_such():
         pytest.param(COLLAPSED_STEP, id="collapsed"),
     ],
 )
-def test_the_live_table_keeps_within_the_width_without_cutting_numbers(width, metrics):
+def test_live_table_fits_the_width_without_truncating_numbers(width, metrics):
     """Oracle: the rendered lines: none wider than the terminal, three for the table, and no ellipsis in it."""
     table = rich_lines(width, replace(metrics, eval_loss=None))[-3:]
     assert all(cell_len(line) <= width for line in table)
@@ -116,7 +116,7 @@ def test_the_live_table_keeps_within_the_width_without_cutting_numbers(width, me
 
 
 @pytest.mark.parametrize("width", [80, 100])
-def test_everything_fits_a_usual_terminal(width):
+def test_all_columns_fit_80_and_100_characters(width):
     """Oracle: all numbers of a step on a device, in one bar of one line and one row, at 80 and 100 columns."""
     bar, *_, row = rich_lines(width, GPU_STEP, steps=1000)
     assert bar.startswith("step 100/1000 ") and bar.endswith("left") and cell_len(bar) <= width
@@ -141,12 +141,12 @@ def test_everything_fits_a_usual_terminal(width):
         ),
     ],
 )
-def test_the_busiest_expert_fits_a_usual_terminal(metrics, width, cells):
+def test_busiest_expert_fits_80_characters(metrics, width, cells):
     """Oracle: the row; where it does not all fit, first the entropy gives way, then the MFU."""
     assert rich_lines(width, metrics)[-1].split() == cells.split(" ")
 
 
-def test_columns_keep_their_place_from_step_to_step():
+def test_column_positions_do_not_depend_on_the_numbers():
     """Oracle: headings are the same line whatever the numbers below."""
     other = replace(GPU_STEP, loss=11.25, grad_norm=100.123, tokens_per_second=12.0, step_time_seconds=3.0)
     assert rich_lines(100, GPU_STEP)[-3:-1] == rich_lines(100, other)[-3:-1]
@@ -171,7 +171,7 @@ def test_the_console_follows_the_config(monkeypatch, capsys):
     assert capsys.readouterr().out == ""
 
 
-def test_text_of_a_model_cannot_steer_the_terminal():
+def test_control_characters_in_model_text_are_escaped():
     """Oracle: escapes in place of control characters, and of what the stream's encoding lacks; lines stay."""
     ascii_stream = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
     assert printable("a\x1b[2Jb\n\tc\r", io.StringIO()) == "a\\x1b[2Jb\n\tc\\r"
@@ -204,7 +204,7 @@ else:
 
 
 @pytest.mark.parametrize("end", ["close", "killed"])
-def test_a_terminal_of_another_session_is_drawn_on_and_keeps_its_cursor(end):
+def test_terminal_of_another_session_is_supported_and_keeps_its_cursor(end):
     """Oracle: the bytes on a real pseudo-terminal that is not the process's own: the cursor is shown last."""
     mine, theirs = pty.openpty()
     environment = os.environ | {"TERM": "xterm-256color", "COLUMNS": "100", "LINES": "40"}

@@ -77,7 +77,7 @@ def resumed() -> ResumePoint:
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("name", FILES)
-def test_a_file_that_is_none_is_refused_before_anything_is_written(name: str, kind: str, resumed: ResumePoint) -> None:
+def test_irregular_file_is_rejected_before_anything_is_written(name: str, kind: str, resumed: ResumePoint) -> None:
     """Oracle: one sentence that names file and fix, from the launcher's check and the run; nothing changes."""
     put(kind, Path("run", name))
     before = {path.name: path.lstat().st_mtime_ns for path in Path("run").iterdir()}
@@ -96,8 +96,8 @@ def test_a_file_that_is_none_is_refused_before_anything_is_written(name: str, ki
 
 
 @pytest.mark.parametrize("name", ["heartbeats", "weights", "flight_recorder"])
-def test_a_folder_of_a_run_is_no_link(name: str, resumed: ResumePoint) -> None:
-    """Oracle: one sentence from the launcher's check; a rank that comes by all the same writes nothing elsewhere."""
+def test_symbolic_link_in_place_of_a_run_folder_is_rejected(name: str, resumed: ResumePoint) -> None:
+    """Oracle: one sentence from the launcher's check; a rank that skips the check writes nothing elsewhere."""
     Path("elsewhere").mkdir()
     Path("elsewhere/rank-00000.json").write_text("precious")
     Path("run", name).symlink_to(Path("elsewhere").absolute())
@@ -110,7 +110,7 @@ def test_a_folder_of_a_run_is_no_link(name: str, resumed: ResumePoint) -> None:
     assert os.listdir("elsewhere") == ["rank-00000.json"]
 
 
-def test_profiles_may_be_a_link_to_a_folder_and_nothing_else(resumed: ResumePoint) -> None:
+def test_profile_folder_may_be_a_link_to_a_folder_only(resumed: ResumePoint) -> None:
     """Oracle: a run with its profiles on another disk resumes; a pipe of that name is one sentence."""
     Path("elsewhere").mkdir()
     Path("run/profile").symlink_to(Path("elsewhere").absolute())
@@ -121,7 +121,7 @@ def test_profiles_may_be_a_link_to_a_folder_and_nothing_else(resumed: ResumePoin
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_lock_is_a_regular_file(kind: str) -> None:
+def test_lock_must_be_a_regular_file(kind: str) -> None:
     """Oracle: one sentence, with and without the check of the launcher, for a run that is new and one that resumes."""
     Path("run").mkdir()
     put(kind, Path("run", LOCK_FILE))
@@ -137,8 +137,8 @@ def test_a_lock_is_a_regular_file(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", ["link", "dangling link", "pipe", "device link"])
-def test_what_waits_under_a_temporary_name_is_replaced(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Oracle: the files that are written whole, under their names; what the link led to is as it was."""
+def test_existing_temporary_file_is_replaced(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Oracle: the complete files under their names; the target of the link is unchanged."""
     monkeypatch.setenv(EXIT_RECORD_VARIABLE, "outcome")
     Path("run").mkdir()
     for name in ("config.yaml", "environment.json", "summary.md", "loss.png"):
@@ -160,7 +160,7 @@ def test_what_waits_under_a_temporary_name_is_replaced(kind: str, monkeypatch: p
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_heartbeat_replaces_what_has_its_name(kind: str) -> None:
+def test_heartbeat_replaces_an_existing_file(kind: str) -> None:
     """Oracle: the record of the rank where it can be written; a run can do without one."""
     Path("beats").mkdir()
     put(kind, Path("beats/rank-00000.json"))
@@ -192,7 +192,7 @@ LINE = json.loads(STEP.to_json())
     ],
     ids=["deep", "deep value", "huge loss", "infinite loss", "huge tokens", "huge step", "0 s", "-1 s", "nan s", "-5"],
 )
-def test_a_line_that_no_run_writes_is_one_that_cannot_be_read(line: str, resumed: ResumePoint) -> None:
+def test_invalid_metrics_line_is_reported_and_omitted(line: str, resumed: ResumePoint) -> None:
     """Oracle: the sentence for such a line; the run ends well, with the steps that can be read."""
     path = Path("run/metrics.jsonl")
     text = path.read_text()
@@ -225,8 +225,8 @@ def bomb(levels: int = 9) -> str:
     ids=["deep list", "deep mapping", "bomb", "recursive", "base 60", "odd keys", "not yaml", "list"],
 )
 @pytest.mark.parametrize("name", ["config.yaml", "environment.json"])
-def test_settings_that_cannot_be_read_count_as_missing(name: str, text: str, resumed: ResumePoint) -> None:
-    """Oracle: the run goes on to its end, and its files are its own again."""
+def test_unreadable_settings_count_as_missing(name: str, text: str, resumed: ResumePoint) -> None:
+    """Oracle: the run completes, and the files are rewritten."""
     Path("run", name).write_text(text)
     record(resumed, 3, finish=False)
     assert [step.step for step in read_steps(Path("run/metrics.jsonl"))[0]] == [1, 2, 3]
@@ -251,7 +251,7 @@ GOOD = {
      {"world_size": "x"}, {"moved_to": 3}, {"checkpoint": []}, {"more": 1}],
     ids=str,
 )  # fmt: skip
-def test_a_resume_of_another_kind_is_left_out(change: dict, resumed: ResumePoint) -> None:
+def test_invalid_resume_line_is_omitted(change: dict, resumed: ResumePoint) -> None:
     """Oracle: the run that resumes after such a line, and after one that is nested deeply, ends with its summary."""
     path = Path("run/resumes.jsonl")
     path.write_text("\n".join([json.dumps(GOOD | change), DEEP, json.dumps(GOOD)]) + "\n")
@@ -271,7 +271,7 @@ def other_file(path: Path) -> None:
 def test_lines_survive_the_loss_of_their_file(
     how: Callable[[Path], None], saves: bool, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Oracle: every step is in the file at the next checkpoint and at the end, and the console says what happened."""
+    """Oracle: every step is in the file at the next checkpoint and at the end, and the console reports it."""
     path = Path("run/metrics.jsonl")
     config = MetricsConfig(run_dir="run", console=Console.plain)
     with RunRecorder(config, "tiny", {}, ENVIRONMENT, 4, {}) as recorder:
@@ -296,7 +296,7 @@ def test_lines_survive_the_loss_of_their_file(
         assert told[0] == "run/metrics.jsonl was removed during the run; its lines have been written again"
 
 
-def test_lines_survive_the_loss_of_their_file_in_a_run_that_fails() -> None:
+def test_lines_survive_the_loss_of_their_file_in_a_failed_run() -> None:
     """Oracle: the steps that were taken, after an exception."""
     with (
         pytest.raises(ZeroDivisionError),
@@ -308,7 +308,7 @@ def test_lines_survive_the_loss_of_their_file_in_a_run_that_fails() -> None:
     assert len(read_steps(Path("run/metrics.jsonl"))[0]) == 1
 
 
-def test_a_lock_file_that_is_removed_lets_no_second_writer_in() -> None:
+def test_removed_lock_file_admits_no_second_writer() -> None:
     """Oracle: the sentence for a second writer, until the first has let go; readers see the lock."""
     Path("run").mkdir()
     first = FolderLock(Path("run"))

@@ -39,7 +39,7 @@ def test_a_noisy_falling_loss_has_no_spikes_at_the_default(noise):
     assert [loss for loss in falling(10_000, noise) if detector.spike(loss) is not None] == []
 
 
-def test_a_jump_of_one_nat_is_found_wherever_the_loss_no_longer_falls_fast():
+def test_jump_of_one_nat_is_found_after_the_fast_initial_decrease():
     """Oracle: one jump every 100 steps from step 200 on, each found and nothing else."""
     losses = falling(5_000, 0.05)
     jumps = set(range(199, 5_000, 100))
@@ -48,7 +48,7 @@ def test_a_jump_of_one_nat_is_found_wherever_the_loss_no_longer_falls_fast():
     assert found == jumps
 
 
-def test_a_constant_loss_takes_the_least_deviation():
+def test_constant_loss_has_the_minimum_deviation():
     """Oracle: jumps of 7.9 and 8.1 times it; no division by zero."""
     detector = SpikeDetector(8.0)
     scores = [detector.score(2.0) for _ in range(40)]
@@ -58,7 +58,7 @@ def test_a_constant_loss_takes_the_least_deviation():
     assert detector.spike(0.0) is None, "a loss that falls is no spike"
 
 
-def test_a_spike_does_not_count_for_what_comes_after_and_a_new_level_does():
+def test_spikes_are_excluded_from_the_window_until_a_new_level():
     """Oracle: the same score for the same jump again; after as many spikes as make a beginning there are no more."""
     detector = SpikeDetector(8.0)
     for loss in falling(300, 0.02)[200:]:
@@ -69,7 +69,7 @@ def test_a_spike_does_not_count_for_what_comes_after_and_a_new_level_does():
 
 
 @pytest.mark.parametrize("loss", [math.nan, math.inf, -math.inf])
-def test_what_is_not_finite_is_neither_scored_nor_kept(loss):
+def test_non_finite_losses_are_neither_scored_nor_kept(loss):
     """Oracle: the state as it was."""
     detector = SpikeDetector(8.0)
     for other in falling(40, 0.05):
@@ -78,14 +78,14 @@ def test_what_is_not_finite_is_neither_scored_nor_kept(loss):
     assert detector.score(loss) is None and detector.state_dict() == before
 
 
-def test_a_threshold_of_zero_is_off():
+def test_threshold_of_zero_disables_detection():
     """Oracle: no score whatever comes."""
     detector = SpikeDetector(0.0)
     assert {detector.score(loss) for loss in [1.0] * 50 + [100.0]} == {None}
 
 
 @pytest.mark.parametrize("steps", [0, 5, 70, 130])
-def test_a_detector_that_goes_on_equals_one_that_was_never_stopped(steps):
+def test_resumed_detector_equals_an_uninterrupted_one(steps):
     """Oracle: the scores of the other, in every bit, with the state taken through JSON amid spikes."""
     losses = falling(200, 0.03)
     for number in range(125, 133):

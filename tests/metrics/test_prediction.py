@@ -52,7 +52,7 @@ def step(number: int, seconds: float, reserved: float | None) -> StepMetrics:
     )
 
 
-def test_differences_are_shares_of_what_was_measured_and_flagged_over_a_tenth() -> None:
+def test_differences_are_relative_to_the_measurement_and_flagged_above_10_percent() -> None:
     """Oracle: the differences worked by hand: 0.5 s against 0.4, 20 GiB against 19, 24 against 20."""
     found = prediction_errors(PREDICTION, summarize([step(number, 0.4, 20.0) for number in (1, 2, 3)], warmup_steps=1))
     assert {each.quantity: (round(each.difference, 4), each.flagged) for each in found} == {
@@ -65,14 +65,14 @@ def test_differences_are_shares_of_what_was_measured_and_flagged_over_a_tenth() 
     }
 
 
-def test_a_cpu_has_no_device_memory_to_compare() -> None:
-    """Oracle: the list of what is left."""
+def test_cpu_run_has_no_device_memory_to_compare() -> None:
+    """Oracle: the remaining quantities."""
     found = prediction_errors(PREDICTION, summarize([step(number, 0.4, None) for number in (1, 2, 3)], warmup_steps=1))
     assert [each.quantity for each in found] == ["step time", "tokens/s, all ranks"]
 
 
 @pytest.mark.parametrize("memory_gib, told", [(80, ""), (22, ", more than the 22.00 GiB available")])
-def test_line_before_the_run_says_what_it_takes_and_whether_that_is_too_much(memory_gib: float, told: str) -> None:
+def test_prediction_line_has_time_and_memory_and_reports_too_little_memory(memory_gib: float, told: str) -> None:
     """Oracle: the line, word for word."""
     assert prediction_line(PREDICTION, memory_gib * GIB) == (
         f"predicted 500.0 ms per step, 16,384 tokens/s, 20.00 GiB peak, 24.00 GiB reserved{told} "
@@ -84,8 +84,8 @@ def test_line_before_the_run_says_what_it_takes_and_whether_that_is_too_much(mem
     )
 
 
-def test_summary_shows_predicted_beside_measured(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Oracle: the table's rows, the file that the page names, and the last words on the console."""
+def test_summary_compares_prediction_and_measurement(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Oracle: the table's rows, the file that the page names, and the last lines on the console."""
     config = MetricsConfig(run_dir=str(tmp_path / "run"), console=Console.plain, warmup_steps=0)
     where = environment(Device("cpu"), 8, ["train"])
     with RunRecorder(config, "t", {}, where, 2, {}, prediction=PREDICTION) as recorder:

@@ -71,7 +71,7 @@ def make_recorder(tmp_path: Path, console: Console = Console.none, steps: int = 
     return RunRecorder(config, title, TREE, found, steps, REFERENCES)
 
 
-def test_a_run_leaves_every_file_and_says_how_it_ended(tmp_path, capsys):
+def test_run_writes_all_files_and_prints_its_results(tmp_path, capsys):
     """Oracle: the files, and the closing lines word for word."""
     with make_recorder(tmp_path, Console.plain) as recorder:
         for metrics in run_of(15):
@@ -98,7 +98,7 @@ def test_a_run_leaves_every_file_and_says_how_it_ended(tmp_path, capsys):
     ]
 
 
-def test_medians_leave_out_the_warmup():
+def test_medians_exclude_the_warmup():
     """Oracle: steps 3 to 15 take 0.3 to 1.5 s: median 0.9, deciles 0.42 and 1.38 by linear interpolation."""
     results = summarize(run_of(15), warmup_steps=2)
     assert results.step_time_seconds is not None
@@ -109,7 +109,7 @@ def test_medians_leave_out_the_warmup():
     assert with_warmup is not None and with_warmup.median == pytest.approx(1.0)
 
 
-def test_results_are_the_steps_own_numbers():
+def test_results_follow_their_formulas():
     """Oracle: the formula of each, over fifteen steps with losses 5.49 to 5.35."""
     results = summarize(run_of(15, GPU_STEP), warmup_steps=2)
     assert (results.first_loss, results.last_loss) == (pytest.approx(5.49), pytest.approx(5.35))
@@ -121,7 +121,7 @@ def test_results_are_the_steps_own_numbers():
     assert results.mfu is not None and results.mfu.median == pytest.approx(0.4)
 
 
-def test_the_stall_share_is_that_of_the_measured_steps(tmp_path, capsys):
+def test_stall_fraction_excludes_the_warmup(tmp_path, capsys):
     """Oracle: 15 ms of 300 and 60 ms of 400 are 75 of 700; the warm-up, which waits 8 s of 9, does not count."""
     waits = [8.0, 8.0, 0.015, 0.06]
     steps = [replace(metrics, data_wait_seconds=wait) for metrics, wait in zip(run_of(4), waits, strict=True)]
@@ -140,7 +140,7 @@ def test_the_stall_share_is_that_of_the_measured_steps(tmp_path, capsys):
 
 @pytest.mark.parametrize("count", [0, 1, 2])
 def test_a_run_shorter_than_its_warmup_reports_no_medians(tmp_path, capsys, count):
-    """Oracle: the page says so in words, and everything is written all the same."""
+    """Oracle: the summary says so, and all files are written."""
     with make_recorder(tmp_path, Console.plain) as recorder:
         for metrics in run_of(count):
             recorder.step(metrics)
@@ -153,7 +153,7 @@ def test_a_run_shorter_than_its_warmup_reports_no_medians(tmp_path, capsys, coun
     assert "median" not in capsys.readouterr().out
 
 
-def test_the_page_tells_what_came_out(tmp_path):
+def test_summary_has_the_results(tmp_path):
     """Oracle: rows of the page, worked out by hand."""
     with make_recorder(tmp_path) as recorder:
         for metrics in run_of(15, GPU_STEP):
@@ -182,7 +182,7 @@ def test_the_page_tells_what_came_out(tmp_path):
 
 
 @pytest.mark.parametrize(("count", "written"), [(15, [1, 10, 15]), (20, [1, 10, 20]), (1, [1])])
-def test_a_run_of_a_model_with_experts_leaves_its_routing_too(tmp_path, count, written):
+def test_run_of_an_moe_model_writes_its_routing(tmp_path, count, written):
     """Oracle: two files more; the tokens given in the first, every tenth and the last step; rows worked out by hand."""
     steps = run_with_experts(count)
     with make_recorder(tmp_path) as recorder:
@@ -212,7 +212,7 @@ def test_a_run_of_a_model_with_experts_leaves_its_routing_too(tmp_path, count, w
     assert "Perfect balance gives K, the number of experts per token (`model.top_k`)" in page
 
 
-def test_the_page_of_a_model_without_experts_does_not_speak_of_them(tmp_path):
+def test_summary_of_a_dense_model_does_not_mention_experts(tmp_path):
     """Oracle: the page's words."""
     with make_recorder(tmp_path) as recorder:
         recorder.step(STEP)
@@ -221,7 +221,7 @@ def test_the_page_of_a_model_without_experts_does_not_speak_of_them(tmp_path):
     assert not [word for word in ("expert", "rout", "balanc", "entropy,") if word in page]
 
 
-def test_a_router_that_is_not_finite_is_said_to_be(tmp_path):
+def test_non_finite_router_loss_is_shown(tmp_path):
     """Oracle: the row of the page."""
     (step,) = run_with_experts(1)
     assert step.routing is not None
@@ -232,7 +232,7 @@ def test_a_router_that_is_not_finite_is_said_to_be(tmp_path):
 
 
 @pytest.mark.parametrize("sample", ["", "plain", "```", "a\n`````python\n```\n", "`" * 50])
-def test_no_sample_can_end_its_block(sample):
+def test_sample_cannot_close_its_code_block(sample):
     """Oracle: CommonMark: a block ends at a line of at least as many backticks as it began with."""
     first, *body, last = fence(sample).split("\n")
     marks = first.removesuffix("text")
@@ -252,7 +252,7 @@ def test_no_sample_can_end_its_block(sample):
         pytest.param([replace(step, grad_norm=0.0) for step in run_of(5)], id="no gradient"),
     ],
 )
-def test_the_picture_is_a_png_of_its_size(tmp_path, steps):
+def test_loss_plot_has_the_documented_size(tmp_path, steps):
     """Oracle: matplotlib reads it back as 9 by 6 inches at 150 points each, with no warning on the way."""
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -277,7 +277,7 @@ def test_the_picture_is_a_png_of_its_size(tmp_path, steps):
         ),
     ],
 )
-def test_the_picture_of_the_experts_is_as_high_as_its_layers_need(tmp_path, steps, inches):
+def test_expert_plot_height_follows_the_number_of_layers(tmp_path, steps, inches):
     """Oracle: matplotlib reads it back as 9 inches by that many, 150 points each, with no warning on the way."""
     counts = steps[-1].routing.counts
     with warnings.catch_warnings():
@@ -286,7 +286,7 @@ def test_the_picture_of_the_experts_is_as_high_as_its_layers_need(tmp_path, step
     assert matplotlib.image.imread(tmp_path / "experts.png").shape[:2] == (round(inches * 150), 1350)
 
 
-def test_a_run_that_dies_keeps_its_steps(tmp_path, capsys):
+def test_failed_run_keeps_its_steps(tmp_path, capsys):
     """Oracle: valid lines for every step recorded, the last one printed, and the error passed on."""
     with pytest.raises(ZeroDivisionError), make_recorder(tmp_path, Console.plain) as recorder:
         for metrics in run_of(3):
@@ -298,7 +298,7 @@ def test_a_run_that_dies_keeps_its_steps(tmp_path, capsys):
     assert capsys.readouterr().out.splitlines()[-1].startswith("step  3/20")
 
 
-def test_a_loss_that_is_not_finite_stands_out_on_the_page(tmp_path):
+def test_non_finite_loss_is_bold_in_the_summary(tmp_path):
     """Oracle: the page's own row."""
     with make_recorder(tmp_path) as recorder:
         recorder.step(replace(STEP, loss=math.nan))
@@ -306,7 +306,7 @@ def test_a_loss_that_is_not_finite_stands_out_on_the_page(tmp_path):
     assert "| last loss | **nan** |" in (tmp_path / "run" / "summary.md").read_text()
 
 
-def test_a_folder_that_vanishes_becomes_a_sentence(tmp_path):
+def test_removed_folder_becomes_a_config_error(tmp_path):
     """Oracle: the sentence, with the system's own words."""
     import shutil
 

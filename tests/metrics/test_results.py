@@ -66,7 +66,7 @@ def test_the_summary_is_rendered_from_the_file(tmp_path: Path, resumes: bool, en
     assert tree["steps"]["memory_peak_gib"] == GPU_STEP.memory_peak_gib and tree["steps"]["eval_loss"] is None
 
 
-def test_a_resumed_run_removes_the_results_of_the_start_before(tmp_path: Path) -> None:
+def test_resumed_run_removes_the_results_of_the_previous_start(tmp_path: Path) -> None:
     """Oracle: the file, moved with the other files of that start; a start that is killed leaves none."""
     record(tmp_path, sample=None)
     record(tmp_path, resumes=True)

@@ -1,4 +1,4 @@
-"""A run that goes on in its folder, held against the same run without a stop."""
+"""Resumed runs, compared with the same run without interruption."""
 
 import json
 import math
@@ -71,7 +71,7 @@ def steps_in(name: str, folder: str = "run") -> list[int]:
 
 @pytest.mark.parametrize("experts", [False, True])
 @pytest.mark.parametrize("lost", ["", '{"step": 28, "lo', '{"step": 28}\n{"st'], ids=["whole", "torn", "alien"])
-def test_files_of_a_run_that_went_on_are_those_of_one_that_never_stopped(experts, lost):
+def test_resumed_run_has_the_files_of_an_uninterrupted_run(experts, lost):
     """Oracle: another folder's bytes, after a start that got 7 steps further than its checkpoint and was killed."""
     with start(None, "whole") as recorder:
         record(recorder, 1, 40, experts)
@@ -94,7 +94,7 @@ def test_files_of_a_run_that_went_on_are_those_of_one_that_never_stopped(experts
 
 
 def test_offsets_are_bytes_on_the_disk():
-    """Oracle: the sizes that the system tells, while the run is open; 0 for a file that is not there."""
+    """Oracle: file sizes of the system while the run is open; 0 for a file that is not there."""
     with start(None) as recorder:
         assert record(recorder, 1, 3, save_after=3) == {
             "metrics.jsonl": os.path.getsize("run/metrics.jsonl"),
@@ -105,8 +105,8 @@ def test_offsets_are_bytes_on_the_disk():
         }
 
 
-def test_medians_leave_out_the_warmup_of_every_start():
-    """Oracle: steps 1 to 12, gone on with after 8, those but 1, 2, 9 and 10: of 0.1 s a number the median is 0.65."""
+def test_medians_exclude_the_warmup_of_every_start():
+    """Oracle: steps 1 to 12, resumed after 8, without 1, 2, 9 and 10, at 0.1 s times the step number: median 0.65."""
     results = summarize(steps_between(1, 12), 2, starts=[0, 8])
     assert results.step_time_seconds is not None and results.step_time_seconds.median == pytest.approx(0.65)
 
@@ -115,13 +115,13 @@ def test_medians_leave_out_the_warmup_of_every_start():
     ("resumed_after", "expected"),
     [([], [0]), ([20], [0, 20]), ([20, 20, 30], [0, 20, 30]), ([30, 20], [0, 20]), ([20, 0], [0])],
 )
-def test_a_start_counts_until_its_steps_are_done_again(resumed_after, expected):
+def test_start_counts_until_its_steps_are_repeated(resumed_after, expected):
     """Oracle: by hand."""
     assert starts([Resume("", step, None, 1, 1, {}, None) for step in resumed_after]) == expected
 
 
-def test_each_start_that_goes_on_says_from_where_and_what_is_new(capsys):
-    """Oracle: the lines of ``resumes.jsonl`` but for the time, the rows of the page, and what the console said."""
+def test_each_resume_records_checkpoint_and_changed_settings(capsys):
+    """Oracle: the lines of ``resumes.jsonl`` except the time, the rows of the summary, and the console lines."""
     with start(None) as recorder:
         first = record(recorder, 1, 10, save_after=10)
     with start(ResumePoint(10, first, "step-00000010"), world_size=4, optim={"lr": 0.2, "new": None}) as recorder:
@@ -166,7 +166,7 @@ def test_settings_are_compared_by_their_dotted_keys():
     }
 
 
-def test_files_of_an_attempt_without_a_checkpoint_are_moved_and_never_written_over():
+def test_files_of_an_attempt_without_a_checkpoint_are_moved_not_overwritten():
     """Oracle: the files' bytes in ``attempt-1`` and ``attempt-2``; a start with nothing before is as without resume."""
     nothing = ResumePoint(0, {}, None)
     contents = []
@@ -201,7 +201,7 @@ def test_a_run_from_another_folder_s_checkpoint_starts_its_own_files(run_dir, ca
     assert json.loads((recorder.run_dir / "resumes.jsonl").read_text())["changed"] is None
 
 
-def test_a_file_shorter_than_the_checkpoint_saw_keeps_its_whole_lines(capsys):
+def test_file_shorter_than_at_the_checkpoint_keeps_its_complete_lines(capsys):
     """Oracle: lines 1 to 14 of 20, the fifteenth being torn; the sentence."""
     with start(None) as recorder:
         offsets = record(recorder, 1, 20, save_after=20)
@@ -217,8 +217,8 @@ def test_a_file_shorter_than_the_checkpoint_saw_keeps_its_whole_lines(capsys):
     ) in capsys.readouterr().out
 
 
-def test_another_run_s_files_are_moved_and_not_cut(capsys):
-    """Oracle: all of the other's bytes, in ``attempt-1``: its lines have other lengths than the checkpoint saw."""
+def test_files_of_another_run_are_moved_not_truncated(capsys):
+    """Oracle: all of the other's bytes, in ``attempt-1``: its lines have other lengths than at the checkpoint."""
     with start(None, "other") as recorder:
         offsets = record(recorder, 1, 20, save_after=20)
     with start(None) as recorder:
@@ -235,7 +235,7 @@ def test_another_run_s_files_are_moved_and_not_cut(capsys):
     ) in capsys.readouterr().out
 
 
-def test_a_line_that_cannot_be_read_stays_and_is_told(capsys):
+def test_unreadable_line_is_kept_and_reported(capsys):
     """Oracle: the file's bytes, the sentence, and the results without it."""
     with start(None) as recorder:
         offsets = record(recorder, 1, 10, save_after=10)
@@ -249,7 +249,7 @@ def test_a_line_that_cannot_be_read_stays_and_is_told(capsys):
     assert "10 of 40 steps; stopped" in out
 
 
-def test_a_run_that_goes_on_has_no_summary_until_it_ends_anew():
+def test_resumed_run_has_no_summary_until_it_ends_again():
     """Oracle: the files of the folder, after a start that ended, in the next one, and after that one was killed."""
     with start(None) as recorder:
         saved = record(recorder, 1, 3)
@@ -263,7 +263,7 @@ def test_a_run_that_goes_on_has_no_summary_until_it_ends_anew():
 
 
 @pytest.mark.parametrize("step", ['"x"', "null", "1.5", "[]"])
-def test_a_resume_after_what_is_no_step_is_left_out(step):
+def test_resume_with_an_invalid_step_is_omitted(step):
     """Oracle: of two lines that differ in the step alone, the one whose step is a number."""
     rest = '"time": "t", "checkpoint": null, "world_size_before": 1, "world_size": 1, "changed": {}, "moved_to": null'
     Path("resumes.jsonl").write_text("".join(f'{{"step": {each}, {rest}}}\n' for each in (step, "7")))
@@ -278,8 +278,8 @@ def hold_the_lock(tells) -> None:
 
 
 @pytest.mark.parametrize("resumed", [None, ResumePoint(0, {}, None)])
-def test_a_run_that_another_process_writes_is_refused(resumed):
-    """Oracle: the sentence with the other's number; once it is killed, whatever it left, the run can go on."""
+def test_run_locked_by_another_process_is_rejected(resumed):
+    """Oracle: the sentence with the other's number; once it is killed, the run can resume."""
     Path("run").mkdir()
     context = multiprocessing.get_context("fork")
     told, tells = context.Pipe(duplex=False)
@@ -303,7 +303,7 @@ def test_a_run_that_another_process_writes_is_refused(resumed):
     assert not Path("run/.lock").exists()
 
 
-def test_a_start_that_fails_leaves_the_folder_to_others(monkeypatch):
+def test_failed_start_releases_the_folder(monkeypatch):
     """Oracle: a second start in the same process, after a full disk in the first."""
 
     def refuse(old, new):
@@ -317,7 +317,7 @@ def test_a_start_that_fails_leaves_the_folder_to_others(monkeypatch):
     start(ResumePoint(0, {}, None)).__exit__(None, None, None)
 
 
-def test_a_file_system_without_locks_has_none(monkeypatch):
+def test_file_system_without_locks_is_supported(monkeypatch):
     """Oracle: two recorders of one folder at a time; the system's refusal is set by hand."""
 
     def refuse(descriptor, operation):
@@ -328,8 +328,8 @@ def test_a_file_system_without_locks_has_none(monkeypatch):
         pass
 
 
-def test_files_of_an_earlier_start_pass_the_check_only_where_the_run_goes_on():
-    """Oracle: the sentence without ``resumes``, and for what is no folder with it too."""
+def test_files_of_an_earlier_start_pass_the_check_only_for_a_resume():
+    """Oracle: the sentence without ``resumes``, and for a path that is not a folder also with it."""
     with start(None) as recorder:
         record(recorder, 1, 1)
     check_run_dir(MetricsConfig(run_dir="run"), resumes=True)
@@ -339,8 +339,8 @@ def test_files_of_an_earlier_start_pass_the_check_only_where_the_run_goes_on():
         check_run_dir(MetricsConfig(run_dir="run/config.yaml"), resumes=True)
 
 
-def test_steps_without_update_and_spikes_are_told(capsys):
-    """Oracle: the lines, the rows and the definitions; the means and medians leave out the skipped step."""
+def test_skipped_steps_and_spikes_are_reported(capsys):
+    """Oracle: the lines, the rows and the definitions; means and medians exclude the skipped step."""
     steps = steps_between(1, 12)
     steps[6] = replace(steps[6], loss=math.nan, grad_norm=math.inf, skipped=True, skipped_steps=1)
     steps[8] = replace(steps[8], loss=9.0, loss_spike=12.34)

@@ -50,7 +50,7 @@ def open_run(run_dir: str | None = None, title: str = "tiny") -> RunDirectory:
         ),
     ],
 )
-def test_bad_values_are_refused_in_one_sentence(field, value, sentence):
+def test_invalid_values_are_rejected_in_one_sentence(field, value, sentence):
     """Oracle: the sentence."""
     with pytest.raises(ConfigError) as error:
         MetricsConfig(**{field: value})
@@ -58,13 +58,13 @@ def test_bad_values_are_refused_in_one_sentence(field, value, sentence):
 
 
 def test_the_config_is_a_schema_for_omegaconf():
-    """Oracle: OmegaConf builds the dataclass from text as it stands in YAML."""
+    """Oracle: OmegaConf constructs the dataclass from YAML text."""
     schema = OmegaConf.structured(MetricsConfig)
     config = OmegaConf.to_object(OmegaConf.merge(schema, {"console": "plain", "run_dir": None, "log_every": 3}))
     assert config == MetricsConfig(console=Console.plain, log_every=3)
 
 
-def test_files_hold_what_was_given():
+def test_config_and_environment_files_round_trip():
     """Oracle: the YAML and JSON parsers give the same trees back, keys in order."""
     directory = open_run("here/run")
     assert directory.path == Path("here/run")
@@ -73,8 +73,8 @@ def test_files_hold_what_was_given():
     assert json.loads((directory.path / "environment.json").read_text()) == {"world_size": 1}
 
 
-def test_a_folder_has_no_settings_before_all_that_is_read_with_them(monkeypatch):
-    """Oracle: what is there when the settings are put in their place, which is what makes the folder a run's."""
+def test_config_is_written_after_the_files_read_with_it(monkeypatch):
+    """Oracle: existing files at the time the settings are written, which make the folder a run directory."""
     seen = []
     write = RunDirectory.write
 
@@ -97,7 +97,7 @@ def test_each_step_is_on_disk_before_the_next():
     directory.close()
 
 
-def test_runs_without_a_folder_of_their_own_never_share_one():
+def test_default_run_directories_are_unique():
     """Oracle: as many folders as runs, though all start within seconds and have one title."""
     paths = [open_run(None, "Llama 2/tiny: fsdp2").path for _ in range(4)]
     assert len(set(paths)) == 4
@@ -108,12 +108,12 @@ def test_runs_without_a_folder_of_their_own_never_share_one():
 
 
 @pytest.mark.parametrize("title", ["", "///", "\u6a21\u578b", "x" * 500])
-def test_any_title_makes_a_folder(title):
+def test_any_title_is_a_valid_folder_name(title):
     """Oracle: the file system."""
     assert (open_run(None, title).path / "config.yaml").is_file()
 
 
-def test_the_home_directory_may_be_written_as_a_tilde(tmp_path, monkeypatch):
+def test_tilde_expands_to_the_home_directory(tmp_path, monkeypatch):
     """Oracle: the folder below ``HOME``."""
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
     assert open_run("~/run").path == tmp_path / "home" / "run"
@@ -121,7 +121,7 @@ def test_the_home_directory_may_be_written_as_a_tilde(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("name", list(RUN_FILES))
-def test_a_run_never_writes_over_files_of_the_same_name(name):
+def test_new_run_never_overwrites_existing_files(name):
     """Oracle: the sentence, before the run and at its start, and the file as it was."""
     folder = Path("taken")
     folder.mkdir()
@@ -137,7 +137,7 @@ def test_a_run_never_writes_over_files_of_the_same_name(name):
     assert (folder / name).read_text() == "mine"
 
 
-def test_of_two_runs_that_start_into_one_folder_the_second_is_refused(monkeypatch):
+def test_second_of_two_concurrent_runs_in_one_folder_is_rejected(monkeypatch):
     """Oracle: the sentence, with the earlier check passed by both as in a race."""
     monkeypatch.setattr("fsdptoys.metrics.run_directory.check_run_dir", lambda config, resumes: None)
     open_run("run")
@@ -146,8 +146,8 @@ def test_of_two_runs_that_start_into_one_folder_the_second_is_refused(monkeypatc
 
 
 @pytest.mark.parametrize("run_dir", ["file", "file/below", "link"])
-def test_what_is_no_folder_is_refused(run_dir):
-    """Oracle: the sentence names what stands in the way; the same for a file, a path through it, and a dead link."""
+def test_path_that_is_not_a_folder_is_rejected(run_dir):
+    """Oracle: the sentence names the obstacle; the same for a file, a path through it, and a dead link."""
     Path("file").write_text("")
     Path("link").symlink_to("nowhere")
     with pytest.raises(
@@ -157,7 +157,7 @@ def test_what_is_no_folder_is_refused(run_dir):
 
 
 @pytest.mark.parametrize(("run_dir", "key"), [("locked/a/b", "locked/a/b"), (None, "null")])
-def test_a_folder_that_cannot_be_written_is_refused(run_dir, key, tmp_path, monkeypatch):
+def test_unwritable_folder_is_rejected(run_dir, key, tmp_path, monkeypatch):
     """Oracle: the sentence; the system's answer is set by hand, since root may write anywhere."""
     Path("locked").mkdir()
     monkeypatch.setattr(os, "access", lambda path, mode: Path(path).resolve() not in (tmp_path, tmp_path / "locked"))
@@ -166,21 +166,21 @@ def test_a_folder_that_cannot_be_written_is_refused(run_dir, key, tmp_path, monk
 
 
 @pytest.mark.parametrize("run_dir", [None, "new/folder", "../beside", "."])
-def test_usable_folders_pass_and_nothing_is_made(run_dir, tmp_path):
+def test_usable_folders_pass_the_check_without_being_created(run_dir, tmp_path):
     """Oracle: no sentence, and an empty current directory."""
     check_run_dir(MetricsConfig(run_dir=run_dir))
     assert not any(tmp_path.iterdir())
 
 
 @pytest.mark.skipif(not Path("/proc/self").exists(), reason="needs /proc")
-def test_what_the_system_refuses_becomes_a_sentence():
+def test_system_error_becomes_a_config_error():
     """Oracle: the sentence for a folder in /proc, where not even root makes one."""
     with pytest.raises(ConfigError, match=r"^metrics\.run_dir=/proc/none/run cannot be written \(.+\); set metrics"):
         open_run("/proc/none/run")
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
-def test_a_full_disk_becomes_a_sentence():
+def test_full_disk_is_reported_once():
     """Oracle: the sentence with the system's own words, once, from a device that is always full."""
     directory = open_run("run")
     directory._lines = {"metrics.jsonl": LineFile(Path("run/metrics.jsonl"))}
@@ -192,7 +192,7 @@ def test_a_full_disk_becomes_a_sentence():
     directory.close()
 
 
-def test_the_environment_tells_versions_and_machine_but_no_host(monkeypatch):
+def test_environment_has_versions_and_hardware_but_no_host_name(monkeypatch):
     """Oracle: the running interpreter's own answers; JSON takes it; the host's name is nowhere."""
     import platform
 
@@ -222,7 +222,7 @@ def test_a_package_that_is_not_installed_has_no_version(monkeypatch):
     assert versions["numpy"] is not None
 
 
-def test_the_commit_is_the_checkouts_own(tmp_path, monkeypatch):
+def test_commit_is_that_of_the_checkout(tmp_path, monkeypatch):
     """Oracle: ``git rev-parse`` in a checkout made here; outside its root, and without git, there is none."""
     root = tmp_path / "checkout"
     root.mkdir()
@@ -251,7 +251,7 @@ def test_the_commit_is_the_checkouts_own(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("there_is_room", [True, False])
-def test_steps_are_written_whole_as_soon_as_there_is_room(there_is_room: bool, tmp_path: Path) -> None:
+def test_queued_steps_are_written_completely_once_there_is_space(there_is_room: bool, tmp_path: Path) -> None:
     """Oracle: the file, with a limit on its size in the middle of the second line, which may be lifted."""
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
 

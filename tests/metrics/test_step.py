@@ -82,7 +82,7 @@ def test_mfu_is_unknown_without_a_peak():
     assert metrics.tflops_per_second_per_rank == pytest.approx(6.0)
 
 
-def test_memory_is_the_devices_own_in_gib():
+def test_memory_is_the_device_statistics_in_gib():
     """Oracle: the bytes that the device reports."""
     metrics = measure(AcceleratorOnPaper(), peak_flops=None)
     assert (metrics.memory_allocated_gib, metrics.memory_peak_gib, metrics.memory_reserved_gib) == (1, 2, 3)
@@ -90,13 +90,13 @@ def test_memory_is_the_devices_own_in_gib():
 
 
 def test_a_cpu_reports_only_the_resident_set():
-    """Oracle: the process's resident set as the kernel tells it, within the growth between two readings."""
+    """Oracle: the process's resident set as reported by the kernel, within the growth between two readings."""
     metrics = measure(Device("cpu"), peak_flops=None)
     assert (metrics.memory_allocated_gib, metrics.memory_peak_gib, metrics.memory_reserved_gib) == (None, None, None)
     assert metrics.resident_set_gib == pytest.approx(resident_set_bytes() / GIB, rel=0.2)
 
 
-def test_the_peak_of_the_resident_set_remembers_what_is_gone():
+def test_resident_set_peak_includes_freed_memory():
     """Oracle: 64 MiB of ones on top of what was resident, which are freed again before the step is measured."""
     before = resident_set_bytes()
     held = torch.ones(2**24)
@@ -118,7 +118,7 @@ def test_a_cuda_device_reports_its_allocator():
     assert after.memory_reserved_gib >= after.memory_allocated_gib
 
 
-def test_a_line_of_json_holds_exactly_the_keys_and_gives_the_step_back():
+def test_json_line_has_exactly_the_published_keys_and_round_trips():
     """Oracle: the published list of keys, and the step that was written."""
     metrics = measure(AcceleratorOnPaper(), peak_flops=24e12, eval_loss=2.75)
     line = metrics.to_json()
@@ -127,7 +127,7 @@ def test_a_line_of_json_holds_exactly_the_keys_and_gives_the_step_back():
     assert StepMetrics(**json.loads(line)) == StepMetrics.from_json(line) == metrics
 
 
-def test_a_line_of_a_model_with_experts_ends_with_the_numbers_of_its_routing():
+def test_json_line_of_an_moe_model_ends_with_routing_numbers():
     """Oracle: the published list of keys, and the routing that was given; its table of tokens is not in the line."""
     metrics = dataclasses.replace(measure(Device("cpu"), None), routing=ROUTING)
     values = json.loads(metrics.to_json())
@@ -138,7 +138,7 @@ def test_a_line_of_a_model_with_experts_ends_with_the_numbers_of_its_routing():
     assert StepMetrics.from_json(metrics.to_json()) == slim
 
 
-def test_what_is_not_finite_becomes_null_and_is_named():
+def test_non_finite_values_are_null_and_listed():
     """Oracle: a parser of strict JSON, which refuses NaN and Infinity."""
 
     def refuse(constant: str) -> None:
@@ -159,7 +159,7 @@ def test_what_is_not_finite_becomes_null_and_is_named():
 
 
 def test_lines_of_other_versions_are_read():
-    """Oracle: the defaults for keys that an earlier version did not write; those of a later one are left out."""
+    """Oracle: the defaults for keys that an earlier version did not write; those of a later one are ignored."""
     metrics = measure(Device("cpu"), None)
     values = json.loads(metrics.to_json()) | {"of_a_later_version": [1]}
     for name in ("resident_set_peak_gib", "eval_loss", "skipped", "skipped_steps", "loss_spike", "data_wait_seconds"):
@@ -175,7 +175,7 @@ def test_lines_of_other_versions_are_read():
     ],
     ids=str,
 )  # fmt: skip
-def test_a_line_with_a_value_of_another_kind_is_refused(change):
+def test_line_with_an_invalid_value_is_rejected(change):
     """Oracle: ``ValueError``; so are a missing key, half a line, and a constant that is not JSON."""
     values = json.loads(measure(Device("cpu"), None).to_json())
     missing = {name: value for name, value in values.items() if name not in change} if change == {"step": None} else {}

@@ -59,7 +59,7 @@ def open_recorder(folder: Path, writers: list[str], resumed: ResumePoint | None 
 
 @dataclass(frozen=True)
 class Left:
-    """What a run leaves that breaks after step 6 and goes on from a checkpoint of step 4."""
+    """Output of a run that fails after step 6 and resumes from a checkpoint of step 4."""
 
     folder: Path
     printed: str
@@ -110,8 +110,8 @@ def left(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Left]:
     yield Left(folder, printed.getvalue(), requests)
 
 
-def test_event_files_hold_the_lines_of_the_run_each_once(left: Left) -> None:
-    """Oracle: ``metrics.jsonl``, number by number, against TensorBoard's own reader; steps done again count once."""
+def test_event_files_have_each_step_once(left: Left) -> None:
+    """Oracle: ``metrics.jsonl``, compared number by number with TensorBoard's own reader; repeated steps count once."""
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     events = EventAccumulator(str(left.folder / "tensorboard"), size_guidance={"scalars": 0, "tensors": 0})
@@ -155,7 +155,7 @@ def records_of(path: Path) -> list:
     return records
 
 
-def test_weights_and_biases_has_both_starts_under_one_id(left: Left) -> None:
+def test_wandb_has_both_starts_under_one_id(left: Left) -> None:
     """Oracle: the steps that were recorded, settings and results, read from its files by its own record type."""
     files = sorted((left.folder / "wandb").glob("offline-run-*/*.wandb"), key=lambda path: path.stat().st_mtime_ns)
     assert len(files) == 2
@@ -196,7 +196,7 @@ def test_offline_makes_no_request_and_prints_nothing(left: Left) -> None:
     assert "resuming after step 4" in left.printed
 
 
-def test_the_summary_names_the_folders_of_the_writers_alone_that_there_were(left: Left, tmp_path: Path) -> None:
+def test_summary_lists_only_the_folders_of_configured_writers(left: Left, tmp_path: Path) -> None:
     """Oracle: rows of the pages."""
     page = (left.folder / "summary.md").read_text()
     assert "\n| `tensorboard` | " in page and "\n| `wandb` | " in page
@@ -208,8 +208,8 @@ def test_the_summary_names_the_folders_of_the_writers_alone_that_there_were(left
 
 
 @pytest.mark.parametrize("name", ["tensorboard", "wandb"])
-def test_a_writer_that_cannot_open_its_folder_is_told_of_and_left_out(name: str, tmp_path: Path, capsys) -> None:
-    """Oracle: a file in the folder's place; one sentence, and a run that is whole without the writer."""
+def test_writer_that_cannot_open_its_folder_is_reported_and_disabled(name: str, tmp_path: Path, capsys) -> None:
+    """Oracle: a file in the folder's place; one sentence, and a complete run without the writer."""
     pytest.importorskip(name)
     (tmp_path / name).write_text("no folder")
     with open_recorder(tmp_path, [name], ResumePoint(2, {}, "step-00000002")) as recorder:
@@ -242,8 +242,8 @@ class Fragile:
 
 
 @pytest.mark.parametrize("stage", ["start", "step", "flush", "finish", "close"])
-def test_a_writer_that_fails_is_closed_and_never_asked_again(stage: str) -> None:
-    """Oracle: what it and a sound one beside it were asked for, and the one sentence."""
+def test_failed_writer_is_closed_and_never_called_again(stage: str) -> None:
+    """Oracle: the calls of it and of a working one, and the sentence."""
     told: list[str] = []
     broken, sound = Fragile(stage), Fragile(None)
     writers = Writers([broken, sound], told.append)
@@ -311,7 +311,7 @@ def test_going_online_needs_a_key(mode, variables, netrc, sentence, tmp_path) ->
         assert str(error.value) == sentence
 
 
-def test_the_setting_decides_before_the_environment() -> None:
+def test_wandb_mode_setting_precedes_the_environment() -> None:
     """Oracle: the order in which the field's docstring names them."""
     named = MetricsConfig(writers=["wandb"], wandb_mode=WandbMode.disabled)
     assert wandb_mode(named, {"WANDB_MODE": "offline"}) is WandbMode.disabled
@@ -319,7 +319,7 @@ def test_the_setting_decides_before_the_environment() -> None:
 
 
 @pytest.mark.parametrize("name", ["tensorboard", "wandb"])
-def test_a_package_that_is_missing_is_named_before_anything_starts(name: str, monkeypatch) -> None:
+def test_missing_package_is_reported_before_the_start(name: str, monkeypatch) -> None:
     """Oracle: the sentence, in an interpreter that finds none but its built-in modules."""
     monkeypatch.delitem(sys.modules, name, raising=False)
     monkeypatch.setattr(sys, "meta_path", [importlib.machinery.BuiltinImporter])
@@ -331,7 +331,7 @@ def test_a_package_that_is_missing_is_named_before_anything_starts(name: str, mo
     )
 
 
-def test_what_disabled_writes_is_nothing(tmp_path: Path) -> None:
+def test_disabled_wandb_writes_nothing(tmp_path: Path) -> None:
     """Oracle: the files of a run without writers."""
     config = MetricsConfig(
         run_dir=str(tmp_path / "run"), console=Console.none, writers=["wandb"], wandb_mode=WandbMode.disabled
