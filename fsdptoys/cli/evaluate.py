@@ -211,7 +211,7 @@ def _read(path: str) -> bytes:
 
 def _describe(found: Evaluation) -> str:
     facts = {
-        "loss": f"{found.loss:.6f} nats a token",
+        "loss": f"{found.loss:.6f} nats per token",
         "perplexity": f"{found.perplexity:.4f}",
         "tokens": f"{found.predicted_tokens:,} predicted, in windows of {found.context:,}",
         "bits a byte": "not known, since the ids are no bytes"

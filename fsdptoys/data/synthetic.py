@@ -1,8 +1,8 @@
 """A Markov source of known entropy, so that the lowest loss of a model is a formula.
 
 Each token is one of the ``branching`` ids after the previous one (modulo the vocabulary), all equally likely. So the
-lowest loss is log(branching) nats a token, and that of a model without context log(vocab_size). A sample is a function
-of the seed and its number, made from NumPy's raw Philox bits, which are stable across versions.
+lowest loss is log(branching) nats per token, and that of a model without context log(vocab_size). A sample is a
+function of the seed and its number, made from NumPy's raw Philox bits, which are stable across versions.
 """
 
 import math

@@ -152,7 +152,7 @@ def _losses(runs: Sequence[PlottedRun]) -> Picture | None:
         ],
         f"Loss curves of {len(series)} runs against the optimizer step{lowest}.",
         STEP,
-        Axis("loss", "nats a token"),
+        Axis("loss", "nats per token"),
         tuple(series),
     )
 

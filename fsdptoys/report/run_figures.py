@@ -81,9 +81,9 @@ def _loss(run: RecordedRun) -> Picture:
         "loss",
         "Loss",
         ["Mean over the global batch's valid tokens, before the step's update.", caption if rules else ""],
-        f"Loss against the optimizer step, from {first} to {last} nats a token.",
+        f"Loss against the optimizer step, from {first} to {last} nats per token.",
         STEP,
-        Axis("loss", "nats a token"),
+        Axis("loss", "nats per token"),
         tuple(series),
         rules,
     )

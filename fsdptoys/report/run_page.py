@@ -59,7 +59,7 @@ def _glance(record: Record, run: RecordedRun) -> str:
     if results.last_loss is not None:
         held_out = f", held out {results.eval_loss:.4f}" if results.eval_loss is not None else ""
         entries.append(
-            ("last loss", f"{results.last_loss:.4f}", f"nats a token; first {results.first_loss:.4f}{held_out}")
+            ("last loss", f"{results.last_loss:.4f}", f"nats per token; first {results.first_loss:.4f}{held_out}")
         )
     if results.step_time_seconds is not None and results.tokens_per_second is not None:
         spread = results.step_time_seconds

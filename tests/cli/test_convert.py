@@ -1,4 +1,4 @@
-"""``fsdptoys convert``: what it writes, what it tells, and how it refuses."""
+"""``fsdptoys convert``: written files, output and rejected input."""
 
 import contextlib
 import dataclasses
@@ -32,7 +32,7 @@ def output_of(*words: str) -> str:
 
 
 def command(output: str) -> list[str]:
-    """The words that ``from-hf`` tells to train with."""
+    """Overrides of the training command that ``from-hf`` prints."""
     first, second, *words = shlex.split(output.splitlines()[-1])
     assert (first, second) == ("fsdptoys", "train")
     return words

@@ -86,10 +86,10 @@ def test_irregular_file_is_rejected_before_anything_is_written(name: str, kind: 
         lambda: record(resumed, 3),
         lambda: record(ResumePoint(0, {}, None), 1),
     ):
-        with pytest.raises(ConfigError) as told:
+        with pytest.raises(ConfigError) as raised:
             attempt()
         what = kind.split()[-1].replace("link", "symbolic link").replace("pipe", "named pipe")
-        assert str(told.value) == (
+        assert str(raised.value) == (
             f"run/{name} is a {what} and not a regular file; remove it, or set metrics.run_dir to another folder"
         )
     assert before == {path.name: path.lstat().st_mtime_ns for path in Path("run").iterdir()}
@@ -284,16 +284,16 @@ def test_lines_survive_the_loss_of_their_file(
                 assert [each.step for each in read_steps(path)[0]] == [1, 2, 3]
         recorder.finish("done")
     assert [each.step for each in read_steps(path)[0]] == [1, 2, 3, 4]
-    told = [line for line in capsys.readouterr().out.splitlines() if "metrics.jsonl was" in line]
-    assert len(told) == 1
+    messages = [line for line in capsys.readouterr().out.splitlines() if "metrics.jsonl was" in line]
+    assert len(messages) == 1
     if how is other_file:
         assert Path("run/metrics.jsonl.replaced-1").read_text() == "theirs\n"
-        assert told[0] == (
+        assert messages[0] == (
             "run/metrics.jsonl was replaced during the run; the other file is now metrics.jsonl.replaced-1, "
             "and the lines of the run have been written again"
         )
     else:
-        assert told[0] == "run/metrics.jsonl was removed during the run; its lines have been written again"
+        assert messages[0] == "run/metrics.jsonl was removed during the run; its lines have been written again"
 
 
 def test_lines_survive_the_loss_of_their_file_in_a_failed_run() -> None:

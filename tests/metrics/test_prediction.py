@@ -71,11 +71,11 @@ def test_cpu_run_has_no_device_memory_to_compare() -> None:
     assert [each.quantity for each in found] == ["step time", "tokens/s, all ranks"]
 
 
-@pytest.mark.parametrize("memory_gib, told", [(80, ""), (22, ", more than the 22.00 GiB available")])
-def test_prediction_line_has_time_and_memory_and_reports_too_little_memory(memory_gib: float, told: str) -> None:
+@pytest.mark.parametrize("memory_gib, warning", [(80, ""), (22, ", more than the 22.00 GiB available")])
+def test_prediction_line_has_time_and_memory_and_reports_too_little_memory(memory_gib: float, warning: str) -> None:
     """Oracle: the line, word for word."""
     assert prediction_line(PREDICTION, memory_gib * GIB) == (
-        f"predicted 500.0 ms per step, 16,384 tokens/s, 20.00 GiB peak, 24.00 GiB reserved{told} "
+        f"predicted 500.0 ms per step, 16,384 tokens/s, 20.00 GiB peak, 24.00 GiB reserved{warning} "
         "(closed form, plan.hardware=h100)"
     )
     on_cpu = dataclasses.replace(PREDICTION, device_type="cpu")

@@ -150,9 +150,9 @@ def test_each_resume_records_checkpoint_and_changed_settings(capsys):
         "2 → 4", "`2` → `4`"
     )
     assert "| after step 20 | `step-00000020` | 4 | " in page
-    said = capsys.readouterr().out.splitlines()
-    assert said[2] == "resuming after step 20 from step-00000020"
-    assert "20 of 40 steps; stopped" in said
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[2] == "resuming after step 20 from step-00000020"
+    assert "20 of 40 steps; stopped" in lines
     assert json.loads(Path("run/environment.json").read_text())["world_size"] == 4
 
 
@@ -270,9 +270,9 @@ def test_resume_with_an_invalid_step_is_omitted(step):
     assert [resume.step for resume in read_resumes(Path("resumes.jsonl"))] == [7]
 
 
-def hold_the_lock(tells) -> None:
+def hold_the_lock(sender) -> None:
     lock = FolderLock(Path("run"))
-    tells.send("held")
+    sender.send("held")
     time.sleep(60)
     lock.release()
 
@@ -282,11 +282,11 @@ def test_run_locked_by_another_process_is_rejected(resumed):
     """Oracle: the sentence with the other's number; once it is killed, the run can resume."""
     Path("run").mkdir()
     context = multiprocessing.get_context("fork")
-    told, tells = context.Pipe(duplex=False)
-    other = context.Process(target=hold_the_lock, args=(tells,))
+    receiver, sender = context.Pipe(duplex=False)
+    other = context.Process(target=hold_the_lock, args=(sender,))
     other.start()
     try:
-        assert told.recv() == "held"
+        assert receiver.recv() == "held"
         with pytest.raises(ConfigError) as caught:
             start(resumed)
         assert str(caught.value) == (
@@ -348,8 +348,8 @@ def test_skipped_steps_and_spikes_are_reported(capsys):
         for metrics in steps:
             recorder.step(metrics)
         recorder.finish("stopped")
-    said = capsys.readouterr().out.splitlines()
-    assert [line for line in said if line.startswith(("step 7", "step 9"))] == [
+    lines = capsys.readouterr().out.splitlines()
+    assert [line for line in lines if line.startswith(("step 7", "step 9"))] == [
         "step 7: optimizer step skipped: the loss (nan) or the gradient norm (inf) is not finite; "
         "skipped steps so far: 1",
         "step 9: loss spike: 9.0000 is 12.3 robust standard deviations above the median of earlier losses",

@@ -266,8 +266,8 @@ def test_queued_steps_are_written_completely_once_there_is_space(there_is_room: 
     first = (tmp_path / "run" / "metrics.jsonl").read_text()
     resource.setrlimit(resource.RLIMIT_FSIZE, (len(first) + 20, before[1]))
     try:
-        told = directory.append(replace(STEP, step=2))
-        assert (told is None) == there_is_room
+        message = directory.append(replace(STEP, step=2))
+        assert (message is None) == there_is_room
         if not there_is_room:
             assert (tmp_path / "run" / "metrics.jsonl").read_text() == first
     finally:

@@ -216,9 +216,11 @@ def test_writer_that_cannot_open_its_folder_is_reported_and_disabled(name: str, 
         recorder.step(step_of(3))
         recorder.finish("all steps done")
     label = {"tensorboard": "TensorBoard", "wandb": "Weights & Biases"}[name]
-    told = [line for line in capsys.readouterr().out.splitlines() if label in line]
-    assert len(told) == 1
-    assert told[0].startswith(f"{label} failed after step 2 (") and told[0].endswith("metrics.jsonl has every step")
+    messages = [line for line in capsys.readouterr().out.splitlines() if label in line]
+    assert len(messages) == 1
+    assert messages[0].startswith(f"{label} failed after step 2 (") and messages[0].endswith(
+        "metrics.jsonl has every step"
+    )
     assert (tmp_path / "summary.md").exists() and len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 1
     assert (tmp_path / name).read_text() == "no folder"
 
@@ -244,9 +246,9 @@ class Fragile:
 @pytest.mark.parametrize("stage", ["start", "step", "flush", "finish", "close"])
 def test_failed_writer_is_closed_and_never_called_again(stage: str) -> None:
     """Oracle: the calls of it and of a working one, and the sentence."""
-    told: list[str] = []
+    messages: list[str] = []
     broken, sound = Fragile(stage), Fragile(None)
-    writers = Writers([broken, sound], told.append)
+    writers = Writers([broken, sound], messages.append)
     order = ["start", "step", "step", "flush", "finish", "close"]
     writers.start(RunStart("tiny", TREE, {}, Path(), 0))
     for number in (1, 2):
@@ -258,7 +260,7 @@ def test_failed_writer_is_closed_and_never_called_again(stage: str) -> None:
     assert sound.asked == order
     assert broken.asked == [*order[: order.index(stage) + 1], "close"]
     step = {"start": 0, "step": 1}.get(stage, 2)
-    assert told == [
+    assert messages == [
         f"Fragile failed after step {step} ([Errno 28] No space left on device) and is disabled; "
         "metrics.jsonl has every step"
     ]
