@@ -48,7 +48,7 @@ class DecoderModel(UsesKernels, ABC):
     layers: nn.ModuleList
     """Blocks, each with the parts ``attn`` and ``mlp``."""
     norm: nn.Module
-    """Normalisation before the head."""
+    """Normalization before the head."""
     lm_head: nn.Module
     """``lm_head(hidden_BTD, labels_BT, loss_fn)``: logits, or the loss computed inside the head's own forward."""
     chunk_lens: list[int | None]
@@ -167,5 +167,5 @@ class DecoderModel(UsesKernels, ABC):
 
 
 def rms_norm(config: ModelConfig) -> RMSNorm:
-    """Normalisation of the residual stream."""
+    """Normalization of the residual stream."""
     return RMSNorm(config.dim, config.norm_eps)

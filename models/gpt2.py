@@ -111,7 +111,7 @@ class GPT2Config(ModelConfig):
 
 
 class GPT2Model(DecoderModel):
-    """GPT-2 for causal language modelling."""
+    """GPT-2 for causal language modeling."""
 
     def __init__(self, config: GPT2Config) -> None:
         def norm() -> nn.LayerNorm:

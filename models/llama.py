@@ -36,7 +36,7 @@ class LlamaConfig(RotaryConfig):
 
 
 class LlamaModel(RotaryModel):
-    """Llama for causal language modelling."""
+    """Llama for causal language modeling."""
 
     def __init__(self, config: LlamaConfig) -> None:
         blocks = [

@@ -150,7 +150,7 @@ class Llama4Config(MoEConfig, RotaryConfig):
 
 
 class Llama4Model(RotaryModel):
-    """Llama 4's text model for causal language modelling."""
+    """Llama 4's text model for causal language modeling."""
 
     def __init__(self, config: Llama4Config) -> None:
         blocks = [

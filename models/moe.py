@@ -33,7 +33,7 @@ class Scores(Enum):
 
     softmax = "softmax"
     """Softmax over all experts."""
-    normalised_softmax = "normalised_softmax"
+    normalized_softmax = "normalized_softmax"
     """Softmax over all experts, divided by the sum of the chosen."""
     sigmoid = "sigmoid"
     """Sigmoid of each logit; scales an expert's input rather than its output (Llama 4)."""
@@ -74,7 +74,7 @@ class Router(nn.Module):
         else:
             probabilities_NE = F.softmax(logits_NE, dim=-1, dtype=torch.float32)
             weights_NK, experts_NK = probabilities_NE.topk(self.top_k, dim=-1)
-            if self.scores is Scores.normalised_softmax:
+            if self.scores is Scores.normalized_softmax:
                 weights_NK = weights_NK / weights_NK.sum(-1, keepdim=True)
         squares_N = logits_NE.float().logsumexp(-1).square()
         sums = torch.cat([probabilities_NE.sum(0), squares_N.sum().unsqueeze(0)])

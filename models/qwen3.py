@@ -41,7 +41,7 @@ class Qwen3Config(RotaryConfig):
 
 
 class Qwen3Model(RotaryModel):
-    """Qwen3 for causal language modelling, with given feed-forwards."""
+    """Qwen3 for causal language modeling, with given feed-forwards."""
 
     def __init__(self, config: Qwen3Config, feed_forwards: list[nn.Module]) -> None:
         blocks = [

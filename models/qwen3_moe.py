@@ -77,7 +77,7 @@ class Qwen3MoEConfig(MoEConfig, Qwen3Config):
 
     def build(self) -> "Qwen3Model":
         """Construct the model."""
-        scores = Scores.normalised_softmax if self.norm_topk_prob else Scores.softmax
+        scores = Scores.normalized_softmax if self.norm_topk_prob else Scores.softmax
 
         def feed_forward(layer: int) -> nn.Module:
             if not self.has_experts(layer):

@@ -174,7 +174,7 @@ def reading_table(folder: Path, args: argparse.Namespace) -> tuple[list[str], fl
 
 
 def preparing_table(folder: Path, args: argparse.Namespace) -> list[str]:
-    """Rows of tokenising the standard library's source."""
+    """Rows of tokenizing the standard library's source."""
     files = [source.path for source in find_sources("files", ["stdlib"])]
     texts = [Path(path).read_text(encoding="utf-8") for path in files[: args.files]]
     doing("training a tokenizer")
@@ -214,7 +214,7 @@ def main(words: list[str] | None = None) -> int:
     parser.add_argument("--seq-lens", type=int, nargs="+", default=[2048, 4096])
     parser.add_argument("--seconds", type=float, default=2.0, help="of a stretch of reading")
     parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--files", type=int, default=10**6, help="of the standard library, to tokenise")
+    parser.add_argument("--files", type=int, default=10**6, help="of the standard library, to tokenize")
     parser.add_argument("--vocab-size", type=int, default=4096)
     parser.add_argument("--processes", type=int, nargs="+", default=[1, 2])
     parser.add_argument("--steps", type=int, default=30, help="of the training; 0 for none")

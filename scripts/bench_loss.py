@@ -159,7 +159,7 @@ def run_case(
 
 
 def make_inputs(device: str, sizes: tuple[int, ...], dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
-    """Hidden states as after a normalisation, a head as it is initialised, and labels that all count."""
+    """Hidden states as after a normalization, a head as it is initialized, and labels that all count."""
     n_tokens, dim, vocab_size = sizes
     generator = torch.Generator().manual_seed(0)
     hidden_ND = torch.randn(n_tokens, dim, generator=generator).to(device, dtype).requires_grad_()
@@ -238,10 +238,10 @@ def take_turns(
     for turn in range(repeats + 1):
         with unit(f"{hidden_ND.dtype}, turn {turn} of {repeats}" if turn else f"{hidden_ND.dtype}, warm-up"):
             for name, loss_fn in losses.items():
-                synchronise(hidden_ND.device)
+                synchronize(hidden_ND.device)
                 start = time.perf_counter()
                 step(loss_fn, hidden_ND, weight_VD, labels_N)
-                synchronise(hidden_ND.device)
+                synchronize(hidden_ND.device)
                 if turn:
                     seconds[name].append(time.perf_counter() - start)
                 hidden_ND.grad = weight_VD.grad = None
@@ -274,7 +274,7 @@ def peak_bytes(loss_fn: Callable[..., Tensor], hidden_ND: Tensor, weight_VD: Ten
     return peak
 
 
-def synchronise(device: torch.device) -> None:
+def synchronize(device: torch.device) -> None:
     """Wait for the device."""
     if device.type != "cpu":
         torch.accelerator.synchronize()

@@ -144,7 +144,7 @@ def build(args: argparse.Namespace, dim: int, ffn_dim: int, dtype: torch.dtype) 
     """The contestants, with the same weights."""
     shape = (dim, ffn_dim, args.experts, args.top_k)
     blocks = {
-        OURS: MoE(*shape, Scores.normalised_softmax),
+        OURS: MoE(*shape, Scores.normalized_softmax),
         GROUPED: Transformers(*shape, "grouped_mm"),
         EAGER: Transformers(*shape, "eager"),
         DENSE: SwiGLU(dim, args.top_k * ffn_dim),

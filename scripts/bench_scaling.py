@@ -74,7 +74,7 @@ def timed(into: dict[str, Cost], name: str) -> Iterator[None]:
 
 
 def rank_costs(config: Config, resumed: Config) -> dict[str, Cost]:
-    """Costs of this rank: initialisation, a step, a checkpoint, and going on from it.
+    """Costs of this rank: initialization, a step, a checkpoint, and going on from it.
 
     Args:
         config: takes steps, and saves after the last.
@@ -83,7 +83,7 @@ def rank_costs(config: Config, resumed: Config) -> dict[str, Cost]:
     costs: dict[str, Cost] = {}
     steps: list[Cost] = []
     dist.barrier()
-    with timed(costs, "initialise"):
+    with timed(costs, "initialize"):
         trainer = Trainer(config)
     run = Run(trainer)
     save = run._save
@@ -143,7 +143,7 @@ def measured_rows(worlds: Sequence[int], steps: int) -> Iterator[str]:
             with unit(f"command, {ranks} ranks"):
                 start = command_cost([*plain, "metrics.console=none", f"mesh.fsdp_size={min(2, ranks)}"], ranks)
         cells = [f"{start.wall:.1f} / {start.cpu:.1f}"]
-        for name in ("initialise", "step", "save", "load"):
+        for name in ("initialize", "step", "save", "load"):
             # The slowest rank's clock, and a rank's CPU time on average.
             wall = max(costs[name].wall for costs in found)
             cpu = statistics.mean(costs[name].cpu for costs in found)
@@ -155,7 +155,7 @@ def numbers(words: Sequence[str], world_size: int) -> tuple[int, int, int, float
     """Lines of ours, calls of Python, collectives and MiB that a rank sends, in one step of an imagined world.
 
     Returns:
-        These, and CPU seconds of the initialisation, mesh and groups included, when all is imported.
+        These, and CPU seconds of the initialization, mesh and groups included, when all is imported.
     """
     counted, collectives, _ = count_step(words, world_size)
     pretend(world_size)
@@ -234,12 +234,12 @@ def main(words: Sequence[str] | None = None) -> int:
         (
             f"## Measured: `{' '.join(MEASURED)}`, FSDP2, a copy for two ranks\n\n"
             "Each cell: on the clock, slowest rank / CPU time of a rank, mean. The command in seconds, else ms.\n",
-            "| ranks | command with one step | initialise | step | save | load |",
+            "| ranks | command with one step | initialize | step | save | load |",
             lambda: measured_rows(args.ranks, args.steps),
         ),
         (
             f"## Counted: a step of rank 0, `{' '.join(COUNTED)}` on machines of 8\n",
-            "| ranks | lines of ours that ran | calls of functions | collectives | MiB sent | CPU ms to initialise |",
+            "| ranks | lines of ours that ran | calls of functions | collectives | MiB sent | CPU ms to initialize |",
             lambda: counted_rows(args.counted),
         ),
         (

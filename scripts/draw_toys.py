@@ -32,7 +32,7 @@ TIMELINES = {
     "timeline-fsdp": ["toy_fsdp"],
 }
 RANKS = 2
-COLOURS = {
+COLORS = {
     "forward": "#7fb3d5",
     "backward": "#2874a6",
     "update": "#1b2631",
@@ -118,7 +118,7 @@ def draw_timelines(steps: dict[str, list[Recorded]]) -> Figure:
         axes.grid(axis="x", alpha=0.3)
         axes.set_axisbelow(True)
     panels[-1, 0].set_xlabel("milliseconds since the step began")
-    handles = [Patch(color=colour, label=kind.replace("_", "-")) for kind, colour in COLOURS.items() if kind in kinds]
+    handles = [Patch(color=color, label=kind.replace("_", "-")) for kind, color in COLORS.items() if kind in kinds]
     figure.legend(handles=handles, loc="outside upper center", ncols=len(handles), frameon=False)
     return figure
 
@@ -133,13 +133,13 @@ def draw_memory(steps: dict[str, list[Recorded]]) -> Figure:
     panels: Any = figure.subplots(1, len(steps), sharey=True)
     for axes, (name, ranks) in zip(panels, steps.items(), strict=True):
         for phase, begin, end in PHASES:
-            axes.axvspan(begin, end, color=COLOURS[phase], alpha=0.18, lw=0)
+            axes.axvspan(begin, end, color=COLORS[phase], alpha=0.18, lw=0)
             axes.text((begin + end) / 2, 1.01, phase, ha="center", va="bottom", fontsize=8,
                       transform=axes.get_xaxis_transform())  # fmt: skip
-        for number, (rank, colour) in enumerate(zip(ranks, ("#1b2631", "#cb4335"), strict=True)):
+        for number, (rank, color) in enumerate(zip(ranks, ("#1b2631", "#cb4335"), strict=True)):
             moments = [_place(rank, moment) for moment, _ in rank.memory]
             sizes = [size / MIB for _, size in rank.memory]
-            axes.step(moments, sizes, where="post", color=colour, lw=1.1, label=f"rank {number}", alpha=0.85)
+            axes.step(moments, sizes, where="post", color=color, lw=1.1, label=f"rank {number}", alpha=0.85)
         peak = max(size for rank in ranks for _, size in rank.memory) / MIB
         kept = KEPT[name](len(ranks)) * ranks[0].parameters / MIB
         axes.axhline(kept, color="#555555", ls=(0, (4, 3)), lw=0.9, label="formula")
@@ -166,11 +166,11 @@ def _place(rank: Recorded, moment: float) -> float:
 def _draw(axes: Any, bar: Bar, top: float, height: float) -> None:
     """Draw a bar, with its label if there is room."""
     begin, width = 1e3 * bar.begin, 1e3 * (bar.end - bar.begin)
-    axes.broken_barh([(begin, width)], (top, height), color=COLOURS[bar.kind], edgecolor="white", linewidth=0.5)
+    axes.broken_barh([(begin, width)], (top, height), color=COLORS[bar.kind], edgecolor="white", linewidth=0.5)
     if WIDTH_INCHES * width / axes.get_xlim()[1] > LETTER_INCHES * (len(bar.label) + 1):
-        colour = "white" if bar.kind in DARK else "black"
+        color = "white" if bar.kind in DARK else "black"
         axes.text(
-            begin + width / 2, top + height / 2, bar.label, ha="center", va="center", fontsize=7, color=colour
+            begin + width / 2, top + height / 2, bar.label, ha="center", va="center", fontsize=7, color=color
         )  # fmt: skip
 
 

@@ -111,7 +111,7 @@ ROWS = _rows()
 wrapping."""
 
 
-def materialise(module: nn.Module, device: torch.device, fill: Fill | None) -> None:
+def materialize(module: nn.Module, device: torch.device, fill: Fill | None) -> None:
     """Allocate a module's parameters and buffers in the order in which FSDP moves them to a device."""
     for owner in module.modules():
         for name, parameter in owner.named_parameters(recurse=False):
@@ -140,12 +140,12 @@ def shard_with_fsdp2(
         settings["offload_policy"] = CPUOffloadPolicy(pin_memory=device.type != "cpu")
     for block in model.blocks():
         # The model was built on the host, and fully_shard moves the parameters that it shards.
-        materialise(block, device, fill)
+        materialize(block, device, fill)
         if switches.parts:
             fully_shard(block.attention, **settings)
             fully_shard(block.feed_forward, **settings)
         fully_shard(block, **settings)
-    materialise(model, device, fill)
+    materialize(model, device, fill)
     # Before torch 2.8 the root was never resharded; the head is read outside of it.
     fully_shard(model, reshard_after_forward=False, **settings)
     shards = [parameter.to_local().detach() for parameter in model.parameters() if isinstance(parameter, DTensor)]
@@ -181,11 +181,11 @@ def shard_with_fsdp1(
     for index, block in enumerate(model.blocks()):
         if switches.parts:
             for name in ("attention", "feed_forward"):
-                materialise(getattr(block, name), device, fill)
+                materialize(getattr(block, name), device, fill)
                 setattr(block, name, FullyShardedDataParallel(getattr(block, name), **settings))
-        materialise(block, device, fill)
+        materialize(block, device, fill)
         model.layers[index] = FullyShardedDataParallel(block, **settings)
-    materialise(model, device, fill)
+    materialize(model, device, fill)
     return FullyShardedDataParallel(model, **settings)
 
 

@@ -76,7 +76,7 @@ class RMSNorm(nn.Module):
         self.weight = nn.Parameter(torch.empty(dim))
 
     def forward(self, x: Tensor) -> Tensor:
-        """Normalise the last dim."""
+        """Normalize the last dim."""
         wide = x.float()
         scale = torch.rsqrt(wide.pow(2).mean(-1, keepdim=True).add_(1e-5))
         return (wide * scale * self.weight).type_as(x)

@@ -104,14 +104,14 @@ def _gradients(function: Callable[..., Tensor], inputs: tuple[Tensor, ...], grad
     return tuple(each.to(grad.device) for each in made)
 
 
-def _normalise(x: Tensor, gamma: Tensor, epsilon: float) -> tuple[Tensor, Tensor]:
+def _normalize(x: Tensor, gamma: Tensor, epsilon: float) -> tuple[Tensor, Tensor]:
     rstd = (x.float().square().mean(-1, keepdim=True) + epsilon).rsqrt()
     return (x.float() * rstd * gamma.float()).to(x.dtype), rstd
 
 
 def _rms_norm(x: Tensor, gamma: Tensor, epsilon: float = 1e-6) -> tuple[Tensor, Tensor]:
     assert gamma.dtype == x.dtype and 2 <= x.ndim <= 8 and gamma.shape == x.shape[-1:]
-    return _normalise(x, gamma, epsilon)
+    return _normalize(x, gamma, epsilon)
 
 
 def _keep_norm(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> None:
@@ -121,7 +121,7 @@ def _keep_norm(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> No
 
 def _norm_gradient(ctx: Any, grad: Tensor, _: Any) -> tuple[Any, ...]:
     x, gamma, _ = ctx.saved_tensors
-    made = _gradients(lambda *leaves: _normalise(*leaves, ctx.epsilon)[0], (x, gamma), grad)
+    made = _gradients(lambda *leaves: _normalize(*leaves, ctx.epsilon)[0], (x, gamma), grad)
     return made[0], made[1].float(), None  # the gradient of gamma is float32 whatever gamma is
 
 

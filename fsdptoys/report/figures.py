@@ -13,7 +13,7 @@ import numpy as np
 
 COLORS = ("#2f7fc6", "#d9622b", "#2b9a74", "#c2569f", "#a6830f", "#7a6fd0", "#d1495b", "#4d8f2f", "#2a97ab", "#8a7462")
 """Each has a contrast of at least 3:1 against the light and the dark page."""
-GREY = "#7d8791"
+GRAY = "#7d8791"
 MARKERS = ("circle", "square", "diamond", "triangle-up", "cross", "triangle-down", "x")
 DASHES = ("solid", "dash", "dot", "dashdot")
 HATCHES = ("", "/", ".", "x", "-", "\\", "+", "|")
@@ -82,7 +82,7 @@ class Series:
     @property
     def color(self) -> str:
         """As ``#rrggbb``."""
-        return GREY if self.look is None else COLORS[self.look % len(COLORS)]
+        return GRAY if self.look is None else COLORS[self.look % len(COLORS)]
 
     @property
     def marker(self) -> str:

@@ -12,7 +12,7 @@ from fsdptoys.models.huggingface import Bounds
 
 
 def build(config: ModelConfig) -> DecoderModel:
-    """A model with values far from those of its initialisation."""
+    """A model with values far from those of its initialization."""
     torch.manual_seed(0)
     model = config.build()
     model.init_buffers(torch.device("cpu"))

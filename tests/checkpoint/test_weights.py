@@ -230,7 +230,7 @@ BROKEN: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
         " says model.family=null, which is none of llama, llama4, qwen3, qwen3_moe, gpt2; correct it",
     ),
     "missing key": (lambda model: model.pop("rope_theta"), ": model.rope_theta is missing; correct it"),
-    "unknown key": (edit(colour="red"), ": model has the key 'colour', which this version does not read; correct it"),
+    "unknown key": (edit(color="red"), ": model has the key 'color', which this version does not read; correct it"),
     "wrong type": (edit(dim="64"), ": model.dim is '64', not an integer from 1 to 1048576; correct it"),
     "null": (edit(n_layers=None), ": model.n_layers is null, not an integer from 1 to 10000; correct it"),
     "wrong type below": (

@@ -51,7 +51,7 @@ def test_a_place_goes_anywhere_equally_often_over_keys():
 
 
 @pytest.mark.parametrize("count", [997, 4096, 30_000])
-def test_neighbours_know_nothing_of_each_other(count):
+def test_neighbors_know_nothing_of_each_other(count):
     """Oracle: correlation, chi-square of values and of distances, at lags of 1, 2 and around the network's base."""
     values = whole(count, "neighbours")
     base = math.isqrt(count)
@@ -78,7 +78,7 @@ def test_ascents_and_fixed_points_are_those_of_a_random_order():
 
 
 def test_epochs_and_seeds_have_orders_of_their_own():
-    """Oracle: correlation of every pair of six orders, of which neighbouring seeds and epochs are the hardest."""
+    """Oracle: correlation of every pair of six orders, of which neighboring seeds and epochs are the hardest."""
     orders = []
     for seed in (0, 1):
         endless = EndlessShuffle(5000, seed)

@@ -34,7 +34,7 @@ TREE = {"model": {"dim": 64, "norm": {"eps": 1e-5}}, "train": {"seed": None}}
 
 
 def step_of(number: int, shift: float = 0.0) -> StepMetrics:
-    """A step that differs from its neighbours; every fourth is evaluated, and the sixth is skipped."""
+    """A step that differs from its neighbors; every fourth is evaluated, and the sixth is skipped."""
     return replace(
         STEP,
         step=number,

@@ -67,7 +67,7 @@ SMALL: dict[str, ModelConfig] = {
         top_k=2,
         expert_ffn_dim=40,
     ),
-    "qwen3_moe dense in turn, not normalised": Qwen3MoEConfig(
+    "qwen3_moe dense in turn, not normalized": Qwen3MoEConfig(
         dim=64,
         n_layers=4,
         n_heads=4,

@@ -19,7 +19,7 @@ from tests.models.families import LLAMA2, SMALL
 
 
 def build_oracle(config: ModelConfig) -> Any:
-    """transformers' model of the same configuration, with values far from those of its initialisation."""
+    """transformers' model of the same configuration, with values far from those of its initialization."""
     transformers = pytest.importorskip("transformers")
     tree = config.hugging_face.write_config(config)
     torch.manual_seed(0)

@@ -22,7 +22,7 @@ def fill(name: str, rows: torch.Tensor, generator: torch.Generator) -> None:
     rows.normal_(generator=generator)
 
 
-def initialised(param: torch.Tensor) -> torch.Tensor:
+def initialized(param: torch.Tensor) -> torch.Tensor:
     initialize.initialize(param, "weight", fill, seed=3)
     return param
 
@@ -34,7 +34,7 @@ def shards_unlike_the_whole(shapes: list[tuple[int, ...]], sizes: list[int]) -> 
     wrong: list[Any] = []
     for shape, block_elements in product(shapes, sizes):
         initialize.BLOCK_ELEMENTS = block_elements
-        whole = initialised(torch.empty(shape))
+        whole = initialized(torch.empty(shape))
         assert whole.std() > 0.5
         for mesh, placements in [
             (flat, [Shard(0)]),
@@ -45,7 +45,7 @@ def shards_unlike_the_whole(shapes: list[tuple[int, ...]], sizes: list[int]) -> 
             (grid, [Shard(0), Shard(1)]),
         ]:
             sharded = distribute_tensor(torch.zeros(shape), mesh, placements)
-            got = initialised(sharded)
+            got = initialized(sharded)
             assert isinstance(got, DTensor)
             if not torch.equal(got.full_tensor(), whole):
                 wrong.append((shape, block_elements, str(placements)))
@@ -53,7 +53,7 @@ def shards_unlike_the_whole(shapes: list[tuple[int, ...]], sizes: list[int]) -> 
 
 
 def test_shards_are_slices_of_the_full_parameter_for_any_blocks() -> None:
-    """Oracle: the parameter initialised in full; uneven shards, empty shards, blocks across shard borders."""
+    """Oracle: the parameter initialized in full; uneven shards, empty shards, blocks across shard borders."""
     shapes, sizes = [(23, 5), (5, 8, 12), (3, 7, 4)], [1, 5, 12, 40, 2**22]
     assert run_ranks(4, shards_unlike_the_whole, shapes, sizes) == [[]] * 4
 

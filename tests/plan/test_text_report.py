@@ -297,11 +297,11 @@ def test_the_line_to_run_starts_as_many_ranks_as_were_imagined(
     assert line == " ".join(["bash run_fsdp.sh", *WORDS, *words, *more.split()])
 
 
-def test_pages_have_no_colours_where_they_are_piped_and_the_same_words_where_not(config: Config) -> None:
+def test_pages_have_no_colors_where_they_are_piped_and_the_same_words_where_not(config: Config) -> None:
     """Oracle: escape sequences are there or not; without them the words are the same."""
     assert "\x1b" not in prediction_page(config)
-    coloured = prediction_page(config, force_terminal=True)
-    assert "\x1b[1mMemory of a rank\x1b[0m" in coloured
+    colored = prediction_page(config, force_terminal=True)
+    assert "\x1b[1mMemory of a rank\x1b[0m" in colored
 
 
 def test_everything_is_there_as_json(config: Config) -> None:

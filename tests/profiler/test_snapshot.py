@@ -1,7 +1,7 @@
 """Memory snapshots: when they are recorded and written, and what the page makes of one.
 
 There is no accelerator here, so the allocator's two functions are stand-ins that hold every call against the signatures
-of PyTorch's own; the history is made by hand, and PyTorch's own visualiser runs on it.
+of PyTorch's own; the history is made by hand, and PyTorch's own visualizer runs on it.
 """
 
 import inspect
@@ -99,7 +99,7 @@ def test_a_disk_that_refuses_the_snapshot_does_not_hide_the_error(tmp_path):
 
 
 def test_torch_still_has_the_functions_that_are_called():
-    """Oracle: the installed torch: signatures of the history, and of the visualiser's functions."""
+    """Oracle: the installed torch: signatures of the history, and of the visualizer's functions."""
     assert set(inspect.signature(torch.cuda.memory._record_memory_history).parameters) >= {
         "enabled",
         "context",

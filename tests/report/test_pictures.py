@@ -13,7 +13,7 @@ from fsdptoys.metrics.results import summarize
 from fsdptoys.plan.search.ranking import unbeaten
 from fsdptoys.report import figures_matplotlib as png
 from fsdptoys.report.comparison_figures import draw_comparison, draw_tradeoff
-from fsdptoys.report.figures import COLORS, GREY, Axis, Picture, Series, place_labels, thin
+from fsdptoys.report.figures import COLORS, GRAY, Axis, Picture, Series, place_labels, thin
 from fsdptoys.report.figures_matplotlib import draw_png
 from fsdptoys.report.figures_plotly import figure
 from fsdptoys.report.plot_inputs import PlottedRun
@@ -53,7 +53,7 @@ def luminance(color: str) -> float:
 
 
 @pytest.mark.parametrize("paper", PAPERS)
-@pytest.mark.parametrize("color", [*COLORS, GREY])
+@pytest.mark.parametrize("color", [*COLORS, GRAY])
 def test_every_color_contrasts_with_the_page(color: str, paper: str) -> None:
     """Oracle: WCAG 2.1, 1.4.11: graphics have a contrast of 3:1 at least."""
     bright, dark = sorted((luminance(color), luminance(paper)), reverse=True)

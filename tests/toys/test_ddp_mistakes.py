@@ -84,7 +84,7 @@ MISTAKES: dict[str, Callable[[Any], object]] = {
     "lazy parameters": lambda make: make(nn.LazyLinear(3)),
     "two devices": lambda make: make(nn.Linear(2, 2), device_ids=[0, 1]),
     "a device on a CPU": lambda make: make(nn.Linear(2, 2), device_ids=[0]),
-    "synchronised statistics on a CPU": lambda make: make(nn.Sequential(nn.Linear(2, 2), nn.SyncBatchNorm(2))),
+    "synchronized statistics on a CPU": lambda make: make(nn.Sequential(nn.Linear(2, 2), nn.SyncBatchNorm(2))),
     "a group and a mesh": lambda make: make(nn.Linear(2, 2), process_group=dist.group.WORLD, device_mesh=object()),
     "no function": lambda make: make(Tuple()).register_comm_hook(None, 1),
     "a wrong annotation": annotate_wrongly,

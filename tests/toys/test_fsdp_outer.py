@@ -100,7 +100,7 @@ def refuses_what_it_cannot_by_name() -> None:
         (
             "reset_parameters",
             NotImplementedError,
-            lambda layer: TOY.initialise(TOY.fully_shard(layer, mesh=mesh["data"]), "cpu"),
+            lambda layer: TOY.initialize(TOY.fully_shard(layer, mesh=mesh["data"]), "cpu"),
         ),
     ]
     for match, kind, call in refusals:

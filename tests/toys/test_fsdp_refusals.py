@@ -12,7 +12,7 @@ from fsdptoys.toys.fsdp.policies import check_offload
 from tests.toys.fsdp_models import NATIVE, TOY, Case, Model, assert_hold, batches, build, mesh_of, shard_groups
 
 
-class Travelling(nn.Module):
+class Traveling(nn.Module):
     """A parameter with its own all-gather input."""
 
     def __init__(self) -> None:
@@ -55,7 +55,7 @@ def refuses_what_it_leaves_out_by_name() -> None:
             ValueError,
             lambda: build(TOY, Case(model={"tied": True}, shard=shard_groups))(batches(1)[0]),
         ),
-        ("fsdp_pre_all_gather", NotImplementedError, lambda: TOY.fully_shard(Travelling())),
+        ("fsdp_pre_all_gather", NotImplementedError, lambda: TOY.fully_shard(Traveling())),
         ("only be applied", AssertionError, lambda: TOY.fully_shard(TOY.fully_shard(nn.Linear(2, 2)))),
         ("DTensor", NotImplementedError, lambda: TOY.fully_shard(NATIVE.fully_shard(nn.Linear(2, 2)))),
     ]

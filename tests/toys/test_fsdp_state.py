@@ -1,4 +1,4 @@
-"""Values of the toy FSDP come and go: state dicts, checkpoints, initialisation, other number formats."""
+"""Values of the toy FSDP come and go: state dicts, checkpoints, initialization, other number formats."""
 
 import tempfile
 
@@ -9,7 +9,7 @@ import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from fsdptoys.toys.fsdp.initialise import reset
+from fsdptoys.toys.fsdp.initialize import reset
 from fsdptoys.toys.fsdp.internals import local_tensor
 from tests.toys.fsdp_models import (
     NATIVE,
@@ -97,7 +97,7 @@ def draws_the_values_of_an_ordinary_construction() -> None:
             reset(module)
 
         torch.manual_seed(0)
-        TOY.initialise(model, "cpu", draw)
+        TOY.initialize(model, "cpu", draw)
         assert {name for name, value in whole(expected).items() if not torch.equal(value, whole(model)[name])} == set()
         assert all(whole_ones == own for whole_ones, own in held)
         assert torch.equal(backward(model, batches(1)[0]), backward(expected, batches(1)[0]))

@@ -143,7 +143,7 @@ def test_load_balancing_loss_of_a_layer_is_that_of_transformers() -> None:
     """Oracle: transformers' load_balancing_loss_func, for one layer; value and gradient."""
     qwen = pytest.importorskip("transformers.models.qwen3_moe.modeling_qwen3_moe")
     torch.manual_seed(0)
-    router = Router(16, 8, 3, Scores.normalised_softmax)
+    router = Router(16, 8, 3, Scores.normalized_softmax)
     torch.nn.init.normal_(router.weight)
     hidden_ND = torch.randn(50, 16)
     loss = qwen.load_balancing_loss_func((F.linear(hidden_ND, router.weight),), 8, 3)

@@ -65,7 +65,7 @@ def test_a_step_is_the_mean_over_all_valid_tokens_of_the_global_batch(determinis
 
 
 @pytest.mark.parametrize("chunk_loss", [False, True], ids=["whole", "chunks"])
-def test_label_smoothing_and_z_loss_are_part_of_what_is_minimised(chunk_loss: bool) -> None:
+def test_label_smoothing_and_z_loss_are_part_of_what_is_minimized(chunk_loss: bool) -> None:
     """Oracle: F.cross_entropy with label smoothing plus the mean squared logsumexp, in one plain module."""
     memory = MemoryConfig(chunk_loss=chunk_loss, chunk_tokens="7" if chunk_loss else "auto")
     configs = [
@@ -77,8 +77,8 @@ def test_label_smoothing_and_z_loss_are_part_of_what_is_minimised(chunk_loss: bo
         assert norm == pytest.approx(oracle_norm, rel=1e-5)
 
 
-def test_evaluation_is_plain_cross_entropy_whatever_is_minimised() -> None:
-    """Oracle: a run whose learning rate is 0, too, and that minimises cross entropy alone."""
+def test_evaluation_is_plain_cross_entropy_whatever_is_minimized() -> None:
+    """Oracle: a run whose learning rate is 0, too, and that minimizes cross entropy alone."""
     sizes = {"eval_every": 1, "steps": 1, "optim": AdamWConfig(lr=0.0, weight_decay=0.0)}
     changed = {"label_smoothing": 0.2, "z_loss_coef": 0.01, "memory": MemoryConfig(chunk_loss=True)}
     configs = [make_config(SingleConfig(), 1, **sizes, **more) for more in ({}, changed)]

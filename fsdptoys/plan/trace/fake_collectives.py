@@ -50,7 +50,7 @@ class Collectives:
         tensors = [tensor for value in args for tensor in tensors_in(value)]
         if name is None or not any(tensor.device.type == self._device_type for tensor in tensors):
             return result
-        self._categorise(name, tensors)
+        self._categorize(name, tensors)
         largest = max(sum(map(touched_bytes, tensors_in(value))) for value in args)
         group = dist.ProcessGroup.unbox(named["process_group"])
         ranks = dist.get_process_group_ranks(group)
@@ -70,13 +70,13 @@ class Collectives:
         self._pending[own.number] = done
         return result
 
-    def _categorise(self, name: str, tensors: list[Tensor]) -> None:
+    def _categorize(self, name: str, tensors: list[Tensor]) -> None:
         for tensor in tensors:
             self._storages.see(tensor)
             if name == "all_gather":
-                self._storages.categorise(tensor, Category.gathered_parameters)
+                self._storages.categorize(tensor, Category.gathered_parameters)
             elif name in ("reduce_scatter", "all_reduce"):
-                self._storages.categorise(tensor, Category.reduction_buffers)
+                self._storages.categorize(tensor, Category.reduction_buffers)
 
 
 def axis_of(description: str, name: str, stride: int, everyone: bool) -> str:

@@ -56,7 +56,7 @@ class OpRecorder(TorchDispatchMode):
         self._silent = 0
         self._handlers: dict[Any, Handler] = {}
         self._collectives = Collectives(device_type, self._storages, self._stream, self.add)
-        self.memory, self.categorise = self._storages.memory, self._storages.categorise
+        self.memory, self.categorize = self._storages.memory, self._storages.categorize
 
     # Called by programs
 
@@ -66,7 +66,7 @@ class OpRecorder(TorchDispatchMode):
         self._storages.begin_phase(phase)
         if phase in ("data", "optimizer", "end"):  # in other phases FSDP1 shows full parameters
             for category, tensor in self.objects():
-                self.categorise(tensor, category)
+                self.categorize(tensor, category)
         if phase == "end":
             self.trace.host_bytes = self._storages.host_bytes
             self.trace.streams = self.streams() | dict.fromkeys(self._collectives.streams, "communication")
@@ -172,7 +172,7 @@ class OpRecorder(TorchDispatchMode):
             self._kernel(name, kind if flops else KernelKind.memory, flops, size, largest)
             if name in ("fsdp::chunk_cat", "aten::_chunk_cat"):
                 for _, tensor in inputs:
-                    self.categorise(tensor, Category.reduction_buffers)
+                    self.categorize(tensor, Category.reduction_buffers)
             return result
 
         return handle

@@ -127,25 +127,25 @@ class Storages:
         if storage is None or storage.bytes == size:
             return
         self.end(storage)
-        self._categorise_storage(storage, Category.gathered_parameters)
+        self._categorize_storage(storage, Category.gathered_parameters)
         storage.bytes = size
         self.begin(storage)
-        self._categorise_storage(storage, Category.gathered_parameters)
+        self._categorize_storage(storage, Category.gathered_parameters)
 
     def begin_phase(self, phase: str) -> None:
         """Start a phase; live blocks of the forward are activations when the backward starts."""
         if phase == "backward":
             for block in self._of_forward:
-                self._categorise(block, Category.activations)
+                self._categorize(block, Category.activations)
         if phase == "forward":
             self._of_forward.clear()
         self.phase = phase
 
-    def categorise(self, tensor: Tensor, category: Category) -> None:
+    def categorize(self, tensor: Tensor, category: Category) -> None:
         """Set the purpose of a tensor."""
         storage = self.find(tensor)
         if storage is not None:
-            self._categorise_storage(storage, category)
+            self._categorize_storage(storage, category)
 
     def mark_sum(self, old: Tensor, result: Tensor, alloc: int, peak: int) -> None:
         """Note that autograd added to ``old`` out of place; if that gradient ends now, its block continues."""
@@ -165,9 +165,9 @@ class Storages:
         transfers = {number for number, purpose in streams if purpose in ("load", "store")}
         for event in trace.events:
             if isinstance(event, Alloc) and event.stream in by_stream:
-                self._categorise(event.block, by_stream[event.stream])
+                self._categorize(event.block, by_stream[event.stream])
             elif isinstance(event, RecordStream) and event.stream in transfers:
-                self._categorise(event.block, Category.optimizer_states)
+                self._categorize(event.block, Category.optimizer_states)
         allocs = [event for event in trace.events if isinstance(event, Alloc)]
         known = {event.block: self._categories.get(event.block, event.category) for event in allocs}
         trace.categories |= {one.block: known[one.block] for one in allocs if known[one.block] is not one.category}
@@ -185,11 +185,11 @@ class Storages:
         self._peak = replaced.peak
         replaced.new.block = storage.block
 
-    def _categorise_storage(self, storage: Storage, category: Category) -> None:
+    def _categorize_storage(self, storage: Storage, category: Category) -> None:
         if storage.on_device and storage.bytes:
-            self._categorise(storage.block, category)
+            self._categorize(storage.block, category)
 
-    def _categorise(self, block: int, category: Category) -> None:
+    def _categorize(self, block: int, category: Category) -> None:
         if _RANK[category] > _RANK[self._categories.get(block, Category.temporary)]:
             self._categories[block] = category
 

@@ -37,7 +37,7 @@ Extensions subclass it:
     hooks            forward prefetching, recomputation, several modules a unit
     module           methods of a sharded module
     wrap             ``fully_shard`` with all arguments and checks
-    initialise       values for a model on the meta device
+    initialize       values for a model on the meta device
     internals        PyTorch's private functions
 
 Left out:
@@ -65,7 +65,7 @@ Different from PyTorch's: a divide factor is always applied after a sum, and uni
 prefetched.
 """
 
-from .initialise import initialise as initialise
+from .initialize import initialize as initialize
 from .module import FSDPModule as FSDPModule
 from .module import UnshardHandle as UnshardHandle
 from .module import register_fsdp_forward_method as register_fsdp_forward_method

@@ -50,7 +50,7 @@ bool take(int32_t device, size_t bytes) {
 
 bool covers(const std::map<const char*, Range>& ranges, const void* pointer, size_t bytes) {
   auto at = ranges.upper_bound(static_cast<const char*>(pointer));
-  // Mapped pieces of a segment are neighbours, and a tensor may lie over several.
+  // Mapped pieces of a segment are neighbors, and a tensor may lie over several.
   auto *first = static_cast<const char*>(pointer), *last = first + bytes;
   if (at == ranges.begin()) return false;
   --at;

@@ -1,4 +1,4 @@
-// CANN's profiler, which records nothing: torch_npu's starts and stops it, and finds no data to analyse. While it runs,
+// CANN's profiler, which records nothing: torch_npu's starts and stops it, and finds no data to analyze. While it runs,
 // torch_npu asks the driver's library, libascend_hal.so, for the device's clock.
 #include <cstdint>
 #include <cstdlib>

@@ -16,7 +16,7 @@ import torch
 FOLDER = Path(__file__).parents[2]
 SOURCES = FOLDER / "csrc"
 NAME = "simulated_npu_c"
-# Without optimisation: the time goes into the CPU's kernels, and the build into reading PyTorch's headers.
+# Without optimization: the time goes into the CPU's kernels, and the build into reading PyTorch's headers.
 FLAGS = ["-shared", "-O0", "-g0", "-std=c++20", "-fPIC", "-Wno-interference-size", f"-DTORCH_EXTENSION_NAME={NAME}"]
 
 

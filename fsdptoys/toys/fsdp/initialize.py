@@ -5,7 +5,7 @@ whole parameters as its constructor would, and every rank keeps its part. With t
 are those of an ordinary construction, bit for bit, if modules draw in the order in which they are registered, as
 constructors usually do. A rank holds its shards and one module's parameters at most.
 
-Not covered: values that a model draws after all its modules are constructed; call ``initialise`` again with a ``draw``
+Not covered: values that a model draws after all its modules are constructed; call ``initialize`` again with a ``draw``
 for those.
 """
 
@@ -28,7 +28,7 @@ def reset(module: Any) -> None:
 
 
 @torch.no_grad()
-def initialise(model: nn.Module, device: torch.device | str, draw: Callable[[nn.Module], None] = reset) -> None:
+def initialize(model: nn.Module, device: torch.device | str, draw: Callable[[nn.Module], None] = reset) -> None:
     """Give a sharded model values, and memory if it has none.
 
     Args:
@@ -43,7 +43,7 @@ def initialise(model: nn.Module, device: torch.device | str, draw: Callable[[nn.
         hooks = hooks_of(module)
         if isinstance(hooks, FullHooks):
             if any(hooks.unit.outers):
-                raise NotImplementedError("initialise() is not for DTensors as parameters: call reset_parameters()")
+                raise NotImplementedError("initialize() is not for DTensors as parameters: call reset_parameters()")
             places |= {param.sharded: (hooks.unit, index) for index, param in enumerate(hooks.unit.params)}
     for module in model.modules():
         sharded = {name: param for name, param in module.named_parameters(recurse=False) if param in places}
