@@ -83,7 +83,7 @@ def _activation_savings(rest_bytes: int, now: Switches, to_host: bool) -> list[S
         why = f"{tokens} x {now.vocab_size} logits x {LOGITS_BYTES} bytes, less a chunk"
         savings.append(Saving("memory.chunk_loss=true", saved, why))
     if now.gradient_checkpointing == "none":
-        why = "the rest, less the inputs of the blocks, which it keeps"
+        why = "the rest without the block inputs, which it keeps"
         savings.append(Saving("memory.gradient_checkpointing=full", rest_bytes - inputs_bytes, why))
     elif to_host and not now.activation_offload:
         why = f"{tokens} x {now.dim} wide x {now.n_layers} blocks x {_bytes(now.param_dtype)} bytes"

@@ -93,7 +93,7 @@ def read_failure(error: BaseException, device: Device) -> Failure:
 
 
 def out_of_memory_report(failure: Failure, context: OOMContext, device_type: str) -> str:
-    """Live bytes and the switches that would make room, in a few lines."""
+    """Live bytes, and the switches that reduce them."""
     live, switches = context.live, context.switches
     on_cpu = device_type == "cpu"
     held = live.on_host() if failure.on_host else live
@@ -106,7 +106,7 @@ def out_of_memory_report(failure: Failure, context: OOMContext, device_type: str
     ]
     constructing = context.phase == "construction"
     if constructing:
-        rows = [(held.parameters.device_bytes, "parameters, once all are made")]
+        rows = [(held.parameters.device_bytes, "parameters, when complete")]
     memory = "host memory" if failure.on_host else "the device memory"
     lines = [
         *_headline(failure, context, device_type),
@@ -114,21 +114,19 @@ def out_of_memory_report(failure: Failure, context: OOMContext, device_type: str
         *(f"  {row}" for row in align_columns([(size_text(count), name) for count, name in rows])),
     ]
     if not failure.on_host and live.on_host().device_bytes:
-        lines.append(f"  and in host memory {size_text(live.on_host().device_bytes)} of the first three")
+        lines.append(f"  and in host memory {size_text(live.on_host().device_bytes)} for the first three")
     if context.phase != "optimizer" and switches.states_bytes > (live.states.device_bytes or held.states.device_bytes):
-        lines.append(
-            f"  still to come in the first step of the optimizer: {size_text(switches.states_bytes)} of states"
-        )
+        lines.append(f"  the first optimizer step will add {size_text(switches.states_bytes)} of states")
     if failure.on_host and not on_cpu:
         savings = host_savings(live, switches)
     else:
         savings = device_savings(held, rest_bytes, context.phase, switches, to_host=not on_cpu)
     if savings:
-        lines.append("what would make room, each by itself and at most:")
+        lines.append("maximum saving of each switch alone:")
         cells = [(size_text(saving.saved_bytes), saving.switch, saving.why) for saving in savings]
         lines += [f"  {row}" for row in align_columns(cells)]
     else:
-        lines.append("no switch is left that would make room; use a smaller model, shorter sequences or more ranks")
+        lines.append("no other switch saves memory; use a smaller model, shorter sequences or more ranks")
     return "\n".join(lines)
 
 

@@ -147,7 +147,7 @@ def test_states_that_are_still_to_come_are_told_and_count_where_they_are_made():
     assert advised(switches, "optimizer", live)["memory.optimizer_offload=true"] == 6 * GIB
     assert "memory.optimizer_offload=true" not in advised(switches, "forward", live)
     failure = Failure(False, None, None, 13 * GIB, None)
-    words = "still to come in the first step of the optimizer: 6.00 GiB of states"
+    words = "the first optimizer step will add 6.00 GiB of states"
     assert words in out_of_memory_report(failure, oom_context(switches, "forward", live), "cuda")
     assert words not in out_of_memory_report(failure, oom_context(switches, "optimizer", live), "cuda")
     assert words not in out_of_memory_report(failure, oom_context(FSDP, "forward"), "cuda")
@@ -169,8 +169,8 @@ def test_the_report_has_the_numbers_of_the_failure_and_of_each_category(device_t
         "1.00 GiB gradients",
         "4.00 GiB optimizer states",
         "13.00 GiB the rest: activations, temporaries, gathered parameters",
-        "what would make room, each by itself and at most:",
-        "12.94 GiB memory.gradient_checkpointing=full the rest, less the inputs of the blocks, which it keeps",
+        "maximum saving of each switch alone:",
+        "12.94 GiB memory.gradient_checkpointing=full the rest without the block inputs, which it keeps",
     ]
     assert max(map(len, str(caught.value).splitlines())) <= 120
 
@@ -187,7 +187,7 @@ def test_states_in_host_memory_are_told_apart():
     failure = Failure(False, None, None, 3 * GIB, None)
     switches = dataclasses.replace(FSDP, optimizer_offload=True)
     report = out_of_memory_report(failure, oom_context(switches, live=live), "cuda")
-    assert "and in host memory 4.00 GiB of the first three" in report
+    assert "and in host memory 4.00 GiB for the first three" in report
     assert "memory.optimizer_offload=true" not in report
 
 
@@ -197,7 +197,7 @@ def test_host_memory_of_an_accelerator_is_freed_by_switching_offload_off():
     failure = Failure(True, None, None, 6 * GIB, None)
     switches = dataclasses.replace(FSDP, optimizer_offload=True)
     report = out_of_memory_report(failure, oom_context(switches, live=live), "cuda")
-    (advice,) = report.split("at most:\n")[1].splitlines()
+    (advice,) = report.split("switch alone:\n")[1].splitlines()
     assert advice.split()[:3] == ["4.00", "GiB", "memory.optimizer_offload=false"]
 
 
@@ -205,7 +205,7 @@ def test_where_nothing_is_left_the_report_says_so():
     """Oracle: one process with everything on, in the optimizer's step."""
     switches = dataclasses.replace(FSDP, cpu_offload=True)
     report = out_of_memory_report(Failure(False, None, None, GIB, None), oom_context(switches, "optimizer"), "cuda")
-    assert report.splitlines()[-1].startswith("no switch is left that would make room")
+    assert report.splitlines()[-1].startswith("no other switch saves memory")
 
 
 def test_a_real_allocation_that_fails_on_a_cpu_is_explained():

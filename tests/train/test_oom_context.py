@@ -62,7 +62,7 @@ def test_running_out_of_memory_in_the_construction_reports_the_planned_bytes() -
     total = sum(param.numel() for param in configs[0].model.build().parameters())
     for share, report in zip((1, 2), run_ranks(2, construct_out_of_memory, configs)[0], strict=True):
         assert "ran out on rank 0 in the construction\n" in report
-        assert f"{4 * total / share / 2**10:.2f} KiB  parameters, once all are made" in report
+        assert f"{4 * total / share / 2**10:.2f} KiB  parameters, when complete" in report
         assert ("parallel=fsdp2 mesh.fsdp_size=-1" in report) == (share == 1)
 
 
