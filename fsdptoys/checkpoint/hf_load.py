@@ -61,7 +61,7 @@ class HuggingFaceFolder:
         """Return the configuration in ``config.json``; a ConfigError names the first invalid or unsupported setting."""
         path = self.path / CONFIG_FILE
         if not path.exists():
-            raise ConfigError(f"{path} is not there, and describes the model of the weights; {AGAIN}")
+            raise ConfigError(f"{path} is missing, which describes the model of the weights; {AGAIN}")
         tree = read_json(path)
         family = _family(tree, path)
         _check_rotary_numbers(tree, path)
@@ -186,7 +186,7 @@ def _family(tree: Mapping[str, Any], path: Path) -> type[ModelConfig]:
     if isinstance(architectures, list) and len(architectures) == 1 and architectures[0] in tuple(families):
         return families[architectures[0]]
     raise ConfigError(
-        f"{path} says architectures={short_text(architectures)}, which is none of those here; use weights of "
+        f"{path} says architectures={short_text(architectures)}, which is not supported; use weights of "
         f"{', '.join(families)}"
     )
 

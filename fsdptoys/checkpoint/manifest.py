@@ -261,7 +261,7 @@ def _parse(text: bytes, name: str) -> Manifest:
             raise ValueError("it names no folder")
         manifest = Manifest(tree["name"], sums_from_json(tree.get("files")))
         if manifest.to_bytes() != text:
-            raise ValueError("it is not as it was written")
+            raise ValueError("it differs from its canonical form")
     except ValueError as error:
         raise InvalidCheckpointError(f"is damaged: its {MANIFEST_FILE} cannot be used ({error})") from error
     if manifest.name != name:

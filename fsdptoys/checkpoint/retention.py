@@ -141,7 +141,7 @@ class Series:
         storage, name = self.storage, manifest.name
         for path, said in manifest.files.items():
             if storage.size(f"{working}/{path}") != said.size:
-                raise OSError(errno.EIO, "what was written has changed since", f"{working}/{path}")
+                raise OSError(errno.EIO, "a written file has changed since", f"{working}/{path}")
         write_file(storage, f"{working}/{MANIFEST_FILE}", manifest.to_bytes())
         storage.sync(working)
         if not storage.renames:

@@ -60,7 +60,7 @@ def read_header(path: Path) -> dict[str, StoredTensor]:
     spans.sort()
     ends = [0, *(stop for _, stop in spans)]
     if any(start != end for (start, _), end in zip(spans, ends, strict=False)):
-        raise ConfigError(f"{path} is damaged: its header places tensors over one another or leaves gaps; {AGAIN}")
+        raise ConfigError(f"{path} is damaged: its header places tensors that overlap or leave gaps; {AGAIN}")
     expected = data_start + ends[-1]
     if size != expected:
         raise ConfigError(f"{path} is damaged: it holds {size} bytes, and its header asks for {expected}; {AGAIN}")

@@ -125,7 +125,7 @@ class Saver:
         try:
             self._series.discard(working)
         except OSError as error:
-            problems.append(f"what was written could not be removed: {self._place_of(error)}")
+            problems.append(f"the incomplete checkpoint could not be removed: {self._place_of(error)}")
         return problems
 
     def _tidy(self, step: int, prunes: bool) -> None:

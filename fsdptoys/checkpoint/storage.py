@@ -196,12 +196,12 @@ class UrlStorage(Storage):
             self._files, self._root = url_to_fs(where, use_listings_cache=False)
         except ImportError as error:
             raise ConfigError(
-                f"{where} needs a Python package that is not there ({error}); install it, or set "
+                f"{where} needs a Python package that is not installed ({error}); install it, or set "
                 "checkpoint.folder and checkpoint.resume to local folders"
             ) from error
         except ValueError as error:
             raise ConfigError(
-                f"{where} is of no kind that fsspec knows ({error}); name a local folder, or a URL such as "
+                f"{where} is of a kind unknown to fsspec ({error}); name a local folder, or a URL such as "
                 "s3://bucket/folder"
             ) from error
         except Exception as error:  # some file systems connect in their constructor and raise their own errors
@@ -284,7 +284,7 @@ class UrlStorage(Storage):
                     self._files.makedirs(copy.rpartition("/")[0], exist_ok=True)
                     self._files.cp_file(path, copy)
                     if self._files.info(copy)["size"] != self._files.info(path)["size"]:
-                        raise OSError(f"{copy} is not as long as what it was copied from")
+                        raise OSError(f"{copy} differs in length from its source")
             except Exception:
                 with suppress(Exception):
                     self._files.rm(target, recursive=True)

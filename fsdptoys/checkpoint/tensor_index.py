@@ -84,7 +84,7 @@ def read_index(storage: Storage, folder: str) -> dict[str, StoredTensor]:
             raise ValueError(f"it is of format {tree['format']!r:.20}, and {FORMAT} is read here")
         return {name: _read_tensor(name, entry) for name, entry in tree["tensors"].items()}
     except FileNotFoundError as error:
-        raise ConfigError(f"{where} is not there; {OLDER}") from error
+        raise ConfigError(f"{where} is missing; {OLDER}") from error
     except ValueError as error:
         raise ConfigError(f"{where} is damaged: {error}; {OLDER}") from error
 

@@ -107,7 +107,7 @@ def _read_settings(path: Path) -> dict[str, Any]:
     except OSError as error:
         reason = error.strerror or error
         raise ConfigError(
-            f"{path} cannot be read ({reason}), and describes the model of the weights; put it there"
+            f"{path} cannot be read ({reason}), and should describe the model of the weights; restore it"
         ) from error
     except ValueError as error:
         raise ConfigError(f"{path} cannot be read as YAML ({error}); use the file that the run wrote") from error

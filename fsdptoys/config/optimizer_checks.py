@@ -174,6 +174,6 @@ def _check_matrices(optim: OptimConfig, parallel: ParallelConfig, memory: Memory
     for name in ("optimizer_offload", "cpu_offload"):
         if getattr(memory, name):
             raise ConfigError(
-                f"memory.{name}=true is not an option of optim={optim.name}, whose update needs whole matrices on the "
+                f"memory.{name}=true is not an option of optim={optim.name}, whose update needs full matrices on the "
                 f"device; set memory.{name}=false or optim=adamw"
             )

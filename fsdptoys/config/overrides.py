@@ -215,7 +215,7 @@ def _unknown_key(
     if section == "hydra":
         return f"{typed} is Hydra's own setting, which every rank needs as it is; leave it out"
     if re.search(r"(^|\.)_\w+_$", key):
-        return f"{typed} would run code that the configuration names, which nothing here does; leave it out"
+        return f"{typed} would run code that the configuration names, which is not supported; leave it out"
     below = [option for option in options if option.startswith(f"{key}.")]
     if below:
         return (

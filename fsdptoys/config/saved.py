@@ -97,7 +97,7 @@ def _build_named(
     values = tree.get(section)
     name = values.get("name") if isinstance(values, dict) else None
     if not isinstance(values, dict) or not isinstance(name, str) or name not in kinds:
-        raise ConfigError(f"{where} says {section}.name={name}, which nothing here knows; {fix}")
+        raise ConfigError(f"{where} says {section}.name={name}, which this version does not have; {fix}")
     return _build(kinds[name], {key: value for key, value in values.items() if key != "name"}, where, section)
 
 

@@ -31,7 +31,7 @@ DIGEST_CHARACTERS = 16
 class SampledFiles:
     """Sampled contents of the training files, in the order of the data; ``fix`` ends the message on a changed one."""
 
-    def __init__(self, key: str, files: Sequence[SourceFile], fix: str = "put it back as it was") -> None:
+    def __init__(self, key: str, files: Sequence[SourceFile], fix: str = "restore it") -> None:
         self._key = key
         self._files = files
         self._fix = fix
@@ -96,7 +96,7 @@ def _digests(key: str, files: Sequence[SourceFile]) -> Iterator[bytes]:
             yield _digest(file, fewer)
         except OSError as error:
             raise ConfigError(
-                f"{key}=[{file.path}] cannot be read ({error.strerror or error}); put it back or change {key}"
+                f"{key}=[{file.path}] cannot be read ({error.strerror or error}); restore it or change {key}"
             ) from error
 
 

@@ -143,7 +143,7 @@ def read_index(folder: str, owner: str) -> Index:
         try:
             facts = (root / file).stat()
         except (FileNotFoundError, NotADirectoryError):
-            raise _unusable(owner, f"lacks its file {file}", "put it back or prepare the folder again") from None
+            raise _unusable(owner, f"lacks its file {file}", "restore it or prepare the folder again") from None
         except OSError as error:  # says nothing of the file's content
             raise ConfigError(
                 f"{owner} cannot be read ({file}: {error.strerror}); change its permissions or name another"
@@ -152,7 +152,7 @@ def read_index(folder: str, owner: str) -> Index:
             raise _unusable(
                 owner,
                 f"has {facts.st_size} bytes in {file}, where its index says {size}",
-                "put the file back as it was or prepare the folder again",
+                "restore the file or prepare the folder again",
             )
     return index
 
@@ -236,7 +236,7 @@ def kept_tokenizer(folder: str, index: Index) -> Path | None:
     root = Path(folder).expanduser()
     damage = _check_tokenizer(root, index)
     if damage:
-        raise ConfigError(f"{damage}; put it back as it was")
+        raise ConfigError(f"{damage}; restore it")
     return root / TOKENIZER_FILE if index.tokenizer_file_sha256 else None
 
 

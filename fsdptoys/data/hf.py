@@ -87,7 +87,7 @@ class HFConfig(DataConfig):
                     kept = kept_tokenizer(folder, index) if path.parent.name == wanted[:KEY_LENGTH] else None
                     if kept is not None:
                         return str(kept)
-        raise ConfigError(f"data.tokenizer={self.tokenizer} is not there, and nor is a copy in the cache; put it back")
+        raise ConfigError(f"data.tokenizer={self.tokenizer} does not exist, and the cache has no copy; restore it")
 
     def validate(self, seq_len: int, vocab_size: int) -> None:
         """Check files, tokenizer, vocabulary and, unless missing or damaged, the prepared folder."""

@@ -41,7 +41,7 @@ class Fixes:
     more_text: str = "prepare more text"
     hold_out_less: str = "prepare it with a lower --eval-fraction"
     hold_out_more: str = "prepare it with a higher --eval-fraction"
-    restore: str = "put it back as it was, or prepare the folder again from the same text"
+    restore: str = "restore it, or prepare the folder again from the same text"
 
 
 @dataclass
@@ -250,7 +250,7 @@ class MappedStream(FileStream):
             found = np.memmap(file.path, self.dtype, "r", shape=(self.file_tokens[index],)).view(np.ndarray)
         except (OSError, ValueError) as error:
             raise ConfigError(
-                f"{self.key}=[{file.path}] can no longer be read ({error}); put it back or change {self.key}"
+                f"{self.key}=[{file.path}] can no longer be read ({error}); restore it or change {self.key}"
             ) from error
         self._maps[index] = found
         if len(self._maps) > max(1, MOST_MAPS // self.sharers):

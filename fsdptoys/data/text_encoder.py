@@ -78,7 +78,7 @@ class FileEncoder(Encoder):
     def __init__(self, choice: str, end: str | None, owner: str, end_owner: str) -> None:
         path = Path(choice).expanduser()
         file = path / TOKENIZER_FILE if path.is_dir() else path
-        missing = f"{owner} names no tokenizer.json that is there ({file}); name one, its folder, or bytes"
+        missing = f"{owner} names no existing tokenizer.json ({file}); name one, its folder, or bytes"
         self._reader = read_tokenizer(file, owner, "data", "take bytes for the tokenizer", missing, plain=True)
         self._owner = owner
         self.name = file.name
@@ -127,7 +127,7 @@ def read_file(file: Path) -> bytes:
     try:
         return read_regular(file, MOST_TOKENIZER_BYTES)
     except OSError as error:
-        raise ConfigError(f"{file} cannot be read ({error.strerror or error}); put it back as it was") from error
+        raise ConfigError(f"{file} cannot be read ({error.strerror or error}); restore it") from error
     except ValueError as error:
         raise ConfigError(f"{file} cannot be a tokenizer ({error}); name another") from error
 

@@ -153,12 +153,12 @@ class FileStream:
             tokens = np.fromfile(path, self.dtype, count, offset=offset * self.dtype.itemsize)
         except OSError as error:
             raise ConfigError(
-                f"{self.key}=[{path}] can no longer be read ({error.strerror}); put it back or change {self.key}"
+                f"{self.key}=[{path}] can no longer be read ({error.strerror}); restore it or change {self.key}"
             ) from error
         if len(tokens) < count:
             raise ConfigError(
                 f"{self.key}=[{path}] has fewer than the {self.files[index].size_bytes} bytes it had when the run "
-                "started; put it back as it was"
+                "started; restore it"
             )
         self.check_tokens(index, offset, tokens)
         return tokens

@@ -78,7 +78,7 @@ class FileTokenizer(Tokenizer):
 
     def __init__(self, path: Path, plain: bool) -> None:
         file = path / TOKENIZER_FILE if path.is_dir() else path
-        missing = f"{file} is not there, and should map the ids to text; write {CHOICE}"
+        missing = f"{file} is missing, which maps the ids to text; write {CHOICE}"
         self._reader = read_tokenizer(file, str(file), "generate", "write --tokenizer ids", missing, plain=plain)
         self._plain = plain
         self._file = file

@@ -81,7 +81,7 @@ class Agent(LocalElasticAgent):
             return super()._assign_worker_ranks(*args, **options)
         except (ValueError, LookupError, TypeError) as error:
             # It reads values that other machines, or strangers, have put into the store.
-            raise RendezvousStateError("the numbers of the ranks in the store are none of this run") from error
+            raise RendezvousStateError("the numbers of the ranks in the store are not those of this run") from error
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
         with self._watcher.bounded_wait():

@@ -173,7 +173,7 @@ def hung_ranks(first: FirstFailure, pids: Mapping[int, int], folder: Path) -> li
     for rank in first.hung[:MAX_RANKS_NAMED]:
         sign = describe_heartbeat(heartbeats, rank, pids[rank])
         last = f"last heartbeat {sign}" if sign else "without a known heartbeat"
-        lines.append(f"rank {rank} raised nothing and had to be ended: {what}, {last}")
+        lines.append(f"rank {rank} raised no exception and had to be terminated: {what}, {last}")
     if more := first.hung[MAX_RANKS_NAMED:]:
         lines.append(f"so did {format_ranks(list(more))}")
     return lines

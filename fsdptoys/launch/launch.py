@@ -166,7 +166,7 @@ def _check_machines(present: Mapping[str, str]) -> None:
         return
     if "LOCAL_WORLD_SIZE" not in present:
         raise ConfigError(
-            f"mesh.fsdp_size={NODE} needs to know the ranks of each machine, and LOCAL_WORLD_SIZE is not set beside "
+            f"mesh.fsdp_size={NODE} needs to know the ranks of each machine, and LOCAL_WORLD_SIZE is not set with "
             "WORLD_SIZE; start the ranks with torchrun, or set mesh.fsdp_size to a number"
         )
     if "GROUP_WORLD_SIZE" in present:  # torchrun's number of machines

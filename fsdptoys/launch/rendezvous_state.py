@@ -145,7 +145,7 @@ class SignedBackend(RendezvousBackend):
         except ForeignError as error:
             raise self._foreign(f"its state is none of fsdptoys ({error})") from None
         if sequence < self._sequence:
-            raise self._foreign("its state was put back to an older one")
+            raise self._foreign("its state was replaced by an older one")
         self._sequence = sequence
         return pickle.dumps(state), stored
 

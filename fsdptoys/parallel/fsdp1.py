@@ -59,7 +59,7 @@ class FSDP1Config(FSDPConfig):
         super().validate(world_size, mesh, device_type, cpu_offload)
         if world_size > 1 and mesh.shard_ranks(world_size) == 1:
             raise ConfigError(
-                "mesh.fsdp_size=1 makes FSDP1 keep whole parameters and skip the all-reduce over replicas; "
+                "mesh.fsdp_size=1 makes FSDP1 keep full parameters and skip the all-reduce over replicas; "
                 "set parallel=ddp, or parallel=fsdp2 to keep the mesh"
             )
         for name in ("forward_prefetch", "backward_prefetch"):

@@ -131,7 +131,7 @@ def without_norm(folder: Path) -> None:
 DAMAGED_CONFIGS: dict[str, tuple[Damage, str]] = {
     "missing": (
         lambda folder: (folder / "config.json").unlink(),
-        f"{{}}/config.json is not there, and describes the model of the weights; {AGAIN}",
+        f"{{}}/config.json is missing, which describes the model of the weights; {AGAIN}",
     ),
     "no JSON": (
         lambda folder: (folder / "config.json").write_text("{"),
@@ -144,15 +144,15 @@ DAMAGED_CONFIGS: dict[str, tuple[Damage, str]] = {
     ),
     "unknown architecture": (
         edit_json("config.json", architectures=["MistralForCausalLM"]),
-        "{}/config.json says architectures=['MistralForCausalLM'], which is none of those here; use weights of " + OURS,
+        "{}/config.json says architectures=['MistralForCausalLM'], which is not supported; use weights of " + OURS,
     ),
     "no architecture": (
         edit_json("config.json", architectures=...),
-        f"{{}}/config.json says architectures=null, which is none of those here; use weights of {OURS}",
+        f"{{}}/config.json says architectures=null, which is not supported; use weights of {OURS}",
     ),
     "architecture that is no list": (
         edit_json("config.json", architectures="LlamaForCausalLM"),
-        f"{{}}/config.json says architectures='LlamaForCausalLM', which is none of those here; use weights of {OURS}",
+        f"{{}}/config.json says architectures='LlamaForCausalLM', which is not supported; use weights of {OURS}",
     ),
     "missing key": (
         edit_json("config.json", num_hidden_layers=...),
@@ -316,7 +316,7 @@ DAMAGED_FILES: dict[str, tuple[Damage, str]] = {
     ),
     "tensors over one another": (
         edit_header(lambda header: header[NORM].update(data_offsets=[0, 64])),
-        f"{{}}/{THIRD} is damaged: its header places tensors over one another or leaves gaps; {AGAIN}",
+        f"{{}}/{THIRD} is damaged: its header places tensors that overlap or leave gaps; {AGAIN}",
     ),
     "missing tensor": (
         without_norm,

@@ -241,7 +241,7 @@ REFUSALS: dict[str, tuple[str, str]] = {
         "checkpoint.resume={other}/best holds a checkpoint under another name than its own, step-…; give it the name "
         "that its manifest.json says",
     ),
-    "a URL of no kind": ("no://such", "no://such is of no kind .*"),
+    "a URL of no kind": ("no://such", "no://such is of a kind unknown .*"),
 }
 
 

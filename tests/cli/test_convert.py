@@ -207,7 +207,7 @@ FROM_HF = "write fsdptoys convert from-hf DIR"
         ("from-hf a b", f"fsdptoys convert from-hf takes one folder, not a b; {FROM_HF}"),
         ("from-hf nowhere", "nowhere does not exist, where a folder in Hugging Face format is expected; name one that "
          "holds config.json and safetensors files"),
-        ("from-hf here", "here/config.json is not there, and describes the model of the weights; download or write the "
+        ("from-hf here", "here/config.json is missing, which describes the model of the weights; download or write the "
          "folder again"),
     ],
 )  # fmt: skip

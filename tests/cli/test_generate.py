@@ -192,8 +192,8 @@ def test_runs_trained_on_bytes_default_to_bytes(places: Path, capsys: pytest.Cap
     ("data", "reason"),
     [
         (PreparedConfig(folder="gone"), "data.folder=gone is no folder with an index.json"),
-        (HFConfig(files=["a.jsonl"], tokenizer="gone.json", cache="gone"), "data.tokenizer=gone.json is not there, and "
-         "nor is a copy in the cache"),
+        (HFConfig(files=["a.jsonl"], tokenizer="gone.json", cache="gone"), "data.tokenizer=gone.json does not exist, "
+         "and the cache has no copy"),
     ],
 )  # fmt: skip
 def test_missing_tokenizer_is_reported(data: DataConfig, reason: str, places: Path) -> None:
@@ -235,7 +235,7 @@ def test_a_prompt_may_be_empty(words: list[str]) -> None:
         ("empty --prompt a", "empty holds no weights; train with checkpoint.final_weights=true"),
         ("run --prompt a", "run has no tokenizer; write --tokenizer bytes, --tokenizer ids, or --tokenizer with a "
          "folder that holds a tokenizer.json"),
-        ("run --prompt a --tokenizer empty", "empty/tokenizer.json is not there, and should map the ids to text; "
+        ("run --prompt a --tokenizer empty", "empty/tokenizer.json is missing, which maps the ids to text; "
          "write --tokenizer bytes, --tokenizer ids, or --tokenizer with a folder that holds a "
          "tokenizer.json"),
         ("run --prompt a --tokenizer ids", "'a' is no token id; write ids as in '17 4 1003', or another --tokenizer"),

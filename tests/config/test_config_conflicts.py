@@ -25,9 +25,9 @@ CONFLICTS = {
     "optim=muon parallel=toy_zero3": "optim=muon orthogonalizes full matrices, which parallel=toy_zero3 keeps on one "
     "rank each; set parallel=fsdp2 or optim=adamw",
     "optim=muon parallel=fsdp2 memory.optimizer_offload=true": "memory.optimizer_offload=true is not an option of "
-    "optim=muon, whose update needs whole matrices on the device; set memory.optimizer_offload=false or optim=adamw",
+    "optim=muon, whose update needs full matrices on the device; set memory.optimizer_offload=false or optim=adamw",
     "optim=muon parallel=fsdp2 memory.cpu_offload=true": "memory.cpu_offload=true is not an option of optim=muon, "
-    "whose update needs whole matrices on the device; set memory.cpu_offload=false or optim=adamw",
+    "whose update needs full matrices on the device; set memory.cpu_offload=false or optim=adamw",
     "optim.state_dtype=bfloat16 optim.beta2=0.999": "optim.beta2=0.999 shrinks a moment by less than "
     "optim.state_dtype=bfloat16 resolves, so that it would never fall; set optim.beta2=0.95 or "
     "optim.state_dtype=float32",
@@ -138,7 +138,7 @@ CONFLICTS = {
     "set parallel=fsdp2 or mesh.fsdp_size=-1",
     "parallel=fsdp1 memory.cpu_offload=true": "memory.cpu_offload=true needs an accelerator to offload from under "
     "parallel=fsdp1; set parallel=fsdp2 or memory.cpu_offload=false",
-    "parallel=fsdp1 mesh.fsdp_size=1": "mesh.fsdp_size=1 makes FSDP1 keep whole parameters and skip the all-reduce "
+    "parallel=fsdp1 mesh.fsdp_size=1": "mesh.fsdp_size=1 makes FSDP1 keep full parameters and skip the all-reduce "
     "over replicas; set parallel=ddp, or parallel=fsdp2 to keep the mesh",
     "parallel=fsdp1 parallel.forward_prefetch=2": "parallel.forward_prefetch=2 is deeper than FSDP1 can prefetch; "
     "set parallel.forward_prefetch=1 or parallel=fsdp2",

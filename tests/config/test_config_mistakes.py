@@ -54,7 +54,7 @@ MISTAKES = {
     "train=fast": "train=fast sets a whole section, but keys are set one by one; set for example train.batch_size=1",
     "hydra.run.dir=x": "hydra.run.dir=x is Hydra's own setting, which every rank needs as it is; leave it out",
     "+model._target_=os.system": "+model._target_=os.system would run code that the configuration names, "
-    "which nothing here does; leave it out",
+    "which is not supported; leave it out",
     # Choices.
     "model=llama3_9b": "model=llama3_9b must be a preset that fsdptoys models lists; did you mean model=llama3_8b?",
     "model=null": "model=null must be a preset that fsdptoys models lists; set model=llama_debug",

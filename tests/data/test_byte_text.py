@@ -231,9 +231,9 @@ def test_file_that_changes_while_running_is_reported(corpus, change):
     dataset = TextConfig([f"{corpus}/d.txt"]).build(8, 256, 0)
     if change == "removed":
         (corpus / "d.txt").unlink()
-        sentence = r"d\.txt\] can no longer be read \(No such file or directory\); put it back or change data\.files"
+        sentence = r"d\.txt\] can no longer be read \(No such file or directory\); restore it or change data\.files"
     else:
         (corpus / "d.txt").write_bytes(b"short")
-        sentence = r"d\.txt\] has fewer than the 255 bytes it had when the run started; put it back as it was"
+        sentence = r"d\.txt\] has fewer than the 255 bytes it had when the run started; restore it"
     with pytest.raises(ConfigError, match=sentence):
         dataset.train[20]

@@ -139,7 +139,7 @@ def test_the_display_shows_progress(terminal, monkeypatch):
         ),
         (
             "prepare a.txt --out new --tokenizer none.json",
-            "--tokenizer none.json names no tokenizer.json that is there (none.json); name one, its folder, or bytes",
+            "--tokenizer none.json names no existing tokenizer.json (none.json); name one, its folder, or bytes",
         ),
         (
             "prepare a.txt --out new --tokenizer bytes --document-end x",

@@ -137,7 +137,7 @@ def test_two_ranks_train_as_one():
     [
         ({"files": []}, "data.files=[] names no file; set data.files=[corpus/*.jsonl]"),
         ({"files": ["none.txt"]}, "data.files=[none.txt] does not exist; set data.files to files that do"),
-        ({"tokenizer": "none"}, "data.tokenizer=none names no tokenizer.json that is there (none); name one, its fol"),
+        ({"tokenizer": "none"}, "data.tokenizer=none names no existing tokenizer.json (none); name one, its fol"),
         ({"tokenizer": "bytes"}, "data.tokenizer=bytes has ids up to 255, over model.vocab_size=200; set model.vocab_"),
         ({"document_end": "x"}, "data.document_end names a token, and bytes have none but 0 for the end; leave it out"),
         ({"processes": 0}, "data.processes=0 must be between 1 and 1024, or -1; set data.processes=-1"),

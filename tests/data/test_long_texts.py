@@ -155,5 +155,5 @@ def test_a_tokenizer_in_the_place_of_a_pipe_is_refused_without_a_wait(tmp_path: 
         config.validate(1, 256)
     (choice / "tokenizer.json").unlink()
     os.mkfifo(choice / "tokenizer.json")
-    with pytest.raises(ConfigError, match=r"names no tokenizer\.json that is there"):
+    with pytest.raises(ConfigError, match=r"names no existing tokenizer\.json"):
         config.validate(1, 256)

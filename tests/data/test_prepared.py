@@ -270,7 +270,7 @@ def test_places_of_a_source_in_a_block_are_spread_evenly():
         ),
         (
             {"folder": "gone"},
-            "data.folder=gone lacks its file shard-00000.bin; put it back or prepare the folder again",
+            "data.folder=gone lacks its file shard-00000.bin; restore it or prepare the folder again",
         ),
     ],
 )

@@ -250,7 +250,7 @@ def test_older_state_and_a_removed_one_are_refused() -> None:
     assert first is not None
     one.set_state(pickle.dumps(state()), first[1])
     store.set(KEY, first[1].decode())
-    with pytest.raises(ForeignStateError, match="put back to an older one"):
+    with pytest.raises(ForeignStateError, match="replaced by an older one"):
         one.get_state()
     store.set(KEY, "nothing")
     with pytest.raises(ForeignStateError, match="its state was removed"):

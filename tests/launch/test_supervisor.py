@@ -141,7 +141,8 @@ def test_rank_that_hangs_within_a_phase_is_named(launched: Any) -> None:
         in stderr
     )
     assert re.search(
-        r"^rank 1 raised nothing and had to be ended: it hung, last heartbeat step 3 \(backward\), \d+ s ago, pid ",
+        r"^rank 1 raised no exception and had to be terminated: it hung, last heartbeat step 3 \(backward\), "
+        r"\d+ s ago, pid ",
         stderr,
         re.M,
     ), stderr

@@ -266,7 +266,12 @@ def test_a_mistake_in_the_command_is_one_sentence(tmp_path: Path, config: Config
             1,
             "a.yaml cannot be read (memory has the key 'magic', which this version does not read); ",
         ),
-        ("parallel", "name", "zero4", "a.yaml says parallel.name=zero4, which nothing here knows; leave the run out"),
+        (
+            "parallel",
+            "name",
+            "zero4",
+            "a.yaml says parallel.name=zero4, which this version does not have; leave the run out",
+        ),
         ("memory", "gradient_checkpointing", "some", "is 'some', not none | full | selective); correct it"),
     ],
 )

@@ -104,7 +104,7 @@ MISTAKES: list[tuple[str, Callable[[], object], str]] = [
     (
         "metrics.run_dir=new checkpoint.resume=run/checkpoints/step-00000003",
         flip("manifest.json"),
-        f"{IS_REFUSED} damaged: its manifest.json cannot be used (it is not as it was written); {OLDER}",
+        f"{IS_REFUSED} damaged: its manifest.json cannot be used (it differs from its canonical form); {OLDER}",
     ),
     (
         "metrics.run_dir=new checkpoint.resume=run/checkpoints/step-00000003",
@@ -269,7 +269,7 @@ MISTAKES: list[tuple[str, Callable[[], object], str]] = [
     (
         "metrics.run_dir=new checkpoint.folder=s4://bucket/run",
         nothing,
-        "s4://bucket/run is of no kind that fsspec knows (Protocol not known: s4); name a local folder, or a URL such "
+        "s4://bucket/run is of a kind unknown to fsspec (Protocol not known: s4); name a local folder, or a URL such "
         "as s3://bucket/folder",
     ),
 ]
