@@ -17,30 +17,9 @@ from fsdptoys.memory import MemoryConfig, optimizer_offload
 from fsdptoys.memory.bucketed_optimizer import BucketedOptimizer
 from fsdptoys.memory.config import OffloadSchedule, OffloadStateDType
 from fsdptoys.memory.optimizer_offload import offload_optimizer
-from fsdptoys.memory.stochastic_rounding import round_stochastically
 from fsdptoys.memory.transfers import StreamTransfers, Transfers
 
 SERIAL, PIPELINED, LAZY = "serial", "pipelined", "lazy"
-
-
-def test_stochastic_rounding_is_unbiased_and_keeps_values_exact_in_bfloat16() -> None:
-    """Oracle: the mean of 4,000 roundings within five standard errors, each at most half a step over sqrt(4000)."""
-    values = torch.cat([torch.linspace(1, 1.98, 33) + 1e-3, -torch.linspace(1, 1.98, 33) - 1e-3])
-    exact = torch.tensor([0.0, -0.0, 1.5, -3.0, float("inf"), -float("inf"), 2.0**-130])
-    source = torch.cat([values, exact])
-    generator = torch.Generator().manual_seed(1)
-    total = torch.zeros(len(values), dtype=torch.float64)
-    target = torch.empty(len(source), dtype=torch.bfloat16)
-    draws = 4000
-    for _ in range(draws):
-        round_stochastically(target, source, generator)
-        total += target[: len(values)]
-        step = 2.0**-7
-        assert ((target[: len(values)].float() - values).abs() < step).all()
-        assert torch.equal(target[len(values) :].float(), exact)
-    assert ((total / draws - values).abs() < 5 * 0.5 * 2.0**-7 / draws**0.5).all()
-    round_stochastically(target[:1], torch.tensor([float("nan")]), generator)
-    assert target[0].isnan()
 
 
 class Stack(nn.Module):
@@ -369,8 +348,7 @@ def test_streams_are_made_once_and_wait_for_one_another(monkeypatch: pytest.Monk
 
     class Unpinned(StreamTransfers):
         def host_tensor(self, elements: int, dtype: torch.dtype) -> Tensor:
-            """Without an accelerator nothing can be pinned."""
-            return torch.zeros(elements, dtype=dtype)
+            return torch.zeros(elements, dtype=dtype)  # nothing can be pinned without an accelerator
 
     model, plain = Stack(1), Stack(1)
     optimizer = offload_stack(model, SERIAL, Unpinned(Device("cpu")))
@@ -378,8 +356,7 @@ def test_streams_are_made_once_and_wait_for_one_another(monkeypatch: pytest.Monk
     assert streams.made == 3
     load_update_store = ["on 1", "0 waits for 1", "2 waits for 0", "on 2"]
     first = ["1 waits for 0", *load_update_store]
-    later = ["1 waits for 2", "1 waits for 0", *load_update_store]
-    assert streams.log == [*first, *later, "host waits for 2"]
+    assert streams.log == [*first, "1 waits for 2", *first, "host waits for 2"]
     assert all(map(torch.equal, got, train_stack(plain, offload_stack(plain, SERIAL), 2)))
 
 
