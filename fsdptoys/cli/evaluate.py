@@ -214,7 +214,7 @@ def _describe(found: Evaluation) -> str:
         "loss": f"{found.loss:.6f} nats per token",
         "perplexity": f"{found.perplexity:.4f}",
         "tokens": f"{found.predicted_tokens:,} predicted, in windows of {found.context:,}",
-        "bits a byte": "not known, since the ids are no bytes"
+        "bits per byte": "unknown, since the ids are not bytes"
         if found.bits_per_byte is None
         else f"{found.bits_per_byte:.6f}",
     }

@@ -57,7 +57,7 @@ def report_command(words: Sequence[str]) -> int:
 
         written = write_page(collection, page)
         pictures = sum(path.suffix == ".png" for path in written)
-        beside = f", and {pictures} picture{'s' * (pictures != 1)} beside it" if pictures else ""
+        beside = f", and {pictures} picture{'s' * (pictures != 1)} next to it" if pictures else ""
         print_status(f"the report is in {page}{beside}")
         return 0
     from fsdptoys.report.table import make_table

@@ -72,7 +72,7 @@ def missing_device(device_type: str) -> ConfigError:
             f"source its set_env.sh, or set launch.device={found}"
         )
     visible = os.environ.get("ASCEND_RT_VISIBLE_DEVICES")
-    chosen = "" if visible is None else f", does ASCEND_RT_VISIBLE_DEVICES={visible} name one that is there"
+    chosen = "" if visible is None else f", does ASCEND_RT_VISIBLE_DEVICES={visible} name an existing device"
     return ConfigError(
         f"{asked} finds no device, although {NPU_PACKAGE} is loaded: does npu-smi info list one, was CANN's set_env.sh "
         f"sourced{chosen}? Or set launch.device={found}"

@@ -40,7 +40,7 @@ def check_page(path: Path, named: str = "--out") -> None:
             f"{named} {path} must end in .html; write --out {path.name.partition('.')[0] or 'report'}.html"
         )
     if path.is_dir() or not path.absolute().parent.is_dir():
-        problem = "is a folder" if path.is_dir() else f"lies in {path.parent}, which is no folder"
+        problem = "is a folder" if path.is_dir() else f"lies in {path.parent}, which is not a folder"
         raise ConfigError(f"{named} {path} {problem}; write --out report.html")
     check_plotly()
 

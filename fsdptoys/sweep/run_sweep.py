@@ -99,7 +99,7 @@ def _before(asked: SweepArguments) -> Sweep | None:
     if asked.resume_dir is not None:
         if not is_sweep_dir(asked.resume_dir):
             raise ConfigError(
-                f"--resume {asked.resume_dir} is no folder of a sweep, which has a {SWEEP_FILE}; name one, or leave "
+                f"--resume {asked.resume_dir} is not a sweep's folder, which has a {SWEEP_FILE}; name one, or leave "
                 "the folder out to continue the newest sweep with the same arguments"
             )
         return read_sweep(asked.resume_dir)

@@ -1,4 +1,4 @@
-"""``fsdptoys evaluate``: loss, perplexity and bits a byte, and how it refuses."""
+"""``fsdptoys evaluate``: loss, perplexity and bits per byte, and how it refuses."""
 
 import dataclasses
 import json
@@ -213,7 +213,7 @@ def test_text_output_has_the_numbers_of_the_json(tmp_path: Path, capsys: pytest.
     assert evaluate_command(words) == 0
     assert capsys.readouterr().out == (
         f"loss        {found['loss']:.6f} nats per token\nperplexity  {found['perplexity']:.4f}\n"
-        f"tokens      1,199 predicted, in windows of 64\nbits a byte {found['bits_per_byte']:.6f}\n"
+        f"tokens      1,199 predicted, in windows of 64\nbits per byte {found['bits_per_byte']:.6f}\n"
     )
     with torch.no_grad():
         model.get_parameter("norm.weight").fill_(torch.nan)

@@ -28,7 +28,7 @@ MISTAKES = {
     "report a --csv=yes": "--csv=yes gives a value to --csv, which takes none; write --csv",
     "report a --out": "--out has no value; write --out FILE.html",
     "report a --out page.txt": "--out page.txt must end in .html; write --out page.html",
-    "report a --out nowhere/page.html": "--out nowhere/page.html lies in nowhere, which is no folder; write --out "
+    "report a --out nowhere/page.html": "--out nowhere/page.html lies in nowhere, which is not a folder; write --out "
     "report.html",
     "report a out=page.html": "out=page.html lacks its dashes; write --out page.html",
     "report a --csv --out page.html": "--out names the page, and --csv prints to the terminal; leave one of them out, "

@@ -100,7 +100,7 @@ def test_an_npu_without_torch_npu_is_told_what_to_install() -> None:
         (
             "import torch, types; torch.npu = types.SimpleNamespace()",
             r"finds no device, although torch_npu is loaded: does npu-smi info list one, was CANN's set_env.sh "
-            r"sourced, does ASCEND_RT_VISIBLE_DEVICES=5 name one that is there\? Or set launch.device=cpu$",
+            r"sourced, does ASCEND_RT_VISIBLE_DEVICES=5 name an existing device\? Or set launch.device=cpu$",
         ),
     ],
 )

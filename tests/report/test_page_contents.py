@@ -114,7 +114,7 @@ def test_rows_without_steps_make_a_page(tmp_path: Path) -> None:
     ("name", "problem"),
     [
         ("report.pdf", r"report\.pdf must end in \.html; write --out report\.html"),
-        ("no/report.html", r"report\.html lies in .*no, which is no folder; write --out report\.html"),
+        ("no/report.html", r"report\.html lies in .*no, which is not a folder; write --out report\.html"),
         ("folder.html", r"folder\.html is a folder; write --out report\.html"),
     ],
 )

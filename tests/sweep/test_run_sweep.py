@@ -256,7 +256,7 @@ MISTAKES = {
     "--resume": "--resume names neither a folder nor the words of the sweep; write fsdptoys sweep --resume sweeps/NAME",
     "--resume debug": "--resume finds no sweep below sweeps that was started with debug; leave --resume out to start "
     "it, or write --resume sweeps/NAME",
-    "--resume no/folder": "--resume no/folder is no folder of a sweep, which has a sweep.json; name one, or leave the "
+    "--resume no/folder": "--resume no/folder is not a sweep's folder, which has a sweep.json; name one, or leave the "
     "folder out to continue the newest sweep with the same arguments",
     "--dry-run": "fsdptoys sweep has neither a name nor keys to vary; write fsdptoys sweep debug",
     "sweep=debug": "sweep=debug names a sweep as if it were a setting; write fsdptoys sweep debug",
