@@ -132,7 +132,5 @@ def agreed_stop(
         ("max_skipped", train.max_skipped, in_all, "in all"),
     ):
         if skipped and count >= limit:
-            return Stop(
-                f"{count} steps {how} had a loss or gradients that are not finite (train.{key}={limit})", gave_up=True
-            )
+            return Stop(f"{count} steps {how} had a non-finite loss or gradients (train.{key}={limit})", gave_up=True)
     return Stop(f"train.max_seconds={train.max_seconds:g} reached") if votes[-1] else None

@@ -286,8 +286,8 @@ def test_runs_with_incomplete_weights_are_refused(tmp_path: Path) -> None:
     assert refusal(run) == "{}/run/config.yaml lacks the section model; use the file that the run wrote"
     (run / "config.yaml").unlink()
     assert refusal(run) == (
-        "{}/run/config.yaml cannot be read (No such file or directory), and describes the model of the weights; put it "
-        "there"
+        "{}/run/config.yaml cannot be read (No such file or directory), and should describe the model of the weights; "
+        "restore it"
     )
 
 

@@ -93,7 +93,7 @@ def test_too_many_skipped_steps_end_the_run_with_a_checkpoint(tmp_path: Path) ->
     kept_config = kept(config, tmp_path, every=1, keep=1)
     (message, steps, hashed), _ = run_ranks(2, give_up, kept_config)
     assert steps == 4
-    assert message.startswith("stopped after step 4: 3 steps in a row had non-finite losses and gradients")
+    assert message.startswith("stopped after step 4: 3 steps in a row had a non-finite loss or gradients")
     assert "the newest checkpoint is that of step 4" in message
     assert [path.name[-1] for path in sorted((tmp_path / "checkpoints").glob("step-*"))] == ["3", "4"]
     assert run_ranks(2, load_and_hash, kept_config)[0] == (4, hashed)
@@ -115,7 +115,7 @@ def test_the_limit_counts_all_skipped_steps_and_without_skipping_the_step_reache
     first, second = run_ranks(2, poison, [(limited, {1, 3}), (unskipped, {2})])[0]
     skipped, _, message = first
     assert skipped == [True, False, True] and message is not None
-    assert "2 steps in all had non-finite losses and gradients (train.max_skipped=2)" in message
+    assert "2 steps in all had a non-finite loss or gradients (train.max_skipped=2)" in message
     skipped, losses, message = second
     assert skipped == [False] * 4 and message is None
     assert [math.isfinite(loss) for loss in losses] == [True, True, False, False]
