@@ -43,7 +43,7 @@ def test_the_command_prepares_shows_and_checks(tmp_path, capsys):
     status, out, err = run_data(capsys, "check", tmp_path / "out")
     assert (status, out) == (1, "") and "shard-00000.bin is not what was written: its SHA-256 is " in err
     shard.write_bytes(content[:-2])
-    with pytest.raises(ConfigError, match=r"has 18 bytes in shard-00000\.bin, where its index says 20; restore the file"):
+    with pytest.raises(ConfigError, match=r"has 18 bytes in shard-00000\.bin, where its index says 20; restore the"):
         run_data(capsys, "check", tmp_path / "out")
 
 

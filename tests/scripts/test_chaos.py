@@ -14,25 +14,22 @@ from fsdptoys.train.trainer import Trainer
 from scripts.chaos import Attempt, Campaign, count_wrong, read_resumes, words_of
 from scripts.ranks import run_ranks
 
-STEPS = 32
+STEPS = 64  # enough that the run still trains when the signal arrives
 CAMPAIGN = Campaign(2, ("parallel=fsdp2", "checkpoint.async_save=true"), restarts=True)
 
 
-def wait_for_step(attempt: Attempt, step: int) -> None:
-    deadline = time.monotonic() + 120
-    while attempt.last_step() < step and not attempt.ended:
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
-    assert not attempt.ended
+def wait_for_step(attempt: Attempt, step: int) -> list[int]:
+    """Wait for a step of a running attempt; returns the ranks' processes.
 
-
-def rank_pid(attempt: Attempt, rank: int) -> int:
-    """Process of a rank; waits while a heartbeat is being rewritten."""
-    deadline = time.monotonic() + 120
-    while len(pids := attempt.rank_pids()) < CAMPAIGN.ranks:
-        assert time.monotonic() < deadline
-        time.sleep(0.001)
-    return pids[rank]
+    They are read on the way: a heartbeat that is being rewritten names none, and the end of the run removes all.
+    """
+    deadline, pids = time.monotonic() + 120, []
+    while attempt.last_step() < step or len(pids) < CAMPAIGN.ranks:
+        assert time.monotonic() < deadline and not attempt.ended
+        if len(pids) < CAMPAIGN.ranks:
+            pids = attempt.rank_pids()
+        time.sleep(0.005)
+    return pids
 
 
 def run_here(config: Config) -> None:
@@ -49,8 +46,8 @@ def test_signals_end_a_run_with_a_checkpoint_from_which_it_goes_on_to_the_same_e
     run_ranks(CAMPAIGN.ranks, run_here, config)
     for number, of_launcher, step in ((signal.SIGTERM, False, 4), (signal.SIGUSR1, True, 8)):
         attempt = Attempt(CAMPAIGN, stopped, STEPS, tmp_path / "log", resume=True)
-        wait_for_step(attempt, step)
-        os.kill(attempt.process.pid if of_launcher else rank_pid(attempt, 1), number)
+        pids = wait_for_step(attempt, step)
+        os.kill(attempt.process.pid if of_launcher else pids[1], number)
         assert attempt.wait() == 0, (tmp_path / "log").read_text()
         assert attempt.whole() == attempt.last_step() < STEPS
         assert f"{number.name} received" in (stopped / "summary.md").read_text()
