@@ -218,4 +218,4 @@ def _describe(found: Evaluation) -> str:
         if found.bits_per_byte is None
         else f"{found.bits_per_byte:.6f}",
     }
-    return "\n".join(f"{label:<12}{value}" for label, value in facts.items())
+    return "\n".join(f"{label:<15}{value}" for label, value in facts.items())

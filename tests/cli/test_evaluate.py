@@ -212,8 +212,8 @@ def test_text_output_has_the_numbers_of_the_json(tmp_path: Path, capsys: pytest.
     found = output_of(capsys, *words)
     assert evaluate_command(words) == 0
     assert capsys.readouterr().out == (
-        f"loss        {found['loss']:.6f} nats per token\nperplexity  {found['perplexity']:.4f}\n"
-        f"tokens      1,199 predicted, in windows of 64\nbits per byte {found['bits_per_byte']:.6f}\n"
+        f"loss           {found['loss']:.6f} nats per token\nperplexity     {found['perplexity']:.4f}\n"
+        f"tokens         1,199 predicted, in windows of 64\nbits per byte  {found['bits_per_byte']:.6f}\n"
     )
     with torch.no_grad():
         model.get_parameter("norm.weight").fill_(torch.nan)
