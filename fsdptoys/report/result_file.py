@@ -25,7 +25,7 @@ PROFILE_HEADINGS = "Profile|Where the time and the memory went"
 
 STEPS = re.compile(r"(?P<done>[0-9]{1,16}) of (?P<planned>[0-9]{1,16}); (?P<why>.+)")
 PLANNED_END = re.compile(r"all steps done|train\.max_seconds=\S+ reached")
-GAVE_UP = re.compile(r"not finite \(train\.max_skipped")
+GAVE_UP = re.compile(r"\(train\.max_skipped(_in_a_row)?=")
 
 
 @dataclass(frozen=True)
