@@ -18,20 +18,20 @@ minimum_percent=90
 # threads, and the tests fork ranks.
 # The first shares run without coverage, which costs a third more time; other tests cover the same lines.
 plain=(
-  "tests/memory"
   "tests/simulated_npu/test_training.py"
   "tests/cluster"
   "tests/parallel/test_equality.py tests/parallel/test_toys.py"
   "tests/simulated_npu/test_command_line.py tests/simulated_npu/test_patches.py"
   "tests/plan/test_tracer.py tests/plan/test_real_allocations.py"
   "tests/parallel/test_state.py tests/parallel/test_checkpointed_collectives.py"
-  "tests/toys"
   "tests/train/test_compilation.py tests/parallel/test_float8.py tests/optim/test_low_bit_adamw.py" # the compiler's threads forbid forks in other shares
   "tests/models"
   "tests/simulated_npu/test_device.py tests/simulated_npu/test_collectives.py"
 )
 measured=(
+  "tests/memory"
   "tests/plan"
+  "tests/toys"
   "tests/checkpoint"
   "tests/cli/test_plan.py tests/train/test_resume.py tests/train/test_skipped_steps.py"
   "tests/report"
