@@ -134,7 +134,7 @@ def _unknown(name: str) -> str:
     if name in NEVER_NEEDED:
         return f"patches=[{name}] {NEVER_NEEDED[name]}; leave it out or set patches=auto"
     if name == AUTO:
-        return "patches=[auto] holds a word that stands alone; set patches=auto"
+        return "patches=[auto] lists auto, which is a value of its own; set patches=auto"
     near = difflib.get_close_matches(name, [*PATCHES, *NEVER_NEEDED], n=1)
     hint = f"did you mean {near[0]}?" if near else f"choose from {', '.join(PATCHES)}, or set patches=auto"
     return f"patches=[{name}] is not the name of a patch; {hint}"

@@ -183,13 +183,13 @@ def _held_out(samples: Samples, count: int, batch_size: int) -> Iterator[tuple[T
 def _check_together(options: argparse.Namespace) -> None:
     if options.text is not None and options.windows is not None:
         raise ConfigError(
-            f"--windows {options.windows} is for what a run held out, and --text {options.text} is read "
-            "whole; leave one of them out"
+            f"--windows {options.windows} limits a run's held-out data, and --text {options.text} is read to its "
+            "end; leave one of them out"
         )
     if options.tokenizer is not None and options.text is None:
         raise ConfigError(
-            f"--tokenizer {options.tokenizer} says what the ids of a text are, and what a run held out is ids "
-            "already; leave it out, or write --text FILE"
+            f"--tokenizer {options.tokenizer} encodes a text, and a run's held-out data is token ids already; leave "
+            "it out, or write --text FILE"
         )
 
 

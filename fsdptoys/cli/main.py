@@ -109,5 +109,5 @@ def _run(words: list[str], worker: bool) -> int:
 def _unknown_command(word: str, commands: Sequence[str]) -> str:
     near = near_miss(word, commands)
     if "=" in word:
-        return f"{word} stands where a command is expected; write fsdptoys train {word}"
+        return f"{word} is not a command; write fsdptoys train {word}"
     return f"{word} is not a command; " + (f"did you mean fsdptoys {near}?" if near else "write fsdptoys train")

@@ -89,7 +89,7 @@ def _check_launch(config: Config, hardware: Hardware, world_size: int) -> None:
     launch = config.launch
     if launch.device.value not in ("auto", hardware.device_type):
         raise ConfigError(
-            f"launch.device={launch.device.value} is not what plan.hardware={hardware.name} is, which has the type "
+            f"launch.device={launch.device.value} differs from the type of plan.hardware={hardware.name}, "
             f"{hardware.device_type}; leave it out"
         )
     on_a_machine = launch.nproc_per_node
@@ -119,13 +119,13 @@ def _run(words: Sequence[str]) -> int:
         return _search(words[1:])
     if words and "=" not in words[0] and not words[0].startswith("-"):
         near = near_miss(words[0], COMMANDS)
-        fix = f"did you mean fsdptoys plan {near}?" if near else "write fsdptoys plan --help for what there is"
+        fix = f"did you mean fsdptoys plan {near}?" if near else "write fsdptoys plan --help"
         raise ConfigError(f"{words[0]} is not a command of fsdptoys plan; {fix}")
     options = parse("plan", words)
     words = options.words
     _refuse(words, "predict", "rows")
     if any(word.partition("=")[0] == "--png" for word in words):
-        raise ConfigError("--png draws what a search found; write fsdptoys plan search --png FILE")
+        raise ConfigError("--png draws the result of a search; write fsdptoys plan search --png FILE")
     run = compose_hypothetical(words)
     config, hardware, world_size = run.validated(), run.hardware, run.world_size
     prediction = predict(config, hardware, world_size)

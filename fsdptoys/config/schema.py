@@ -322,8 +322,8 @@ class Config:
         hidden = parallel.hooks_parts_of_blocks or memory.activation_offload or isinstance(self.model, MoEConfig)
         if self.train.compile and memory.gradient_checkpointing is GradientCheckpointing.selective and hidden:
             raise ConfigError(
-                "memory.gradient_checkpointing=selective cannot see into what train.compile=true compiles where there "
-                "are experts, parallel.wrap=block_attn_mlp or memory.activation_offload=true; set "
+                "memory.gradient_checkpointing=selective cannot see into blocks compiled by train.compile=true with "
+                "experts, parallel.wrap=block_attn_mlp or memory.activation_offload=true; set "
                 "memory.gradient_checkpointing=full"
             )
 

@@ -219,7 +219,7 @@ def check_folder(folder: str, advance: Callable[[int], None] = lambda count: Non
                 damages.append(f"{file} cannot be read ({error.strerror or error})")
                 continue
             if digest.hexdigest() != expected:
-                damages.append(f"{file} is not what was written: its SHA-256 is {digest.hexdigest()[:12]}…")
+                damages.append(f"{file} differs from its index: its SHA-256 is {digest.hexdigest()[:12]}…")
             elif highest >= index.vocab_size:
                 damages.append(f"{file} has id {highest}, and the index says that all are below {index.vocab_size}")
         try:
@@ -250,9 +250,9 @@ def _check_tokenizer(root: Path, index: Index) -> str | None:
     except OSError as error:
         return f"{path} cannot be read ({error.strerror or error})"
     except ValueError as error:
-        return f"{path} is not what was written: {error}"
+        return f"{path} differs from its index: {error}"
     if found != index.tokenizer_file_sha256:
-        return f"{path} is not what was written: its SHA-256 is {found[:12]}…"
+        return f"{path} differs from its index: its SHA-256 is {found[:12]}…"
     return None
 
 

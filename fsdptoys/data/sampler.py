@@ -98,8 +98,8 @@ class BatchStream:
         if state["fingerprint"] != self.fingerprint:
             raise ConfigError(
                 f"data has changed since the checkpoint (fingerprint {self.fingerprint[:12]} instead of "
-                f"{state['fingerprint'][:12]}), so the order cannot continue; set data.*, train.seq_len and "
-                "train.data_seed to what they were and put the same files back, or start a new run"
+                f"{state['fingerprint'][:12]}), so the order cannot continue; restore data.*, "
+                "train.seq_len, train.data_seed and the files, or start a new run"
             )
         self.close()  # drop the batches prefetched from the old position
         self.samples_seen = int(state["samples"])

@@ -28,7 +28,7 @@ def draw_time_split(runs: Sequence[PlottedRun]) -> Picture | None:
         [_time_parts(one.run.prediction.time) if one.run.prediction else None for one in runs],
         [(s.median * 1e3, s.p10 * 1e3, s.p90 * 1e3) if s else None for s in spreads],
         "measured median",
-        "Bars: predicted before the run, by what the device does or waits for. Diamonds: the measured median, with "
+        "Bars: predicted before the run, by activity of the device. Diamonds: the measured median, with "
         "the 10th and the 90th percentile; a run does not measure the parts.",
         "Bars: the median of the steps after warm-up.",
     )

@@ -73,7 +73,7 @@ def environment_section(runs: Sequence[tuple[str, RecordedRun]]) -> Section:
             text = "; ".join(f"{value}: {', '.join(names)}" for value, names in values.items())
             rows.append([key, HtmlCell(text, mark="warn"), HtmlCell("differs", mark="warn nowrap")])
     caption = "Versions, machine and the environment variables that affect speed, as recorded by the runs."
-    headings = ("what", "value") if single else ("what", "value", "among the runs")
+    headings = ("key", "value") if single else ("key", "value", "among the runs")
     return Section("environment", "Environment", table("environments", caption, headings, rows + same, keys=True))
 
 
@@ -105,7 +105,7 @@ def prediction_table(runs: Sequence[tuple[str, RecordedRun]]) -> str:
         {f"{run.prediction.method}, plan.hardware={run.prediction.hardware}" for _, run in runs if run.prediction}
     )
     caption = f"Predictions: {'; '.join(methods)}. The difference is relative to the measurement."
-    headings = [*(["run"] if several else []), "what", "predicted", "measured", "difference"]
+    headings = [*(["run"] if several else []), "measure", "predicted", "measured", "difference"]
     return table("predictions", caption, headings, rows, sortable=several)
 
 

@@ -22,7 +22,7 @@ from .grid import MOST_COMBINATIONS, Axis, Row
 SET_BY_SWEEP = {
     "metrics.run_dir": "each job of a sweep has a run directory of its own",
     "checkpoint.folder": "the jobs of a sweep would write into one folder",
-    "checkpoint.resume": "each job of a sweep starts anew",
+    "checkpoint.resume": "each job of a sweep starts a new run",
 }
 """Key that the sweep sets for each job → reason."""
 

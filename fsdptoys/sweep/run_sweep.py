@@ -215,8 +215,8 @@ def _print_plan(sweep: Sweep, arrangement: Arrangement, briefly: bool = False) -
             print_status(f"  {job.name} {job.label}" + ("" if job.name in waiting else f" ({job.status.value})"))
     for job in arrangement.changed:
         print_status(
-            f"  {job.name} {job.label} is run anew, since FSDPToys, PyTorch, a preset or the machine is not what it "
-            "was; what it left is kept as an attempt"
+            f"  {job.name} {job.label} runs again, since FSDPToys, PyTorch, a preset or the machine has changed; "
+            "its files are kept as an attempt"
         )
     for one in arrangement.skipped:
         label = " ".join(f"{key}={value}" for key, value in one.varied.items()) or "as it is"

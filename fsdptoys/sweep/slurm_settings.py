@@ -163,8 +163,8 @@ def read_launcher(words: tuple[str, ...]) -> QueueLauncher:
 def _refuse_options(typed: Mapping[str, Any]) -> None:
     for key, allowed, why in (
         ("tasks_per_node", (1,), "one task on a node starts its launch.nproc_per_node ranks"),
-        ("max_num_timeout", (0,), "a job of a sweep begins anew and would run out of time again"),
-        ("submitit_folder", (), "the sweep's own folder is where ids and logs are looked for"),
+        ("max_num_timeout", (0,), "a job of a sweep restarts from the beginning and would run out of time again"),
+        ("submitit_folder", (), "ids and logs are read from the sweep's own folder"),
     ):
         if key in typed and typed[key] not in allowed:
             raise ConfigError(f"{LAUNCHER_SECTION}{key}={typed[key]} cannot be set, since {why}; leave it out")

@@ -74,8 +74,8 @@ def compile_blocks(
         if isinstance(forward, functools.partial) and (inner_hooks or routers(block) or _offloads(forward)):
             if forward.keywords.get("context_fn") or forward.keywords.get("operators"):
                 raise ConfigError(
-                    "memory.gradient_checkpointing=selective cannot see into what train.compile=true compiles where "
-                    "there are experts, parallel.wrap=block_attn_mlp or memory.activation_offload=true; set "
+                    "memory.gradient_checkpointing=selective cannot see into blocks compiled by train.compile=true "
+                    "with experts, parallel.wrap=block_attn_mlp or memory.activation_offload=true; set "
                     "memory.gradient_checkpointing=full"
                 )
             outside, forward = forward, forward.args[0]

@@ -117,7 +117,7 @@ def read_recorded_run(path: Path) -> RecordedRun:
         world_size, device_type, device_name = _read_place(environment)
     except ForeignError as mistake:
         raise ConfigError(
-            f"{path / ENVIRONMENT_FILE} does not say what the run ran on ({mistake}); leave {path} out"
+            f"{path / ENVIRONMENT_FILE} does not describe the machine of the run ({mistake}); leave {path} out"
         ) from mistake
     tree = read_tree(path / CONFIG_FILE)
     for name in (METRICS_FILE, RESUMES_FILE):

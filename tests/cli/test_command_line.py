@@ -162,7 +162,7 @@ def test_cfg_prints_the_resolved_configuration(spelling: list[str], capsys: pyte
     [
         (["trane"], "trane is not a command; did you mean fsdptoys train?"),
         (["walk"], "walk is not a command; write fsdptoys train"),
-        (["train.steps=3"], "train.steps=3 stands where a command is expected; write fsdptoys train train.steps=3"),
+        (["train.steps=3"], "train.steps=3 is not a command; write fsdptoys train train.steps=3"),
         (["train", "--cfg", "hydra"], "--cfg=hydra must be job; write --cfg job"),
         (["train", "--cfg"], "--cfg has no value; write --cfg job"),
         (["train", "-cn", "job"], "-cn is not an option, since settings have no dashes before them; see fsdptoys train "

@@ -233,10 +233,10 @@ def test_text_output_has_the_numbers_of_the_json(tmp_path: Path, capsys: pytest.
         ("folder --text short --tokenizer ids", "short has 1 tokens, of which none can be predicted; give a longer "
          "text"),
         ("folder --text text --tokenizer ids", "text holds no text in UTF-8 (byte 0); write it in UTF-8"),
-        ("folder --text text --windows 3", "--windows 3 is for what a run held out, and --text text is read whole; "
-         "leave one of them out"),
+        ("folder --text text --windows 3", "--windows 3 limits a run's held-out data, and --text text is read "
+         "to its end; leave one of them out"),
         ("folder --windows 0", "--windows 0 must be a whole number of at least 1; write --windows 1"),
-        ("folder --tokenizer ids", "--tokenizer ids says what the ids of a text are, and what a run held out is ids "
+        ("folder --tokenizer ids", "--tokenizer ids encodes a text, and a run's held-out data is token ids "
          "already; leave it out, or write --text FILE"),
         ("folder --text text --prompt a", "--prompt is not an option of fsdptoys evaluate; see fsdptoys evaluate "
          "--help"),

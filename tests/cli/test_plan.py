@@ -17,7 +17,7 @@ TINY = ["model=llama_debug", "experiment=null", "train.seq_len=128", "plan.hardw
 
 MISTAKES = {
     "serach": "serach is not a command of fsdptoys plan; did you mean fsdptoys plan search?",
-    "llama": "llama is not a command of fsdptoys plan; write fsdptoys plan --help for what there is",
+    "llama": "llama is not a command of fsdptoys plan; write fsdptoys plan --help",
     "search --png": "--png has no value; write --png FILE",
     "--jsn plan.hardware=h100": "--jsn is not an option, since settings have no dashes before them; "
     "see fsdptoys train --help for all keys",
@@ -26,11 +26,11 @@ MISTAKES = {
     "mesh.fsdp_size=32 or plan.world_size=48",
     "plan.hardware=h100 plan.rows=3": "plan.rows=3 is read by fsdptoys plan search alone; leave it out",
     "search plan.hardware=h100 plan.predict=false": "plan.predict=false is read by fsdptoys train alone; leave it out",
-    "plan.hardware=h100 launch.device=npu": "launch.device=npu is not what plan.hardware=h100 is, which has the type "
+    "plan.hardware=h100 launch.device=npu": "launch.device=npu differs from the type of plan.hardware=h100, "
     "cuda; leave it out",
     "search plan.hardware=h100 plan.world_size=16 launch.nproc_per_node=4": "plan.world_size=16 is not the 4 ranks of "
     "launch.nnodes=1 and launch.nproc_per_node=4; leave out plan.world_size, or both of these",
-    "--png=f.png plan.hardware=h100": "--png draws what a search found; write fsdptoys plan search --png FILE",
+    "--png=f.png plan.hardware=h100": "--png draws the result of a search; write fsdptoys plan search --png FILE",
     "calibrate . out=nodir/x.yaml": "out=nodir/x.yaml is in nodir, which is not a folder; set out=x.yaml or create the "
     "folder",
     "plan.hardware=h100 model=llama3_8b plan.world_size=98304": "mesh.fsdp_size=-1 cuts parameters of 4096 rows "

@@ -123,7 +123,7 @@ CONFLICTS = {
     "metrics=wandb metrics.wandb_entity=''": "metrics.wandb_entity='' must not be empty; leave it out",
     "metrics=wandb metrics.wandb_mode=ofline": "metrics.wandb_mode=ofline must be one of online, offline, disabled or "
     "null; did you mean metrics.wandb_mode=offline?",
-    # What the ranks and the device cannot do.
+    # Not supported by the ranks or the device.
     "plan.world_size=0": "plan.world_size=0 must be at least 1; set plan.world_size=1",
     "plan.rows=0": "plan.rows=0 must be at least 1; set plan.rows=1",
     "plan.memory_gib=0": "plan.memory_gib=0.0 must be above 0; set plan.memory_gib=null",
@@ -198,7 +198,7 @@ CONFLICTS = {
     "parallel=fsdp1 memory.optimizer_offload=true memory.offload_schedule=lazy": "memory.offload_schedule=lazy is not "
     "an option of parallel=fsdp1; set memory.offload_schedule=pipelined or parallel=fsdp2",
     "train.compile=true memory.gradient_checkpointing=selective parallel.wrap=block_attn_mlp": "memory."
-    "gradient_checkpointing=selective cannot see into what train.compile=true compiles where there are experts, "
+    "gradient_checkpointing=selective cannot see into blocks compiled by train.compile=true with experts, "
     "parallel.wrap=block_attn_mlp or memory.activation_offload=true; set memory.gradient_checkpointing=full",
     "memory.optimizer_offload=true optim=sgd optim.momentum=0": "memory.optimizer_offload=true moves states, of which "
     "optim=sgd keeps none as set; leave it out or set optim.momentum=0.9",

@@ -41,7 +41,7 @@ def test_the_command_prepares_shows_and_checks(tmp_path, capsys):
     content[4] ^= 1
     shard.write_bytes(content)
     status, out, err = run_data(capsys, "check", tmp_path / "out")
-    assert (status, out) == (1, "") and "shard-00000.bin is not what was written: its SHA-256 is " in err
+    assert (status, out) == (1, "") and "shard-00000.bin differs from its index: its SHA-256 is " in err
     shard.write_bytes(content[:-2])
     with pytest.raises(ConfigError, match=r"has 18 bytes in shard-00000\.bin, where its index says 20; restore the"):
         run_data(capsys, "check", tmp_path / "out")
@@ -61,7 +61,7 @@ def test_a_copy_of_the_tokenizer_is_kept_and_checked(tmp_path, capsys):
     whole = f"{tmp_path / 'out'}: 1 shard and tokenizer.json, every byte as it was written\n"
     assert run_data(capsys, "check", tmp_path / "out") == (0, whole, "")
     copy.write_bytes(content[:-1] + b" ")
-    for damage in ("is not what was written: its SHA-256 is ", "cannot be read (No such file or directory)"):
+    for damage in ("differs from its index: its SHA-256 is ", "cannot be read (No such file or directory)"):
         status, _, err = run_data(capsys, "check", tmp_path / "out")
         assert status == 1 and f"{copy} {damage}" in err
         with pytest.raises(ConfigError, match=re.escape(f"{copy} {damage}")):

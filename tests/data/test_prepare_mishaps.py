@@ -110,7 +110,7 @@ def test_a_check_goes_on_past_a_file_that_cannot_be_read(
     assert data_command(["check", str(tmp_path / "out")]) == 1
     err = capsys.readouterr().err
     assert f"{file} cannot be read (Input/output error)\n" in err
-    assert "shard-00001.bin is not what was written: its SHA-256 is " in err
+    assert "shard-00001.bin differs from its index: its SHA-256 is " in err
 
 
 def test_data_that_cannot_be_read_is_not_taken_for_a_cache_that_cannot_be_written(

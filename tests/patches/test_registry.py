@@ -152,7 +152,7 @@ def test_no_names_apply_nothing_and_one_name_applies_that_patch_alone(monkeypatc
          "fsdp2_stream_reuse?"),
         (["x"], "fsdp2", "patches=[x] is not the name of a patch; choose from fsdp1_stream_reuse, fsdp2_stream_reuse, "
          "fsdp2_backward_prefetch, or set patches=auto"),
-        (["auto"], "fsdp2", "patches=[auto] holds a word that stands alone; set patches=auto"),
+        (["auto"], "fsdp2", "patches=[auto] lists auto, which is a value of its own; set patches=auto"),
         ("fsdp2_stream_reuse", "fsdp2", "patches=fsdp2_stream_reuse must be auto or a list of "
          "names; set patches=[fsdp2_stream_reuse]"),
         (3, "fsdp2", "patches=3 must be auto or a list of names; set patches=auto, or patches=[] for none"),

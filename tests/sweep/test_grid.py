@@ -94,7 +94,7 @@ MISTAKES = {
     "sweep=debug": "sweep=debug names a sweep as if it were a setting; write fsdptoys sweep debug",
     "metrics.run_dir=runs/a": "metrics.run_dir=runs/a is not for a sweep, since each job of a sweep has a run "
     "directory of its own; leave it out",
-    "checkpoint.resume=auto": "checkpoint.resume=auto is not for a sweep, since each job of a sweep starts anew; "
+    "checkpoint.resume=auto": "checkpoint.resume=auto is not for a sweep, since each job of a sweep starts a new run; "
     "leave it out",
     "checkpoint.folder=a,b": "checkpoint.folder=a,b is not for a sweep, since the jobs of a sweep would write into one "
     "folder; leave it out",

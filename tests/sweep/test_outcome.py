@@ -52,7 +52,7 @@ def test_an_exception_is_reported_by_its_class_and_first_line(
 ) -> None:
     """Oracle: the class that the rank recorded decides, not words of its message."""
     failure = recorded(tmp_path, message, "Traceback …\n" + message)
-    outcome = make_exit_record(1, "told", None, first_failure({0: failure}, tmp_path))
+    outcome = make_exit_record(1, "a message", None, first_failure({0: failure}, tmp_path))
     assert (outcome.reason, outcome.out_of_memory) == (reason, out_of_memory)
 
 

@@ -129,7 +129,7 @@ def test_changed_code_runs_jobs_again(monkeypatch: pytest.MonkeyPatch, capsys: p
     assert sweep("--resume", *SMALL, "train.seed=0,7") == 1
     path = the_sweep().path
     assert sorted(each.parent.name for each in path.glob("jobs/*/attempt-1")) == ["01", "02"]
-    assert "01 train.seed=0 is run anew, since FSDPToys, PyTorch, a preset or the machine" in capsys.readouterr().out
+    assert "01 train.seed=0 runs again, since FSDPToys, PyTorch, a preset or the machine" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

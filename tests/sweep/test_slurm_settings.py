@@ -62,8 +62,8 @@ from tests.sweep.jobs import CUDA, ON_SLURM
         (
             CUDA,
             (ON_SLURM, "hydra.launcher.max_num_timeout=2"),
-            "hydra.launcher.max_num_timeout=2 cannot be set, since a job of a sweep begins anew and would run out of "
-            "time again; leave it out",
+            "hydra.launcher.max_num_timeout=2 cannot be set, since a job of a sweep restarts from the beginning and "
+            "would run out of time again; leave it out",
         ),
         (
             CUDA,

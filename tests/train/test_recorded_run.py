@@ -87,7 +87,7 @@ def test_a_run_is_known_to_run_while_its_folder_is_held(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "name, text, message",
     [
-        ("environment.json", "{}", "does not say what the run ran on"),
+        ("environment.json", "{}", "does not describe the machine of the run"),
         ("environment.json", "[]", "holds no settings"),
         ("config.yaml", "a: [", "cannot be read"),
     ],
