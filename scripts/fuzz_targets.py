@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 from rich.console import Console
 
-from fsdptoys.checkpoint import CheckpointConfig, Checkpointer, HuggingFaceFolder
+from fsdptoys.checkpoint import CheckpointConfig, Checkpointer, HuggingFaceFolder, verify_checksums
 from fsdptoys.checkpoint.checksums import FileSum
 from fsdptoys.checkpoint.manifest import MANIFEST_FILE, Manifest
 from fsdptoys.cli.main import main
@@ -161,7 +161,7 @@ def read_hugging_face(copy: Path) -> None:
     with torch.device("meta"):
         model = config.build()
     folder.check(model)
-    folder.verify_checksums()
+    verify_checksums(folder.path)
     folder.check_values()
     TrainedModel(str(copy), lambda text: None).ends()
     folder.fill(torch.empty(config.dim), "norm.weight")

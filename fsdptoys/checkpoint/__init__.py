@@ -1,10 +1,9 @@
 """Checkpoints to resume runs from, and import and export of weights (Hugging Face format, run directories)."""
 
-from .atomic_folder import CHECKSUMS_FILE, check_new_folder
+from .atomic_folder import CHECKSUMS_FILE, check_new_folder, verify_checksums
 from .checkpointer import Checkpointer
 from .config import RESUME_WORDS, CheckpointConfig, Form
-from .hf_export import write_hugging_face
-from .hf_load import HuggingFaceFolder, open_init_from
+from .hf_folder import HuggingFaceFolder, open_init_from, write_hugging_face
 from .load import Checkpoint
 from .manifest import MANIFEST_FILE, Schema, step_of
 from .model_config import check_same, differences
@@ -42,5 +41,6 @@ __all__ = [
     "peek",
     "save_weights",
     "step_of",
+    "verify_checksums",
     "write_hugging_face",
 ]

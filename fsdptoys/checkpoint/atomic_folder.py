@@ -21,8 +21,7 @@ from fsdptoys.utils.atomic_write import sync_to_disk
 from fsdptoys.utils.regular_file import open_regular
 
 from .checksums import FileSum, sum_file, sums_from_json, sums_to_json
-from .safetensors_header import AGAIN
-from .safetensors_io import read_json
+from .safetensors_io import AGAIN, read_json
 
 CHECKSUMS_FILE = "checksums.json"
 
@@ -53,7 +52,8 @@ def new_folder(path: Path) -> Iterator[Path]:
         place.parent.mkdir(parents=True, exist_ok=True)
         temporary.mkdir()
         yield temporary
-        _write_checksums(temporary)
+        sums = sums_to_json({file.name: _sum(file) for file in temporary.iterdir()})
+        (temporary / CHECKSUMS_FILE).write_text(json.dumps({"files": sums}, indent=2) + "\n", encoding="utf-8")
         for file in temporary.iterdir():
             sync_to_disk(file)
         sync_to_disk(temporary)
@@ -65,55 +65,35 @@ def new_folder(path: Path) -> Iterator[Path]:
         shutil.rmtree(temporary, ignore_errors=True)
 
 
-def verify_checksums(path: Path) -> int | None:
-    """Compare a folder with its checksums, if any; return the number of files; ConfigError if one is damaged."""
-    if not (path / CHECKSUMS_FILE).exists():
-        return None
-    files = _read_checksums(path)
-    for name, said in files.items():
-        check_size(path, name, said.size)
-        found = _sum(path / name)
-        if found != said:
-            raise ConfigError(
-                f"{path / name} is damaged: its SHA-256 is {found.sha256[:12]}…, and {CHECKSUMS_FILE} says "
-                f"{said.sha256[:12]}…; {AGAIN}, or delete {CHECKSUMS_FILE} if the file was changed on purpose"
-            )
-    return len(files)
+def verify_checksums(path: Path, only_sizes: bool = False) -> int | None:
+    """Compare a folder with its checksums, if any; return the number of files; ConfigError if one is damaged.
 
-
-def check_sizes(path: Path) -> None:
-    """Compare file sizes with the folder's checksums, if it has any, without reading the files."""
-    if (path / CHECKSUMS_FILE).exists():
-        for name, said in _read_checksums(path).items():
-            check_size(path, name, said.size)
-
-
-def check_size(path: Path, name: str, size: int) -> None:
-    """Raise a ConfigError if a file is missing or differs in size."""
-    try:
-        found = (path / name).stat().st_size
-    except OSError as error:
-        raise ConfigError(f"{path / name} is missing, though {CHECKSUMS_FILE} lists it; {AGAIN}") from error
-    if found != size:
-        raise ConfigError(
-            f"{path / name} is damaged: it holds {found} bytes, and {CHECKSUMS_FILE} says {size}; {AGAIN}, or delete "
-            f"{CHECKSUMS_FILE} if the file was changed on purpose"
-        )
-
-
-def _read_checksums(path: Path) -> dict[str, FileSum]:
+    ``only_sizes`` compares the sizes without reading the files.
+    """
     manifest = path / CHECKSUMS_FILE
+    if not manifest.exists():
+        return None
     tree = read_json(manifest)
     try:
-        return sums_from_json(tree.get("files"))
+        files = sums_from_json(tree.get("files"))
     except ValueError as error:
         raise ConfigError(f"{manifest} is damaged: it does not list names, sizes and SHA-256; {AGAIN}") from error
-
-
-def _write_checksums(folder: Path) -> None:
-    files = {file.name: _sum(file) for file in folder.iterdir()}
-    text = json.dumps({"files": sums_to_json(files)}, indent=2) + "\n"
-    (folder / CHECKSUMS_FILE).write_text(text, encoding="utf-8")
+    fix = f"{AGAIN}, or delete {CHECKSUMS_FILE} if the file was changed on purpose"
+    for name, said in files.items():
+        try:
+            size = (path / name).stat().st_size
+        except OSError as error:
+            raise ConfigError(f"{path / name} is missing, though {CHECKSUMS_FILE} lists it; {AGAIN}") from error
+        if size != said.size:
+            raise ConfigError(
+                f"{path / name} is damaged: it holds {size} bytes, and {CHECKSUMS_FILE} says {said.size}; {fix}"
+            )
+        if not only_sizes and (found := _sum(path / name)) != said:
+            raise ConfigError(
+                f"{path / name} is damaged: its SHA-256 is {found.sha256[:12]}…, and {CHECKSUMS_FILE} says "
+                f"{said.sha256[:12]}…; {fix}"
+            )
+    return len(files)
 
 
 def _sum(path: Path) -> FileSum:

@@ -7,7 +7,6 @@ memory first, because a thread cannot use the process groups of training.
 Not covered: two runs that save into one folder concurrently.
 """
 
-import secrets
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import suppress
@@ -21,20 +20,11 @@ from fsdptoys.errors import ConfigError
 
 from .config import RESUME_WORDS, CheckpointConfig, Form
 from .load import Checkpoint, read_checkpoint
-from .manifest import ANY, InvalidCheckpointError, Schema, UnreadableError, to_json
+from .manifest import ANY, InvalidCheckpointError, Schema, to_json
 from .rank_sync import Ranks
-from .retention import LATEST_FILE, PARTIAL, Series, write_file
+from .retention import Series
 from .save import Put, Saver
-from .select import (
-    NamedCheckpoint,
-    check_not_taken,
-    invalid_checkpoint,
-    listing,
-    locate,
-    no_checkpoint,
-    unreadable,
-    unwritable,
-)
+from .select import check_not_taken, invalid_checkpoint, listing, locate, no_checkpoint, write_probe
 from .sharded_io import GatherFull, save_full_tensors, save_tensors
 from .storage import open_storage
 
@@ -217,8 +207,6 @@ class Checkpointer:
             except InvalidCheckpointError as problem:
                 passed.append(f"{name} {problem}")
                 self._series.damaged.add(name)
-            except UnreadableError as problem:
-                raise ConfigError(unreadable(self._storage, problem)) from problem
         if found is not None:
             self._series.resume_from(found.name, names)
             self._saver.committed = self.last_step = found.step
@@ -229,27 +217,22 @@ class Checkpointer:
         return found
 
     def _named(self) -> Checkpoint:
-        def look() -> tuple[str, str, bool]:
-            place = locate(self._config, self._storage)
-            return place.storage.where, place.name, place.own
-
-        where, name, own = self._ranks.ask_first(look)
-        storage = open_storage(where)
+        place = self._ranks.ask_first(lambda: locate(self._config, self._storage))
         try:
-            found = read_checkpoint(self._ranks, storage, name, self._schema)
+            found = read_checkpoint(self._ranks, open_storage(place.where), place.name, self._schema)
         except InvalidCheckpointError as problem:
-            sentence = invalid_checkpoint(self._config, NamedCheckpoint(storage, name, own), str(problem))
+            sentence = invalid_checkpoint(self._config, place, str(problem))
             raise ConfigError(self._ranks.broadcast(sentence)) from problem
-        except UnreadableError as problem:
-            raise ConfigError(unreadable(storage, problem)) from problem
-        if own:
-            self._series.resume_from(name, self._ranks.ask_first(lambda: listing(self._series.names, self._storage)))
+        if place.own:
+            self._series.resume_from(
+                place.name, self._ranks.ask_first(lambda: listing(self._series.names, self._storage))
+            )
             self._saver.committed = self.last_step = found.step
         return found
 
     def _check_shared(self) -> None:
         """Reject a folder local to one of several nodes, which would otherwise fail at the first save."""
-        probe = self._ranks.ask_first(self._write_probe)
+        probe = self._ranks.ask_first(lambda: write_probe(self._storage))
         try:
             is_seen = self._storage.exists(probe)
         except OSError:
@@ -269,16 +252,6 @@ class Checkpointer:
             raise ConfigError(sentence)
         if self._message is not None and self._ranks.rank == 0:
             self._message(f"a signal could save nothing: {sentence}")
-
-    def _write_probe(self) -> str:
-        # A new name each time, because network file systems cache failed lookups.
-        probe = f".{LATEST_FILE}-{secrets.token_hex(4)}{PARTIAL}"
-        try:
-            self._storage.make("")
-            write_file(self._storage, probe, b"x")
-        except OSError as error:
-            raise unwritable(self._storage, error) from error
-        return probe
 
 
 def _clone(tensors: Tensors, into: Tensors | None) -> Tensors:

@@ -43,8 +43,10 @@ T = TypeVar("T")
 class _UnplannedIO:
     """Parts of DCP's interface without effect here: each object serves one save or load of a given folder."""
 
-    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+    def reset(self, *args: Any, **kwargs: Any) -> None:
         """Do nothing."""
+
+    set_up_storage_writer = set_up_storage_reader = reset
 
     def prepare_global_plan(self, plans: list[Any]) -> list[Any]:
         return plans
@@ -60,9 +62,6 @@ class SafetensorsWriter(_UnplannedIO, dcp.StorageWriter):
     def __init__(self, storage: Storage, folder: str, rank: int) -> None:
         self.files: list[str] = []  # names of the written files
         self._storage, self._folder, self._rank = storage, folder, rank
-
-    def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        """Do nothing."""
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
         """Return the plan unchanged."""
@@ -118,9 +117,6 @@ class SafetensorsReader(_UnplannedIO, dcp.StorageReader):
             properties = TensorProperties(dtype=CHUNK_DTYPES[tensor.dtype])
             metadata[name] = TensorStorageMetadata(properties, torch.Size(tensor.shape), chunks)
         return Metadata(metadata)
-
-    def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any) -> None:
-        """Do nothing."""
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
         """Locate the chunks, so that all ranks learn of a damaged header (a ConfigError) before any tensor is read."""

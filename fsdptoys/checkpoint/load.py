@@ -73,7 +73,7 @@ def read_checkpoint(ranks: Ranks, storage: Storage, name: str, schema: Schema = 
 
     Raises on all ranks InvalidCheckpointError (of the lowest rank that found damage), else UnreadableError.
     """
-    first = _agreed(ranks, name, "", lambda: read_manifest(storage, name) if ranks.rank == 0 else None)
+    first = _agreed(ranks, storage.where, name, "", lambda: read_manifest(storage, name) if ranks.rank == 0 else None)
     manifest = ranks.broadcast(first)
     assert manifest is not None
 
@@ -84,13 +84,13 @@ def read_checkpoint(ranks: Ranks, storage: Storage, name: str, schema: Schema = 
         same_ranks = world_size_of(manifest) == ranks.size
         return facts, read_own(storage, manifest, rank_file(ranks.rank), schema) if same_ranks else None
 
-    facts, own_facts = _agreed(ranks, name, f" (rank {ranks.rank})" if ranks.size > 1 else "", read)
+    facts, own_facts = _agreed(ranks, storage.where, name, f" (rank {ranks.rank})" if ranks.size > 1 else "", read)
     facts = ranks.broadcast(facts)
     assert facts is not None
     return Checkpoint(storage, name, facts, own_facts, ranks.group)
 
 
-def _agreed(ranks: Ranks, name: str, of_rank: str, read: Callable[[], T]) -> T:
+def _agreed(ranks: Ranks, where: str, name: str, of_rank: str, read: Callable[[], T]) -> T:
     """Call ``read`` on every rank and raise the first failure on all ranks; damage precedes unreadable files."""
     is_damaged, reason = False, ""
     try:
@@ -104,7 +104,7 @@ def _agreed(ranks: Ranks, name: str, of_rank: str, read: Callable[[], T]) -> T:
     if is_damaged:
         raise InvalidCheckpointError(reason)
     if reason:
-        raise UnreadableError(name, reason)
+        raise UnreadableError(where, name, reason)
     return result
 
 

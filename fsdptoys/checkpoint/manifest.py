@@ -12,6 +12,7 @@ ranges.
 """
 
 import hashlib
+import itertools
 import json
 import re
 import time
@@ -19,6 +20,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
+from fsdptoys.errors import ConfigError
 from fsdptoys.utils.foreign import ForeignError, parse_json
 from fsdptoys.utils.from_tree import build
 from fsdptoys.utils.regular_file import NotRegularFileError
@@ -59,14 +61,15 @@ class InvalidCheckpointError(Exception):
     """A folder is an incomplete or damaged checkpoint; the message continues a sentence that starts with its name."""
 
 
-class UnreadableError(Exception):
-    """A folder cannot be read, so it may or may not be complete; ``reason`` continues a sentence that starts with its
-    name.
-    """
+class UnreadableError(ConfigError):
+    """A folder cannot be read, so it must not be skipped; ``reason`` continues a sentence that starts with its name."""
 
-    def __init__(self, name: str, reason: str) -> None:
-        super().__init__(f"{name} {reason}")
-        self.name, self.reason = name, reason
+    def __init__(self, where: str, name: str, reason: str) -> None:
+        super().__init__(
+            f"{name} in {where} {reason}, and may be a complete checkpoint; make it readable, or move it out of that "
+            "folder"
+        )
+        self.reason = reason
 
 
 def step_name(step: int) -> str:
@@ -164,7 +167,7 @@ def read_manifest(storage: Storage, name: str, patient: bool = True) -> Manifest
                 )
         return manifest
 
-    return _judged(read, name, MANIFEST_FILE, patient)
+    return _judged(storage, name, MANIFEST_FILE, read, patient)
 
 
 def verify_file(storage: Storage, manifest: Manifest, path: str) -> None:
@@ -174,7 +177,7 @@ def verify_file(storage: Storage, manifest: Manifest, path: str) -> None:
         with storage.reading(f"{manifest.name}/{path}") as file:
             return sum_file(file)
 
-    found = _judged(read, manifest.name, path)
+    found = _judged(storage, manifest.name, path, read)
     if found != manifest.files[path]:
         raise InvalidCheckpointError(f"is damaged: the SHA-256 of {path} is not the one that {MANIFEST_FILE} says")
 
@@ -189,7 +192,7 @@ def _read_facts(storage: Storage, manifest: Manifest, path: str) -> dict[str, An
     said = manifest.files[path]
     if said.size > LARGEST_BYTES:
         raise InvalidCheckpointError(f"is damaged: {path} holds {said.size} bytes")
-    text = _judged(read, manifest.name, path)
+    text = _judged(storage, manifest.name, path, read)
     if FileSum(len(text), hashlib.sha256(text).hexdigest()) != said:
         raise InvalidCheckpointError(f"is damaged: the SHA-256 of {path} is not the one that {MANIFEST_FILE} says")
     try:
@@ -228,10 +231,7 @@ def _checked(facts: Facts, path: str, schema: type | None) -> Facts:
 
 def world_size_of(manifest: Manifest) -> int:
     """Return the number of ranks that saved a checkpoint."""
-    rank = 0
-    while rank_file(rank) in manifest.files:
-        rank += 1
-    return rank
+    return next(rank for rank in itertools.count() if rank_file(rank) not in manifest.files)
 
 
 def reason_of(error: OSError) -> str:
@@ -239,14 +239,14 @@ def reason_of(error: OSError) -> str:
     return one_line(error.strerror or error) or type(error).__name__
 
 
-def _judged(read: Callable[[], T], name: str, path: str, patient: bool = True) -> T:
+def _judged(storage: Storage, name: str, path: str, read: Callable[[], T], patient: bool = True) -> T:
     """Call ``read``; convert errors to InvalidCheckpointError if retries cannot help, else UnreadableError."""
     try:
         return with_retries(read) if patient else read()
     except ABSENT as error:
         raise InvalidCheckpointError(f"is damaged: {path} cannot be opened ({reason_of(error)})") from error
     except OSError as error:
-        raise UnreadableError(name, f"cannot be read ({path}: {reason_of(error)})") from error
+        raise UnreadableError(storage.where, name, f"cannot be read ({path}: {reason_of(error)})") from error
 
 
 def _parse(text: bytes, name: str) -> Manifest:

@@ -16,15 +16,15 @@ from fsdptoys.utils.text import one_line, value_text
 
 
 def build_model_config(
-    family: type[ModelConfig], values: Mapping[str, Any], where: str, name: str, names: Mapping[str, str] | None = None
+    family: type[ModelConfig], values: Mapping[str, Any], where: str, name: str, **options: Any
 ) -> ModelConfig:
-    """Build a family's configuration from the values of exactly its fields in the file ``where``.
+    """Build a family's configuration from the values of its fields in the file ``where``.
 
-    ``name`` and ``names`` as for ``from_tree.build``. ConfigError for a missing or unknown key, a value of the wrong
+    ``name`` and ``options`` as for ``from_tree.build``. ConfigError for a missing or unknown key, a value of the wrong
     type, or one the dataclass rejects.
     """
     try:
-        return build(family, values, name, names=names, complete=True)
+        return build(family, values, name, **options)
     except ForeignError as error:
         raise ConfigError(f"{where}: {error}; correct it") from error
     except ConfigError:

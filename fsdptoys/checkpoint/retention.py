@@ -198,7 +198,9 @@ class Series:
                         continue
                 except UnreadableError as problem:
                     if name not in self._reported:
-                        problems.append(f"{problem}, in {self.storage.where}, and is neither counted nor deleted")
+                        problems.append(
+                            f"{name} {problem.reason}, in {self.storage.where}, and is neither counted nor deleted"
+                        )
                     self._reported.add(name)
                     continue
                 if kept < keep:

@@ -19,8 +19,7 @@ from torch import Tensor
 from fsdptoys.errors import ConfigError
 from fsdptoys.utils.text import one_line
 
-from .safetensors_header import LONGEST_HEADER_BYTES, parse_header
-from .safetensors_io import DTYPES
+from .safetensors_io import DTYPES, LONGEST_HEADER_BYTES, parse_header
 from .storage import Storage
 
 CHUNK_DTYPES = {
@@ -79,7 +78,8 @@ def write_chunks(
         written = 0
         for key, (given, chunk) in zip(keys, chunks, strict=True):
             assert given == key and ChunkForm(chunk.dtype, tuple(chunk.shape)) == forms[key], f"{given} for {key}"
-            written += _write(file, chunk)
+            # The copy in host memory is freed before the next chunk is copied.
+            written += sum(file.write(piece) for piece in _pieces(chunk.detach().cpu().contiguous()))
         assert written == end
 
 
@@ -115,13 +115,12 @@ def read_rows(file: BinaryIO, place: ChunkPlace, first: int, into: Tensor) -> No
     row_bytes = math.prod(place.form.shape[1:]) * place.form.dtype.itemsize
     file.seek(place.start + first * row_bytes)
     for piece in _pieces(into):
-        if not _fill(file, memoryview(piece)):
-            raise ConfigError(f"{place.where} ends early, and is damaged; {OLDER}")
-
-
-def _write(file: BinaryIO, chunk: Tensor) -> int:
-    """Write a chunk's bytes; its copy in host memory is freed before the next chunk is copied."""
-    return sum(file.write(piece) for piece in _pieces(chunk.detach().cpu().contiguous()))
+        done = 0
+        while done < len(piece):
+            count = file.readinto(piece[done:])  # type: ignore[attr-defined]
+            if not count:
+                raise ConfigError(f"{place.where} ends early, and is damaged; {OLDER}")
+            done += count
 
 
 def _pieces(tensor: Tensor) -> Iterator[Any]:
@@ -129,17 +128,6 @@ def _pieces(tensor: Tensor) -> Iterator[Any]:
     content = tensor.detach().view(-1).view(torch.uint8).numpy()
     for start in range(0, len(content), PIECE_BYTES):
         yield content[start : start + PIECE_BYTES]
-
-
-def _fill(file: BinaryIO, view: memoryview) -> bool:
-    """Fill a buffer from a file; return whether the file was long enough."""
-    done = 0
-    while done < len(view):
-        count = file.readinto(view[done:])  # type: ignore[attr-defined]
-        if not count:
-            return False
-        done += count
-    return True
 
 
 def _start(header: dict[str, Any], key: str, form: ChunkForm, data_bytes: int) -> int:

@@ -3,14 +3,19 @@
 Both layouts are Hugging Face's: ``STEM.safetensors``, or ``STEM-00001-of-00003.safetensors`` etc. with
 ``STEM.safetensors.index.json``. Reads memory-map the files and touch only the pages of the requested part; writes hold
 the tensors of one output file in memory, twice before safetensors 0.8. Nothing is unpickled.
+
+A file (https://huggingface.co/docs/safetensors/index) is eight bytes with the header's length, a JSON header, then the
+tensors' bytes without gaps. A few kilobytes thus list a file's tensors and show whether it is complete. The safetensors
+library makes the same checks, but its messages name neither the file nor a fix.
 """
 
 import json
-from collections.abc import Iterable, Iterator, Mapping
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, BinaryIO, cast
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -19,11 +24,23 @@ from torch import Tensor
 
 from fsdptoys.errors import ConfigError
 from fsdptoys.models.huggingface import Bounds
-from fsdptoys.utils.foreign import parse_json
-from fsdptoys.utils.regular_file import read_regular
+from fsdptoys.utils.foreign import ForeignError, parse_json
+from fsdptoys.utils.regular_file import open_regular, read_regular
 from fsdptoys.utils.text import one_line
 
-from .safetensors_header import AGAIN, StoredTensor, read_header
+from .storage import read_bytes
+
+AGAIN = "download or write the folder again"
+
+LONGEST_HEADER_BYTES = 100_000_000  # the safetensors library's limit
+
+BYTES = {
+    **dict.fromkeys(("BOOL", "U8", "I8", "F8_E4M3", "F8_E5M2", "F8_E8M0"), 1),
+    **dict.fromkeys(("U16", "I16", "F16", "BF16"), 2),
+    **dict.fromkeys(("U32", "I32", "F32"), 4),
+    **dict.fromkeys(("U64", "I64", "F64", "C64"), 8),
+}
+"""Dtype name in a header → bytes per element; sub-byte dtypes are absent."""
 
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 """Name in a header → dtype, for dtypes that weights can be read from."""
@@ -34,11 +51,17 @@ LARGEST_JSON_BYTES = 64 * 2**20
 """Limit for an index or ``config.json``; the index of a model with 200,000 tensors takes about 20 MiB."""
 
 
-class ReadRegion(Protocol):
-    """Reads a part of a named tensor."""
+ReadRegion = Callable[[str, Bounds], Tensor]
+"""Returns the part of a named tensor within a region, read-only, in its stored dtype, on the CPU."""
 
-    def __call__(self, name: str, region: Bounds) -> Tensor:
-        """Return the part within ``region``, read-only, in its stored dtype, on the CPU."""
+
+@dataclass(frozen=True)
+class StoredTensor:
+    """A header's entry of one tensor."""
+
+    file: str  # name of its file
+    dtype: str  # the format's name: ``F32``, ``BF16``
+    shape: tuple[int, ...]
 
 
 def dtype_name(dtype: torch.dtype) -> str:
@@ -83,12 +106,15 @@ class TensorFolder:
         if single.exists() and index.exists():
             raise ConfigError(f"{path} holds both {single.name} and {index.name}; remove the outdated one")
         if not single.exists() and not index.exists():
-            raise ConfigError(_no_weights(path, single.name, index.name))
-        self.files = [single.name]
-        places: dict[str, str] = {}
-        if index.exists():
-            places = _read_index(index)
-            self.files = sorted(set(places.values()))
+            pickles = sorted(file.name for pattern in ("*.bin", "*.pt", "*.pth") for file in path.glob(pattern))
+            if pickles:
+                raise ConfigError(
+                    f"{path} holds weights as {pickles[0]} alone, which can run code when it is opened and is not read "
+                    "here; convert it to safetensors"
+                )
+            raise ConfigError(f"{path} holds neither {single.name} nor {index.name}; {AGAIN}")
+        places = _read_index(index) if index.exists() else {}
+        self.files = sorted(set(places.values())) or [single.name]
         self.stored: dict[str, StoredTensor] = {}
         for file in self.files:
             if not (path / file).exists():
@@ -201,6 +227,65 @@ def write_tensors(
     return Written(files, parameters, tensor_bytes)
 
 
+def read_header(path: Path) -> dict[str, StoredTensor]:
+    """Read the list of a file's tensors and check the file's length; a ConfigError names file and problem."""
+    try:
+        size = path.stat().st_size
+        with open_regular(path) as file:
+            header, data_start = parse_header(cast(BinaryIO, file), size)
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be read ({error.strerror or error}); {AGAIN}") from error
+    except ValueError as error:
+        raise ConfigError(f"{path} is no safetensors file or is damaged: {error}; {AGAIN}") from error
+    tensors: dict[str, StoredTensor] = {}
+    spans: list[tuple[int, int]] = []
+    for name, entry in header.items():
+        if name == "__metadata__":
+            continue
+        tensor, span = _read_entry(path, name, entry)
+        tensors[name] = tensor
+        spans.append(span)
+    spans.sort()
+    ends = [0, *(stop for _, stop in spans)]
+    if any(start != end for (start, _), end in zip(spans, ends, strict=False)):
+        raise ConfigError(f"{path} is damaged: its header places tensors that overlap or leave gaps; {AGAIN}")
+    expected = data_start + ends[-1]
+    if size != expected:
+        raise ConfigError(f"{path} is damaged: it holds {size} bytes, and its header asks for {expected}; {AGAIN}")
+    return tensors
+
+
+def parse_header(file: BinaryIO, size: int) -> tuple[dict[str, Any], int]:
+    """Return the header of an open file of ``size`` bytes, and the offset of the tensors; ValueError if damaged."""
+    length = int.from_bytes(read_bytes(file, 8), "little")
+    if size < 8 or length > min(size - 8, LONGEST_HEADER_BYTES):
+        raise ValueError(f"its header does not fit into its {size} bytes")
+    text = read_bytes(file, length)
+    if len(text) < length:
+        raise ValueError("it ends early")
+    try:
+        header = parse_json(text, unique_keys=True)
+    except ForeignError as error:
+        raise ValueError(f"its header cannot be read ({error})") from error
+    if not isinstance(header, dict):
+        raise ValueError("its header is not an object")
+    return header, 8 + length
+
+
+def _read_entry(path: Path, name: str, entry: Any) -> tuple[StoredTensor, tuple[int, int]]:
+    try:
+        dtype, shape, (start, stop) = entry["dtype"], tuple(entry["shape"]), entry["data_offsets"]
+        if not isinstance(dtype, str) or any(type(value) is not int or value < 0 for value in (*shape, start, stop)):
+            raise ValueError
+        if stop < start or (dtype in BYTES and stop - start != math.prod(shape) * BYTES[dtype]):
+            raise ValueError
+    except (TypeError, KeyError, ValueError) as error:
+        raise ConfigError(
+            f"{path} is damaged: its header describes {one_line(name)} wrongly, as {entry!r:.200}; {AGAIN}"
+        ) from error
+    return StoredTensor(path.name, dtype, shape), (start, stop)
+
+
 def _read_index(index: Path) -> dict[str, str]:
     """Return tensor name → file name."""
     places = read_json(index).get("weight_map")
@@ -213,16 +298,6 @@ def _read_index(index: Path) -> dict[str, str]:
                 f"folder; {AGAIN}"
             )
     return places
-
-
-def _no_weights(path: Path, single: str, index: str) -> str:
-    pickles = sorted(file.name for pattern in ("*.bin", "*.pt", "*.pth") for file in path.glob(pattern))
-    if pickles:
-        return (
-            f"{path} holds weights as {pickles[0]} alone, which can run code when it is opened and is not read here; "
-            "convert it to safetensors"
-        )
-    return f"{path} holds neither {single} nor {index}; {AGAIN}"
 
 
 def _text(shape: tuple[int, ...]) -> str:

@@ -34,7 +34,7 @@ from .manifest import (
     step_of,
     with_retries,
 )
-from .retention import Series
+from .retention import LATEST_FILE, PARTIAL, Series, write_file
 from .storage import LocalStorage, Storage, open_storage
 
 RUN_FOLDER = "checkpoints"  # default checkpoint folder within a run directory
@@ -46,7 +46,7 @@ T = TypeVar("T")
 class NamedCheckpoint:
     """The checkpoint that ``checkpoint.resume`` names."""
 
-    storage: Storage
+    where: str  # path or URL of the folder that holds it
     name: str
     own: bool  # whether it is in the folder this run saves to
 
@@ -81,11 +81,9 @@ def peek(config: CheckpointConfig, folder: str | None, restarted: bool = False, 
         return facts
     place = locate(config, storage)
     try:
-        return _facts(place.storage, place.name, schema)
+        return _facts(open_storage(place.where), place.name, schema)
     except InvalidCheckpointError as problem:
         raise ConfigError(invalid_checkpoint(config, place, str(problem))) from problem
-    except UnreadableError as problem:
-        raise ConfigError(unreadable(place.storage, problem)) from problem
 
 
 def check_not_taken(config: CheckpointConfig, storage: Storage | None) -> None:
@@ -115,9 +113,9 @@ def locate(config: CheckpointConfig, storage: Storage | None) -> NamedCheckpoint
             "of a checkpoint, of several, or of a run"
         )
     place, name = found
-    own = storage is not None and _is_same(place, storage)
     if storage is None:
-        return NamedCheckpoint(place, name, own)
+        return NamedCheckpoint(place.where, name, own=False)
+    own = _is_same(place, storage)
     newest = listing(Series(storage).newest_complete, storage)
     if newest is not None and not own:
         raise ConfigError(
@@ -130,22 +128,20 @@ def locate(config: CheckpointConfig, storage: Storage | None) -> NamedCheckpoint
             f"would take; move the newer ones out of {storage.where}, or set metrics.run_dir or checkpoint.folder to "
             "another folder"
         )
-    return NamedCheckpoint(place, name, own)
+    return NamedCheckpoint(place.where, name, own)
 
 
 def invalid_checkpoint(config: CheckpointConfig, place: NamedCheckpoint, problem: str) -> str:
     """Return the message that rejects an incomplete or damaged checkpoint named by the user."""
-    series = Series(place.storage)
+    series = Series(open_storage(place.where))
     older = None
     with suppress(OSError, UnreadableError):
-        older = next(
-            (name for name in series.names() if known_step(name) < known_step(place.name) and series.is_complete(name)),
-            None,
-        )
-    fix = f"set checkpoint.resume={place.storage.where}/{older}" if older else "name another one"
+        before = (name for name in series.names() if known_step(name) < known_step(place.name))
+        older = next(filter(series.is_complete, before), None)
+    fix = f"set checkpoint.resume={place.where}/{older}" if older else "name another one"
     if older and place.own:
         fix = f"move it away and {fix}"
-    return f"checkpoint.resume={config.resume} is refused: {place.name} in {place.storage.where} {problem}; {fix}"
+    return f"checkpoint.resume={config.resume} is refused: {place.name} in {place.where} {problem}; {fix}"
 
 
 def no_checkpoint(storage: Storage | None, passed: list[str]) -> str:
@@ -158,19 +154,11 @@ def no_checkpoint(storage: Storage | None, passed: list[str]) -> str:
     )
 
 
-def unwritable(storage: Storage, error: OSError) -> ConfigError:
+def _unwritable(storage: Storage, error: OSError) -> ConfigError:
     """Return the error for a folder that refuses checkpoints."""
     return ConfigError(
         f"checkpoints go to {storage.where}, which cannot be written ({reason_of(error)}); set checkpoint.folder to a "
         "place that can be"
-    )
-
-
-def unreadable(storage: Storage, problem: UnreadableError) -> str:
-    """Return the message that rejects skipping an unreadable checkpoint, which may be complete."""
-    return (
-        f"{problem.name} in {storage.where} {problem.reason}, and may be a complete checkpoint; make it readable, or "
-        "move it out of that folder"
     )
 
 
@@ -185,21 +173,27 @@ def check_writable(storage: Storage) -> None:
             with tempfile.TemporaryFile(dir=nearest) as local:
                 local.write(b"x")
         else:
-            storage.make("")
-            probe = f".probe-{secrets.token_hex(4)}"
-            with storage.writing(probe) as file:
-                file.write(b"x")
-            storage.remove(probe)
+            storage.remove(write_probe(storage))
     except OSError as error:
-        raise unwritable(storage, error) from error
+        raise _unwritable(storage, error) from error
+
+
+def write_probe(storage: Storage) -> str:
+    """Write a small file and return its path; ConfigError if the folder cannot be written."""
+    # A new name each time, because network file systems cache failed lookups.
+    probe = f".{LATEST_FILE}-{secrets.token_hex(4)}{PARTIAL}"
+    try:
+        storage.make("")
+        write_file(storage, probe, b"x")
+    except OSError as error:
+        raise _unwritable(storage, error) from error
+    return probe
 
 
 def listing(look: Callable[[], T], storage: Storage) -> T:
     """Call ``look``, which reads a storage, with retries; ConfigError if the system still refuses."""
     try:
         return with_retries(look)
-    except UnreadableError as problem:
-        raise ConfigError(unreadable(storage, problem)) from problem
     except OSError as error:
         raise ConfigError(
             f"{storage.where} cannot be read ({reason_of(error)}), and may hold checkpoints; make it readable, or set "
@@ -213,8 +207,6 @@ def _peek_newest(storage: Storage, passed: list[str], schema: Schema) -> Facts |
             return _facts(storage, name, schema)
         except InvalidCheckpointError as problem:
             passed.append(f"{name} {problem}")
-        except UnreadableError as problem:
-            raise ConfigError(unreadable(storage, problem)) from problem
     return None
 
 

@@ -74,24 +74,23 @@ def save_full_tensors(
     collected = _in_file_order(tensors, gather_full)
 
     def write() -> list[str]:
-        file = file_name(0)
-        write_chunks(storage, f"{folder}/{file}", forms, collected)  # type: ignore[arg-type]
-        stored = {}
-        for name, form in forms.items():
-            chunk = Chunk(file, name, (0,) * len(form.shape), form.shape)
-            stored[name] = StoredTensor(DTYPE_NAMES[form.dtype], form.shape, (chunk,))
-        write_index(storage, folder, stored)
-        return [file, INDEX_FILE]
-
-    def take_part() -> list[str]:
         try:
-            return write() if group is None or dist.get_rank(group) == 0 else []
+            if group is not None and dist.get_rank(group) != 0:
+                return []
+            file = file_name(0)
+            write_chunks(storage, f"{folder}/{file}", forms, collected)  # type: ignore[arg-type]
+            stored = {}
+            for name, form in forms.items():
+                chunk = Chunk(file, name, (0,) * len(form.shape), form.shape)
+                stored[name] = StoredTensor(DTYPE_NAMES[form.dtype], form.shape, (chunk,))
+            write_index(storage, folder, stored)
+            return [file, INDEX_FILE]
         finally:
             # The other ranks wait in these collectives even if the write has failed.
             for _ in collected:
                 pass
 
-    return _on_all_ranks(group, take_part)
+    return _on_all_ranks(group, write)
 
 
 def load_tensors(storage: Storage, folder: str, tensors: dict[str, Tensor], group: dist.ProcessGroup | None) -> None:

@@ -301,22 +301,9 @@ class _UrlFile(io.RawIOBase):
     def __init__(self, file: Any) -> None:
         self._file = file
 
-    def readable(self) -> bool:
-        return bool(self._file.readable())
-
-    def writable(self) -> bool:
-        return bool(self._file.writable())
-
-    def seekable(self) -> bool:
-        return bool(self._file.seekable())
-
     def seek(self, offset: int, whence: int = io.SEEK_SET, /) -> int:
         with _os_errors():
             return int(self._file.seek(offset, whence))
-
-    def tell(self) -> int:
-        with _os_errors():
-            return int(self._file.tell())
 
     def readinto(self, buffer: Any, /) -> int:
         with _os_errors():

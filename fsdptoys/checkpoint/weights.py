@@ -20,14 +20,15 @@ from fsdptoys.utils.foreign import parse_yaml
 from fsdptoys.utils.regular_file import read_regular
 from fsdptoys.utils.text import one_line, short_text
 
-from .atomic_folder import new_folder, verify_checksums
+from .atomic_folder import new_folder
 from .config import CheckpointConfig
 from .load import read_checkpoint
-from .manifest import InvalidCheckpointError, UnreadableError
+from .manifest import InvalidCheckpointError
 from .model_config import build_model_config
 from .rank_sync import Ranks
 from .safetensors_io import MAX_FILE_BYTES, TensorFolder, Written, slices, write_tensors
-from .select import locate, unreadable
+from .select import locate
+from .storage import open_storage
 
 WEIGHTS_FOLDER = "weights"
 CONFIG_FILE = "config.yaml"
@@ -96,10 +97,6 @@ class RunWeights:
         with self.tensors.reading() as read:
             return read(name, region)
 
-    def verify_checksums(self) -> int | None:
-        """Compare all files with ``checksums.json``; see :func:`.atomic_folder.verify_checksums`."""
-        return verify_checksums(self.path)
-
 
 def _read_settings(path: Path) -> dict[str, Any]:
     try:
@@ -128,7 +125,7 @@ def model_config_of(section: object, where: str, fix: str) -> ModelConfig:
         raise ConfigError(
             f"{where} says model.family={short_text(family)}, which is none of {', '.join(MODELS)}; correct it"
         )
-    return build_model_config(MODELS[family], values, where, "model")
+    return build_model_config(MODELS[family], values, where, "model", complete=True)
 
 
 class CheckpointWeights:
@@ -144,11 +141,9 @@ class CheckpointWeights:
         except ConfigError as error:
             raise ConfigError(str(error).removeprefix("checkpoint.resume=")) from error
         try:
-            self._checkpoint = read_checkpoint(Ranks(None), place.storage, place.name)
+            self._checkpoint = read_checkpoint(Ranks(None), open_storage(place.where), place.name)
         except InvalidCheckpointError as problem:
             raise ConfigError(f"{where}: {place.name} {problem}; name another checkpoint") from problem
-        except UnreadableError as problem:
-            raise ConfigError(unreadable(place.storage, problem)) from problem
         self.name = place.name
         settings = self._checkpoint.facts.get("config")
         self.settings: dict[str, Any] = settings if isinstance(settings, dict) else {}

@@ -17,6 +17,7 @@ from fsdptoys.checkpoint import (
     check_new_folder,
     differences,
     dtype_name,
+    verify_checksums,
     write_hugging_face,
 )
 from fsdptoys.config.compose import compose_presets
@@ -94,7 +95,7 @@ def _from_hf(path: str) -> None:
         model = config.build()
     folder.check(model)
     words = training_words(config, path)
-    verified = folder.verify_checksums()
+    verified = verify_checksums(folder.path)
     folder.check_values()
     checksums = f"no {CHECKSUMS_FILE}" if verified is None else f"{verified} files match {CHECKSUMS_FILE}"
     facts = {

@@ -104,10 +104,10 @@ def _check_places(config: Config) -> None:
 
 def _verify_weights(init_from: str | None) -> None:
     """Verify the checksums of the initial weights, if any, before a worker starts; reads every file once."""
-    from fsdptoys.checkpoint import HuggingFaceFolder
+    from fsdptoys.checkpoint import HuggingFaceFolder, verify_checksums
 
     if init_from is not None:
-        HuggingFaceFolder(init_from).verify_checksums()
+        verify_checksums(HuggingFaceFolder(init_from).path)
 
 
 def _prepare_data(config: Config, local_ranks: int) -> None:

@@ -20,8 +20,9 @@ from fsdptoys.checkpoint import (
     HuggingFaceFolder,
     RunWeights,
     step_of,
+    verify_checksums,
 )
-from fsdptoys.checkpoint.hf_load import CONFIG_FILE
+from fsdptoys.checkpoint.hf_folder import CONFIG_FILE
 from fsdptoys.checkpoint.safetensors_io import read_json
 from fsdptoys.config.kernel_choice import KernelConfig, put_kernels
 from fsdptoys.config.saved import read_data_config
@@ -51,7 +52,7 @@ def open_weights(source: str, say: Any = print) -> RunWeights | CheckpointWeight
         say(f"{source} holds no final weights; taking those of its newest checkpoint, {weights.name}")
         return weights
     final = RunWeights(source)
-    final.verify_checksums()
+    verify_checksums(final.path)
     return final
 
 
@@ -84,7 +85,7 @@ class TrainedModel:
             self._weights = HuggingFaceFolder(path)
             self.config = self._weights.model_config()
             self._weights.check(self._build())
-            self._weights.verify_checksums()
+            verify_checksums(self._weights.path)
         else:
             self._weights = open_weights(source, say)
             self._settings = self._weights.settings

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from fsdptoys.checkpoint import HuggingFaceFolder
+from fsdptoys.checkpoint import HuggingFaceFolder, verify_checksums
 from fsdptoys.errors import ConfigError
 from fsdptoys.models import ModelConfig
 from tests.checkpoint.damages import (
@@ -147,7 +147,7 @@ def test_checksums_tell_what_was_changed(damage: Damage, checked: str, sentence:
         else:
             with pytest.raises(ConfigError):
                 source.check(model)
-        source.verify_checksums()
+        verify_checksums(source.path)
     assert re.fullmatch(sentence, str(refused.value).replace(str(folder), "{}"))
 
 

@@ -1,12 +1,17 @@
-"""Initial weights from a folder in Hugging Face format.
+"""Folders in Hugging Face format: initial weights from one, and export of a model to one.
 
-``config.json`` and the files' headers are checked before anything is allocated. Then each rank reads only the parts its
-shards need. Pickled weights are never opened. Names and shapes come from the families (``models/huggingface.py``).
+Before a read ``config.json`` and the files' headers are checked, and nothing is allocated yet. Then each rank reads
+only the parts its shards need. Pickled weights are never opened. Names and shapes come from the families
+(``models/huggingface.py``).
 
-Not covered: remote folders, tokenizers, a separate head with ``tie_word_embeddings=true``.
+A write holds one tensor at a time. One Hugging Face tensor may combine several parameters or the reverse, so parts of
+parameters are requested as each tensor needs them. The folder also gets ``config.json``, ``generation_config.json`` and
+``checksums.json``.
+
+Not covered: remote folders, tokenizers (users add them themselves), a separate head with ``tie_word_embeddings=true``.
 """
 
-import dataclasses
+import json
 import math
 import re
 import typing
@@ -18,17 +23,27 @@ import torch
 from torch import Tensor
 
 from fsdptoys.errors import ConfigError
-from fsdptoys.models import MODELS, DecoderModel, ModelConfig
+from fsdptoys.models import MODELS, DecoderModel, ModelConfig, Piece
 from fsdptoys.models.huggingface import Bounds
 from fsdptoys.utils.dtensor import local_bounds, local_tensor
 from fsdptoys.utils.text import one_line, short_text
 
-from .atomic_folder import check_sizes, verify_checksums
+from .atomic_folder import new_folder, verify_checksums
 from .model_config import build_model_config, check_same, check_type
-from .safetensors_header import AGAIN
-from .safetensors_io import TensorFolder, read_json, slices
+from .safetensors_io import (
+    AGAIN,
+    MAX_FILE_BYTES,
+    ReadRegion,
+    TensorFolder,
+    Written,
+    dtype_name,
+    read_json,
+    slices,
+    write_tensors,
+)
 
 CONFIG_FILE = "config.json"
+GENERATION_CONFIG_FILE = "generation_config.json"
 STEM = "model"
 EMBEDDING, HEAD = "embed_tokens.weight", "lm_head.weight"
 BLOCK_ELEMENTS = 2**22  # elements checked at a time: 16 MiB of float32
@@ -41,6 +56,9 @@ ROTARY_NUMBERS = {
     "original_max_position_embeddings": int,
 }
 """Supported rotary settings → their types."""
+
+NO_TOKENS = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
+"""Explicit nulls, because transformers would fill in its family defaults: token ids of another vocabulary."""
 
 
 class HuggingFaceFolder:
@@ -78,11 +96,11 @@ class HuggingFaceFolder:
                 fix = AGAIN if reason.startswith(f"{CONFIG_FILE} lacks") else "use weights of another model"
                 raise ConfigError(f"{path}{reason.removeprefix(CONFIG_FILE)}; {fix}") from error
             raise ConfigError(f"{path} describes a model that cannot be built: {reason}") from error
-        return build_model_config(family, _defaults(family) | fields, str(path), "", family.hugging_face.keys)
+        return build_model_config(family, fields, str(path), "", names=family.hugging_face.keys)
 
     def check(self, model: DecoderModel) -> None:
         """Check from the files' headers that the folder holds exactly the tensors of a model on the meta device."""
-        check_sizes(self.path)
+        verify_checksums(self.path, only_sizes=True)
         tensors = TensorFolder(self.path, STEM)
         style = model.config.hugging_face
         # The published GPT-2 was saved without the name prefix of the decoder below the head.
@@ -127,10 +145,6 @@ class HuggingFaceFolder:
                 target = local[slices(part.region, origin=tuple(first for first, _ in bounds))]
                 # If a parameter stacks several tensors, the target's first dims have size 1.
                 target.copy_((source.mT if part.transposed else source).expand(target.shape))
-
-    def verify_checksums(self) -> int | None:
-        """Compare all files with ``checksums.json``; see :func:`.atomic_folder.verify_checksums`."""
-        return verify_checksums(self.path)
 
     def check_values(self) -> None:
         """Read the model's tensors in blocks and reject non-finite values, and a tied head that differs from the
@@ -180,6 +194,49 @@ def open_init_from(model: DecoderModel) -> HuggingFaceFolder:
     return folder
 
 
+def write_hugging_face(
+    out_dir: Path, config: ModelConfig, read: ReadRegion, dtype: torch.dtype, max_file_bytes: int = MAX_FILE_BYTES
+) -> Written:
+    """Write a folder in Hugging Face format, atomically.
+
+    ``read`` returns any part of a parameter by its name in the model; ``max_file_bytes`` is also roughly the peak
+    memory. ConfigError if ``out_dir`` is taken or cannot be written, or a value overflows ``dtype``.
+    """
+    with new_folder(out_dir) as folder:
+        written = write_tensors(folder, STEM, _tensors(config, read, dtype), max_file_bytes)
+        word = dtype_name(dtype)
+        # transformers 4 reads the second spelling.
+        tree = config.hugging_face.write_config(config) | {"dtype": word, "torch_dtype": word} | NO_TOKENS
+        for name, values in ((CONFIG_FILE, tree), (GENERATION_CONFIG_FILE, NO_TOKENS)):
+            (folder / name).write_text(json.dumps(values, indent=2, allow_nan=False) + "\n", encoding="utf-8")
+    return written
+
+
+def _tensors(config: ModelConfig, read: ReadRegion, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
+    with torch.device("meta"):
+        model = config.build()
+    pieces: dict[str, list[tuple[str, Piece]]] = {}
+    for name, param in model.named_parameters():
+        for piece in config.hugging_face.pieces(name, tuple(param.shape)):
+            pieces.setdefault(piece.tensor, []).append((name, piece))
+    for tensor, parts in pieces.items():
+        whole = torch.empty(parts[0][1].tensor_shape, dtype=dtype)
+        filled = 0
+        for name, piece in parts:
+            target = whole[slices(piece.tensor_region)]
+            source = read(name, piece.region)
+            source = source.reshape(source.shape[-target.ndim :])
+            target.copy_(source.mT if piece.transposed else source)
+            filled += target.numel()
+            if target.isinf().any() and not source.isinf().any():
+                raise ConfigError(
+                    f"{name} holds {source.abs().max():g}, too large for {dtype_name(dtype)}; set dtype=bfloat16 or "
+                    "dtype=float32"
+                )
+        assert filled == whole.numel(), tensor
+        yield tensor, whole
+
+
 def _family(tree: Mapping[str, Any], path: Path) -> type[ModelConfig]:
     families = {family.hugging_face.architecture: family for family in MODELS.values()}
     architectures = tree.get("architectures")
@@ -211,11 +268,6 @@ def _find_wrong_type(family: type[ModelConfig], tree: Mapping[str, Any], path: P
         # A family may read a number into a bool field.
         if hints[name] is not bool and tree.get(key) is not None:
             check_type(tree[key], hints[name], str(path), key)
-
-
-def _defaults(family: type[ModelConfig]) -> dict[str, Any]:
-    fields = dataclasses.fields(family)
-    return {field.name: field.default for field in fields if field.default is not dataclasses.MISSING}
 
 
 def _blocks(shape: tuple[int, ...]) -> Iterator[Bounds]:
