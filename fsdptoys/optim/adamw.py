@@ -1,4 +1,4 @@
-"""AdamW (arXiv:1711.05101): settings, and the choice of its implementation by device and state dtype."""
+"""AdamW (arXiv:1711.05101): settings, the choice of its implementation by device and state dtype, bfloat16 states."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -6,14 +6,18 @@ from enum import Enum
 from typing import Any, ClassVar
 
 import torch
+from torch import nn
+from torch.optim.adamw import adamw
 
 from fsdptoys.errors import ConfigError
 from fsdptoys.utils.bounds import above, between
+from fsdptoys.utils.dtensor import local_tensor
 
 from . import low_bit_adamw
-from .bfloat16_adamw import BFloat16AdamW
 from .config import Implementation, OptimConfig
-from .vector_adamw import VectorAdamW
+from .vector_adamw import VectorAdamW, VectorUpdate
+
+MOMENTS = ("exp_avg", "exp_avg_sq")
 
 LARGEST_BFLOAT16_BETA = 1 - 2**-8
 """Neighbors in bfloat16 are up to 2**-7 of a number apart; a decay by less than half of that is rounded back."""
@@ -73,8 +77,7 @@ class AdamWConfig(AdamWSettings):
         super().__post_init__()
         if self.state_dtype is OptimStateDType.bfloat16:
             for name in ("beta1", "beta2"):
-                value = getattr(self, name)
-                if value > LARGEST_BFLOAT16_BETA:
+                if (value := getattr(self, name)) > LARGEST_BFLOAT16_BETA:
                     raise ConfigError(
                         f"optim.{name}={value} shrinks a moment by less than optim.state_dtype=bfloat16 resolves, so "
                         f"that it would never fall; set optim.{name}=0.95 or optim.state_dtype=float32"
@@ -120,3 +123,45 @@ class AdamWConfig(AdamWSettings):
                 build_adamw=self.build_adamw,
             )
         return self._construct(BFloat16AdamW, params) if self.updates_float32_copies else self.build_adamw(params)
+
+
+class BFloat16AdamW(VectorAdamW):
+    """``torch.optim.AdamW`` with bfloat16 moments, for dense parameters, DTensors included.
+
+    An update makes float32 copies of one parameter's moments, updates with them as PyTorch does, and rounds them to
+    nearest. It takes 8 bytes of scratch per element of the largest parameter, and rounds alike on all layouts. Rounding
+    to nearest drops changes below half the distance to the next number, so betas too close to 1 are refused
+    (``LARGEST_BFLOAT16_BETA``).
+
+    Not covered: parameters not in float32, AMSGrad, several parameters in one kernel, stochastic rounding
+    (``memory.offload_state_dtype`` has it).
+    """
+
+    def _update(self, params: list[nn.Parameter], group: dict[str, Any]) -> None:
+        for param in params:
+            state, local = self.state[param], local_tensor(param)
+            if not state:
+                state["step"] = torch.zeros((), device=local.device if group["fused"] else "cpu")
+                state.update({name: torch.zeros_like(param, dtype=torch.bfloat16) for name in MOMENTS})
+            kept = [local_tensor(state[name]) for name in MOMENTS]
+            moments = [moment.float() for moment in kept]
+            tensors = [local, local_tensor(param.grad), *moments]  # type: ignore[arg-type]
+            if group["fused"] and local.device.type == "cpu":
+                updates = VectorUpdate()
+                updates.add(tensors, state["step"])
+                updates.run(group)
+            else:
+                beta1, beta2 = group["betas"]
+                adamw(
+                    [tensors[0]], [tensors[1]], [tensors[2]], [tensors[3]], [], [state["step"]],
+                    foreach=group["foreach"], fused=group["fused"], amsgrad=False, beta1=beta1, beta2=beta2,
+                    lr=group["lr"], weight_decay=group["weight_decay"], eps=group["eps"], maximize=False,
+                )  # fmt: skip
+            for moment, rounded in zip(moments, kept, strict=True):
+                rounded.copy_(moment)
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """PyTorch's, which casts states to the parameters' dtype; here cast back to bfloat16."""
+        super().load_state_dict(state_dict)
+        for state in self.state.values():
+            state.update({name: state[name].to(torch.bfloat16) for name in MOMENTS if name in state})

@@ -20,8 +20,7 @@ import math
 import warnings
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -30,24 +29,17 @@ from fsdptoys.utils.dtensor import is_dtensor, local_tensor
 
 from .matrix_optimizer import MATRICES, Groups, MatrixOptimizer
 
-MOMENTS = {"exp_avg": True, "exp_avg_sq": False}
-"""Name of a state → whether it is signed."""
-
-SMALLEST_ELEMENTS = 4096
-"""Smaller parameters keep float32 states, as in torchao."""
-SMALLEST_BLOCK = 32
-"""With smaller blocks, scales would take more than an eighth of the savings."""
-ELEMENTS_AT_A_TIME = 2**23
-"""Elements of a parameter updated at a time: bounds the update's scratch and the sizes to compile for."""
+MOMENTS = {"exp_avg": True, "exp_avg_sq": False}  # name of a state → whether it is signed
+SMALLEST_ELEMENTS = 4096  # smaller parameters keep float32 states, as in torchao
+SMALLEST_BLOCK = 32  # with smaller blocks, scales would take more than an eighth of the savings
+ELEMENTS_AT_A_TIME = 2**23  # of a parameter in one update: bounds its scratch and the sizes to compile for
 
 
-@dataclass(frozen=True)
-class Format:
+class Format(NamedTuple):
     """Layout of quantized states."""
 
     codes_a_byte: int
-    largest_block: int
-    """torchao's default."""
+    largest_block: int  # torchao's default
 
 
 FORMATS = {"int8": Format(1, 256), "float8": Format(1, 256), "int4": Format(2, 128)}
@@ -137,12 +129,10 @@ class LowBitAdamW(MatrixOptimizer):
         kind = torchao_optim().states[self.format]
         if self.format == "float8":
             return kind(codes.view(torch.float8_e4m3fn), scales, dtype=torch.float32)
-        table = self._tables.get((codes.device, signed))
-        if table is None:
-            table = kind.zeros((block,), signed, block, codes.device).qmap
-            self._tables[codes.device, signed] = table
+        if (key := (codes.device, signed)) not in self._tables:
+            self._tables[key] = kind.zeros((block,), signed, block, codes.device).qmap
         shape = {"shape": (stop - start,)} if self.format == "int4" else {}
-        return kind(codes, scales, table, signed, dtype=torch.float32, **shape)
+        return kind(codes, scales, self._tables[key], signed, dtype=torch.float32, **shape)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """PyTorch's, except that it would cast codes to float32."""
@@ -160,16 +150,12 @@ class LowBitAdamW(MatrixOptimizer):
                 }
 
 
-@dataclass(frozen=True)
-class TorchaoOptim:
+class TorchaoOptim(NamedTuple):
     """The parts of torchao in use."""
 
-    update: Callable[..., None]
-    """AdamW for one parameter, in operators that the states implement."""
-    states: dict[str, Any]
-    """Format → the class of its tensors."""
-    many_sizes: Callable[[], AbstractContextManager[None]]
-    """Context without the compiler's limit on recompilations."""
+    update: Callable[..., None]  # AdamW for one parameter, in operators that the states implement
+    states: dict[str, Any]  # Format → the class of its tensors
+    many_sizes: Callable[[], AbstractContextManager[None]]  # Context without the compiler's limit on recompilations
 
 
 @functools.cache

@@ -15,7 +15,7 @@ Sources: https://kellerjordan.github.io/posts/muon/; Moonlight (arXiv:2502.16982
 """
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any, ClassVar
@@ -32,8 +32,7 @@ from .config import check_nesterov
 from .matrix_optimizer import MATRICES, Groups, MatrixOptimizer
 from .newton_schulz import orthogonalize
 
-MOST_NS_STEPS = 99
-"""The limit of ``torch.optim.Muon``."""
+MOST_NS_STEPS = 99  # the limit of ``torch.optim.Muon``
 
 
 class MatmulDType(Enum):
@@ -47,8 +46,7 @@ class MatmulDType(Enum):
     @property
     def torch(self) -> torch.dtype:
         """The torch dtype; ``auto`` must be resolved."""
-        assert self is not MatmulDType.auto
-        return torch.float32 if self is MatmulDType.float32 else torch.bfloat16
+        return {MatmulDType.float32: torch.float32, MatmulDType.bfloat16: torch.bfloat16}[self]
 
 
 class UpdateScale(Enum):
@@ -58,6 +56,14 @@ class UpdateScale(Enum):
     """``0.2 * sqrt(max(rows, columns))``: AdamW's usual root mean square, for AdamW's learning rates."""
     original = "original"
     """``sqrt(max(1, rows / columns))``, for learning rates of about 0.02."""
+
+    def factor(self, rows: int, columns: int) -> float:
+        """Factor of the update of a matrix."""
+        if self is UpdateScale.match_adamw:
+            # AdamW's usual root mean square, 0.2, for any shape (arXiv:2502.16982).
+            return 0.2 * math.sqrt(max(rows, columns))
+        # Keller Jordan's: one spectral norm for all but tall matrices.
+        return math.sqrt(max(1.0, rows / columns))
 
 
 @dataclass
@@ -102,87 +108,7 @@ class MuonConfig(AdamWSettings):
         for group in params:
             of_adamw = self.lr if self.adamw_lr is None else self.adamw_lr
             group["lr"] = self.lr if group[MATRICES] else of_adamw
-        return Muon(
-            params,
-            momentum=self.momentum,
-            nesterov=self.nesterov,
-            steps=self.ns_steps,
-            dtype=self.ns_dtype.torch,
-            scale=adamw_scale if self.update_scale is UpdateScale.match_adamw else original_scale,
-            build_adamw=self.build_adamw,
-        )
-
-
-def adamw_scale(rows: int, columns: int) -> float:
-    """Factor that gives an update AdamW's usual root mean square, 0.2, for any shape (arXiv:2502.16982)."""
-    return 0.2 * math.sqrt(max(rows, columns))
-
-
-def original_scale(rows: int, columns: int) -> float:
-    """Keller Jordan's factor: one spectral norm for all but tall matrices."""
-    return math.sqrt(max(1.0, rows / columns))
-
-
-class Muon(MatrixOptimizer):
-    """Muon over groups with ``MATRICES``, AdamW over the others. A step is a collective.
-
-    Args:
-        groups, build_adamw: as for ``MatrixOptimizer``.
-        momentum: decay of the mean of the gradients.
-        nesterov: look ahead by one momentum step.
-        steps: rounds of Newton-Schulz.
-        dtype: dtype of its matmuls.
-        scale: ``scale(rows, columns)`` is the factor of an update.
-    """
-
-    def __init__(
-        self,
-        groups: Groups,
-        *,
-        momentum: float,
-        nesterov: bool,
-        steps: int,
-        dtype: torch.dtype,
-        scale: Callable[[int, int], float],
-        build_adamw: Callable[[Groups], torch.optim.Optimizer],
-    ) -> None:
-        super().__init__(groups, build_adamw)
-        self.momentum, self.nesterov, self.steps, self.dtype, self.scale = momentum, nesterov, steps, dtype, scale
-
-    def make_matrix_states(self, param: nn.Parameter) -> dict[str, Any]:
-        """A momentum of zeros."""
-        return {"momentum_buffer": torch.zeros_like(param)}
-
-    def step_matrices(self, group: dict[str, Any]) -> None:
-        """Update the matrices of a group that have a gradient. A collective."""
-        matrices: list[Matrix] = []
-        for param in group["params"]:
-            if param.grad is not None:
-                buffer = local_tensor(self.state[param]["momentum_buffer"])
-                buffer.lerp_(local_tensor(param.grad), 1 - self.momentum)
-                matrices += split_matrices(param, buffer)
-        whole = [matrix for matrix in matrices if matrix.ranks == 1]
-        dealt = sorted((matrix for matrix in matrices if matrix.ranks > 1), key=lambda matrix: -matrix.elements)
-        for matrix in whole:
-            self._apply(matrix, self._orthogonalize(self._momentum_step(matrix)), group)
-        while dealt:
-            ranks = dealt[0].ranks
-            this_round, dealt = dealt[:ranks], dealt[ranks:]
-            exchange = _broadcast if dealt_whole(this_round) else _exchange
-            for matrix, update in exchange(this_round, self._momentum_step, self._orthogonalize, self.dtype):
-                self._apply(matrix, update, group)
-
-    def _orthogonalize(self, update: Tensor) -> Tensor:
-        return orthogonalize(update, self.steps)
-
-    def _momentum_step(self, matrix: "Matrix") -> Tensor:
-        """This rank's part of the matrix to orthogonalize."""
-        update = matrix.grad.lerp(matrix.buffer, self.momentum) if self.nesterov else matrix.buffer
-        return update.to(self.dtype)
-
-    def _apply(self, matrix: "Matrix", update: Tensor, group: dict[str, Any]) -> None:
-        matrix.param.mul_(1 - group["lr"] * group["weight_decay"])
-        matrix.param.add_(update.to(matrix.param.dtype), alpha=-group["lr"] * self.scale(*matrix.shape))
+        return Muon(params, self)
 
 
 @dataclass(frozen=True, eq=False)
@@ -193,15 +119,8 @@ class Matrix:
     param: Tensor
     grad: Tensor
     buffer: Tensor
-    dim: int | None
-    """Sharded dim; None where each rank of the group has the matrix in full."""
-    group: dist.ProcessGroup | None
-    """The ranks that share the work; None where this rank works alone."""
-
-    @property
-    def elements(self) -> int:
-        """Elements of the full matrix."""
-        return self.shape[0] * self.shape[1]
+    dim: int | None  # Sharded dim; None where each rank of the group has the matrix in full
+    group: dist.ProcessGroup | None  # The ranks that share the work; None where this rank works alone
 
     @property
     def ranks(self) -> int:
@@ -221,17 +140,83 @@ class Matrix:
         return [length * self.shape[1 - self.dim] for length in self.lengths()]
 
 
-LocalPart = Callable[[Matrix], Tensor]
-"""Returns this rank's part of the matrix to orthogonalize."""
-Work = Callable[[Tensor], Tensor]
-"""An owner's work on the full matrix."""
+class Muon(MatrixOptimizer):
+    """Muon over groups with ``MATRICES``, AdamW over the others. A step is a collective."""
 
+    def __init__(self, groups: Groups, config: MuonConfig) -> None:
+        super().__init__(groups, config.build_adamw)
+        self.config, self.dtype = config, config.ns_dtype.torch
 
-def dealt_whole(matrices: Sequence[Matrix]) -> bool:
-    """Whether every rank has the matrices of a round in full."""
-    kinds = {matrix.dim is None for matrix in matrices}
-    assert len(kinds) == 1, "a strategy shards all matrices or none"
-    return kinds.pop()
+    def make_matrix_states(self, param: nn.Parameter) -> dict[str, Any]:
+        """A momentum of zeros."""
+        return {"momentum_buffer": torch.zeros_like(param)}
+
+    def step_matrices(self, group: dict[str, Any]) -> None:
+        """Update the matrices of a group that have a gradient. A collective."""
+        matrices: list[Matrix] = []
+        for param in group["params"]:
+            if param.grad is not None:
+                buffer = local_tensor(self.state[param]["momentum_buffer"])
+                buffer.lerp_(local_tensor(param.grad), 1 - self.config.momentum)
+                matrices += split_matrices(param, buffer)
+        dealt = [matrix for matrix in matrices if matrix.ranks > 1]
+        dealt.sort(key=lambda matrix: -math.prod(matrix.shape))
+        for matrix in matrices:
+            if matrix.ranks == 1:
+                self._apply(matrix, self._orthogonalize(self._momentum_step(matrix)), group)
+        while dealt:
+            ranks, in_full = dealt[0].ranks, dealt[0].dim is None
+            this_round, dealt = dealt[:ranks], dealt[ranks:]
+            assert all((each.dim is None) == in_full for each in this_round), "a strategy shards all matrices or none"
+            for matrix, update in self._broadcast(this_round) if in_full else self._exchange(this_round):
+                self._apply(matrix, update, group)
+
+    def _orthogonalize(self, update: Tensor) -> Tensor:
+        return orthogonalize(update, self.config.ns_steps)
+
+    def _momentum_step(self, matrix: Matrix) -> Tensor:
+        """This rank's part of the matrix to orthogonalize."""
+        update = matrix.grad.lerp(matrix.buffer, self.config.momentum) if self.config.nesterov else matrix.buffer
+        return update.to(self.dtype)
+
+    def _apply(self, matrix: Matrix, update: Tensor, group: dict[str, Any]) -> None:
+        matrix.param.mul_(1 - group["lr"] * group["weight_decay"])
+        factor = self.config.update_scale.factor(*matrix.shape)
+        matrix.param.add_(update.to(matrix.param.dtype), alpha=-group["lr"] * factor)
+
+    def _exchange(self, matrices: list[Matrix]) -> Iterator[tuple[Matrix, Tensor]]:
+        """Each rank works on one matrix of a round, sharded over all; yields this rank's part of the results."""
+        group, rank = matrices[0].group, dist.get_rank(matrices[0].group)
+        parts = [self._momentum_step(matrix) for matrix in matrices]
+        given = [part.numel() for part in parts] + [0] * (matrices[0].ranks - len(matrices))
+        mine = matrices[rank] if rank < len(matrices) else None
+        taken = mine.sizes() if mine is not None else [0] * len(given)
+        sent = torch.cat([part.reshape(-1) for part in parts])
+        del parts
+        received = torch.empty(sum(taken), dtype=self.dtype, device=sent.device)
+        dist.all_to_all_single(received, sent, taken, given, group=group)
+        if mine is not None:
+            assert mine.dim is not None
+            shape = (-1, mine.shape[1]) if mine.dim == 0 else (mine.shape[0], -1)
+            whole = torch.cat([part.view(shape) for part in received.split(taken)], dim=mine.dim)
+            del received
+            whole = self._orthogonalize(whole)
+            received = torch.cat([part.reshape(-1) for part in whole.split(mine.lengths(), dim=mine.dim)])
+            del whole
+        dist.all_to_all_single(sent, received, given, taken, group=group)
+        for matrix, piece in zip(matrices, sent.split(given), strict=False):
+            yield matrix, piece.view(matrix.param.shape)
+
+    def _broadcast(self, matrices: list[Matrix]) -> Iterator[tuple[Matrix, Tensor]]:
+        """Each rank works on one matrix of a round, replicated on all; yields the results."""
+        group, rank = matrices[0].group, dist.get_rank(matrices[0].group)
+        mine = self._orthogonalize(self._momentum_step(matrices[rank])) if rank < len(matrices) else None
+        for owner, matrix in enumerate(matrices):
+            update = mine if owner == rank else None
+            if update is None:
+                update = torch.empty(matrix.shape, dtype=self.dtype, device=matrix.param.device)
+            dist.broadcast(update, owner, group=group)
+            yield matrix, update
 
 
 def split_matrices(param: nn.Parameter, buffer: Tensor) -> list[Matrix]:
@@ -267,48 +252,3 @@ def _layout(param: nn.Parameter) -> tuple[int | None, dist.ProcessGroup | None]:
         if isinstance(placement, Shard) and param.device_mesh.size(axis) > 1:
             return placement.dim, param.device_mesh.get_group(axis)
     return None, None
-
-
-def _exchange(
-    matrices: list[Matrix], local_part: LocalPart, work: Work, dtype: torch.dtype
-) -> Iterator[tuple[Matrix, Tensor]]:
-    """Each rank works on one matrix of a round, sharded over all; yields this rank's part of the results."""
-    group, rank = matrices[0].group, dist.get_rank(matrices[0].group)
-    parts = [local_part(matrix) for matrix in matrices]
-    given = [part.numel() for part in parts] + [0] * (matrices[0].ranks - len(matrices))
-    mine = matrices[rank] if rank < len(matrices) else None
-    taken = mine.sizes() if mine is not None else [0] * len(given)
-    sent = torch.cat([part.reshape(-1) for part in parts])
-    del parts
-    received = torch.empty(sum(taken), dtype=dtype, device=sent.device)
-    dist.all_to_all_single(received, sent, taken, given, group=group)
-    if mine is not None:
-        assert mine.dim is not None
-        other = mine.shape[1 - mine.dim]
-        shapes = [(length, other) if mine.dim == 0 else (other, length) for length in mine.lengths()]
-        whole = torch.cat(
-            [part.view(shape) for part, shape in zip(received.split(taken), shapes, strict=True)], dim=mine.dim
-        )
-        del received
-        whole = work(whole)
-        received = torch.cat([part.reshape(-1) for part in whole.split(mine.lengths(), dim=mine.dim)])
-        del whole
-    dist.all_to_all_single(sent, received, given, taken, group=group)
-    for matrix, piece in zip(matrices, sent.split(given), strict=False):
-        yield matrix, piece.view(matrix.param.shape)
-
-
-def _broadcast(
-    matrices: list[Matrix], local_part: LocalPart, work: Work, dtype: torch.dtype
-) -> Iterator[tuple[Matrix, Tensor]]:
-    """Each rank works on one matrix of a round, replicated on all; yields the results."""
-    group, rank = matrices[0].group, dist.get_rank(matrices[0].group)
-    mine = work(local_part(matrices[rank])) if rank < len(matrices) else None
-    for owner, matrix in enumerate(matrices):
-        if owner == rank:
-            assert mine is not None
-            update = mine
-        else:
-            update = torch.empty(matrix.shape, dtype=dtype, device=matrix.param.device)
-        dist.broadcast(update, owner, group=group)
-        yield matrix, update

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim.adamw import AdamW, adamw
 
 from fsdptoys.utils.dtensor import local_tensor
@@ -32,18 +32,19 @@ class VectorAdamW(AdamW):
             with torch.enable_grad():
                 loss = closure()
         for group in self.param_groups:
-            updates = VectorUpdate()
-            for param in group["params"]:
-                if param.grad is None:
-                    continue
-                state = self.state[param]
-                if not state:
-                    state["step"] = torch.zeros(())
-                    state["exp_avg"], state["exp_avg_sq"] = torch.zeros_like(param), torch.zeros_like(param)
-                tensors = [local_tensor(each) for each in (param, param.grad, state["exp_avg"], state["exp_avg_sq"])]
-                updates.add(tensors, state["step"])
-            updates.run(group)
+            self._update([param for param in group["params"] if param.grad is not None], group)
         return loss
+
+    def _update(self, params: list[nn.Parameter], group: dict[str, Any]) -> None:
+        updates = VectorUpdate()
+        for param in params:
+            state = self.state[param]
+            if not state:
+                state["step"] = torch.zeros(())
+                state["exp_avg"], state["exp_avg_sq"] = torch.zeros_like(param), torch.zeros_like(param)
+            tensors: list[Any] = [param, param.grad, state["exp_avg"], state["exp_avg_sq"]]
+            updates.add([local_tensor(each) for each in tensors], state["step"])
+        updates.run(group)
 
 
 class VectorUpdate:
