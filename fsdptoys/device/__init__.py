@@ -1,6 +1,6 @@
 """One interface to CUDA, NPU and CPU: collectives, streams, memory, random states, environment and peak FLOP/s."""
 
-from .device import Device, MemoryStats, device_name
+from .device import Device, Event, MemoryStats, Stream, Streams, device_name, is_accelerator, peak_flops
 from .environment import DETERMINISTIC, check_allocator_settings, device_environment
 from .host import available_cores, highest_resident_set_bytes, resident_set_bytes
 from .kinds import (
@@ -11,8 +11,6 @@ from .kinds import (
     float64_collectives,
     missing_device,
 )
-from .peaks import PEAK_FLOPS, peak_flops
-from .streams import Event, Stream, Streams, is_accelerator
 
 GIB = 2**30
 
@@ -20,7 +18,6 @@ __all__ = [
     "DETERMINISTIC",
     "DEVICE_TYPES",
     "GIB",
-    "PEAK_FLOPS",
     "Device",
     "Event",
     "MemoryStats",

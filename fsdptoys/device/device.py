@@ -1,11 +1,12 @@
-"""The device of this process.
+"""The device of this process, its streams and events, and peak FLOP/s by device name.
 
 Extends ``torch.accelerator``, which serves CUDA and NPU, so that no other package asks for the type of hardware. On a
 CPU the process's resident set, read from ``/proc``, stands for device memory.
 """
 
-from dataclasses import dataclass
-from typing import Any
+import re
+from contextlib import AbstractContextManager
+from typing import Any, NamedTuple
 
 import torch
 
@@ -13,17 +14,68 @@ from fsdptoys.errors import ConfigError
 
 from .host import cpu_name, host_memory_bytes
 from .kinds import KINDS, device_count, missing_device
-from .peaks import peak_flops
-from .streams import Streams
+
+Stream = Any  # A stream of the device's module; CUDA's and NPU's have the same methods
+Event = Any  # An event of the device's module; None for nothing to wait for
+
+PEAK_FLOPS = {
+    # Dense bf16 FLOP/s with float32 accumulation, from NVIDIA's data sheets (2:1 sparsity taken out).
+    "H200": 989e12,
+    "H200 NVL": 835e12,
+    "H100 PCIe": 756e12,
+    "H100 NVL": 835e12,
+    "H100": 989e12,
+    "GH200": 989e12,
+    "A100": 312e12,
+    "A800": 312e12,
+    "H800": 989e12,
+    "H800 PCIe": 756e12,
+    "H20": 148e12,
+    "B200": 2250e12,
+    "L40S": 362e12,
+    "L40": 181e12,
+    "L4": 121e12,
+    "A10G": 70e12,
+    "RTX 4090": 165e12,
+    "RTX 3090": 71e12,
+    # Huawei's figure (jdc.huawei.com, viewthread 1175654): 20 cores × 8,192 FLOP a cycle × 1.91 GHz. The other variants
+    # of the 910B differ in cores and clock and have no published figure.
+    "Ascend910B3": 313e12,
+}
+"""Part of the device's name → peak; the longest match counts."""
 
 
-@dataclass(frozen=True)
-class MemoryStats:
+class MemoryStats(NamedTuple):
     """Bytes on an accelerator."""
 
     allocated_bytes: int
     peak_bytes: int  # Highest allocated since the last ``reset_peak_memory``
     reserved_bytes: int
+
+
+class Streams:
+    """Creates streams and events of one accelerator, whose device has an index."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._module: Any = torch.get_device_module(device)
+
+    def new(self) -> Stream:
+        """A new stream; create few and keep them, since each has its own pool in the allocator."""
+        return self._module.Stream(device=self._device)
+
+    def event(self) -> Event:
+        """An event without timing."""
+        return self._module.Event()
+
+    def current(self) -> Stream:
+        """This thread's current stream."""
+        return self._module.current_stream(self._device)
+
+    def on(self, stream: Stream) -> AbstractContextManager[Any]:
+        """Context in which a stream is current."""
+        context: AbstractContextManager[Any] = self._module.stream(stream)
+        return context
 
 
 class Device:
@@ -97,10 +149,7 @@ class Device:
             torch.accelerator.set_device_index(self.torch_device.index)
 
     def synchronize(self) -> None:
-        """Wait for the compute stream; does nothing on a CPU.
-
-        Copies on other streams continue, unless the compute stream waits for them.
-        """
+        """Wait for the compute stream, if any; copies on other streams continue, unless it waits for them."""
         if self.is_accelerator:
             self.streams.current().synchronize()
 
@@ -133,8 +182,7 @@ class Device:
 
     def rng_state(self) -> torch.Tensor | None:
         """State of the device's generator, in host memory; None for a CPU, which has PyTorch's default one."""
-        state: torch.Tensor | None = self._module.get_rng_state() if self.is_accelerator else None
-        return state
+        return self._module.get_rng_state() if self.is_accelerator else None
 
     def restore_rng_state(self, state: torch.Tensor | None) -> None:
         """Restore the device's generator, if both device and state have one."""
@@ -147,3 +195,16 @@ def device_name(device_type: str, index: int = 0) -> str:
     if device_type == "cpu":
         return cpu_name()
     return str(torch.get_device_module(device_type).get_device_name(index))
+
+
+def peak_flops(device_name: str) -> float | None:
+    """Peak dense bf16 FLOP/s of a device; None if unknown."""
+    if re.search(r"\b(MIG|Laptop)\b", device_name):
+        return None
+    known = sorted((words for words in PEAK_FLOPS if re.search(rf"\b{words}\b", device_name)), key=len)
+    return PEAK_FLOPS[known[-1]] if known else None
+
+
+def is_accelerator(device: torch.device) -> bool:
+    """Whether a device has streams and memory of its own."""
+    return device.type != "cpu"

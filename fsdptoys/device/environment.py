@@ -40,7 +40,7 @@ def device_environment(
     device_type: str, deterministic: bool, timeout_seconds: float, present: Mapping[str, str]
 ) -> dict[str, str]:
     """The environment variables for a type of device; ``present`` is searched for settings of the allocator."""
-    wanted: dict[str, str] = {}
+    wanted = {}
     # Expandable segments avoid fragmentation by a sharded model's varying sizes. The name for all devices,
     # PYTORCH_ALLOC_CONF, is unknown to torch 2.7 and ignored by 2.9.1 on CUDA
     # (https://github.com/pytorch/pytorch/issues/183387); torch_npu refuses both names at once.
@@ -55,21 +55,14 @@ def device_environment(
         wanted["TORCH_FR_BUFFER_SIZE" if new_name else "TORCH_NCCL_TRACE_BUFFER_SIZE"] = "2000"
         wanted["TORCH_NCCL_DUMP_ON_TIMEOUT"] = "1"
     if device_type == "npu":
-        wanted |= _hccl(timeout_seconds)
-    return wanted
-
-
-def _hccl(timeout_seconds: float) -> dict[str, str]:
-    least, most = CONNECT_SECONDS
-    connect_seconds = int(min(max(timeout_seconds, least), most))
-    return {
         # HCCL's defaults are 120 s for connecting, too short while a rank still reads its weights, and 1836 s for a
         # collective. Our timeout names the missing rank, so HCCL's must not be shorter. CANN requires the second above
         # the first (its description of EI0002).
-        "HCCL_CONNECT_TIMEOUT": str(connect_seconds),
-        "HCCL_EXEC_TIMEOUT": str(max(int(timeout_seconds), connect_seconds) + GRACE_SECONDS),
+        least, most = CONNECT_SECONDS
+        connect_seconds = int(min(max(timeout_seconds, least), most))
+        wanted["HCCL_CONNECT_TIMEOUT"] = str(connect_seconds)
+        wanted["HCCL_EXEC_TIMEOUT"] = str(max(int(timeout_seconds), connect_seconds) + GRACE_SECONDS)
         # torch_npu's flight recorder needs all three.
-        "TORCH_HCCL_TRACE_BUFFER_SIZE": "2000",
-        "TORCH_HCCL_DUMP_ON_TIMEOUT": "1",
-        "TORCH_HCCL_ENABLE_MONITORING": "1",
-    }
+        wanted["TORCH_HCCL_TRACE_BUFFER_SIZE"] = "2000"
+        wanted["TORCH_HCCL_DUMP_ON_TIMEOUT"] = wanted["TORCH_HCCL_ENABLE_MONITORING"] = "1"
+    return wanted

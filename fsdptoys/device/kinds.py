@@ -9,7 +9,7 @@ import importlib.metadata
 import importlib.util
 import os
 import re
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
@@ -18,8 +18,7 @@ from fsdptoys.errors import ConfigError
 NPU_PACKAGE = "torch_npu"
 
 
-@dataclass(frozen=True)
-class Kind:
+class Kind(NamedTuple):
     """Properties of a device type."""
 
     backend: str  # Of collectives on device tensors
@@ -63,8 +62,9 @@ def missing_device(device_type: str) -> ConfigError:
     if not hasattr(torch, "npu"):
         problem = _load_module(device_type)
         if problem is None or importlib.util.find_spec(NPU_PACKAGE) is None:
+            release = re.split(r"[+a-z]", str(torch.__version__))[0].rstrip(".")  # without the build suffix
             return ConfigError(
-                f"{asked} needs {NPU_PACKAGE}, which is not installed; pip install '{NPU_PACKAGE}=={_release()}.*', "
+                f"{asked} needs {NPU_PACKAGE}, which is not installed; pip install '{NPU_PACKAGE}=={release}.*', "
                 f"whose versions are PyTorch's, and CANN; or set launch.device={found}"
             )
         return ConfigError(
@@ -85,18 +85,12 @@ def check_visible_devices(present: str) -> None:
     CANN reads up to the first character that is neither digit nor comma, and expects ascending numbers (hiascend.com,
     CANN's environment variables, ASCEND_RT_VISIBLE_DEVICES).
     """
-    numbers = [int(number) for number in re.findall(r"\d+", present)]
-    meant = ",".join(map(str, sorted(set(numbers))))
+    meant = ",".join(map(str, sorted(set(map(int, re.findall(r"\d+", present))))))
     if present != meant:
         raise ConfigError(
             f"ASCEND_RT_VISIBLE_DEVICES={present!r} must be device numbers in ascending order with nothing but commas "
             f"between them, or CANN reads a part of it; set ASCEND_RT_VISIBLE_DEVICES={meant}"
         )
-
-
-def _release() -> str:
-    """PyTorch's version without its build suffix."""
-    return re.split(r"[+a-z]", str(torch.__version__))[0].rstrip(".")
 
 
 def _load_module(device_type: str) -> str | None:

@@ -70,8 +70,7 @@ class Hardware:
     inter_node_bandwidth: Quantity  # A device's share of the node's network, one direction
     inter_node_efficiency: Quantity
     inter_node_latency_seconds: Quantity
-    transfer_bandwidth: Quantity
-    """Between pinned host memory and the device, one direction, with all devices of the node at once."""
+    transfer_bandwidth: Quantity  # Pinned host memory ↔ device, one direction, with all devices of the node at once
     transfer_latency_seconds: Quantity
     cpu_adam_parameters_per_second: Quantity  # Float32 parameters that AdamW updates on one device's share of the cores
     cpu_bandwidth: Quantity  # Host memory bandwidth, one device's share
@@ -136,7 +135,7 @@ def hardware_for(device_name: str, device_type: str) -> str | None:
     Slower variants have PCIe, NVL, MIG, Laptop or D in their names, and match only if a profile names them. A CPU's
     name says nothing about its speed: ``cpu`` must be requested.
     """
-    found: list[tuple[int, str]] = []
+    found = []
     for hardware in map(load_hardware, list_hardware()):
         for words in hardware.matches if hardware.device_type == device_type else ():
             rest = re.sub(rf"(?<!\w){re.escape(words)}(?!\w)", "", device_name, flags=re.IGNORECASE)
@@ -147,10 +146,8 @@ def hardware_for(device_name: str, device_type: str) -> str | None:
 
 def dump_hardware(hardware: Hardware) -> str:
     """A profile as YAML for ``load_hardware``."""
-    tree: dict[str, Any] = {}
-    for name, value in dataclasses.asdict(hardware).items():
-        if name != "name":
-            tree[name] = value.value if isinstance(value, Enum) else list(value) if isinstance(value, tuple) else value
+    tree = dataclasses.asdict(hardware) | {"attention": hardware.attention.value, "matches": list(hardware.matches)}
+    del tree["name"]
     return yaml.safe_dump(tree, sort_keys=False, allow_unicode=True, width=120)
 
 
@@ -169,15 +166,13 @@ def _read(path: Path) -> dict[str, Any]:
 
 
 def _check_keys(tree: dict[str, Any], wanted: dict[str, Any], where: str) -> None:
-    for key in tree:
-        if key not in wanted:
-            missing = [name for name in wanted if name not in tree]
-            near = near_miss(str(key), missing or list(wanted))
-            fix = f"did you mean {near}?" if near else "delete it"
-            raise ConfigError(f"{where} has an unknown key {key}; {fix}")
-    for key in wanted:
-        if key not in tree:
-            raise ConfigError(f"{where} lacks {key}; add it as in the profiles of configs/hardware")
+    unknown, missing = [key for key in tree if key not in wanted], [key for key in wanted if key not in tree]
+    if unknown:
+        near = near_miss(str(unknown[0]), missing or list(wanted))
+        fix = f"did you mean {near}?" if near else "delete it"
+        raise ConfigError(f"{where} has an unknown key {unknown[0]}; {fix}")
+    if missing:
+        raise ConfigError(f"{where} lacks {missing[0]}; add it as in the profiles of configs/hardware")
 
 
 def _quantity(value: object, key: str, where: str) -> Quantity:

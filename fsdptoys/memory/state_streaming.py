@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterable, Sequence
 import torch
 from torch import Tensor
 
-from fsdptoys.device.streams import Event
+from fsdptoys.device import Event
 
 from .state_buckets import Bucket
 from .stochastic_rounding import round_stochastically
