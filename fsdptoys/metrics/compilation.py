@@ -42,7 +42,6 @@ class Compilations:
     seconds: float
     """Compile time of all forwards and backwards."""
     recompilations: tuple[Recompilation, ...]
-    """Recompilations."""
     graph_breaks: dict[str, int]
     """Reason of a graph break → count."""
 
@@ -164,9 +163,7 @@ def recompilation_rows(compilation: Compilations) -> list[tuple[str, str, str, s
     """Step, phase, function and reason of each recompilation."""
     rows = []
     for each in compilation.recompilations[:SHOWN]:
-        reason = each.reason.replace("`", "'")
-        rows.append(
-            (str(each.step), each.phase, f"`{each.function}`", f"`{reason}`" + " (limit reached)" * each.at_limit)
-        )
+        reason = "`" + each.reason.replace("`", "'") + "`" + " (limit reached)" * each.at_limit
+        rows.append((str(each.step), each.phase, f"`{each.function}`", reason))
     more = len(compilation.recompilations) - SHOWN
     return rows + ([("…", "", "", f"{more} more")] if more > 0 else [])

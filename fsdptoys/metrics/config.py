@@ -50,7 +50,6 @@ RUN_FOLDERS = (PROFILE_FOLDER, TENSORBOARD_FOLDER, WANDB_FOLDER)
 EXPERT_FILES = (ROUTING_FILE, EXPERTS_FILE)
 """Files written only by runs of models with experts."""
 
-
 WRITERS = (TENSORBOARD_FOLDER, WANDB_FOLDER)
 """Names of the optional writers; each is also the name of a folder and of a package."""
 

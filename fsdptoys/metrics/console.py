@@ -11,12 +11,11 @@ from typing import IO, TYPE_CHECKING
 from fsdptoys.utils.text import printable
 
 from .config import Console
+from .console_columns import render_columns
 from .step import StepMetrics
 
 if TYPE_CHECKING:
     from rich.console import Console as RichConsole
-
-from .console_columns import columns_for
 
 
 class Reporter:
@@ -36,9 +35,7 @@ class PlainReporter(Reporter):
     """One line every ``log_every`` steps and for the last one, with extra lines for the events of a step."""
 
     def __init__(self, steps: int, log_every: int, stream: IO[str]) -> None:
-        self._steps = steps
-        self._log_every = log_every
-        self._stream = stream
+        self._steps, self._log_every, self._stream = steps, log_every, stream
         self._unprinted: StepMetrics | None = None
 
     def step(self, metrics: StepMetrics) -> None:
@@ -62,7 +59,7 @@ class PlainReporter(Reporter):
         metrics, self._unprinted = self._unprinted, None
         assert metrics is not None
         width = len(str(self._steps))
-        cells = [f"{column.label} {column.render(metrics)}{column.unit}" for column in columns_for(metrics)]
+        cells = [f"{column.label} {text}{column.unit}" for column, text in render_columns(metrics).items()]
         mark = "  skipped" * metrics.skipped
         self.message(f"step {metrics.step:>{width}}/{self._steps}{mark}  " + "  ".join(cells))
 

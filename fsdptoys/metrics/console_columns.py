@@ -19,7 +19,8 @@ class ConsoleColumn:
     """Characters in the live table."""
     importance: int
     """A narrow terminal omits the columns of lowest importance."""
-    render: Callable[[StepMetrics], str]
+    render: Callable[[StepMetrics], str | None]
+    """Text of the value; None if the step does not have it, which depends on device and model."""
 
 
 def _time(seconds: float) -> str:
@@ -34,17 +35,30 @@ def _flops(value: float) -> str:
     return f"{value:.3g}" if value < 100 else f"{value:.0f}"
 
 
-def _stall(metrics: StepMetrics) -> float:
-    return (metrics.data_wait_seconds or 0.0) / metrics.step_time_seconds
+def _stall(metrics: StepMetrics) -> str | None:
+    wait = metrics.data_wait_seconds
+    return None if wait is None else f"{wait / metrics.step_time_seconds:.1%}"
 
 
-def _load(value: float) -> str:
-    return f"{value:.1f}x" if value < 10 else f"{value:.0f}x"
+def _load(metrics: StepMetrics) -> str | None:
+    load = metrics.routing.max_load if metrics.routing else None
+    return None if load is None else f"{load:.1f}x" if load < 10 else f"{load:.0f}x"
 
 
 def _gib(*values: float | None) -> str:
     return "/".join("?" if value is None else f"{value:.4g}" for value in values)
 
+
+def _device_memory(metrics: StepMetrics) -> str | None:
+    allocated = metrics.memory_allocated_gib
+    return None if allocated is None else _gib(allocated, metrics.memory_peak_gib, metrics.memory_reserved_gib)
+
+
+def _resident_set(metrics: StepMetrics) -> str | None:
+    return f"{_gib(metrics.resident_set_gib)} GiB" if metrics.memory_allocated_gib is None else None
+
+
+MEMORY_UNIT = " GiB allocated/peak/reserved"
 
 COLUMNS = (
     ConsoleColumn(("", "loss"), "loss", "", 7, 10, lambda m: f"{m.loss:.4f}"),
@@ -53,46 +67,16 @@ COLUMNS = (
     ConsoleColumn(("step", "time"), "time", "", 8, 9, lambda m: _time(m.step_time_seconds)),
     ConsoleColumn(("tokens", "/s"), "tokens/s", "", 7, 7, lambda m: _count(m.tokens_per_second)),
     ConsoleColumn(("TFLOP/s", "/rank"), "TFLOP/s per rank", "", 7, 3, lambda m: _flops(m.tflops_per_second_per_rank)),
-)
-"""Columns of every device."""
-
-DATA_COLUMN = ConsoleColumn(("data", "wait"), "data wait", "", 5, 2, lambda m: f"{_stall(m):.1%}")
-"""Fraction of the step time that rank 0 waited for its batches, if it was measured."""
-
-MFU_COLUMN = ConsoleColumn(("", "MFU"), "MFU", "", 5, 2, lambda m: f"{(m.mfu or 0.0):.1%}")
-"""For devices with known peak FLOP/s."""
-
-ROUTING_COLUMNS = (
-    ConsoleColumn(
-        ("MoE", "load"), "busiest expert", "", 5, 5, lambda m: _load(m.routing.max_load if m.routing else 0.0)
-    ),
-    ConsoleColumn(("MoE", "entropy"), "entropy", "", 7, 1, lambda m: f"{m.routing.entropy if m.routing else 0.0:.3f}"),
-)
-"""For models with experts: tokens of the busiest expert over its layer's mean, and entropy of the shares."""
-
-DEVICE_MEMORY_COLUMN = ConsoleColumn(
-    ("GiB allocated/", "peak/reserved"),
-    "memory",
-    " GiB allocated/peak/reserved",
-    17,
-    6,
-    lambda m: _gib(m.memory_allocated_gib, m.memory_peak_gib, m.memory_reserved_gib),
+    ConsoleColumn(("data", "wait"), "data wait", "", 5, 2, _stall),
+    ConsoleColumn(("", "MFU"), "MFU", "", 5, 2, lambda m: None if m.mfu is None else f"{m.mfu:.1%}"),
+    ConsoleColumn(("MoE", "load"), "busiest expert", "", 5, 5, _load),
+    ConsoleColumn(("MoE", "entropy"), "entropy", "", 7, 1, lambda m: f"{m.routing.entropy:.3f}" if m.routing else None),
+    ConsoleColumn(("GiB allocated/", "peak/reserved"), "memory", MEMORY_UNIT, 17, 6, _device_memory),
+    ConsoleColumn(("resident", "set"), "resident set", "", 9, 6, _resident_set),
 )
 
-RESIDENT_SET_COLUMN = ConsoleColumn(
-    ("resident", "set"), "resident set", "", 9, 6, lambda m: f"{_gib(m.resident_set_gib)} GiB"
-)
-"""For CPUs."""
 
-
-def columns_for(metrics: StepMetrics) -> list[ConsoleColumn]:
-    """The columns of the numbers that a step has, which depend on device and model."""
-    columns = list(COLUMNS)
-    if metrics.data_wait_seconds is not None:
-        columns.append(DATA_COLUMN)
-    if metrics.mfu is not None:
-        columns.append(MFU_COLUMN)
-    if metrics.routing is not None:
-        columns += ROUTING_COLUMNS
-    columns.append(RESIDENT_SET_COLUMN if metrics.memory_allocated_gib is None else DEVICE_MEMORY_COLUMN)
-    return columns
+def render_columns(metrics: StepMetrics) -> dict[ConsoleColumn, str]:
+    """Column → text, for the numbers that a step has."""
+    texts = {column: column.render(metrics) for column in COLUMNS}
+    return {column: text for column, text in texts.items() if text is not None}

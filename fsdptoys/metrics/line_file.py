@@ -2,6 +2,7 @@
 
 import contextlib
 import errno
+import itertools
 import os
 from collections import deque
 from pathlib import Path
@@ -32,19 +33,15 @@ class LineFile:
     def write(self) -> None:
         """Write all queued lines to the system, each completely or not at all."""
         while self._waiting:
-            self._write_line(self._waiting[0])
+            before, left = os.fstat(self._file.fileno()).st_size, self._waiting[0]
+            try:
+                while left:
+                    left = left[self._file.write(left) :]
+            except OSError:
+                with contextlib.suppress(OSError):
+                    os.ftruncate(self._file.fileno(), before)
+                raise
             self._waiting.popleft()
-
-    def _write_line(self, line: bytes) -> None:
-        before = os.fstat(self._file.fileno()).st_size
-        written = 0
-        try:
-            while written < len(line):
-                written += self._file.write(line[written:])
-        except OSError:
-            with contextlib.suppress(OSError):
-                os.ftruncate(self._file.fileno(), before)
-            raise
 
     def restore(self) -> str | None:
         """Write the lines again if the file was removed, moved or replaced; the open file still has them.
@@ -62,7 +59,9 @@ class LineFile:
             return None
         sentence = f"{self._path} was removed during the run; its lines have been written again"
         if found is not None:
-            aside = self._set_aside()
+            names = (self._path.with_name(f"{self._path.name}.replaced-{number}") for number in itertools.count(1))
+            aside = next(name for name in names if not os.path.lexists(name))
+            os.rename(self._path, aside)
             sentence = (
                 f"{self._path} was replaced during the run; the other file is now {aside.name}, and the lines of the "
                 "run have been written again"
@@ -73,13 +72,6 @@ class LineFile:
         self._file.close()
         self._file = renewed
         return sentence
-
-    def _set_aside(self) -> Path:
-        number = 1
-        while os.path.lexists(aside := self._path.with_name(f"{self._path.name}.replaced-{number}")):
-            number += 1
-        os.rename(self._path, aside)
-        return aside
 
     def close(self) -> None:
         """Close the file without its queued lines; may be called twice."""

@@ -8,7 +8,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, Ti
 from rich.table import Table
 from rich.text import Text
 
-from .console_columns import columns_for
+from .console_columns import render_columns
 from .step import StepMetrics
 
 GAP = 2
@@ -55,8 +55,8 @@ def metrics_table(metrics: StepMetrics, width: int) -> Table:
 
     Without enough room for all columns, the least important ones are omitted; no number is truncated.
     """
-    columns = columns_for(metrics)
-    cells = {column: column.render(metrics) for column in columns}
+    cells = render_columns(metrics)
+    columns = list(cells)
     widths = {column: max(column.width, len(cell), *map(len, column.heading)) for column, cell in cells.items()}
     while len(columns) > 1 and sum(widths[column] for column in columns) + GAP * (len(columns) - 1) > width:
         columns.remove(min(columns, key=lambda column: column.importance))

@@ -67,41 +67,25 @@ def draw_loss(path: Path, title: str, steps: Sequence[StepMetrics], references: 
         axes.set_axisbelow(True)
         axes.margins(x=0.015)
         axes.spines[["top", "right"]].set_visible(False)
-    save_figure(figure, path)
+    _save_png(figure, path)
 
 
 def _draw_losses(axes: "Axes", numbers: np.ndarray, steps: Sequence[StepMetrics]) -> None:
     losses = np.array([metrics.loss for metrics in steps], dtype=float)
     smooth = len(steps) >= SMOOTH_FROM_STEPS
-    axes.plot(
-        numbers,
-        losses,
-        color=LOSS_COLOR,
-        alpha=0.35 if smooth else 1.0,
-        linewidth=1.0 if smooth else 1.6,
-        label="loss of each step",
-        **marker(len(steps), 4),
-    )
+    style: dict[str, Any] = {"alpha": 0.35, "linewidth": 1.0} if smooth else {"alpha": 1.0, "linewidth": 1.6}
+    axes.plot(numbers, losses, color=LOSS_COLOR, label="loss of each step", **style, **marker(len(steps), 4))
     if smooth:
         window, mean = running_mean(losses)
         label = f"running mean over {window} steps"
         axes.plot(numbers[window // 2 : len(steps) - window // 2], mean, color=LOSS_COLOR, linewidth=1.8, label=label)
     evaluated = [(metrics.step, metrics.eval_loss) for metrics in steps if metrics.eval_loss is not None]
     if evaluated:
-        numbers_evaluated, eval_losses = zip(*evaluated, strict=True)
-        axes.plot(
-            numbers_evaluated,
-            eval_losses,
-            color=EVAL_COLOR,
-            marker="o",
-            markersize=4.5,
-            linewidth=1.4,
-            label="held-out loss",
-        )
+        points: dict[str, Any] = {"color": EVAL_COLOR, "marker": "o", "markersize": 4.5, "linewidth": 1.4}
+        axes.plot(*zip(*evaluated, strict=True), label="held-out loss", **points)
 
 
-def save_figure(figure: "Figure", path: Path) -> None:
-    """Write a figure as a PNG."""
+def _save_png(figure: "Figure", path: Path) -> None:
     buffer = io.BytesIO()
     figure.savefig(buffer, format="png")
     write_atomically(path, buffer.getvalue())
@@ -156,7 +140,7 @@ def draw_experts(path: Path, title: str, steps: Sequence[StepMetrics], counts: S
     _draw_map(map_axes, loads_LE)
     map_axes.set_title(f"tokens of each expert over its layer's mean, step {steps[-1].step}", loc="left", fontsize=10)
     _draw_balance(balance_axes, [metrics for metrics in steps if metrics.routing is not None])
-    save_figure(figure, path)
+    _save_png(figure, path)
 
 
 def _draw_map(axes: "Axes", loads_LE: np.ndarray) -> None:

@@ -1,16 +1,17 @@
 """The trainer's interface to the metrics on rank 0: sends steps and messages to console, run directory and writers."""
 
 import json
+import os
 import time
 from collections.abc import Callable, Sequence
-from pathlib import Path
+from contextlib import AbstractContextManager
 from typing import Any
 
 from fsdptoys.utils.console_stream import lost_output
 from fsdptoys.utils.file_lock import FolderLock
 from fsdptoys.utils.text import print_status
 
-from . import summary_notes
+from . import plots
 from .compilation import Compilations, compilation_line
 from .config import (
     COLLECTIVES_FILE,
@@ -22,24 +23,30 @@ from .config import (
     PROFILE_FOLDER,
     RESULT_FILE,
     RESUMES_FILE,
+    ROUTING_FILE,
     RUN_FILES,
     SUMMARY_FILE,
+    TENSORBOARD_FOLDER,
+    WANDB_FOLDER,
     WRITERS,
     MetricsConfig,
+    WandbMode,
 )
 from .console import Reporter, build_reporter
 from .prediction import Prediction, PredictionError
+from .preflight import wandb_mode
 from .results import ProfileResult, RunResult, RunResults, RunStatus, plain_tree, prediction_errors, summarize
 from .resume_log import ResumePoint, starts
-from .run_directory import RunDirectory
+from .run_directory import RunDirectory, writing
 from .run_environment import hardware_line
 from .step import StepMetrics
-from .summary import render_summary
-from .writer import RunStart
-from .writers import Writers, build_writers
+from .summary import definitions, render_summary
+from .tensorboard_writer import TensorBoardWriter
+from .wandb_writer import WandbWriter
+from .writers import RunStart, Writer, Writers
 
 
-class RunRecorder:
+class RunRecorder(AbstractContextManager["RunRecorder"]):
     """Context manager for one run; an exit without ``finish`` keeps all recorded steps.
 
     Args:
@@ -70,49 +77,43 @@ class RunRecorder:
         self._prediction, self._config, self._title = prediction, config, title
         self._config_tree, self._environment = config_tree, environment
         self._planned_steps, self._references = steps, references
-        self._last_counts: list[list[int]] | None = None
+        self._last_counts: list[list[int]] = []
         self._counts_step = 0
         self._started = time.perf_counter()
         self._lost_output: str | None = None
         self._directory = RunDirectory(config, title, config_tree, environment, resumed, lock, make_room)
+        self.run_dir = self._directory.path
         self._steps = self._directory.earlier_steps
         done = resumed.step if resumed else 0
         self._reporter: Reporter = build_reporter(config.console, steps, config.log_every, done)
         self.message(f"{title}\n{hardware_line(environment)}, {steps} steps into {self.run_dir}")
         if resumed and done:
             self.message(f"resuming after step {done}" + f" from {resumed.checkpoint}" * bool(resumed.checkpoint))
-        for note in self._directory.notes:
-            self.message(note)
+        self.message(*self._directory.notes)
         if prediction is not None:
             self._directory.write(PREDICTION_FILE, json.dumps(prediction.to_dict(), indent=2) + "\n")
-        self._writers = Writers(build_writers(config), self.message)
-        self._writers.start(RunStart(title, config_tree, environment, self.run_dir, done))
+        self._writers = Writers(build_writers(config), self.message, done)
+        start = RunStart(title, config_tree, environment, self.run_dir, done)
+        self._writers.each(lambda writer: writer.start(start))
         self._watch_console()
-
-    @property
-    def run_dir(self) -> Path:
-        """The folder of the run."""
-        return self._directory.path
-
-    def __enter__(self) -> "RunRecorder":
-        return self
 
     def __exit__(self, *error: object) -> None:
         self._reporter.close()
-        self._writers.close()
+        self._writers.each(lambda writer: writer.close())
         self._directory.close()
 
     def step(self, metrics: StepMetrics) -> None:
         """Record a completed step."""
         self._steps.append(metrics.without_counts())
-        self._message_if_any(self._directory.append(metrics))
+        self.message(*self._directory.append(METRICS_FILE, metrics.to_json()))
         if metrics.routing is not None:
             self._last_counts = metrics.routing.counts
             if metrics.step == 1 or metrics.step % self._config.log_every == 0:
                 self._write_counts()
         self._reporter.step(metrics)
         self._watch_console()
-        self._writers.step(metrics)
+        self._writers.last_step = metrics.step
+        self._writers.each(lambda writer: writer.step(metrics))
 
     def offsets(self) -> dict[str, int]:
         """Flush all files, and return ``ResumePoint.offsets`` for a checkpoint after the last recorded step.
@@ -120,13 +121,14 @@ class RunRecorder:
         Returns:
             File of the run directory → its bytes, flushed to the disk.
         """
-        self._writers.flush()
-        self._restore()
+        self._writers.each(lambda writer: writer.flush())
+        self.message(*self._directory.restore())
         return self._directory.offsets()
 
-    def message(self, text: str) -> None:
-        """Show text on the console only."""
-        self._reporter.message(text)
+    def message(self, *texts: str) -> None:
+        """Show texts on the console only."""
+        for text in texts:
+            self._reporter.message(text)
 
     def finish(
         self,
@@ -142,31 +144,19 @@ class RunRecorder:
             stop_reason: reason of the run's end, to complete "15 of 20 steps; …".
             compilation: compilations of this rank, if the model is compiled.
         """
-        from .plots import draw_loss
-
         resumes = self._directory.resumes
         self._directory.flush()
-        self._restore()
+        self.message(*self._directory.restore())
         results = summarize(self._steps, self._config.warmup_steps, starts(resumes))
         errors = prediction_errors(self._prediction, results) if self._prediction is not None else []
         self._reporter.close()
         self._watch_console()
-        with self._directory.writing():
-            draw_loss(self.run_dir / LOSS_FILE, self._title, self._steps, self._references)
-        if self._last_counts is not None:
-            from .plots import draw_experts
-
+        with writing(self.run_dir):
+            plots.draw_loss(self.run_dir / LOSS_FILE, self._title, self._steps, self._references)
+        if self._last_counts:
             self._write_counts()
-            with self._directory.writing():
-                draw_experts(self.run_dir / EXPERTS_FILE, self._title, self._steps, self._last_counts)
-        definitions = summary_notes.definitions(
-            results.warmup_steps,
-            with_experts=results.routing is not None,
-            with_skipped=results.skipped_steps > 0,
-            with_spikes=results.spikes > 0,
-            with_prediction=bool(errors),
-            with_compilation=compilation is not None,
-        )
+            with writing(self.run_dir):
+                plots.draw_experts(self.run_dir / EXPERTS_FILE, self._title, self._steps, self._last_counts)
         result = RunResult(
             title=self._title,
             status=status,
@@ -182,15 +172,15 @@ class RunRecorder:
             sample=sample,
             lost_output=self._lost_output,
             files=self._files(results, profile, errors),
-            definitions=tuple(line.removeprefix("- ") for line in definitions.splitlines()),
+            definitions=definitions([results], predicted=bool(errors), compiled=compilation is not None),
             environment=plain_tree(self._environment),
             settings=plain_tree(self._config_tree),
         )
         self._directory.write(RESULT_FILE, result.to_json())
         # Last, since readers take a folder with a summary for a finished run.
         self._directory.write(SUMMARY_FILE, render_summary(result))
-        self._writers.finish(results, stop_reason, self.run_dir / LOSS_FILE)
-        self._writers.close()
+        self._writers.each(lambda writer: writer.finish(results, stop_reason, self.run_dir / LOSS_FILE))
+        self._writers.each(lambda writer: writer.close())
         if sample is not None:
             self.message(f"sample of the trained model:\n{sample}\n")
         lines = closing_lines(results, self._planned_steps, stop_reason, self._references, errors)
@@ -222,20 +212,22 @@ class RunRecorder:
         self._lost_output = f"Console output was lost {when} ({streams}); {METRICS_FILE} has every step."
         print_status(self._lost_output)
 
-    def _restore(self) -> None:
-        for sentence in self._directory.restore():
-            self.message(sentence)
-
-    def _message_if_any(self, problem: str | None) -> None:
-        if problem is not None:
-            self.message(problem)
-
     def _write_counts(self) -> None:
         """Write the token counts per expert of the last step, unless already written."""
         step = self._steps[-1].step
-        if self._last_counts is not None and step != self._counts_step:
-            self._message_if_any(self._directory.append_counts(step, self._last_counts))
+        if step != self._counts_step:
+            line = json.dumps({"step": step, "expert_tokens": self._last_counts})
+            self.message(*self._directory.append(ROUTING_FILE, line))
             self._counts_step = step
+
+
+def build_writers(config: MetricsConfig) -> list[Writer]:
+    """Construct the configured writers; their packages are imported when they start."""
+    found: list[Writer] = [TensorBoardWriter()] if TENSORBOARD_FOLDER in config.writers else []
+    mode = wandb_mode(config, os.environ) if WANDB_FOLDER in config.writers else WandbMode.disabled
+    if mode is not WandbMode.disabled:
+        found.append(WandbWriter(config.wandb_project, config.wandb_entity, mode))
+    return found
 
 
 def closing_lines(

@@ -6,16 +6,20 @@ belongs to another run or attempt; all files of the run are then moved to the su
 overwritten. A file shorter than at the checkpoint keeps its complete lines, with a message.
 """
 
+import contextlib
 import dataclasses
+import itertools
 import json
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
-from fsdptoys.utils.foreign import MAX_YAML_BYTES, parse_json, parse_yaml
+from fsdptoys.utils.bounds import at_least
+from fsdptoys.utils.foreign import MAX_YAML_BYTES, ForeignError, parse_json, parse_yaml
+from fsdptoys.utils.from_tree import LARGEST_INTEGER, build
 from fsdptoys.utils.regular_file import open_regular, read_regular
 
 from .config import CONFIG_FILE, ENVIRONMENT_FILE, METRICS_FILE, RESUMES_FILE, ROUTING_FILE, RUN_FILES
@@ -43,33 +47,33 @@ class Resume:
 
     time: str
     """UTC, ISO 8601."""
-    step: int
+    step: int = field(metadata=at_least(0))
     checkpoint: str | None
-    world_size_before: int | None
+    world_size_before: int | None = field(metadata=at_least(0))
     """Ranks of the previous start; None if its ``environment.json`` is missing."""
-    world_size: int | None
+    world_size: int | None = field(metadata=at_least(0))
     changed: dict[str, list[Any]] | None
     """Setting → [old, new], with None for an absent one; None if the earlier settings are missing."""
     moved_to: str | None
     """Subfolder with the earlier files; None if they are continued."""
 
-
-@dataclass(frozen=True)
-class ResumedFiles:
-    """Outcome of ``truncate_or_move``."""
-
-    moved_to: str | None
-    notes: list[str]
-    """Sentences for the user."""
+    def __post_init__(self) -> None:
+        """Check that each changed setting has two values."""
+        if any(len(pair) != 2 for pair in (self.changed or {}).values()):
+            raise ForeignError("a changed setting needs an old and a new value")
 
 
-def truncate_or_move(folder: Path, resumed: ResumePoint) -> ResumedFiles:
-    """Truncate the JSON Lines files of an existing folder to their sizes at the checkpoint, or move all files away."""
+def truncate_or_move(folder: Path, resumed: ResumePoint) -> tuple[str | None, list[str]]:
+    """Truncate the JSON Lines files of an existing folder to their sizes at the checkpoint, or move all files away.
+
+    Returns:
+        The subfolder with the moved files, or None, and sentences for the user.
+    """
     if not resumed.step:
-        return ResumedFiles(move_aside(folder), [])
+        return move_aside(folder), []
     if not (folder / METRICS_FILE).exists():
         # The checkpoint is from another folder; the lines of this one start with the next step.
-        return ResumedFiles(move_aside(folder) if (folder / ROUTING_FILE).exists() else None, [])
+        return move_aside(folder) if (folder / ROUTING_FILE).exists() else None, []
     kept, notes = {}, []
     for name in LINE_FILES:
         path, offset = folder / name, resumed.offsets.get(name)
@@ -77,13 +81,10 @@ def truncate_or_move(folder: Path, resumed: ResumePoint) -> ResumedFiles:
         if offset is not None and offset <= len(content):
             if offset and not _ends_with_step(content[:offset], resumed.step, exactly=name == METRICS_FILE):
                 moved_to = move_aside(folder)
-                return ResumedFiles(
-                    moved_to,
-                    [
-                        f"{path} does not match the checkpoint {resumed.checkpoint} at step {resumed.step}; it was "
-                        f"moved to {folder / str(moved_to)} with the other files of that run"
-                    ],
-                )
+                return moved_to, [
+                    f"{path} does not match the checkpoint {resumed.checkpoint} at step {resumed.step}; it was "
+                    f"moved to {folder / str(moved_to)} with the other files of that run"
+                ]
             kept[path] = offset
         elif content or offset:
             size = f"{len(content)} of the {offset} bytes" if offset else "another length than"
@@ -97,22 +98,19 @@ def truncate_or_move(folder: Path, resumed: ResumePoint) -> ResumedFiles:
             with open_regular(path, "r+b") as file:
                 file.truncate(length)
                 os.fsync(file.fileno())
-    return ResumedFiles(None, notes)
+    return None, notes
 
 
 def move_aside(folder: Path) -> str | None:
-    """Move all files of a run except ``resumes.jsonl`` to ``attempt-1`` or the next free number.
+    """Move all files of a run except ``resumes.jsonl`` to ``attempt-1`` or the next free number; return its name.
 
-    Returns:
-        Name of the new folder; None if there was nothing to move.
+    None if there is nothing to move.
     """
     names = [name for name in RUN_FILES if name != RESUMES_FILE and os.path.lexists(folder / name)]
     if not names:
         return None
-    number = 1
-    while os.path.lexists(folder / f"attempt-{number}"):
-        number += 1
-    target = folder / f"attempt-{number}"
+    targets = (folder / f"attempt-{number}" for number in itertools.count(1))
+    target = next(path for path in targets if not os.path.lexists(path))
     target.mkdir()
     for name in names:
         os.rename(folder / name, target / name)
@@ -127,23 +125,16 @@ def read_steps(path: Path) -> tuple[list[StepMetrics], list[str]]:
             steps.append(StepMetrics.from_json(line.decode()))
         except ValueError:
             unread.append(str(number))
-    notes = []
-    if unread:
-        shown = ", ".join(unread[:5]) + ", …" * (len(unread) > 5)
-        notes.append(f"{path} cannot be read in line {shown}; results and plots omit it")
-    return steps, notes
+    shown = ", ".join(unread[:5]) + ", …" * (len(unread) > 5)
+    return steps, [f"{path} cannot be read in line {shown}; results and plots omit it"] if unread else []
 
 
 def read_resumes(path: Path) -> list[Resume]:
     """The lines of ``resumes.jsonl``, without incomplete ones and those of another version."""
     resumes = []
     for line in _read(path).splitlines():
-        try:
-            resume = Resume(**parse_json(line, non_finite=True))
-        except (ValueError, TypeError):
-            continue
-        if _has_valid_types(resume):
-            resumes.append(resume)
+        with contextlib.suppress(ForeignError):
+            resumes.append(build(Resume, parse_json(line, non_finite=True)))
     return resumes
 
 
@@ -178,7 +169,7 @@ def describe_resume(
         time=datetime.now(timezone.utc).isoformat(timespec="seconds"),
         step=resumed.step,
         checkpoint=resumed.checkpoint,
-        world_size_before=ranks_before if _is_count(ranks_before) else None,
+        world_size_before=ranks_before if type(ranks_before) is int and 0 <= ranks_before <= LARGEST_INTEGER else None,
         world_size=environment.get("world_size"),
         changed=changed_settings(before_tree, config_tree) if before_tree is not None else None,
         moved_to=None,
@@ -216,29 +207,10 @@ def _read_tree(path: Path) -> dict[str, Any] | None:
 def _read(path: Path) -> bytes:
     """The content of a file; empty if it is missing."""
     try:
-        with open_regular(path, "rb") as file:
-            content: bytes = file.read()
-            return content
+        with open_regular(path) as file:
+            return bytes(file.read())
     except FileNotFoundError:
         return b""
-
-
-def _has_valid_types(resume: Resume) -> bool:
-    """Whether each value has its annotated type; the summary and the plots rely on it."""
-    ranks, texts = (resume.world_size_before, resume.world_size), (resume.checkpoint, resume.moved_to)
-    changes = resume.changed
-    return (
-        type(resume.time) is str
-        and _is_count(resume.step)
-        and all(number is None or _is_count(number) for number in ranks)
-        and all(text is None or type(text) is str for text in texts)
-        and (changes is None or type(changes) is dict)
-        and all(type(pair) is list and len(pair) == 2 for pair in (changes or {}).values())
-    )
-
-
-def _is_count(value: object) -> bool:
-    return type(value) is int and 0 <= value < 2**63
 
 
 def _ends_with_step(content: bytes, step: int, exactly: bool) -> bool:

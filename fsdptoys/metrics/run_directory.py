@@ -23,7 +23,6 @@ from .config import (
     METRICS_FILE,
     RESULT_FILE,
     RESUMES_FILE,
-    ROUTING_FILE,
     RUNS_FOLDER,
     SUMMARY_FILE,
     MetricsConfig,
@@ -75,7 +74,7 @@ class RunDirectory:
         """Messages for the user about the files of earlier starts."""
         self.earlier_steps: list[StepMetrics] = []
         """Steps of earlier starts, without token counts per expert."""
-        with self.writing():
+        with writing(self.path):
             if config.run_dir is None:
                 self.path = new_run_dir(title)
             self.path.mkdir(parents=True, exist_ok=True)
@@ -102,16 +101,16 @@ class RunDirectory:
     def _resume(self, resumed: ResumePoint, config_tree: dict[str, Any], environment: dict[str, Any]) -> None:
         """Truncate or move the files of an earlier start, and record this resume."""
         resume = describe_resume(self.path, resumed, config_tree, environment)
-        files = truncate_or_move(self.path, resumed)
+        moved_to, notes = truncate_or_move(self.path, resumed)
         for name in (SUMMARY_FILE, RESULT_FILE):  # describe the end of an earlier start
             (self.path / name).unlink(missing_ok=True)
         self.earlier_steps, unread = read_steps(self.path / METRICS_FILE)
-        self.notes += [*files.notes, *unread]
+        self.notes += [*notes, *unread]
         if resume is not None:
-            append_resume(self.path / RESUMES_FILE, dataclasses.replace(resume, moved_to=files.moved_to))
+            append_resume(self.path / RESUMES_FILE, dataclasses.replace(resume, moved_to=moved_to))
 
-    def append(self, metrics: StepMetrics) -> str | None:
-        """Append a step to ``metrics.jsonl``, unbuffered.
+    def append(self, name: str, line: str) -> list[str]:
+        """Append a line to a JSON Lines file, created if missing, unbuffered.
 
         Returns:
             A message when the disk becomes full; the line is written once there is room.
@@ -119,28 +118,10 @@ class RunDirectory:
         Raises:
             ConfigError: for any other failure to write.
         """
-        self._lines[METRICS_FILE].add(metrics.to_json())
-        return self._write_lines()
-
-    def append_counts(self, step: int, counts: list[list[int]]) -> str | None:
-        """Append a step to ``routing.jsonl``, created by the first call; otherwise like ``append``."""
-        if ROUTING_FILE not in self._lines:
-            with self.writing():
-                self._lines[ROUTING_FILE] = LineFile(self.path / ROUTING_FILE)
-        self._lines[ROUTING_FILE].add(json.dumps({"step": step, "expert_tokens": counts}))
-        return self._write_lines()
-
-    def flush(self) -> None:
-        """Write the queued lines.
-
-        Raises:
-            ConfigError: if they cannot be written.
-        """
-        with self.writing():
-            for file in self._lines.values():
-                file.write()
-
-    def _write_lines(self) -> str | None:
+        if name not in self._lines:
+            with writing(self.path):
+                self._lines[name] = LineFile(self.path / name)
+        self._lines[name].add(line)
         try:
             try:
                 self.flush()
@@ -153,31 +134,30 @@ class RunDirectory:
                 raise
             first, self._is_full = not self._is_full, True
             why = os.strerror(error.__cause__.errno)  # type: ignore[union-attr]
-            return f"steps wait in memory until {self.path} has free space ({why})" if first else None
+            return [f"steps wait in memory until {self.path} has free space ({why})"] if first else []
         self._is_full = False
-        return None
+        return []
+
+    def flush(self) -> None:
+        """Write the queued lines; ConfigError if they cannot be written."""
+        with writing(self.path):
+            for file in self._lines.values():
+                file.write()
 
     def write(self, name: str, text: str) -> None:
         """Write a text file atomically."""
-        with self.writing():
+        with writing(self.path):
             write_atomically(self.path / name, text)
 
     def restore(self) -> list[str]:
-        """Write removed or replaced JSON Lines files again.
-
-        Returns:
-            A message for each.
-
-        Raises:
-            ConfigError: if they cannot be written.
-        """
-        with self.writing():
+        """Write removed or replaced JSON Lines files again, and return a message for each; may raise ConfigError."""
+        with writing(self.path):
             return [sentence for file in self._lines.values() if (sentence := file.restore()) is not None]
 
     def offsets(self) -> dict[str, int]:
         """JSON Lines file → its bytes, flushed to the disk; call ``restore`` before."""
         sizes = {}
-        with self.writing():
+        with writing(self.path):
             for name in LINE_FILES:
                 path = self.path / name
                 sizes[name] = _size_on_disk(open_descriptor(path, os.O_RDONLY)) if path.exists() else 0
@@ -190,44 +170,32 @@ class RunDirectory:
             file.close()
         self._lock.release()
 
-    def writing(self) -> contextlib.AbstractContextManager[None]:
-        """Convert an OSError (disk full, folder removed) to a ``ConfigError``."""
-        return _writing(self.path)
-
 
 def lock_run_dir(path: Path) -> FolderLock:
-    """Create a run directory if missing, and lock it against other processes.
-
-    Raises:
-        ConfigError: if it cannot be created, or is locked by another run.
-    """
-    with _writing(path):
+    """Create a run directory if missing, and lock it; ConfigError if it cannot be created, or another run holds it."""
+    with writing(path):
         path.mkdir(parents=True, exist_ok=True)
         return FolderLock(path)
 
 
 def new_run_dir(title: str) -> Path:
-    """Create ``runs/<date>-<time>-<title>``, with a number appended if the name is taken.
-
-    Raises:
-        ConfigError: if it cannot be created.
-    """
+    """Create ``runs/<date>-<time>-<title>``, with a number appended if taken; ConfigError if it cannot be created."""
     words = re.sub(r"[^A-Za-z0-9._]+", "-", title).strip("-.")[:80] or "run"
     name = f"{datetime.now():%Y%m%d-%H%M%S}-{words}"
     number = 1
-    with _writing(RUNS_FOLDER):
+    with writing(RUNS_FOLDER):
         RUNS_FOLDER.mkdir(parents=True, exist_ok=True)
         while True:
             path = RUNS_FOLDER / (name if number == 1 else f"{name}-{number}")
-            try:
+            with contextlib.suppress(FileExistsError):
                 path.mkdir()
                 return path
-            except FileExistsError:
-                number += 1
+            number += 1
 
 
 @contextlib.contextmanager
-def _writing(path: Path) -> Iterator[None]:
+def writing(path: Path) -> Iterator[None]:
+    """Convert an OSError (disk full, folder removed) to a ``ConfigError``."""
     try:
         yield
     except NotRegularFileError as error:

@@ -164,61 +164,44 @@ class StepMetrics:
         return dataclasses.replace(self, routing=dataclasses.replace(self.routing, counts=[]))
 
 
-def step_metrics(
+def measure_step(
     *,
-    step: int,
-    loss: float,
-    grad_norm: float,
-    learning_rate: float,
     step_time_seconds: float,
     valid_tokens: int,
     flops_per_token: float,
     world_size: int,
     device: Device,
     peak_flops: float | None,
-    eval_loss: float | None = None,
-    routing: RoutingMetrics | None = None,
-    skipped: bool = False,
-    skipped_steps: int = 0,
-    loss_spike: float | None = None,
-    data_wait_seconds: float | None = None,
-) -> StepMetrics:
+) -> dict[str, Any]:
     """Compute a step's rates and read the memory of this process.
 
-    Arguments not listed below are fields of ``StepMetrics``.
-
     Args:
+        step_time_seconds: a field of ``StepMetrics``, like ``valid_tokens``.
+        valid_tokens: global number.
         flops_per_token: model FLOPs of forward and backward per token.
         world_size: number of ranks.
         device: source of the memory statistics.
         peak_flops: peak FLOP/s of one device in the dtype of the run; None if unknown.
+
+    Returns:
+        These fields of ``StepMetrics``.
     """
     assert step_time_seconds > 0
     flops_per_second_per_rank = flops_per_token * valid_tokens / step_time_seconds / world_size
     memory = device.memory() if device.is_accelerator else None
     highest = highest_resident_set_bytes()
-    return StepMetrics(
-        step=step,
-        loss=loss,
-        grad_norm=grad_norm,
-        learning_rate=learning_rate,
-        step_time_seconds=step_time_seconds,
-        valid_tokens=valid_tokens,
-        tokens_per_second=valid_tokens / step_time_seconds,
-        tflops_per_second_per_rank=flops_per_second_per_rank / 1e12,
-        mfu=flops_per_second_per_rank / peak_flops if peak_flops else None,
-        memory_allocated_gib=memory.allocated_bytes / GIB if memory else None,
-        memory_peak_gib=memory.peak_bytes / GIB if memory else None,
-        memory_reserved_gib=memory.reserved_bytes / GIB if memory else None,
-        resident_set_gib=resident_set_bytes() / GIB or None,
-        resident_set_peak_gib=highest / GIB if highest is not None else None,
-        eval_loss=eval_loss,
-        routing=routing,
-        skipped=skipped,
-        skipped_steps=skipped_steps,
-        loss_spike=loss_spike,
-        data_wait_seconds=data_wait_seconds,
-    )
+    return {
+        "step_time_seconds": step_time_seconds,
+        "valid_tokens": valid_tokens,
+        "tokens_per_second": valid_tokens / step_time_seconds,
+        "tflops_per_second_per_rank": flops_per_second_per_rank / 1e12,
+        "mfu": flops_per_second_per_rank / peak_flops if peak_flops else None,
+        "memory_allocated_gib": memory.allocated_bytes / GIB if memory else None,
+        "memory_peak_gib": memory.peak_bytes / GIB if memory else None,
+        "memory_reserved_gib": memory.reserved_bytes / GIB if memory else None,
+        "resident_set_gib": resident_set_bytes() / GIB or None,
+        "resident_set_peak_gib": highest / GIB if highest is not None else None,
+    }
 
 
 def _checked(values: dict[str, Any], name: str, kind: Any) -> Any:
@@ -226,11 +209,10 @@ def _checked(values: dict[str, Any], name: str, kind: Any) -> Any:
     kinds = get_args(kind) or (kind,)
     if name not in values:
         raise ValueError(f"{name} is missing")
-    if type(values[name]) not in kinds and not (float in kinds and type(values[name]) is int):
-        raise ValueError(f"{name} is {values[name]!r}")
     value = values[name]
-    if float in kinds and type(value) in (int, float) and math.isinf(value):
-        raise ValueError(f"{name} is {value}")  # JSON's 1e999
-    if float not in kinds and type(value) is int and not 0 <= value < 2**63:
-        raise ValueError(f"{name} is {value}")
+    valid = type(value) in kinds or (float in kinds and type(value) is int)
+    if valid and type(value) in (int, float):
+        valid = not math.isinf(value) if float in kinds else 0 <= value < 2**63  # JSON's 1e999 is infinite
+    if not valid:
+        raise ValueError(f"{name} is {value!r}")
     return value

@@ -10,84 +10,63 @@ from fsdptoys.utils.text import size_text
 
 from .compilation import compilation_line, recompilation_rows
 from .prediction import prediction_rows
-from .results import Operator, ProfileResult, RunResult, Spread
+from .results import Operator, ProfileResult, RunResult, RunResults, Spread
 from .resume_log import Resume, flatten
 from .step import RoutingMetrics
 
 
 def render_summary(run: RunResult) -> str:
     """Render the results of a run as Markdown; a pure function."""
-    results, resumes, compilation = run.steps, run.resumes, run.compilation
-    last = results.mean_last_steps
-    unskipped = " without skipped ones" if results.skipped_steps else ""
-    rows = [
+    results, resumes, compilation, routing = run.steps, run.resumes, run.compilation, run.steps.routing
+    last, skipped, held_out = results.mean_last_steps, results.skipped_steps, results.eval_loss
+    of_last_start = " of the last start" * bool(resumes)
+    rows: list[tuple[str, str | None]] = [
         ("steps", ending_line(run)),
         ("first loss", _nats(results.first_loss)),
         ("last loss", _nats(results.last_loss)),
         (
-            f"mean loss of the last {last} steps{unskipped}",
-            "every step was skipped" if results.skipped_steps and not last else _nats(results.mean_last_loss),
+            f"mean loss of the last {last} steps{' without skipped ones' * bool(skipped)}",
+            "every step was skipped" if skipped and not last else _nats(results.mean_last_loss),
         ),
+        ("skipped steps", str(skipped) if skipped else None),
+        ("loss spikes", str(results.spikes) if results.spikes else None),
+        *([(f"held-out loss after step {results.eval_step}", _nats(held_out))] if held_out is not None else ()),
+        *((f"reference: {_line(label)}", _nats(nats)) for label, nats in run.references_nats.items()),
+        ("step time", _render_spread(results.step_time_seconds, 1e3, " ms")),
+        ("tokens/s, all ranks", _render_spread(results.tokens_per_second, digits=0)),
+        ("TFLOP/s per rank", _render_spread(results.tflops_per_second_per_rank, digits=3)),
+        ("MFU", _render_spread(results.mfu, 100, " %", digits=1) if results.mfu else None),
+        ("waiting for data", None if results.data_stall is None else f"{results.data_stall:.2%} of the step time"),
+        ("peak device memory of rank 0", _gib(results.memory_peak_gib)),
+        ("largest resident set of rank 0 after a step", _gib(results.resident_set_gib)),
+        ("peak resident set of rank 0", _gib(results.resident_set_peak_gib)),
+        *(_routing_rows(routing) if routing is not None else ()),
+        ("compiler, rank 0" + of_last_start, _line(compilation_line(compilation)) if compilation else None),
+        ("wall time" + of_last_start, f"{run.wall_seconds:.1f} s"),
     ]
-    if results.skipped_steps:
-        rows.append(("skipped steps", str(results.skipped_steps)))
-    if results.spikes:
-        rows.append(("loss spikes", str(results.spikes)))
-    if results.eval_loss is not None:
-        rows.append((f"held-out loss after step {results.eval_step}", _nats(results.eval_loss)))
-    rows += [(f"reference: {_line(label)}", _nats(nats)) for label, nats in run.references_nats.items()]
-    rows += [
-        ("step time", _render_spread(results.step_time_seconds, 1e3, "ms")),
-        ("tokens/s, all ranks", _render_spread(results.tokens_per_second, 1, "", digits=0)),
-        ("TFLOP/s per rank", _render_spread(results.tflops_per_second_per_rank, 1, "", digits=3)),
-    ]
-    if results.mfu is not None:
-        rows.append(("MFU", _render_spread(results.mfu, 100, "%", digits=1)))
-    if results.data_stall is not None:
-        rows.append(("waiting for data", f"{results.data_stall:.2%} of the step time"))
-    for name, gib in (
-        ("peak device memory of rank 0", results.memory_peak_gib),
-        ("largest resident set of rank 0 after a step", results.resident_set_gib),
-        ("peak resident set of rank 0", results.resident_set_peak_gib),
-    ):
-        if gib is not None:
-            rows.append((name, f"{gib:.3f} GiB"))
-    if results.routing is not None:
-        rows += _routing_rows(results.routing)
-    if compilation is not None:
-        rows.append(("compiler, rank 0" + " of the last start" * bool(resumes), _line(compilation_line(compilation))))
-    rows.append((f"wall time{' of the last start' if resumes else ''}", f"{run.wall_seconds:.1f} s"))
-
+    prediction_head = ("quantity", "predicted", "measured", "difference")
+    recompilation_head = ("step", "phase", "function", "reason")
+    recompilations = recompilation_rows(compilation) if compilation else []
     parts = [
         f"# {_line(run.title)}",
-        "## Configuration",
-        _table(("part", "value"), [*_flat_rows(run.environment), *_flat_rows(run.settings)]),
-        "## Results",
-        _table(("result", "value"), rows),
-        *([run.lost_output] if run.lost_output else []),
+        _section("Configuration", _table(("part", "value"), [*_flat_rows(run.environment), *_flat_rows(run.settings)])),
+        _section("Results", _table(("result", "value"), [(name, text) for name, text in rows if text is not None])),
+        run.lost_output,
         "![loss and gradient norm over the steps](loss.png)",
+        "![load of each expert, and the balance over the steps](experts.png)" if routing is not None else None,
+        _section("Predictions", _table(prediction_head, prediction_rows(run.prediction)) if run.prediction else None),
+        _section("Recompilations", _table(recompilation_head, recompilations) if recompilations else None),
+        _section("Resumes", _resumes_table(resumes) if resumes else None),
+        _section("Sample of the trained model", fence(run.sample) if run.sample is not None else None),
+        _section("Profile", profile_markdown(run.profile) if run.profile is not None else None),
+        _section("Files", _table(("file", "content"), [(f"`{name}`", content) for name, content in run.files.items()])),
+        _section("How the numbers are measured", "\n".join(f"- {line}" for line in run.definitions)),
     ]
-    if results.routing is not None:
-        parts.append("![load of each expert, and the balance over the steps](experts.png)")
-    if run.prediction:
-        head = ("quantity", "predicted", "measured", "difference")
-        parts += ["## Predictions", _table(head, prediction_rows(run.prediction))]
-    if compilation is not None and compilation.recompilations:
-        head = ("step", "phase", "function", "reason")
-        parts += ["## Recompilations", _table(head, recompilation_rows(compilation))]
-    if resumes:
-        parts += ["## Resumes", _resumes_table(resumes)]
-    if run.sample is not None:
-        parts += ["## Sample of the trained model", fence(run.sample)]
-    if run.profile is not None:
-        parts += ["## Profile", profile_markdown(run.profile)]
-    parts += [
-        "## Files",
-        _table(("file", "content"), [(f"`{name}`", content) for name, content in run.files.items()]),
-        "## How the numbers are measured",
-        "\n".join(f"- {line}" for line in run.definitions),
-    ]
-    return "\n\n".join(parts) + "\n"
+    return "\n\n".join(filter(None, parts)) + "\n"
+
+
+def _section(heading: str, body: str | None) -> str | None:
+    return None if body is None else f"## {heading}\n\n{body}"
 
 
 def ending_line(run: RunResult) -> str:
@@ -138,11 +117,11 @@ def fence(text: str) -> str:
     return f"{marks}text\n{text}\n{marks}"
 
 
-def _render_spread(spread: Spread | None, factor: float, unit: str, digits: int = 2) -> str:
+def _render_spread(spread: Spread | None, factor: float = 1, unit: str = "", digits: int = 2) -> str:
     if spread is None:
         return "not measured: every step was a warm-up step"
     p10, median, p90 = (f"{value * factor:,.{digits}f}" for value in (spread.p10, spread.median, spread.p90))
-    return f"{median}{' ' * bool(unit)}{unit} (p10 {p10}, p90 {p90})"
+    return f"{median}{unit} (p10 {p10}, p90 {p90})"
 
 
 def _routing_rows(routing: RoutingMetrics) -> list[tuple[str, str]]:
@@ -176,14 +155,16 @@ def _resumes_table(resumes: Sequence[Resume]) -> str:
     return _table(("time", "start", "checkpoint", "ranks", "changed settings", "earlier files moved to"), rows)
 
 
-def _number(value: float) -> str:
-    return f"{value:.4f}" if math.isfinite(value) else f"**{float(value)}**"
+def _number(value: float, unit: str = "") -> str:
+    return f"{value:.4f}{unit}" if math.isfinite(value) else f"**{float(value)}**"
 
 
 def _nats(value: float | None) -> str:
-    if value is None:
-        return "no steps"
-    return f"{value:.4f} nats" if math.isfinite(value) else f"**{float(value)}**"
+    return "no steps" if value is None else _number(value, " nats")
+
+
+def _gib(value: float | None) -> str | None:
+    return None if value is None else f"{value:.3f} GiB"
 
 
 def _flat_rows(tree: dict[str, Any]) -> list[tuple[str, str]]:
@@ -213,3 +194,68 @@ def _table(head: Sequence[str], rows: Sequence[Sequence[str]], rule: Sequence[st
 
 def _line(text: str) -> str:
     return " ".join(text.split())
+
+
+ROUTING_DEFINITIONS = (
+    "Load-balancing loss: E · Σ f·P over the E experts of a layer, where f is the fraction of tokens routed to an "
+    "expert and P the mean of its probability; mean over the layers, without its coefficient. Perfect balance gives "
+    "K, the number of experts per token (`model.top_k`).",
+    "Router z-loss: mean of logsumexp(router logits)² over tokens and layers, without its coefficient.",
+    "Router entropy: entropy of the experts' shares of the tokens, divided by that of equal shares; mean over the "
+    "layers. 1 is perfect balance; 0 means that one expert gets all tokens.",
+    "Busiest expert: its tokens divided by the mean of its layer; maximum over the layers.",
+    "Idlest expert: its tokens divided by the mean of its layer; minimum over the layers.",
+    "Routing numbers count all ranks, micro-batches and positions of the step, including padding.",
+)
+"""For models with experts."""
+
+SKIPPED_DEFINITION = (
+    "Skipped steps: steps without an optimizer step, because the loss or the gradient was not finite "
+    "(`train.skip_nonfinite`). Medians and the mean of the last losses exclude them."
+)
+
+SPIKES_DEFINITION = (
+    "Loss spike: a loss more than `metrics.spike_threshold` robust standard deviations (1.4826 times the median "
+    "absolute deviation, at least 0.01 nats) above the median of up to 64 previous losses."
+)
+
+PREDICTION_DEFINITION = (
+    "Predicted: computed before the first step from the settings and a hardware profile (`plan.hardware`); "
+    "`prediction.json` has the details. The difference is relative to the measurement. "
+    "`fsdptoys plan calibrate` with this run's directory calibrates a profile for this machine."
+)
+
+COMPILATION_DEFINITION = (
+    "Compiler: number of compilations by `torch.compile`, and their duration for forwards and backwards, which is part "
+    "of the time of their steps. At a graph break, compilation ends within a function, and a new graph begins after it."
+)
+
+
+def definitions(runs: Sequence[RunResults], *, predicted: bool, compiled: bool = False) -> tuple[str, ...]:
+    """The definition of each number in the summaries of runs, with predictions and compiled models as given."""
+    warmups = " or ".join(map(str, sorted({run.warmup_steps for run in runs}))) or 0
+    return (
+        "Loss: mean over the valid tokens of the global batch, before the optimizer step, of the training "
+        "objective: cross entropy in nats, with label smoothing and z-loss if enabled.",
+        "Held-out loss: mean cross entropy over tokens excluded from training, after the optimizer step.",
+        "References: entropies of simple models of the same data; a loss below one is better than that model.",
+        "Step time: wall time of a step on rank 0, without evaluation. Deferred optimizer updates "
+        "(`memory.offload_schedule=lazy`, `memory.cpu_offload_executor=overlapped`) count in the step whose "
+        "forward waits for them; before an evaluation, in their own step.",
+        f"Medians (with 10th and 90th percentile) exclude the first {warmups} steps of each start, which "
+        "include allocation, kernel selection and compilation.",
+        "Waiting for data: time that rank 0 waited for its batches, as a fraction of the step time, over the "
+        "same steps. Waits of other ranks show up as time in collectives instead.",
+        "tokens/s: valid tokens of all ranks divided by the step time.",
+        "TFLOP/s: model FLOPs of these tokens, without recomputation, divided by the step time and the number "
+        "of ranks.",
+        "MFU: TFLOP/s divided by the bfloat16 peak of the device, also with `train.float8`; omitted if the "
+        "peak is unknown.",
+        "Peak device memory: the allocator's peak of allocated memory. Resident set: memory of the process in "
+        "RAM, read after each step; its peak since the start of the process is recorded by the kernel (VmHWM).",
+        *([SKIPPED_DEFINITION] if any(run.skipped_steps for run in runs) else ()),
+        *([SPIKES_DEFINITION] if any(run.spikes for run in runs) else ()),
+        *([PREDICTION_DEFINITION] if predicted else ()),
+        *([COMPILATION_DEFINITION] if compiled else ()),
+        *(ROUTING_DEFINITIONS if any(run.routing is not None for run in runs) else ()),
+    )

@@ -12,7 +12,7 @@ import yaml
 from .config import TENSORBOARD_FOLDER
 from .results import RunResults
 from .step import StepMetrics
-from .writer import RunStart
+from .writers import RunStart
 
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter

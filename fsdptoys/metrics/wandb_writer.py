@@ -20,7 +20,7 @@ from fsdptoys.utils.regular_file import read_regular
 from .config import WANDB_FOLDER, WandbMode
 from .results import RunResults
 from .step import StepMetrics
-from .writer import RunStart
+from .writers import RunStart
 
 if TYPE_CHECKING:
     import wandb

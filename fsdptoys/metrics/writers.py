@@ -4,16 +4,50 @@ A writer that fails at its start or later (full disk, no network) is reported on
 The packages are optional dependencies, imported only on rank 0 and only if configured.
 """
 
-import os
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, Protocol
 
-from .config import TENSORBOARD_FOLDER, WANDB_FOLDER, MetricsConfig, WandbMode
-from .preflight import wandb_mode
 from .results import RunResults
 from .step import StepMetrics
-from .writer import RunStart, Writer
+
+
+@dataclass(frozen=True)
+class RunStart:
+    """Facts of a run for its writers before the first step."""
+
+    title: str
+    config_tree: dict[str, Any]
+    """All settings, as plain values."""
+    environment: dict[str, Any]
+    """Versions, hardware and command line."""
+    run_dir: Path
+    done: int
+    """Step from which the run resumes; data written for later steps is obsolete."""
+
+
+class Writer(Protocol):
+    """An additional destination of a run's steps."""
+
+    label: str
+    """Name for messages."""
+
+    def start(self, run: RunStart) -> None:
+        """Open the destination; the package is imported here."""
+
+    def step(self, metrics: StepMetrics) -> None:
+        """Write a step."""
+
+    def flush(self) -> None:
+        """Flush buffers to the system before a checkpoint, since earlier steps are not repeated."""
+
+    def finish(self, results: RunResults, stop_reason: str, picture: Path) -> None:
+        """Write the results; ``picture`` is the path of ``loss.png``."""
+
+    def close(self) -> None:
+        """Close the destination, also after a crash or twice; without ``finish`` the run counts as failed."""
 
 
 class Writers:
@@ -22,37 +56,16 @@ class Writers:
     Args:
         writers: the configured writers.
         message: shows a message to the user.
+        step: last step, for messages.
     """
 
-    def __init__(self, writers: Sequence[Writer], message: Callable[[str], None]) -> None:
+    def __init__(self, writers: Sequence[Writer], message: Callable[[str], None], step: int) -> None:
         self._writers = list(writers)
         self._message = message
-        self._step = 0
+        self.last_step = step
 
-    def start(self, run: RunStart) -> None:
-        """Open all writers."""
-        self._step = run.done
-        self._each(lambda writer: writer.start(run))
-
-    def step(self, metrics: StepMetrics) -> None:
-        """Write a step to all writers."""
-        self._step = metrics.step
-        self._each(lambda writer: writer.step(metrics))
-
-    def flush(self) -> None:
-        """Flush all writers."""
-        self._each(lambda writer: writer.flush())
-
-    def finish(self, results: RunResults, stop_reason: str, picture: Path) -> None:
-        """Write the results and the stop reason to all writers."""
-        self._each(lambda writer: writer.finish(results, stop_reason, picture))
-
-    def close(self) -> None:
-        """Close all writers; may be called twice."""
-        self._each(lambda writer: writer.close())
-        self._writers = []
-
-    def _each(self, call: Callable[[Writer], None]) -> None:
+    def each(self, call: Callable[[Writer], None]) -> None:
+        """Call a method of all writers."""
         for writer in list(self._writers):
             try:
                 call(writer)
@@ -62,21 +75,6 @@ class Writers:
                     writer.close()
                 reason = " ".join(str(error).split()) or type(error).__name__
                 self._message(
-                    f"{writer.label} failed after step {self._step} ({reason}) and is disabled; "
+                    f"{writer.label} failed after step {self.last_step} ({reason}) and is disabled; "
                     "metrics.jsonl has every step"
                 )
-
-
-def build_writers(config: MetricsConfig) -> list[Writer]:
-    """Construct the configured writers; their packages are imported when they start."""
-    found: list[Writer] = []
-    if TENSORBOARD_FOLDER in config.writers:
-        from .tensorboard_writer import TensorBoardWriter
-
-        found.append(TensorBoardWriter())
-    mode = wandb_mode(config, os.environ) if WANDB_FOLDER in config.writers else WandbMode.disabled
-    if mode is not WandbMode.disabled:
-        from .wandb_writer import WandbWriter
-
-        found.append(WandbWriter(config.wandb_project, config.wandb_entity, mode))
-    return found

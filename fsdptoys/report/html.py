@@ -33,9 +33,9 @@ def rich(text: str) -> str:
     return re.sub(r"\*\*([^*]+)\*\*", r"<strong>\1</strong>", marked)
 
 
-def bullets(text: str) -> str:
-    """Convert a flat Markdown list."""
-    return f"<ul>{''.join(f'<li>{rich(line[2:])}</li>' for line in text.splitlines() if line.startswith('- '))}</ul>"
+def bullets(lines: Sequence[str]) -> str:
+    """Convert the lines of a flat Markdown list."""
+    return f"<ul>{''.join(f'<li>{rich(line)}</li>' for line in lines)}</ul>"
 
 
 def table(

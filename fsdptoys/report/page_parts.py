@@ -6,7 +6,7 @@ from typing import Any
 
 from fsdptoys.metrics.prediction import FLAGGED
 from fsdptoys.metrics.resume_log import flatten
-from fsdptoys.metrics.summary_notes import definitions
+from fsdptoys.metrics.summary import definitions
 from fsdptoys.train.recorded_run import RecordedRun
 
 from .figures import Picture
@@ -121,17 +121,9 @@ def number(value: float | None, digits: int = 4, unit: str = "") -> HtmlCell:
 
 def definitions_section(runs: Sequence[RecordedRun]) -> Section:
     """Definitions of the numbers."""
-    warmups = sorted({run.results.warmup_steps for run in runs})
-    text = definitions(
-        warmups[0] if warmups else 0,
-        with_experts=any(run.results.routing is not None for run in runs),
-        with_skipped=any(run.results.skipped_steps for run in runs),
-        with_spikes=any(run.results.spikes for run in runs),
-        with_prediction=any(run.prediction is not None for run in runs),
-    )
-    if len(warmups) > 1:
-        text = text.replace(f"the first {warmups[0]} steps", f"the first {' or '.join(map(str, warmups))} steps")
-    return Section("definitions", "How the numbers are measured", bullets(text))
+    predicted = any(run.prediction is not None for run in runs)
+    lines = definitions([run.results for run in runs], predicted=predicted)
+    return Section("definitions", "How the numbers are measured", bullets(lines))
 
 
 def notes_html(runs: Sequence[RecordedRun]) -> str:

@@ -27,7 +27,7 @@ from fsdptoys.device import Device
 from fsdptoys.loss import build_loss
 from fsdptoys.loss.objective import IGNORE_INDEX, Objective
 from fsdptoys.memory import threads_per_rank
-from fsdptoys.metrics import SpikeDetector, StepMetrics, step_metrics
+from fsdptoys.metrics import SpikeDetector, StepMetrics, measure_step
 from fsdptoys.metrics.compilation import CompilationWatch
 from fsdptoys.optim import build_optimizer
 from fsdptoys.optim.schedule import build_schedule, set_schedule
@@ -284,18 +284,21 @@ class Trainer:
         routing = self.routing.end_step() if self.routing else None
         self.device.synchronize()
         seconds = time.perf_counter() - started
-        metrics = step_metrics(
+        flops_per_token = self.documents.flops_per_token(in_documents) if self.documents else self.flops_per_token
+        metrics = StepMetrics(
+            **measure_step(
+                step_time_seconds=seconds,
+                valid_tokens=valid,
+                flops_per_token=flops_per_token,
+                world_size=self.world_size,
+                device=self.device,
+                # Published peak FLOPs are for bfloat16.
+                peak_flops=self.device.peak_flops if self.config.parallel.param_dtype is DType.bfloat16 else None,
+            ),
             step=step,
             loss=loss,
             grad_norm=grad_norm.item(),
             learning_rate=learning_rate,
-            step_time_seconds=seconds,
-            valid_tokens=valid,
-            flops_per_token=self.documents.flops_per_token(in_documents) if self.documents else self.flops_per_token,
-            world_size=self.world_size,
-            device=self.device,
-            # Published peak FLOPs are for bfloat16.
-            peak_flops=self.device.peak_flops if self.config.parallel.param_dtype is DType.bfloat16 else None,
             routing=routing,
             skipped=skipped,
             skipped_steps=self.skipped_steps,

@@ -36,6 +36,10 @@ def open_run(run_dir: str | None = None, title: str = "tiny") -> RunDirectory:
     return directory
 
 
+def append(directory: RunDirectory, step: int = 1) -> list[str]:
+    return directory.append("metrics.jsonl", replace(STEP, step=step).to_json())
+
+
 @pytest.mark.parametrize(
     ("field", "value", "sentence"),
     [
@@ -91,7 +95,7 @@ def test_each_step_is_on_disk_before_the_next():
     """Oracle: the file, read while the run still holds it open."""
     directory = RunDirectory(MetricsConfig(run_dir="run"), "tiny", TREE, {})
     for number in (1, 2):
-        directory.append(replace(STEP, step=number))
+        append(directory, number)
         lines = Path("run/metrics.jsonl").read_text().splitlines()
         assert [json.loads(line)["step"] for line in lines] == list(range(1, number + 1))
     directory.close()
@@ -185,8 +189,8 @@ def test_full_disk_is_reported_once():
     directory = open_run("run")
     directory._lines = {"metrics.jsonl": LineFile(Path("run/metrics.jsonl"))}
     directory._lines["metrics.jsonl"]._file = open("/dev/full", "ab", buffering=0)  # noqa: SIM115
-    assert directory.append(STEP) == "steps wait in memory until run has free space (No space left on device)"
-    assert directory.append(STEP) is None
+    assert append(directory) == ["steps wait in memory until run has free space (No space left on device)"]
+    assert append(directory) == []
     with pytest.raises(ConfigError, match=r"^metrics\.run_dir=run cannot be written \(No space left on device\); set"):
         directory.flush()
     directory.close()
@@ -262,17 +266,17 @@ def test_queued_steps_are_written_completely_once_there_is_space(there_is_room: 
 
     config = MetricsConfig(run_dir=str(tmp_path / "run"))
     directory = RunDirectory(config, "tiny", {}, {}, make_room=make_room)
-    directory.append(replace(STEP, step=1))
+    append(directory, 1)
     first = (tmp_path / "run" / "metrics.jsonl").read_text()
     resource.setrlimit(resource.RLIMIT_FSIZE, (len(first) + 20, before[1]))
     try:
-        message = directory.append(replace(STEP, step=2))
-        assert (message is None) == there_is_room
+        messages = append(directory, 2)
+        assert (messages == []) == there_is_room
         if not there_is_room:
             assert (tmp_path / "run" / "metrics.jsonl").read_text() == first
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
-    assert directory.append(replace(STEP, step=3)) is None
+    assert append(directory, 3) == []
     directory.close()
     lines = (tmp_path / "run" / "metrics.jsonl").read_text()
     assert lines == first + "".join(replace(STEP, step=step).to_json() + "\n" for step in (2, 3))

@@ -3,12 +3,13 @@
 import dataclasses
 import json
 import math
+from typing import Any
 
 import pytest
 import torch
 
 from fsdptoys.device import GIB, Device, MemoryStats, resident_set_bytes
-from fsdptoys.metrics import StepMetrics, step_metrics
+from fsdptoys.metrics import StepMetrics, measure_step
 from fsdptoys.metrics.step import (
     RoutingMetrics,
 )
@@ -54,17 +55,16 @@ class AcceleratorOnPaper(Device):
 
 
 def measure(device: Device, peak_flops: float | None, **changes: float) -> StepMetrics:
-    values = {
-        "step": 3,
-        "loss": 2.5,
-        "grad_norm": 0.75,
-        "learning_rate": 1e-3,
-        "step_time_seconds": 0.5,
-        "valid_tokens": 4000,
-        "flops_per_token": 6e9,
-        "world_size": 8,
-    }
-    return step_metrics(**(values | changes), device=device, peak_flops=peak_flops)
+    measured = measure_step(
+        step_time_seconds=0.5,
+        valid_tokens=4000,
+        flops_per_token=6e9,
+        world_size=8,
+        device=device,
+        peak_flops=peak_flops,
+    )
+    values: dict[str, Any] = measured | {"step": 3, "loss": 2.5, "grad_norm": 0.75, "learning_rate": 1e-3} | changes
+    return StepMetrics(**values)
 
 
 def test_rates_follow_their_formulas():

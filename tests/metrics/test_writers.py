@@ -9,6 +9,7 @@ import socket
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from operator import methodcaller
 from pathlib import Path
 
 import pytest
@@ -20,9 +21,6 @@ from fsdptoys.metrics.config import RUN_FILES, WandbMode
 from fsdptoys.metrics.preflight import check_writers, wandb_mode
 from fsdptoys.metrics.step import (
     RoutingMetrics,
-)
-from fsdptoys.metrics.writer import (
-    RunStart,
 )
 from fsdptoys.metrics.writers import (
     Writers,
@@ -248,15 +246,10 @@ def test_failed_writer_is_closed_and_never_called_again(stage: str) -> None:
     """Oracle: the calls of it and of a working one, and the sentence."""
     messages: list[str] = []
     broken, sound = Fragile(stage), Fragile(None)
-    writers = Writers([broken, sound], messages.append)
+    writers = Writers([broken, sound], messages.append, 0)
     order = ["start", "step", "step", "flush", "finish", "close"]
-    writers.start(RunStart("tiny", TREE, {}, Path(), 0))
-    for number in (1, 2):
-        writers.step(step_of(number))
-    writers.flush()
-    writers.finish(None, "done", Path())
-    writers.close()
-    writers.close()
+    for writers.last_step, name in zip((0, 1, 2, 2, 2, 2), order, strict=True):
+        writers.each(methodcaller(name, step_of(1)))
     assert sound.asked == order
     assert broken.asked == [*order[: order.index(stage) + 1], "close"]
     step = {"start": 0, "step": 1}.get(stage, 2)
