@@ -38,7 +38,6 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import torch
 
 from fsdptoys.config.compose import compose_config
-from fsdptoys.config.plan_config import AllocatorKind
 from fsdptoys.data.bin import TokenDType
 from fsdptoys.device import GIB, Device, peak_flops
 from fsdptoys.device.profile import load_hardware
@@ -195,7 +194,7 @@ def planned_memory(words: Sequence[str], device: str) -> MemoryPrediction | None
         return None
     config = compose_config(list(words))
     config.validate(1, "cuda")
-    return closed_form(config, load_hardware(HARDWARE), 1, AllocatorKind.expandable).memory
+    return closed_form(config, load_hardware(HARDWARE), 1).memory
 
 
 def peers_versions(python: str) -> str:

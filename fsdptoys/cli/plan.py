@@ -129,10 +129,9 @@ def _run(words: Sequence[str]) -> int:
     run = compose_hypothetical(words)
     config, hardware, world_size = run.validated(), run.hardware, run.world_size
     prediction = predict(config, hardware, world_size)
-    allocator = config.plan.allocator
     advice = advise(
         run.config,
-        lambda changed: closed_form(changed, hardware, world_size, allocator),
+        lambda changed: closed_form(changed, hardware, world_size),
         prediction,
         run.memory_bytes,
         node_ranks_of(run.config, hardware, world_size),
@@ -153,12 +152,11 @@ def _search(words: Sequence[str]) -> int:
     if picture is not None:
         check_picture(Path(picture))
     result = search(
-        _compose_config,
+        run.config,
         run.words,
         run.hardware,
         run.world_size,
         run.memory_bytes,
-        run.config.plan.allocator,
         closed_form,
         check=predict,
         host_memory_bytes=run.hardware.host_memory_bytes.value,
@@ -181,7 +179,3 @@ def _refuse(words: Sequence[str], *names: str) -> None:
         for name in names:
             if word.partition("=")[0] == f"plan.{name}":
                 raise ConfigError(f"{word} is read by {readers[name]} alone; leave it out")
-
-
-def _compose_config(words: Sequence[str]) -> Config:
-    return compose(words).config

@@ -7,7 +7,6 @@ import yaml
 
 from fsdptoys.config.compose import compose, compose_presets
 from fsdptoys.config.overrides import list_choices
-from fsdptoys.config.plan_config import AllocatorKind
 from fsdptoys.config.schema import Config
 from fsdptoys.device.profile import load_hardware
 from fsdptoys.errors import ConfigError
@@ -144,14 +143,6 @@ def choose_largest(experiment: str, device_type: str, world_size: int) -> list[s
 
     hardware = load_hardware(profile)
     presets = [preset for preset in compose_presets(list_choices()["model"]) if not preset.name.endswith("_debug")]
-    _, best = largest_preset(
-        presets,
-        lambda words: compose(words).config,
-        [experiment],
-        hardware,
-        world_size,
-        hardware.usable_bytes,
-        AllocatorKind.expandable,
-        closed_form,
-    )
+    base = compose([experiment]).config
+    best = largest_preset(presets, base, [experiment], hardware, world_size, hardware.usable_bytes, closed_form)
     return list(best.words)

@@ -48,7 +48,7 @@ def estimate_run(config: Config, world_size: int) -> tuple[Prediction, Hardware]
     memory = config.memory
     if hardware.device_type == "cpu" and (memory.cpu_offload or memory.optimizer_offload):
         return None  # offload on a CPU moves nothing, which the closed form does not model
-    return closed_form(config, hardware, world_size, config.plan.allocator), hardware
+    return closed_form(config, hardware, world_size), hardware
 
 
 def world_size_of(config: Config, hardware: Hardware) -> int:
@@ -80,7 +80,7 @@ class Predictor:
         if len(replays) > 1:
             result = extrapolate(replays[0], result, (self.depths[0], self.depths[1]), config.model.n_layers)
             method = f"traced, {self.depths[0]} and {self.depths[1]} layers"
-        closed = closed_form(config, hardware, self.world_size, kind)
+        closed = closed_form(config, hardware, self.world_size)
         memory = result.memory(closed.memory.host_bytes)
         prediction = dataclasses.replace(closed, method=method, memory=memory, time=result.time())
         found = (*doubts(config, hardware, self.world_size), *disagreement(prediction, closed))
@@ -95,7 +95,7 @@ def predict(config: Config, hardware: Hardware, world_size: int) -> Prediction:
     """
     predictor = Predictor(config, hardware, world_size)
     prediction = predictor(hardware)
-    closed = closed_form(config, hardware, world_size, config.plan.allocator)
+    closed = closed_form(config, hardware, world_size)
     if len(predictor.depths) > 1 and closed.memory.peak_bytes > (1 + HIGHER) * prediction.memory.peak_bytes:
         config = copy.deepcopy(config)
         config.plan.exact = True

@@ -4,7 +4,6 @@ import functools
 from collections.abc import Callable, Sequence
 
 from fsdptoys.config.compose import compose_config
-from fsdptoys.config.plan_config import AllocatorKind
 from fsdptoys.config.schema import Config
 from fsdptoys.device import GIB
 from fsdptoys.device.profile import Hardware
@@ -33,7 +32,7 @@ def compose(words: Sequence[str]) -> Config:
 HARDWARE = imagined_hardware(devices_per_node=8, memory_bytes=80 * GIB)
 
 
-def formula(config: Config, hardware: Hardware, world_size: int, allocator: AllocatorKind) -> Prediction:
+def formula(config: Config, hardware: Hardware, world_size: int) -> Prediction:
     """A prediction with the properties that a search relies on: memory that grows with the batch, time convex in it,
     and switches that trade one for the other."""
     parallel, memory, train, model = config.parallel, config.memory, config.train, config.model
@@ -89,14 +88,5 @@ def find(
     predict: Callable[..., Prediction] = formula,
     host_bytes: float | None = None,
 ) -> SearchResult:
-    return search(
-        compose,
-        words,
-        HARDWARE,
-        world_size,
-        gib * GIB,
-        AllocatorKind.expandable,
-        predict,
-        space=space,
-        host_memory_bytes=host_bytes,
-    )
+    base = compose(words)
+    return search(base, words, HARDWARE, world_size, gib * GIB, predict, space=space, host_memory_bytes=host_bytes)

@@ -6,7 +6,6 @@ from pathlib import Path
 import pytest
 
 from fsdptoys.config.compose import compose_config
-from fsdptoys.config.plan_config import AllocatorKind
 from fsdptoys.config.schema import Config
 from fsdptoys.device import GIB
 from fsdptoys.errors import ConfigError
@@ -19,7 +18,7 @@ from tests.plan.formula_search import HARDWARE, MODEL, compose, find_once, formu
 
 def advised(config: Config, gib: float, world_size: int = 8) -> list[tuple[str, bool]]:
     def predict(one: Config) -> Prediction:
-        return formula(one, HARDWARE, world_size, AllocatorKind.expandable)
+        return formula(one, HARDWARE, world_size)
 
     prediction = predict(vary(config, {}))
     return [(" ".join(advice.words), advice.fits) for advice in advise(config, predict, prediction, gib * GIB)]
@@ -29,12 +28,12 @@ def test_advice_makes_a_run_fit_or_faster_as_predicted() -> None:
     """Oracle: each piece of advice, typed, composed and predicted from scratch."""
     for words, gib in (([], 16.0), (["memory.gradient_checkpointing=full", "train.batch_size=2"], 80.0)):
         base = compose([*MODEL, *words])
-        before = formula(base, HARDWARE, 8, AllocatorKind.expandable)
+        before = formula(base, HARDWARE, 8)
         advice = advised(base, gib)
         assert advice and all(fits for _, fits in advice)
         speeds = []
         for text, _ in advice:
-            after = formula(compose_config([*MODEL, *words, *text.split()]), HARDWARE, 8, AllocatorKind.expandable)
+            after = formula(compose_config([*MODEL, *words, *text.split()]), HARDWARE, 8)
             assert after.memory.reserved_bytes <= gib * GIB
             speeds.append(after.tokens_per_second)
         assert speeds == sorted(speeds, reverse=True)

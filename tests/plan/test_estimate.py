@@ -79,14 +79,9 @@ def _read(before: Any, value: str) -> Any:
     return value == "true" if isinstance(before, bool) else float(value) if isinstance(before, float) else int(value)
 
 
-def _predict(
-    *words: str,
-    world_size: int = 8,
-    hardware: str = "h100",
-    allocator: AllocatorKind = AllocatorKind.expandable,
-) -> Prediction:
+def _predict(*words: str, world_size: int = 8, hardware: str = "h100") -> Prediction:
     config = _config(*words, world_size=world_size, hardware=hardware)
-    return closed_form(config, _hardware(hardware), world_size, allocator)
+    return closed_form(config, _hardware(hardware), world_size)
 
 
 def _parameters(config: Config) -> int:
@@ -273,7 +268,7 @@ def test_kept_activations_of_a_llama_block(kind: AttentionKind | str, kernels: s
 
 def test_native_segments_reserve_at_least_what_is_allocated() -> None:
     """Oracle: the allocator's invariant, and that the closed form says what it leaves out."""
-    native = _predict(*LLAMA, FULL, allocator=AllocatorKind.native)
+    native = _predict(*LLAMA, FULL, "plan.allocator=native")
     assert native.memory.reserved_bytes >= native.memory.peak_bytes
     assert any("fragmentation" in doubt for doubt in native.doubts)
 
@@ -301,7 +296,7 @@ def test_every_parameter_is_in_one_unit(words: tuple[str, ...]) -> None:
         model, flatten=config.parallel.flattens_parameters, split_blocks=config.parallel.hooks_parts_of_blocks, ranks=1
     )
     assert sum(unit.elements for unit in units.in_forward()) == model.parameter_counts().total
-    prediction = closed_form(config, _hardware("h100"), 8, AllocatorKind.expandable)
+    prediction = closed_form(config, _hardware("h100"), 8)
     assert 0 < prediction.memory.end_bytes <= prediction.memory.peak_bytes <= prediction.memory.reserved_bytes
     assert 0 < prediction.time.step_seconds < 10
     assert 0 < (prediction.mfu or 0) < 1
@@ -355,7 +350,7 @@ def test_closed_form_agrees_with_the_trace(name: str, words: tuple[str, ...]) ->
     model = ("model=llama3_1b", "model.n_layers=4", "parallel.param_dtype=bfloat16", "train.seq_len=2048")
     config = _config(*model, *words, hardware=name)
     hardware = _hardware(name)
-    formula = closed_form(config, hardware, 8, AllocatorKind.expandable)
+    formula = closed_form(config, hardware, 8)
     replayed = replay(traced_on(config, hardware, 8), hardware, build_allocator(AllocatorKind.expandable))
     memory = replayed.memory()
     assert formula.memory.end_bytes == pytest.approx(memory.end_bytes, rel=0.01)
@@ -376,7 +371,7 @@ def test_ddps_buckets_are_those_of_the_trace(dtype: str) -> None:
     """Oracle: the real reducer's all-reduces, beside which a trace has up to three of single numbers."""
     config = _config("model=llama3_1b", "model.n_layers=4", f"parallel.param_dtype={dtype}", "parallel=ddp")
     hardware = _hardware("h100")
-    formula = closed_form(config, hardware, 8, AllocatorKind.expandable).time
+    formula = closed_form(config, hardware, 8).time
     traced = replay(traced_on(config, hardware, 8), hardware, build_allocator(AllocatorKind.expandable)).time()
     (ours,), (real,) = ([each for each in time.volumes if each.axis == "world"] for time in (formula, traced))
     assert 0 <= real.calls - ours.calls <= 3

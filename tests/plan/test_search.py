@@ -8,7 +8,6 @@ from collections.abc import Sequence
 import pytest
 
 from fsdptoys.config.compose import compose_config, compose_presets
-from fsdptoys.config.plan_config import AllocatorKind
 from fsdptoys.config.schema import Config
 from fsdptoys.device import GIB
 from fsdptoys.device.profile import Hardware, load_hardware
@@ -58,7 +57,7 @@ def brute_force(words: Sequence[str], world_size: int, gib: float) -> list[tuple
             changes |= {"parallel.wrap": wrap, "parallel.reshard_after_forward": reshard}
         config = vary(base, changes)
         validate_switches(config, world_size, "cuda")
-        prediction = formula(config, HARDWARE, world_size, AllocatorKind.expandable)
+        prediction = formula(config, HARDWARE, world_size)
         if prediction.memory.reserved_bytes <= gib * GIB:
             found.append((prediction.tokens_per_second, prediction.memory.reserved_bytes, batch, label(config)))
     return found
@@ -99,9 +98,9 @@ def test_combinations_that_fit_are_ranked_by_speed_and_ties_by_switches() -> Non
 def test_switches_without_effect_are_off() -> None:
     """Oracle: where a prediction does not depend on the switches, the plain configuration comes first, once."""
 
-    def indifferent(config: Config, hardware: Hardware, world_size: int, allocator: AllocatorKind) -> Prediction:
+    def indifferent(config: Config, hardware: Hardware, world_size: int) -> Prediction:
         plain = vary(compose(MODEL), {"train.batch_size": config.train.batch_size})
-        return formula(plain, hardware, world_size, allocator)
+        return formula(plain, hardware, world_size)
 
     result = find(MODEL, 8, 80, SMALL, indifferent)
     assert result.best.switches == 0 and result.best.config.parallel.name == "fsdp2"
@@ -243,11 +242,11 @@ def test_the_best_are_predicted_again_and_one_that_does_not_fit_is_not_recommend
 
     def check(config: Config, hardware: Hardware, world_size: int) -> Prediction:
         asked.append(config)
-        prediction = formula(config, hardware, world_size, AllocatorKind.expandable)
+        prediction = formula(config, hardware, world_size)
         reserved = prediction.memory.reserved_bytes + (41 * GIB if len(asked) == 1 else 0)
         return dataclasses.replace(prediction, memory=dataclasses.replace(prediction.memory, reserved_bytes=reserved))
 
-    result = search(compose, MODEL, HARDWARE, 8, 40 * GIB, AllocatorKind.expandable, formula, check=check, space=SMALL)
+    result = search(compose(MODEL), MODEL, HARDWARE, 8, 40 * GIB, formula, check=check, space=SMALL)
     assert [checked.fits for checked in result.checked] == [False, True, True]
     assert asked == [candidate.config for candidate in first.leading(3)]
     assert result.best.words == first.leading(2)[1].words
@@ -255,7 +254,7 @@ def test_the_best_are_predicted_again_and_one_that_does_not_fit_is_not_recommend
 
 def point(gib: float, speed: float) -> Candidate:
     config = compose(MODEL)
-    prediction = formula(config, HARDWARE, 8, AllocatorKind.expandable)
+    prediction = formula(config, HARDWARE, 8)
     prediction = dataclasses.replace(
         prediction,
         tokens_per_step=int(1000 * speed),
@@ -287,20 +286,20 @@ def test_the_largest_preset_that_fits_comes_with_words_that_compose() -> None:
     words = ["experiment=llama2_7b", "train.steps=5"]
     presets = compose_presets(names)
 
-    def largest(among: list[str], gib: float) -> tuple[str, Candidate]:
+    def largest(among: list[str], gib: float) -> Candidate:
         chosen = [preset for preset in presets if preset.name in among]
-        return largest_preset(chosen, compose, words, HARDWARE, 8, gib * GIB, AllocatorKind.expandable, formula)
+        return largest_preset(chosen, compose(words), words, HARDWARE, 8, gib * GIB, formula)
 
     for gib in (30, 15):
-        name, candidate = largest(names, gib)
+        candidate = largest(names, gib)
         composed = compose_config(list(candidate.words))
         composed.validate(8, "cuda")
-        assert composed == candidate.config and composed.model.name == name
+        assert composed == candidate.config
         assert composed.train.steps == 5
         order = ["gpt2", "llama3_1b", "gpt2_xl", "llama2_7b", "llama3_8b", "llama2_13b", "llama3_70b"]
         with pytest.raises(ConfigError):
-            largest(order[order.index(name) + 1 :], gib)
-    assert largest(["gpt2"], 30)[1].config.train.seq_len == 1024
+            largest(order[order.index(composed.model.name) + 1 :], gib)
+    assert largest(["gpt2"], 30).config.train.seq_len == 1024
 
 
 @pytest.mark.usefixtures("unmeasured")
@@ -308,8 +307,8 @@ def test_overrides_of_the_best_compose_to_its_prediction() -> None:
     """Oracle: the closed form of the configuration that Hydra composes from the best candidate's words."""
     hardware = load_hardware("h100")
     words = ["model=llama3_1b", "train.seq_len=2048", "parallel.param_dtype=bfloat16"]
-    result = search(compose, words, hardware, 8, 40 * GIB, AllocatorKind.expandable, closed_form, space=SENSIBLE)
+    result = search(compose(words), words, hardware, 8, 40 * GIB, closed_form, space=SENSIBLE)
     composed = compose_config(list(result.best.words))
     composed.validate(8, "cuda")
-    assert closed_form(composed, hardware, 8, AllocatorKind.expandable) == result.best.prediction
+    assert closed_form(composed, hardware, 8) == result.best.prediction
     assert result.best.config.memory.gradient_checkpointing is GradientCheckpointing.none

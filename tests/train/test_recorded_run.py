@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 
 from fsdptoys.config.compose import compose_config
-from fsdptoys.config.plan_config import AllocatorKind
 from fsdptoys.config.schema import Config
 from fsdptoys.device import Device
 from fsdptoys.device.profile import load_hardware
@@ -31,7 +30,7 @@ def config() -> Config:
 
 @pytest.fixture(scope="module")
 def prediction(config: Config) -> Prediction:
-    return closed_form(config, load_hardware("h100"), 2, AllocatorKind.expandable)
+    return closed_form(config, load_hardware("h100"), 2)
 
 
 def record(path: Path, config: Config, prediction: Prediction | None, steps: int, finish: bool = True) -> None:

@@ -19,7 +19,7 @@ from fsdptoys.config.kernel_choice import KernelLibrary
 from fsdptoys.config.plan_config import AllocatorKind
 from fsdptoys.config.schema import Config
 from fsdptoys.device.profile import Hardware
-from fsdptoys.metrics.prediction import Category, MemoryPrediction, Prediction, TimePrediction
+from fsdptoys.metrics.prediction import Category, MemoryPrediction, Prediction, TimePrediction, Volume
 from fsdptoys.models import DecoderModel, ModelConfig, npu_kernels
 from fsdptoys.parallel import ParallelConfig
 from fsdptoys.parallel.float8 import Float8
@@ -30,8 +30,7 @@ from fsdptoys.plan.trace.op_costs import matmul_workspace_bytes
 from .activations import Uncached, segments_of
 from .fsdp_steps import FSDP1StepModel, FSDP2StepModel
 from .memory_ledger import Ledger
-from .muon_step import MuonUpdate
-from .optimizer_step import HostUpdate, LowBitUpdate, StreamedUpdate, Update
+from .optimizer_step import make_update
 from .replicated import ReplicatedStepModel
 from .step_model import StepModel
 from .units import StepSetup, Units, make_units
@@ -39,12 +38,12 @@ from .units import StepSetup, Units, make_units
 SHALLOW_LAYERS = 4  # Blocks of the model in which gaps between allocations are measured
 
 
-def closed_form(config: Config, hardware: Hardware, world_size: int, allocator: AllocatorKind) -> Prediction:
+def closed_form(config: Config, hardware: Hardware, world_size: int) -> Prediction:
     """Predict one rank's memory and time for a validated configuration."""
     train, setup = config.train, _setup(config, hardware, world_size)
     micro_batches = train.grad_accum * getattr(config.parallel, "simulated_ranks", 1)
     ledger, model = _run_steps(setup, hardware, micro_batches, None)
-    gaps = _gaps(setup, hardware, micro_batches, allocator)
+    gaps = _gaps(setup, hardware, micro_batches)
     streams = {name: _full_pages(bytes) + gaps.get(name, 0) for name, bytes in ledger.highest.items() if bytes}
     memory = MemoryPrediction(
         end_bytes=ledger.total,
@@ -58,6 +57,7 @@ def closed_form(config: Config, hardware: Hardware, world_size: int, allocator: 
     step = max(ledger.compute, ledger.host)
     busy, communication, transfers = (ledger.sums[name] for name in ("busy", "communication", "transfers"))
     parts = (step, busy, communication, transfers, max(0.0, step - busy - communication - transfers))
+    volumes = tuple(Volume(*key, calls, round(sent), time) for key, (calls, sent, time) in ledger.volumes.items())
     tokens = train.batch_size * train.seq_len * micro_batches
     peak_flops = hardware.peak_flops.get(config.parallel.param_dtype.value)
     return Prediction(
@@ -68,21 +68,24 @@ def closed_form(config: Config, hardware: Hardware, world_size: int, allocator: 
         model_flops_per_step=tokens * _flops(repr(config.model), train.seq_len, Uncached(config.model)),
         peak_flops=peak_flops.value if peak_flops else None,
         memory=memory,
-        time=TimePrediction(*parts, dict(ledger.kinds), ledger.all_volumes()),
+        time=TimePrediction(*parts, ledger.kinds, volumes),
         device_type=hardware.device_type,
-        doubts=_doubts(config, allocator),
+        doubts=_doubts(config),
     )
 
 
 def _run_steps(
     setup: StepSetup, hardware: Hardware, micro_batches: int, allocator: Allocator | None
 ) -> tuple[Ledger, StepModel]:
-    ledger = Ledger(hardware, allocator)
-    model = _step_model(setup.config.parallel)(setup, ledger, _make_update(setup, ledger))
+    ledger, parallel = Ledger(hardware, allocator), setup.config.parallel
+    kind: type[StepModel] = FSDP1StepModel if parallel.flattens_parameters else FSDP2StepModel
+    if not parallel.shards_parameters:
+        kind = ReplicatedStepModel
+    model = kind(setup, ledger, make_update(setup, ledger))
     model.construct()
     # The forward's and the backward's threads have one each.
     workspace = matmul_workspace_bytes(hardware)
-    ledger.add_pieces(Category.temporary, [workspace] * 2)
+    ledger.add(Category.temporary, workspace, workspace)
     if setup.config.kernels.attention is KernelLibrary.npu:
         ledger.add(Category.buffers, npu_kernels.MASK_ROWS**2)
     if allocator is None:
@@ -93,28 +96,12 @@ def _run_steps(
     return ledger, model
 
 
-def _step_model(parallel: ParallelConfig) -> type[StepModel]:
-    if not parallel.shards_parameters:
-        return ReplicatedStepModel
-    return FSDP1StepModel if parallel.flattens_parameters else FSDP2StepModel
-
-
-def _make_update(setup: StepSetup, ledger: Ledger) -> Update:
-    memory, optim = setup.config.memory, setup.config.optim
-    kind: type[Update] = HostUpdate if memory.cpu_offload else StreamedUpdate if memory.optimizer_offload else Update
-    if optim.exchanges_matrices:
-        kind = MuonUpdate
-    elif optim.low_bit_format and not memory.cpu_offload:
-        kind = LowBitUpdate
-    return kind(setup, ledger)
-
-
-def _gaps(setup: StepSetup, hardware: Hardware, micro_batches: int, kind: AllocatorKind) -> dict[str, int]:
+def _gaps(setup: StepSetup, hardware: Hardware, micro_batches: int) -> dict[str, int]:
     """Bytes that an allocator reserves on each stream beyond the highest allocation.
 
     Measured with few layers: gaps depend on the order of tensor sizes, hardly on the depth.
     """
-    allocator = build_allocator(kind, device_type=hardware.device_type)
+    allocator = build_allocator(setup.config.plan.allocator, device_type=hardware.device_type)
     ledger, _ = _run_steps(_shallow(setup), hardware, min(2, micro_batches), allocator)
     reserved = allocator.reserved_by_stream
     return {
@@ -138,10 +125,10 @@ def _full_pages(bytes: int) -> int:
     return -(-bytes // LARGE_SEGMENT_BYTES) * LARGE_SEGMENT_BYTES
 
 
-def _doubts(config: Config, allocator: AllocatorKind) -> tuple[str, ...]:
-    train = config.train
+def _doubts(config: Config) -> tuple[str, ...]:
+    train, native = config.train, config.plan.allocator is AllocatorKind.native
     limits = (
-        (allocator is AllocatorKind.native, "has no fragmentation of native segments: reserved memory may be higher"),
+        (native, "has no fragmentation of native segments: reserved memory may be higher"),
         (train.compile, "treats train.compile=true as eager"),
         (config.data.mask_documents, "treats data.mask_documents=true as attention over full sequences"),
         (train.float8 is not Float8.none, f"treats train.float8={train.float8.value} as bfloat16"),

@@ -28,9 +28,8 @@ class ShardedStepModel(StepModel):
         super().__init__(setup, ledger, update)
         assert isinstance(self.config.parallel, FSDPConfig)
         self.parallel = self.config.parallel
-        memory = self.config.memory
-        self.cpu_offload = memory.cpu_offload
-        overlapped = memory.cpu_offload_executor is CPUOffloadExecutor.overlapped
+        self.cpu_offload = self.memory.cpu_offload
+        overlapped = self.memory.cpu_offload_executor is CPUOffloadExecutor.overlapped
         self.upload_width = 2 if overlapped and setup.compute_bytes == 2 else 4
         self.order = self.units.in_forward()
         self.gathered: set[UnitBytes] = set()
@@ -45,7 +44,7 @@ class ShardedStepModel(StepModel):
     def construct(self) -> None:
         """Allocate the shards."""
         if not self.cpu_offload:
-            self.ledger.add_pieces(Category.parameters, [4 * size for unit in self.order for size in unit.local])
+            self.ledger.add(Category.parameters, *(4 * size for unit in self.order for size in unit.local))
         self.update.construct()
 
     def begin_forward(self) -> None:
@@ -95,15 +94,17 @@ class ShardedStepModel(StepModel):
             done = self.ledger.communicate("all_gather", bytes, self.setup.shard_ranks, 1, "shard", done)
         self.in_flight[unit] = issued, there, done
 
-    def _await(self, unit: UnitBytes) -> None:
+    def _complete(self, unit: UnitBytes, in_forward: bool) -> None:
+        """Wait for a unit's gather."""
         for moment, why in zip(self.in_flight.pop(unit), ("host", "transfers", "communication"), strict=True):
             self.ledger.wait(moment, why)
+        self.gathered.add(unit)
 
     def _upload(self, unit: UnitBytes) -> float:
         """Copy offloaded shards to the device; returns the end of the copy."""
         if not self.cpu_offload:
             return 0.0
-        self.ledger.spike(4 * max(unit.local), COPY_IN)
+        self.ledger.spike(4 * max(unit.local), stream=COPY_IN)
         return max(self.ledger.transfer(self.upload_width * size, "up", self.gather_after) for size in unit.local)
 
     def _issue(self, unit: UnitBytes) -> None:
@@ -117,10 +118,6 @@ class ShardedStepModel(StepModel):
 
     @abstractmethod
     def _start_gather(self, unit: UnitBytes) -> None: ...
-
-    @abstractmethod
-    def _complete(self, unit: UnitBytes, in_forward: bool) -> None:
-        """Wait for a unit's gather."""
 
     @abstractmethod
     def _free_gathered(self, unit: UnitBytes) -> None: ...
@@ -145,12 +142,12 @@ class ShardedStepModel(StepModel):
         bytes, stream = shard_bytes, REDUCE
         if self.setup.reduce_bytes != 4:
             bytes, stream = 4 * unit.local_elements, ALL_REDUCE if self.setup.replicas > 1 else REDUCE
-            self.ledger.add(Category.gradients, bytes, stream)
+            self.ledger.add(Category.gradients, bytes, stream=stream)
             if not holds_shard:
-                self.ledger.add(Category.gradients, -shard_bytes, REDUCE)
+                self.ledger.add(Category.gradients, -shard_bytes, stream=REDUCE)
         if self.cpu_offload:
             self.reduced = max(self.reduced, self.ledger.transfer(bytes, "down", self.reduced))
-            self.ledger.add(Category.gradients, -bytes, stream)
+            self.ledger.add(Category.gradients, -bytes, stream=stream)
         else:
             self.gradients[stream] = self.gradients.get(stream, 0) + bytes
         if self.update.in_backward:  # concurrent with the backward
@@ -162,7 +159,7 @@ class ShardedStepModel(StepModel):
         for stream in self.gradients:
             left = self.gradients[stream]
             freed = left if elements is None else min(left, 4 * elements)
-            self.ledger.add(Category.gradients, -freed, stream)
+            self.ledger.add(Category.gradients, -freed, stream=stream)
             self.gradients[stream] = left - freed
 
 
@@ -185,24 +182,23 @@ class FSDP2StepModel(ShardedStepModel):
         if self.setup.shard_ranks > 1:
             cast = unit.local_elements * width if width < 4 else 0
             for bytes in (cast, output, -cast):
-                self.ledger.add(Category.gathered_parameters, bytes, COPY_IN)
+                self.ledger.add(Category.gathered_parameters, bytes, stream=COPY_IN)
         self._gather(unit, output)
 
     def _complete(self, unit: UnitBytes, in_forward: bool) -> None:
         setup, ledger = self.setup, self.ledger
         output = self._padded_bytes(unit, setup.compute_bytes) if setup.shard_ranks > 1 else 0
         if in_forward:
-            ledger.add(Category.gathered_parameters, -self.previous_output, COPY_IN)
+            ledger.add(Category.gathered_parameters, -self.previous_output, stream=COPY_IN)
             self.gather_after = max(self.gather_after, self.copied_out)
-        self._await(unit)
+        super()._complete(unit, in_forward)
         self._hold(unit, 1)
         ledger.move(2 * unit.elements * setup.compute_bytes)
         if in_forward:
             self.previous_output, self.copied_out = output, ledger.compute
         else:
-            ledger.add(Category.gathered_parameters, -output, COPY_IN)
+            ledger.add(Category.gathered_parameters, -output, stream=COPY_IN)
             self.gather_after = ledger.compute
-        self.gathered.add(unit)
 
     def begin_forward(self) -> None:
         """Wait for the optimizer step."""
@@ -213,15 +209,15 @@ class FSDP2StepModel(ShardedStepModel):
         """Reshard; free the last buffer after the last unit."""
         super().leave(unit)
         if unit is self.units.head:
-            self.ledger.add(Category.gathered_parameters, -self.previous_output, COPY_IN)
+            self.ledger.add(Category.gathered_parameters, -self.previous_output, stream=COPY_IN)
             self.previous_output = 0
 
     def _free_gathered(self, unit: UnitBytes) -> None:
         self._hold(unit, -1)
 
     def _hold(self, unit: UnitBytes, sign: int) -> None:
-        each = self.setup.shard_ranks * self.setup.compute_bytes
-        self.ledger.add_pieces(Category.gathered_parameters, [size * each for size in unit.local], sign)
+        each = sign * self.setup.shard_ranks * self.setup.compute_bytes
+        self.ledger.add(Category.gathered_parameters, *(size * each for size in unit.local))
 
     def after_backward(self, unit: UnitBytes) -> None:
         """Reshard, then reduce through a buffer of the compute stream, or accumulate before the last micro-batch."""
@@ -230,6 +226,7 @@ class FSDP2StepModel(ShardedStepModel):
             return
         width = setup.compute_bytes
         gradients = unit.elements * width
+        accumulated = [param.numel() * setup.reduce_bytes for param in unit.params]
         self._reshard(unit)
         if unit in self.accumulated:
             # Added to the gradients of earlier micro-batches, in the reduction's dtype.
@@ -239,12 +236,11 @@ class FSDP2StepModel(ShardedStepModel):
                 return
         elif not self.last:
             # Converted to the reduction's dtype, one parameter after the other.
-            accumulated = [param.numel() * setup.reduce_bytes for param in unit.params]
             if width != setup.reduce_bytes:
                 ledger.note_peak(max(accumulated))
                 ledger.move(gradients + sum(accumulated))
             self.release_gradients(unit)
-            ledger.add_pieces(Category.reduction_buffers, accumulated)
+            ledger.add(Category.reduction_buffers, *accumulated)
             self.accumulated.add(unit)
             return
         ledger.wait(self.reduction_read, "communication")
@@ -254,20 +250,18 @@ class FSDP2StepModel(ShardedStepModel):
         ledger.move(gradients + self.reduce_input)
         if unit in self.accumulated:
             self.accumulated.remove(unit)
-            ledger.add_pieces(
-                Category.reduction_buffers, [param.numel() * setup.reduce_bytes for param in unit.params], -1
-            )
+            ledger.add(Category.reduction_buffers, *(-size for size in accumulated))
         else:
             self.release_gradients(unit)
         shard_bytes = unit.local_elements * setup.reduce_bytes
-        ledger.add(Category.gradients, shard_bytes, REDUCE)
+        ledger.add(Category.gradients, shard_bytes, stream=REDUCE)
         self.reduction_read = self._reduce(self.reduce_input, ledger.compute)
         self.reduced = max(self.reduced, self._all_reduce(shard_bytes, self.reduction_read))
         holds = setup.replicas > 1 and (self.cpu_offload or setup.reduce_bytes != 4)
         if holds:
             self.held_until_end += shard_bytes
             if setup.reduce_bytes == 4:
-                ledger.add(Category.gradients, shard_bytes, REDUCE)
+                ledger.add(Category.gradients, shard_bytes, stream=REDUCE)
         self._keep_gradient(unit, shard_bytes, holds)
 
     def end_backward(self) -> None:
@@ -275,7 +269,7 @@ class FSDP2StepModel(ShardedStepModel):
         if self.last:
             self.ledger.wait(self.reduced, "communication")
             self.ledger.add(Category.reduction_buffers, -self.reduce_input)
-            self.ledger.add(Category.gradients, -self.held_until_end, REDUCE)
+            self.ledger.add(Category.gradients, -self.held_until_end, stream=REDUCE)
             self.reduce_input = self.held_until_end = 0
             if self.cpu_offload:
                 self.ledger.wait_on_host()
@@ -296,9 +290,8 @@ class FSDP1StepModel(ShardedStepModel):
 
     def construct(self) -> None:
         """Materialize, flatten and shard one unit after the other."""
-        largest = max(unit.elements for unit in self.order)
         if not self.cpu_offload:
-            self.ledger.spike(8 * largest)
+            self.ledger.spike(8 * max(unit.elements for unit in self.order))
         super().construct()
 
     def begin_forward(self) -> None:
@@ -315,18 +308,14 @@ class FSDP1StepModel(ShardedStepModel):
     def _start_gather(self, unit: UnitBytes) -> None:
         ledger, width = self.ledger, self.setup.compute_bytes
         if width < 4 or self.cpu_offload:
-            ledger.spike(unit.local_elements * width, COPY_IN, Category.gathered_parameters)
+            ledger.spike(unit.local_elements * width, stream=COPY_IN, category=Category.gathered_parameters)
         if len(self.freed) >= 2:
             bytes_freed, moment = self.freed.popleft()
             ledger.host = max(ledger.host, moment)
             ledger.reuse(bytes_freed, GATHER)
         output = self._padded_bytes(unit, width)
-        ledger.add(Category.gathered_parameters, output, GATHER)
+        ledger.add(Category.gathered_parameters, output, stream=GATHER)
         self._gather(unit, output)
-
-    def _complete(self, unit: UnitBytes, in_forward: bool) -> None:
-        self._await(unit)
-        self.gathered.add(unit)
 
     def _free_gathered(self, unit: UnitBytes) -> None:
         freed = self._padded_bytes(unit, self.setup.compute_bytes)
@@ -357,14 +346,14 @@ class FSDP1StepModel(ShardedStepModel):
         padded = self._padded_bytes(unit, setup.reduce_bytes)
         shard_bytes = unit.local_elements * setup.reduce_bytes
         cast = padded if setup.reduce_bytes != setup.compute_bytes else 0
-        ledger.add(Category.reduction_buffers, cast, REDUCE)
-        ledger.add(Category.gradients, shard_bytes, REDUCE)
+        ledger.add(Category.reduction_buffers, cast, stream=REDUCE)
+        ledger.add(Category.gradients, shard_bytes, stream=REDUCE)
         # The cast and the division by the ranks run on the reduction stream.
         moved = gradients + 3 * padded if cast else 2 * padded
         begins = max(self.reduced, ledger.compute)
         begins += kernel_seconds(ledger.hardware, KernelKind.memory, 0.0, moved, "")
         self.reduced = self._reduce(padded, begins)
-        ledger.add(Category.reduction_buffers, -cast, REDUCE)
+        ledger.add(Category.reduction_buffers, -cast, stream=REDUCE)
         ledger.retire(Category.reduction_buffers, gradients)
         self.flat_gradients.append(gradients)
         self.reduced = self._all_reduce(shard_bytes, self.reduced)

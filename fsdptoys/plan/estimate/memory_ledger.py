@@ -5,20 +5,22 @@ the size that a growing segment would reserve. Time is kept as the moment at whi
 compute stream, its links, both copy directions, the host. A wait moves a lane to a moment.
 """
 
-from collections import defaultdict
-from collections.abc import Sequence
-from typing import NamedTuple
+import copy
+from collections import Counter, defaultdict
+from collections.abc import Iterable
+from typing import Any, NamedTuple
 
 from fsdptoys.device.profile import Hardware
-from fsdptoys.metrics.prediction import Category, Volume
+from fsdptoys.metrics.prediction import Category
 from fsdptoys.plan.simulator.allocator import Allocator, Block
 from fsdptoys.plan.simulator.costs import collective_seconds, kernel_seconds, sent_bytes, transfer_seconds
 from fsdptoys.plan.simulator.events import COMPUTE_STREAM, KernelKind
+from fsdptoys.plan.trace.extrapolate_layers import extrapolate
 
 from .meta_trace import INPUT, Stage
 
 COMPUTE = "compute"
-LANES = ("shard", "replicate", "up", "down")
+TIMES = ("compute", "host", "lanes", "sums", "kinds", "volumes")  # Attributes of a ledger that count time
 
 
 class Work(NamedTuple):
@@ -33,40 +35,25 @@ class Ledger:
     """Memory and time of one rank; an allocator receives every request, to measure the reserved memory."""
 
     def __init__(self, hardware: Hardware, allocator: Allocator | None = None) -> None:
-        self.hardware = hardware
-        self.allocator = allocator
+        self.hardware, self.allocator = hardware, allocator
         self._blocks: defaultdict[tuple[str, int], list[Block]] = defaultdict(list)
         self._held: dict[tuple[int, int], Block] = {}  # Blocks of segments' storages, by numbers of segment and storage
-        self.phase = "construction"
-        # Memory.
-        self.live: defaultdict[str, int] = defaultdict(int)
-        self.highest: defaultdict[str, int] = defaultdict(int)
-        self.categories: defaultdict[Category, int] = defaultdict(int)
+        self.phase = self.peak_phase = "construction"
+        self.live: Counter[str] = Counter()
+        self.highest: Counter[str] = Counter()
+        self.categories: Counter[Category] = Counter()
         self.stream_numbers = {COMPUTE: COMPUTE_STREAM}
         self.total = self.peak = 0
         self.peak_categories: dict[Category, int] = {}
-        self.peak_phase = self.phase
-        # Time.
-        self.compute = self.host = 0.0
-        self.lanes = dict.fromkeys(LANES, 0.0)
-        self.sums: defaultdict[str, float] = defaultdict(float)
-        """Seconds of the compute stream: busy, and waits by cause."""
-        self.kinds: defaultdict[str, float] = defaultdict(float)
-        self.volumes: dict[tuple[str, str, int], tuple[int, float, float]] = {}
         self._work: dict[int, Work] = {}
+        self.clear_times()
 
     # Memory
 
-    def add(self, category: Category, bytes: int, stream: str = COMPUTE) -> None:
-        """Allocate a tensor, or free it if ``bytes`` is negative."""
-        self.add_pieces(category, [bytes], stream=stream)
-
-    def add_pieces(self, category: Category, pieces: Sequence[int], sign: int = 1, stream: str = COMPUTE) -> None:
-        """Allocate tensors of these sizes, or free them if ``sign`` is negative."""
-        self.account(category, sign * sum(pieces), stream)
-        if self.allocator is not None:
-            for piece in pieces:
-                self._place(sign * piece, stream)
+    def add(self, category: Category, *pieces: int, stream: str = COMPUTE) -> None:
+        """Allocate tensors of these sizes, or free them if negative."""
+        self.account(category, sum(pieces), stream)
+        self._place(pieces, stream)
 
     def account(self, category: Category, bytes: int, stream: str = COMPUTE) -> None:
         """Count an allocation or free without asking the allocator."""
@@ -80,27 +67,17 @@ class Ledger:
         """Count a short-lived allocation on the compute stream."""
         self._note(COMPUTE, self.live[COMPUTE] + bytes, self.total + bytes, Category.temporary, bytes)
 
-    def spike(self, bytes: int, stream: str = COMPUTE, category: Category = Category.temporary) -> None:
-        """Allocate and free a tensor at once."""
-        self.spike_pieces([bytes], stream, category)
-
-    def spike_pieces(
-        self, pieces: Sequence[int], stream: str = COMPUTE, category: Category = Category.temporary
-    ) -> None:
+    def spike(self, *pieces: int, stream: str = COMPUTE, category: Category = Category.temporary) -> None:
         """Allocate tensors and free them at once."""
         bytes = sum(pieces)
         self._note(stream, self.live[stream] + bytes, self.total + bytes, category, bytes)
-        if self.allocator is not None:
-            for piece in [*pieces, *(-piece for piece in pieces)]:
-                self._place(piece, stream)
+        self._place([*pieces, *(-piece for piece in pieces)], stream)
 
     def storages(self, segment: int, stage: Stage) -> None:
         """Allocate and free a stage's storages in order; ``segment`` is the segment's number."""
-        if self.allocator is None:
-            return
-        for number, size in stage.storages:
+        for number, size in stage.storages if self.allocator is not None else ():
             if size:
-                self._held[segment, number] = self.allocator.allocate(size, 0)
+                self.hold(segment, number, size)
             else:
                 self.release(segment, number)
 
@@ -116,23 +93,22 @@ class Ledger:
             self._held[segment + 1, INPUT] = self._held.pop((segment, number))
 
     def hold(self, segment: int, number: int, size: int) -> None:
-        """Allocate a storage again."""
+        """Allocate a storage."""
         if self.allocator is not None:
-            self._held[segment, number] = self.allocator.allocate(size, 0)
+            self._held[segment, number] = self.allocator.allocate(size, COMPUTE_STREAM)
 
-    def _place(self, bytes: int, stream: str) -> None:
-        assert self.allocator is not None
-        if bytes > 0:
-            number = self.stream_numbers.setdefault(stream, len(self.stream_numbers))
-            self._blocks[stream, bytes].append(self.allocator.allocate(bytes, number))
-        elif bytes < 0:
-            if blocks := self._blocks.get((stream, -bytes)):
+    def _place(self, pieces: Iterable[int], stream: str) -> None:
+        for bytes in pieces if self.allocator is not None else ():
+            if bytes > 0:
+                number = self.stream_numbers.setdefault(stream, len(self.stream_numbers))
+                self._blocks[stream, bytes].append(self.allocator.allocate(bytes, number))
+            elif blocks := self._blocks.get((stream, -bytes)):
                 self.allocator.free(blocks.pop(0))
-                return
-            for (of, size), blocks in self._blocks.items():  # blocks of about the size
-                while of == stream and blocks and size <= -bytes:
-                    self.allocator.free(blocks.pop(0))
-                    bytes += size
+            else:
+                for (of, size), blocks in self._blocks.items():  # blocks of about the size
+                    while of == stream and blocks and size <= -bytes:
+                        self.allocator.free(blocks.pop(0))
+                        bytes += size
 
     def retire(self, category: Category, bytes: int) -> None:
         """Free memory that another stream still uses: no longer allocated, but not reusable yet."""
@@ -142,8 +118,7 @@ class Ledger:
     def reuse(self, bytes: int, stream: str) -> None:
         """Make retired memory reusable."""
         self.live[stream] -= bytes
-        if self.allocator is not None:
-            self._place(-bytes, stream)
+        self._place([-bytes], stream)
 
     def _note(self, stream: str, live: int, total: int, category: Category, extra: int) -> None:
         self.highest[stream] = max(self.highest[stream], live)
@@ -182,7 +157,7 @@ class Ledger:
         self.sums["host"] += ends - self.compute - work.seconds
         self.sums["busy"] += work.seconds
         for kind, seconds in work.by_kind.items():
-            self.kinds[kind] += seconds
+            self.kinds[kind] = self.kinds.get(kind, 0.0) + seconds
         self.compute = ends
 
     def wait(self, moment: float, why: str) -> None:
@@ -220,40 +195,16 @@ class Ledger:
     def clear_times(self) -> None:
         """Reset times; memory stays."""
         self.compute = self.host = 0.0
-        self.lanes = dict.fromkeys(LANES, 0.0)
-        for counts in (self.sums, self.kinds, self.volumes):
-            counts.clear()
+        self.lanes = dict.fromkeys(("shard", "replicate", "up", "down"), 0.0)
+        self.sums = dict.fromkeys(("busy", "communication", "transfers", "host"), 0.0)
+        """Seconds of the compute stream: busy, and waits by cause."""
+        self.kinds: dict[str, float] = {}
+        self.volumes: dict[tuple[str, str, int], tuple[int, float, float]] = {}
 
-    def times(self) -> "Times":
+    def times(self) -> dict[str, Any]:
         """Snapshot of all time counters."""
-        return Times(self.compute, self.host, dict(self.lanes), dict(self.sums), dict(self.kinds), dict(self.volumes))
+        return {name: copy.copy(getattr(self, name)) for name in TIMES}
 
-    def repeat(self, since: "Times", times: int) -> None:
-        """Count the work since a snapshot that many times more."""
-        self.compute += times * (self.compute - since.compute)
-        self.host += times * (self.host - since.host)
-        for lane, moment in since.lanes.items():
-            # An idle lane must not count as busy.
-            self.lanes[lane] += times * (self.lanes[lane] - moment)
-        for now, then in ((self.sums, since.sums), (self.kinds, since.kinds)):
-            for key in now:
-                now[key] += times * (now[key] - then.get(key, 0.0))
-        for group, (calls, sent, seconds) in self.volumes.items():
-            before = since.volumes.get(group, (0, 0.0, 0.0))
-            more = times * (calls - before[0]), times * (sent - before[1]), times * (seconds - before[2])
-            self.volumes[group] = calls + more[0], sent + more[1], seconds + more[2]
-
-    def all_volumes(self) -> tuple[Volume, ...]:
-        """Volume of each kind of collective."""
-        return tuple(Volume(*key, calls, round(sent), seconds) for key, (calls, sent, seconds) in self.volumes.items())
-
-
-class Times(NamedTuple):
-    """Time counters of a ledger."""
-
-    compute: float
-    host: float
-    lanes: dict[str, float]
-    sums: dict[str, float]
-    kinds: dict[str, float]
-    volumes: dict[tuple[str, str, int], tuple[int, float, float]]
+    def repeat(self, since: dict[str, Any], times: int) -> None:
+        """Count the work since a snapshot that many times more; a lane that was idle does not count as busy."""
+        vars(self).update(extrapolate(since, self.times(), (0, 1), 1 + times))

@@ -1,4 +1,4 @@
-"""The optimizer's part of a step: on the device, streamed through it, or on the host."""
+"""The optimizer's part of a step: on the device, streamed through it, or on the host; distributed for Muon."""
 
 import itertools
 from collections import deque
@@ -10,8 +10,11 @@ from torch import nn
 from fsdptoys.memory import CPUOffloadExecutor, OffloadSchedule, OffloadStateDType
 from fsdptoys.memory.state_streaming import BUFFERS
 from fsdptoys.metrics.prediction import Category
+from fsdptoys.optim import MuonConfig
 from fsdptoys.optim.config import Implementation
 from fsdptoys.optim.low_bit_adamw import ELEMENTS_AT_A_TIME
+from fsdptoys.optim.newton_schulz import orthogonalize_flops
+from fsdptoys.parallel.fsdp2 import placement
 from fsdptoys.plan.simulator.costs import cpu_update_seconds, kernel_seconds
 from fsdptoys.plan.simulator.events import KernelKind
 
@@ -20,6 +23,8 @@ from .units import StepSetup, UnitBytes
 
 UPDATE_BYTES = {"fused": 28, "other": 80}
 """Bytes that AdamW moves for each parameter: one pass over parameter, gradient and states, or eight partial ones."""
+MOMENTUM_BYTES = 12 + 12  # Bytes moved by momentum and Nesterov's step for each element on a rank
+APPLY_BYTES = 8 + 8  # Bytes moved by weight decay and the float32 update, besides the update's own
 
 
 class Cost(NamedTuple):
@@ -57,8 +62,8 @@ class Update:
 
     def make_states(self, stream: str) -> None:
         """Allocate the states, on the given stream if the update runs in the backward."""
-        pieces = list(itertools.chain(*self.states))
-        self.ledger.add_pieces(Category.optimizer_states, pieces, stream=stream if self.in_backward else COMPUTE)
+        pieces = itertools.chain(*self.states)
+        self.ledger.add(Category.optimizer_states, *pieces, stream=stream if self.in_backward else COMPUTE)
 
     def before_forward(self, unit: UnitBytes, free_gradients: Callable[[int], None]) -> None:
         """Run a deferred update of a unit before its forward in the first micro-batch."""
@@ -82,15 +87,14 @@ class Update:
                 if stream == COMPUTE:
                     self.spend(cost)
                 else:
-                    ledger.spike_pieces(cost.pieces, stream)
+                    ledger.spike(*cost.pieces, stream=stream)
                     each = kernel_seconds(ledger.hardware, KernelKind.memory, 0.0, int(cost.bytes / cost.kernels), "")
                     seconds += cost.kernels * each
         return seconds
 
     def spend(self, cost: Cost) -> None:
         """Run an update on the device."""
-        if cost.pieces:
-            self.ledger.spike_pieces(cost.pieces)
+        self.ledger.spike(*cost.pieces)
         self.ledger.move(cost.bytes, cost.kernels)
 
     def cost(self, sizes: Sequence[int]) -> Cost:
@@ -195,14 +199,14 @@ class StreamedUpdate(Update):
         self.rings = 1 if serial else min(BUFFERS, len(sizes) - self.stays)
         self.buffers = [largest * self.width] * self.rings + ([largest * 4] if self.width == 2 else [])
         self.host_bytes += sum(pinned_bytes(size * kinds * self.width) for size in sizes[self.stays :])
-        self.ledger.add_pieces(Category.optimizer_states, [size * self.state_width for size in sizes[: self.stays]])
+        self.ledger.add(Category.optimizer_states, *(size * self.state_width for size in sizes[: self.stays]))
         self._number = 0
         self._stored: deque[float] = deque([0.0] * self.rings)
 
     def make_states(self, stream: str) -> None:
         """Allocate the buffers of the lazy schedule, which keeps them."""
         if self.lazy:
-            self.ledger.add_pieces(Category.optimizer_states, self.buffers)
+            self.ledger.add(Category.optimizer_states, *self.buffers)
 
     def before_forward(self, unit: UnitBytes, free_gradients: Callable[[int], None]) -> None:
         """Update the unit's buckets if lazy."""
@@ -215,12 +219,12 @@ class StreamedUpdate(Update):
         if self.lazy:
             self._stored = deque([0.0] * self.rings)
             return
-        self.ledger.add_pieces(Category.optimizer_states, self.buffers)
+        self.ledger.add(Category.optimizer_states, *self.buffers)
         self._stored = deque([self.ledger.compute] * self.rings)
         for unit in self.units.in_forward():
             self._update(unit)
         self.ledger.wait(max(self._stored), "transfers")
-        self.ledger.add_pieces(Category.optimizer_states, self.buffers, -1)
+        self.ledger.add(Category.optimizer_states, *(-size for size in self.buffers))
 
     def _update(self, unit: UnitBytes, free_gradients: Callable[[int], None] | None = None) -> None:
         ledger, kinds = self.ledger, self.state_width // 4
@@ -236,6 +240,98 @@ class StreamedUpdate(Update):
                 self._stored.append(ledger.transfer(bytes_moved, "down", ledger.compute))
             if free_gradients is not None:
                 free_gradients(size)
+
+
+class Matrix(NamedTuple):
+    """A matrix that this rank orthogonalizes or holds a shard of."""
+
+    rows: int
+    columns: int
+    local: int  # Elements on this rank
+
+    @property
+    def elements(self) -> int:
+        """Elements of the full matrix."""
+        return self.rows * self.columns
+
+
+class MuonUpdate(Update):
+    """Muon on the device, as on the first rank, which owns the largest matrix of each round."""
+
+    def __init__(self, setup: StepSetup, ledger: Ledger) -> None:
+        super().__init__(setup, ledger)
+        assert isinstance(self.optim, MuonConfig)
+        self.steps, self.dtype = self.optim.ns_steps, self.optim.ns_dtype.torch
+        self.replicated = not setup.config.parallel.shards_parameters
+        self.ranks = setup.world_size if self.replicated else setup.shard_ranks
+        self.matrix_elements = 0
+        self.adamw_sizes: list[int] = []
+        self.own: list[Matrix] = []  # Matrices that this rank orthogonalizes without an exchange
+        self.exchanged: list[Matrix] = []
+        in_blocks = self.units.in_blocks
+        for unit, param, local in self.units.shards():
+            if unit not in in_blocks or param.ndim < 2:
+                self.adamw_sizes.append(local)
+                continue
+            self.matrix_elements += local
+            rows, columns = param.shape[-2:]
+            count = param.numel() // (rows * columns)
+            chosen = placement(param, setup.shard_ranks)
+            in_full = param.ndim == 3 and not self.replicated and (chosen is None or chosen.dim == 0)
+            if in_full or self.ranks == 1:
+                self.own += [Matrix(rows, columns, rows * columns)] * (local // (rows * columns))
+            else:
+                self.exchanged += [Matrix(rows, columns, local // count)] * count
+        self.exchanged.sort(key=lambda matrix: -matrix.elements)
+
+    def step(self) -> None:
+        """Orthogonalize own matrices, then a round for every group of ``ranks`` others; update the rest by AdamW."""
+        ledger, width = self.ledger, self.dtype.itemsize
+        for matrix in self.own:
+            self._orthogonalize(matrix, held_bytes=0)
+        for start in range(0, len(self.exchanged), self.ranks):
+            matrices = self.exchanged[start : start + self.ranks]
+            local_bytes = width * sum(matrix.local for matrix in matrices)
+            if self.replicated:
+                self._orthogonalize(matrices[0], held_bytes=0)
+                for matrix in matrices:
+                    self._exchange("broadcast", width * matrix.elements)
+                continue
+            size = max(local_bytes, width * matrices[0].elements)
+            self._exchange("all_to_all", size)
+            self._orthogonalize(matrices[0], held_bytes=local_bytes)
+            self._exchange("all_to_all", size)
+            ledger.move(3 * 2 * local_bytes, 6)
+        count = len(self.own) + len(self.exchanged)
+        ledger.move((MOMENTUM_BYTES + APPLY_BYTES + 3 * width) * self.matrix_elements, 5 * max(1, count))
+        if self.adamw_sizes:
+            self.spend(self.cost(self.adamw_sizes))
+
+    def _exchange(self, name: str, bytes: int) -> None:
+        axis = "world" if self.replicated or self.setup.replicas == 1 else "shard"
+        ends = self.ledger.communicate(name, bytes, self.ranks, 1, axis, self.ledger.compute)
+        self.ledger.wait(ends, "communication")
+
+    def _orthogonalize(self, matrix: Matrix, held_bytes: int) -> None:
+        """Run Newton-Schulz on a matrix, with three copies of it and two small squares in memory."""
+        size = self.dtype.itemsize * matrix.elements
+        square = self.dtype.itemsize * min(matrix.rows, matrix.columns) ** 2
+        self.ledger.spike(held_bytes, size, size, size, square, square)
+        flops = orthogonalize_flops(matrix.rows, matrix.columns, self.steps)
+        bytes = self.steps * (6 * size + 4 * square)
+        self.ledger.multiply(flops, bytes, str(self.dtype).removeprefix("torch."), 3 * self.steps)
+        self.ledger.move(7 * size, 4)
+
+
+def make_update(setup: StepSetup, ledger: Ledger) -> Update:
+    """The model of the configured optimizer."""
+    memory, optim = setup.config.memory, setup.config.optim
+    kind: type[Update] = HostUpdate if memory.cpu_offload else StreamedUpdate if memory.optimizer_offload else Update
+    if optim.exchanges_matrices:
+        kind = MuonUpdate
+    elif optim.low_bit_format and not memory.cpu_offload:
+        kind = LowBitUpdate
+    return kind(setup, ledger)
 
 
 def pinned_bytes(bytes: int) -> int:

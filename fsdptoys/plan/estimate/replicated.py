@@ -23,11 +23,10 @@ class ReplicatedStepModel(StepModel):
         self.bucket_elements = 0  # Elements in the current bucket
         sizes = [param.numel() for unit in self.units.in_forward() for param in unit.params]
         self.copies = [2 * size for size in sizes] if self.casts else []
-        self.ledger.add_pieces(Category.parameters, [4 * size for size in sizes])
+        self.ledger.add(Category.parameters, *(4 * size for size in sizes))
         if self.ddp:
             self.ledger.add(Category.gradients, 4 * self.elements)
-        if self.casts:
-            self.ledger.add_pieces(Category.gathered_parameters, self.copies)
+        self.ledger.add(Category.gathered_parameters, *self.copies)
         self.update.construct()
 
     def begin_forward(self) -> None:
@@ -36,9 +35,9 @@ class ReplicatedStepModel(StepModel):
             if self.first:
                 for unit in self.units.in_forward():
                     self.update.before_forward(unit, self.free_gradients)
-            self.ledger.add_pieces(Category.gathered_parameters, self.copies)
+            self.ledger.add(Category.gathered_parameters, *self.copies)
             self.ledger.move(6 * self.elements, len(self.copies))
-            self.ledger.add_pieces(Category.gathered_parameters, self.copies, -1)
+            self.ledger.add(Category.gathered_parameters, *(-size for size in self.copies))
 
     def _enter(self, unit: UnitBytes) -> None:
         if not self.casts:
@@ -63,7 +62,7 @@ class ReplicatedStepModel(StepModel):
                 if joins or self.update.in_backward:
                     ledger.spike(max(pieces))
                 else:
-                    ledger.add_pieces(Category.gradients, pieces)
+                    ledger.add(Category.gradients, *pieces)
                     self.gradient_bytes += sum(pieces)
                 ledger.move((18 if joins else 6) * unit.elements, len(pieces))
                 self.release_gradients(unit)
@@ -81,12 +80,12 @@ class ReplicatedStepModel(StepModel):
         self.release_gradients(unit)
         pieces = [4 * param.numel() for param in unit.params]
         if self.update.in_backward:
-            self.ledger.spike_pieces(pieces)  # the real ones come one by one
+            self.ledger.spike(*pieces)  # the real ones come one by one
             self.update.update_in_backward(unit)
         elif self.ddp or not self.first:
             self.ledger.move(3 * sum(pieces), max(1, len(pieces)))
         elif pieces:
-            self.ledger.add_pieces(Category.gradients, pieces)
+            self.ledger.add(Category.gradients, *pieces)
             self.gradient_bytes += sum(pieces)
 
     def _fill_buckets(self, unit: UnitBytes) -> None:

@@ -30,8 +30,8 @@ class StepModel(ABC):
 
     def __init__(self, setup: StepSetup, ledger: Ledger, update: Update) -> None:
         self.setup, self.ledger, self.update = setup, ledger, update
-        self.config, self.units = setup.config, setup.units
-        memory = self.config.memory
+        self.config, self.units, self.memory = setup.config, setup.units, setup.config.memory
+        memory = self.memory
         chosen = range(len(setup.segments.blocks))[memory.checkpointing_start_index :: memory.checkpointing_every]
         on = memory.gradient_checkpointing is not GradientCheckpointing.none and memory.activation_offload
         self._offloaded = list(chosen) if on else []
@@ -78,10 +78,9 @@ class StepModel(ABC):
 
     def step(self, micro_batches: int, makes_states: bool = False) -> None:
         """Run one step; of many micro-batches three are modeled, and the second one counts several times."""
-        ledger, memory = self.ledger, self.config.memory
+        ledger, train = self.ledger, self.config.train
         ledger.peak = 0
         ledger.clear_times()
-        train = self.config.train
         modeled = min(micro_batches, 3)
         if makes_states and self.update.in_backward:
             self.make_states()
@@ -89,7 +88,9 @@ class StepModel(ABC):
             self.first, self.last = number == 0, number == modeled - 1
             before = ledger.times()
             ledger.phase = "forward"
-            inputs = train.batch_size * train.seq_len * 16 + self._rotation_bytes()
+            inputs = train.batch_size * train.seq_len * 16
+            if (rotations := getattr(self.setup.model, "inv_freq", None)) is not None:
+                inputs += 2 * train.seq_len * rotations.numel() * 4
             ledger.add(Category.buffers, inputs)
             self.begin_forward()
             self._forward()
@@ -102,7 +103,7 @@ class StepModel(ABC):
         ledger.phase = "optimizer"
         if self.update.in_backward:
             ledger.move(512)
-        elif not memory.cpu_offload:
+        elif not self.memory.cpu_offload:
             sizes = [size for unit in self.units.in_forward() for size in unit.local]
             at_a_time = norm_elements(ledger.hardware.device_type)
             ledger.move(4 * self.units.local_elements, sum(-(-size // at_a_time) for size in sizes))
@@ -122,10 +123,6 @@ class StepModel(ABC):
             self.free_gradients()
         ledger.wait_on_host()
         ledger.phase = "end"
-
-    def _rotation_bytes(self) -> int:
-        tables = getattr(self.setup.model, "inv_freq", None)
-        return 0 if tables is None else 2 * self.config.train.seq_len * tables.numel() * 4
 
     def _forward(self) -> None:
         segments, units = self.setup.segments, self.units
@@ -157,11 +154,9 @@ class StepModel(ABC):
             self.enter(unit)
 
     def _backward(self) -> None:
-        segments, units = self.setup.segments, self.units
-        model = self.setup.model
-        head, embedding = {"": units.head}, {"": units.embedding}
-        last = len(units.blocks) + 1
-        self._backward_through(last, segments.head, head, Category.logits, _elements(model.norm, model.lm_head))
+        segments, units, model = self.setup.segments, self.units, self.setup.model
+        last, elements = len(units.blocks) + 1, _elements(model.norm, model.lm_head)
+        self._backward_through(last, segments.head, {"": units.head}, Category.logits, elements)
         self.ledger.release(last + 1, INPUT)
         # The head's input counts as activations; only the head's backward needed it still.
         rest = self.ledger.categories[Category.logits]
@@ -176,7 +171,7 @@ class StepModel(ABC):
             self.after_backward(block[""])
         tables = _elements(model.embed_tokens, *filter(None, [getattr(model, "embed_positions", None)]))
         before = list(self._gradients.get(units.embedding, ()))
-        self._backward_through(0, segments.embedding, embedding, Category.activations, tables)
+        self._backward_through(0, segments.embedding, {"": units.embedding}, Category.activations, tables)
         if units.head is units.embedding:
             # The second gradient of a tied weight is added to the first.
             for storage in self._gradients[units.embedding]:

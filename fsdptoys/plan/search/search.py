@@ -26,7 +26,6 @@ from typing import Any
 
 import torch
 
-from fsdptoys.config.plan_config import AllocatorKind
 from fsdptoys.config.schema import Config
 from fsdptoys.device import GIB
 from fsdptoys.device.profile import Hardware
@@ -43,8 +42,7 @@ REFINED = 8  # Combinations of each kind to refine
 ROUNDS = 2  # Number of refinements; the second starts from the first one's best
 CHECKED = 3  # Best candidates to predict again by ``check``
 
-Predict = Callable[[Config, Hardware, int, AllocatorKind], Prediction]
-Check = Callable[[Config, Hardware, int], Prediction]
+Predict = Callable[[Config, Hardware, int], Prediction]
 
 
 @dataclass(frozen=True)
@@ -91,22 +89,21 @@ class SearchResult:
 
 
 def search(
-    config_for: Callable[[Sequence[str]], Config],
+    base: Config,
     words: Sequence[str],
     hardware: Hardware,
     world_size: int,
     memory_bytes: float,
-    allocator: AllocatorKind,
     predict: Predict,
     *,
-    check: Check | None = None,
+    check: Predict | None = None,
     space: Space = EVERYTHING,
     host_memory_bytes: float | None = None,
 ) -> SearchResult:
     """Predict all combinations and rank those that fit.
 
     Args:
-        config_for: composes overrides without validating; the keys of ``words``, the command line's, are fixed.
+        base: as composed from ``words``, not validated; the keys of these, the command line's, are fixed.
         memory_bytes: usable memory of a device; ``host_memory_bytes`` is a rank's share of host memory, if known.
         predict: predicts a validated configuration quickly, as ``closed_form`` does.
         check: predicts the best few again, as the trace does.
@@ -116,8 +113,7 @@ def search(
     """
     if hardware.device_type == "cpu":  # host memory is where everything is already
         space = dataclasses.replace(space, activation_offload=False, optimizer_offload=False, cpu_offload=False)
-    base = config_for(words)
-    exploration = _Exploration(base, words, hardware, world_size, memory_bytes, host_memory_bytes, allocator, predict)
+    exploration = _Exploration(base, words, hardware, world_size, memory_bytes, host_memory_bytes, predict)
     exploration.explore(space)
     if not exploration.fitting:
         raise exploration.why_nothing()
@@ -125,32 +121,26 @@ def search(
     result = SearchResult(
         hardware, world_size, memory_bytes, ranked, exploration.over, dict(exploration.refused.most_common())
     )
-    for candidate in result.leading(CHECKED) if check else ():
-        assert check is not None
-        config = dataclasses.replace(config_for(candidate.words), plan=base.plan)
-        validate_switches(config, world_size, hardware.device_type, node_ranks_of(base, hardware, world_size))
-        prediction = check(config, hardware, world_size)
-        result.checked.append(Checked(candidate, prediction, exploration.fits(prediction)))
+    if check is not None:
+        for candidate in result.leading(CHECKED):
+            prediction = check(candidate.config, hardware, world_size)
+            result.checked.append(Checked(candidate, prediction, exploration.fits(prediction)))
     return result
 
 
 def largest_preset(
     presets: Sequence[ModelConfig],
-    config_for: Callable[[Sequence[str]], Config],
+    base: Config,
     words: Sequence[str],
     hardware: Hardware,
     world_size: int,
     memory_bytes: float,
-    allocator: AllocatorKind,
     predict: Predict,
-    *,
-    space: Space = SENSIBLE,
-) -> tuple[str, Candidate]:
-    """Name and fastest candidate of the largest preset that fits; arguments and errors as in :func:`search`.
+) -> Candidate:
+    """Fastest candidate of the largest preset that fits; arguments and errors as in :func:`search`.
 
     ``train.seq_len`` is lowered to a preset's maximum.
     """
-    base = config_for(words)
     failure: ConfigError | None = None
     for preset in sorted(presets, key=count_parameters, reverse=True):
         more = [f"model={preset.name}"]
@@ -161,8 +151,7 @@ def largest_preset(
         config = dataclasses.replace(base, model=preset, train=train)
         others = [word for word in words if not word.startswith(("model=", "train.seq_len="))] + more
         try:
-            rest = (hardware, world_size, memory_bytes, allocator, predict)
-            return preset.name, search(lambda _, config=config: config, others, *rest, space=space).best  # type: ignore[misc]
+            return search(config, others, hardware, world_size, memory_bytes, predict, space=SENSIBLE).best
         except ConfigError as error:
             failure = error
     assert failure is not None, "there are no presets"
@@ -179,7 +168,6 @@ class _Exploration:
     world_size: int
     memory_bytes: float
     host_memory_bytes: float | None
-    allocator: AllocatorKind
     quick: Predict
 
     def __post_init__(self) -> None:
@@ -244,7 +232,7 @@ class _Exploration:
         if missing:
             raise ConfigError(f"{missing[0]} is not an option of parallel={varied.parallel.name}; leave it out")
         validate_switches(varied, self.world_size, self.hardware.device_type, self.node_ranks)
-        prediction = self.quick(varied, self.hardware, self.world_size, self.allocator)
+        prediction = self.quick(varied, self.hardware, self.world_size)
         return Candidate(words, varied, prediction, count_switches(varied), changes)
 
     def fits(self, prediction: Prediction) -> bool:
@@ -283,7 +271,7 @@ class _Exploration:
             with suppress(ConfigError):
                 more = vary(least.config, changes, self.fixed)
                 validate_switches(more, ranks, self.hardware.device_type)
-                if self.fits(self.quick(more, self.hardware, ranks, self.allocator)):
+                if self.fits(self.quick(more, self.hardware, ranks)):
                     return ranks
                 continue
             return None

@@ -99,6 +99,8 @@ def _zero(like: Any) -> Any:
     """Zero of the same type."""
     if isinstance(like, dict):
         return {}
+    if isinstance(like, tuple):
+        return tuple(map(_zero, like))
     if dataclasses.is_dataclass(like):
         return dataclasses.replace(like, **{field.name: _zero(getattr(like, field.name)) for field in _figures(like)})  # type: ignore[type-var]
     return type(like)(0) if isinstance(like, (int, float)) and not isinstance(like, bool) else like
