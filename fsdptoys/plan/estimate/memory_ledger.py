@@ -48,6 +48,15 @@ class Ledger:
         self._work: dict[int, Work] = {}
         self.clear_times()
 
+    def clear_times(self) -> None:
+        """Reset times; memory stays."""
+        self.compute = self.host = 0.0
+        self.lanes = dict.fromkeys(("shard", "replicate", "up", "down"), 0.0)
+        self.sums = dict.fromkeys(("busy", "communication", "transfers", "host"), 0.0)
+        """Seconds of the compute stream: busy, and waits by cause."""
+        self.kinds: dict[str, float] = {}
+        self.volumes: dict[tuple[str, str, int], tuple[int, float, float]] = {}
+
     # Memory
 
     def add(self, category: Category, *pieces: int, stream: str = COMPUTE) -> None:
@@ -98,7 +107,9 @@ class Ledger:
             self._held[segment, number] = self.allocator.allocate(size, COMPUTE_STREAM)
 
     def _place(self, pieces: Iterable[int], stream: str) -> None:
-        for bytes in pieces if self.allocator is not None else ():
+        if self.allocator is None:
+            return
+        for bytes in pieces:
             if bytes > 0:
                 number = self.stream_numbers.setdefault(stream, len(self.stream_numbers))
                 self._blocks[stream, bytes].append(self.allocator.allocate(bytes, number))
@@ -191,15 +202,6 @@ class Ledger:
         """Queue a copy between host and device (``up``, ``down``); return its end."""
         ends = self.lanes[lane] = max(self.lanes[lane], after, self.host) + transfer_seconds(self.hardware, bytes)
         return ends
-
-    def clear_times(self) -> None:
-        """Reset times; memory stays."""
-        self.compute = self.host = 0.0
-        self.lanes = dict.fromkeys(("shard", "replicate", "up", "down"), 0.0)
-        self.sums = dict.fromkeys(("busy", "communication", "transfers", "host"), 0.0)
-        """Seconds of the compute stream: busy, and waits by cause."""
-        self.kinds: dict[str, float] = {}
-        self.volumes: dict[tuple[str, str, int], tuple[int, float, float]] = {}
 
     def times(self) -> dict[str, Any]:
         """Snapshot of all time counters."""

@@ -6,29 +6,18 @@ its highest and its net memory, and the events in between.
 
 import weakref
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fsdptoys.device.profile import AttentionKind
-from fsdptoys.plan.simulator.events import KernelKind
-from fsdptoys.plan.trace.op_costs import ATTENTION, count_flops, scratch_bytes
-from fsdptoys.plan.trace.op_schema import NO_KERNEL, TRAFFIC, traffic
-from fsdptoys.profiler.dispatch import arguments_of, dtype_name, given, tensors_in
+from fsdptoys.plan.trace.op_costs import EMPTY, NO_KERNEL, TRAFFIC, Operator, cost_of, scratch_bytes
+from fsdptoys.profiler.dispatch import arguments_of, given, tensors_in
 
 INPUT = 0  # Number of the storage of a part's input
 PARTS = ("attn", "mlp")  # Parts of a block that may be units
-
-
-class Operator(NamedTuple):
-    """A kernel's arguments to ``simulator.costs.kernel_seconds``."""
-
-    kind: KernelKind
-    flops: float
-    bytes: int
-    dtype: str
 
 
 @dataclass(frozen=True)
@@ -133,17 +122,12 @@ class MetaRecorder(TorchDispatchMode):
         storages = {tensor.untyped_storage()._cdata for _, tensor in inputs}
         fresh = [tensor for tensor in made if tensor.untyped_storage()._cdata not in storages]
         mutates = name in TRAFFIC or any(argument.writes for argument, _ in inputs)
-        launches_nothing = name in NO_KERNEL or name.startswith(("aten::empty", "aten::new_empty"))
+        launches_nothing = name in NO_KERNEL or name.startswith(EMPTY)
         if func.is_view or launches_nothing or not (fresh or mutates):
             return results
         if scratch := scratch_bytes(name, args, trace.attention):
             trace.scratch(scratch)
-        flops = count_flops(func, args, kwargs, results)
-        kind = KernelKind.attention if name in ATTENTION else KernelKind.matmul if flops else KernelKind.memory
-        # The output may be a sum in a wider dtype than the operands.
-        operands = [tensor for argument, tensor in inputs if not argument.writes] or [*made, *(t for _, t in inputs)]
-        dtype = dtype_name(max(operands, key=Tensor.numel))
-        trace.operators.append(Operator(kind, flops, traffic(name, args, inputs, fresh), dtype))
+        trace.operators.append(cost_of(func, args, kwargs, results, inputs, fresh))
         return results
 
 

@@ -12,7 +12,7 @@ from fsdptoys.plan.simulator.events import COMPUTE_STREAM, Collective, Event, Wa
 from fsdptoys.profiler.dispatch import COLLECTIVES, arguments_of, given, tensors_in
 
 from .fake_device import MODULE
-from .op_schema import is_async_by_default, touched_bytes
+from .op_costs import touched_bytes
 from .storages import Storages
 
 
@@ -56,7 +56,8 @@ class Collectives:
         ranks = dist.get_process_group_ranks(group)
         size, stride = len(ranks), ranks[1] - ranks[0] if len(ranks) > 1 else 1
         axis = axis_of(group.group_desc, name, stride, size == dist.get_world_size())
-        if not named.get("async_op", is_async_by_default(func)) or self._device_type == "cpu":
+        by_default = any(each.name == "async_op" and each.default_value for each in func._schema.arguments)
+        if not named.get("async_op", by_default) or self._device_type == "cpu":
             self._add(Collective(name, self._stream(), largest, size, stride, axis))
             return result
         # The group has its own stream; the compute stream waits for it with the work.

@@ -3,7 +3,7 @@
 PyTorch lets Python implement one device type (PrivateUse1). Tensors on it are fake: shape and device, no memory.
 Streams and events compute nothing; they report their use to a listener. Collectives go to PyTorch's fake process group,
 so one process is rank 0 of a world of any size. All of this is process-wide and permanent: it needs a process of its
-own (``trace_process``).
+own (``tracer``).
 
 PyTorch before 2.9 cannot register such a device from Python. There the device type ``lazy`` stands in, which CPU builds
 know without an implementation; DDP, whose reducer asks a device's guard in C++, cannot be traced with it.
@@ -25,9 +25,11 @@ DEVICE_NAME = "planned"  # Device type that stands for CUDA: a name that nothing
 
 
 class Listener(Protocol):
-    """Receives the use of streams and events, and counts the device's memory."""
+    """Receives the use of streams, events and worker threads, and counts the device's memory (``OpRecorder``)."""
 
     memory: Callable[[], MemoryStats]
+    in_worker: bool
+    worker_jobs: int
 
     def add(self, event: simulated.Event) -> None:
         """Record an event of the trace."""

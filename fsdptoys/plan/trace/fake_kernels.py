@@ -14,7 +14,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future
 from contextlib import ExitStack, contextmanager
-from typing import Any, Protocol
+from typing import Any
 from unittest import mock
 
 import torch
@@ -31,9 +31,10 @@ from fsdptoys.memory.activation_checkpointing import SAVED_OPERATORS
 from fsdptoys.models import grouped, npu_kernels
 from fsdptoys.models.kernels import IMPLEMENTATIONS, DocumentAttention
 from fsdptoys.optim import low_bit_adamw
-from fsdptoys.plan.simulator.events import Event, HostWaitWorkers
+from fsdptoys.plan.simulator.events import HostWaitWorkers
 
 from . import fake_fused_ops as fused
+from .fake_device import Listener
 from .op_costs import fuses_rms_norm
 
 TORCH = tuple(int(part) for part in torch.__version__.split(".")[:2])
@@ -116,44 +117,34 @@ class PlannedGrouped(grouped.Grouped):
         self.grouped_mm = grouped_mm
 
 
-class Workers(Protocol):
-    """Receives the work of threads (``OpRecorder``)."""
-
-    in_worker: bool
-    worker_jobs: int
-
-    def add(self, event: Event) -> None:
-        """Record an event of the trace."""
-
-
 class _Done(Future[Any]):
     """A finished job; reading its result would have waited for it."""
 
     jobs: int
-    workers: Workers
+    listener: Listener
 
     def result(self, timeout: float | None = None) -> Any:
-        self.workers.add(HostWaitWorkers(self.jobs))
+        self.listener.add(HostWaitWorkers(self.jobs))
         return super().result(timeout)
 
 
 class InlineExecutor:
     """A ``ThreadPoolExecutor`` that runs each job in the calling thread, since dispatch modes belong to a thread."""
 
-    def __init__(self, workers: Workers) -> None:
-        self._workers = workers
+    def __init__(self, listener: Listener) -> None:
+        self._listener = listener
 
     def submit(self, function: Callable[..., Any], *args: Any) -> Future[Any]:
         """Run a job now."""
         done = _Done()
-        before, self._workers.in_worker = self._workers.in_worker, True
+        before, self._listener.in_worker = self._listener.in_worker, True
         try:
             done.set_result(function(*args))
         except BaseException as error:
             done.set_exception(error)
         finally:
-            self._workers.in_worker = before
-        done.jobs, done.workers = self._workers.worker_jobs, self._workers
+            self._listener.in_worker = before
+        done.jobs, done.listener = self._listener.worker_jobs, self._listener
         return done
 
     def map(self, function: Callable[..., Any], parts: Iterable[Any]) -> Iterator[Any]:
@@ -163,7 +154,7 @@ class InlineExecutor:
 
 
 @contextmanager
-def replace_kernels(attention: AttentionKind, workers: Workers | None = None) -> Iterator[None]:
+def replace_kernels(attention: AttentionKind, listener: Listener | None = None) -> Iterator[None]:
     """Use a device's kernels, and run worker threads' jobs inline."""
     replacements: list[tuple[Any, str, Any]] = [
         (low_bit_adamw, "choose_update", lambda compiles: fused.low_bit_adamw),
@@ -171,8 +162,8 @@ def replace_kernels(attention: AttentionKind, workers: Workers | None = None) ->
         # The optimizer chooses its implementation by the type of its parameters.
         (torch_optimizer, "_foreach_supported_types", [*torch_optimizer._foreach_supported_types, FakeTensor]),
     ]
-    if workers is not None:
-        replacements.append((cpu_offload, "ThreadPoolExecutor", lambda *args, **kwargs: InlineExecutor(workers)))
+    if listener is not None:
+        replacements.append((cpu_offload, "ThreadPoolExecutor", lambda *args, **kwargs: InlineExecutor(listener)))
     if attention is AttentionKind.flash:
         replacements += [
             (F, "scaled_dot_product_attention", attention_cuda),

@@ -1,4 +1,4 @@
-"""FLOPs and scratch memory of kernels, which PyTorch's dispatcher does not show.
+"""Kind, traffic, FLOPs and scratch memory of operators: the first two from their schemas.
 
 CUDA kernels allocate scratch memory while they run; cuBLAS keeps workspaces. Sources, under PyTorch's
 ``aten/src/ATen``: ``native/transformers/cuda/flash_attn/flash_api.cpp``, ``native/cuda/Embedding.cu`` and
@@ -8,12 +8,15 @@ Not covered: workspaces of NPU kernels, scratch memory of sorting, memory outsid
 """
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 from torch.utils.flop_counter import flop_registry
 
 from fsdptoys.device.profile import AttentionKind, Hardware
+from fsdptoys.plan.simulator.events import KernelKind
+from fsdptoys.profiler.dispatch import Argument, dtype_name, tensors_in
 
 MIB = 2**20
 
@@ -36,6 +39,37 @@ HOPPERS = ("H100", "H200", "H800", "H20", "GH200")
 EMBEDDING_SORTS_ABOVE = 3072  # Number of indices above which CUDA sorts them for a lookup's gradient
 EMBEDDING_ROWS_PER_THREAD = 10
 
+COPIES = ("aten::_to_copy", "aten::copy_", "aten::_foreach_copy_")  # Operators that may copy between host and device
+NO_KERNEL = ("aten::set_", "aten::resize_", "aten::lift_fresh", "aten::lift", "aten::is_pinned", "prim::device")
+EMPTY = ("aten::empty", "aten::new_empty")  # Beginnings of the names of operators that only allocate
+
+LOOK_UPS = {"aten::embedding": "weight"} | {
+    f"aten::{name}": "self"
+    for name in ("index_select", "gather", "index", "scatter_add_", "scatter_", "index_add_", "index_put_")
+}
+"""Operators that touch only some rows of this argument: as many bytes as of the others."""
+
+
+TRAFFIC: dict[str, Callable[[tuple[Any, ...]], int]] = {
+    # Its schema does not declare the write.
+    "fsdp::all_gather_copy_in": lambda args: 2 * sum(map(touched_bytes, tensors_in(args[0]))),
+    # Reads the logits twice and writes them once (``loss.softmax_triton``).
+    "planned::softmax_gradient_": lambda args: 3 * touched_bytes(args[0]),
+}
+"""Bytes that operators read and write, where the schema does not show it."""
+
+
+Inputs = list[tuple[Argument, Tensor]]
+
+
+class Operator(NamedTuple):
+    """A kernel's arguments to ``simulator.costs.kernel_seconds``."""
+
+    kind: KernelKind
+    flops: float
+    bytes: int
+    dtype: str
+
 
 def matmul_workspace_bytes(hardware: Hardware) -> int:
     """cuBLAS's workspace for each thread and stream with matmuls."""
@@ -43,6 +77,45 @@ def matmul_workspace_bytes(hardware: Hardware) -> int:
         return 0
     hopper = any(device in words for device in HOPPERS for words in hardware.matches)
     return HOPPER_WORKSPACE_BYTES if hopper else WORKSPACE_BYTES
+
+
+def cost_of(
+    func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], results: Any, inputs: Inputs, fresh: list[Tensor]
+) -> Operator:
+    """Cost of an operator; ``fresh`` are new tensors among its results."""
+    name, flops = func._schema.name, count_flops(func, args, kwargs, results)
+    kind = KernelKind.attention if name in ATTENTION else KernelKind.matmul
+    # The output may be a sum in a wider dtype than the operands.
+    operands = [tensor for argument, tensor in inputs if not argument.writes]
+    largest = max(operands or [*tensors_in(results), *(tensor for _, tensor in inputs)], key=Tensor.numel)
+    return Operator(
+        kind if flops else KernelKind.memory, flops, traffic(name, args, inputs, fresh), dtype_name(largest)
+    )
+
+
+def touched_bytes(tensor: Tensor) -> int:
+    """Bytes that a kernel touches of a tensor; broadcast memory counts once."""
+    return min(tensor.numel() * tensor.element_size(), tensor.untyped_storage().nbytes())
+
+
+def traffic(name: str, args: tuple[Any, ...], inputs: Inputs, fresh: list[Tensor]) -> int:
+    """Bytes that an operator reads and writes; ``fresh`` are new tensors among its results."""
+    if name in TRAFFIC:
+        return TRAFFIC[name](args)
+    written = sum(map(touched_bytes, fresh))
+    looked_up = LOOK_UPS.get(name)
+    if looked_up is not None and not fresh:
+        written = max((touched_bytes(tensor) for argument, tensor in inputs if argument.name != looked_up), default=0)
+    total, seen = written if fresh else 0, set()
+    for argument, tensor in inputs:
+        size = touched_bytes(tensor)
+        if argument.name == looked_up:
+            size = min(size, written)
+        key = (tensor.untyped_storage()._cdata, tensor.storage_offset(), tensor.shape)
+        if key not in seen:
+            seen.add(key)
+            total += size * (argument.reads + argument.writes)
+    return total
 
 
 def count_flops(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> float:

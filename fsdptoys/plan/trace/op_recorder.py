@@ -2,8 +2,7 @@
 
 PyTorch shows every operator of FSDP, autograd or an optimizer to a dispatch mode, below autograd and above the fake
 tensors. Memory is followed by storage (``storages``); streams and events report themselves
-(``fake_device``). An operator's cost comes from its schema (``op_schema``) and PyTorch's table of FLOPs; ``op_costs``
-adds the kernels' scratch memory.
+(``fake_device``). ``op_costs`` has the operators' costs and scratch memory.
 
 Not covered: tensors that a kernel of this project allocates without the dispatcher; numbers read from tensors are not
 real, so nothing that depends on data is followed.
@@ -29,8 +28,17 @@ from fsdptoys.profiler.dispatch import arguments_of, dtype_name, given, tensors_
 
 from .fake_collectives import Collectives
 from .fake_device import MODULE
-from .op_costs import ATTENTION, count_flops, scratch_bytes, updates_parameters
-from .op_schema import COPIES, NO_KERNEL, TRAFFIC, touched_bytes, traffic
+from .op_costs import (
+    COPIES,
+    EMPTY,
+    NO_KERNEL,
+    TRAFFIC,
+    cost_of,
+    scratch_bytes,
+    touched_bytes,
+    traffic,
+    updates_parameters,
+)
 from .storages import Storage, Storages
 
 Handler = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
@@ -110,7 +118,7 @@ class OpRecorder(TorchDispatchMode):
             return self._collectives.handle
         if func is torch.ops.aten._local_scalar_dense.default:
             return self._read_number
-        if func.is_view or name in NO_KERNEL:
+        if func.is_view or name in NO_KERNEL or name.startswith(EMPTY):
             return self._without_kernel
         if name == "aten::_pin_memory":
             return self._pin
@@ -118,20 +126,12 @@ class OpRecorder(TorchDispatchMode):
             return self._copy
         if func is torch.ops.aten.add.Tensor:
             return self._sum(self._operator(func))
-        if name.startswith(("aten::empty", "aten::new_empty")):
-            return self._empty
         return self._operator(func)
 
     def _without_kernel(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         result = func(*args, **kwargs)
         for tensor in tensors_in(result):
-            self._storages.see(tensor)
-        return result
-
-    def _empty(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        result = func(*args, **kwargs)
-        if isinstance(result, Tensor):
-            self._storages.see(result).pinned = bool(kwargs.get("pin_memory"))
+            self._storages.see(tensor).pinned |= bool(kwargs.get("pin_memory"))
         return result
 
     def _operator(self, func: Any) -> Handler:
@@ -139,7 +139,6 @@ class OpRecorder(TorchDispatchMode):
         name = func._schema.name
         arguments = arguments_of(func)
         mutates = name in TRAFFIC or any(argument.writes for argument in arguments)
-        kind = KernelKind.attention if name in ATTENTION else KernelKind.matmul
         here = self.device_type
 
         def handle(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -155,21 +154,16 @@ class OpRecorder(TorchDispatchMode):
             seen = [self._storages.see(tensor) for tensor in outputs]
             if not fresh and not mutates:
                 return result  # a view by another name
-            involved = [*outputs, *(tensor for _, tensor in inputs)]
-            size = traffic(name, args, inputs, fresh)
-            if all(tensor.device.type != here for tensor in involved):
+            if all(tensor.device.type != here for tensor in [*outputs, *(tensor for _, tensor in inputs)]):
                 for storage in seen:
                     storage.pinned |= bool(kwargs.get("pin_memory"))
-                self._host_work(name, size, updates_parameters(name, args))
+                self._host_work(name, traffic(name, args, inputs, fresh), updates_parameters(name, args))
                 return result
-            flops = count_flops(func, args, kwargs, result)
+            cost = cost_of(func, args, kwargs, result, inputs, fresh)
             self._storages.scratch(scratch_bytes(name, args, self._attention))
-            if flops and kind is KernelKind.matmul:
+            if cost.kind is KernelKind.matmul:
                 self._take_workspace()
-            # The output may be a sum in a wider dtype than the operands.
-            read = [tensor for argument, tensor in inputs if not argument.writes]
-            largest = max(read or involved, key=Tensor.numel)
-            self._kernel(name, kind if flops else KernelKind.memory, flops, size, largest)
+            self.add(simulated.Kernel(name, self._stream(), *cost))
             if name in ("fsdp::chunk_cat", "aten::_chunk_cat"):
                 for _, tensor in inputs:
                     self.categorize(tensor, Category.reduction_buffers)
@@ -227,7 +221,8 @@ class OpRecorder(TorchDispatchMode):
             size = touched_bytes(target if onto_device else source)
             self.add(simulated.Transfer(self._stream(), size, onto_device, waits))
         if within and pairs[0][0].device.type == here:
-            self._kernel(name, KernelKind.memory, 0.0, within, pairs[0][1])
+            kind, dtype = KernelKind.memory, dtype_name(pairs[0][1])
+            self.add(simulated.Kernel(name, self._stream(), kind, 0.0, within, dtype))
         elif within:
             self._host_work(name, within, 0)
         return result
@@ -263,9 +258,6 @@ class OpRecorder(TorchDispatchMode):
         return value
 
     # Events
-
-    def _kernel(self, name: str, kind: KernelKind, flops: float, size: int, largest: Tensor) -> None:
-        self.add(simulated.Kernel(name, self._stream(), kind, flops, size, dtype_name(largest)))
 
     def _host_work(self, name: str, size: int, elements: int) -> None:
         self.add(simulated.HostWork(name, size, elements, self.in_worker))

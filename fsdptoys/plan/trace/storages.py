@@ -12,12 +12,11 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from fsdptoys.device import MemoryStats
 from fsdptoys.metrics.prediction import Category
 from fsdptoys.plan.simulator.events import Alloc, Event, Free, RecordStream, Trace
-
-from .op_schema import local
 
 ALIGNMENT = 512  # Rounding of allocators, for the count of ``memory`` only; a trace has the requested sizes
 
@@ -75,7 +74,8 @@ class Storages:
 
     def find(self, tensor: Tensor) -> Storage | None:
         """A tensor's storage, if it was seen."""
-        return self._live.get(local(tensor).untyped_storage()._cdata)
+        shard = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+        return self._live.get(shard.untyped_storage()._cdata)
 
     def see(self, tensor: Tensor) -> Storage:
         """A tensor's storage; a new one starts a block."""

@@ -5,21 +5,28 @@ its effect without a description here. Two steps are traced: in the first one FS
 optimizer allocates its states. Parameters have memory but no values; tokens are synthetic; evaluation, checkpoints,
 profiling and compilation are left out: the eager model is traced.
 
-A process that traces cannot be used otherwise (``fake_device``), so ``trace`` starts one, which forks once per depth.
+A process that traces cannot be used otherwise (``fake_device``), so ``trace`` starts one: ``python -m
+fsdptoys.plan.trace.tracer FOLDER`` answers the request in FOLDER. It imports the modules of a run and forks once per
+depth, as many at a time as there are cores, each with its own device and process group. An answer is a trace or an
+error; the parent reports a fork that dies.
 """
 
 import copy
 import dataclasses
 import functools
 import gc
+import multiprocessing
 import os
 import pickle
 import signal
 import subprocess
 import sys
 import tempfile
+import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, suppress
+from multiprocessing.connection import wait
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +38,7 @@ from torch.nn.parallel import DistributedDataParallel
 from fsdptoys.checkpoint import CheckpointConfig
 from fsdptoys.config.schema import Config
 from fsdptoys.data import SyntheticConfig
+from fsdptoys.device import available_cores
 from fsdptoys.device.profile import AttentionKind, Hardware
 from fsdptoys.errors import ConfigError
 from fsdptoys.metrics.prediction import Category
@@ -47,6 +55,7 @@ from .fake_device import MODULE, PlannedDevice, Stream, torch_device_type
 from .fake_kernels import replace_kernels
 from .fake_tensors import fake_tensors
 from .fsdp1_streams import backward_on_forward_streams
+from .op_costs import matmul_workspace_bytes
 from .op_recorder import OpRecorder
 
 REQUEST, ANSWER = "request.pickle", "answer-{}.pickle"  # Files of the tracing process; an answer for each depth
@@ -83,7 +92,7 @@ def trace(config: Config, hardware: Hardware, world_size: int, n_layers: Sequenc
         # Hide real devices, and keep an installed torch_npu from taking the fake device's place.
         hidden = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}
         environment = os.environ | hidden | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-        stderr = _run([sys.executable, "-m", "fsdptoys.plan.trace.trace_process", name], environment)
+        stderr = _run([sys.executable, "-m", "fsdptoys.plan.trace.tracer", name], environment)
         return [_read_answer(folder / ANSWER.format(index), stderr) for index in range(len(n_layers))]
 
 
@@ -223,3 +232,40 @@ def _watch_head(head: LMHead, recorder: OpRecorder) -> None:
 
     head.register_forward_pre_hook(begin)
     head.register_forward_hook(end, always_call=True)
+
+
+def main(folder: Path) -> None:
+    """Answer the request in a folder."""
+    with open(folder / REQUEST, "rb") as file:
+        config, hardware, world_size, depths = pickle.load(file)
+    fork = multiprocessing.get_context("fork")
+    running: list[BaseProcess] = []
+    for index, n_layers in enumerate(depths):
+        if len(running) == available_cores():
+            wait([process.sentinel for process in running])
+            running = [process for process in running if process.is_alive()]
+        path = folder / ANSWER.format(index)
+        running.append(fork.Process(target=answer_one, args=(path, config, hardware, world_size, n_layers)))
+        running[-1].start()
+    for process in multiprocessing.active_children():
+        process.join()
+
+
+def answer_one(path: Path, config: Config, hardware: Hardware, world_size: int, n_layers: int) -> None:
+    """Trace one depth and write the answer."""
+    answer: object
+    try:
+        model = dataclasses.replace(config.model, n_layers=n_layers)
+        program = trainer_program(dataclasses.replace(config, model=model), hardware)
+        workspace = matmul_workspace_bytes(hardware)
+        answer = trace_here(program, attention=hardware.attention, world_size=world_size, workspace_bytes=workspace)
+    except ConfigError as mistake:
+        answer = (ConfigError, str(mistake))
+    except BaseException:
+        answer = (RuntimeError, f"the trainer could not be traced:\n{traceback.format_exc()}")
+    with open(path, "wb") as file:
+        pickle.dump(answer, file, protocol=pickle.HIGHEST_PROTOCOL)
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))
