@@ -11,10 +11,9 @@ from .init_weights import Fill, seed_of, seeded
 from .single import SingleConfig
 from .state import full_tensors, host_copy
 from .strategy import ParallelConfig, ParallelContext, Strategy
-from .toy_ddp import ToyDDPConfig
+from .toy_ddp import ToyDDPConfig, ToyZero1Config, ToyZero2Config
 from .toy_fsdp import ToyFSDPConfig
 from .toy_zero3 import ToyZero3Config
-from .toy_zero12 import ToyZero1Config, ToyZero2Config
 
 STRATEGIES: dict[str, type[ParallelConfig]] = {
     config.name: config

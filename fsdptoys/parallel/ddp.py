@@ -4,7 +4,7 @@ import inspect
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
@@ -16,55 +16,25 @@ from fsdptoys.utils.bounds import at_least
 
 from .init_weights import Fill
 from .mesh import MeshConfig
-from .precision import DType
 from .single import UnshardedStrategy, cast_parameters, unsharded_units
 from .strategy import ParallelContext, ReducingConfig, UnitParams
-
-_SYNC_BUFFERS = (
-    "forward_sync_buffers"
-    if "forward_sync_buffers" in inspect.signature(DistributedDataParallel).parameters
-    else "broadcast_buffers"
-)
-"""Keyword for broadcasting buffers in every forward; renamed in torch 2.13."""
-
-
-@dataclass
-class DDPConfig(ReducingConfig):
-    """The full model on every rank."""
-
-    name: ClassVar[str] = "ddp"
-
-    bucket_cap_mb: int = field(default=25, metadata=at_least(1, 2**20))
-    """Gradients are all-reduced in buckets of this many MiB during the backward."""
-
-    @property
-    def reads_unit_by_unit(self) -> bool:
-        """Whether no cast reads all parameters before the first module computes."""
-        return self.param_dtype is DType.float32
-
-    @property
-    def gradients_held(self) -> str:
-        """Buckets are never freed."""
-        return "keeps all of them in its buckets"
-
-    def validate(self, world_size: int, mesh: MeshConfig, device_type: str, cpu_offload: bool) -> None:
-        """Refuse sharding."""
-        super().validate(world_size, mesh, device_type, cpu_offload)
-        self._refuse_sharding(mesh)
-
-    def build(self, context: ParallelContext) -> "DDP":
-        """Construct the strategy."""
-        return DDP(self, context)
 
 
 class DDP(UnshardedStrategy):
     """PyTorch's DistributedDataParallel."""
 
+    config: "DDPConfig"
     model: DistributedDataParallel
+    kind: ClassVar[Any] = DistributedDataParallel
+    sync_buffers: ClassVar[str] = (
+        "forward_sync_buffers"
+        if "forward_sync_buffers" in inspect.signature(DistributedDataParallel).parameters
+        else "broadcast_buffers"
+    )
+    """Keyword for broadcasting buffers in every forward; renamed in torch 2.13."""
 
-    def __init__(self, config: DDPConfig, context: ParallelContext) -> None:
-        super().__init__(context)
-        self.config = config
+    def __init__(self, config: "DDPConfig", context: ParallelContext) -> None:
+        super().__init__(config, context)
         self._over_microbatches: dict[nn.Parameter, Tensor] = {}
 
     def parallelize(self, model: DecoderModel, fill: Fill) -> None:
@@ -74,10 +44,10 @@ class DDP(UnshardedStrategy):
 
     def _wrap(self, model: nn.Module) -> DistributedDataParallel:
         device = self.context.device
-        wrapped = DistributedDataParallel(
+        wrapped: DistributedDataParallel = self.kind(
             model,
             device_ids=[device.torch_device.index] if device.is_accelerator else None,
-            **{_SYNC_BUFFERS: False},  # type: ignore[arg-type]
+            **{self.sync_buffers: False},
             bucket_cap_mb=self.config.bucket_cap_mb,
             gradient_as_bucket_view=True,
         )
@@ -106,6 +76,27 @@ class DDP(UnshardedStrategy):
     def units(self) -> list[UnitParams]:
         """Units of the wrapped model."""
         return unsharded_units(self._unwrapped, self.model.module)
+
+
+@dataclass
+class DDPConfig(ReducingConfig):
+    """The full model on every rank."""
+
+    name: ClassVar[str] = "ddp"
+    strategy = DDP
+
+    bucket_cap_mb: int = field(default=25, metadata=at_least(1, 2**20))
+    """Gradients are all-reduced in buckets of this many MiB during the backward."""
+
+    @property
+    def gradients_held(self) -> str:
+        """Buckets are never freed."""
+        return "keeps all of them in its buckets"
+
+    def validate(self, world_size: int, mesh: MeshConfig, device_type: str, cpu_offload: bool) -> None:
+        """Refuse sharding."""
+        super().validate(world_size, mesh, device_type, cpu_offload)
+        self._refuse_sharding(mesh)
 
 
 def all_reduce_in_dtype(dtype: torch.dtype, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:

@@ -19,8 +19,6 @@ Source: https://docs.pytorch.org/ao/stable/workflows/training.html, arXiv:2209.0
 import dataclasses
 import importlib.util
 import logging
-from collections.abc import Iterator
-from contextlib import contextmanager
 from enum import Enum
 from typing import Any
 
@@ -143,20 +141,15 @@ def convert_to_float8(model: DecoderModel, float8: Float8, all_gather: bool, dev
     library = _torchao()
     config = library.Float8LinearConfig.from_recipe_name(float8.value)
     config = dataclasses.replace(config, enable_fsdp_float8_all_gather=all_gather, emulate=device_type != "cuda")
-    count = 0
-
-    def takes(module: nn.Module, name: str) -> bool:
-        nonlocal count
-        chosen = takes_float8(module)
-        count += chosen
-        return chosen
-
-    library.convert_to_float8_training(model.layers, config=config, module_filter_fn=takes)
+    count = sum(map(takes_float8, model.layers.modules()))
     if count == 0:
         raise ConfigError(
             f"train.float8={float8.value} finds no linear layer in the blocks both of whose dims {MULTIPLE} divides; "
             "set train.float8=none"
         )
+    library.convert_to_float8_training(
+        model.layers, config=config, module_filter_fn=lambda module, _: takes_float8(module)
+    )
     return count
 
 
@@ -166,17 +159,10 @@ def prepare_all_gathers(model: nn.Module) -> None:
 
 
 def _torchao() -> Any:
-    with _ignore_torchao_warnings():
-        import torchao.float8
-    return torchao.float8
-
-
-@contextmanager
-def _ignore_torchao_warnings() -> Iterator[None]:
-    """Silence torchao's ABI warnings about prebuilt kernels; float8 training does not use them."""
     disabled = logging.root.manager.disable
-    logging.disable(logging.WARNING)
+    logging.disable(logging.WARNING)  # ABI warnings about prebuilt kernels, which float8 training does not use
     try:
-        yield
+        import torchao.float8
     finally:
         logging.disable(disabled)
+    return torchao.float8

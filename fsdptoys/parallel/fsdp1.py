@@ -11,7 +11,7 @@ import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 import torch.distributed as dist
@@ -24,69 +24,21 @@ from .fsdp import FSDPConfig, ReshardAfterForward, block_units
 from .init_weights import Fill, init_buffers, shared_parameters
 from .mesh import SHARD_AXIS, MeshConfig
 from .precision import DType
+from .state import State, settle, state_tensors
 from .strategy import ParallelContext, Strategy, UnitParams, own_parameters
 
 if TYPE_CHECKING:  # the command line composes configs without loading FSDP
     from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy
 
 
-@dataclass
-class FSDP1Config(FSDPConfig):
-    """Flat-parameter sharding."""
-
-    name: ClassVar[str] = "fsdp1"
-    flattens_parameters: ClassVar[bool] = True
-    # Its streams wait for the one that updates parameters once a forward, in the root.
-    defers_updates: ClassVar[bool] = False
-    # A shard of a flat parameter ends in the middle of a row.
-    matrices_lost: ClassVar[str | None] = "cuts elsewhere than between rows"
-
-    use_orig_params: bool = True
-    """Show the optimizer the model's own parameters rather than one flat parameter a unit."""
-
-    @property
-    def keeps_parameters(self) -> bool:
-        """Whether parameters that decay are kept apart from those that do not."""
-        return self.use_orig_params
-
-    @property
-    def compiles(self) -> bool:
-        """Whether the compiler sees the parameters; it skips modules with flat ones."""
-        return self.use_orig_params
-
-    def validate(self, world_size: int, mesh: MeshConfig, device_type: str, cpu_offload: bool) -> None:
-        """Refuse settings that FSDP1 cannot do, or does silently wrong."""
-        super().validate(world_size, mesh, device_type, cpu_offload)
-        if world_size > 1 and mesh.shard_ranks(world_size) == 1:
-            raise ConfigError(
-                "mesh.fsdp_size=1 makes FSDP1 keep full parameters and skip the all-reduce over replicas; "
-                "set parallel=ddp, or parallel=fsdp2 to keep the mesh"
-            )
-        for name in ("forward_prefetch", "backward_prefetch"):
-            if getattr(self, name) > 1:
-                raise ConfigError(
-                    f"parallel.{name}={getattr(self, name)} is deeper than FSDP1 can prefetch; "
-                    f"set parallel.{name}=1 or parallel=fsdp2"
-                )
-        if cpu_offload and device_type == "cpu":
-            raise ConfigError(
-                "memory.cpu_offload=true needs an accelerator to offload from under parallel=fsdp1; "
-                "set parallel=fsdp2 or memory.cpu_offload=false"
-            )
-
-    def build(self, context: ParallelContext) -> "FSDP1":
-        """Construct the strategy."""
-        return FSDP1(self, context)
-
-
 class FSDP1(Strategy):
     """PyTorch's FullyShardedDataParallel."""
 
+    config: "FSDP1Config"
     model: "FullyShardedDataParallel"
 
-    def __init__(self, config: FSDP1Config, context: ParallelContext) -> None:
-        super().__init__(context)
-        self.config = config
+    def __init__(self, config: "FSDP1Config", context: ParallelContext) -> None:
+        super().__init__(config, context)
         self.mesh = context.build_mesh()
         # The model's own parameters are views into a flat one, which keeps its offloaded gradient when theirs are None.
         self.frees_gradients = not context.cpu_offload
@@ -170,26 +122,21 @@ class FSDP1(Strategy):
 
     def units(self) -> list[UnitParams]:
         """FSDP1's own units, the root first."""
-        modules = self._fsdp_modules()
-        return [
-            (module, params)
-            for module, params in zip(modules, own_parameters([[m] for m in modules]), strict=True)
-            if params
-        ]
+        modules = self.model.fsdp_modules(self.model)
+        owned = own_parameters([[module] for module in modules])
+        return [(module, params) for module, params in zip(modules, owned, strict=True) if params]
 
     def full_parameters(self) -> Iterator[tuple[str, Tensor]]:
         """All-gather one unit at a time."""
-        from torch.distributed.fsdp import FullyShardedDataParallel
-
         names = {module: _own_name(name + ".").rstrip(".") for name, module in self.model.named_modules()}
-        units = self._fsdp_modules()
+        units = self.model.fsdp_modules(self.model)
         # The root comes first: a child summoned before its root would become a root itself.
         for unit in units:
             prefix = f"{names[unit]}." if names[unit] else ""
             nested = tuple(
                 f"{names[other]}." for other in units if other is not unit and names[other].startswith(prefix)
             )
-            with FullyShardedDataParallel.summon_full_params(unit, recurse=False, writeback=False):
+            with self.model.summon_full_params(unit, recurse=False, writeback=False):
                 for name, param in unit.named_parameters():
                     full_name = prefix + _own_name(name)
                     if not full_name.startswith(nested) and not name.endswith("_flat_param"):
@@ -199,10 +146,99 @@ class FSDP1(Strategy):
         """The ranks along the shard axis."""
         return self.mesh.get_group(SHARD_AXIS)
 
-    def _fsdp_modules(self) -> "list[FullyShardedDataParallel]":
-        from torch.distributed.fsdp import FullyShardedDataParallel
+    def state(self, optimizer: torch.optim.Optimizer) -> State:
+        """Parameters and states, resharded along the first dim."""
+        return FlatState(self.model, optimizer)
 
-        return FullyShardedDataParallel.fsdp_modules(self.model)
+
+@dataclass
+class FSDP1Config(FSDPConfig):
+    """Flat-parameter sharding."""
+
+    name: ClassVar[str] = "fsdp1"
+    strategy = FSDP1
+    flattens_parameters: ClassVar[bool] = True
+    # Its streams wait for the one that updates parameters once a forward, in the root.
+    defers_updates: ClassVar[bool] = False
+    # A shard of a flat parameter ends in the middle of a row.
+    matrices_lost: ClassVar[str | None] = "cuts elsewhere than between rows"
+
+    use_orig_params: bool = True
+    """Show the optimizer the model's own parameters rather than one flat parameter a unit."""
+
+    @property
+    def keeps_parameters(self) -> bool:
+        """Whether parameters that decay are kept apart from those that do not."""
+        return self.use_orig_params
+
+    compiles = keeps_parameters
+    """The compiler skips modules with flat parameters."""
+
+    def validate(self, world_size: int, mesh: MeshConfig, device_type: str, cpu_offload: bool) -> None:
+        """Refuse settings that FSDP1 cannot do, or does silently wrong."""
+        super().validate(world_size, mesh, device_type, cpu_offload)
+        if world_size > 1 and mesh.shard_ranks(world_size) == 1:
+            raise ConfigError(
+                "mesh.fsdp_size=1 makes FSDP1 keep full parameters and skip the all-reduce over replicas; "
+                "set parallel=ddp, or parallel=fsdp2 to keep the mesh"
+            )
+        for name in ("forward_prefetch", "backward_prefetch"):
+            if getattr(self, name) > 1:
+                raise ConfigError(
+                    f"parallel.{name}={getattr(self, name)} is deeper than FSDP1 can prefetch; "
+                    f"set parallel.{name}=1 or parallel=fsdp2"
+                )
+        if cpu_offload and device_type == "cpu":
+            raise ConfigError(
+                "memory.cpu_offload=true needs an accelerator to offload from under parallel=fsdp1; "
+                "set parallel=fsdp2 or memory.cpu_offload=false"
+            )
+
+
+class FlatState(State):
+    """Copies in host memory, resharded along the first dim, by FSDP1's public state-dict functions."""
+
+    def __init__(self, model: "FullyShardedDataParallel", optimizer: torch.optim.Optimizer) -> None:
+        settle(optimizer)
+        self._model, self.optimizer = model, optimizer
+        with _sharded_form(model):
+            self._weights: dict[str, Tensor] = model.state_dict()
+            # torch.distributed.checkpoint's would let an optimizer without states take a step.
+            self._optim: dict[str, Any] = model.optim_state_dict(model, optimizer)
+        # model.state_dict() has a shared weight under each of its names; here it has the first.
+        self._names = [name for group in self._optim["param_groups"] for name in group["params"]]
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Tensors by name, to read or to fill in place."""
+        tensors = {f"model.{name}": self._weights[name] for name in self._names}
+        for name, state in self._optim["state"].items():
+            tensors |= state_tensors(name, state)
+        return tensors
+
+    def install(self, tensors: dict[str, Tensor]) -> None:
+        """Scatter the filled tensors. A collective."""
+        model = self._model
+        if self._weights.keys() > set(self._names):
+            with model.summon_full_params(model, recurse=False, writeback=False):
+                shared = shared_parameters(model)
+            for alias, name in shared.items():
+                self._weights[_own_name(alias)] = self._weights[_own_name(name)]
+        with _sharded_form(model):
+            model.load_state_dict(self._weights)
+            states = model.optim_state_dict_to_load(model, self.optimizer, self._optim)
+        self.optimizer.load_state_dict(states)
+
+
+@contextmanager
+def _sharded_form(model: "FullyShardedDataParallel") -> Iterator[None]:
+    from torch.distributed.fsdp import ShardedOptimStateDictConfig, ShardedStateDictConfig, StateDictType
+
+    configs = ShardedStateDictConfig(offload_to_cpu=True), ShardedOptimStateDictConfig(offload_to_cpu=True)
+    with warnings.catch_warnings():
+        # FSDP1 warns that these functions are deprecated, and about sharding on one rank.
+        warnings.simplefilter("ignore")
+        with model.state_dict_type(model, StateDictType.SHARDED_STATE_DICT, *configs):
+            yield
 
 
 def _wrap(module: nn.Module, options: dict[str, object]) -> "FullyShardedDataParallel":

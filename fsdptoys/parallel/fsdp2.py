@@ -26,52 +26,31 @@ from .fsdp import TORCH, FSDPConfig, ReshardAfterForward, block_units
 from .init_weights import Fill, init_buffers, materialize, shared_parameters
 from .mesh import SHARD_AXIS, MeshConfig
 from .precision import DType, ReduceDType
+from .state import State
 from .strategy import ParallelContext, Strategy, UnitParams, own_parameters
 
 if TYPE_CHECKING:  # the command line composes configs without loading DTensor
     from torch.distributed.tensor import Shard
 
 
-@dataclass
-class FSDP2Config(FSDPConfig):
-    """Per-parameter sharding."""
-
-    name: ClassVar[str] = "fsdp2"
-    uses_dtensor: ClassVar[bool] = True
-    overlaps_cpu_offload: ClassVar[bool] = True
-    gathers_float8: ClassVar[bool] = True
-
-    @property
-    def gradients_held(self) -> None:
-        """A unit's gradients are final once it is reduced, so the backward can use them up."""
-
-    def validate(self, world_size: int, mesh: MeshConfig, device_type: str, cpu_offload: bool) -> None:
-        """Refuse settings that the installed torch cannot do."""
-        super().validate(world_size, mesh, device_type, cpu_offload)
-        replicated = mesh.shard_ranks(world_size) < world_size
-        if device_type == "cpu" and replicated and TORCH < (2, 8):
-            raise ConfigError(
-                f"mesh.fsdp_size={mesh.fsdp_size} replicates, which FSDP2 can do on a CPU from torch 2.8 on (found "
-                f"{torch.__version__}); set mesh.fsdp_size=-1 or parallel=fsdp1"
-            )
-
-    def build(self, context: ParallelContext) -> "FSDP2":
-        """Construct the strategy."""
-        import torch.distributed.fsdp
-
-        return FSDP2(self, context, torch.distributed.fsdp)
-
-
 class FSDP2(Strategy):
-    """PyTorch's or the toy's ``fully_shard``, from ``library``."""
+    """PyTorch's or the toy's ``fully_shard``."""
 
-    def __init__(self, config: FSDPConfig, context: ParallelContext, library: Any) -> None:
-        super().__init__(context)
-        self.config, self.library = config, library
+    config: FSDPConfig
+
+    def __init__(self, config: FSDPConfig, context: ParallelContext) -> None:
+        super().__init__(config, context)
         self.mesh = context.build_mesh()
         self.units_ahead = config.forward_prefetch
         # FSDP2 divides by itself in float64, and asks the collective for the mean otherwise.
         self._averages = config.reduce_dtype is ReduceDType.float64 or averages(self.shard_group())
+
+    @property
+    def library(self) -> Any:
+        """Module of ``fully_shard`` and its policies."""
+        import torch.distributed.fsdp
+
+        return torch.distributed.fsdp
 
     @property
     def loss_scale(self) -> float:
@@ -187,6 +166,11 @@ class FSDP2(Strategy):
         mirror = mirror_parameters(modules, self.units_ahead, self.config.param_dtype.torch, pin_memory)
         return mirror.refresh if mirror else None
 
+    def state(self, optimizer: torch.optim.Optimizer) -> State:
+        """The tensors of the shards."""
+        self._reshard()
+        return super().state(optimizer)
+
     def full_parameters(self) -> Iterator[tuple[str, Tensor]]:
         """All-gather one parameter at a time."""
         self._reshard()
@@ -203,6 +187,31 @@ class FSDP2(Strategy):
     def shard_group(self) -> dist.ProcessGroup:
         """The ranks along the shard axis."""
         return self.mesh.get_group(SHARD_AXIS)
+
+
+@dataclass
+class FSDP2Config(FSDPConfig):
+    """Per-parameter sharding."""
+
+    name: ClassVar[str] = "fsdp2"
+    strategy = FSDP2
+    uses_dtensor: ClassVar[bool] = True
+    overlaps_cpu_offload: ClassVar[bool] = True
+    gathers_float8: ClassVar[bool] = True
+
+    @property
+    def gradients_held(self) -> None:
+        """A unit's gradients are final once it is reduced, so the backward can use them up."""
+
+    def validate(self, world_size: int, mesh: MeshConfig, device_type: str, cpu_offload: bool) -> None:
+        """Refuse settings that the installed torch cannot do."""
+        super().validate(world_size, mesh, device_type, cpu_offload)
+        replicated = mesh.shard_ranks(world_size) < world_size
+        if device_type == "cpu" and replicated and TORCH < (2, 8):
+            raise ConfigError(
+                f"mesh.fsdp_size={mesh.fsdp_size} replicates, which FSDP2 can do on a CPU from torch 2.8 on (found "
+                f"{torch.__version__}); set mesh.fsdp_size=-1 or parallel=fsdp1"
+            )
 
 
 def placement(param: nn.Parameter, ranks: int) -> "Shard | None":

@@ -22,42 +22,6 @@ from .precision import CastParameters, DType
 from .strategy import ParallelConfig, ParallelContext, Strategy, UnitParams
 
 
-@dataclass
-class SingleConfig(ParallelConfig):
-    """One process."""
-
-    name: ClassVar[str] = "single"
-    single_process: ClassVar[bool] = True
-
-    simulated_ranks: int = field(default=1, metadata=at_least(1, 2**16))
-    """Data-parallel ranks whose micro-batches the one process runs one after another."""
-
-    @property
-    def reads_unit_by_unit(self) -> bool:
-        """Whether no cast reads all parameters before the first module computes."""
-        return self.param_dtype is DType.float32
-
-    @property
-    def gradients_held(self) -> str | None:
-        """Gradients of several simulated ranks are added up."""
-        several = self.simulated_ranks > 1
-        return f"adds them up with parallel.simulated_ranks={self.simulated_ranks}" if several else None
-
-    def validate(self, world_size: int, mesh: MeshConfig, device_type: str, cpu_offload: bool) -> None:
-        """Refuse several ranks and sharding."""
-        super().validate(world_size, mesh, device_type, cpu_offload)
-        if world_size != 1:
-            raise ConfigError(
-                f"parallel=single runs one process, the world size is {world_size}; set parallel=ddp or "
-                "launch.nproc_per_node=1"
-            )
-        self._refuse_sharding(mesh)
-
-    def build(self, context: ParallelContext) -> "Single":
-        """Construct the strategy."""
-        return Single(self, context)
-
-
 class UnshardedStrategy(Strategy):
     """A strategy whose ranks hold every parameter in full."""
 
@@ -83,9 +47,10 @@ class UnshardedStrategy(Strategy):
 class Single(UnshardedStrategy):
     """The full model in one process."""
 
-    def __init__(self, config: SingleConfig, context: ParallelContext) -> None:
-        super().__init__(context)
-        self.config = config
+    config: "SingleConfig"
+
+    def __init__(self, config: "SingleConfig", context: ParallelContext) -> None:
+        super().__init__(config, context)
         self.data_ranks = self.local_data_ranks = config.simulated_ranks
         self._over_ranks: dict[nn.Parameter, Tensor] = {}
         self._over_microbatches: dict[nn.Parameter, Tensor] = {}
@@ -120,6 +85,34 @@ class Single(UnshardedStrategy):
     def units(self) -> list[UnitParams]:
         """The blocks, and the modules before and after them."""
         return unsharded_units(self._unwrapped, self.model)
+
+
+@dataclass
+class SingleConfig(ParallelConfig):
+    """One process."""
+
+    name: ClassVar[str] = "single"
+    strategy = Single
+    single_process: ClassVar[bool] = True
+
+    simulated_ranks: int = field(default=1, metadata=at_least(1, 2**16))
+    """Data-parallel ranks whose micro-batches the one process runs one after another."""
+
+    @property
+    def gradients_held(self) -> str | None:
+        """Gradients of several simulated ranks are added up."""
+        several = self.simulated_ranks > 1
+        return f"adds them up with parallel.simulated_ranks={self.simulated_ranks}" if several else None
+
+    def validate(self, world_size: int, mesh: MeshConfig, device_type: str, cpu_offload: bool) -> None:
+        """Refuse several ranks and sharding."""
+        super().validate(world_size, mesh, device_type, cpu_offload)
+        if world_size != 1:
+            raise ConfigError(
+                f"parallel=single runs one process, the world size is {world_size}; set parallel=ddp or "
+                "launch.nproc_per_node=1"
+            )
+        self._refuse_sharding(mesh)
 
 
 def cast_parameters(model: nn.Module, dtype: DType) -> nn.Module:

@@ -33,50 +33,41 @@ Load = Callable[[dict[str, Tensor]], None]
 """Fills every tensor in place."""
 
 
-@torch.no_grad()
-def state_tensors(
-    model: nn.Module, named_parameters: NamedParameters, optimizer: torch.optim.Optimizer
-) -> dict[str, Tensor]:
-    """Current parameters and optimizer states. A collective under FSDP1.
+class State:
+    """Live tensors of a model whose parameters keep their shape; subclasses copy those of others.
 
-    ``named_parameters`` has the names before wrapping, except for flat parameters.
-
-    Returns:
-        Plain tensors, the same on all ranks, and DTensors. They may be live, and change in the next step;
-        ``host_copy`` copies them.
+    ``named_parameters`` has the names before wrapping.
     """
-    from .flat_state import flat_state
 
-    settle(model, optimizer)
-    flat = flat_state(model, optimizer)
-    if flat is not None:
-        return flat.tensors()
-    return _live_tensors(named_parameters(), optimizer)
+    def __init__(self, named_parameters: NamedParameters, optimizer: torch.optim.Optimizer) -> None:
+        settle(optimizer)
+        self.named_parameters, self.optimizer = list(named_parameters()), optimizer
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Plain tensors, the same on all ranks, and DTensors, to read or to fill in place. May be a collective.
+
+        They may be live, and change in the next step; ``host_copy`` copies them.
+        """
+        tensors: dict[str, Tensor] = {}
+        for name, param in self.named_parameters:
+            tensors[f"model.{name}"] = unwrapped(param)
+            tensors |= state_tensors(name, self.optimizer.state.get(param, {}))
+        return tensors
+
+    def install(self, tensors: dict[str, Tensor]) -> None:
+        """Use the values of the filled tensors. May be a collective.
+
+        Hyperparameters, and the device and dtype of states, stay those of this run.
+        """
+        # Copies of parameters (cpu_offload_cast) detect writes by version counters.
+        torch.autograd.graph.increment_version([local_tensor(param) for _, param in self.named_parameters])
+        # The states are in place; an optimizer may keep more, such as a count of its steps.
+        self.optimizer.load_state_dict(self.optimizer.state_dict())
 
 
-@torch.no_grad()
-def load_state_tensors(
-    model: nn.Module, named_parameters: NamedParameters, optimizer: torch.optim.Optimizer, load: Load
-) -> None:
-    """Replace parameters and optimizer states by ``load``, which fills the tensors of ``state_tensors`` in place.
-
-    A collective under FSDP1, and wherever ``load`` is one; if it raises, parameters and states may be half replaced.
-    Hyperparameters, and the device and dtype of states, stay those of this run.
-    """
-    from .flat_state import flat_state
-
-    settle(model, optimizer)
-    flat = flat_state(model, optimizer)
-    if flat is not None:
-        load(flat.tensors())
-        flat.install()
-        return
-    named = list(named_parameters())
-    load(_live_tensors(named, optimizer))
-    # Copies of parameters (cpu_offload_cast) detect writes by version counters.
-    torch.autograd.graph.increment_version([local_tensor(param) for _, param in named])
-    # The states are in place; an optimizer may keep more, such as a count of its steps.
-    optimizer.load_state_dict(optimizer.state_dict())
+def state_tensors(name: str, state: dict[str, Any]) -> dict[str, Tensor]:
+    """Tensors of a parameter's optimizer state."""
+    return {f"optim.{name}.{kind}": value for kind, value in state.items() if isinstance(value, Tensor)}
 
 
 @torch.no_grad()
@@ -97,7 +88,7 @@ def full_tensors(tensors: dict[str, Tensor]) -> Iterator[tuple[str, Tensor | Non
 
 @torch.no_grad()
 def host_copy(tensors: dict[str, Tensor], into: dict[str, Tensor] | None = None) -> dict[str, Tensor]:
-    """Copy the tensors of ``state_tensors`` to host memory, pinned if the source is on an accelerator.
+    """Copy the tensors of a ``State`` to host memory, pinned if the source is on an accelerator.
 
     DTensors keep their placements. ``into`` is the unused result of an earlier call, whose memory is reused if it fits.
     """
@@ -116,14 +107,9 @@ def host_copy(tensors: dict[str, Tensor], into: dict[str, Tensor] | None = None)
     return copies
 
 
-def settle(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """Finish pending updates, reshard units, and create the optimizer's missing states."""
-    from torch.distributed.fsdp import FSDPModule
-
+def settle(optimizer: torch.optim.Optimizer) -> None:
+    """Finish pending updates, and create the optimizer's missing states."""
     optimizer.state_dict()  # of a BucketedOptimizer: finishes updates
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            module.reshard()  # a unit stays gathered after a forward that no backward follows
     # FSDP1 keeps no state on a rank whose shard of a parameter is empty.
     params = [param for group in optimizer.param_groups for param in group["params"] if param.numel()]
     without = [param for param in params if not optimizer.state.get(param)]
@@ -150,17 +136,6 @@ def _kept_states(optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
     inner = kind([{**group, "params": [proxy]}])
     inner.step()
     return {name: value for name, value in inner.state[proxy].items() if isinstance(value, Tensor)}
-
-
-def _live_tensors(
-    named_parameters: Iterable[tuple[str, nn.Parameter]], optimizer: torch.optim.Optimizer
-) -> dict[str, Tensor]:
-    tensors: dict[str, Tensor] = {}
-    for name, param in named_parameters:
-        tensors[f"model.{name}"] = unwrapped(param)
-        state = optimizer.state.get(param, {})
-        tensors |= {f"optim.{name}.{kind}": value for kind, value in state.items() if isinstance(value, Tensor)}
-    return tensors
 
 
 def _host_memory(tensor: Tensor) -> Tensor:

@@ -36,10 +36,10 @@ from fsdptoys.models import DecoderModel
 from fsdptoys.utils.bounds import check_bounds
 from fsdptoys.utils.dtensor import local_tensor
 
-from . import state
 from .init_weights import Fill
 from .mesh import MeshConfig, build_mesh
 from .precision import DType, ReduceDType
+from .state import Load, State
 
 UnitParams = tuple[nn.Module, list[nn.Parameter]]
 """A module, and the parameters that its forward is the first to need."""
@@ -51,7 +51,7 @@ CPU_NORM_ELEMENTS = 2**18
 
 
 @dataclass
-class ParallelConfig(ABC):
+class ParallelConfig:
     """Settings of every strategy, and the facts about it that other packages ask for.
 
     Nothing outside this package compares ``name``: a new strategy sets the facts that differ.
@@ -59,6 +59,8 @@ class ParallelConfig(ABC):
 
     name: ClassVar[str]
     """The word after ``parallel=``."""
+    strategy: ClassVar[type["Strategy"]]
+    """Class that these settings configure."""
     single_process: ClassVar[bool] = False
     """Whether one process trains alone."""
     shards_parameters: ClassVar[bool] = False
@@ -95,8 +97,8 @@ class ParallelConfig(ABC):
 
     @property
     def reads_unit_by_unit(self) -> bool:
-        """Whether the forward reads parameters as late as their module needs them."""
-        return True
+        """Whether the forward reads parameters as late as their module needs them; a cast of all reads them first."""
+        return self.shards_parameters or self.param_dtype is DType.float32
 
     @property
     def gradients_held(self) -> str | None:
@@ -113,7 +115,7 @@ class ParallelConfig(ABC):
         """Whether the compiler takes blocks as this strategy leaves them."""
         return True
 
-    def resolve(self, deterministic: bool) -> None:  # noqa: B027 (not every strategy has such settings)
+    def resolve(self, deterministic: bool) -> None:
         """Replace every ``auto`` by its value."""
 
     def validate(self, world_size: int, mesh: MeshConfig, device_type: str, cpu_offload: bool) -> None:
@@ -128,9 +130,9 @@ class ParallelConfig(ABC):
                 "set parallel=fsdp2 or memory.cpu_offload=false"
             )
 
-    @abstractmethod
     def build(self, context: "ParallelContext") -> "Strategy":
         """Construct the strategy; the process group must be initialized."""
+        return self.strategy(self, context)
 
     def _refuse_sharding(self, mesh: MeshConfig) -> None:
         if mesh.fsdp_size not in (-1, 1):
@@ -199,8 +201,8 @@ class Strategy(ABC):
     units_ahead: int = 0
     """Units after its own that a unit's forward begins to gather."""
 
-    def __init__(self, context: ParallelContext) -> None:
-        self.context = context
+    def __init__(self, config: Any, context: ParallelContext) -> None:
+        self.config, self.context = config, context
         self.data_ranks = context.world_size
 
     @property
@@ -244,13 +246,25 @@ class Strategy(ABC):
         """
         return None
 
-    def state_tensors(self, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
-        """Parameters and optimizer states, as ``state.state_tensors`` names them. A collective."""
-        return state.state_tensors(self.model, self.named_parameters, optimizer)
+    def state(self, optimizer: torch.optim.Optimizer) -> State:
+        """Parameters and optimizer states, with pending updates finished."""
+        return State(self.named_parameters, optimizer)
 
-    def load_state_tensors(self, optimizer: torch.optim.Optimizer, load: Callable[[dict[str, Tensor]], None]) -> None:
-        """Fill the tensors of ``state_tensors`` in place with ``load``, and install them. A collective."""
-        state.load_state_tensors(self.model, self.named_parameters, optimizer, load)
+    @torch.no_grad()
+    def state_tensors(self, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
+        """Tensors of ``state``. A collective."""
+        return self.state(optimizer).tensors()
+
+    @torch.no_grad()
+    def load_state_tensors(self, optimizer: torch.optim.Optimizer, load: Load) -> None:
+        """Fill the tensors of ``state_tensors`` in place with ``load``, and install them. A collective.
+
+        If ``load`` raises, parameters and states may be half replaced.
+        """
+        state = self.state(optimizer)
+        tensors = state.tensors()
+        load(tensors)
+        state.install(tensors)
 
     def shard_group(self) -> dist.ProcessGroup | None:
         """The ranks whose local gradients together are one full gradient; None where each rank has it in full."""

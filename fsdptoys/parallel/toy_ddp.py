@@ -1,15 +1,83 @@
-"""The toy DDP as a strategy: ``DDP`` with the toy's class instead of PyTorch's."""
+"""The toy DDP, ZeRO-1 and ZeRO-2 as strategies: ``DDP`` with the toys' classes instead of PyTorch's.
 
+Under ZeRO every rank has full parameters, and flat slices of them for the optimizer.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from fsdptoys.toys.ddp import DistributedDataParallel
+from fsdptoys.toys.zero1 import Zero1
+from fsdptoys.toys.zero2 import Zero2
 
-from .ddp import DDP, DDPConfig, all_reduce_in_dtype
-from .strategy import ParallelContext
+from .ddp import DDP, DDPConfig
+from .toy_state import Holding, ShardedState
+
+
+class ToyDDP(DDP):
+    """The toy's DistributedDataParallel."""
+
+    kind: ClassVar[Any] = DistributedDataParallel
+    sync_buffers = "forward_sync_buffers"
+
+
+class ToyZero1(ToyDDP):
+    """The toy's Zero1: DDP until the optimizer, which works on flat slices of the parameters."""
+
+    model: Any
+    kind = Zero1
+
+    @contextmanager
+    def microbatch(self, index: int, count: int) -> Iterator[None]:
+        """Reduce as DDP; after the last micro-batch, give the pieces their gradients."""
+        if index == 0:
+            self.model.drop_gradients()  # of a skipped step
+        with super().microbatch(index, count):
+            yield
+        if index == count - 1:
+            self.model.collect()
+
+    def attach(self, optimizer: torch.optim.Optimizer) -> None:
+        """Register the exchange of updates."""
+        self.model.attach(optimizer)
+
+    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """Flat slices, with the names of their parameters."""
+        for name, param in self._unwrapped.named_parameters():
+            bucket, slot = self.model.slices.places[param]
+            yield name, bucket.pieces[slot]
+
+    def shard_group(self) -> dist.ProcessGroup | None:
+        """All ranks."""
+        return dist.group.WORLD
+
+    def state(self, optimizer: torch.optim.Optimizer) -> ShardedState:
+        """Live parameters, and copies of the states, sharded along their first dim."""
+        slices, holdings, live = self.model.slices, [], {}
+        for name, param in self._unwrapped.named_parameters():
+            bucket, slot = slices.places[param]
+            spans = [bucket.span(slot, rank) for rank in range(slices.ranks)]
+            holdings.append(Holding(name, param.shape, spans, bucket.pieces[slot]))
+            live[f"model.{name}"] = param.detach()
+        return ShardedState(holdings, optimizer, self.context.build_mesh(), live)
+
+
+class ToyZero2(ToyZero1):
+    """The toy's Zero2: gradients are reduced to slices after every micro-batch."""
+
+    def _wrap(self, model: nn.Module) -> Any:
+        return Zero2(model, bucket_cap_mb=self.config.bucket_cap_mb, reduce_dtype=self.config.reduce_dtype.torch)
+
+    @contextmanager
+    def microbatch(self, index: int, count: int) -> Iterator[None]:
+        """Every backward reduces; the slices accumulate."""
+        yield
 
 
 @dataclass
@@ -17,26 +85,23 @@ class ToyDDPConfig(DDPConfig):
     """The full model on every rank, all-reduced from scratch."""
 
     name: ClassVar[str] = "toy_ddp"
-
-    def build(self, context: ParallelContext) -> "ToyDDP":
-        """Construct the strategy."""
-        return ToyDDP(self, context)
+    strategy = ToyDDP
 
 
-class ToyDDP(DDP):
-    """The toy's DistributedDataParallel."""
+@dataclass
+class ToyZero1Config(DDPConfig):
+    """Optimizer states sharded."""
 
-    kind: ClassVar[type[DistributedDataParallel]] = DistributedDataParallel
+    name: ClassVar[str] = "toy_zero1"
+    strategy = ToyZero1
+    # The optimizer sees flat slices, which end in the middle of a row.
+    keeps_full_states: ClassVar[bool] = False
+    matrices_lost: ClassVar[str | None] = "cuts elsewhere than between rows"
 
-    def _wrap(self, model: nn.Module) -> Any:
-        device = self.context.device
-        wrapped = self.kind(
-            model,
-            device_ids=[device.torch_device.index] if device.is_accelerator else None,
-            forward_sync_buffers=False,
-            bucket_cap_mb=self.config.bucket_cap_mb,
-            gradient_as_bucket_view=True,
-        )
-        if self.config.reduce_dtype.torch != torch.float32:
-            wrapped.register_comm_hook(self.config.reduce_dtype.torch, all_reduce_in_dtype)
-        return wrapped
+
+@dataclass
+class ToyZero2Config(ToyZero1Config):
+    """Optimizer states and gradients sharded."""
+
+    name: ClassVar[str] = "toy_zero2"
+    strategy = ToyZero2

@@ -5,7 +5,6 @@ cut along its first dim; the copies take 1/N of the tensors' memory, plus one wh
 of steps, come from the first owner.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -15,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from fsdptoys.utils.dtensor import is_dtensor
 
-from . import state
+from .state import State, settle
 
 
 @dataclass(frozen=True)
@@ -45,21 +44,21 @@ class Holding:
         return next(rank for rank, (low, high) in enumerate(self.spans) if high > low)
 
 
-class ShardedState:
-    """State tensors of holdings, sharded along their first dims over a mesh of one axis.
+class ShardedState(State):
+    """Copies of the states of holdings, sharded along their first dims over a mesh of one axis.
 
     Args:
         holdings: of all parameters, the same order on all ranks.
         optimizer: over each rank's own parameters.
-        keeps_parameters: whether the parameters have owners too.
+        live: full parameters of every rank; parameters that have owners are copied too.
     """
 
     def __init__(
-        self, holdings: list[Holding], optimizer: torch.optim.Optimizer, mesh: DeviceMesh, keeps_parameters: bool
+        self, holdings: list[Holding], optimizer: torch.optim.Optimizer, mesh: DeviceMesh, live: dict[str, Tensor]
     ) -> None:
-        self.holdings, self.optimizer, self.mesh, self.keeps_parameters = holdings, optimizer, mesh, keeps_parameters
+        self.holdings, self.optimizer, self.mesh, self.live = holdings, optimizer, mesh, live
         self.device = torch.device(mesh.device_type) if mesh.device_type == "cpu" else holdings[0].own.device
-        state.settle(nn.Module(), optimizer)
+        settle(optimizer)
         mine = [
             {kind: (value.dtype, value.ndim > 0) for kind, value in optimizer.state.get(holding.own, {}).items()}
             for holding in holdings
@@ -68,12 +67,11 @@ class ShardedState:
         dist.all_gather_object(everyones, mine)
         self._kinds = [everyones[holding.first_owner()][number] for number, holding in enumerate(holdings)]
 
-    @torch.no_grad()
     def tensors(self) -> dict[str, Tensor]:
-        """Return copies: DTensors, and plain tensors of scalars. A collective."""
-        tensors: dict[str, Tensor] = {}
+        """Live parameters, and copies: DTensors, and plain tensors of scalars. A collective."""
+        tensors = dict(self.live)
         for number, holding in enumerate(self.holdings):
-            if self.keeps_parameters:
+            if not self.live:
                 tensors[f"model.{holding.name}"] = self._shard(
                     holding.assemble(holding.own.detach(), holding.own.dtype, self.device)
                 )
@@ -89,11 +87,10 @@ class ShardedState:
                     tensors[key] = value
         return tensors
 
-    @torch.no_grad()
     def install(self, tensors: dict[str, Tensor]) -> None:
-        """Copy values from such tensors. A collective."""
+        """Copy values from the copies. A collective."""
         for number, holding in enumerate(self.holdings):
-            if self.keeps_parameters:
+            if not self.live:
                 self._install(holding, holding.own.detach(), tensors[f"model.{holding.name}"])
             kept = self.optimizer.state.get(holding.own, {})
             for kind in self._kinds[number]:
@@ -119,10 +116,3 @@ class ShardedState:
         return DTensor.from_local(
             local, self.mesh, [Shard(0)], run_check=False, shape=whole.shape, stride=whole.stride()
         )
-
-
-def load_sharded(sharded: ShardedState, live: dict[str, Tensor], load: Callable[[dict[str, Tensor]], None]) -> None:
-    """Let ``load`` fill copies and live tensors in place, then install the copies. A collective."""
-    tensors = sharded.tensors()
-    load(live | tensors)
-    sharded.install(tensors)

@@ -1,6 +1,6 @@
 """The toy ZeRO-3 as a strategy: full tensors on owner ranks, broadcast around each block's forward and backward."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import ClassVar
@@ -18,50 +18,15 @@ from .init_weights import Fill, init_buffers
 from .mesh import MeshConfig
 from .precision import DType
 from .single import unsharded_units
-from .strategy import ParallelContext, ReducingConfig, Strategy, UnitParams
-from .toy_state import Holding, ShardedState, load_sharded
-
-
-@dataclass
-class ToyZero3Config(ReducingConfig):
-    """Parameters, gradients and optimizer states on owners."""
-
-    name: ClassVar[str] = "toy_zero3"
-    keeps_full_states: ClassVar[bool] = False
-    matrices_lost: ClassVar[str | None] = "keeps on one rank each"
-
-    evenness: Evenness = Evenness.model
-    """Balance the bytes of the model, or of each unit, over the ranks."""
-    prefetch: bool = True
-    """Gather the next block while one computes."""
-
-    def validate(self, world_size: int, mesh: MeshConfig, device_type: str, cpu_offload: bool) -> None:
-        """Reject replicas, offloading and lower precision."""
-        super().validate(world_size, mesh, device_type, cpu_offload)
-        if mesh.fsdp_size not in (-1, world_size):
-            raise ConfigError(
-                f"mesh.fsdp_size={mesh.fsdp_size} replicates, which parallel=toy_zero3 does not; set parallel=fsdp2 or "
-                "mesh.fsdp_size=-1"
-            )
-        if self.param_dtype is not DType.float32:
-            raise ConfigError(
-                f"parallel.param_dtype={self.param_dtype.value} is not an option of parallel=toy_zero3, which computes "
-                "with the tensors that it broadcasts; set parallel=fsdp2 or parallel.param_dtype=float32"
-            )
-
-    def build(self, context: ParallelContext) -> "ToyZero3":
-        """Construct the strategy."""
-        return ToyZero3(self, context)
+from .strategy import ReducingConfig, Strategy, UnitParams
+from .toy_state import Holding, ShardedState
 
 
 class ToyZero3(Strategy):
     """The toy's Zero3."""
 
+    config: "ToyZero3Config"
     model: Zero3
-
-    def __init__(self, config: ToyZero3Config, context: ParallelContext) -> None:
-        super().__init__(context)
-        self.config = config
 
     def parallelize(self, model: DecoderModel, fill: Fill) -> None:
         """Distribute the parameters unit by unit; each owner initializes its own."""
@@ -106,14 +71,6 @@ class ToyZero3(Strategy):
         """All ranks."""
         return dist.group.WORLD
 
-    def state_tensors(self, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
-        """Return copies, sharded along their first dim. A collective."""
-        return self._sharded(optimizer).tensors()
-
-    def load_state_tensors(self, optimizer: torch.optim.Optimizer, load: Callable[[dict[str, Tensor]], None]) -> None:
-        """Load copies, and install them. A collective."""
-        load_sharded(self._sharded(optimizer), {}, load)
-
     def _holdings(self) -> list[Holding]:
         holdings = []
         for name, param in self._unwrapped.named_parameters():
@@ -122,6 +79,35 @@ class ToyZero3(Strategy):
             holdings.append(Holding(name, param.shape, spans, self._own[name]))
         return holdings
 
-    def _sharded(self, optimizer: torch.optim.Optimizer) -> ShardedState:
-        mesh = self.context.build_mesh()
-        return ShardedState(self._holdings(), optimizer, mesh, keeps_parameters=True)
+    def state(self, optimizer: torch.optim.Optimizer) -> ShardedState:
+        """Copies, sharded along their first dim."""
+        return ShardedState(self._holdings(), optimizer, self.context.build_mesh(), live={})
+
+
+@dataclass
+class ToyZero3Config(ReducingConfig):
+    """Parameters, gradients and optimizer states on owners."""
+
+    name: ClassVar[str] = "toy_zero3"
+    strategy = ToyZero3
+    keeps_full_states: ClassVar[bool] = False
+    matrices_lost: ClassVar[str | None] = "keeps on one rank each"
+
+    evenness: Evenness = Evenness.model
+    """Balance the bytes of the model, or of each unit, over the ranks."""
+    prefetch: bool = True
+    """Gather the next block while one computes."""
+
+    def validate(self, world_size: int, mesh: MeshConfig, device_type: str, cpu_offload: bool) -> None:
+        """Reject replicas, offloading and lower precision."""
+        super().validate(world_size, mesh, device_type, cpu_offload)
+        if mesh.fsdp_size not in (-1, world_size):
+            raise ConfigError(
+                f"mesh.fsdp_size={mesh.fsdp_size} replicates, which parallel=toy_zero3 does not; set parallel=fsdp2 or "
+                "mesh.fsdp_size=-1"
+            )
+        if self.param_dtype is not DType.float32:
+            raise ConfigError(
+                f"parallel.param_dtype={self.param_dtype.value} is not an option of parallel=toy_zero3, which computes "
+                "with the tensors that it broadcasts; set parallel=fsdp2 or parallel.param_dtype=float32"
+            )

@@ -38,7 +38,7 @@ from fsdptoys.parallel import (
 )
 from fsdptoys.parallel.fsdp import TORCH, Wrap
 from fsdptoys.parallel.precision import DType
-from fsdptoys.parallel.state import state_tensors
+from fsdptoys.parallel.state import State
 from fsdptoys.train.trainer import Trainer
 from fsdptoys.utils.dtensor import (
     local_bounds,
@@ -333,12 +333,12 @@ def test_saving_an_optimizer_before_its_first_step_does_not_change_that_step(kep
             param.grad = torch.linspace(-1, 1, param.numel()).view_as(param)
             param.grad.view(-1)[0] = -0.0
         optimizer.step()
-        tensors = state_tensors(model, model.named_parameters, optimizer)
+        tensors = State(model.named_parameters, optimizer).tensors()
         return {name: tensor.numpy().copy() for name, tensor in tensors.items()}
 
     model, optimizer = make()
     before = {name: value.clone() for name, value in model.state_dict().items()}
-    first = state_tensors(model, model.named_parameters, optimizer)
+    first = State(model.named_parameters, optimizer).tensors()
     assert all(torch.equal(first[f"model.{name}"], value) for name, value in before.items())
     assert not any(tensor.any() for name, tensor in first.items() if name.startswith("optim."))
     keys = set(first)
