@@ -36,7 +36,7 @@ from fsdptoys.profiler import ExplainedOutOfMemoryError
         ({}, {0: -15}, (0,), "rank 0 was ended by SIGTERM"),
     ],
 )
-def test_cause_is_told_from_its_consequences(
+def test_root_cause_is_distinguished_from_its_consequences(
     records: dict[int, tuple[str, int]], exitcodes: dict[int, int], by_us: tuple[int, ...], shown: str, tmp_path: Path
 ) -> None:
     """Oracle: the rank that failed of itself, whichever the launcher saw first."""
@@ -90,7 +90,7 @@ NO_MEMORY = (
         (ZeroDivisionError("by 0"), 1, False, "rank 3 failed:\nTraceback (most recent ", "ZeroDivisionError: by 0"),
     ],
 )
-def test_worker_records_how_it_failed(
+def test_worker_records_its_failure(
     error: Exception,
     status: int,
     final: bool,
@@ -131,7 +131,7 @@ def recorded(error: Exception, status: int, folder: Path, monkeypatch: pytest.Mo
         ({1: -2, 2: -6}, "stopped by SIGINT (rank 1 got it); all workers have ended"),
     ],
 )
-def test_rank_that_was_asked_to_stop_has_not_failed(exitcodes: dict[int, int], message: str, tmp_path: Path) -> None:
+def test_requested_stop_of_a_rank_is_no_failure(exitcodes: dict[int, int], message: str, tmp_path: Path) -> None:
     """Oracle: the sentence; our side ended rank 0 where it died of SIGTERM, and another rank lost its connection."""
     extra = {"rank": 3, "time_ns": 1, "timestamp": "0", "py_callstack": "", "config_error": None, "given_up": None}
     record = {"message": "RuntimeError: Connection closed by peer", "extraInfo": extra | {"final": False}}
@@ -142,19 +142,19 @@ def test_rank_that_was_asked_to_stop_has_not_failed(exitcodes: dict[int, int], m
     assert first.status == 128 + signal.Signals[message.split()[2]]
 
 
-def test_verdict_of_all_ranks_is_told_without_a_rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_joint_decision_of_all_ranks_names_no_rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Oracle: the sentence alone, as the launcher prints it."""
     first = recorded(GivenUpError("stopped after step 6: 5 skipped"), 1, tmp_path, monkeypatch)
     assert (first.message(), first.status, first.final) == ("stopped after step 6: 5 skipped", 1, True)
 
 
-def test_headline_has_the_words_that_are_added() -> None:
+def test_message_suffix_is_appended_to_the_headline() -> None:
     """Oracle: where they stand."""
     assert FirstFailure(1, "rank 0 failed", "x", "a\nb").message(", late") == "rank 0 failed, late:\na\nb"
     assert FirstFailure(1, "rank 0 was lost", "x").message(", late") == "rank 0 was lost, late"
 
 
-def test_killed_worker_is_told_with_the_likely_reason() -> None:
+def test_killed_worker_is_reported_with_the_likely_reason() -> None:
     """Oracle: the sentence."""
     first = first_failure({2: ProcessFailure(2, 9, -signal.SIGKILL, "nowhere")}, Path("nowhere"))
     assert first.message() == "rank 2 was ended by SIGKILL, as the system does where host memory runs out"

@@ -15,7 +15,7 @@ HCCL = {"TORCH_HCCL_DUMP_ON_TIMEOUT": "1"}
     "present, name",
     [(NCCL, FILE_NAMES[1]), (NCCL | {"TORCH_FR_BUFFER_SIZE": "2000"}, FILE_NAMES[0]), (HCCL, HCCL_FILE_NAME)],
 )
-def test_recordings_are_kept_with_the_run(
+def test_recordings_are_kept_in_the_run_directory(
     present: dict[str, str], name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Oracle: files written under the name that the environment gives are found in the run directory."""
@@ -45,7 +45,7 @@ def test_recordings_are_kept_with_the_run(
     )
 
 
-def test_place_that_the_user_names_is_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_user_defined_location_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Oracle: the environment."""
     monkeypatch.setenv("TORCH_NCCL_DUMP_ON_TIMEOUT", "1")
     monkeypatch.delenv(FILE_NAMES[0], raising=False)

@@ -23,7 +23,7 @@ class Endless:
         self.itself, self.file = self, path.open("w")
 
 
-def test_what_the_parent_has_thrown_away_closes_no_file_of_the_fork(tmp_path: Path) -> None:
+def test_garbage_of_the_parent_closes_no_file_of_the_fork(tmp_path: Path) -> None:
     """Oracle: the fork's output, after a collection, to its own file of the number that its parent's had."""
     (tmp_path / "writes.py").write_text(MODULE)
     gc.disable()

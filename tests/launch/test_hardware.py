@@ -39,7 +39,7 @@ HCCL = {
         ("npu", {"PYTORCH_ALLOC_CONF": "x"}, {"OMP_NUM_THREADS": "4"} | HCCL),
     ],
 )
-def test_environment_of_the_user_wins(device_type: str, present: dict[str, str], expected: dict[str, str]) -> None:
+def test_user_environment_takes_precedence(device_type: str, present: dict[str, str], expected: dict[str, str]) -> None:
     """Oracle: the table; 8 cores and 2 ranks, and a collective may take 600 s."""
     assert hardware_environment(device_type, 2, 8, False, present) == expected
 
@@ -53,7 +53,7 @@ def test_more_ranks_than_cores_get_one_thread_each() -> None:
 @pytest.mark.parametrize(
     "device_type, name, value", [("cuda", "CUBLAS_WORKSPACE_CONFIG", ":4096:8"), ("npu", "HCCL_DETERMINISTIC", "true")]
 )
-def test_libraries_are_told_of_deterministic_runs_alone(
+def test_library_determinism_variables_are_set_only_in_deterministic_runs(
     device_type: str, name: str, value: str, deterministic: bool
 ) -> None:
     """Oracle: cuBLAS's documentation on reproducibility, CANN's of HCCL_DETERMINISTIC; a process of no launcher too."""
@@ -68,7 +68,7 @@ def test_libraries_are_told_of_deterministic_runs_alone(
 @pytest.mark.parametrize(
     "timeout_seconds, connect, execute", [(30, 120, 180), (600, 600, 660), (3600.5, 3600, 3660), (90000, 7200, 90060)]
 )
-def test_hccl_gives_up_after_our_own_limit(timeout_seconds: float, connect: int, execute: int) -> None:
+def test_hccl_timeouts_exceed_the_run_timeout(timeout_seconds: float, connect: int, execute: int) -> None:
     """Oracle: by hand, from CANN's range of 120 to 7200 s for meeting, and its advice to set that below the other."""
     environment = hardware_environment("npu", 8, 8, False, {}, timeout_seconds)
     assert (environment["HCCL_CONNECT_TIMEOUT"], environment["HCCL_EXEC_TIMEOUT"]) == (str(connect), str(execute))
@@ -88,7 +88,7 @@ def test_hccl_gives_up_after_our_own_limit(timeout_seconds: float, connect: int,
         ("", None),
     ],
 )
-def test_visible_npus_that_cann_would_misread_are_a_mistake(visible: str, meant: str | None) -> None:
+def test_ambiguous_visible_npus_are_refused(visible: str, meant: str | None) -> None:
     """Oracle: the table, from CANN's description of the variable; valid values are unchanged."""
     with pytest.MonkeyPatch.context() as environment:
         environment.setenv("ASCEND_RT_VISIBLE_DEVICES", visible)
@@ -100,7 +100,7 @@ def test_visible_npus_that_cann_would_misread_are_a_mistake(visible: str, meant:
         assert find_hardware(DeviceChoice.cpu).device_type == "cpu"
 
 
-def test_two_settings_of_one_allocator_are_a_mistake(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_conflicting_allocator_variables_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """Oracle: torch_npu 2.13.0 ends with "Both PYTORCH_NPU_ALLOC_CONF and PYTORCH_ALLOC_CONF have been set"."""
     monkeypatch.setenv("PYTORCH_ALLOC_CONF", "expandable_segments:True")
     monkeypatch.setenv("PYTORCH_NPU_ALLOC_CONF", "expandable_segments:True")
@@ -109,6 +109,6 @@ def test_two_settings_of_one_allocator_are_a_mistake(monkeypatch: pytest.MonkeyP
     assert find_hardware(DeviceChoice.cpu).device_type == "cpu"
 
 
-def test_cores_are_at_most_those_of_the_affinity() -> None:
+def test_available_cores_are_within_the_system_count() -> None:
     """Oracle: the system's own count."""
     assert 1 <= available_cores() <= (os.cpu_count() or 1)

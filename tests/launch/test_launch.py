@@ -25,7 +25,7 @@ from fsdptoys.launch.worker import WorkerRequest
     "device_type, world_size, experiment",
     [("cpu", 64, "cpu_text"), ("cuda", 8, "llama2_7b"), ("npu", 16, "llama2_7b"), ("cuda", 7, "llama3_1b")],
 )
-def test_hardware_decides_the_experiment(device_type: str, world_size: int, experiment: str) -> None:
+def test_hardware_determines_the_default_experiment(device_type: str, world_size: int, experiment: str) -> None:
     """Oracle: the table."""
     assert choose_experiment(device_type, world_size) == experiment
 
@@ -43,7 +43,9 @@ TORCHRUN = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "4", "LOCAL_WORLD_SIZE
         (["launch.nproc_per_node=3"], TORCHRUN, 4, 2),
     ],
 )
-def test_ranks_of_a_run(words: list[str], present: dict[str, str], world_size: int, local_ranks: int) -> None:
+def test_world_size_follows_device_settings_and_torchrun(
+    words: list[str], present: dict[str, str], world_size: int, local_ranks: int
+) -> None:
     """Oracle: two ranks on a CPU, one for ``single``, what is asked for, and above all torchrun's numbers."""
     run = resolve_run([*words, "launch.device=cpu"], present)
     assert (run.world_size, run.local_ranks) == (world_size, local_ranks)
@@ -65,7 +67,7 @@ def test_a_reference_to_the_device_has_its_final_value(words: list[str]) -> None
         ([], TORCHRUN | {"GROUP_WORLD_SIZE": "2"}, 2),
     ],
 )
-def test_shards_stay_within_a_machine(words: list[str], present: dict[str, str], size: int) -> None:
+def test_node_fsdp_size_equals_the_ranks_per_node(words: list[str], present: dict[str, str], size: int) -> None:
     """Oracle: the ranks of a machine, as the settings or torchrun have them."""
     run = resolve_run(["mesh.fsdp_size=node", "launch.device=cpu", *words], present)
     assert run.composition.config.mesh.fsdp_size == size and straddling_note(run) is None
@@ -78,7 +80,7 @@ def test_shards_stay_within_a_machine(words: list[str], present: dict[str, str],
         ({"GROUP_WORLD_SIZE": "3"}, "3 machines, this one with 2 ranks, have 4 together; give torchrun the same"),
     ],
 )
-def test_nodes_with_unknown_or_different_ranks_are_a_mistake(present: dict[str, str], sentence: str) -> None:
+def test_node_fsdp_size_requires_known_equal_ranks_per_node(present: dict[str, str], sentence: str) -> None:
     """Oracle: the sentence; ranks that cut the mesh differently would wait for each other."""
     environment = {name: value for name, value in (TORCHRUN | present).items() if value}
     with pytest.raises(ConfigError, match=sentence):
@@ -86,7 +88,7 @@ def test_nodes_with_unknown_or_different_ranks_are_a_mistake(present: dict[str, 
 
 
 @pytest.mark.parametrize("parallel, printed", [("fsdp2", True), ("ddp", False)])
-def test_groups_across_nodes_are_reported_and_run(
+def test_shard_groups_across_nodes_are_reported(
     parallel: str, printed: bool, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Oracle: the sentence, beneath the line on what was found."""
@@ -119,14 +121,14 @@ def test_groups_across_nodes_are_reported_and_run(
         ({"OMP_NUM_THREADS": "99999"}, "OMP_NUM_THREADS=99999 in the environment must be a number of threads, 1 "),
     ],
 )
-def test_unnumbered_ranks_are_a_mistake(present: dict[str, str], sentence: str) -> None:
+def test_invalid_rank_and_thread_variables_are_refused(present: dict[str, str], sentence: str) -> None:
     """Oracle: the sentence; without LOCAL_RANK every rank would take the first device."""
     with pytest.raises(ConfigError, match=f"^{sentence}"):
         resolve_run(["launch.device=cpu"], present)
 
 
 @pytest.mark.parametrize("threads", ["1", " 8 ", "4,2", "", "016"])
-def test_threads_as_openmp_takes_them_are_no_mistake(threads: str) -> None:
+def test_valid_openmp_thread_counts_are_accepted(threads: str) -> None:
     """Oracle: the specification of OMP_NUM_THREADS, a list of positive numbers; empty counts as unset."""
     check_threads({"OMP_NUM_THREADS": threads})
 
@@ -140,7 +142,7 @@ def test_threads_as_openmp_takes_them_are_no_mistake(threads: str) -> None:
         ({"MASTER_ADDR": "here", "MASTER_PORT": "65536"}, "MASTER_PORT=65536 in the environment must be from 1 to "),
     ],
 )
-def test_ranks_that_cannot_meet_are_a_mistake(present: dict[str, str], sentence: str) -> None:
+def test_invalid_master_address_or_port_is_refused(present: dict[str, str], sentence: str) -> None:
     """Oracle: the sentence; one rank needs no place to meet."""
     with pytest.raises(ConfigError, match=f"^{sentence}"):
         check_master(TORCHRUN | present)
@@ -148,7 +150,7 @@ def test_ranks_that_cannot_meet_are_a_mistake(present: dict[str, str], sentence:
 
 
 @pytest.mark.parametrize("typed", ["plan.world_size=64", "plan.memory_gib=80.0", "plan.exact=true", "plan.rows=3"])
-def test_settings_of_the_planner_are_refused_in_a_run(typed: str) -> None:
+def test_planner_settings_are_refused_in_a_run(typed: str) -> None:
     """Oracle: the sentence."""
     with pytest.raises(ConfigError) as caught:
         resolve_run([typed, "launch.device=cpu"], {})
@@ -168,14 +170,14 @@ def test_settings_of_the_planner_are_refused_in_a_run(typed: str) -> None:
         ),
     ],
 )
-def test_hardware_without_a_prediction_is_a_mistake(words: list[str], sentence: str) -> None:
+def test_hardware_setting_without_a_prediction_is_refused(words: list[str], sentence: str) -> None:
     """Oracle: the sentence."""
     with pytest.raises(ConfigError) as caught:
         resolve_run([*words, "launch.device=cpu"], {})
     assert str(caught.value) == sentence
 
 
-def test_too_many_ranks_on_a_cpu_are_a_mistake() -> None:
+def test_too_many_ranks_on_a_cpu_are_refused() -> None:
     """Oracle: the sentence."""
     with pytest.raises(ConfigError, match=r"launch.nproc_per_node=100000 is over 32 for each of \d+ cores; set"):
         resolve_run(["launch.device=cpu", "launch.nproc_per_node=100000"], {})
@@ -184,7 +186,7 @@ def test_too_many_ranks_on_a_cpu_are_a_mistake() -> None:
 @pytest.mark.parametrize(
     "words", [[], ["model=llama_debug", "launch.nproc_per_node=3"], ["experiment=cpu_text"], ["experiment=null"]]
 )
-def test_a_launch_composes_once(words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_launch_composes_the_config_once(words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """Oracle: the calls of ``hydra.compose``."""
     calls = []
     original = hydra.compose
@@ -220,13 +222,13 @@ def test_interpolated_launch_settings_decide_the_ranks(
         (["experiment=llama3_1b"], "llama3_1b", "llama3_1b"),
     ],
 )
-def test_overrides_win_over_the_experiment(words: list[str], experiment: str | None, model: str) -> None:
+def test_overrides_precede_the_experiment(words: list[str], experiment: str | None, model: str) -> None:
     """Oracle: the table."""
     choices = resolve_run([*words, "launch.device=cpu"], {}).composition.choices
     assert (choices["experiment"], choices["model"]) == (experiment, model)
 
 
-def test_the_line_names_hardware_and_choices() -> None:
+def test_run_description_names_hardware_and_choices() -> None:
     """Oracle: the line, word for word, for a run on made-up hardware."""
     run = resolve_run(["parallel=fsdp1", "launch.device=cpu"], {})
     made_up = SimpleNamespace(
@@ -238,7 +240,7 @@ def test_the_line_names_hardware_and_choices() -> None:
     )
 
 
-def test_nodes_with_another_number_of_ranks_are_a_mistake(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unexpected_world_size_across_nodes_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """Oracle: the sentence; a launcher takes it that the other machines start as many ranks as it does."""
     words = ["launch.nproc_per_node=2", "launch.nnodes=2", "launch.rdzv_endpoint=x:1", "launch.device=cpu"]
     run = resolve_run(words, {})

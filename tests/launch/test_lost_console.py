@@ -47,7 +47,7 @@ def run_with(stdout: str, stderr: str, words: list[str], **environment: str) -> 
 @pytest.mark.launcher
 @pytest.mark.usefixtures("unmeasured")
 @pytest.mark.parametrize(("stdout", "stderr"), [("full", "fine"), ("broken", "closed"), ("closed", "full")])
-def test_a_run_survives_its_console(stdout: str, stderr: str, tmp_path: Path) -> None:
+def test_run_survives_a_lost_console(stdout: str, stderr: str, tmp_path: Path) -> None:
     """Oracle: status 0, every step, the last checkpoint, and one sentence in the summary, of two ranks."""
     run = tmp_path / "run"
     done = run_with(stdout, stderr, ["-m", "fsdptoys", *f"{WORDS}{run}".split()])
@@ -109,7 +109,7 @@ sys.exit(3)
         ("full", "closed"),
     ],
 )
-def test_nothing_that_prints_fails(stdout: str, stderr: str, unbuffered: str, tmp_path: Path) -> None:
+def test_printing_to_lost_streams_never_fails(stdout: str, stderr: str, unbuffered: str, tmp_path: Path) -> None:
     """Oracle: the program's own exit status; a file that it opens is no stream, and the loss is known."""
     words = ["-c", PROGRAM, str(tmp_path / "opened")]
     done = run_with(stdout, stderr, words, PYTHONPATH=str(ROOT), PYTHONUNBUFFERED=unbuffered)
@@ -131,7 +131,7 @@ def test_nothing_that_prints_fails(stdout: str, stderr: str, unbuffered: str, tm
         ("full", 1, "fsdptoys: stdout cannot be written (No space left on device); the output is incomplete\n"),
     ],
 )
-def test_a_command_reports_an_incomplete_result(stdout: str, status: int, message: str) -> None:
+def test_command_reports_incomplete_output(stdout: str, status: int, message: str) -> None:
     """Oracle: the status of a program that SIGPIPE ends, without a word, as after ``| head``; 1 for a full disk."""
     done = run_with(stdout, "fine", ["-m", "fsdptoys", "--help"])
     assert (done.returncode, done.stderr) == (status, message)
@@ -152,7 +152,7 @@ print("third", flush=True)
 """
 
 
-def test_a_disk_that_has_room_again_gets_the_later_lines(tmp_path: Path) -> None:
+def test_later_lines_are_written_once_there_is_space(tmp_path: Path) -> None:
     """Oracle: the file, with a limit on its size for a while, which fails as a full disk does."""
     with open(tmp_path / "log", "wb") as log:
         done = subprocess.run([sys.executable, "-c", RESUMES_LATER], stdout=log, cwd=ROOT, timeout=60, check=False)
@@ -161,7 +161,7 @@ def test_a_disk_that_has_room_again_gets_the_later_lines(tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("unbuffered", ["", "1"])
-def test_a_pipe_that_does_not_block_loses_nothing(unbuffered: str) -> None:
+def test_non_blocking_pipe_loses_no_output(unbuffered: str) -> None:
     """Oracle: 200 kB through a pipe that another process has made non-blocking, read late."""
     program = (
         "import os, sys; from fsdptoys.utils.console_stream import install_streams; install_streams(); "
@@ -192,7 +192,7 @@ sys.exit(ForkedProcess("worker", [], {**os.environ, "PYTHONPATH": folders}).wait
 """
 
 
-def test_a_fork_keeps_its_streams_apart_from_its_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_fork_without_streams_does_not_print_into_its_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Oracle: the first file that the fork of a launcher without streams opens, to which it prints nothing."""
     monkeypatch.setattr(sys.modules[__name__], "ROOT", tmp_path)
     root = str(Path(__file__).parents[2])

@@ -73,7 +73,7 @@ def wait_for_step(folder: Path, step: int, process: Any, output: Path) -> None:
 @on_linux
 @pytest.mark.launcher
 @pytest.mark.usefixtures("unmeasured", "warm")
-def test_run_on_one_machine_listens_on_loopback_alone_and_unpickles_nothing(tmp_path: Path) -> None:
+def test_single_node_run_listens_on_loopback_only_and_unpickles_nothing(tmp_path: Path) -> None:
     """Oracle: the kernel's list of all sockets of the run's processes from their start to their end; a file that each
     pickle would make, put into every store behind them."""
     output, pwned, folder = tmp_path / "output", tmp_path / "pwned", tmp_path / "run"
@@ -98,7 +98,7 @@ def test_run_on_one_machine_listens_on_loopback_alone_and_unpickles_nothing(tmp_
 @pytest.mark.launcher
 @pytest.mark.usefixtures("unmeasured", "warm")
 @pytest.mark.parametrize("token", [None, TOKEN], ids=["without token", "with token"])
-def test_store_of_several_machines_runs_no_pickle_and_listens_on_its_address_alone(
+def test_multi_node_store_unpickles_nothing_and_listens_on_its_address_only(
     token: bytes | None, tmp_path: Path
 ) -> None:
     """Oracle: a file that the pickles would make, in every key of the store at the endpoint; both launchers, on one
@@ -132,7 +132,7 @@ def test_store_of_several_machines_runs_no_pickle_and_listens_on_its_address_alo
 
 @pytest.mark.launcher
 @pytest.mark.usefixtures("unmeasured", "warm")
-def test_launcher_with_another_token_ends_with_one_sentence(tmp_path: Path) -> None:
+def test_launcher_with_a_different_token_exits_with_one_sentence(tmp_path: Path) -> None:
     """Oracle: its output; the first machine keeps waiting for the right one."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         endpoint = f"127.0.0.1:{free.getsockname()[1]}"
@@ -173,7 +173,7 @@ def backend(store: Any, token: bytes | None = None) -> SignedBackend:
 
 
 @pytest.mark.parametrize("token", [None, TOKEN], ids=["without token", "with token"])
-def test_state_arrives_as_it_was_set_and_the_fence_holds(token: bytes | None) -> None:
+def test_state_round_trips_and_stale_writers_are_fenced(token: bytes | None) -> None:
     """Oracle: the state itself; torch's own rule that a state is set only by a machine that knows the last one."""
     store = HashStore()
     one, other = backend(store, token), backend(store, token)
@@ -198,7 +198,7 @@ def test_state_arrives_as_it_was_set_and_the_fence_holds(token: bytes | None) ->
         (None, TOKEN, "has no token, and this one has"),
     ],
 )
-def test_machine_with_another_token_stops_with_a_sentence(writes: Any, reads: Any, message: str) -> None:
+def test_token_mismatch_is_refused(writes: Any, reads: Any, message: str) -> None:
     """Oracle: the sentence."""
     store = HashStore()
     backend(store, writes).set_state(pickle.dumps(state()))
@@ -222,7 +222,7 @@ CHANGES = [
 
 
 @pytest.mark.parametrize("text", FOREIGN_STATES, ids=lambda text: text[:20])
-def test_state_that_is_none_is_refused(text: str) -> None:
+def test_malformed_state_is_refused(text: str) -> None:
     """Oracle: one kind of error, which names the endpoint."""
     store = HashStore()
     made = backend(store)
@@ -233,7 +233,7 @@ def test_state_that_is_none_is_refused(text: str) -> None:
 
 @pytest.mark.parametrize("part, by", CHANGES)
 @pytest.mark.parametrize("token", [None, TOKEN], ids=["without token", "with token"])
-def test_state_that_was_changed_is_refused(token: bytes | None, part: str, by: str) -> None:
+def test_modified_state_is_refused(token: bytes | None, part: str, by: str) -> None:
     """Oracle: values of other kinds are found without a token, and every change with one."""
     store = HashStore()
     backend(store, token).set_state(pickle.dumps(state()))
@@ -242,7 +242,7 @@ def test_state_that_was_changed_is_refused(token: bytes | None, part: str, by: s
         backend(store, token).get_state()
 
 
-def test_older_state_and_a_removed_one_are_refused() -> None:
+def test_older_or_removed_state_is_refused() -> None:
     """Oracle: a machine that has seen the newer one."""
     store = HashStore()
     one = backend(store, TOKEN)
@@ -257,7 +257,7 @@ def test_older_state_and_a_removed_one_are_refused() -> None:
         one.get_state()
 
 
-def test_pickle_in_the_place_of_the_state_runs_nothing(tmp_path: Path) -> None:
+def test_pickle_in_place_of_the_state_is_not_executed(tmp_path: Path) -> None:
     """Oracle: a file that the pickle would make, as it does with torch's backend."""
     store = HashStore()
     made = backend(store)
@@ -276,7 +276,7 @@ def test_pickle_in_the_place_of_the_state_runs_nothing(tmp_path: Path) -> None:
         (b"x" * 5000, 0o600, "and must hold 16 to 4096"),
     ],
 )
-def test_token_file_that_is_none_is_a_mistake(content: bytes | None, mode: int, message: str, tmp_path: Path) -> None:
+def test_invalid_token_file_is_refused(content: bytes | None, mode: int, message: str, tmp_path: Path) -> None:
     """Oracle: the sentence."""
     path = tmp_path / "token"
     if content is not None:
@@ -286,7 +286,7 @@ def test_token_file_that_is_none_is_a_mistake(content: bytes | None, mode: int, 
         read_token(str(path))
 
 
-def test_token_is_the_content_without_white_space(tmp_path: Path) -> None:
+def test_token_is_the_file_content_without_whitespace(tmp_path: Path) -> None:
     """Oracle: the content."""
     path = tmp_path / "token"
     path.write_bytes(TOKEN + b"\n")
@@ -294,14 +294,14 @@ def test_token_is_the_content_without_white_space(tmp_path: Path) -> None:
     assert (read_token(str(path)), read_token(None)) == (TOKEN, None)
 
 
-def test_name_without_address_is_no_place_to_meet() -> None:
+def test_unresolvable_endpoint_is_refused() -> None:
     """Oracle: the system's own word for it."""
     with pytest.raises(RendezvousConnectionError, match=r"no\.such\.host\.invalid has no address"):
         RendezvousEndpoint("no.such.host.invalid:29500")
 
 
 @on_linux
-def test_own_name_that_is_loopback_is_open_to_the_other_machines(
+def test_loopback_host_name_listens_on_all_interfaces(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Oracle: the kernel's list; Debian gives a machine's own name to 127.0.1.1, where no other machine comes."""
@@ -319,7 +319,7 @@ def test_own_name_that_is_loopback_is_open_to_the_other_machines(
     )
 
 
-def test_interface_that_is_not_there_is_a_mistake(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_network_interface_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """Oracle: the sentence, with the interfaces of this machine; an existing one is none."""
     present = [name for _, name in socket.if_nameindex()]
     monkeypatch.setenv(rank_store.GLOO_INTERFACE, present[0])
@@ -332,7 +332,7 @@ def test_interface_that_is_not_there_is_a_mistake(monkeypatch: pytest.MonkeyPatc
         rank_store.check_interface()
 
 
-def test_interfaces_that_the_user_has_chosen_stay() -> None:
+def test_user_defined_network_interfaces_are_kept() -> None:
     """Oracle: no value for a variable already set."""
     chosen = {"GLOO_SOCKET_IFNAME": "eth0", "NCCL_SOCKET_IFNAME": "eth0"}
     assert rank_store.loopback_environment(chosen) == {}
@@ -344,7 +344,7 @@ def set_limit(files: int) -> Any:
 
 
 @pytest.mark.parametrize("files", [16, 24])
-def test_few_open_files_are_a_mistake(files: int) -> None:
+def test_low_open_file_limit_is_refused(files: int) -> None:
     """Oracle: stderr, whole, of a launcher under this limit."""
     code = "from fsdptoys.launch.supervisor import run_workers\nfrom fsdptoys.errors import ConfigError\n"
     code += "try: run_workers('json.tool', [], 2)\nexcept ConfigError as error: print(error)"
@@ -355,7 +355,7 @@ def test_few_open_files_are_a_mistake(files: int) -> None:
     assert (done.stdout, done.stderr) == (message, "")
 
 
-def test_log_level_that_is_none_is_a_mistake() -> None:
+def test_invalid_log_level_is_refused() -> None:
     """Oracle: stderr, whole; torch itself would end with a traceback as it is imported."""
     environment = {**os.environ, "LOGLEVEL": "NOPE", "PYTHONPATH": str(ROOT)}
     done = subprocess.run(
@@ -365,7 +365,7 @@ def test_log_level_that_is_none_is_a_mistake() -> None:
     assert (done.returncode, done.stderr) == (2, f"fsdptoys: {message}\n")
 
 
-def test_folders_of_killed_launchers_are_removed_and_no_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_folders_of_killed_launchers_are_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Oracle: a folder without a lock goes; a living launcher's, a link, a file and other folders stay."""
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     living = LaunchFolder()

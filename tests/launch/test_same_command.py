@@ -55,7 +55,7 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> tuple[subprocess.Complete
 
 
 @pytest.mark.launcher
-def test_train_starts_ranks_and_leaves_a_run_directory(
+def test_train_starts_ranks_and_writes_a_run_directory(
     plain: tuple[subprocess.CompletedProcess[str], Path],
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
@@ -78,7 +78,7 @@ def test_train_starts_ranks_and_leaves_a_run_directory(
 
 @pytest.mark.launcher
 @pytest.mark.usefixtures("warm")
-def test_every_way_to_start_a_run_gives_the_same_numbers(
+def test_every_launch_command_gives_the_same_numbers(
     plain: tuple[subprocess.CompletedProcess[str], Path], tmp_path: Path
 ) -> None:
     """Oracle: each other, the plainest as new interpreters and the others as forks: losses, norms and learning rates of

@@ -14,7 +14,7 @@ from tests.launch.launchers import runs
 
 
 @pytest.mark.launcher
-def test_exception_of_a_worker_is_shown_once_and_ends_all(launched: Any) -> None:
+def test_worker_exception_is_shown_once_and_ends_all_workers(launched: Any) -> None:
     """Oracle: rank 1 raises; rank 0 waits in gloo, whose own error is the consequence; rank 2 sleeps an hour, and
     records SIGTERM instead of dying of it. torch's agent alone would wait half a minute for it; the
     bound separates the two, and ten seconds are usual."""
@@ -31,7 +31,7 @@ def test_exception_of_a_worker_is_shown_once_and_ends_all(launched: Any) -> None
 
 
 @pytest.mark.launcher
-def test_mistake_is_reported_in_one_sentence_without_a_restart(launched: Any) -> None:
+def test_config_error_is_reported_in_one_sentence_without_a_restart(launched: Any) -> None:
     """Oracle: stderr, whole; both ranks find it, and three restarts are allowed."""
     message = "fsdptoys: train.steps=0 must be at least 1; set train.steps=1\n"
     assert launched("mistake", max_restarts=3).result() == (2, message)
@@ -39,7 +39,7 @@ def test_mistake_is_reported_in_one_sentence_without_a_restart(launched: Any) ->
 
 @pytest.mark.launcher
 @pytest.mark.parametrize("forks", [False, True])
-def test_worker_has_a_new_interpreter_s_environment_and_success_is_0(launched: Any, forks: bool) -> None:
+def test_worker_has_the_environment_of_a_new_interpreter(launched: Any, forks: bool) -> None:
     """Oracle: the output of the two workers: threads, rank, a session of its own, its words; signals as ever, no
     open files but the listing's, and of the paths the working directory once, which is in PYTHONPATH here."""
     run = launched("environment", forks=forks)
@@ -57,7 +57,7 @@ def test_status_of_a_worker_without_a_record_is_reported(launched: Any) -> None:
 
 @pytest.mark.launcher
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP])
-def test_signal_before_the_loop_ends_all_workers(launched: Any, number: signal.Signals) -> None:
+def test_signal_before_training_ends_all_workers(launched: Any, number: signal.Signals) -> None:
     """Oracle: the workers' process ids, which must be free afterwards."""
     run = launched("sleep", max_restarts=2)
     pids = run.workers()
@@ -67,7 +67,7 @@ def test_signal_before_the_loop_ends_all_workers(launched: Any, number: signal.S
 
 
 @pytest.mark.launcher
-def test_signal_in_the_loop_ends_with_success(launched: Any) -> None:
+def test_signal_during_training_ends_with_status_0(launched: Any) -> None:
     """Oracle: the signal of each rank; the signal is sent three times at once, as a batch system may do."""
     run = launched("stop", max_restarts=2)
     pids = run.workers()
@@ -93,7 +93,7 @@ def test_second_signal_kills_all_workers(launched: Any) -> None:
 
 @pytest.mark.launcher
 @pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="Linux alone ends the children of a killed process")
-def test_workers_end_with_a_launcher_that_is_killed(launched: Any) -> None:
+def test_workers_end_with_a_killed_launcher(launched: Any) -> None:
     """Oracle: the process ids; both remember SIGTERM, and one waits in a collective."""
     run = launched("hang")
     pids = run.workers()
@@ -120,7 +120,7 @@ def test_workers_restart_and_continue_in_the_same_directory(launched: Any) -> No
 
 
 @pytest.mark.launcher
-def test_last_failure_names_the_used_restarts(launched: Any) -> None:
+def test_final_failure_reports_the_number_of_restarts(launched: Any) -> None:
     """Oracle: both lines; the first start ends with a status, and the one allowed restart is killed."""
     status, stderr = launched("worse", max_restarts=1).result()
     assert status == 1
@@ -132,7 +132,7 @@ def test_last_failure_names_the_used_restarts(launched: Any) -> None:
 
 
 @pytest.mark.launcher
-def test_rank_that_hangs_within_a_phase_is_named(launched: Any) -> None:
+def test_hanging_rank_is_named(launched: Any) -> None:
     """Oracle: rank 1 sleeps where rank 0's last heartbeat has the same phase; gloo's timeout is real."""
     status, stderr = launched("wait").result()
     assert status == 1
@@ -165,7 +165,7 @@ def test_signal_to_one_rank_is_a_request_to_stop(launched: Any, how: str, sent: 
 @pytest.mark.launcher
 @pytest.mark.skipif(not Path("/dev/shm").exists(), reason="semaphores are files on Linux alone")
 @pytest.mark.parametrize("whom", ["launcher", "rank"])
-def test_ranks_that_are_killed_leave_no_semaphores(launched: Any, whom: str) -> None:
+def test_killed_ranks_leave_no_semaphores(launched: Any, whom: str) -> None:
     """Oracle: the semaphores' names in /dev/shm, while the ranks run and afterwards; the tracker prints nothing."""
     run = launched("semaphores")
     pids = run.workers()
@@ -192,7 +192,7 @@ def test_killed_rank_is_reported_with_the_last_heartbeats(launched: Any) -> None
 
 
 @pytest.mark.launcher
-def test_port_of_another_service_is_reported_in_one_sentence(launched: Any) -> None:
+def test_occupied_rendezvous_port_is_reported_in_one_sentence(launched: Any) -> None:
     """Oracle: a service that takes connections and says nothing, for which torch's rendezvous would wait for ever."""
     with socket.create_server(("127.0.0.1", 0)) as taken:
         endpoint = f"127.0.0.1:{taken.getsockname()[1]}"

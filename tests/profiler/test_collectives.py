@@ -87,7 +87,7 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[list[C
     return made
 
 
-def test_the_traced_step_has_the_bits_of_any_other(outcomes: Any) -> None:
+def test_tracing_does_not_change_losses(outcomes: Any) -> None:
     """Oracle: the same run without the trace."""
     assert [label for label, (_, plain, traced, _) in outcomes.items() if plain != traced] == []
 
@@ -103,7 +103,7 @@ def named(calls: list[Call], collective: str, phase: str) -> Counter[str]:
 
 
 @pytest.mark.parametrize("label", ["ddp", "toy_ddp", "toy_zero1"])
-def test_data_parallel_all_reduces_every_gradient_once(outcomes: Any, label: str) -> None:
+def test_ddp_all_reduces_every_gradient_once(outcomes: Any, label: str) -> None:
     """Oracle: 4 bytes a parameter, each parameter in one all-reduce of the backward; also those of DDP's C++."""
     calls, _, _, elements = outcomes[label]
     assert total(calls, "all_reduce", "backward") == 4 * sum(elements.values())
@@ -111,7 +111,7 @@ def test_data_parallel_all_reduces_every_gradient_once(outcomes: Any, label: str
 
 
 @pytest.mark.parametrize(("label", "backwards"), [("toy_zero1", 0), ("toy_zero2", 1), ("toy_zero2 twice", 2)])
-def test_sliced_optimizers_gather_after_the_update(outcomes: Any, label: str, backwards: int) -> None:
+def test_zero1_and_zero2_gather_parameters_after_the_optimizer_step(outcomes: Any, label: str, backwards: int) -> None:
     """Oracle: the pages of ZeRO-1 and -2: 4 bytes a parameter and less than an element a rank of padding a bucket."""
     calls, _, _, elements = outcomes[label]
     whole = 4 * sum(elements.values())
@@ -122,7 +122,7 @@ def test_sliced_optimizers_gather_after_the_update(outcomes: Any, label: str, ba
         assert set(named(calls, collective, phase).values()) == ({times} if times else set())
 
 
-def test_zero3_broadcasts_blocks_twice_and_the_rest_once(outcomes: Any) -> None:
+def test_zero3_broadcasts_blocks_twice_and_other_parameters_once(outcomes: Any) -> None:
     """Oracle: the page of ZeRO-3; owners give what the others get, and reduce what the owner keeps."""
     calls, _, _, elements = outcomes["toy_zero3"]
     blocks = {name: size for name, size in elements.items() if name.startswith("layers.")}
@@ -139,7 +139,7 @@ def test_zero3_broadcasts_blocks_twice_and_the_rest_once(outcomes: Any) -> None:
 
 
 @pytest.mark.parametrize("label", ["fsdp2", "toy_fsdp", "fsdp1"])
-def test_fsdp_gathers_each_unit_before_its_computing_and_reduces_it_once(outcomes: Any, label: str) -> None:
+def test_fsdp_gathers_units_in_forward_and_backward_and_reduces_them_once(outcomes: Any, label: str) -> None:
     """Oracle: the units; the head stays for the backward, and FSDP2's embedding is not needed there."""
     calls, _, _, elements = outcomes[label]
     counts = Counter((call.phase, call.collective) for call in calls)
@@ -157,7 +157,7 @@ def test_fsdp_gathers_each_unit_before_its_computing_and_reduces_it_once(outcome
             assert 2 * part == whole == call.size_bytes
 
 
-def test_the_toy_fsdp_takes_the_collectives_of_the_native_one_in_its_order(outcomes: Any) -> None:
+def test_toy_fsdp_issues_the_collectives_of_fsdp2_in_order(outcomes: Any) -> None:
     """Oracle: PyTorch's FSDP2, which calls them from other functions."""
     toy, native = (
         [(call.phase, call.collective, call.size_bytes, sorted(call.parameters)) for call in outcomes[label][0]]
@@ -167,7 +167,7 @@ def test_the_toy_fsdp_takes_the_collectives_of_the_native_one_in_its_order(outco
 
 
 @pytest.mark.parametrize("label", ["ddp deterministic", "toy_fsdp twice"])
-def test_micro_batches_are_told_apart(outcomes: Any, label: str) -> None:
+def test_collectives_are_assigned_to_their_micro_batch(outcomes: Any, label: str) -> None:
     """Oracle: the deterministic mode reduces float64 after each; otherwise only the last one is reduced."""
     calls, _, _, elements = outcomes[label]
     reductions = [call for call in calls if call.phase == "backward" and "reduce" in call.collective]
@@ -180,7 +180,7 @@ def test_micro_batches_are_told_apart(outcomes: Any, label: str) -> None:
         assert [call.size_bytes for call in reductions] == [8 * sum(elements.values())] * 2
 
 
-def test_the_trainer_s_own_collectives_are_told_by_what_they_are_for(outcomes: Any) -> None:
+def test_trainer_collectives_are_labeled_with_phase_and_call_site(outcomes: Any) -> None:
     """Oracle: the trainer: labels are counted, sharded norms added up, and the loss agreed on."""
     for label, (calls, *_) in outcomes.items():
         small = [(call.phase, call.site) for call in calls if not call.parameters]
@@ -192,7 +192,7 @@ def call_of(number: int, collective: str, name: str, ranks: int = 2) -> Call:
     return Call(number, "backward", 1, collective, "float32", 8, 4, 8, 4.0, ranks, "", "f", [name])
 
 
-def test_what_repeats_is_one_line_and_nothing_is_lost() -> None:
+def test_repeated_collectives_are_folded_without_loss() -> None:
     """Oracle: a sequence with a run, a pattern of two and a single call, written by hand."""
     kinds = ["all_gather"] * 3 + ["broadcast"] + ["all_gather", "reduce_scatter"] * 4
     calls = [call_of(number, kind, f"layers.{number}.w") for number, kind in enumerate(kinds, 1)]
@@ -205,7 +205,7 @@ def test_what_repeats_is_one_line_and_nothing_is_lost() -> None:
     assert page.splitlines()[-1].split() == ["together", "12", "96", "bytes", "48", "bytes"]
 
 
-def test_one_rank_has_no_collectives(tmp_path: Path) -> None:
+def test_one_rank_sends_no_bytes(tmp_path: Path) -> None:
     """Oracle: one process sends nothing, though its program calls what it would call among others."""
     _, lines, _ = run_ranks(1, train_traced, tmp_path, [(SingleConfig(), {})], True)[0][0]
     rows = [json.loads(line) for line in lines]
@@ -215,7 +215,7 @@ def test_one_rank_has_no_collectives(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 8])
-def test_rings_send_what_the_pages_say(ranks: int) -> None:
+def test_ring_bytes_follow_the_documented_formulas(ranks: int) -> None:
     """Oracle: an all-reduce is a reduce-scatter and an all-gather; of a broadcast all but one rank get all."""
     size = 840
     scatter, gather = (ring_bytes(kind, size, ranks) for kind in ("reduce_scatter", "all_gather"))
@@ -225,12 +225,12 @@ def test_rings_send_what_the_pages_say(ranks: int) -> None:
 
 
 @pytest.mark.parametrize(("first", "last", "step"), [(1, 10, 3), (1, 2, 2), (1, 1, 1), (7, 20, 9)])
-def test_the_third_step_is_traced_or_the_last(first: int, last: int, step: int) -> None:
+def test_third_or_last_step_is_traced(first: int, last: int, step: int) -> None:
     """Oracle: by hand."""
     assert traced_step(first, last) == step
 
 
-def test_blocks_of_which_a_part_moves_are_marked() -> None:
+def test_partially_moved_blocks_are_marked() -> None:
     """Oracle: by hand."""
     names = ["embed_tokens.weight", "layers.0.a.weight", "layers.0.b.weight", "norm.weight"]
     assert describe(names[:2], names) == "embed_tokens, layers.0~"
@@ -256,7 +256,7 @@ def functional_calls() -> list[tuple[str, int, int, int]]:
     return [(call.collective, call.size_bytes, call.gives_bytes, call.gets_bytes) for call in found]
 
 
-def test_other_forms_of_collectives_are_the_same_collectives() -> None:
+def test_functional_and_list_collectives_are_recognized() -> None:
     """Oracle: sizes by hand, of the functional ones as of those over lists."""
     expected = [
         ("all_gather", 48, 24, 48),
@@ -269,7 +269,7 @@ def test_other_forms_of_collectives_are_the_same_collectives() -> None:
     assert run_ranks(2, functional_calls)[0] == expected
 
 
-def test_compiled_blocks_are_refused_in_one_sentence() -> None:
+def test_compiled_blocks_are_refused() -> None:
     """Oracle: key and value first, a fix after the semicolon."""
     config = compose_config(["debug.trace_collectives=true", "train.compile=true", "model=llama_debug"])
     with pytest.raises(ConfigError, match=r"^debug\.trace_collectives=true .*; set train\.compile=false"):

@@ -31,7 +31,7 @@ from fsdptoys.profiler import NPULevel, ProfileConfig
         ),
     ],
 )
-def test_values_that_cannot_be_or_do_nothing_are_refused_in_one_sentence(values, sentence):
+def test_invalid_and_ineffective_values_are_refused(values, sentence):
     """Oracle: the sentence."""
     with pytest.raises(ConfigError) as error:
         ProfileConfig(**values)
@@ -77,14 +77,14 @@ def test_values_that_cannot_be_or_do_nothing_are_refused_in_one_sentence(values,
         ),
     ],
 )
-def test_what_the_run_does_not_have_is_refused_in_one_sentence(values, device_type, sentence):
+def test_values_unsupported_by_the_run_are_refused(values, device_type, sentence):
     """Oracle: the sentence, for a run of 8 steps on 4 ranks."""
     with pytest.raises(ConfigError) as error:
         ProfileConfig(**values).validate(world_size=4, device_type=device_type, steps=8)
     assert str(error.value) == sentence
 
 
-def test_nothing_is_refused_while_all_is_off():
+def test_disabled_profiler_is_always_valid():
     """Oracle: a run of one step on one rank, which has no room for any window."""
     for device_type in ("cuda", "npu", "cpu"):
         ProfileConfig().validate(world_size=1, device_type=device_type, steps=1)

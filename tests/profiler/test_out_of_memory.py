@@ -77,7 +77,7 @@ def advised(switches: Switches, phase: str = "backward", live: LiveBytes = LIVE,
     return {saving.switch: saving.saved_bytes for saving in savings}
 
 
-def test_savings_are_the_arithmetic_of_the_sizes():
+def test_savings_follow_from_the_sizes():
     """Oracle: by hand, for DDP on four ranks in float32."""
     assert advised(DDP) == {
         "memory.gradient_checkpointing=full": REST - 4 * 1024 * 512 * 8 * 4,
@@ -126,7 +126,7 @@ def test_savings_are_the_arithmetic_of_the_sizes():
         ({"param_dtype": "float32"}, set(), {"parallel.param_dtype=bfloat16": REST // 2}),
     ],
 )
-def test_a_switch_that_is_on_is_not_advised_and_another_may_take_its_place(change, gone, come):
+def test_enabled_switches_are_not_advised_and_may_be_replaced(change, gone, come):
     """Oracle: the advice before the change, for FSDP2 over all ranks."""
     before, after = advised(FSDP), advised(dataclasses.replace(FSDP, **change))
     assert gone <= set(before) | set(come)
@@ -135,12 +135,12 @@ def test_a_switch_that_is_on_is_not_advised_and_another_may_take_its_place(chang
     assert set(after) - set(before) <= set(come)
 
 
-def test_outside_of_forward_and_backward_no_activations_are_promised():
+def test_optimizer_step_advice_excludes_activation_switches():
     """Oracle: in the optimizer's step only what it keeps is live."""
     assert set(advised(FSDP, phase="optimizer")) == {"memory.cpu_offload=true", "memory.optimizer_offload=true"}
 
 
-def test_states_that_are_still_to_come_are_told_and_count_where_they_are_made():
+def test_states_not_yet_allocated_count_only_in_the_optimizer_step():
     """Oracle: 6 GiB in all, of which none is there; offloading them makes no room in the forward before."""
     live = dataclasses.replace(LIVE, states=PlacedBytes())
     switches = dataclasses.replace(FSDP, states_bytes=6 * GIB)
@@ -154,7 +154,7 @@ def test_states_that_are_still_to_come_are_told_and_count_where_they_are_made():
 
 
 @pytest.mark.parametrize(("device_type", "message"), [("cuda", CUDA_MESSAGE), ("npu", NPU_MESSAGE)])
-def test_the_report_has_the_numbers_of_the_failure_and_of_each_category(device_type, message):
+def test_report_has_the_failures_numbers_and_each_category(device_type, message):
     """Oracle: the allocator's message; the device's own statistics, read later, are others."""
     device = accelerator(device_type)
     with pytest.raises(ExplainedOutOfMemoryError) as caught, explain_out_of_memory(device, oom_context):
@@ -175,13 +175,13 @@ def test_the_report_has_the_numbers_of_the_failure_and_of_each_category(device_t
     assert max(map(len, str(caught.value).splitlines())) <= 120
 
 
-def test_a_message_without_numbers_takes_those_of_the_device():
+def test_error_without_numbers_uses_device_statistics():
     """Oracle: the device's statistics."""
     failure = read_failure(RuntimeError("CUDA error: out of memory"), accelerator())
     assert failure == Failure(False, None, 24 * GIB, GIB, 21 * GIB)
 
 
-def test_states_in_host_memory_are_told_apart():
+def test_host_memory_is_reported_separately():
     """Oracle: the line of the report."""
     live = LiveBytes(PlacedBytes(GIB), PlacedBytes(GIB), PlacedBytes(0, 4 * GIB))
     failure = Failure(False, None, None, 3 * GIB, None)
@@ -191,7 +191,7 @@ def test_states_in_host_memory_are_told_apart():
     assert "memory.optimizer_offload=true" not in report
 
 
-def test_host_memory_of_an_accelerator_is_freed_by_switching_offload_off():
+def test_exhausted_host_memory_advises_disabling_offload():
     """Oracle: the states that are in host memory."""
     live = LiveBytes(PlacedBytes(GIB), PlacedBytes(GIB), PlacedBytes(0, 4 * GIB))
     failure = Failure(True, None, None, 6 * GIB, None)
@@ -201,14 +201,14 @@ def test_host_memory_of_an_accelerator_is_freed_by_switching_offload_off():
     assert advice.split()[:3] == ["4.00", "GiB", "memory.optimizer_offload=false"]
 
 
-def test_where_nothing_is_left_the_report_says_so():
+def test_report_without_advice_is_explicit():
     """Oracle: one process with everything on, in the optimizer's step."""
     switches = dataclasses.replace(FSDP, cpu_offload=True)
     report = out_of_memory_report(Failure(False, None, None, GIB, None), oom_context(switches, "optimizer"), "cuda")
     assert report.splitlines()[-1].startswith("no other switch saves memory")
 
 
-def test_a_real_allocation_that_fails_on_a_cpu_is_explained():
+def test_failed_torch_allocation_on_the_cpu_is_explained():
     """Oracle: PyTorch's own allocator, asked for a petabyte; no switch may send anything to host memory."""
     live = LiveBytes(PlacedBytes(0, MIB), PlacedBytes(0, MIB), PlacedBytes(0, 2 * MIB))
     device = Device("cpu")
@@ -222,7 +222,7 @@ def test_a_real_allocation_that_fails_on_a_cpu_is_explained():
     assert "memory.chunk_loss=true" in report and "offload" not in report
 
 
-def test_a_real_allocation_of_numpy_that_fails_is_explained():
+def test_failed_numpy_allocation_is_explained():
     """Oracle: NumPy's own error for a pebibyte, whose type and words are not PyTorch's."""
     live = LiveBytes(PlacedBytes(0, MIB), PlacedBytes(0, MIB), PlacedBytes(0, 2 * MIB))
     with (
@@ -235,14 +235,14 @@ def test_a_real_allocation_of_numpy_that_fails_is_explained():
 
 
 @pytest.mark.parametrize("error", [RuntimeError("size mismatch"), ValueError("out of memory"), KeyboardInterrupt()])
-def test_other_errors_pass_untouched(error):
+def test_other_errors_propagate_unchanged(error):
     """Oracle: the very object."""
     with pytest.raises(type(error)) as caught, explain_out_of_memory(Device("cpu"), oom_context):
         raise error
     assert caught.value is error and not is_out_of_memory(error)
 
 
-def test_an_explained_error_is_not_explained_again():
+def test_explained_error_is_not_explained_again():
     """Oracle: the message of the inner one."""
     device = Device("cpu")
     with (
@@ -254,7 +254,7 @@ def test_an_explained_error_is_not_explained_again():
     assert is_out_of_memory(caught.value)
 
 
-def test_storages_are_counted_once_and_whole():
+def test_shared_storages_are_counted_once_in_full():
     """Oracle: the sizes of the tensors; two parameters are views of one storage, and a third has no gradient."""
     flat = torch.zeros(100)
     first, second = (torch.nn.Parameter(part) for part in (flat[:60], flat[60:]))
@@ -280,7 +280,7 @@ def _count_sharded() -> LiveBytes:
     return live_bytes(model.parameters(), optimizer)
 
 
-def test_of_sharded_parameters_the_shard_counts():
+def test_sharded_parameters_count_as_their_local_shard():
     """Oracle: half of 64 x 32 float32 numbers on each of two real ranks; states have the number of the step too."""
     shard = 64 * 32 * 4 // 2
     counted = run_ranks(2, _count_sharded)
@@ -289,7 +289,7 @@ def test_of_sharded_parameters_the_shard_counts():
     assert all(2 * shard < live.states.host_bytes <= 2 * shard + 64 for live in counted)
 
 
-def test_logits_take_what_the_advice_says():
+def test_loss_peak_memory_matches_the_advice():
     """Oracle: the loss's own peak, as the profiler counts allocations: 12 bytes a logit in both number formats."""
     from fsdptoys.loss import cross_entropy_sum
 

@@ -55,7 +55,7 @@ def take_steps(
     return memory.calls, said, summary_of(profiler)
 
 
-def test_the_history_is_that_of_the_chosen_steps_and_is_written_once(tmp_path):
+def test_history_covers_the_chosen_steps_and_is_written_once(tmp_path):
     """Oracle: the order of calls: emptied before step 2, read after step 3."""
     calls, said, summary = take_steps(tmp_path, 4)
     assert calls == ["record", "step 1", "stop", "record", "step 2", "step 3", "snapshot", "step 4", "stop"]
@@ -74,7 +74,7 @@ def test_the_history_is_that_of_the_chosen_steps_and_is_written_once(tmp_path):
         (1, "no memory snapshot: the run ended after step 1, before profile.snapshot_first_step=2"),
     ],
 )
-def test_a_run_that_ends_early_keeps_the_history_or_says_that_there_is_none(tmp_path, last, words):
+def test_early_end_writes_the_history_or_reports_its_absence(tmp_path, last, words):
     """Oracle: the message; the window is 2 to 3."""
     calls, said, _ = take_steps(tmp_path, last)
     assert calls[-1] == "stop" and len(said) == 1 and said[0].startswith(words)
@@ -82,7 +82,7 @@ def test_a_run_that_ends_early_keeps_the_history_or_says_that_there_is_none(tmp_
 
 
 @pytest.mark.parametrize("step", [1, 4])
-def test_what_led_to_an_out_of_memory_is_written_in_and_outside_of_the_window(tmp_path, step):
+def test_out_of_memory_writes_a_snapshot_inside_and_outside_the_window(tmp_path, step):
     """Oracle: the files, and that the error itself goes on."""
     with pytest.raises(torch.OutOfMemoryError, match="tried"):
         take_steps(tmp_path, 6, fail_in=step, error="tried")
@@ -91,14 +91,14 @@ def test_what_led_to_an_out_of_memory_is_written_in_and_outside_of_the_window(tm
     assert f"out of memory in step {step}" in page
 
 
-def test_a_disk_that_refuses_the_snapshot_does_not_hide_the_error(tmp_path):
+def test_failed_snapshot_write_keeps_the_original_error(tmp_path):
     """Oracle: the error that ends the run."""
     (tmp_path / "profile" / "memory-rank0-out-of-memory.pickle").mkdir(parents=True)
     with pytest.raises(torch.OutOfMemoryError, match="tried"):
         take_steps(tmp_path, 6, fail_in=1, error="tried")
 
 
-def test_torch_still_has_the_functions_that_are_called():
+def test_torch_has_the_private_functions_in_use():
     """Oracle: the installed torch: signatures of the history, and of the visualizer's functions."""
     assert set(inspect.signature(torch.cuda.memory._record_memory_history).parameters) >= {
         "enabled",
@@ -110,7 +110,7 @@ def test_torch_still_has_the_functions_that_are_called():
     assert "format_flamegraph" in inspect.signature(torch.cuda._memory_viz.memory).parameters
 
 
-def test_the_timeline_reaches_back_to_what_was_live_before_the_history():
+def test_timeline_includes_allocations_older_than_the_history():
     """Oracle: by hand; the norm asked for 512 bytes less than its block, which the history does not know."""
     timeline = read_timeline(make_snapshot(), 1)
     mib = [round(count / MIB, 2) for count in timeline.live_bytes]
@@ -146,7 +146,7 @@ class Page(HTMLParser):
         self.text += data
 
 
-def test_the_page_tells_who_held_the_memory_and_loads_nothing():
+def test_page_lists_holders_of_memory_and_loads_no_resources():
     """Oracle: the history made by hand, and PyTorch's own summary of it."""
     source = render_snapshot(make_snapshot(), 1, "steps 2 & 3", "memory-rank0.pickle", "memory-rank0-interactive.html")
     page = Page(source)
@@ -164,13 +164,13 @@ def test_the_page_tells_who_held_the_memory_and_loads_nothing():
     assert "Red: memory ran out." in page.text
 
 
-def test_an_empty_history_has_a_page_too():
+def test_empty_history_renders():
     """Oracle: an allocator that was never asked for anything."""
     page = Page(render_snapshot({"segments": [], "device_traces": [[]]}, 0, "nothing", "a", "b"))
     assert "Nothing is live." in page.text
 
 
-def test_many_events_are_thinned_without_losing_the_peak():
+def test_thinning_of_many_events_keeps_the_peak():
     """Oracle: the height of the one allocation among 50,000 small ones."""
     trace = []
     for index in range(25_000):
@@ -182,7 +182,7 @@ def test_many_events_are_thinned_without_losing_the_peak():
     assert "1.00 GiB at the peak" in source
 
 
-def test_the_snapshot_records_on_the_device_that_it_is_given(tmp_path):
+def test_snapshot_reads_the_given_device(tmp_path):
     """Oracle: the page of device 0, which has neither segments nor events in the history."""
     snapshot = Snapshot(Memory(), 0, 2, tmp_path, 1, 1, lambda _: None)
     snapshot.start(1)

@@ -46,7 +46,7 @@ def marks(events: list[dict]) -> set[int]:
 
 
 @pytest.mark.parametrize("first", [1, 11], ids=["from the start", "resumed"])
-def test_the_trace_holds_the_chosen_steps_alone_under_their_numbers(tmp_path, first):
+def test_trace_holds_only_the_chosen_steps_under_their_numbers(tmp_path, first):
     """Oracle: the calls of the loop; step n adds n times."""
     said: list[str] = []
     config = ProfileConfig(enabled=True, skip_steps=1, warmup_steps=1, active_steps=2, memory=True)
@@ -80,7 +80,7 @@ def test_the_trace_holds_the_chosen_steps_alone_under_their_numbers(tmp_path, fi
         (6, 1, set(), "nothing was traced: the run ended after step 0"),
     ],
 )
-def test_a_run_that_ends_early_keeps_what_was_traced_or_says_that_nothing_was(tmp_path, last, fail_in, traced, words):
+def test_early_end_keeps_the_trace_or_reports_its_absence(tmp_path, last, fail_in, traced, words):
     """Oracle: the steps that the loop began within the window 3 to 6."""
     said: list[str] = []
     config = ProfileConfig(enabled=True, skip_steps=1, warmup_steps=1, active_steps=4)
@@ -99,7 +99,7 @@ def test_a_run_that_ends_early_keeps_what_was_traced_or_says_that_nothing_was(tm
 @pytest.mark.parametrize(
     ("switch", "field"), [("stacks", "Python parent id"), ("shapes", "Input Dims"), ("memory", "Bytes")]
 )
-def test_a_switch_adds_its_field_to_the_trace(tmp_path, switch, field):
+def test_each_switch_adds_its_field_to_the_trace(tmp_path, switch, field):
     """Oracle: the same loop without the switch, whose trace has no such field."""
 
     def fields(config: ProfileConfig, folder: Path) -> set[str]:
@@ -111,7 +111,7 @@ def test_a_switch_adds_its_field_to_the_trace(tmp_path, switch, field):
     assert field in fields(ProfileConfig(**window, **{switch: True}), tmp_path / "with")
 
 
-def test_a_disk_that_refuses_the_trace_does_not_end_the_run(tmp_path):
+def test_failed_trace_write_does_not_end_the_run(tmp_path):
     """Oracle: a folder where the file should be."""
     (tmp_path / "rank0.json.gz").mkdir()
     said: list[str] = []
@@ -121,7 +121,7 @@ def test_a_disk_that_refuses_the_trace_does_not_end_the_run(tmp_path):
     assert "cannot be written" in said[0] and summary_of(profiler) is None
 
 
-def test_a_link_in_the_place_of_a_trace_is_replaced(tmp_path):
+def test_symbolic_link_in_place_of_a_trace_is_replaced(tmp_path):
     """Oracle: the file that the link leads to, and a trace under its name."""
     (tmp_path / "precious").write_text("precious")
     (tmp_path / "rank0.json.gz").symlink_to("precious")
@@ -143,7 +143,7 @@ def _profile_rank(folder: Path, ranks: list[int], enabled: bool) -> bool:
     return "profile/rank" in (summary_of(profiler) or "")
 
 
-def test_ranks_that_are_not_chosen_write_nothing(tmp_path):
+def test_only_chosen_ranks_write_traces(tmp_path):
     """Oracle: the folder, after two real ranks of which the second is chosen."""
     assert run_ranks(2, _profile_rank, tmp_path / "profile", [1], True) == [False, True]
     (path,) = (tmp_path / "profile").iterdir()
@@ -151,7 +151,7 @@ def test_ranks_that_are_not_chosen_write_nothing(tmp_path):
     assert any("all_reduce" in event.get("name", "") for event in read_trace(path))
 
 
-def test_a_profiler_that_is_off_leaves_no_folder_behind(tmp_path):
+def test_disabled_profiler_creates_no_folder(tmp_path):
     """Oracle: the file system."""
     take_steps(Profiler(ProfileConfig(), Device("cpu"), 0, None), 1, 2)
     assert list(tmp_path.iterdir()) == []
@@ -229,7 +229,7 @@ def test_missing_analysis_of_an_npu_trace_is_reported(tmp_path):
     assert trace.path is None
 
 
-def test_operators_of_an_npu_come_from_its_table_the_longest_first():
+def test_npu_operators_are_read_from_their_table_longest_first():
     """Oracle: the text, which has the header that torch_npu 2.13.0's reader names."""
     first, second = npu_top_ops(OP_STATISTIC)
     assert (first.name, first.calls, first.self_device_us) == ("MatMulV2", 2, 100.25)

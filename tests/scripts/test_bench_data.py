@@ -13,7 +13,7 @@ TINY += ["--vocab-size", "300", "--processes", "1", "--steps", "0"]
 
 
 @pytest.mark.parametrize(("bar", "status"), [(0.0, 0), (1e15, 1)])
-def test_the_page_has_every_row_and_the_status_is_the_bar_s(bar, status, tmp_path: Path, monkeypatch) -> None:
+def test_page_lists_every_row_and_exit_status_follows_the_target(bar, status, tmp_path: Path, monkeypatch) -> None:
     """Oracle: counts of rows by kind, and bars always or never reached."""
     pytest.importorskip("tokenizers")
     monkeypatch.setattr(bench_data, "BAR", bar)
@@ -22,7 +22,7 @@ def test_the_page_has_every_row_and_the_status_is_the_bar_s(bar, status, tmp_pat
     assert page.count("| 64 | ") == 5 and page.count("| 1 | ") == 2 and page.count("MISSED") == status
 
 
-def test_its_shards_are_what_is_trained_from(tmp_path: Path) -> None:
+def test_written_shards_pass_the_check_and_hold_the_requested_tokens(tmp_path: Path) -> None:
     """Oracle: the folder's own check, and the requested number of tokens."""
     folder = bench_data.write_shards(tmp_path / "out", 5_000_000, 3, wide=False)
     index, damages = check_folder(folder)
@@ -33,7 +33,7 @@ def test_its_shards_are_what_is_trained_from(tmp_path: Path) -> None:
     )
 
 
-def test_the_rate_counts_tokens_for_time(tmp_path: Path, monkeypatch) -> None:
+def test_read_rate_is_tokens_over_elapsed_seconds(tmp_path: Path, monkeypatch) -> None:
     """Oracle: a clock that advances one second per read: a stretch of 4.5 has 4 batches of 8 rows, in 5 seconds."""
     folder = bench_data.write_shards(tmp_path / "out", 64_000, 1, wide=True)
     seconds = iter(range(1000))

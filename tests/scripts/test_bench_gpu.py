@@ -40,14 +40,14 @@ def rows(**speeds: float | None) -> list[Row]:
         ({"compiled": None}, ["not measured: llama3_8b-8192 FSDPToys, compiled: out of memory"]),
     ],
 )
-def test_targets_are_met_missed_or_not_measured(changes: dict[str, float | None], expected: list[str]) -> None:
+def test_verdicts_are_met_missed_or_not_measured(changes: dict[str, float | None], expected: list[str]) -> None:
     """Oracle: verdicts by hand."""
     verdicts = judge(rows(**changes), [SHAPE])
     found = [line for line in verdicts if not line.startswith("met")]
     assert [line[: len(words)] for line, words in zip(found, expected, strict=True)] == expected
 
 
-def test_another_first_loss_is_another_work() -> None:
+def test_different_first_loss_is_reported() -> None:
     """Oracle: a loss 10% off."""
     odd = rows()
     odd[1] = Row(**{**vars(odd[1]), "first_loss": 10.8})
@@ -64,12 +64,12 @@ def test_another_first_loss_is_another_work() -> None:
         ("status 1\nValueError: no", "failed: ValueError: no"),
     ],
 )
-def test_a_row_without_figures_says_why(failure: str, said: str) -> None:
+def test_failed_row_gives_its_reason(failure: str, said: str) -> None:
     """Oracle: PyTorch's and Python's words."""
     assert why(Measured(failure=failure)) == said
 
 
-def test_a_row_that_is_planned_to_hold_more_than_the_device_is_left_out(tmp_path: Path) -> None:
+def test_row_predicted_to_exceed_device_memory_is_left_out(tmp_path: Path) -> None:
     """Oracle: the sentence, of ours; the planner says nothing of a peer."""
     bench = Bench("cuda", tmp_path, sys.executable, 989e12, 79.6, 0.0)
     for planned, reason in ((93.7, "left out: 94 GiB are planned, and the device has 80"), (79.0, "the call's time")):
@@ -92,7 +92,7 @@ print("note continued", continued)
 
 
 @pytest.mark.parametrize("stops", [True, False])
-def test_a_run_that_has_the_machine_to_itself_is_not_stopped(stops: bool, tmp_path: Path) -> None:
+def test_run_without_turns_is_never_stopped(stops: bool, tmp_path: Path) -> None:
     """Oracle: signals that the run counts; its steps, losses and note are there either way."""
     run = Run([sys.executable, "-c", TRAINER], {}, tmp_path, 4, 60.0, stops=stops)
     take_within(run, 60.0)
@@ -103,7 +103,7 @@ def test_a_run_that_has_the_machine_to_itself_is_not_stopped(stops: bool, tmp_pa
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=lambda shape: shape.name)
-def test_our_rows_are_planned_to_fit_one_h200(shape: Shape, tmp_path: Path) -> None:
+def test_eager_rows_are_predicted_to_fit_one_h200(shape: Shape, tmp_path: Path) -> None:
     """Oracle: the planner's closed form, for the settings of the eager row, which keeps the most."""
     tokens = tmp_path / shape.name / "tokens.bin"
     tokens.parent.mkdir()
@@ -115,7 +115,7 @@ def test_our_rows_are_planned_to_fit_one_h200(shape: Shape, tmp_path: Path) -> N
 
 
 @pytest.mark.usefixtures("unmeasured")
-def test_a_trial_on_a_cpu_writes_rows_and_says_which_could_not_run(
+def test_cpu_trial_writes_rows_and_reports_failed_peers(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Oracle: the environment: no accelerate for an interpreter without packages, no time for the last."""

@@ -12,7 +12,7 @@ ROOT = Path(__file__).parents[2]
 
 
 @pytest.mark.usefixtures("unmeasured")
-def test_rows_are_measured_in_a_world_of_fake_collectives(tmp_path: Path) -> None:
+def test_rows_run_on_the_cpu_or_give_their_reason(tmp_path: Path) -> None:
     """Oracle: the table that the real command writes; of its rows a CPU cannot run one."""
     page = tmp_path / "table.md"
     words = ["--device=cpu", "--model=llama_debug", "--seq-len=32", "--steps=3", "--warmup-steps=1"]
@@ -39,7 +39,7 @@ def test_rows_are_measured_in_a_world_of_fake_collectives(tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("classic", [False, True])
-def test_targets_are_met_or_missed_by_the_ratios_of_one_run(classic: bool) -> None:
+def test_verdicts_follow_from_ratios_of_one_run(classic: bool) -> None:
     """Oracle: verdicts by hand; published memory counts for the model of the published table alone."""
     measured = {
         "gc": Result(2.0, 9.72, 15.0, 18.0),
@@ -57,6 +57,6 @@ def test_targets_are_met_or_missed_by_the_ratios_of_one_run(classic: bool) -> No
     assert len(verdicts) == (13 if classic else 4)
 
 
-def test_every_row_is_divided_by_one_that_is_there() -> None:
+def test_base_of_every_row_exists() -> None:
     """Oracle: the names of the rows."""
     assert all(row.base is None or row.base in ROWS for row in ROWS.values())

@@ -64,9 +64,7 @@ def results_of(**changes: Measured) -> dict[str, list[Measured]]:
         ({"plain": Measured(failure="status 1 after 0 of 3 steps")}, ["failed: status 1"] * 2),
     ],
 )
-def test_targets_are_met_or_missed_by_speed_memory_start_and_the_first_loss(
-    changes: dict[str, Measured], missed: list[str]
-) -> None:
+def test_verdicts_cover_speed_memory_startup_and_first_loss(changes: dict[str, Measured], missed: list[str]) -> None:
     """Oracle: verdicts by hand."""
     verdicts = judge(results_of(**changes), pairs(gpu=False), warmup=1, peers=[ACCELERATE, FABRIC, PLAIN])
     found = [line for line in verdicts if line.startswith("missed")]
@@ -74,7 +72,7 @@ def test_targets_are_met_or_missed_by_speed_memory_start_and_the_first_loss(
     assert all(words in line for words, line in zip(missed, found, strict=True))
 
 
-def test_tables_hold_speeds_and_ratios_within_a_round(tmp_path: Path) -> None:
+def test_tables_show_speeds_and_ratios_within_a_round(tmp_path: Path) -> None:
     """Oracle: 2 ranks × 2 × 8 tokens in 2 seconds are 16 a second; CPU seconds are twice the wall's in ``run_of``."""
     work = Work(str(tmp_path), "", 2, 2, 8, 3, "float32", "cpu")
     page = render(results_of(), work, warmup=1, gpu=False)
@@ -83,7 +81,7 @@ def test_tables_hold_speeds_and_ratios_within_a_round(tmp_path: Path) -> None:
     assert rows[1] == f"| {OURS_DDP} | 2.00000 | 2.00000 | 2.00000 |"
 
 
-def test_a_run_is_measured_from_outside(tmp_path: Path) -> None:
+def test_run_is_measured_from_its_launcher_process(tmp_path: Path) -> None:
     """Oracle: the process below the launcher: 64 MiB held for a moment, two lines, a word to keep."""
     child = "import time\nx = bytearray(64 * 2**20); time.sleep(.4)\nprint('note a word', flush=True)\ndel x\n"
     # Sleeps while it is stopped, too, so that on a busy machine a part of this second is before the next step.
@@ -99,7 +97,7 @@ def test_a_run_is_measured_from_outside(tmp_path: Path) -> None:
     assert 64 * MIB <= found.peak_bytes < 160 * MIB
 
 
-def test_runs_take_turns_step_by_step(tmp_path: Path) -> None:
+def test_runs_alternate_step_by_step(tmp_path: Path) -> None:
     """Oracle: times written at the begin of each step; without turns, waiting peers would write them together."""
 
     def run_of(name: str) -> Run:
@@ -118,7 +116,7 @@ def test_runs_take_turns_step_by_step(tmp_path: Path) -> None:
     assert (tmp_path / "order").read_text() == "ababab"
 
 
-def test_a_run_that_fails_says_what_it_printed_and_one_that_hangs_is_killed(tmp_path: Path) -> None:
+def test_failed_run_reports_its_output_and_hanging_run_is_killed(tmp_path: Path) -> None:
     """Oracle: the process's own words and status."""
     run = Run([sys.executable, "-c", "print('no such folder'); raise SystemExit(3)"], os.environ, tmp_path, 2, 60)
     take_turns([run])
@@ -143,7 +141,7 @@ def bench(tmp_path_factory: pytest.TempPathFactory) -> Bench:
     return Bench(work, MODEL, folder, Path("bin"), warmup=1)
 
 
-def test_peers_are_given_the_batches_that_our_ranks_take(bench: Bench) -> None:
+def test_peer_batches_are_shifted_labels_distinct_per_rank_and_step(bench: Bench) -> None:
     """Oracle: labels follow their tokens, and no two ranks or steps have the same."""
     batches = [tensors for rank in range(2) for tensors in bench.work.batches_of(rank)]
     assert len(batches) == 6
@@ -170,7 +168,7 @@ def train_plain(work: Work) -> list[float]:
 
 @pytest.mark.usefixtures("unmeasured")
 @pytest.mark.oracle
-def test_ours_and_the_plain_script_do_the_same_work(bench: Bench) -> None:
+def test_fsdp2_losses_equal_those_of_the_plain_script(bench: Bench) -> None:
     """Oracle: transformers' Llama under ``fully_shard``, three steps with clipping and AdamW, on two ranks."""
     (ours,) = (each for each in contestants(gpu=False) if each.name == OURS_FSDP2)
     words = [*bench.words(), *ours.words, "metrics.console=none"]
@@ -180,7 +178,7 @@ def test_ours_and_the_plain_script_do_the_same_work(bench: Bench) -> None:
     np.testing.assert_allclose(losses, expected, rtol=1e-5)
 
 
-def test_on_a_gpu_all_are_fully_sharded_on_one_rank(bench: Bench) -> None:
+def test_gpu_commands_use_full_sharding_on_one_rank(bench: Bench) -> None:
     """Oracle: the words of the commands."""
     gpu = Bench(Work(**vars(bench.work) | {"device": "cuda", "ranks": 1}), MODEL, bench.folder, Path("bin"), 1)
     commands = {each.name: " ".join(gpu.command(each, Path("run"))) for each in contestants(gpu=True)}

@@ -19,7 +19,7 @@ def prediction(seconds: float, end: float, peak: float, reserved: float) -> Pred
     return Prediction("traced", "h100", 8, 1, 1.0, None, memory, time)
 
 
-def test_rows_meet_or_miss_each_bar() -> None:
+def test_verdicts_compare_each_prediction_with_its_tolerance() -> None:
     """Oracle: the bars of the page, worked by hand: 0.01 GiB, 2%, 5%, 20% and 8%."""
     near = Compared(MEASURED, prediction(2.39, 9.725, 15.29, 18.8), prediction(2.15, 9.725, 15.29, 18.8), True)
     assert [verdict.split(":")[0] for verdict in judge({("fsdp2", "gc"): near})] == ["met"] * 5
@@ -29,7 +29,7 @@ def test_rows_meet_or_miss_each_bar() -> None:
     assert len(judge({("fsdp2", "gc chunk oo"): offload})) == 3
 
 
-def test_collectives_that_do_nothing_take_no_time() -> None:
+def test_hardware_without_communication_has_free_collectives() -> None:
     """Oracle: a gigabyte over 8 and 64 ranks, against a nanosecond."""
     hardware = without_communication(load_hardware("h100"))
     assert all(collective_seconds(hardware, "all_reduce", 2**30, size, 1) < 1e-9 for size in (8, 64))

@@ -13,7 +13,7 @@ TINY += ["--vocab-size", "4001", "--batch-size", "1", "--seq-len", "16"]
 
 @pytest.mark.usefixtures("unmeasured")
 @pytest.mark.parametrize("target", [1e9, 0.0], ids=["met", "missed"])
-def test_script_shows_every_contestant_and_exits_by_its_targets(
+def test_script_lists_every_contestant_and_exit_status_follows_the_targets(
     target: float, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Oracle: the contestants of its first page, and targets always or never met; real ranks, equal losses."""
@@ -33,14 +33,14 @@ def test_script_shows_every_contestant_and_exits_by_its_targets(
     assert ("MISSED" in text) is not bool(target)
 
 
-def test_another_loss_ends_the_run() -> None:
+def test_different_loss_ends_the_script() -> None:
     """Oracle: the check itself, given a loss off by a thousandth."""
     group = [Contestant("native", "ddp"), Contestant("toy", "toy_ddp", 1.05)]
     with pytest.raises(SystemExit, match="not the same work: step 2 of toy"):
         bench_toys.check_losses(group, [Measured(losses=[2.0, 1.0]), Measured(losses=[2.0, 1.001])])
 
 
-def test_steps_last_as_long_as_the_slower_rank_and_ratios_are_of_turns() -> None:
+def test_step_time_is_that_of_the_slower_rank_and_ratios_are_per_turn() -> None:
     """Oracle: by hand; two ranks, two turns."""
     ranks = [
         [Measured([1.0, 4.0], [1.0, 1.0], [3.0, 2.0]), Measured([2.0, 2.0], [1.0, 2.0], [3.0, 2.0])],
@@ -52,7 +52,7 @@ def test_steps_last_as_long_as_the_slower_rank_and_ratios_are_of_turns() -> None
     assert bench_toys.ratios(toy, native) == [1.0, 1.5]
 
 
-def test_time_that_is_covered_twice_counts_once() -> None:
+def test_overlapping_intervals_count_once() -> None:
     """Oracle: by hand."""
     assert bench_toys.covered([(5.0, 6.0), (0.0, 2.0), (1.0, 3.0), (1.5, 1.75)]) == 4.0
     assert bench_toys.covered([]) == 0.0

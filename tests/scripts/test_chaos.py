@@ -38,7 +38,7 @@ def run_here(config: Config) -> None:
 
 @pytest.mark.launcher
 @pytest.mark.usefixtures("unmeasured", "warm")
-def test_signals_end_a_run_with_a_checkpoint_from_which_it_goes_on_to_the_same_end(tmp_path: Path) -> None:
+def test_run_stopped_by_signals_resumes_to_identical_results(tmp_path: Path) -> None:
     """Oracle: the undisturbed run, in every bit of steps and final weights; status 0 at each stop."""
     whole, stopped = tmp_path / "whole", tmp_path / "stopped"
     config = compose_config(words_of(CAMPAIGN, whole, STEPS))
@@ -56,7 +56,7 @@ def test_signals_end_a_run_with_a_checkpoint_from_which_it_goes_on_to_the_same_e
     assert count_wrong(whole, stopped, STEPS) == 0
 
 
-def test_the_comparison_notices_a_bit_a_step_and_a_weight(tmp_path: Path) -> None:
+def test_comparison_detects_wrong_losses_steps_and_weights(tmp_path: Path) -> None:
     """Oracle: runs that differ in one of them."""
     lines = [
         f'{{"step": {step}, "loss": {5 - step / 7}, "grad_norm": 1.0, "learning_rate": 0.1, "valid_tokens": 4, '

@@ -26,7 +26,7 @@ def steps() -> dict[str, list[Recorded]]:
 
 
 @pytest.mark.parametrize("name", STRATEGIES)
-def test_the_update_finds_the_memory_of_the_formula(steps: Any, name: str) -> None:
+def test_memory_at_the_optimizer_step_matches_the_formula(steps: Any, name: str) -> None:
     """Oracle: bytes of parameters, gradients and AdamW's states; the batch and rotary tables are within a percent."""
     for rank in steps[name]:
         formula = KEPT[name](2) * rank.parameters
@@ -38,7 +38,7 @@ def test_the_update_finds_the_memory_of_the_formula(steps: Any, name: str) -> No
 
 
 @pytest.mark.parametrize("name", STRATEGIES)
-def test_every_block_computes_forward_and_backward_once_and_in_order(steps: Any, name: str) -> None:
+def test_every_block_computes_forward_and_backward_once_in_order(steps: Any, name: str) -> None:
     """Oracle: the model; the backward is the forward reversed."""
     for rank in steps[name]:
         forward, backward = (
@@ -51,7 +51,7 @@ def test_every_block_computes_forward_and_backward_once_and_in_order(steps: Any,
         assert all(0 <= bar.begin < bar.end <= rank.seconds for bar in [*rank.computing, *rank.collectives])
 
 
-def test_collectives_are_those_of_the_pages(steps: Any) -> None:
+def test_collectives_match_the_documentation(steps: Any) -> None:
     """Oracle: the pages; the same on both ranks, with their bytes."""
     kinds = {name: [{bar.kind for bar in rank.collectives} for rank in ranks] for name, ranks in steps.items()}
     assert kinds["toy_ddp"] == [{"all_reduce"}] * 2
@@ -62,7 +62,7 @@ def test_collectives_are_those_of_the_pages(steps: Any) -> None:
     assert labels == [["norm…head", "1", "0", "emb"]] * 2
 
 
-def test_pictures_are_drawn_of_every_strategy(steps: Any, tmp_path: Path) -> None:
+def test_every_strategy_has_a_picture(steps: Any, tmp_path: Path) -> None:
     """Oracle: the titles of the panels, and PNG's signature."""
     figures = [draw_timelines({name: steps[name] for name in names}) for names in TIMELINES.values()]
     titles = [axes.get_title(loc="left") for figure in figures for axes in figure.axes]
@@ -73,7 +73,7 @@ def test_pictures_are_drawn_of_every_strategy(steps: Any, tmp_path: Path) -> Non
     assert (tmp_path / "memory.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_bars_that_overlap_lie_in_lanes_of_their_own() -> None:
+def test_overlapping_bars_get_separate_lanes() -> None:
     """Oracle: by hand."""
     bars = [Bar("reduce", "", *span) for span in ((0.0, 2.0), (1.0, 3.0), (2.0, 4.0), (2.5, 2.6), (3.0, 5.0))]
     assert draw_toys._lanes(bars) == ([0, 1, 0, 2, 1], 3)

@@ -15,7 +15,7 @@ from scripts.fuzz_edits import EDITS, edits
 
 
 @pytest.mark.usefixtures("unmeasured")
-def test_no_damage_is_missed(capsys: pytest.CaptureFixture[str]) -> None:
+def test_all_damage_is_detected(capsys: pytest.CaptureFixture[str]) -> None:
     """Oracle: the saved values; all kinds of damage take turns."""
     assert main(["--damages", "60", "--seed", "1"]) == 0
     lines = capsys.readouterr().out.splitlines()
@@ -27,7 +27,7 @@ def test_no_damage_is_missed(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 @pytest.mark.usefixtures("unmeasured")
-def test_the_script_notices_what_is_missed(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_undetected_damage_is_counted(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     """Oracle: a reader that trusts sizes alone."""
     monkeypatch.setattr(reading, "verify_file", lambda *args: None)
     monkeypatch.setattr(fuzz_checkpoint, "EDITS", {})
@@ -37,7 +37,7 @@ def test_the_script_notices_what_is_missed(monkeypatch: pytest.MonkeyPatch, caps
 
 
 @pytest.mark.usefixtures("unmeasured")
-def test_the_script_notices_tracebacks_and_a_process_that_dies(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tracebacks_and_dead_processes_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     """Oracle: a reader that takes facts as they are, of which numpy's place is one; and a process that kills itself."""
     monkeypatch.setattr(fuzz_edits, "FACTS", Schema())
     outcomes = [outcome for _, outcome, _ in edits(["edited state", "edited rank"] * 30, seed=0)]

@@ -9,7 +9,7 @@ from scripts.fuzz_readers import fuzz, plan_cases, run_cases
 from scripts.fuzz_targets import READERS, Reader
 
 
-def test_no_mutated_file_ends_in_a_traceback() -> None:
+def test_mutated_files_cause_no_traceback() -> None:
     """Oracle: every reader's own errors; 200 cases of a full run of the fuzzer."""
     done, failed = fuzz(200, seed=0, progress=False)
     assert set(done) == set(READERS)
@@ -46,7 +46,7 @@ def dies(copy: Path) -> None:
         (lambda copy: None, None),
     ],
 )
-def test_a_reader_that_does_not_hold_is_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, read, failure) -> None:
+def test_failing_reader_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, read, failure) -> None:
     """Oracle: readers made to fail; the next case still runs."""
     specimen = tmp_path / "specimens" / "made"
     specimen.mkdir(parents=True)
@@ -59,7 +59,7 @@ def test_a_reader_that_does_not_hold_is_seen(tmp_path: Path, monkeypatch: pytest
         assert (result.failure is None) if failure is None else failure in str(result.failure)
 
 
-def test_every_reader_has_its_share_of_the_cases() -> None:
+def test_cases_are_distributed_over_all_readers() -> None:
     """Oracle: one of each at least, about so many in all, the same each time."""
     cases = plan_cases(1000, None)
     assert {name for name, _ in cases} == set(READERS) and len(set(cases)) == len(cases)

@@ -26,9 +26,7 @@ TOYS = [name for name in parity.STRATEGIES if name.startswith("toy-")]
     ("model", "strategies"), [("llama_debug", NATIVES), ("qwen3_moe_debug", NATIVES), ("gpt2_debug", ["ddp", *TOYS])]
 )
 @pytest.mark.parametrize("mode", parity.MODES)
-def test_script_prints_a_row_for_each_strategy_and_finds_no_breach(
-    mode: str, model: str, strategies: list[str]
-) -> None:
+def test_script_prints_a_row_per_strategy_without_breaches(mode: str, model: str, strategies: list[str]) -> None:
     """Oracle: the promise, in two steps on two ranks."""
     console = Console(file=io.StringIO(), width=140)
     args = arguments("--strategies", *strategies)
@@ -39,13 +37,13 @@ def test_script_prints_a_row_for_each_strategy_and_finds_no_breach(
     ]
 
 
-def test_every_toy_has_a_row_and_a_native_to_be_held_against() -> None:
+def test_every_toy_has_a_row_and_a_native_counterpart() -> None:
     """Oracle: the strategies that the command line knows."""
     toys = {name.replace("_", "-") for name in SCHEMAS["parallel"] if name.startswith("toy_")}
     assert toys == set(TOYS) == {*parity.NATIVE, *parity.REDUCES_OFTENER}
 
 
-def test_a_small_model_of_every_family_is_compared() -> None:
+def test_default_models_cover_every_family() -> None:
     """Oracle: the families, and the presets there are."""
     models = parity.parse_arguments([]).models
     assert [compose_config([f"model={model}"]).model.family for model in models] == list(MODELS)
@@ -76,20 +74,20 @@ def outcome(loss: float, parameters: str = "same") -> parity.Outcome:
         (USUAL, {"toy-zero3": outcome(1.0 + 1e-7), "ddp": outcome(1.0)}, 1),
     ],
 )
-def test_verdicts_find_every_breach(mode: str, outcomes: dict[str, parity.Outcome], breaches: int) -> None:
+def test_breaches_of_parity_are_detected(mode: str, outcomes: dict[str, parity.Outcome], breaches: int) -> None:
     """Oracle: breaches made by hand, on two ranks in float32, with one micro-batch."""
     found = [parity.judge(name, outcomes, outcome(1.0), 2, "float32", mode, 1).breach for name in outcomes]
     assert len([breach for breach in found if breach]) == breaches
 
 
-def test_the_order_of_sums_is_only_promised_where_both_reduce_as_often() -> None:
+def test_bitwise_parity_requires_equally_frequent_reductions() -> None:
     """Oracle: a difference made by hand, which is a breach with one micro-batch."""
     outcomes = {"toy-zero2": outcome(1.0 + 1e-7), "ddp": outcome(1.0)}
     verdicts = [parity.judge("toy-zero2", outcomes, outcome(1.0), 2, "float32", USUAL, count) for count in (1, 2)]
     assert [verdict.breach is None for verdict in verdicts] == [False, True]
 
 
-def test_what_has_no_lower_precision_has_no_row_in_bf16() -> None:
+def test_float32_only_strategies_refuse_bfloat16() -> None:
     """Oracle: the sentence that refuses it."""
     for name in parity.FLOAT32_ONLY:
         words = ["model=gpt2_debug", *parity.STRATEGIES[name], "parallel.param_dtype=bfloat16"]
@@ -104,13 +102,13 @@ def test_what_has_no_lower_precision_has_no_row_in_bf16() -> None:
         ([1], "npu", "--world-sizes 1 needs as many npu devices"),
     ],
 )
-def test_ranks_without_a_promise_or_a_device_are_refused(world_sizes: list[int], device: str, sentence: str) -> None:
+def test_unsupported_world_sizes_are_refused(world_sizes: list[int], device: str, sentence: str) -> None:
     """Oracle: the sentence."""
     with pytest.raises(ConfigError, match=sentence):
         parity.check_world_sizes(world_sizes, device)
 
 
-def test_a_device_runs_the_modes_that_its_collectives_have() -> None:
+def test_default_modes_follow_the_dtypes_of_the_devices_collectives() -> None:
     """Oracle: the sentence that refuses the deterministic mode without float64."""
     assert parity.parse_arguments(["--device", "npu"]).modes == [ROUNDED]
     assert parity.parse_arguments(["--device", "cuda"]).modes == [EXACT, USUAL]
@@ -122,7 +120,7 @@ def test_a_device_runs_the_modes_that_its_collectives_have() -> None:
     assert parity.compose_row(words[ROUNDED], 2, "cpu").train.sum_dtype.value == "float32"
 
 
-def test_a_device_that_is_not_there_and_a_comparison_with_itself_are_refused() -> None:
+def test_missing_device_and_comparison_of_the_cpu_with_itself_are_refused() -> None:
     """Oracle: the sentences."""
     with pytest.raises(ConfigError, match=r"--against-cpu has nothing to compare with --device cpu; leave it out"):
         parity.check_device("cpu", True)

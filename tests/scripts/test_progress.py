@@ -19,7 +19,7 @@ SCRIPTS = sorted({path.stem for path in (ROOT / "scripts").glob("bench_*.py")} |
 
 
 @pytest.mark.parametrize("name", SCRIPTS)
-def test_every_script_that_takes_long_announces_its_units(name: str) -> None:
+def test_long_scripts_report_progress(name: str) -> None:
     """Oracle: its syntax tree, in which both functions of the helper are called."""
     tree = ast.parse((ROOT / "scripts" / f"{name}.py").read_text())
     called = {node.func.id for node in ast.walk(tree) if isinstance(node, ast.Call) and isinstance(node.func, ast.Name)}
@@ -40,7 +40,7 @@ def test_every_script_that_takes_long_announces_its_units(name: str) -> None:
         ),
     ],
 )
-def test_every_finished_unit_is_announced_with_the_time_left(command: str, units: int | None) -> None:
+def test_every_finished_unit_is_reported_with_the_remaining_time(command: str, units: int | None) -> None:
     """Oracle: the numbers of the lines, from the first to the last of as many as they say."""
     script, *words = command.split()
     environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
@@ -56,7 +56,7 @@ def test_every_finished_unit_is_announced_with_the_time_left(command: str, units
     assert found[-1][0].endswith("about 0:00 left") and "│" in done.stdout and " left" not in done.stdout
 
 
-def test_the_time_left_is_that_of_the_finished_units() -> None:
+def test_remaining_time_is_extrapolated_from_finished_units() -> None:
     """Oracle: by hand: units of ten seconds, of which one takes longer, and the text between units."""
     printer = Printer(4, 100.0)
     assert printer.beat(105.0) == "[1/4] starting … running for 0:05, elapsed 0:05, time left not known yet"
@@ -98,7 +98,7 @@ def run_slow(tmp_path: Path, redirection: str) -> "subprocess.CompletedProcess[s
     )  # fmt: skip
 
 
-def test_a_slow_unit_is_not_silent(tmp_path: Path) -> None:
+def test_slow_unit_reports_periodically(tmp_path: Path) -> None:
     """Oracle: lines while it runs, between those of finished units; no escape sequence comes through."""
     done = run_slow(tmp_path, "")
     beats = [line for line in done.stderr.splitlines() if "running for" in line]
@@ -108,13 +108,13 @@ def test_a_slow_unit_is_not_silent(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("redirection", ["2>&-", "2>/dev/full", "2> >(true)", "<&- 2>&-"])
-def test_a_script_goes_on_without_a_stderr(redirection: str, tmp_path: Path) -> None:
+def test_script_continues_without_stderr(redirection: str, tmp_path: Path) -> None:
     """Oracle: its output and its status."""
     done = run_slow(tmp_path, redirection)
     assert (done.stdout, done.returncode) == ("the end\n", 0)
 
 
-def test_units_are_announced_by_nobody_where_there_is_no_progress(capfd: pytest.CaptureFixture[str]) -> None:
+def test_units_are_silent_outside_of_progress(capfd: pytest.CaptureFixture[str]) -> None:
     """Oracle: no output; functions of scripts are called by tests, too."""
     with progress.unit("alone") as done:
         done.note = "a note"

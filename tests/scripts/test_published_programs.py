@@ -54,7 +54,7 @@ def losses_of_rows(strategy: str, names: Sequence[str]) -> dict[str, list[float]
 @pytest.mark.usefixtures("unmeasured")
 @newer_torch
 @pytest.mark.parametrize("strategy", ["fsdp1", "fsdp2"])
-def test_every_row_of_the_first_table_learns_alike(strategy: str) -> None:
+def test_all_published_rows_have_equal_losses(strategy: str) -> None:
     """Oracle: FSDP2's plainest row, on one rank; the first README promised that FSDP1 and FSDP2 agree."""
     expected = run_ranks(1, losses_of_rows, "fsdp2", ["block"])[0]["block"]
     assert expected[0] > expected[1] > expected[2]
@@ -72,7 +72,7 @@ def test_every_row_of_the_first_table_learns_alike(strategy: str) -> None:
     ],
     ids=["llama2_7b", "llama3_8b"],
 )
-def test_models_have_the_published_size(model: Any, parameters: int) -> None:
+def test_models_have_the_published_parameter_count(model: Any, parameters: int) -> None:
     """Oracle: the counts that the models' makers give."""
     with torch.device("meta"):
         assert sum(parameter.numel() for parameter in model().parameters()) == parameters
@@ -82,7 +82,7 @@ def test_models_have_the_published_size(model: Any, parameters: int) -> None:
 @newer_torch
 @pytest.mark.parametrize("strategy", ["fsdp1", "fsdp2"])
 @pytest.mark.parametrize("name", ["block", "block gc chunk oo", "block gc chunk co", "parts gc"])
-def test_a_traced_row_ends_with_what_is_still_named(strategy: str, name: str) -> None:
+def test_traced_row_ends_with_parameters_states_and_outputs(strategy: str, name: str) -> None:
     """Oracle: parameters and states over 8 ranks, the rotary table, hidden states and logits, by hand."""
     switches = ROWS[strategy, name][0]
     trace = in_fresh_process(trace_row, f"{strategy} {name}", 2)
@@ -112,7 +112,7 @@ def torchtitan_products() -> int:
     return count.products
 
 
-def test_selective_checkpointing_computes_every_other_product_again() -> None:
+def test_selective_checkpointing_recomputes_every_other_matmul() -> None:
     """Oracle: 7 products a block, of which the second, fourth and sixth are recomputed, and one in the head."""
     blocks = TINY["n_layers"]
     assert run_ranks(1, torchtitan_products) == [3 * (7 * blocks + 1) + 3 * blocks]
@@ -135,7 +135,7 @@ def gathers(stock_order: bool) -> int:
 
 @pytest.mark.usefixtures("unmeasured")
 @newer_torch
-def test_stock_order_gathers_in_vain() -> None:
+def test_stock_prefetch_order_gathers_more_often() -> None:
     """Oracle: each of 3 units a block once in the forward and once in the backward, and the root once."""
     assert run_ranks(2, gathers, False)[0] == 2 * 3 * 4 + 1
     assert run_ranks(2, gathers, True)[0] > 2 * 3 * 4 + 1
@@ -145,6 +145,6 @@ def test_stock_order_gathers_in_vain() -> None:
     ("predicted", "relative", "met"),
     [(10.39, True, True), (10.41, True, False), (9.59, True, False), (10.054, False, True), (10.056, False, False)],
 )
-def test_a_bar_counts_on_both_sides(predicted: float, relative: bool, met: bool) -> None:
+def test_tolerance_applies_in_both_directions(predicted: float, relative: bool, met: bool) -> None:
     """Oracle: 4 % of 10, or 0.05 and the rounding of two digits."""
     assert Finding("row", "GiB", 10.0, predicted, 0.04 if relative else 0.05, relative).met is met

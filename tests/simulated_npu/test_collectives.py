@@ -54,7 +54,7 @@ def collectives(device: str) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_collectives_of_npus_give_what_gloo_gives(mode: str) -> None:
+def test_hccl_collectives_equal_gloo(mode: str) -> None:
     """Oracle: gloo on CPU tensors."""
     assert run_npu_ranks(RANKS, collectives, "npu", mode=mode) == run_ranks(RANKS, collectives, "cpu")
 
@@ -68,7 +68,7 @@ def average() -> list[float]:
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_averages_are_sums_divided_by_the_ranks(mode: str) -> None:
+def test_average_is_the_sum_divided_by_the_world_size(mode: str) -> None:
     """Oracle: arithmetic."""
     assert run_npu_ranks(RANKS, average, mode=mode) == [[1.5, 6.0, 1.5], [1.5, 6.0, 6.0]]
 
@@ -84,7 +84,7 @@ def unwaited(waits: bool) -> bool:
     return right
 
 
-def test_without_a_wait_for_a_collective_the_old_values_are_read() -> None:
+def test_unwaited_collective_leaves_old_values_visible() -> None:
     """Oracle: the sum; only delayed mode is sure to show the mistake."""
     assert run_npu_ranks(RANKS, unwaited, True, mode="delayed") == [True, True]
     assert run_npu_ranks(RANKS, unwaited, False, mode="delayed") == [False, False]
@@ -103,6 +103,6 @@ def one_rank_waits_elsewhere(folder: str) -> float:
     return float(x.sum())
 
 
-def test_a_host_that_waits_for_something_else_does_not_hold_up_the_others(tmp_path: Any) -> None:
+def test_host_waiting_elsewhere_does_not_block_collectives(tmp_path: Any) -> None:
     """Oracle: 3; without it the ranks would wait for each other for ever."""
     assert run_npu_ranks(RANKS, one_rank_waits_elsewhere, str(tmp_path), mode="delayed") == [3.0, 3.0]

@@ -42,7 +42,7 @@ def losses(run_dir: Path) -> list[tuple[float, float]]:
     return [(line["loss"], line["grad_norm"]) for line in lines if "loss" in line]
 
 
-def test_npus_train_to_the_losses_of_cpu_ranks_in_portable_mode(tmp_path: Path) -> None:
+def test_portable_mode_matches_cpu_ranks_bitwise(tmp_path: Path) -> None:
     """Oracle: the same arithmetic by the same kernels on CPU ranks, to the last bit of losses, norms and parameters."""
     words = "--device npu --against-cpu --world-sizes 2 --steps 3 --seq-len 16 --models llama_debug --dtypes float32"
     table = run([str(ROOT / "scripts" / "parity.py"), *words.split(), "--strategies", "ddp", "fsdp2"], tmp_path)
@@ -51,7 +51,7 @@ def test_npus_train_to_the_losses_of_cpu_ranks_in_portable_mode(tmp_path: Path) 
     assert [(row[1], row[-1]) for row in rows] == [(name, "every bit") for name in ("single", "ddp", "fsdp2")]
 
 
-def test_a_mesh_of_two_axes_trains_on_npus_and_goes_on_from_a_checkpoint(tmp_path: Path) -> None:
+def test_two_dimensional_mesh_trains_and_resumes(tmp_path: Path) -> None:
     """Oracle: the run's output; both need process groups that a group bound to an NPU cannot create."""
     words = "parallel=fsdp2 mesh.fsdp_size=2 checkpoint.every=2 checkpoint.resume=auto metrics.run_dir=run"
     said = [train(f"{words} train.steps={steps}", tmp_path) for steps in (2, 3)]
@@ -61,7 +61,7 @@ def test_a_mesh_of_two_axes_trains_on_npus_and_goes_on_from_a_checkpoint(tmp_pat
     assert "barrier(): using the device under current context" not in "".join(said)
 
 
-def test_what_npus_saved_cpu_ranks_go_on_from(tmp_path: Path) -> None:
+def test_cpu_ranks_resume_from_a_checkpoint_of_npus(tmp_path: Path) -> None:
     """Oracle: the same four steps on CPU ranks without a break, to the last bit of losses and norms."""
     words = "train.steps={} parallel=fsdp2 launch.nproc_per_node=2 launch.device={} metrics.run_dir={} "
     words += "train.sum_dtype=float32 optim.implementation=foreach optim.schedule=constant checkpoint.every=2"
@@ -72,7 +72,7 @@ def test_what_npus_saved_cpu_ranks_go_on_from(tmp_path: Path) -> None:
     assert len(losses(tmp_path / "whole")) == 4
 
 
-def test_a_profile_falls_back_to_pytorchs_own_and_a_snapshot_has_every_allocation(tmp_path: Path) -> None:
+def test_profile_uses_the_pytorch_profiler_and_snapshot_has_stacks(tmp_path: Path) -> None:
     """Oracle: the files; a device without torch_npu is traced by PyTorch alone."""
     words = "parallel=single launch.nproc_per_node=1 train.steps=3 metrics.run_dir=run profile.enabled=true "
     words += "profile.skip_steps=1 profile.warmup_steps=0 profile.active_steps=1 profile.snapshot=true "
@@ -84,7 +84,7 @@ def test_a_profile_falls_back_to_pytorchs_own_and_a_snapshot_has_every_allocatio
     assert any("trainer.py" in frame["filename"] for entry in entries for frame in entry["frames"])
 
 
-def test_memory_that_runs_out_is_told_with_what_was_live_and_what_would_make_room(tmp_path: Path) -> None:
+def test_out_of_memory_message_lists_live_tensors_and_options(tmp_path: Path) -> None:
     """Oracle: the device's capacity, and switches of memory by name."""
     words = "parallel=fsdp2 launch.nproc_per_node=2 train.steps=2 train.seq_len=512 train.batch_size=16"
     said = train(words, tmp_path, 1, SIMULATED_NPU_MIB="24")

@@ -29,7 +29,7 @@ def operators(device: str) -> list[Any]:
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_operators_and_their_gradients_have_the_bits_of_a_cpu(mode: str) -> None:
+def test_operators_and_gradients_equal_the_cpu_bitwise(mode: str) -> None:
     """Oracle: the same on the CPU."""
     assert run_on_npu(operators, "npu", mode=mode) == run_ranks(1, operators, "cpu")[0]
 
@@ -47,7 +47,7 @@ def random_numbers(device: str) -> list[Any]:
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_a_seed_draws_what_it_draws_on_a_cpu_and_states_come_back(mode: str) -> None:
+def test_random_numbers_and_generator_states_equal_the_cpu(mode: str) -> None:
     """Oracle: the CPU's generator."""
     assert run_on_npu(random_numbers, "npu", mode=mode) == run_ranks(1, random_numbers, "cpu")[0]
 
@@ -69,7 +69,7 @@ def mistakes() -> list[str]:
     return messages
 
 
-def test_what_hardware_refuses_is_refused() -> None:
+def test_invalid_operations_fail_as_on_hardware() -> None:
     """Oracle: the words of PyTorch, CUDA and HCCL for the same."""
     devices, ordinal, backend, double, numpy = run_on_npu(mistakes)
     assert "Expected all tensors to be on the same device" in devices
@@ -101,7 +101,7 @@ def memory_use() -> dict[str, Any]:
     }
 
 
-def test_the_allocator_counts_rounds_and_reuses() -> None:
+def test_allocator_rounds_to_512_bytes_and_reuses_freed_blocks() -> None:
     """Oracle: arithmetic; blocks are multiples of 512 bytes, and a freed one is given out again."""
     use = run_on_npu(memory_use, capacity_mib=16)
     assert use["during"] == use["peak"] == 4 * MIB + 512
@@ -123,7 +123,7 @@ def run_out() -> tuple[str, int, int]:
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_memory_runs_out_at_its_capacity_and_says_so_as_torch_npu_does(mode: str) -> None:
+def test_out_of_memory_message_has_the_form_of_torch_npu(mode: str) -> None:
     """Oracle: torch_npu's words, which ``profiler/out_of_memory.py`` reads, and arithmetic."""
     message, failures, _ = run_on_npu(run_out, mode=mode, capacity_mib=8)
     assert message.startswith(
@@ -145,7 +145,7 @@ def two_streams(waits: bool) -> list[float]:
     return numbers
 
 
-def test_a_stream_that_forgets_to_wait_reads_what_is_not_written_yet() -> None:
+def test_missing_stream_wait_reads_stale_data() -> None:
     """Oracle: 3; hardware is merely likely to show the mistake."""
     expected = [3.0] * 1000
     for mode in MODES:
@@ -170,7 +170,7 @@ def freed_on_one_stream(recorded: bool) -> list[float]:
     return numbers
 
 
-def test_memory_that_another_stream_uses_must_be_recorded() -> None:
+def test_unrecorded_use_on_another_stream_corrupts_memory() -> None:
     """Oracle: 2, the value that a stream reads if its memory was not reused."""
     assert run_on_npu(freed_on_one_stream, True, mode="delayed") == [2.0] * 1000
     assert run_on_npu(freed_on_one_stream, False, mode="delayed") != [2.0] * 1000
@@ -197,7 +197,7 @@ def pinned_copies() -> dict[str, bool]:
     }
 
 
-def test_copies_of_pinned_memory_are_the_streams_and_others_the_hosts() -> None:
+def test_only_pinned_copies_are_asynchronous() -> None:
     """Oracle: CUDA's rules for ``non_blocking``."""
     seen = run_on_npu(pinned_copies, mode="delayed")
     assert all(seen.values()), seen
@@ -217,7 +217,7 @@ def event_order() -> list[Any]:
     return [polls, start.elapsed_time(end) >= 0, bool((y == 200).all())]
 
 
-def test_events_come_after_what_was_given_before_and_polling_sees_them_happen() -> None:
+def test_events_complete_after_earlier_work_and_polling_advances() -> None:
     """Oracle: an event at once is there at once; a delayed one takes a question for each thing before it."""
     assert run_on_npu(event_order) == [0, True, True]
     polls, ordered, right = run_on_npu(event_order, mode="delayed")
@@ -237,7 +237,7 @@ def history() -> dict[str, Any]:
     return snapshot
 
 
-def test_the_history_has_pytorchs_form_and_the_stack_of_each_allocation() -> None:
+def test_memory_history_has_the_format_of_pytorch_with_stacks() -> None:
     """Oracle: PyTorch's own renderer takes it; the entries of an allocation and a free."""
     snapshot = run_on_npu(history)
     entries = [entry for entry in snapshot["device_traces"][0] if not entry["action"].startswith("segment")]
@@ -255,7 +255,7 @@ def autocast() -> list[torch.dtype]:
         return [(x @ x).dtype, F.softmax(x @ x, -1).dtype, (x + 1).dtype]
 
 
-def test_autocast_lowers_products_and_keeps_softmax() -> None:
+def test_autocast_runs_matmul_in_bfloat16_and_softmax_in_float32() -> None:
     """Oracle: PyTorch's lists for accelerators."""
     assert run_on_npu(autocast) == [torch.bfloat16, torch.float32, torch.float32]
 
@@ -268,6 +268,6 @@ def undelayed() -> dict[str, int]:
     return dict(extension.undelayed_counts())
 
 
-def test_delayed_mode_delays_what_a_training_step_is_made_of() -> None:
+def test_delayed_mode_delays_all_operators_of_a_training_step() -> None:
     """Oracle: only operators that return a number to the host, or that the kernel reshapes, run at once."""
     assert set(run_on_npu(undelayed, mode="delayed")) <= {"aten::_local_scalar_dense", "aten::_fused_sdp_choice"}

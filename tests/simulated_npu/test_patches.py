@@ -67,7 +67,7 @@ def two_roots(strategy: str, device: str, hybrid: bool, patched: bool) -> tuple[
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("hybrid", [False, True], ids=["sharded", "hybrid"])
 @pytest.mark.parametrize("strategy", ["fsdp1", "fsdp2"])
-def test_patched_roots_share_streams_and_compute_what_cpu_ranks_compute(strategy: str, hybrid: bool, mode: str) -> None:
+def test_patched_roots_share_streams_with_gradients_of_cpu_ranks(strategy: str, hybrid: bool, mode: str) -> None:
     """Oracle: gradients of CPU ranks, which have no streams; unpatched roots have streams of their own."""
     ranks = 4 if hybrid else 2
     expected = run_ranks(ranks, two_roots, strategy, "cpu", hybrid, False)
@@ -102,7 +102,7 @@ FSDP1_OPTIONS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("name", FSDP1_OPTIONS)
-def test_fsdp1s_prefetching_and_offload_change_no_gradient(name: str, mode: str) -> None:
+def test_fsdp1_prefetching_and_offload_keep_gradients(name: str, mode: str) -> None:
     """Oracle: CPU ranks, without offload, which PyTorch does not do there."""
     ours = run_npu_ranks(2, prefetch, "npu", FSDP1_OPTIONS[name], mode=mode)
     on_cpu = {key: value for key, value in FSDP1_OPTIONS[name].items() if key != "cpu_offload"}
@@ -116,7 +116,7 @@ def careless(strategy: str) -> list[Any]:
 
 
 @pytest.mark.parametrize("strategy", ["fsdp1", "fsdp2"])
-def test_delayed_streams_show_a_wait_that_is_missing(strategy: str) -> None:
+def test_delayed_streams_expose_missing_waits(strategy: str) -> None:
     """Oracle: the gradients with all waits in place; streams that work at once do not show it."""
     right = [gradients for _, gradients in run_npu_ranks(2, two_roots, strategy, "npu", False, False)]
     assert run_npu_ranks(2, careless, strategy) == right

@@ -102,27 +102,27 @@ def assert_same(
 
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("family", ["llama", *TINY])
-def test_one_npu_trains_every_family_as_a_cpu(family: str, mode: str) -> None:
+def test_every_family_on_one_npu_matches_the_cpu(family: str, mode: str) -> None:
     """Oracle: the same training on the CPU, and on an NPU that does its work at once."""
     options = {"model": TINY.get(family)}
     assert_trains_alike(1, mode, {family: (SingleConfig(simulated_ranks=2), options)})
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_npus_keep_documents_apart_as_cpus_do(mode: str) -> None:
+def test_document_masking_matches_cpu_ranks(mode: str) -> None:
     """Oracle: the same training on CPU ranks, and on NPUs that do their work at once."""
     options = {"data": SyntheticConfig(branching=60, mask_documents=True)}
     assert_trains_alike(2, mode, {"documents": (FSDP2Config(), options)})
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_every_strategy_on_two_npus_trains_as_on_two_cpu_ranks(mode: str) -> None:
+def test_every_strategy_on_two_npus_matches_cpu_ranks(mode: str) -> None:
     """Oracle: the same strategy on CPU ranks with gloo, and on NPUs that do their work at once."""
     assert_trains_alike(2, mode, {name: (parallel, {}) for name, parallel in STRATEGIES.items()})
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_hybrid_sharding_on_four_npus_trains_as_on_four_cpu_ranks(mode: str) -> None:
+def test_hybrid_sharding_on_four_npus_matches_cpu_ranks(mode: str) -> None:
     """Oracle: the same strategy on CPU ranks with gloo, and on NPUs that do their work at once."""
     assert_trains_alike(4, mode, {name: (parallel, {"fsdp_size": 2}) for name, parallel in HYBRID.items()})
 
@@ -136,7 +136,7 @@ SWITCHES: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_every_switch_of_memory_trains_as_on_cpu_ranks(mode: str) -> None:
+def test_every_memory_switch_matches_cpu_ranks(mode: str) -> None:
     """Oracle: the same switch on CPU ranks, and on NPUs that do their work at once."""
     rows: dict[str, tuple[ParallelConfig, dict[str, Any]]] = {}
     for name, memory in SWITCHES.items():
@@ -146,7 +146,7 @@ def test_every_switch_of_memory_trains_as_on_cpu_ranks(mode: str) -> None:
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_offload_of_optimizer_and_parameters_changes_nothing(mode: str) -> None:
+def test_optimizer_and_parameter_offload_match_cpu_ranks(mode: str) -> None:
     """Oracle: the same training on CPU ranks without offload; FSDP1 offloads parameters on accelerators only."""
     rows: dict[str, tuple[ParallelConfig, str | None, dict[str, Any]]] = {}
     for parallel in (FSDP1Config(), FSDP2Config()):
