@@ -24,7 +24,7 @@ def advised(config: Config, gib: float, world_size: int = 8) -> list[tuple[str, 
     return [(" ".join(advice.words), advice.fits) for advice in advise(config, predict, prediction, gib * GIB)]
 
 
-def test_advice_makes_a_run_fit_or_faster_as_predicted() -> None:
+def test_advice_makes_a_run_fit_or_faster_when_composed() -> None:
     """Oracle: each piece of advice, typed, composed and predicted from scratch."""
     for words, gib in (([], 16.0), (["memory.gradient_checkpointing=full", "train.batch_size=2"], 80.0)):
         base = compose([*MODEL, *words])
@@ -50,7 +50,7 @@ def test_advice_falls_back_to_pairs_and_then_to_the_largest_savings() -> None:
     assert hopeless and not any(fits for _, fits in hopeless)
 
 
-def test_the_path_of_the_picture_is_checked_first(tmp_path: Path) -> None:
+def test_invalid_plot_paths_are_refused(tmp_path: Path) -> None:
     """Oracle: the sentences, word for word."""
     check_picture(tmp_path / "plan.png")
     (tmp_path / "folder.png").mkdir()
@@ -68,7 +68,7 @@ def test_the_path_of_the_picture_is_checked_first(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("unmeasured")
-def test_the_picture_is_drawn(tmp_path: Path) -> None:
+def test_frontier_plot_has_the_documented_size(tmp_path: Path) -> None:
     """Oracle: a PNG of the requested size; its content is not compared."""
     path = tmp_path / "frontier.png"
     draw_frontier(path, "llama2_7b on 64 ranks of an imagined device", find_once(64, 40))

@@ -95,7 +95,7 @@ def cases(*names: str, truth: Hardware = TRUTH) -> list[Case]:
 
 
 @pytest.mark.usefixtures("unmeasured")
-def test_runs_that_tell_rates_apart_give_them_all() -> None:
+def test_runs_that_determine_all_rates_recover_them() -> None:
     """Oracle: the rates that made the measurements."""
     result = calibrate(cases(*RUNS), H100, today=TODAY)
     for parameter in PARAMETERS:
@@ -106,7 +106,7 @@ def test_runs_that_tell_rates_apart_give_them_all() -> None:
     assert max(abs(error(row, row.before_seconds)) for row in result.fitted) > 0.5
 
 
-def test_a_rate_without_effect_is_not_fitted_and_named() -> None:
+def test_rates_without_effect_are_reported_and_not_fitted() -> None:
     """Oracle: runs that only compute: links, copies and the host's AdamW keep value and source."""
     result = calibrate(cases("compute", "traffic"), H100, today=TODAY)
     assert result.unknown == (
@@ -123,7 +123,7 @@ def test_a_rate_without_effect_is_not_fitted_and_named() -> None:
             assert getattr(result.hardware, field.name) == getattr(H100, field.name)
 
 
-def test_one_run_is_met_by_the_least_change() -> None:
+def test_one_run_is_fitted_with_the_smallest_change() -> None:
     """Oracle: a run that mostly computes moves the compute rate nearly alone, and the prediction meets the run."""
     result = calibrate(cases("compute"), H100, today=TODAY)
     (row,) = result.fitted
@@ -134,13 +134,13 @@ def test_one_run_is_met_by_the_least_change() -> None:
     assert result.hardware.memory_efficiency.value == pytest.approx(H100.memory_efficiency.value, rel=0.01)
 
 
-def test_only_the_parameters_asked_for_are_moved() -> None:
+def test_only_requested_parameters_are_fitted() -> None:
     """Oracle: the one that is asked for."""
     result = calibrate(cases("copies", "host"), H100, choose_parameters(["transfers"]), today=TODAY)
     assert set(result.changes) == {"transfer_bandwidth"} and not result.unknown
 
 
-def test_no_efficiency_leaves_what_is_possible() -> None:
+def test_fitted_efficiencies_stay_within_their_bounds() -> None:
     """Oracle: the bounds: a run twice as fast as all of the peak allows stays unexplained."""
     truth = changed(H100, matmul_efficiency=3.0, attention_efficiency=3.0)
     result = calibrate(cases("compute", truth=truth), H100, today=TODAY)
@@ -149,14 +149,14 @@ def test_no_efficiency_leaves_what_is_possible() -> None:
     assert 0.5 < error(row, row.after_seconds) < error(row, row.before_seconds)
 
 
-def test_runs_that_contradict_each_other_share_the_error() -> None:
+def test_contradictory_runs_share_the_error() -> None:
     """Oracle: least squares of logarithms: the same run measured at 1 and at 4 seconds gives 2."""
     step = step_of(tflops=700, gb=0)
     result = calibrate([Case(step, 1.0, "a"), Case(step, 4.0, "b")], H100, choose_parameters(["compute"]), today=TODAY)
     assert result.fitted[0].after_seconds == pytest.approx(2.0, rel=0.01)
 
 
-def test_what_was_moved_says_so_as_its_source() -> None:
+def test_fitted_values_name_their_runs_as_source() -> None:
     """Oracle: the words, and a profile that can be read again."""
     result = calibrate(cases("compute", "traffic"), H100, today=TODAY)
     source = result.hardware.matmul_efficiency.source
@@ -198,7 +198,7 @@ def predictor(config: Config, hardware: Hardware, world_size: int) -> Callable[[
     )
 
 
-def test_a_run_directory_is_read_whatever_its_data_was(tmp_path: Path, config: Config) -> None:
+def test_run_directory_is_read_with_synthetic_data(tmp_path: Path, config: Config) -> None:
     """Oracle: what was written; the median leaves out the warm-up of two steps; the data is what any machine has."""
     run = read_run(write_run(tmp_path / "run", config, [9.0, 9.0, 0.5, 0.7, 0.6]))
     assert (run.world_size, run.device_type, run.step_seconds) == (8, "cuda", 0.6)
@@ -210,7 +210,7 @@ def test_a_run_directory_is_read_whatever_its_data_was(tmp_path: Path, config: C
     run.config.validate(8, "cuda")
 
 
-def test_the_command_tells_errors_and_writes_a_profile(tmp_path: Path, config: Config) -> None:
+def test_command_prints_errors_and_writes_a_profile(tmp_path: Path, config: Config) -> None:
     """Oracle: two runs at 0.8 of the profile's compute rate; the file gives that rate."""
     runs = []
     for batch in (3, 5):
@@ -230,7 +230,7 @@ def test_the_command_tells_errors_and_writes_a_profile(tmp_path: Path, config: C
         calibrate_command(words, predictor, Console(file=page))
 
 
-def test_a_mistake_in_the_command_is_one_sentence(tmp_path: Path, config: Config) -> None:
+def test_mistakes_are_reported_in_one_sentence(tmp_path: Path, config: Config) -> None:
     """Oracle: the sentences."""
     console = Console(file=io.StringIO())
     run = write_run(tmp_path / "run", config, [1.0, 1.0, 1.0])
@@ -275,9 +275,7 @@ def test_a_mistake_in_the_command_is_one_sentence(tmp_path: Path, config: Config
         ("memory", "gradient_checkpointing", "some", "is 'some', not none | full | selective); correct it"),
     ],
 )
-def test_settings_that_cannot_be_read_are_named(
-    config: Config, section: str, key: str, value: object, sentence: str
-) -> None:
+def test_unreadable_settings_are_named(config: Config, section: str, key: str, value: object, sentence: str) -> None:
     """Oracle: the sentences."""
     tree = config.to_dict()
     tree[section][key] = value

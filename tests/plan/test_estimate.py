@@ -111,7 +111,7 @@ def _parameters(config: Config) -> int:
         (("parallel=fsdp2", "memory.cpu_offload=true"), 8, 0, 8),
     ],
 )
-def test_end_of_step_is_what_the_strategy_keeps_of_each_parameter(
+def test_memory_at_the_end_of_a_step_matches_bytes_per_parameter(
     words: tuple[str, ...], world_size: int, bytes_each: int, ranks: int
 ) -> None:
     """Oracle: bytes per parameter by hand, over the ranks that share a copy, and the workspace of matmuls."""
@@ -129,7 +129,7 @@ def test_end_of_step_is_what_the_strategy_keeps_of_each_parameter(
         (("memory.cpu_offload=true",), 0.06),
     ],
 )
-def test_end_of_step_agrees_with_the_published_table(words: tuple[str, ...], gib: float) -> None:
+def test_memory_at_the_end_of_a_step_matches_the_published_table(words: tuple[str, ...], gib: float) -> None:
     """Oracle: the "allocated" column of the first FSDPToys README: Llama2-7B, 8 Ascend A2, chunked loss.
 
     It was read while the loss and a table of rotations were still alive, so up to 0.1 GiB more than ours.
@@ -151,7 +151,7 @@ MORE = [
 
 @pytest.mark.parametrize("switches", [(), (FULL,), (FULL, "memory.activation_offload=true"), ("parallel=fsdp1",)])
 @pytest.mark.parametrize(("key", "values"), MORE)
-def test_more_work_takes_more_of_everything(key: str, values: tuple[int, ...], switches: tuple[str, ...]) -> None:
+def test_memory_time_and_flops_grow_with_the_work(key: str, values: tuple[int, ...], switches: tuple[str, ...]) -> None:
     """Oracle: memory, time and FLOPs grow with batch, sequence and depth."""
     words = ("model=llama3_1b", "parallel.param_dtype=bfloat16", *switches)
     predictions = [_predict(*words, f"{key}={value}") for value in values]
@@ -160,7 +160,7 @@ def test_more_work_takes_more_of_everything(key: str, values: tuple[int, ...], s
         assert read(predictions[0]) < read(predictions[-1])
 
 
-def test_more_ranks_keep_less_each() -> None:
+def test_sharded_memory_falls_with_the_number_of_ranks() -> None:
     """Oracle: what is sharded is divided by the ranks, and replicas do not change it."""
     sizes = [_predict(*LLAMA, FULL, world_size=world).memory.end_bytes for world in (2, 4, 8, 64, 1024)]
     assert sorted(sizes, reverse=True) == sizes
@@ -190,7 +190,7 @@ def test_each_memory_switch_saves_memory(without: str, with_: str) -> None:
     assert less.peak_bytes <= more.peak_bytes
 
 
-def test_collectives_move_what_the_strategy_says() -> None:
+def test_collective_volumes_match_the_strategy() -> None:
     """Oracle: by hand: bf16 parameters gathered twice but for embedding and head, float32 gradients reduced once."""
     config = _config(*LLAMA)
     total = _parameters(config)
@@ -206,7 +206,7 @@ def test_collectives_move_what_the_strategy_says() -> None:
 
 
 @pytest.mark.parametrize("grad_accum", [1, 2, 3, 7])
-def test_a_step_of_many_micro_batches_takes_their_sum(grad_accum: int) -> None:
+def test_time_and_gathers_are_linear_in_micro_batches(grad_accum: int) -> None:
     """Oracle: middle micro-batches are alike, so seconds lie on a line, and gathers are counted once for each."""
     words = ("model=llama3_1b", "parallel.param_dtype=bfloat16", "train.seq_len=2048", "train.batch_size=4")
 
@@ -232,7 +232,7 @@ def test_parts_of_the_time_add_up() -> None:
         assert sum(parts.kinds.values()) == pytest.approx(parts.compute_seconds)
 
 
-def test_peak_consists_of_its_categories() -> None:
+def test_categories_sum_to_the_peak() -> None:
     """Oracle: the sum."""
     memory = _predict(*LLAMA, FULL).memory
     assert sum(memory.categories.values()) == memory.peak_bytes
@@ -266,7 +266,7 @@ def test_kept_activations_of_a_llama_block(kind: AttentionKind | str, kernels: s
         assert kept > expected * 0.97  # normalization in parts keeps float32 copies
 
 
-def test_native_segments_reserve_at_least_what_is_allocated() -> None:
+def test_native_segments_reserve_at_least_the_allocated_memory() -> None:
     """Oracle: the allocator's invariant, and that the closed form says what it leaves out."""
     native = _predict(*LLAMA, FULL, "plan.allocator=native")
     assert native.memory.reserved_bytes >= native.memory.peak_bytes
@@ -302,7 +302,7 @@ def test_every_parameter_is_in_one_unit(words: tuple[str, ...]) -> None:
     assert 0 < (prediction.mfu or 0) < 1
 
 
-def test_second_prediction_of_a_kind_is_cached() -> None:
+def test_block_activations_are_cached_across_meshes() -> None:
     """Oracle: the cache's own count: another mesh computes the same blocks."""
     _predict(*LLAMA, FULL)
     before = activations._block.cache_info().misses
@@ -367,7 +367,7 @@ def test_closed_form_agrees_with_the_trace(name: str, words: tuple[str, ...]) ->
 
 @pytest.mark.usefixtures("unmeasured")
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-def test_ddps_buckets_are_those_of_the_trace(dtype: str) -> None:
+def test_ddp_buckets_match_the_trace(dtype: str) -> None:
     """Oracle: the real reducer's all-reduces, beside which a trace has up to three of single numbers."""
     config = _config("model=llama3_1b", "model.n_layers=4", f"parallel.param_dtype={dtype}", "parallel=ddp")
     hardware = _hardware("h100")

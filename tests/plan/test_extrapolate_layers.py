@@ -31,7 +31,7 @@ from fsdptoys.plan.trace.extrapolate_layers import choose_depths, extrapolate
         (["model=llama2_7b", "model.n_layers=20"], [20]),
     ],
 )
-def test_depths_are_whole_turns_apart_and_meet_that_of_the_model(words: list[str], depths: list[int]) -> None:
+def test_traced_depths_differ_by_full_periods_of_the_model(words: list[str], depths: list[int]) -> None:
     """Oracle: the table; the last depth and the model's differ by whole turns."""
     assert choose_depths(compose_config(words)) == depths
 
@@ -53,6 +53,6 @@ def figures(n_layers: int) -> Figures:
     return Figures("step", 7 + 3 * n_layers, 0.5 + 0.25 * n_layers, streams, (inner, inner))
 
 
-def test_line_through_two_depths_gives_every_number_of_a_deeper_model() -> None:
+def test_extrapolation_is_exact_for_linear_values() -> None:
     """Oracle: the same linear formulas at that depth; a key that the shallow one lacks counts as zero there."""
     assert extrapolate(figures(4), figures(6), (4, 6), 32) == figures(32)

@@ -20,7 +20,7 @@ def of_phase(trace: Trace, phase: str) -> list[object]:
 @pytest.mark.usefixtures("unmeasured")
 @newer_torch
 @pytest.mark.parametrize("strategy", ["fsdp1", "fsdp2"])
-def test_each_unit_joins_its_gradients_where_its_views_were_made(strategy: str) -> None:
+def test_fsdp1_concatenates_gradients_on_the_all_gather_stream(strategy: str) -> None:
     """Oracle: ``Node::stream``: FSDP1's views are made on the gathering stream, FSDP2 makes none."""
     trace = in_fresh_process(trace_row, f"{strategy} block gc", 2)
     (gathering,) = (number for number, purpose in trace.streams.items() if purpose == "all-gather")

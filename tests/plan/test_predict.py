@@ -29,7 +29,7 @@ def composed(*words: str, device_type: str = "cuda", world_size: int = 8) -> Con
         (["plan.hardware=cpu", "memory.optimizer_offload=true"], False),
     ],
 )
-def test_a_run_is_predicted_if_its_device_is_known(words: list[str], predicted: bool) -> None:
+def test_run_is_predicted_on_known_devices_only(words: list[str], predicted: bool) -> None:
     """Oracle: the table, and the closed form on that profile."""
     config = composed(*words, device_type="cpu", world_size=2)
     found = estimate_run(config, 2)
@@ -38,7 +38,7 @@ def test_a_run_is_predicted_if_its_device_is_known(words: list[str], predicted: 
         assert found == (closed_form(config, load_hardware("cpu"), 2), load_hardware("cpu"))
 
 
-def test_the_kind_of_segments_changes_what_is_reserved() -> None:
+def test_segment_kind_changes_reserved_memory() -> None:
     """Oracle: the closed form for each; a small model fills segments of 20 MiB badly."""
     hardware, reserved = load_hardware("h100"), set()
     for kind in AllocatorKind:
@@ -57,7 +57,7 @@ def test_the_kind_of_segments_changes_what_is_reserved() -> None:
         (["launch.nproc_per_node=4"], 4),
     ],
 )
-def test_ranks_are_those_asked_for_or_those_of_one_machine(words: list[str], ranks: int) -> None:
+def test_world_size_defaults_to_the_ranks_of_one_node(words: list[str], ranks: int) -> None:
     """Oracle: the table, for machines of eight devices."""
     config = compose_config(["experiment=null", "plan.hardware=h100", *words])
     assert world_size_of(config, hardware_of(config)) == ranks
@@ -79,7 +79,7 @@ def test_ranks_are_those_asked_for_or_those_of_one_machine(words: list[str], ran
         (("model=qwen3_moe_debug",), 8, "experts are assumed to receive equal numbers of tokens"),
     ],
 )
-def test_each_limit_is_reported_only_where_it_applies(words: tuple[str, ...], ranks: int, expected: str) -> None:
+def test_caveats_are_reported_only_where_they_apply(words: tuple[str, ...], ranks: int, expected: str) -> None:
     """Oracle: the sentence is there; without the setting it is not."""
     hardware = load_hardware("h100")
     found = doubts(composed(*words), hardware, ranks)
@@ -89,7 +89,7 @@ def test_each_limit_is_reported_only_where_it_applies(words: tuple[str, ...], ra
     assert any("1.1 to 1.7 times" in sentence for sentence in plain)
 
 
-def test_groups_across_machines_are_doubted() -> None:
+def test_shard_groups_across_nodes_have_a_caveat() -> None:
     """Oracle: the sentence, for nodes of eight; its costs start every group at a node."""
     config = compose_config(["experiment=null", "plan.hardware=h100", "mesh.fsdp_size=12"])
     config.validate(24, "cuda")
@@ -101,7 +101,7 @@ def test_groups_across_machines_are_doubted() -> None:
     "words, world_size, size",
     [([], 16, 8), ([], 12, 6), ([], 4, 4), (["launch.nproc_per_node=4"], 16, 4), (["launch.nproc_per_node=4"], 2, 2)],
 )
-def test_a_node_has_the_ranks_of_an_imagined_machine(words: list[str], world_size: int, size: int) -> None:
+def test_node_fsdp_size_uses_the_devices_of_the_hardware_profile(words: list[str], world_size: int, size: int) -> None:
     """Oracle: the table, for machines of up to eight."""
     config = compose_config(["experiment=null", "plan.hardware=h100", "mesh.fsdp_size=node", *words])
     validate_switches(config, world_size, "cuda", node_ranks_of(config, load_hardware("h100"), world_size))
@@ -109,15 +109,13 @@ def test_a_node_has_the_ranks_of_an_imagined_machine(words: list[str], world_siz
 
 
 @pytest.mark.parametrize(("words", "expected"), [((), False), (("kernels.grouped_matmul=torch",), True)])
-def test_experts_one_by_one_are_doubted_on_an_npu_where_they_are_not_grouped(
-    words: tuple[str, ...], expected: bool
-) -> None:
+def test_npu_without_grouped_matmul_has_a_caveat(words: tuple[str, ...], expected: bool) -> None:
     """Oracle: the sentence; an NPU uses torch_npu's grouped matmul by default."""
     config = composed("model=qwen3_moe_debug", *words, device_type="npu")
     assert any("multiplied one by one" in each for each in doubts(config, load_hardware("a2"), 8)) is expected
 
 
-def test_a_difference_of_over_ten_percent_is_reported() -> None:
+def test_predictions_that_differ_by_over_10_percent_are_reported() -> None:
     """Oracle: changes by hand: 9% is silent, 11% is one sentence."""
     prediction = closed_form(composed(), load_hardware("h100"), 8)
     for factor, count in ((1.09, 0), (1.11, 1), (0.89, 1)):

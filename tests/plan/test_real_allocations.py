@@ -185,7 +185,7 @@ def real_runs(world_size: int) -> dict[str, Seen]:
 
 @pytest.mark.usefixtures("unmeasured")
 @pytest.mark.parametrize("case", [*CASES, *HYBRID])
-def test_a_trace_allocates_what_a_real_run_does_in_the_same_order(case: str) -> None:
+def test_trace_has_the_allocations_of_a_real_run_in_order(case: str) -> None:
     """Oracle: PyTorch's profiler on a real run (see the top of this page)."""
     words, world_size = (CASES[case], 2) if case in CASES else (HYBRID[case], 4)
     real, real_live = real_runs(world_size)[case]

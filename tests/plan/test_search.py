@@ -80,7 +80,7 @@ def test_search_finds_the_optimum_of_brute_force(world_size: int, gib: float) ->
 
 
 @pytest.mark.usefixtures("unmeasured")
-def test_combinations_that_fit_are_ranked_by_speed_and_ties_by_switches() -> None:
+def test_candidates_are_ranked_by_speed_then_number_of_switches() -> None:
     """Oracle: the definition, one place after the other: candidates within 1% of the fastest remaining one tie."""
     ranked = find_once(64, 40).candidates
     assert all(one.reserved_bytes <= 40 * GIB for one in ranked)
@@ -127,7 +127,7 @@ def test_switches_without_effect_are_off() -> None:
         ["experiment=llama2_7b"],
     ],
 )
-def test_overrides_stay_fixed_and_compose_to_the_candidate(typed: list[str]) -> None:
+def test_typed_overrides_stay_fixed_and_compose_to_the_candidate(typed: list[str]) -> None:
     """Oracle: Hydra composing the overrides from scratch, then validating as a run does; in the full space and in one
     without some of the typed alternatives."""
     words = [*typed, *MODEL, "plan.world_size=16"]
@@ -182,7 +182,7 @@ def test_switches_are_reversible() -> None:
         (48, 6, True, [6, 8, 12, 16, 24, 48]),
     ],
 )
-def test_sizes_of_the_shard_axis(world_size: int, devices: int, every: bool, sizes: list[int]) -> None:
+def test_shard_axis_sizes(world_size: int, devices: int, every: bool, sizes: list[int]) -> None:
     """Oracle: by hand; powers of two, the machine and its doubles, as far as they divide the world."""
     assert shard_sizes(world_size, devices, every) == sizes
 
@@ -208,14 +208,14 @@ def test_sizes_of_the_shard_axis(world_size: int, devices: int, every: bool, siz
         (["train.seq_len=8192"], 8, 80, "train.seq_len=8192 is over the model's model.max_seq_len=4096"),
     ],
 )
-def test_a_search_without_result_gives_the_reason(words: list[str], world_size: int, gib: float, sentence: str) -> None:
+def test_failed_search_gives_the_reason(words: list[str], world_size: int, gib: float, sentence: str) -> None:
     """Oracle: the sentence, word for word."""
     typed = [*words, *(word for word in MODEL if not word.startswith(tuple(w.partition("=")[0] for w in words)))]
     with pytest.raises(ConfigError, match=sentence):
         find(typed, world_size, gib)
 
 
-def test_the_ranks_that_are_advised_are_enough() -> None:
+def test_advised_number_of_ranks_is_sufficient() -> None:
     """Oracle: the search on that many ranks."""
     words = [*MODEL, "parallel=fsdp2", "memory.cpu_offload=false", "train.batch_size=1"]
     with pytest.raises(ConfigError) as caught:
@@ -227,7 +227,7 @@ def test_the_ranks_that_are_advised_are_enough() -> None:
 
 
 @pytest.mark.usefixtures("unmeasured")
-def test_a_known_host_memory_limits_candidates() -> None:
+def test_host_memory_limits_candidates() -> None:
     """Oracle: a limit below the need of CPU offload leaves no candidate with it."""
     with_host = find(MODEL, 8, 80)
     assert any(one.config.memory.cpu_offload for one in with_host.candidates)
@@ -235,7 +235,7 @@ def test_a_known_host_memory_limits_candidates() -> None:
     assert not any(one.config.memory.cpu_offload for one in without.candidates)
 
 
-def test_the_best_are_predicted_again_and_one_that_does_not_fit_is_not_recommended() -> None:
+def test_best_candidates_are_checked_and_recommended_only_if_they_fit() -> None:
     """Oracle: a second prediction that says the first candidate takes more than there is."""
     first = find(MODEL, 8, 40, SMALL)
     asked = []
@@ -264,7 +264,7 @@ def point(gib: float, speed: float) -> Candidate:
     return Candidate((f"{gib}", f"{speed}"), config, prediction, 0)
 
 
-def test_the_frontier_is_the_unbeaten_points() -> None:
+def test_frontier_is_the_set_of_undominated_points() -> None:
     """Oracle: the definition, pair by pair, over points on a grid with many ties."""
     points = [point(1 + 7 * k % 11, 100 + 5 * k % 13) for k in range(60)]
     chosen = frontier(points)
@@ -280,7 +280,7 @@ def test_the_frontier_is_the_unbeaten_points() -> None:
 
 
 @pytest.mark.usefixtures("unmeasured")
-def test_the_largest_preset_that_fits_comes_with_words_that_compose() -> None:
+def test_largest_fitting_preset_has_composable_overrides() -> None:
     """Oracle: every larger preset fits in no combination of the same space; Hydra composes the words."""
     names = ["llama3_1b", "gpt2_xl", "llama3_8b", "llama2_13b", "llama2_7b", "llama3_70b", "gpt2"]
     words = ["experiment=llama2_7b", "train.steps=5"]
@@ -303,7 +303,7 @@ def test_the_largest_preset_that_fits_comes_with_words_that_compose() -> None:
 
 
 @pytest.mark.usefixtures("unmeasured")
-def test_overrides_of_the_best_compose_to_its_prediction() -> None:
+def test_overrides_of_the_best_candidate_reproduce_its_prediction() -> None:
     """Oracle: the closed form of the configuration that Hydra composes from the best candidate's words."""
     hardware = load_hardware("h100")
     words = ["model=llama3_1b", "train.seq_len=2048", "parallel.param_dtype=bfloat16"]

@@ -182,14 +182,14 @@ def prediction_page(config: Config, prediction: Prediction = PREDICTION, gib: fl
     )
 
 
-def test_page_of_a_prediction(config: Config) -> None:
+def test_prediction_is_printed_word_for_word(config: Config) -> None:
     """Oracle: the page, word for word, in ASCII; in UTF-8 only the bars differ."""
     assert prediction_page(config) == PAGE
     assert prediction_page(config, encoding="utf-8") == PAGE.replace("#", "█")
     assert all(len(line) <= 80 for line in PAGE.splitlines())
 
 
-def test_what_does_not_fit_is_said_with_how_much_is_missing(config: Config) -> None:
+def test_excess_memory_and_advice_are_printed(config: Config) -> None:
     """Oracle: the lines, word for word, for the three kinds of advice."""
     assert "reserved     60.00 GiB  does not fit in 50.00 GiB, 10.00 GiB too much\n" in prediction_page(config, gib=50)
     saves = dataclasses.replace(
@@ -205,7 +205,7 @@ def test_what_does_not_fit_is_said_with_how_much_is_missing(config: Config) -> N
     assert "by the closed form" not in prediction_page(config, advice=[])
 
 
-def test_a_narrow_terminal_wraps_words_and_keeps_numbers(config: Config) -> None:
+def test_narrow_terminal_wraps_text_without_truncating_numbers(config: Config) -> None:
     """Oracle: every number of the wide page is in the narrow one, whole; nothing is wider than the terminal."""
     narrow = prediction_page(config, width=60)
     assert all(len(line) <= 60 for line in narrow.splitlines())
@@ -264,7 +264,7 @@ def search_result(config: Config) -> SearchResult:
     return SearchResult(HARDWARE, 16, 80 * GIB, [first, second, third], [over], refused, checked)
 
 
-def test_page_of_a_search(config: Config) -> None:
+def test_search_is_printed_word_for_word(config: Config) -> None:
     """Oracle: the page, word for word; the line to run is one line, however long, and each combination stands in its
     best batch alone."""
     result = search_result(config)
@@ -287,7 +287,7 @@ def test_page_of_a_search(config: Config) -> None:
         (1, (), "launch.nproc_per_node=1"),
     ],
 )
-def test_the_line_to_run_starts_as_many_ranks_as_were_imagined(
+def test_printed_command_starts_the_predicted_number_of_ranks(
     config: Config, ranks: int, words: tuple[str, ...], more: str
 ) -> None:
     """Oracle: by hand, for machines of eight devices; what was typed is not typed twice."""
@@ -297,14 +297,14 @@ def test_the_line_to_run_starts_as_many_ranks_as_were_imagined(
     assert line == " ".join(["bash run_fsdp.sh", *WORDS, *words, *more.split()])
 
 
-def test_pages_have_no_colors_where_they_are_piped_and_the_same_words_where_not(config: Config) -> None:
+def test_colors_are_printed_to_terminals_only(config: Config) -> None:
     """Oracle: escape sequences are there or not; without them the words are the same."""
     assert "\x1b" not in prediction_page(config)
     colored = prediction_page(config, force_terminal=True)
     assert "\x1b[1mMemory of a rank\x1b[0m" in colored
 
 
-def test_everything_is_there_as_json(config: Config) -> None:
+def test_search_and_advice_serialize_to_json(config: Config) -> None:
     """Oracle: the JSON read back."""
     read = json.loads(json.dumps(search_to_dict(search_result(config))))
     assert (

@@ -69,7 +69,7 @@ def of_step(trace: Trace, kind: type, step: int = 2) -> list[Any]:
         (("parallel=fsdp1", "memory.cpu_offload=true"), 8, {}),
     ],
 )  # fmt: skip
-def test_a_step_ends_with_the_bytes_that_sharding_leaves(
+def test_memory_at_the_end_of_a_step_is_the_sharded_state(
     words: tuple[str, ...], shards: int, bytes_each: dict[Category, int]
 ) -> None:
     """Oracle: parameters divided by the ranks that share them, times the bytes of each thing that stays (ZeRO)."""
@@ -86,7 +86,7 @@ def test_a_step_ends_with_the_bytes_that_sharding_leaves(
 
 
 @pytest.mark.parametrize(("strategy", "param_bytes"), [("fsdp1", 2), ("fsdp2", 2), ("fsdp2", 4)])
-def test_collectives_move_what_zero_3_moves(strategy: str, param_bytes: int) -> None:
+def test_collective_volumes_match_zero_3(strategy: str, param_bytes: int) -> None:
     """Oracle: blocks and embedding are gathered twice but for FSDP2's embedding, the head once; all reduced once."""
     words = [BF16] if param_bytes == 2 else []
     moved: Counter[tuple[str, str]] = Counter()
@@ -109,14 +109,14 @@ def test_replicas_all_reduce_each_shard() -> None:
     assert sum(event.bytes for event in reduced) == pytest.approx(PARAMETERS / 2 * 4, rel=0.001)
 
 
-def test_products_of_the_chunked_loss_are_as_fast_as_their_factors() -> None:
+def test_chunked_loss_matmuls_have_the_dtype_of_their_operands() -> None:
     """Oracle: bf16 factors, also where the gradient of the weight is added up in float32."""
     made = traced([*LLAMA, "parallel=fsdp2", BF16, "memory.chunk_loss=true", "memory.chunk_tokens=32"])
     products = [event for event in of_step(made, Kernel) if event.kind is KernelKind.matmul]
     assert len(products) > 20 and {event.dtype for event in products} == {"bfloat16"}
 
 
-def test_ddp_reduces_beside_the_backward() -> None:
+def test_ddp_all_reduces_concurrently_with_the_backward() -> None:
     """Oracle: every gradient is all-reduced once, off the computing stream, which waits for it before the update."""
     made = traced([*LLAMA, "parallel=ddp"])
     reduced = [event for event in of_step(made, Collective) if event.stream != 0]
@@ -142,7 +142,7 @@ def test_ddp_reduces_beside_the_backward() -> None:
         ("cuda", ("model.n_kv_heads=4",), "aten::_scaled_dot_product_efficient_attention", HEAD_DIM * 4 + 4),
     ],
 )
-def test_attention_keeps_its_result_and_its_statistics(
+def test_attention_saves_its_output_and_statistics(
     device_type: str, words: tuple[str, ...], operator: str, row_bytes: int
 ) -> None:
     """Oracle: a head's row of the result, and the float32 statistics that each library documents; 2·B·H·T²·K FLOPs."""
@@ -169,9 +169,7 @@ def test_attention_keeps_its_result_and_its_statistics(
         ("cuda", ("torch", "rotary=compiled", "swiglu=compiled"), {"rms_norm": 2, "rotary": 4, "swiglu": 1}),
     ],
 )
-def test_the_kernels_that_are_chosen_are_traced(
-    device_type: str, kernels: tuple[str, ...], calls: dict[str, int]
-) -> None:
+def test_chosen_kernels_are_traced(device_type: str, kernels: tuple[str, ...], calls: dict[str, int]) -> None:
     """Oracle: calls a layer by hand, forward and backward of queries and keys' rotations; PyTorch's are many others."""
     if device_type == "cuda" and not fuses_rms_norm():
         calls = {name: count for name, count in calls.items() if name != "rms_norm"}
@@ -189,7 +187,7 @@ def test_the_kernels_that_are_chosen_are_traced(
     assert found == expected
 
 
-def test_one_mask_serves_all_attention_of_an_npu() -> None:
+def test_npu_layers_share_one_attention_mask() -> None:
     """Oracle: 2048 x 2048 booleans once, beside the rotary frequencies; PyTorch's function makes one a layer."""
     for words, masks in (((), 1), (("kernels.attention=torch",), 0)):
         made = traced([*LLAMA, "parallel=fsdp2", BF16, *words], device_type="npu")
@@ -198,7 +196,7 @@ def test_one_mask_serves_all_attention_of_an_npu() -> None:
         assert (kept > LAYERS * 2048**2) == (masks == 0)
 
 
-def test_products_of_a_step_are_those_of_the_model() -> None:
+def test_flops_of_a_traced_step_match_the_model() -> None:
     """Oracle: 6 FLOPs a weight and token, attention over half the square with its forward's product once more."""
     made = traced([*LLAMA, "parallel=fsdp2", BF16])
     kernels = of_step(made, Kernel)
@@ -224,7 +222,7 @@ def test_products_of_a_step_are_those_of_the_model() -> None:
         ("model=llama_debug", "parallel=ddp", BF16, "parallel.reduce_dtype=bfloat16"),
     ],
 )
-def test_every_family_and_switch_reaches_its_end_and_repeats_its_steps(words: tuple[str, ...]) -> None:
+def test_traces_of_families_and_switches_complete_and_repeat(words: tuple[str, ...]) -> None:
     """Oracle: the trace itself: blocks are freed once, and as much is left after the second step as after the first."""
     strategy = () if any(word.startswith("parallel=") for word in words) else ("parallel=fsdp2",)
     made = traced([*words, *strategy])
@@ -238,7 +236,7 @@ def test_every_family_and_switch_reaches_its_end_and_repeats_its_steps(words: tu
     assert 0 in made.streams and {e.stream for e in made.events if isinstance(e, Alloc)} <= set(made.streams)
 
 
-def test_experts_multiply_the_rows_that_tokens_are_sent_to() -> None:
+def test_expert_flops_follow_from_routed_tokens() -> None:
     """Oracle: three matrices an expert, K experts a token: 6 FLOPs a weight met, one product of which is made again."""
     made = traced(["model=qwen3_moe_debug", "parallel=fsdp2", BF16])
     config = configured(["model=qwen3_moe_debug"], 8, "cuda")
@@ -248,7 +246,7 @@ def test_experts_multiply_the_rows_that_tokens_are_sent_to() -> None:
     assert sum(e.flops for e in of_step(made, Kernel) if e.name == "aten::_grouped_mm") == flops
 
 
-def test_streamed_states_travel_both_ways_without_the_host_waiting() -> None:
+def test_streamed_states_are_copied_both_ways_asynchronously() -> None:
     """Oracle: AdamW's two float32 states of this rank's shard go up and down once a step, over pinned memory."""
     made = traced([*LLAMA, "parallel=fsdp2", "memory.optimizer_offload=true", "memory.offload_schedule=pipelined"])
     streams = {purpose: number for number, purpose in made.streams.items()}
@@ -260,7 +258,7 @@ def test_streamed_states_travel_both_ways_without_the_host_waiting() -> None:
     assert {made.categories[block] for block in held} == {Category.optimizer_states}
 
 
-def test_worker_threads_update_every_offloaded_parameter_and_are_waited_for() -> None:
+def test_worker_threads_update_every_offloaded_parameter_once() -> None:
     """Oracle: fused AdamW updates this rank's parameters in a step, and pads the shards of norms to whole vectors."""
     made = traced([*LLAMA, "parallel=fsdp2", "memory.cpu_offload=true", "memory.cpu_offload_executor=overlapped", BF16])
     updates = [event for event in of_step(made, HostWork) if event.elements]
@@ -273,7 +271,7 @@ def test_worker_threads_update_every_offloaded_parameter_and_are_waited_for() ->
 
 
 @pytest.mark.usefixtures("unmeasured")
-def test_a_child_process_traces_each_depth_and_reports_errors() -> None:
+def test_child_process_traces_each_depth_and_reports_errors() -> None:
     """Oracle: the number of parameters at each depth; an impossible mesh fails with its error."""
     config = configured([*LLAMA, "parallel=fsdp2", "mesh.fsdp_size=8"], 98304, "cuda")
     shallow, deep = trace(config, hardware("cuda"), 98304, [1, 2])

@@ -40,7 +40,7 @@ def run(model: Any, length: int) -> None:
     model(tokens_BT, tokens_BT, lambda hidden, weight, labels: (hidden @ weight.T).sum()).backward()
 
 
-def test_another_shape_is_told_as_a_recompilation_with_its_reason() -> None:
+def test_new_shape_is_reported_as_a_recompilation_with_its_reason() -> None:
     """Oracle: the lengths of the sequences."""
     model = build(LLAMA)
     compile_blocks(model.layers, backend="aot_eager")
@@ -61,7 +61,7 @@ def test_another_shape_is_told_as_a_recompilation_with_its_reason() -> None:
     assert recompilation_rows(result)[0][:3] == ("3", "training", "`forward`")
 
 
-def test_kinds_of_blocks_and_the_first_evaluation_are_counted_but_not_reported() -> None:
+def test_first_evaluation_recompiles_without_a_message() -> None:
     """Oracle: the difference, the gradient mode."""
     model = build(LLAMA)
     compile_blocks(model.layers, backend="aot_eager")
@@ -77,7 +77,7 @@ def test_kinds_of_blocks_and_the_first_evaluation_are_counted_but_not_reported()
     assert watch.take_messages() == []
 
 
-def test_a_function_that_the_compiler_gives_up_on_is_reported() -> None:
+def test_reached_recompilation_limit_is_reported() -> None:
     """Oracle: PyTorch's limit, set so low that a second shape is too many."""
     model = build(LLAMA)
     compile_blocks(model.layers, backend="aot_eager")
@@ -129,7 +129,7 @@ def draw(trainer: Trainer) -> None:
     generate(trainer.strategy.model, torch.zeros(5, dtype=torch.long), 1, 16, Draw(1.0, seed=0))
 
 
-def test_a_run_compiles_all_blocks_once_for_training_once_for_evaluation_and_never_for_its_sample(
+def test_blocks_compile_once_for_training_and_evaluation_never_for_samples(
     tmp_path: Path,
 ) -> None:
     """Oracle: the run in eager mode, losses to 1e-5; the same generation without the stance, which compiles."""
@@ -153,7 +153,7 @@ def record(config: Config) -> None:
         run_in_directory(config)
 
 
-def test_the_console_and_the_summary_tell_what_was_compiled(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_console_and_summary_report_compilations(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     """Oracle: PyTorch's limit, so low that the evaluation goes on in eager mode."""
     (tmp_path / "text.txt").write_text("the quick brown fox jumps over the lazy dog. " * 60)
     config = text_config(str(tmp_path / "text.txt"), compiles=True)

@@ -70,7 +70,7 @@ def assert_close(got: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
     ],
     ids=str,
 )
-def test_gradients_are_those_of_blocks_that_are_not_compiled(
+def test_compiled_blocks_have_the_gradients_of_eager_blocks(
     family: str, mode: GradientCheckpointing, options: dict[str, bool]
 ) -> None:
     """Oracle: the same model without checkpointing, in eager mode; graphs counted by Dynamo; bytes saved."""
@@ -81,7 +81,7 @@ def test_gradients_are_those_of_blocks_that_are_not_compiled(
     assert saved_bytes < plain_bytes
 
 
-def test_all_blocks_alike_are_compiled_once() -> None:
+def test_equal_blocks_share_one_compilation() -> None:
     """Oracle: graphs counted by Dynamo."""
     run(compiled("llama3 scaled tied"))
     assert counters["stats"]["unique_graphs"] == 1
@@ -89,7 +89,7 @@ def test_all_blocks_alike_are_compiled_once() -> None:
 
 @pytest.mark.usefixtures("unmeasured")
 @pytest.mark.parametrize("family", ["llama2", "qwen3_moe"])
-def test_a_lower_budget_saves_less_and_gives_the_same_gradients(family: str) -> None:
+def test_lower_memory_budget_saves_fewer_bytes_with_equal_gradients(family: str) -> None:
     """Oracle: eager mode, with losses of routers that receive their gradients after the forward; bytes counted."""
     expected, _ = run(build(SMALL[family]))
     before = torch._functorch.config.activation_memory_budget
@@ -107,7 +107,7 @@ def test_a_lower_budget_saves_less_and_gives_the_same_gradients(family: str) -> 
     [("qwen3_moe", {}), ("llama2", {"offload": True}), ("llama2", {"inner_hooks": True})],
     ids=["experts", "offload", "inner hooks"],
 )
-def test_selective_is_refused_where_it_could_not_see_into_compiled_code(family: str, options: dict[str, Any]) -> None:
+def test_selective_checkpointing_refuses_unsupported_compiled_blocks(family: str, options: dict[str, Any]) -> None:
     """Oracle: the words of the configuration."""
     with pytest.raises(ConfigError, match=r"memory\.gradient_checkpointing=selective .*; set"):
         compiled(family, SELECTIVE, **options)

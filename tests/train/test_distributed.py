@@ -38,7 +38,7 @@ def message_of_a_rank(monkeypatch: pytest.MonkeyPatch, **variables: str) -> str:
     return str(message)
 
 
-def test_rank_that_waits_for_others_in_vain_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_ranks_are_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     """Oracle: the sentence, where no other rank comes."""
     message = message_of_a_rank(monkeypatch, RANK="0", MASTER_ADDR="localhost", MASTER_PORT="0")
     assert message.startswith(
@@ -46,7 +46,7 @@ def test_rank_that_waits_for_others_in_vain_says_so(monkeypatch: pytest.MonkeyPa
     )
 
 
-def test_rank_that_finds_nobody_at_the_master_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unreachable_or_taken_master_port_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     """Oracle: the sentence, for a free port, and for one where something else than rank 0 listens."""
     with socket.socket() as other:
         other.bind(("localhost", 0))

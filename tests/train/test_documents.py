@@ -23,7 +23,7 @@ DATA = SyntheticConfig(branching=60, mask_documents=True)
 
 @pytest.mark.usefixtures("unmeasured")
 @pytest.mark.parametrize("model", [tiny_model(), TINY["gpt2"], TINY["llama4"]], ids=["llama", "gpt2", "llama4"])
-def test_documents_apart_train_the_same_bits_under_every_strategy(model: ModelConfig) -> None:
+def test_masked_documents_train_bitwise_equal_under_every_strategy(model: ModelConfig) -> None:
     """Oracle: one process that runs the same micro-batches; documents in one another's sight train others."""
 
     def config(parallel: ParallelConfig, ranks: int, data: SyntheticConfig = DATA) -> object:
@@ -39,7 +39,7 @@ def test_documents_apart_train_the_same_bits_under_every_strategy(model: ModelCo
 
 
 @pytest.mark.parametrize("case", ["llama2", "llama4"])
-def test_flops_count_the_keys_that_tokens_see(case: str) -> None:
+def test_flops_count_only_visible_keys(case: str) -> None:
     """Oracle: each document counted as a sequence of its own; without an end in the data, the whole sequences."""
     model = build(SMALL[case])
     batches = BatchStream(SyntheticConfig(branching=60).build(64, 96, 0).train, 3, 2, range(1), 1, 0).next_step()
@@ -76,7 +76,7 @@ def test_flops_count_the_keys_that_tokens_see(case: str) -> None:
         ),
     ],
 )
-def test_flex_attention_is_refused_where_it_would_do_nothing_or_harm(words: tuple[str, ...], sentence: str) -> None:
+def test_flex_attention_is_refused_where_unused_or_unsupported(words: tuple[str, ...], sentence: str) -> None:
     """Oracle: the sentence, on CUDA."""
     config = compose_config(["experiment=null", *words])
     with pytest.raises(ConfigError) as caught:

@@ -30,7 +30,7 @@ from fsdptoys.train.heartbeat import (
 from scripts.ranks import run_ranks
 
 
-def test_last_sign_is_read_back(tmp_path: Path) -> None:
+def test_heartbeat_round_trips(tmp_path: Path) -> None:
     """Oracle: the written values; a record has one size, whatever its content."""
     heartbeat = HeartbeatWriter(tmp_path / "beats", 3)
     for step, phase in ((1, "forward"), (120, "forward"), (120, "a phase of a very long name " * 9)):
@@ -42,7 +42,7 @@ def test_last_sign_is_read_back(tmp_path: Path) -> None:
     assert sign.host == socket.gethostname()[:64] and abs(sign.time - time.time()) < 60
 
 
-def test_torn_and_foreign_files_are_left_out(tmp_path: Path) -> None:
+def test_damaged_heartbeat_files_are_ignored(tmp_path: Path) -> None:
     """Oracle: the one whole record; one mixes two, as a torn write would, and is JSON nevertheless; one is a copy."""
     for rank in range(4):
         heartbeat = HeartbeatWriter(tmp_path, rank)
@@ -63,7 +63,7 @@ def write_until_ended(folder: Path) -> None:
         heartbeat.beat(step, "odd" if step % 2 else "even, and longer")
 
 
-def test_reader_sees_whole_records_alone(tmp_path: Path) -> None:
+def test_concurrent_reader_sees_only_complete_records(tmp_path: Path) -> None:
     """Oracle: another process writes as fast as it can; each record read is consistent, and records are in order."""
     heartbeat = HeartbeatWriter(tmp_path, 0)
     heartbeat.beat(0, "even, and longer")
@@ -96,7 +96,7 @@ MESSAGES = [
 
 
 @pytest.mark.parametrize("message", MESSAGES)
-def test_timeouts_are_known_by_their_messages(message: str) -> None:
+def test_timeout_messages_are_recognized(message: str) -> None:
     """Oracle: gloo's messages in torch 2.7.1 and 2.13.0, seen; the stores' and NCCL's, from their sources;
     torch_npu's and HCCL's, from reports on hiascend.com (forum, and CANN's description of EI0002).
     """
@@ -165,7 +165,7 @@ def lose_ranks(folder: Path, how: str) -> str:
         ),
     ],
 )
-def test_ranks_that_a_collective_waited_for_are_named(tmp_path: Path, how: str, expected: str) -> None:
+def test_ranks_missing_from_a_collective_are_named(tmp_path: Path, how: str, expected: str) -> None:
     """Oracle: the ranks that did not come, in phases that repeat within a step, under gloo's real timeout."""
     old = HeartbeatWriter(tmp_path, 3)
     old._fixed["start"] = "another"  # a rank of an earlier start of the run was further on
@@ -180,14 +180,14 @@ def other_errors(folder: Path) -> None:
         raise RuntimeError("mat1 and mat2 shapes cannot be multiplied")
 
 
-def test_errors_of_a_ranks_own_are_left_as_they_are(tmp_path: Path) -> None:
+def test_other_errors_propagate_unchanged(tmp_path: Path) -> None:
     """Oracle: the error itself."""
     with pytest.raises(RuntimeError, match="mat1 and mat2") as caught:
         other_errors(tmp_path)
     assert caught.type is RuntimeError
 
 
-def test_last_signs_are_those_of_the_workers_that_are_asked_for(tmp_path: Path) -> None:
+def test_last_heartbeats_cover_only_the_requested_workers(tmp_path: Path) -> None:
     """Oracle: the sentence; a record of another start of the run is not in it."""
     for rank, (step, start) in enumerate([(5, "now"), (4, "now"), (5, "now"), (9, "before")]):
         heartbeat = HeartbeatWriter(tmp_path, rank)
@@ -199,7 +199,7 @@ def test_last_signs_are_those_of_the_workers_that_are_asked_for(tmp_path: Path) 
     assert describe_last_heartbeats(tmp_path, {0: -1}) is None
 
 
-def test_many_ranks_are_counted() -> None:
+def test_long_lists_of_ranks_are_shortened() -> None:
     """Oracle: the words."""
     assert format_ranks(list(range(100))) == "ranks 0, 1, 2, 3, 4, 5, 6, 7 and 92 more"
 
@@ -217,7 +217,7 @@ def test_full_disk_does_not_end_a_run(tmp_path: Path) -> None:
     assert read_heartbeats(tmp_path) == {}
 
 
-def test_a_link_in_the_place_of_a_heartbeat_is_not_written_through(tmp_path: Path) -> None:
+def test_symbolic_link_in_place_of_a_heartbeat_is_replaced(tmp_path: Path) -> None:
     """Oracle: the content of the file that the link names."""
     (tmp_path / "precious").write_text("precious")
     heartbeat_path(tmp_path, 0).symlink_to("precious")
@@ -231,7 +231,7 @@ def test_a_link_in_the_place_of_a_heartbeat_is_not_written_through(tmp_path: Pat
     "change",
     [{"pid": 2**40}, {"pid": -1}, {"pid": "1"}, {"step": "2"}, {"time": None}, {"host": "a\x1b[2J"}, {"phase": 3}, {}],
 )
-def test_a_sign_that_no_rank_gives_is_left_out(tmp_path: Path, change: dict[str, object]) -> None:
+def test_invalid_heartbeat_is_ignored(tmp_path: Path, change: dict[str, object]) -> None:
     """Oracle: the same record unchanged, which is read; checksums are of the file's content."""
     record = {"rank": 0, "host": "h", "pid": 1, "start": "s", "step": 1, "phase": "p", "beat": 0, "time": 1.0}
     heartbeat_path(tmp_path, 0).write_bytes(heartbeat_module._encode(record | change))

@@ -24,7 +24,7 @@ HANG_SECONDS = 240
 
 @pytest.mark.parametrize("name", [LOCK_FILE, METRICS_FILE])
 @pytest.mark.parametrize("kind", ["symbolic link", "named pipe"])
-def test_a_link_or_pipe_stops_the_launch(
+def test_link_or_pipe_in_the_run_directory_stops_the_launch(
     name: str, kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Oracle: status 2 and one sentence, and the file that the link leads to."""
@@ -45,7 +45,7 @@ def test_a_link_or_pipe_stops_the_launch(
 
 @pytest.mark.launcher
 @pytest.mark.usefixtures("unmeasured")
-def test_a_run_resumes_in_a_folder_with_damaged_files(tmp_path: Path) -> None:
+def test_run_resumes_in_a_folder_with_damaged_files(tmp_path: Path) -> None:
     """Oracle: status 0, the steps, and the content of files that links under temporary and rank names lead to."""
     run, precious = tmp_path / "run", tmp_path / "precious"
     precious.write_text("precious")

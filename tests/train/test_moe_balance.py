@@ -117,7 +117,7 @@ def relative_error(update: Tensor, gradient: Tensor, param: Tensor) -> float:
 
 
 @pytest.mark.parametrize("family", ["qwen3_moe", "llama4"])
-def test_gradients_are_those_of_the_losses_over_the_global_batch(family: str, request: pytest.FixtureRequest) -> None:
+def test_auxiliary_loss_gradients_cover_the_global_batch(family: str, request: pytest.FixtureRequest) -> None:
     """Oracle: the definition in one plain module over all ranks' tokens, by autograd; updates to 1e-5 relative."""
     if family == "llama4":
         request.getfixturevalue("unmeasured")
@@ -139,7 +139,7 @@ def test_gradients_are_those_of_the_losses_over_the_global_batch(family: str, re
 
 
 @pytest.mark.oracle
-def test_load_balancing_loss_of_a_layer_is_that_of_transformers() -> None:
+def test_load_balancing_loss_of_a_layer_equals_transformers() -> None:
     """Oracle: transformers' load_balancing_loss_func, for one layer; value and gradient."""
     qwen = pytest.importorskip("transformers.models.qwen3_moe.modeling_qwen3_moe")
     torch.manual_seed(0)
@@ -164,7 +164,7 @@ def metrics_of(config: Config) -> list[RoutingMetrics | None]:
 
 
 @pytest.mark.parametrize("aux_coef", [0.0, 0.1])
-def test_counts_are_those_of_all_ranks_and_micro_batches(aux_coef: float) -> None:
+def test_token_counts_sum_over_ranks_and_micro_batches(aux_coef: float) -> None:
     """Oracle: one process that runs the same micro-batches; K tokens for each position of each layer."""
 
     def config(parallel: object, world_size: int) -> Config:
@@ -186,7 +186,7 @@ def test_counts_are_those_of_all_ranks_and_micro_batches(aux_coef: float) -> Non
 
 
 @pytest.mark.usefixtures("unmeasured")
-def test_the_balancing_loss_balances() -> None:
+def test_balancing_loss_reduces_the_maximum_load() -> None:
     """Oracle: the same training without it; the busiest expert is at most half as far above the mean."""
 
     def excess_load(aux_coef: float) -> float:
@@ -200,13 +200,13 @@ def test_the_balancing_loss_balances() -> None:
     assert excess_load(1.0) < excess_load(0.0) / 2
 
 
-def test_a_model_without_experts_has_no_routing() -> None:
+def test_dense_model_has_no_routing_metrics() -> None:
     """Dense models pay nothing and report nothing."""
     assert run_ranks(1, metrics_of, make_config(SingleConfig(), 1, steps=1))[0] == [None]
 
 
 @pytest.mark.parametrize("scores", Scores)
-def test_logits_of_any_size_leave_finite_gradients(scores: Scores) -> None:
+def test_router_gradients_are_finite_for_extreme_logits(scores: Scores) -> None:
     """Oracle: finiteness; sigmoids of -240 are zeros in float32, and so is their sum."""
     router = Router(4, 3, 2, scores)
     torch.nn.init.ones_(router.weight)

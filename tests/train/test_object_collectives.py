@@ -53,7 +53,7 @@ def plan() -> SavePlan:
     ],
     ids=repr,
 )
-def test_object_arrives_equal_and_of_the_same_type(value: Any) -> None:
+def test_objects_arrive_equal_with_the_same_type(value: Any) -> None:
     """Oracle: the object itself."""
     arrived = sent(value)
     assert arrived == value and type(arrived) is type(value)
@@ -75,7 +75,7 @@ def test_object_arrives_equal_and_of_the_same_type(value: Any) -> None:
     ],
     ids=repr,
 )
-def test_exception_arrives_with_its_class_or_the_nearest_of_pythons(error: BaseException, expected: Any) -> None:
+def test_exceptions_arrive_with_their_class_or_its_builtin_base(error: BaseException, expected: Any) -> None:
     """Oracle: class and words."""
     arrived = sent(error)
     if isinstance(expected, type):
@@ -87,13 +87,13 @@ def test_exception_arrives_with_its_class_or_the_nearest_of_pythons(error: BaseE
 @pytest.mark.parametrize(
     "tensor", [torch.tensor(3.5), torch.ones(2, 3, dtype=torch.bfloat16).t(), torch.zeros(0, 2), torch.tensor([True])]
 )
-def test_tensor_arrives_in_every_bit(tensor: torch.Tensor) -> None:
+def test_tensors_arrive_bitwise_equal(tensor: torch.Tensor) -> None:
     """Oracle: the tensor itself."""
     arrived = sent(tensor)
     assert arrived.dtype == tensor.dtype and arrived.shape == tensor.shape and torch.equal(arrived, tensor)
 
 
-def test_failures_of_a_checkpoint_arrive_with_rank_and_place() -> None:
+def test_checkpoint_failures_arrive_with_rank_and_stack_frame() -> None:
     """Oracle: the objects sent, which torch.distributed.checkpoint shows."""
     from torch.distributed.checkpoint.api import CheckpointException
 
@@ -132,14 +132,14 @@ FOREIGN = [
 
 
 @pytest.mark.parametrize("words", FOREIGN, ids=lambda words: repr(words[:50]))
-def test_words_that_no_rank_writes_are_refused(words: bytes) -> None:
+def test_malformed_messages_are_refused(words: bytes) -> None:
     """Oracle: one kind of error, and no instance of anything else."""
     with pytest.raises(WireError, match="received an object that no rank of this run has sent"):
         JsonReader(io.BytesIO(words)).load()
 
 
 @pytest.mark.parametrize("value", [object(), Runs("true"), os.system, torch.nn.Linear(1, 1), enum.Enum], ids=repr)
-def test_object_of_another_class_is_not_sent(value: Any) -> None:
+def test_objects_of_unsupported_classes_are_not_sent(value: Any) -> None:
     """Oracle: an error where it is sent, not where it arrives."""
     with pytest.raises(WireError, match="cannot be sent between ranks"):
         JsonWriter(io.BytesIO()).dump(value)
@@ -172,7 +172,7 @@ def receive_pickles(pwned: str) -> list[str]:
     return heard
 
 
-def test_json_is_set_up_before_any_process_group(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_use_json_needs_no_process_group(monkeypatch: pytest.MonkeyPatch) -> None:
     """Oracle: no error with the debug level at which torch's functions ask for the backend of the group."""
     module: Any = dist.distributed_c10d
     monkeypatch.setattr(module, "get_debug_level", lambda: dist.DebugLevel.DETAIL)
@@ -183,7 +183,7 @@ def test_json_is_set_up_before_any_process_group(monkeypatch: pytest.MonkeyPatch
     assert (module._pickler, module._unpickler) == (JsonWriter, JsonReader)
 
 
-def test_a_torch_that_does_not_look_the_names_up_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_torch_without_replaceable_picklers_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """Oracle: the sentence; without it ranks would go back to pickles unnoticed."""
     module: Any = dist.distributed_c10d
     for name in ("_pickler", "_unpickler"):
@@ -193,7 +193,7 @@ def test_a_torch_that_does_not_look_the_names_up_is_refused(monkeypatch: pytest.
         use_json()
 
 
-def test_pickle_of_another_rank_runs_nothing(tmp_path: Path) -> None:
+def test_pickle_of_another_rank_is_not_executed(tmp_path: Path) -> None:
     """Oracle: a file that the pickle would make; with torch's own collectives it does."""
     pwned = tmp_path / "pwned"
     _, heard = run_ranks(2, receive_pickles, str(pwned))

@@ -56,7 +56,7 @@ def construct_out_of_memory(configs: Sequence[Config]) -> list[str]:
     return reports
 
 
-def test_running_out_of_memory_in_the_construction_reports_the_planned_bytes() -> None:
+def test_out_of_memory_in_construction_reports_the_planned_bytes() -> None:
     """Oracle: four bytes a parameter, over the ranks that share them; sharding is advised where there is none."""
     configs = [make_config(parallel, 2) for parallel in (DDPConfig(), FSDP2Config())]
     total = sum(param.numel() for param in configs[0].model.build().parameters())
@@ -74,7 +74,7 @@ def memory_of_a_lazy_run(config: Config) -> tuple[int, int]:
     return trainer._oom_context(2).live.gradients.host_bytes, parameters.host_bytes
 
 
-def test_gradients_that_wait_for_their_update_are_counted_as_gradients() -> None:
+def test_gradients_of_deferred_steps_count_as_gradients() -> None:
     """Oracle: as many bytes as there are parameters."""
     gradients, parameters = run_ranks(
         1, memory_of_a_lazy_run, make_config(SingleConfig(), 1, memory=MemoryConfig(optimizer_offload=True))
@@ -82,7 +82,7 @@ def test_gradients_that_wait_for_their_update_are_counted_as_gradients() -> None
     assert gradients == parameters > 0
 
 
-def test_running_out_of_memory_reports_the_phase_the_live_bytes_and_advice() -> None:
+def test_out_of_memory_reports_phase_live_bytes_and_advice() -> None:
     """Oracle: a real allocation of 1 PiB that fails there; activations are live in forward and backward alone."""
     parts = ("forward", "backward", "optimizer", "evaluation")
     config = make_config(FSDP2Config(), 2, grad_accum=1, eval_every=2)

@@ -35,7 +35,7 @@ def seed_all(seed: int) -> None:
 
 
 @pytest.mark.parametrize("count", [0, 1, 311, 623, 624, 625])
-def test_generators_go_on_where_they_were(count: int) -> None:
+def test_generators_resume_from_their_saved_states(count: int) -> None:
     """Oracle: the numbers that they give without it, from every kind of place in their arrays."""
     seed_all(5)
     for _ in range(count):
@@ -74,7 +74,7 @@ OTHERS: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
 
 
 @pytest.mark.parametrize("case", OTHERS)
-def test_states_of_another_version_give_way_to_the_seed(case: str) -> None:
+def test_incompatible_states_fall_back_to_the_seed(case: str) -> None:
     """Oracle: the reason, and the numbers of a start without states."""
     edit, reason = OTHERS[case]
     seed_all(7)
@@ -90,7 +90,7 @@ def test_states_of_another_version_give_way_to_the_seed(case: str) -> None:
 
 
 @pytest.mark.parametrize("position", [625, -5, -1, 100_000, 2 * 10**9, -(10**8), 1.0, True, None, "1"])
-def test_a_place_outside_of_numpys_numbers_is_refused(position: object) -> None:
+def test_out_of_range_numpy_position_is_refused(position: object) -> None:
     """Oracle: the sentence; numpy takes such places, and crashes or returns foreign memory."""
     states = random_states(DEVICE)
     states["numpy"]["position"] = position
@@ -108,7 +108,7 @@ def test_a_place_outside_of_numpys_numbers_is_refused(position: object) -> None:
         ("cached", "\x1b]0;x", r"numpy\.cached is '\\x1b\]0;x', not a finite number"),
     ],
 )
-def test_numpy_gets_no_state_that_it_does_not_check(key: str, value: object, sentence: str) -> None:
+def test_invalid_numpy_states_are_refused(key: str, value: object, sentence: str) -> None:
     """Oracle: the sentence."""
     states = random_states(DEVICE)
     states["numpy"][key] = value

@@ -44,7 +44,7 @@ def record(path: Path, config: Config, prediction: Prediction | None, steps: int
             recorder.finish("every step was done")
 
 
-def test_what_was_recorded_is_read_back(tmp_path: Path, config: Config, prediction: Prediction) -> None:
+def test_recorded_run_round_trips(tmp_path: Path, config: Config, prediction: Prediction) -> None:
     """Oracle: the recorder's values; the median of 0.3, 0.4 and 0.5 s, after two steps of warm-up."""
     record(tmp_path / "run", config, prediction, steps=5)
     run = read_recorded_run(tmp_path / "run")
@@ -57,12 +57,12 @@ def test_what_was_recorded_is_read_back(tmp_path: Path, config: Config, predicti
     assert {each.quantity for each in run.prediction_errors()} == {"step time", "tokens/s, all ranks"}
 
 
-def test_a_prediction_survives_json(prediction: Prediction) -> None:
+def test_prediction_round_trips_through_json(prediction: Prediction) -> None:
     """Oracle: the prediction itself."""
     assert Prediction.from_dict(json.loads(json.dumps(prediction.to_dict()))) == prediction
 
 
-def test_a_run_that_was_killed_reads_as_far_as_it_came(tmp_path: Path, config: Config) -> None:
+def test_killed_run_is_read_up_to_its_last_complete_line(tmp_path: Path, config: Config) -> None:
     """Oracle: three whole lines and a torn one; an unreadable prediction."""
     record(tmp_path / "run", config, None, steps=3, finish=False)
     with open(tmp_path / "run" / "metrics.jsonl", "a") as file:
@@ -74,7 +74,7 @@ def test_a_run_that_was_killed_reads_as_far_as_it_came(tmp_path: Path, config: C
     assert is_run_dir(tmp_path / "run") and not (tmp_path / "run" / SUMMARY_FILE).exists()
 
 
-def test_a_run_is_known_to_run_while_its_folder_is_held(tmp_path: Path) -> None:
+def test_folder_is_locked_while_its_run_holds_the_lock(tmp_path: Path) -> None:
     """Oracle: the lock's own state, before, while and after it is held."""
     before = is_locked(tmp_path)
     lock = FolderLock(tmp_path)
@@ -91,9 +91,7 @@ def test_a_run_is_known_to_run_while_its_folder_is_held(tmp_path: Path) -> None:
         ("config.yaml", "a: [", "cannot be read"),
     ],
 )
-def test_a_folder_that_is_no_run_is_a_mistake(
-    tmp_path: Path, config: Config, name: str, text: str, message: str
-) -> None:
+def test_invalid_run_files_are_named(tmp_path: Path, config: Config, name: str, text: str, message: str) -> None:
     """Oracle: the sentence names the file and the fault."""
     record(tmp_path / "run", config, None, steps=1, finish=False)
     (tmp_path / "run" / name).write_text(text)
@@ -102,7 +100,7 @@ def test_a_folder_that_is_no_run_is_a_mistake(
     assert name in str(mistake.value)
 
 
-def test_a_path_that_is_not_there_is_a_mistake(tmp_path: Path) -> None:
+def test_missing_run_directory_is_reported(tmp_path: Path) -> None:
     """Oracle: the sentence names a folder to give instead."""
     with pytest.raises(ConfigError, match="is no run directory; give one that fsdptoys train has written"):
         read_recorded_run(tmp_path / "none")

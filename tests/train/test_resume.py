@@ -118,7 +118,7 @@ def one_rank() -> dict[str, tuple[Config, dict[str, Any]]]:
 
 
 @pytest.mark.parametrize("ranks, rows", [(1, one_rank), (2, two_ranks), (4, four_ranks)], ids=["1", "2", "4"])
-def test_a_resumed_run_equals_the_uninterrupted_one_bitwise(
+def test_resumed_run_equals_the_uninterrupted_one_bitwise(
     ranks: int, rows: Any, tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:
     """Oracle: the same run in one go: losses, norms, learning rates, tokens, final parameters."""
@@ -177,7 +177,7 @@ def on_two_ranks(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[s
 
 @pytest.mark.usefixtures("unmeasured")
 @pytest.mark.parametrize("ranks, parallel", [(4, FSDP2Config()), (1, SingleConfig()), (4, DDPConfig())])
-def test_another_number_of_ranks_continues_with_the_same_samples(
+def test_resuming_on_another_number_of_ranks_continues_with_the_same_samples(
     ranks: int, parallel: ParallelConfig, on_two_ranks: tuple[Path, list[str], list[str]], tmp_path: Path
 ) -> None:
     """Oracle: the uninterrupted run on two ranks with the same global batch; losses within 1e-6, each sample once."""
@@ -209,7 +209,9 @@ def save_slowly(config: Config) -> str:
 
 
 @pytest.mark.parametrize("seconds, outcome", [(60.0, "saved"), (1.0, "lost")])
-def test_a_save_may_take_as_long_as_its_own_timeout(seconds: float, outcome: str, tmp_path: Path) -> None:
+def test_checkpoint_timeout_replaces_the_launch_timeout_while_saving(
+    seconds: float, outcome: str, tmp_path: Path
+) -> None:
     """Oracle: a commit of three seconds on rank 0, for which rank 1 waits."""
     config = kept(make_config(FSDP2Config(), 2, steps=1), tmp_path / "run", 1, timeout_seconds=seconds)
     config.launch.timeout_seconds = 2.0
@@ -225,7 +227,7 @@ def refused(*configs: Config) -> list[str]:
     return messages
 
 
-def test_a_checkpoint_of_another_run_is_refused(tmp_path: Path) -> None:
+def test_incompatible_checkpoint_is_refused(tmp_path: Path) -> None:
     """Oracle: the sentences."""
     config = kept(make_config(SingleConfig(), 1, steps=2), tmp_path, every=1)
     run_ranks(1, train_and_hash_samples, config, None)
@@ -246,7 +248,7 @@ def test_a_checkpoint_of_another_run_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("form", list(Form), ids=lambda form: form.value)
-def test_a_checkpoint_converts_as_the_final_weights_do(
+def test_converted_checkpoints_equal_converted_final_weights(
     form: Form, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Oracle: the folder in Hugging Face format made from the final weights, byte for byte."""
@@ -269,7 +271,7 @@ def test_a_checkpoint_converts_as_the_final_weights_do(
 
 @pytest.mark.parametrize("on_signal", [True, False])
 @pytest.mark.parametrize("every", [0, 2])
-def test_when_a_checkpoint_is_saved(every: int, on_signal: bool) -> None:
+def test_checkpoints_are_saved_as_documented(every: int, on_signal: bool) -> None:
     """Oracle: the documentation of the settings."""
     trainer = Trainer.__new__(Trainer)
     trainer.config = make_config(SingleConfig(), 1)
@@ -284,7 +286,7 @@ def weights_of(folder: Path) -> bytes:
     return (folder / "weights.safetensors").read_bytes()
 
 
-def test_final_weights_are_those_of_the_last_step_however_often_a_run_resumes(tmp_path: Path) -> None:
+def test_final_weights_are_kept_until_a_resumed_run_takes_a_step(tmp_path: Path) -> None:
     """Oracle: the files: kept where no step is taken, set aside where one is."""
     run = tmp_path / "run"
     config = kept(make_config(SingleConfig(), 1, steps=2), run)
@@ -300,7 +302,7 @@ def test_final_weights_are_those_of_the_last_step_however_often_a_run_resumes(tm
     assert sorted(path.name for path in run.glob("weights*")) == ["weights", "weights-1"]
 
 
-def test_a_second_start_changes_nothing_in_a_live_run(tmp_path: Path) -> None:
+def test_second_start_does_not_modify_a_running_run(tmp_path: Path) -> None:
     """Oracle: the folder as it was, in which a checkpoint is being written."""
     partial = tmp_path / "run" / "checkpoints" / ".step-00000009.partial"
     partial.mkdir(parents=True)
@@ -333,7 +335,7 @@ def fail_while_saving(config: Config) -> list[str]:
     return sorted(path.name for path in (Path(config.metrics.run_dir) / "checkpoints").glob("step-*"))
 
 
-def test_a_failure_does_not_lose_a_checkpoint_that_is_being_written(tmp_path: Path) -> None:
+def test_failure_during_an_asynchronous_save_keeps_the_checkpoint(tmp_path: Path) -> None:
     """Oracle: the folder, when the exception comes out."""
     config = kept(make_config(SingleConfig(), 1, steps=4), tmp_path / "run", 2, async_save=True)
     assert run_ranks(1, fail_while_saving, config)[0] == ["step-00000002"]

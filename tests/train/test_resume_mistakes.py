@@ -290,7 +290,7 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("typed, damage, sentence", MISTAKES, ids=range(len(MISTAKES)))
-def test_mistake_gets_its_sentence(
+def test_mistakes_are_reported_in_one_sentence(
     typed: str,
     damage: Callable[[], object],
     sentence: str,
@@ -312,9 +312,7 @@ def test_mistake_gets_its_sentence(
     assert sorted(Path().rglob("*")) == before
 
 
-def test_the_same_words_without_a_mistake_go_on(
-    finished: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_valid_resume_settings_are_accepted(finished: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Oracle: no error, where the mistakes above are changes of these words."""
     monkeypatch.chdir(tmp_path)
     shutil.copytree(finished, "run")

@@ -35,7 +35,7 @@ def run_in(folder: Path, configs: dict[str, Config]) -> dict[str, list[str]]:
     return seen
 
 
-def test_a_run_writes_its_files_with_the_same_sample_under_every_strategy(tmp_path: Path) -> None:
+def test_every_strategy_writes_all_files_and_the_same_sample(tmp_path: Path) -> None:
     """Oracle: the files by name, and the text that one process generates after the same steps."""
     (tmp_path / "corpus.txt").write_text("def f(x):\n    return x\n" * 500)
 
@@ -69,7 +69,7 @@ def run_without_room_for_weights(config: Config) -> str:
     return (Path(config.metrics.run_dir or "") / "summary.md").read_text(encoding="utf-8")
 
 
-def test_results_are_kept_where_weights_cannot_be_written(tmp_path: Path) -> None:
+def test_results_are_kept_if_weights_cannot_be_written(tmp_path: Path) -> None:
     """Oracle: the summary of all steps, although the run ends with an error."""
     config = make_config(SingleConfig(), 1, steps=2)
     config.metrics.run_dir, config.checkpoint.final_weights = str(tmp_path / "run"), True
@@ -87,7 +87,7 @@ def weights_before_the_sample(config: Config) -> list[str]:
     return sorted(found)
 
 
-def test_weights_are_kept_before_a_sample_is_drawn(tmp_path: Path) -> None:
+def test_weights_are_saved_before_a_sample_is_generated(tmp_path: Path) -> None:
     """Oracle: the folder, as the sampling finds it: sampling may take minutes, and be broken off."""
     config = make_config(SingleConfig(), 1, steps=1)
     config.metrics.run_dir, config.checkpoint.final_weights = str(tmp_path / "run"), True
@@ -144,7 +144,7 @@ def train_with_slow_data(config: Config) -> list[dict[str, Any]]:
     return [json.loads(line) for line in lines]
 
 
-def test_a_step_records_how_long_it_waited_for_its_batches(tmp_path: Path) -> None:
+def test_step_records_its_data_wait(tmp_path: Path) -> None:
     """Oracle: a sleep before the third step's batches, which is part of its step time and of no other's."""
     config = make_config(SingleConfig(), 1, steps=4)
     config.metrics.run_dir = str(tmp_path / "run")

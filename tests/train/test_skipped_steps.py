@@ -57,7 +57,7 @@ def poison_all(rows: dict[str, Config], folder: Path) -> dict[str, Any]:
     return outcomes
 
 
-def test_a_step_that_is_not_finite_on_one_rank_is_skipped_on_all(tmp_path: Path) -> None:
+def test_non_finite_step_of_one_rank_is_skipped_on_all_ranks(tmp_path: Path) -> None:
     """Oracle: the parameters before the step, and the other ranks."""
     lazy = MemoryConfig(optimizer_offload=True, offload_schedule=OffloadSchedule.lazy)
     rows = {
@@ -108,7 +108,7 @@ def poison(rows: list[tuple[Config, set[int]]]) -> list[tuple[list[bool], list[f
     return outcomes
 
 
-def test_the_limit_counts_all_skipped_steps_and_without_skipping_the_step_reaches_the_model(tmp_path: Path) -> None:
+def test_limit_counts_all_skipped_steps_and_skipping_can_be_disabled(tmp_path: Path) -> None:
     """Oracle: two skipped steps with a good one between them; the losses after an unskipped step."""
     limited = kept(make_config(FSDP2Config(), 2, steps=6, max_skipped=2), tmp_path / "limited", every=0)
     unskipped = kept(make_config(FSDP2Config(), 2, steps=4, skip_nonfinite=False), tmp_path / "unskipped", every=0)

@@ -33,7 +33,7 @@ def await_request(request: StopRequest) -> None:
 
 
 @pytest.mark.parametrize("number", STOP_SIGNALS)
-def test_first_signal_is_remembered_and_followed_by_others_of_the_same_request(number: signal.Signals) -> None:
+def test_first_signal_is_recorded_and_repeats_within_a_second_are_ignored(number: signal.Signals) -> None:
     """Oracle: the received signal; the handlers of before stand again afterwards."""
     before = {number: signal.getsignal(number) for number in STOP_SIGNALS}
     with StopRequest() as request:
@@ -46,7 +46,7 @@ def test_first_signal_is_remembered_and_followed_by_others_of_the_same_request(n
     assert not [thread for thread in threading.enumerate() if thread.name == "stop request"]
 
 
-def test_signal_outside_the_loop_ends_the_process() -> None:
+def test_signal_outside_training_ends_the_process() -> None:
     """Oracle: the exit code of a process that dies of it; once before the loop, once after it."""
 
     def before() -> None:
@@ -95,7 +95,7 @@ def test_second_signal_ends_a_rank_inside_a_collective(tmp_path: Path) -> None:
         run_ranks(2, hang, tmp_path)
 
 
-def test_signals_of_a_forked_child_are_its_own() -> None:
+def test_signals_of_a_forked_child_do_not_reach_the_parent() -> None:
     """Oracle: a child, as a data loader's, forked in the loop dies of SIGTERM, and its parent goes on."""
     before = signal.signal(signal.SIGTERM, signal.SIG_DFL)
     try:

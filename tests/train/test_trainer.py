@@ -56,7 +56,7 @@ def first_step_and_oracle(configs: list[Config]) -> list[tuple[float, float, flo
 
 
 @pytest.mark.parametrize("deterministic", [False, True], ids=["default", "deterministic"])
-def test_a_step_is_the_mean_over_all_valid_tokens_of_the_global_batch(deterministic: bool) -> None:
+def test_loss_is_the_mean_over_valid_tokens_of_the_global_batch(deterministic: bool) -> None:
     """Oracle: F.cross_entropy's mean over the whole ragged global batch at once, in one plain module."""
     configs = [make_config(parallel, 2, steps=1, grad_accum=3, deterministic=deterministic) for parallel in STRATEGIES]
     for loss, norm, oracle_loss, oracle_norm in run_ranks(2, first_step_and_oracle, configs)[0]:
@@ -65,7 +65,7 @@ def test_a_step_is_the_mean_over_all_valid_tokens_of_the_global_batch(determinis
 
 
 @pytest.mark.parametrize("chunk_loss", [False, True], ids=["whole", "chunks"])
-def test_label_smoothing_and_z_loss_are_part_of_what_is_minimized(chunk_loss: bool) -> None:
+def test_label_smoothing_and_z_loss_are_part_of_the_training_loss(chunk_loss: bool) -> None:
     """Oracle: F.cross_entropy with label smoothing plus the mean squared logsumexp, in one plain module."""
     memory = MemoryConfig(chunk_loss=chunk_loss, chunk_tokens="7" if chunk_loss else "auto")
     configs = [
@@ -77,7 +77,7 @@ def test_label_smoothing_and_z_loss_are_part_of_what_is_minimized(chunk_loss: bo
         assert norm == pytest.approx(oracle_norm, rel=1e-5)
 
 
-def test_evaluation_is_plain_cross_entropy_whatever_is_minimized() -> None:
+def test_evaluation_is_plain_cross_entropy_for_any_training_loss() -> None:
     """Oracle: a run whose learning rate is 0, too, and that minimizes cross entropy alone."""
     sizes = {"eval_every": 1, "steps": 1, "optim": AdamWConfig(lr=0.0, weight_decay=0.0)}
     changed = {"label_smoothing": 0.2, "z_loss_coef": 0.01, "memory": MemoryConfig(chunk_loss=True)}
@@ -102,7 +102,7 @@ def whole_losses(config: Config) -> int:
 
 
 @pytest.mark.parametrize("chunk_loss", [False, True], ids=["whole", "chunks"])
-def test_evaluation_goes_over_chunks_as_training_does(chunk_loss: bool) -> None:
+def test_evaluation_uses_the_chunked_loss_if_training_does(chunk_loss: bool) -> None:
     """Oracle: calls of F.cross_entropy, which wants whole logits: two steps of two micro-batches, two evaluations."""
     memory = MemoryConfig(chunk_loss=chunk_loss)
     config = make_config(SingleConfig(), 1, steps=2, eval_every=1, eval_batches=1, memory=memory)
@@ -127,7 +127,7 @@ def sums(configs: list[Config]) -> list[list[tuple[float, float]]]:
     return [[(step.loss, step.grad_norm) for step in trainer.history] for trainer in trainers]
 
 
-def test_sums_over_ranks_round_as_their_number_format_does() -> None:
+def test_sums_over_ranks_round_in_their_dtype() -> None:
     """Oracle: in float64 DDP and FSDP2 agree in every bit where a reduction adds two numbers; in float32 they do not,
     since each adds up the squares of its own pieces of the gradients, and all are as close as float32 is.
     """
@@ -143,7 +143,7 @@ def test_sums_over_ranks_round_as_their_number_format_does() -> None:
 
 
 @pytest.mark.parametrize("dtype, expected", [("auto", "float32"), ("float32", "float32"), ("float64", None)])
-def test_sums_are_in_float64_where_the_collectives_have_it(dtype: str, expected: str | None) -> None:
+def test_sum_dtype_defaults_to_float64_where_collectives_support_it(dtype: str, expected: str | None) -> None:
     """Oracle: HCCL's types, among which float64 is not for reductions."""
     for device_type, chosen in (("npu", expected), ("cuda", "float64" if dtype == "auto" else dtype)):
         config = compose_config(["model=llama_debug", "parallel=fsdp2", f"train.sum_dtype={dtype}"])
@@ -156,7 +156,7 @@ def test_sums_are_in_float64_where_the_collectives_have_it(dtype: str, expected:
 
 
 @pytest.mark.usefixtures("unmeasured")
-def test_the_same_global_batch_over_other_ranks_gives_the_same_losses() -> None:
+def test_equal_global_batches_on_any_layout_give_equal_losses() -> None:
     """Oracle: the same 8 sequences a step in one process; layouts of ranks, batch and accumulation."""
     reference = run_ranks(1, histories, [make_config(SingleConfig(), 1, batch_size=8, grad_accum=1)])[0][0]
     for world_size, batch_size, grad_accum in [(1, 2, 4), (2, 4, 1), (2, 2, 2), (4, 1, 2)]:
@@ -165,7 +165,7 @@ def test_the_same_global_batch_over_other_ranks_gives_the_same_losses() -> None:
             assert [loss for loss, _ in history[0]] == pytest.approx([loss for loss, _ in reference], rel=1e-5)
 
 
-def test_evaluation_is_the_same_under_every_strategy_and_leaves_training_alone() -> None:
+def test_evaluation_agrees_across_strategies_and_does_not_affect_training() -> None:
     """Oracle: one process that evaluates the same sequences; and a run that never evaluates."""
     sizes = {"eval_every": 2, "steps": 4, "grad_accum": 1}
     reference = run_ranks(1, histories, [make_config(SingleConfig(simulated_ranks=2), 1, eval_batches=4, **sizes)])[0][
@@ -182,7 +182,7 @@ def test_evaluation_is_the_same_under_every_strategy_and_leaves_training_alone()
 
 
 @pytest.mark.usefixtures("unmeasured")
-def test_the_loss_falls_to_the_entropy_of_the_data() -> None:
+def test_loss_falls_to_the_entropy_of_the_data() -> None:
     """Oracle: the source's conditional entropy, log 2, far below its unigram entropy, log 67."""
     config = make_config(
         SingleConfig(), 1, steps=150, grad_accum=1, batch_size=16, max_grad_norm=1.0, optim=AdamWConfig(lr=1e-2)
@@ -193,7 +193,7 @@ def test_the_loss_falls_to_the_entropy_of_the_data() -> None:
     assert math.log(2) < sum(losses[-10:]) / 10 < math.log(2) + 0.1
 
 
-def test_all_ranks_stop_after_the_step_in_which_the_time_is_up() -> None:
+def test_all_ranks_stop_after_the_step_that_exceeds_the_time_limit() -> None:
     """Oracle: the first rank's number of steps; a limit that the first step exceeds stops after it, evaluated."""
     configs = [make_config(parallel, 2, max_seconds=1e-9, eval_every=100, steps=100) for parallel in STRATEGIES]
     first, second = run_ranks(2, histories, configs)
@@ -201,7 +201,7 @@ def test_all_ranks_stop_after_the_step_in_which_the_time_is_up() -> None:
     assert all(len(history) == 1 and history[0][1] is not None for history in first)
 
 
-def test_deterministic_kernels_leave_the_settings_as_they_were() -> None:
+def test_deterministic_kernels_restore_the_settings() -> None:
     """Oracle: PyTorch's own flags before."""
     before = torch.are_deterministic_algorithms_enabled()
     with deterministic_kernels(True, "cpu"):
@@ -217,7 +217,7 @@ def failing(rank: int) -> None:
     torch.distributed.barrier()
 
 
-def test_the_ranks_of_a_test_fail_with_the_traceback_of_the_one_that_failed() -> None:
+def test_run_ranks_raises_the_traceback_of_the_failed_rank() -> None:
     """Oracle: the exception of rank 1, while rank 0 waits for it in a collective."""
     with pytest.raises(RuntimeError, match=r"rank 1: Traceback(.|\n)*ConfigError: this rank fails"):
         run_ranks(2, failing, 1)
@@ -233,7 +233,7 @@ def seeds(configs: list[Config]) -> list[tuple[float, Any]]:
 
 
 @pytest.mark.usefixtures("unmeasured")
-def test_each_seed_serves_its_purpose_and_the_common_one_all() -> None:
+def test_each_seed_affects_its_purpose_and_the_common_seed_all() -> None:
     """Oracle: which of data (loss of the first step) and initial values change."""
     base, same, data, init, common = run_ranks(
         1,
@@ -259,7 +259,7 @@ def hashes_before_and_after_an_evaluation(configs: list[Config]) -> list[tuple[d
     return results
 
 
-def test_parameters_can_be_read_after_a_forward_without_a_backward() -> None:
+def test_parameters_are_readable_after_a_forward_without_backward() -> None:
     """Oracle: the parameters before; units that stay gathered for a backward that never comes are no hindrance."""
     configs = [make_config(parallel, 2) for parallel in STRATEGIES]
     for before, after in run_ranks(2, hashes_before_and_after_an_evaluation, configs)[0]:

@@ -33,7 +33,7 @@ GIB = 2**30
         (31 * MIB, 32 * MIB, 40 * MIB),
     ],
 )
-def test_first_request_takes_the_documented_segment(requested: int, native: int, expandable: int) -> None:
+def test_first_request_reserves_the_documented_segment(requested: int, native: int, expandable: int) -> None:
     """Oracle: the table of the guide to the allocator (zdevito.github.io), and pages of 2 and 20 MiB."""
     assert _reserved(NativeAllocator(), [requested]) == native
     assert _reserved(ExpandableAllocator(), [requested]) == expandable
@@ -48,7 +48,7 @@ def test_requests_are_rounded_to_512_bytes(kind: type[Allocator]) -> None:
     assert allocator.allocated_bytes == 512 + 512 + 1024
 
 
-def test_large_native_block_keeps_a_rest_of_up_to_1_mib() -> None:
+def test_large_native_block_keeps_a_remainder_of_up_to_1_mib() -> None:
     """Oracle: the rule, by hand: of 20 MiB, 19 leave 1 MiB that is given along; 512 bytes fewer leave a block."""
     whole, split = NativeAllocator(), NativeAllocator()
     for allocator, requested in ((whole, 19 * MIB), (split, 19 * MIB - 512)):
@@ -71,7 +71,7 @@ def test_best_fit_prefers_the_smallest_then_the_lowest() -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_streams_and_sizes_share_nothing(kind: type[Allocator]) -> None:
+def test_pools_of_streams_and_sizes_are_separate(kind: type[Allocator]) -> None:
     """Oracle: the rule: free memory of one pool serves no request of another."""
     allocator = kind()
     for stream in (0, 1):
@@ -93,7 +93,7 @@ def test_native_segments_are_never_merged() -> None:
     assert expandable.reserved_bytes == 200 * MIB
 
 
-def test_expandable_end_grows_by_what_it_lacks() -> None:
+def test_expandable_segment_grows_by_the_missing_pages() -> None:
     """Oracle: by hand: 90 MiB stay, 30 are free at the end of 120, so 100 more need 70: four pages."""
     allocator = ExpandableAllocator()
     allocator.allocate(90 * MIB, stream=0)
@@ -104,7 +104,7 @@ def test_expandable_end_grows_by_what_it_lacks() -> None:
     assert block.previous is not None and block.previous.size == 90 * MIB
 
 
-def test_expandable_end_is_the_last_resort() -> None:
+def test_expandable_segment_end_is_used_last() -> None:
     """Oracle: the rule: 10 MiB fit the 15 at the end tightest, but that could grow, so the hole of 40 is taken."""
     allocator = ExpandableAllocator()
     hole = allocator.allocate(40 * MIB, stream=0)
@@ -114,7 +114,7 @@ def test_expandable_end_is_the_last_resort() -> None:
     assert allocator.allocate(10 * MIB, stream=0).address == hole.address
 
 
-def test_native_gives_back_whole_segments_before_it_fails() -> None:
+def test_native_releases_free_segments_before_it_fails() -> None:
     """Oracle: by hand, under 100 MiB: a free segment of 60 makes room, half of one does not."""
     allocator = NativeAllocator(memory_limit_bytes=100 * MIB)
     allocator.free(allocator.allocate(60 * MIB, stream=0))
@@ -125,7 +125,7 @@ def test_native_gives_back_whole_segments_before_it_fails() -> None:
     assert caught.value.requested_bytes == 40 * MIB
 
 
-def test_expandable_gives_back_pages_and_fills_the_hole() -> None:
+def test_expandable_unmaps_free_pages_and_remaps_them() -> None:
     """Oracle: by hand: 50 free MiB between 10 and 20 that stay hold two whole pages; 70 more fit nowhere but after."""
     allocator = ExpandableAllocator(memory_limit_bytes=120 * MIB)
     first, hole, last = (allocator.allocate(size * MIB, stream=0) for size in (10, 50, 20))
@@ -140,7 +140,7 @@ def test_expandable_gives_back_pages_and_fills_the_hole() -> None:
     assert first.address < again.address < last.address
 
 
-def test_device_is_waited_for_before_memory_is_given_back() -> None:
+def test_allocator_waits_for_the_device_before_it_releases_segments() -> None:
     """Oracle: PyTorch's order: deferred frees happen, then segments go back; without them nothing would fit."""
     deferred: list[Block] = []
 
@@ -187,7 +187,7 @@ def test_invariants_hold_over_random_requests(kind: type[Allocator], seed: int, 
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_native_agrees_with_a_slow_model_of_the_rules(seed: int) -> None:
+def test_native_agrees_with_a_slow_reference_implementation(seed: int) -> None:
     """Oracle: ``_SlowNative``, which keeps whole lists and searches them; addresses and totals must be the same."""
     generator = random.Random(seed)
     ours, slow = NativeAllocator(), _SlowNative()
@@ -209,7 +209,7 @@ def test_native_agrees_with_a_slow_model_of_the_rules(seed: int) -> None:
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_one_expandable_stream_needs_at_most_a_page_more_than_native(seed: int) -> None:
+def test_expandable_wastes_at_most_one_page_per_pool(seed: int) -> None:
     """Oracle: for a stream that only grows, one range of addresses has no gaps: at most a page a pool is unused."""
     generator = random.Random(seed)
     native, expandable = NativeAllocator(), ExpandableAllocator()
@@ -223,7 +223,7 @@ def test_one_expandable_stream_needs_at_most_a_page_more_than_native(seed: int) 
 
 
 @pytest.mark.parametrize("kind", AllocatorKind)
-def test_build_allocator_passes_the_limit_on(kind: AllocatorKind) -> None:
+def test_build_allocator_applies_the_limit(kind: AllocatorKind) -> None:
     """Oracle: a request of the limit fits, one above it does not."""
     build_allocator(kind, 40 * MIB).allocate(40 * MIB, stream=0)
     with pytest.raises(OutOfMemory):

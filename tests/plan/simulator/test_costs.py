@@ -41,7 +41,7 @@ def h100(**changes: float) -> Hardware:
         (KernelKind.memory, 0.0, 1, "bfloat16", 3.0),  # no kernel is shorter
     ],
 )
-def test_kernel_takes_the_highest_of_its_roofs(
+def test_kernel_time_follows_the_roofline(
     kind: KernelKind, flops: float, bytes: int, dtype: str, seconds: float
 ) -> None:
     """Oracle: the roofline, by hand."""
@@ -51,7 +51,7 @@ def test_kernel_takes_the_highest_of_its_roofs(
     assert kernel_seconds(hardware, kind, flops, bytes, dtype) == pytest.approx(seconds)
 
 
-def test_host_and_transfers_take_latency_and_bytes_over_bandwidth() -> None:
+def test_host_and_transfer_times_follow_their_definitions() -> None:
     """Oracle: the definitions."""
     hardware = imagined_hardware(
         transfer_latency_seconds=5.0, transfer_bandwidth=2.0, cpu_bandwidth=4.0, cpu_adam_parameters_per_second=10.0
@@ -73,7 +73,7 @@ def test_host_and_transfers_take_latency_and_bytes_over_bandwidth() -> None:
         ("all_reduce", 1, 0.0),
     ],
 )
-def test_a_rank_sends_what_nccl_tests_counts(name: str, size: int, sent: float) -> None:
+def test_sent_bytes_follow_the_factors_of_nccl_tests(name: str, size: int, sent: float) -> None:
     """Oracle: the correction factors in doc/PERFORMANCE.md of nccl-tests."""
     assert sent_bytes(name, 1000, size) == pytest.approx(1000 * sent)
 
@@ -91,7 +91,7 @@ def test_a_rank_sends_what_nccl_tests_counts(name: str, size: int, sent: float) 
         (2, 64, 2, 1),
     ],
 )
-def test_a_group_spreads_over_machines_of_eight(size: int, stride: int, nodes: int, local: int) -> None:
+def test_spread_counts_nodes_and_members_per_node(size: int, stride: int, nodes: int, local: int) -> None:
     """Oracle: counting ranks 0, stride, 2 stride, … in machines of eight."""
     assert spread(load_hardware("h100"), size, stride) == (nodes, local)
     members = [index * stride // 8 for index in range(size)]
@@ -134,12 +134,12 @@ def test_latency_follows_the_steps_of_ring_and_tree(name: str, size: int, stride
     assert collective_seconds(hardware, name, 0, size, stride) == pytest.approx(latency * 1e-6)
 
 
-def test_all_to_all_leaves_the_machine_by_the_ranks_own_card() -> None:
+def test_all_to_all_leaves_the_node_over_the_ranks_own_nic() -> None:
     """Oracle: by hand: of 16 ranks' shares, 8 leave by 50 GB/s while 7 stay at 450."""
     assert collective_seconds(h100(), "all_to_all", 16_000_000_000, 16, 1) == pytest.approx(8 / 50)
 
 
-def test_a_rank_alone_copies() -> None:
+def test_collective_of_one_rank_is_a_copy() -> None:
     """Oracle: one kernel that reads and writes."""
     hardware = imagined_hardware(memory_bandwidth=10.0)
     assert collective_seconds(hardware, "all_gather", 50, 1, 1) == 10.0

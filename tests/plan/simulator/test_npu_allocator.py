@@ -14,12 +14,12 @@ KIB = 2**10
 
 @pytest.mark.parametrize("kind", AllocatorKind)
 @pytest.mark.parametrize(("bytes", "size"), [(1, 512), (480, 512), (481, 1024), (512, 1024), (4 * MIB, 4 * MIB + 512)])
-def test_an_npu_adds_32_bytes_before_it_rounds(kind: AllocatorKind, bytes: int, size: int) -> None:
+def test_npu_adds_32_bytes_before_rounding(kind: AllocatorKind, bytes: int, size: int) -> None:
     """Oracle: ``round_size``: bytes + 32, up to a multiple of 512."""
     assert build_allocator(kind, device_type="npu").allocate(bytes, 0).size == size
 
 
-def test_one_mebibyte_is_large_on_an_npu() -> None:
+def test_one_mebibyte_counts_as_large_on_an_npu() -> None:
     """Oracle: the padded size exceeds what is small, so that a page of 20 MiB is mapped and not one of 2."""
     for device_type, reserved in (("cuda", 2 * MIB), ("npu", 20 * MIB)):
         allocator = build_allocator(AllocatorKind.expandable, device_type=device_type)
@@ -27,7 +27,7 @@ def test_one_mebibyte_is_large_on_an_npu() -> None:
         assert allocator.reserved_bytes == reserved
 
 
-def test_large_blocks_begin_at_multiples_of_16_kib_and_leave_the_gap_free() -> None:
+def test_large_expandable_blocks_of_an_npu_are_aligned_to_16_kib() -> None:
     """Oracle: by hand: 4 MiB take 512 bytes more, so the next block begins 16 KiB on; 15.5 KiB stay between them."""
     allocator = build_allocator(AllocatorKind.expandable, device_type="npu")
     first, second = (allocator.allocate(4 * MIB, 0) for _ in range(2))

@@ -39,7 +39,7 @@ def compute(seconds: float) -> Kernel:
     return Kernel("mm", 0, KernelKind.matmul, seconds, 0, "bfloat16")
 
 
-def test_each_phase_has_its_peak_its_end_and_what_the_peak_consists_of() -> None:
+def test_phases_of_the_last_step_have_peak_end_and_categories() -> None:
     """Oracle: by hand; the second step's phases count, and later categories override earlier ones."""
     parameters = [Mark(0, "construction"), block(0, 40, Category.parameters)]
     step = []
@@ -69,14 +69,14 @@ def test_each_phase_has_its_peak_its_end_and_what_the_peak_consists_of() -> None
     assert memory.reserved_bytes == 140 * MIB  # 40, 20, 30 and 50: native segments of 30 and 50 do not fit into others
 
 
-def test_memory_without_uses_is_reused_at_once() -> None:
+def test_memory_without_other_streams_is_reused_immediately() -> None:
     """Oracle: the allocator's rule: same stream, same size, one segment."""
     result = replay_of(Mark(1, "forward"), block(0, 30), Free(0), block(1, 30), Free(1))
     assert result.memory().reserved_bytes == 30 * MIB
 
 
 @pytest.mark.parametrize(("waits", "segments"), [(False, 2), (True, 1)])
-def test_memory_that_another_stream_uses_is_reused_once_that_stream_is_done(waits: bool, segments: int) -> None:
+def test_memory_used_by_another_stream_is_reused_after_that_use(waits: bool, segments: int) -> None:
     """Oracle: by hand: the compute stream uses the block until 10; the host requests the next at 0, or at 10 if it
     waits. Allocated memory falls with the free, before the reuse."""
     wait = [HostWaitStream(0)] if waits else []
@@ -94,7 +94,7 @@ def test_memory_that_another_stream_uses_is_reused_once_that_stream_is_done(wait
 
 
 @pytest.mark.parametrize("later", [Kernel("mm", 2, KernelKind.matmul, 10, 0, "bfloat16"), compute(10)])
-def test_only_what_a_user_had_been_given_when_the_block_was_freed_counts(later: Kernel) -> None:
+def test_only_work_issued_before_the_free_delays_reuse(later: Kernel) -> None:
     """Oracle: by hand: stream 2 is done with the block at 2 and, or else the computing stream, busy until 10 at least;
     the host asks at 3."""
     result = replay_of(
@@ -112,13 +112,13 @@ def test_only_what_a_user_had_been_given_when_the_block_was_freed_counts(later: 
     assert result.memory().reserved_bytes == 30 * MIB
 
 
-def test_a_use_on_the_blocks_own_stream_is_none() -> None:
+def test_recording_the_blocks_own_stream_does_not_delay_reuse() -> None:
     """Oracle: ``recordStream`` in PyTorch's allocator returns at once for the stream of the block."""
     result = replay_of(Mark(1, "forward"), block(0, 30), RecordStream(0, 0), compute(10), Free(0), block(1, 30))
     assert result.memory().reserved_bytes == 30 * MIB
 
 
-def test_the_allocator_waits_for_the_device_before_it_runs_out() -> None:
+def test_replay_waits_for_the_device_before_out_of_memory() -> None:
     """Oracle: PyTorch waits for the device and frees what waited for streams before it gives up, which takes time."""
     events = [
         Mark(1, "forward"),
@@ -137,7 +137,7 @@ def test_the_allocator_waits_for_the_device_before_it_runs_out() -> None:
         replay(trace, hardware, build_allocator(AllocatorKind.native, 35 * MIB))
 
 
-def test_time_is_that_of_the_last_step_and_its_parts_add_up() -> None:
+def test_step_time_is_that_of_the_last_step_with_matching_parts() -> None:
     """Oracle: by hand: the first step takes 20; of the second's 9 a gather of 4 is exposed."""
     result = replay_of(
         compute(7),

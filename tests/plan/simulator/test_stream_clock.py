@@ -43,25 +43,25 @@ def waits(clock: Clock) -> dict[str, float]:
     return {cause.name: seconds for cause, seconds in clock.parts.waits.items() if seconds}
 
 
-def test_streams_run_beside_each_other() -> None:
+def test_streams_run_concurrently() -> None:
     """Oracle: by hand: 10 seconds of compute hide 4 of a collective."""
     clock = run(compute(10), gather(4))
     assert (clock.now, clock.tail(0), clock.tail(1), waits(clock)) == (10, 10, 4, {})
 
 
-def test_a_waiting_stream_starts_when_the_event_happens() -> None:
+def test_waiting_stream_starts_when_its_event_completes() -> None:
     """Oracle: by hand: a gather of 4 is needed after 1 of compute, so 3 are exposed."""
     clock = run(gather(4), RecordEvent(0, 1), compute(1), WaitEvent(0, 0), compute(2))
     assert clock.now == 6 and waits(clock) == {"communication": 3}
 
 
-def test_an_event_is_what_the_stream_had_when_it_was_recorded() -> None:
+def test_event_covers_only_work_issued_before_it() -> None:
     """Oracle: by hand: the second gather comes after the event and is not waited for."""
     clock = run(gather(4), RecordEvent(0, 1), gather(4), WaitEvent(0, 0), compute(2))
     assert clock.now == 6 and clock.tail(1) == 8
 
 
-def test_on_a_cpu_the_host_computes_itself() -> None:
+def test_host_executes_the_kernels_on_a_cpu() -> None:
     """Oracle: by hand: two operators of 3 seconds, each after 2 of host time."""
     clock = Clock(imagined_hardware("cpu", host_operator_seconds=2))
     clock.advance(compute(3))
@@ -70,23 +70,23 @@ def test_on_a_cpu_the_host_computes_itself() -> None:
     assert clock.now == clock.host == 10 and waits(clock) == {"host": 4}
 
 
-def test_an_event_that_has_happened_takes_nothing_back() -> None:
+def test_wait_for_a_completed_event_is_free() -> None:
     """Oracle: by hand: the event is at 0, the stream at 5."""
     assert run(RecordEvent(0, 1), compute(5), WaitEvent(0, 0), compute(1)).now == 6
 
 
-def test_what_the_host_waits_for_at_the_end_counts() -> None:
+def test_final_host_wait_counts() -> None:
     """Oracle: by hand: nothing computes after the gather of 4."""
     assert waits(run(compute(1), gather(4), HostWaitStream(1))) == {"communication": 3}
 
 
-def test_a_host_that_is_slower_than_the_device_decides() -> None:
+def test_slow_host_determines_the_step_time() -> None:
     """Oracle: by hand: three operators issued 2 seconds apart, of one second each."""
     clock = run(compute(1), compute(1), compute(1), host_operator_seconds=2)
     assert clock.now == 7 and clock.host == 6 and waits(clock) == {"host": 4}
 
 
-def test_a_pause_is_split_by_what_went_on_in_it() -> None:
+def test_idle_time_is_attributed_to_its_causes() -> None:
     """Oracle: by hand. A copy down of 3 waits for compute of 2; the host then updates for 5, uploads for 4, and a
     gather of 1 follows: the compute stream is idle from 2 to 15."""
     clock = run(
@@ -106,25 +106,25 @@ def test_a_pause_is_split_by_what_went_on_in_it() -> None:
     assert clock.now == 16 and waits(clock) == {"transfer": 7, "host": 5, "communication": 1}
 
 
-def test_kernels_of_a_side_stream_count_as_what_it_is_for() -> None:
+def test_kernels_of_a_communication_stream_count_as_communication() -> None:
     """Oracle: by hand: a reduction of 3 and a division of 2 after it, both waited for."""
     clock = run(gather(3), compute(2, stream=1), RecordEvent(0, 1), WaitEvent(0, 0), compute(1))
     assert clock.now == 6 and waits(clock) == {"communication": 5}
 
 
-def test_collectives_of_one_group_are_done_one_after_the_other() -> None:
+def test_collectives_of_one_group_are_serialized() -> None:
     """Oracle: by hand: the second gather is on another stream and ready at once, and still comes second."""
     clock = run(gather(4, stream=1), gather(3, stream=2))
     assert (clock.tail(1), clock.tail(2)) == (4, 7)
 
 
-def test_groups_on_other_links_run_beside_each_other() -> None:
+def test_groups_on_different_links_run_concurrently() -> None:
     """Oracle: by hand: machines of two, so stride 2 is between machines only."""
     clock = run(gather(4, stream=1), gather(3, stream=2, axis="replicate", stride=2))
     assert (clock.tail(1), clock.tail(2)) == (4, 3)
 
 
-def test_another_group_takes_a_link_where_it_is_free() -> None:
+def test_another_group_uses_gaps_of_a_shared_link() -> None:
     """Oracle: by hand: the first gather waits until 5 and needs the link until 9; a later one of another group, of 3,
     fits before it, one of 6 does not."""
     before = [compute(5), RecordEvent(0, 0), WaitEvent(0, 1), gather(4, stream=1)]
@@ -134,27 +134,27 @@ def test_another_group_takes_a_link_where_it_is_free() -> None:
     assert run(gather(3, stream=3, axis="all"), *before, gather(3, stream=2, axis="world")).tail(2) == 12
 
 
-def test_copies_up_and_down_have_lanes_of_their_own() -> None:
+def test_copies_run_concurrently_only_in_opposite_directions() -> None:
     """Oracle: by hand: two copies up follow each other, one down runs beside them; each has 1 of latency."""
     up = [Transfer(stream, 3, to_device=True, blocking=False) for stream in (1, 2)]
     clock = run(*up, Transfer(3, 3, to_device=False, blocking=False), transfer_latency_seconds=1)
     assert [clock.tail(stream) for stream in (1, 2, 3)] == [4, 8, 4]
 
 
-def test_a_blocking_copy_stops_the_host() -> None:
+def test_blocking_copy_stalls_the_host() -> None:
     """Oracle: by hand: on the computing stream, behind 2 of compute."""
     clock = run(compute(2), Transfer(0, 3, to_device=False, blocking=True), compute(1))
     assert clock.host == 5 and clock.now == 6 and waits(clock) == {"transfer": 3}
 
 
 @pytest.mark.parametrize("wait", [HostWaitEvent(0), HostWaitStream(1), HostWaitStream(None)])
-def test_the_host_stands_still_for_the_device(wait: Event) -> None:
+def test_host_wait_delays_later_work(wait: Event) -> None:
     """Oracle: by hand: work issued after the wait starts after the gather of 4, the cause of the wait."""
     clock = run(gather(4), RecordEvent(0, 1), wait, compute(1), host_operator_seconds=1)
     assert clock.host == 5 and clock.now == 6 and waits(clock) == {"communication": 4, "host": 1}
 
 
-def test_worker_threads_work_beside_the_host_until_it_waits_for_them() -> None:
+def test_worker_threads_run_concurrently_with_the_host() -> None:
     """Oracle: by hand: updates of 3 and 4; the host waits for the first, and goes on beside the second."""
     jobs = [HostWork("adam", 0, 3, worker=True), HostWork("adam", 0, 4, worker=True)]
     clock = run(*jobs, HostWaitWorkers(1), compute(1), HostWaitWorkers(2), compute(1))
@@ -170,7 +170,7 @@ def test_volumes_add_up_by_collective_and_axis() -> None:
     assert (reduction.calls, reduction.bytes, reduction.seconds) == (1, 6, 6.0)
 
 
-def test_a_window_counts_from_its_beginning() -> None:
+def test_window_counts_only_work_after_its_start() -> None:
     """Oracle: by hand: of two kernels of 5 with a window begun between them, one counts."""
     clock = Clock(imagined_hardware())
     clock.advance(compute(5))
@@ -180,7 +180,7 @@ def test_a_window_counts_from_its_beginning() -> None:
     assert clock.parts.kinds[KernelKind.matmul] == 5 and not waits(clock) and clock.now == 10
 
 
-def test_a_lane_never_serves_two_at_once() -> None:
+def test_lane_intervals_never_overlap() -> None:
     """Oracle: a list of all that was taken."""
     lane, taken = Lane(), []
     for ready, seconds in [(3, 2), (0, 3), (0, 1), (4, 1), (0, 0.5), (6, 4), (0, 2), (5, 0)]:
