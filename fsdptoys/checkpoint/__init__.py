@@ -2,21 +2,19 @@
 
 from .atomic_folder import CHECKSUMS_FILE, check_new_folder, verify_checksums
 from .checkpointer import Checkpointer
-from .config import RESUME_WORDS, CheckpointConfig, Form
+from .config import CheckpointConfig, Form
 from .hf_folder import HuggingFaceFolder, open_init_from, write_hugging_face
 from .load import Checkpoint
 from .manifest import MANIFEST_FILE, Schema, step_of
 from .model_config import check_same, differences
-from .safetensors_io import MAX_FILE_BYTES, ReadRegion, TensorFolder, Written, dtype_name
+from .safetensors_io import MAX_FILE_BYTES, ReadRegion, Written, dtype_name
 from .select import RUN_FOLDER, peek
-from .storage import Storage, open_storage
 from .weights import WEIGHTS_FOLDER, CheckpointWeights, RunWeights, model_config_of, save_weights
 
 __all__ = [
     "CHECKSUMS_FILE",
     "MANIFEST_FILE",
     "MAX_FILE_BYTES",
-    "RESUME_WORDS",
     "RUN_FOLDER",
     "WEIGHTS_FOLDER",
     "Checkpoint",
@@ -28,8 +26,6 @@ __all__ = [
     "ReadRegion",
     "RunWeights",
     "Schema",
-    "Storage",
-    "TensorFolder",
     "Written",
     "check_new_folder",
     "check_same",
@@ -37,7 +33,6 @@ __all__ = [
     "dtype_name",
     "model_config_of",
     "open_init_from",
-    "open_storage",
     "peek",
     "save_weights",
     "step_of",

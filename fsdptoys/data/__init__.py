@@ -6,7 +6,7 @@ tokens; several folders can be mixed by weight. Not covered: reading over a netw
 """
 
 from .bin import BinConfig, TokenDType
-from .byte_text import BYTES, TextConfig, decode_bytes, encode_bytes
+from .byte_text import TextConfig, decode_bytes, encode_bytes
 from .dataset import IGNORE_INDEX, DataConfig, Samples, TextSample, TokenDataset
 from .dataset_index import TOKENIZER_FILE, Index, check_folder, files_of, read_ends, read_index
 from .document_reader import find_sources
@@ -17,7 +17,7 @@ from .prepared import PreparedConfig
 from .progress import Display
 from .sampler import BatchStream, eval_batches
 from .synthetic import SyntheticConfig
-from .text_encoder import explain_package_errors, open_encoder, read_tokenizer
+from .text_encoder import open_encoder
 
 DATASETS: dict[str, type[DataConfig]] = {
     kind.name: kind for kind in (SyntheticConfig, TextConfig, BinConfig, PreparedConfig, HFConfig)
@@ -25,7 +25,6 @@ DATASETS: dict[str, type[DataConfig]] = {
 """Registry: the name after ``data=`` → the dataclass that ``configs/data/NAME.yaml`` starts from."""
 
 __all__ = [
-    "BYTES",
     "DATASETS",
     "IGNORE_INDEX",
     "MOST_PROCESSES",
@@ -50,12 +49,10 @@ __all__ = [
     "decode_bytes",
     "encode_bytes",
     "eval_batches",
-    "explain_package_errors",
     "files_of",
     "find_sources",
     "open_encoder",
     "prepare_folder",
     "read_ends",
     "read_index",
-    "read_tokenizer",
 ]

@@ -14,7 +14,7 @@ from fsdptoys.errors import ConfigError
 from fsdptoys.utils.bounds import between
 
 from .dataset import DataConfig
-from .token_files import FileStream, SourceFile, match_files, require_content, without_repeats
+from .token_files import FileStream, match_files, require_content, without_repeats
 from .token_windows import FileDataset, WindowSamples, split_windows
 
 
@@ -97,9 +97,7 @@ class BinConfig(DataConfig):
         return train, held_out
 
     def _open_stream(self, key: str, patterns: list[str], vocab_size: int) -> FileStream:
-        files: list[SourceFile] = []
-        for pattern in patterns:
-            files += match_files(key, pattern)
+        files = [file for pattern in patterns for file in match_files(key, pattern)]
         dtype = np.dtype(self.dtype.value).newbyteorder("<")
         for file in files:
             require_content(key, file)

@@ -8,7 +8,7 @@ download, though it depends on Python's version.
 import hashlib
 import os
 import sysconfig
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -86,7 +86,8 @@ class TextConfig(DataConfig):
         for pattern in self.files:
             files += stdlib_files() if pattern == STDLIB else match_files("data.files", pattern)
         # Empty files, such as many an __init__.py, are no documents.
-        documents = sorted((file for file in without_repeats(files) if file.size_bytes), key=_hash_of_name)
+        documents = [file for file in without_repeats(files) if file.size_bytes]
+        documents.sort(key=lambda file: hashlib.sha256(os.fsencode(file.name)).digest())
         return FileStream("data.files", documents, np.dtype(np.uint8), BYTES, SEPARATOR)
 
 
@@ -106,20 +107,14 @@ def decode_bytes(tokens: Sequence[int] | Tokens) -> str:
 def stdlib_files() -> list[SourceFile]:
     """Source of the running Python's standard library, without tests and installed packages; ConfigError if none."""
     root = sysconfig.get_paths()["stdlib"]
-    files = [source_file("data.files", path, root) for path in _python_files(root)]
+    files = []
+    for directory, subdirectories, names in os.walk(root):
+        subdirectories[:] = sorted(set(subdirectories) - STDLIB_LEFT_OUT)
+        paths = (os.path.join(directory, name) for name in sorted(names) if name.endswith(".py"))
+        # Some distributions have dangling links.
+        files += [source_file("data.files", path, root) for path in paths if os.path.isfile(path)]
     if not files:
         raise ConfigError(
             f"data.files=[{STDLIB}] finds no source files in {root}; set data.files=[path/to/*.txt] to text of your own"
         )
     return files
-
-
-def _python_files(root: str) -> Iterator[str]:
-    for directory, subdirectories, names in os.walk(root):
-        subdirectories[:] = sorted(set(subdirectories) - STDLIB_LEFT_OUT)
-        paths = (os.path.join(directory, name) for name in sorted(names) if name.endswith(".py"))
-        yield from (path for path in paths if os.path.isfile(path))  # some distributions have dangling links
-
-
-def _hash_of_name(file: SourceFile) -> bytes:
-    return hashlib.sha256(os.fsencode(file.name)).digest()

@@ -35,7 +35,9 @@ class SampledFiles:
         self._key = key
         self._files = files
         self._fix = fix
-        self._groups = _group(len(files))
+        count = min(len(files), MOST_DIGESTS)
+        edges = [len(files) * number // count for number in range(count + 1)] if files else []
+        self._groups = [range(first, stop) for first, stop in itertools.pairwise(edges)]  # each shares a digest
         digests = _digests(key, files)
         self._sums = [
             hashlib.sha256(b"".join(itertools.islice(digests, len(group)))).hexdigest()[:DIGEST_CHARACTERS]
@@ -79,12 +81,6 @@ def sampled_offsets(size_bytes: int, blocks: int) -> list[int]:
         drawn = hashlib.blake2b(repr((VERSION, size_bytes, number)).encode(), digest_size=8).digest()
         offsets.append(low + int.from_bytes(drawn, "little") % (high - low - BLOCK_BYTES + 1))
     return [*offsets, size_bytes - BLOCK_BYTES]
-
-
-def _group(files: int) -> list[range]:
-    """Neighbors that share a digest."""
-    count = min(files, MOST_DIGESTS)
-    return [range(files * number // count, files * (number + 1) // count) for number in range(count)]
 
 
 def _digests(key: str, files: Sequence[SourceFile]) -> Iterator[bytes]:

@@ -59,14 +59,14 @@ class TokenDataset(ABC):
     conditional_entropy_nats: float | None = None  # lowest loss that a model can reach, if known
     text_sample: TextSample | None = None  # sample to generate after training, if any
 
-    def sample_files(self) -> SampledFiles | None:
-        """Read sampled blocks of the training files, if any; ConfigError if one cannot be read."""
-        return None
-
     def __init__(self, train: Samples, eval: Samples | None, fingerprint: str) -> None:
         self.train = train
         self.eval = eval
         self.fingerprint = fingerprint
+
+    def sample_files(self) -> SampledFiles | None:
+        """Read sampled blocks of the training files, if any; ConfigError if one cannot be read."""
+        return None
 
     def end_labels_with_documents(self) -> int:
         """Ignore the label after each document's end, which is of another document; return the id of the end."""
@@ -90,9 +90,8 @@ class LabelsWithinDocuments:
     """Samples whose labels after the end of a document are ``IGNORE_INDEX``."""
 
     def __init__(self, samples: Samples, document_end: int) -> None:
-        self.samples = samples
+        self.samples, self.document_end = samples, document_end
         self.endless = samples.endless
-        self.document_end = document_end
 
     def __len__(self) -> int:
         return len(self.samples)

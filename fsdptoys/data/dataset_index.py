@@ -14,7 +14,7 @@ import hashlib
 import json
 import re
 import stat
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -35,6 +35,7 @@ TOKENIZER_FILE = "tokenizer.json"
 FORMAT = "fsdptoys tokens"
 VERSION = 1
 SPLITS = ("train", "eval")
+SHARD_NAME = re.compile(r"shard-[0-9]{5,9}")  # a name with a slash would reach other folders
 DTYPES: dict[str, "np.dtype[Any]"] = {"uint16": np.dtype("<u2"), "uint32": np.dtype("<u4")}
 ENDS_DTYPE = np.dtype("<i8")
 MOST_IDS = 2**32
@@ -47,13 +48,9 @@ MOST_COUNT = 2**53  # of ids, documents or bytes
 class UnusableFolderError(ConfigError):
     """A folder lacks files or is damaged, so that preparing it again helps; errors of the system are others."""
 
-    reason: str  # predicate of a sentence about the folder
-
-
-def _unusable(owner: str, reason: str, fix: str) -> UnusableFolderError:
-    error = UnusableFolderError(f"{owner} {reason}; {fix}")
-    error.reason = reason
-    return error
+    def __init__(self, owner: str, reason: str, fix: str) -> None:
+        super().__init__(f"{owner} {reason}; {fix}")
+        self.reason = reason  # predicate of a sentence about the folder
 
 
 @dataclass(frozen=True)
@@ -127,12 +124,12 @@ def read_index(folder: str, owner: str) -> Index:
         index = _from_tree(parse_json(read_regular(path, MOST_INDEX_BYTES), surrogates=True))
     except (FileNotFoundError, NotADirectoryError):
         what = "holds no" if root.is_dir() else "is no folder with an"
-        raise _unusable(
+        raise UnusableFolderError(
             owner, f"{what} {INDEX_FILE}", f"make one with fsdptoys data prepare FILE ... --out {folder} --tokenizer T"
         ) from None
     except (NotRegularFileError, ValueError) as error:
         reason = getattr(error, "strerror", error)
-        raise _unusable(
+        raise UnusableFolderError(
             owner, f"has an {INDEX_FILE} that cannot be used ({reason})", "prepare the folder again"
         ) from error
     except OSError as error:
@@ -143,13 +140,15 @@ def read_index(folder: str, owner: str) -> Index:
         try:
             facts = (root / file).stat()
         except (FileNotFoundError, NotADirectoryError):
-            raise _unusable(owner, f"lacks its file {file}", "restore it or prepare the folder again") from None
+            raise UnusableFolderError(
+                owner, f"lacks its file {file}", "restore it or prepare the folder again"
+            ) from None
         except OSError as error:  # says nothing of the file's content
             raise ConfigError(
                 f"{owner} cannot be read ({file}: {error.strerror}); change its permissions or name another"
             ) from error
         if not stat.S_ISREG(facts.st_mode) or facts.st_size != size:
-            raise _unusable(
+            raise UnusableFolderError(
                 owner,
                 f"has {facts.st_size} bytes in {file}, where its index says {size}",
                 "restore the file or prepare the folder again",
@@ -159,40 +158,22 @@ def read_index(folder: str, owner: str) -> Index:
 
 def files_of(index: Index) -> list[tuple[str, int]]:
     """Names and sizes of a folder's files, without the index."""
-    itemsize = DTYPES[index.dtype].itemsize
+    sizes = DTYPES[index.dtype].itemsize, ENDS_DTYPE.itemsize
     return [
-        entry
+        (file, count * size)
         for shard in index.shards
-        for entry in (
-            (tokens_file(shard.name), shard.tokens * itemsize),
-            (ends_file(shard.name), shard.documents * ENDS_DTYPE.itemsize),
-        )
+        for file, count, size in zip(shard_files(shard.name), (shard.tokens, shard.documents), sizes, strict=True)
     ]
 
 
-def tokens_file(shard: str) -> str:
-    """Name of a shard's file of ids."""
-    return f"{shard}.bin"
-
-
-def ends_file(shard: str) -> str:
-    """Name of a shard's file of documents' ends."""
-    return f"{shard}.ends"
-
-
-def shard_name(number: int) -> str:
-    """Name of a shard by its number."""
-    return f"shard-{number:05d}"
-
-
-def is_shard_name(name: Any) -> bool:
-    """Whether ``shard_name`` can return it; a name with a slash would reach other folders."""
-    return isinstance(name, str) and re.fullmatch(r"shard-[0-9]{5,9}", name) is not None
+def shard_files(shard: str) -> tuple[str, str]:
+    """Names of a shard's files: ids, and documents' ends."""
+    return f"{shard}.bin", f"{shard}.ends"
 
 
 def read_ends(folder: str, shard: Shard) -> NDArray[np.int64]:
     """Position behind each document of a shard, mapped rather than read."""
-    path = Path(folder).expanduser() / ends_file(shard.name)
+    path = Path(folder).expanduser() / shard_files(shard.name)[1]
     return np.memmap(path, ENDS_DTYPE, "r") if shard.documents else np.empty(0, ENDS_DTYPE)
 
 
@@ -206,13 +187,14 @@ def check_folder(folder: str, advance: Callable[[int], None] = lambda count: Non
     damage = _check_tokenizer(root, index)
     damages = [damage] if damage else []
     for shard in index.shards:
-        for file, expected in ((tokens_file(shard.name), shard.sha256), (ends_file(shard.name), shard.ends_sha256)):
+        files = shard_files(shard.name)
+        for file, expected in zip(files, (shard.sha256, shard.ends_sha256), strict=True):
             digest, highest = hashlib.sha256(), 0
             try:
                 with open_regular(root / file) as opened:
                     while block := opened.read(BLOCK_BYTES):
                         digest.update(block)
-                        if file.endswith(".bin"):
+                        if file == files[0]:
                             highest = max(highest, int(np.frombuffer(block, dtype).max()))
                         advance(len(block))
             except OSError as error:
@@ -227,7 +209,7 @@ def check_folder(folder: str, advance: Callable[[int], None] = lambda count: Non
         except OSError:
             continue  # reported above
         if len(ends) and not (ends[0] > 0 and ends[-1] == shard.tokens and (np.diff(ends) > 0).all()):
-            damages.append(f"{ends_file(shard.name)} does not fit its {shard.tokens} ids")
+            damages.append(f"{files[1]} does not fit its {shard.tokens} ids")
     return index, damages
 
 
@@ -267,13 +249,9 @@ def _from_tree(tree: Any) -> Index:
         raise ForeignError("dtype, vocabulary and end of document do not fit each other")
     if index.eval_fraction == 1:
         raise ForeignError("eval_fraction is 1")
-    _check_shards(index.shards)
-    return index
-
-
-def _check_shards(shards: Sequence[Shard]) -> None:
-    if len({shard.name for shard in shards}) < len(shards):
+    if len({shard.name for shard in index.shards}) < len(index.shards):
         raise ForeignError("it lists a shard twice")
-    for shard in shards:
-        if not is_shard_name(shard.name) or shard.split not in SPLITS or shard.documents > shard.tokens:
+    for shard in index.shards:
+        if not SHARD_NAME.fullmatch(shard.name) or shard.split not in SPLITS or shard.documents > shard.tokens:
             raise ForeignError(f"it describes shard {shard.name!r:.40} wrongly")
+    return index

@@ -14,7 +14,6 @@ import json
 import os
 import zlib
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, cast
 
@@ -54,29 +53,17 @@ Read = Iterator[tuple["str | LongText | None", float]]
 """Texts (None or empty for a record without text), each with the share of its file read so far."""
 
 
-@dataclass(frozen=True)
-class SourceData(SourceFile):
-    """A file, or a folder of ``datasets``."""
-
-    is_folder: bool = False
-
-    @property
-    def kind(self) -> str:
-        """``lines``, ``parquet``, ``arrow``, ``folder`` or ``text``."""
-        if self.is_folder:
-            return "folder"
-        suffix = os.path.splitext(self.path.removesuffix(".gz").removesuffix(".zst"))[1].lower()
-        if suffix in TABLES:
-            return suffix[1:]
-        return "lines" if suffix in LINES else "text"
-
-    @property
-    def needs_datasets(self) -> bool:
-        """Whether the package ``datasets`` is needed to read it."""
-        return self.kind in ("parquet", "arrow", "folder") or self.path.endswith(".zst")
+def kind_of(source: SourceFile) -> str:
+    """``lines``, ``parquet``, ``arrow``, ``folder`` or ``text``."""
+    if source.is_folder:
+        return "folder"
+    suffix = os.path.splitext(source.path.removesuffix(".gz").removesuffix(".zst"))[1].lower()
+    if suffix in TABLES:
+        return suffix[1:]
+    return "lines" if suffix in LINES else "text"
 
 
-def find_sources(key: str, patterns: Sequence[str]) -> list[SourceData]:
+def find_sources(key: str, patterns: Sequence[str]) -> list[SourceFile]:
     """The files and folders of paths and globs, each once; ConfigError if one is missing or needs a missing package."""
     files: list[SourceFile] = []
     for pattern in patterns:
@@ -94,17 +81,15 @@ def find_sources(key: str, patterns: Sequence[str]) -> list[SourceData]:
                 if not path.is_file():  # datasets would block on a pipe
                     raise ConfigError(f"{key}=[{pattern}] holds {path.name}, which is no regular file; take it out")
             size = sum(path.stat().st_size for path in folder.glob("*.arrow"))
-            files.append(SourceData(str(folder), folder.name, size, is_folder=True))
+            files.append(SourceFile(str(folder), folder.name, size, is_folder=True))
         else:
             files += match_files(key, pattern)
     files = [file for file in files if file.size_bytes]  # globs may match empty files
     if not files:
         raise ConfigError(f"{key}=[{','.join(patterns)}] finds nothing to read; name files that hold text")
-    sources = [
-        file if isinstance(file, SourceData) else SourceData(file.path, file.name, file.size_bytes)
-        for file in without_repeats(files)
-    ]
-    needing = next((source for source in sources if source.needs_datasets), None)
+    sources = without_repeats(files)
+    tables = (file for file in sources if file.path.endswith(".zst") or kind_of(file) not in ("lines", "text"))
+    needing = next(tables, None)
     if needing is not None:
         try:
             import datasets  # noqa: F401
@@ -116,7 +101,7 @@ def find_sources(key: str, patterns: Sequence[str]) -> list[SourceData]:
     return sources
 
 
-def read_documents(key: str, source: SourceData, field: str, *, long_texts: bool = False) -> Read:
+def read_documents(key: str, source: SourceFile, field: str, *, long_texts: bool = False) -> Read:
     """A source's documents, in order: the text in ``field`` of each record.
 
     ``long_texts`` yields files of text from ``LONG_BYTES`` on as ``LongText``. ConfigError if the source cannot be read
@@ -125,10 +110,8 @@ def read_documents(key: str, source: SourceData, field: str, *, long_texts: bool
     owner = f"{key}=[{source.path}]"
     readers = {"lines": _lines, "parquet": _parquet, "arrow": _arrow, "folder": _arrow}
     try:
-        if source.kind == "text":
-            yield from _text(owner, source, long_texts)
-        else:
-            yield from readers[source.kind](owner, source, field)
+        reader = readers.get(kind_of(source))
+        yield from _text(owner, source, long_texts) if reader is None else reader(owner, source, field)
     except ConfigError:
         raise
     except MemoryError as error:
@@ -145,7 +128,7 @@ def no_memory(owner: str) -> ConfigError:
     )
 
 
-def _text(owner: str, source: SourceData, long_texts: bool) -> Read:
+def _text(owner: str, source: SourceFile, long_texts: bool) -> Read:
     content = bytearray()
     with _open(source)[0] as file:
         while block := file.read(BLOCK_BYTES):  # reading a gzip file at once holds its content twice
@@ -177,7 +160,7 @@ def _character_start(content: bytearray, place: int) -> int:
     return next((start for start in range(place, place - 4, -1) if content[start] & 0xC0 != 0x80), place)
 
 
-def _lines(owner: str, source: SourceData, field: str) -> Read:
+def _lines(owner: str, source: SourceFile, field: str) -> Read:
     opened, raw = _open(source)
     with opened as file:
         for number, line in enumerate(file, 1):
@@ -197,7 +180,7 @@ def _lines(owner: str, source: SourceData, field: str) -> Read:
             yield _checked(owner, field, record[field], f" in line {number}"), raw.tell() / source.size_bytes
 
 
-def _parquet(owner: str, source: SourceData, field: str) -> Read:
+def _parquet(owner: str, source: SourceFile, field: str) -> Read:
     import pyarrow
     import pyarrow.parquet
 
@@ -212,7 +195,7 @@ def _parquet(owner: str, source: SourceData, field: str) -> Read:
         raise ConfigError(f"{owner} cannot be read as Parquet ({error}); write it again or leave it out") from error
 
 
-def _arrow(owner: str, source: SourceData, field: str) -> Read:
+def _arrow(owner: str, source: SourceFile, field: str) -> Read:
     import datasets
 
     try:
@@ -233,7 +216,7 @@ def _rows(owner: str, field: str, columns: Iterable[list[Any]], rows: int) -> Re
         yield _checked(owner, field, value, f" in row {row}"), row / rows
 
 
-def _open(source: SourceData) -> tuple[IO[bytes], IO[bytes]]:
+def _open(source: SourceFile) -> tuple[IO[bytes], IO[bytes]]:
     """The content, and the file on disk, whose position is the progress."""
     raw = open_regular(source.path)  # closed with the content, or with the process
     if source.path.endswith(".gz"):

@@ -14,7 +14,7 @@ import json
 import os
 import shutil
 from collections.abc import Callable, Iterator
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from enum import Enum
 from pathlib import Path
@@ -33,7 +33,7 @@ from fsdptoys.utils.regular_file import NotRegularFileError, read_regular
 from fsdptoys.utils.text import one_line
 
 from .dataset import IGNORE_INDEX, Tokens, hash_of
-from .dataset_index import MOST_COUNT, Index, ends_file, read_ends
+from .dataset_index import MOST_COUNT, Index, read_ends, shard_files
 from .token_files import FileStream
 
 GROUP = 2**16  # documents fitted together
@@ -130,16 +130,15 @@ class PackedRows:
         return {name: value for name, value in self.__dict__.items() if name != "_maps"}
 
 
+@dataclass
 class PackedSamples:
-    """Rows of whole documents as samples; ``padding`` is the id that fills the rest of a row."""
+    """Rows of whole documents as samples."""
 
+    stream: FileStream
+    rows: PackedRows
+    seq_len: int
+    padding: int  # id that fills the rest of a row
     endless = False
-
-    def __init__(self, stream: FileStream, rows: PackedRows, seq_len: int, padding: int) -> None:
-        self.stream = stream
-        self.rows = rows
-        self.seq_len = seq_len
-        self.padding = padding
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -218,8 +217,8 @@ def _write_rows(place: Path, folder: str, index: Index, split: str, seq_len: int
     shutil.rmtree(part, ignore_errors=True)
     part.mkdir()
     pieces = rows_before = ids = 0
-    files: list[BinaryIO] = [open(part / name, "wb") for name in FILES]  # noqa: SIM115
-    try:
+    with ExitStack() as stack:
+        files: list[BinaryIO] = [stack.enter_context(open(part / name, "wb")) for name in FILES]
         for starts, lengths in _groups(folder, index, split, seq_len):
             rows = best_fit(lengths, seq_len + 1)
             order = np.fromiter(itertools.chain.from_iterable(rows), np.int64, len(lengths))
@@ -230,9 +229,6 @@ def _write_rows(place: Path, folder: str, index: Index, split: str, seq_len: int
         for file in files:
             file.flush()
             os.fsync(file.fileno())
-    finally:
-        for file in files:
-            file.close()
     (part / COUNTS_FILE).write_text(json.dumps({"rows": rows_before, "pieces": pieces, "ids": ids}))
     with suppress(OSError):  # some systems sync no folders
         sync_to_disk(part)
@@ -252,8 +248,8 @@ def _groups(folder: str, index: Index, split: str, seq_len: int) -> Iterator[tup
             group = ends[max(0, first - 1) : first + GROUP]
             if not (ends[0] > 0 and ends[-1] == shard.tokens and (np.diff(group) > 0).all()):
                 raise ConfigError(
-                    f"{os.path.join(folder, ends_file(shard.name))} does not fit the {shard.tokens} ids of its shard; "
-                    f"remove {folder} and prepare it again"
+                    f"{os.path.join(folder, shard_files(shard.name)[1])} does not fit the {shard.tokens} ids of its "
+                    f"shard; remove {folder} and prepare it again"
                 )
             waiting = np.concatenate([waiting, before + ends[first : first + GROUP]])
             if len(waiting) >= GROUP:

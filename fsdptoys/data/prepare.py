@@ -32,10 +32,11 @@ from fsdptoys.utils.file_lock import hold_lock
 
 from .dataset import Tokens, hash_of
 from .dataset_index import DTYPES, VERSION, Index, Source, UnusableFolderError, read_index
-from .document_reader import LongText, SourceData, no_memory, read_documents
+from .document_reader import LongText, no_memory, read_documents
 from .loader import end_with_parent
 from .shard_writer import ShardsWriter
 from .text_encoder import Encoder
+from .token_files import SourceFile
 
 SHARD_TOKENS = 2**27  # default size of a shard: 256 MiB in 16 bits
 GROUP_CHARACTERS = 2**18  # text of a group
@@ -48,7 +49,7 @@ class Request:
     """Input, output and options of a preparation."""
 
     key: str  # the files as the user named them, for messages
-    sources: list[SourceData]
+    sources: list[SourceFile]
     encoder: Encoder
     folder: Path  # the result
     field: str = "text"
@@ -93,12 +94,8 @@ class _Group:
     long: LongText | None = None  # a document behind the texts, which this process writes itself
 
 
-@dataclass(frozen=True)
-class _Encoded:
-    """Ids of a group by split: of all documents, one after the other, and the length of each."""
-
-    splits: dict[str, tuple[NDArray[Any], Tokens]]
-    left_out: int
+_Encoded = tuple[dict[str, tuple[NDArray[Any], Tokens]], int]
+"""By split, the ids of a group's documents, one after the other, and the length of each; number of those left out."""
 
 
 def prepare_folder(
@@ -158,18 +155,19 @@ def _write(request: Request, advance: Callable[[Advance], None]) -> Index:
     writer = ShardsWriter(request.folder, request.fingerprint, encoder.dtype, request.shard_tokens)
     try:
         groups = _groups(request, skip=writer.progress.documents)
-        for group, encoded in _encode_all(groups, request):
-            long_split = None if group.long is None else _long_split(group.long, request.eval_fraction)
-            for split in dict.fromkeys([*encoded.splits, *([] if long_split is None else [long_split])]):
-                if split in encoded.splits:
-                    writer.add(split, *encoded.splits[split])
-                if group.long is not None and split == long_split:
-                    end = [bytes([encoder.document_end])]
-                    blocks = itertools.chain(group.long.blocks(), end)
+        for group, (splits, left_out) in _encode_all(groups, request):
+            long, long_split = group.long, None
+            if long is not None and any(long.blocks()):
+                long_split = "eval" if _is_drawn(long.blocks(), request.eval_fraction) else "train"
+            for split in dict.fromkeys([*splits, long_split] if long_split else splits):
+                if split in splits:
+                    writer.add(split, *splits[split])
+                if long is not None and split == long_split:
+                    blocks = itertools.chain(long.blocks(), [bytes([encoder.document_end])])
                     writer.add_long(split, (np.frombuffer(block, np.uint8) for block in blocks))
-            if group.long is not None:
-                group.long.release()
-            writer.read(group.documents, encoded.left_out + (group.long is not None and long_split is None))
+            if long is not None:
+                long.release()
+            writer.read(group.documents, left_out + (long is not None and long_split is None))
             advance(Advance(group.done_bytes, total, writer.progress.documents, writer.tokens))
         if not writer.tokens:
             raise ConfigError(f"{request.key} finds no document with text; name files that hold some")
@@ -196,13 +194,6 @@ def _write(request: Request, advance: Callable[[Advance], None]) -> Index:
         writer.close()
 
 
-def _long_split(text: LongText, eval_fraction: float) -> str | None:
-    """Split of a long text; None if it has no ids."""
-    if not any(text.blocks()):
-        return None
-    return "eval" if _is_drawn(text.blocks(), eval_fraction) else "train"
-
-
 def _groups(request: Request, skip: int) -> Iterator[_Group]:
     """Group all documents except the first ``skip``."""
     texts: list[str] = []
@@ -216,15 +207,13 @@ def _groups(request: Request, skip: int) -> Iterator[_Group]:
                 if isinstance(text, LongText):
                     text.release()
                 continue
-            if isinstance(text, LongText):
-                yield _Group(texts, documents + 1, before + share * source.size_bytes, text)
-                texts, documents, characters = [], 0, 0
-                continue
-            texts.append(text or "")
             documents += 1
-            characters += len(texts[-1])
-            if characters >= GROUP_CHARACTERS:
-                yield _Group(texts, documents, before + share * source.size_bytes)
+            long = text if isinstance(text, LongText) else None
+            if not isinstance(text, LongText):
+                texts.append(text or "")
+                characters += len(texts[-1])
+            if long is not None or characters >= GROUP_CHARACTERS:
+                yield _Group(texts, documents, before + share * source.size_bytes, long)
                 texts, documents, characters = [], 0, 0
         before += source.size_bytes
     if documents:
@@ -299,7 +288,7 @@ def _encode(encoder: Encoder, fraction: float, texts: list[str]) -> _Encoded:
     for split, parts in all_ids.items():
         lengths = np.array([len(ids) + 1 for ids in parts[::2]], np.int64)
         splits[split] = np.concatenate(parts), lengths
-    return _Encoded(splits, left_out)
+    return splits, left_out
 
 
 def is_held_out(text: str, fraction: float) -> bool:

@@ -21,7 +21,7 @@ from fsdptoys.utils.text import print_status
 
 from .content_sample import SampledFiles
 from .dataset import DataConfig, Samples, TokenDataset, hash_of
-from .dataset_index import DTYPES, Index, kept_tokenizer, read_index, tokens_file
+from .dataset_index import DTYPES, Index, kept_tokenizer, read_index, shard_files
 from .mixture import MixedHeldOut, MixedSamples, Pattern
 from .packing import PackedSamples, Packing, pack_rows
 from .permutation import ORDER
@@ -110,22 +110,22 @@ class PreparedConfig(DataConfig):
 
     def prepare(self, seq_len: int, vocab_size: int) -> None:
         """Pack documents into rows, unless the cache has them."""
-        for part in self._open(seq_len, vocab_size):
-            self._pack(part, seq_len)
+        self._open_packed(seq_len, vocab_size)
 
     def build(self, seq_len: int, vocab_size: int, seed: int) -> "PreparedDataset":
         """Map the folders."""
-        parts = self._open(seq_len, vocab_size)
-        for part in parts:
-            self._pack(part, seq_len)
+        parts = self._open_packed(seq_len, vocab_size)
         return PreparedDataset(parts, self._shares(parts), seq_len, seed, self.packing, self.fixes)
 
     def _shares(self, parts: Sequence["Part"]) -> list[float]:
         return self.weights or [float(len(part.train)) or 1.0 for part in parts]
 
-    def _pack(self, part: "Part", seq_len: int) -> None:
+    def _open_packed(self, seq_len: int, vocab_size: int) -> list["Part"]:
+        parts = self._open(seq_len, vocab_size)
         if self.packing is Packing.best_fit:
-            part.pack(cache_folder(self.cache), seq_len)
+            for part in parts:
+                part.pack(cache_folder(self.cache), seq_len)
+        return parts
 
     def _read(self) -> list[tuple[str, str, Index]]:
         """Name in messages, path and index of each folder."""
@@ -142,18 +142,12 @@ class PreparedConfig(DataConfig):
         return [(owner, folder, read_index(folder, folder if self.known_as else owner)) for owner, folder in named]
 
     def _open(self, seq_len: int, vocab_size: int) -> list["Part"]:
-        packed = self.packing is Packing.best_fit
-        parts = [
-            Part(owner, folder, index, seq_len, vocab_size, packed, self.fixes) for owner, folder, index in self._read()
-        ]
-        first = parts[0]
-        for part in parts:
-            part.share_maps(len(parts))
-        for part in parts[1:]:
-            if (part.index.tokenizer_sha256, part.index.document_end) != (
-                first.index.tokenizer_sha256,
-                first.index.document_end,
-            ):
+        found = self._read()
+        parts = [Part(self, *each, seq_len, vocab_size, max(1, MOST_MAPS // len(found))) for each in found]
+        first, *others = parts
+        ids = first.index.tokenizer_sha256, first.index.document_end
+        for part in others:
+            if (part.index.tokenizer_sha256, part.index.document_end) != ids:
                 raise ConfigError(
                     f"{part.owner} was prepared with another tokenizer ({part.index.tokenizer}) than {first.owner} "
                     f"({first.index.tokenizer}), so their ids do not mean the same; prepare one of them again"
@@ -171,14 +165,7 @@ class Part:
     eval: Samples | None
 
     def __init__(
-        self,
-        owner: str,
-        folder: str,
-        index: Index,
-        seq_len: int,
-        vocab_size: int,
-        packed: bool = False,
-        fixes: Fixes = PreparedConfig.fixes,
+        self, config: PreparedConfig, owner: str, folder: str, index: Index, seq_len: int, vocab_size: int, maps: int
     ) -> None:
         self.owner = owner
         self.folder = folder
@@ -189,22 +176,16 @@ class Part:
                 f"model.vocab_size={vocab_size}; set model.vocab_size={index.vocab_size} or prepare it with the "
                 "model's tokenizer"
             )
-        train = self._windows("train", seq_len, vocab_size)
-        held_out = self._windows("eval", seq_len, vocab_size)
+        train = self._windows("train", seq_len, vocab_size, maps)
+        held_out = self._windows("eval", seq_len, vocab_size, maps)
         if train is None:
-            raise ConfigError(f"{owner} holds no document to train on; {fixes.hold_out_less}")
-        if not packed:
-            train.require_one(f"the training part of {owner}", fixes.more_text)
+            raise ConfigError(f"{owner} holds no document to train on; {config.fixes.hold_out_less}")
+        if config.packing is Packing.none:
+            train.require_one(f"the training part of {owner}", config.fixes.more_text)
             if held_out is not None:
-                held_out.require_one(f"the held-out part of {owner}", fixes.hold_out_more)
+                held_out.require_one(f"the held-out part of {owner}", config.fixes.hold_out_more)
         self.windows = train
         self.train, self.eval = train, held_out
-
-    def share_maps(self, sharers: int) -> None:
-        """Share ``MOST_MAPS`` with other parts."""
-        for windows in (self.train, self.eval):
-            if isinstance(windows, WindowSamples) and isinstance(windows.stream, MappedStream):
-                windows.stream.sharers = sharers
 
     def pack(self, cache: Path, seq_len: int) -> None:
         """Replace windows by rows of whole documents."""
@@ -216,21 +197,22 @@ class Part:
         rows = pack_rows(cache, self.folder, self.index, split, seq_len, print_status)
         return PackedSamples(stream, rows, seq_len, self.index.document_end)
 
-    def _windows(self, split: str, seq_len: int, vocab_size: int) -> WindowSamples | None:
+    def _windows(self, split: str, seq_len: int, vocab_size: int, maps: int) -> WindowSamples | None:
         shards = self.index.of(split)
         dtype, root = DTYPES[self.index.dtype], Path(self.folder).expanduser()
         files = []
         for shard in shards:
-            name = tokens_file(shard.name)
+            name = shard_files(shard.name)[0]
             files.append(SourceFile(str(root / name), name, shard.tokens * dtype.itemsize))
         stream = MappedStream(self.owner.partition("=")[0], files, dtype, vocab_size)
+        stream.most_maps = maps
         return WindowSamples(stream, 0, len(stream), seq_len) if shards else None
 
 
 class MappedStream(FileStream):
     """Tokens of mapped files; each is mapped at its first read."""
 
-    sharers = 1  # streams that share ``MOST_MAPS``
+    most_maps = MOST_MAPS
     _maps: "OrderedDict[int, NDArray[Any]] | None" = None
 
     def _read_file(self, index: int, offset: int, count: int) -> NDArray[Any]:
@@ -253,7 +235,7 @@ class MappedStream(FileStream):
                 f"{self.key}=[{file.path}] can no longer be read ({error}); restore it or change {self.key}"
             ) from error
         self._maps[index] = found
-        if len(self._maps) > max(1, MOST_MAPS // self.sharers):
+        if len(self._maps) > self.most_maps:
             self._maps.popitem(last=False)
         return found
 
@@ -265,13 +247,7 @@ class PreparedDataset(TokenDataset):
     """Samples of one or several mixed folders."""
 
     def __init__(
-        self,
-        parts: Sequence[Part],
-        weights: Sequence[float],
-        seq_len: int,
-        seed: int,
-        packing: Packing = Packing.none,
-        fixes: Fixes = PreparedConfig.fixes,
+        self, parts: Sequence[Part], weights: Sequence[float], seq_len: int, seed: int, packing: Packing, fixes: Fixes
     ) -> None:
         contents = [packing.value, *(part.index.fingerprint("train") for part in parts)]
         train: Samples = parts[0].train
@@ -294,13 +270,7 @@ class PreparedDataset(TokenDataset):
         return SampledFiles(streams[0].key, [file for stream in streams for file in stream.files], self._fixes.restore)
 
     def _unigram_entropy_nats(self) -> float:
-        shares = [weight / math.fsum(self._weights) for weight in self._weights]
-        return entropy_nats(
-            sum(
-                (
-                    share * token_shares(part.windows, len(self._parts))
-                    for share, part in zip(shares, self._parts, strict=True)
-                ),
-                start=np.zeros(self._parts[0].windows.stream.vocab_size),
-            )
-        )
+        shares_V = np.zeros(self._parts[0].windows.stream.vocab_size)
+        for weight, part in zip(self._weights, self._parts, strict=True):
+            shares_V += weight / math.fsum(self._weights) * token_shares(part.windows, len(self._parts))
+        return entropy_nats(shares_V)

@@ -51,6 +51,7 @@ class BatchStream:
         self._files = files
         self.samples_seen = 0  # samples of all steps so far, over all ranks
         self._reader = StepReader(samples, batch_size, microbatches, ranks, data_ranks, seed)
+        self.global_batch = self._reader.stride  # sequences of a step, over all ranks
         self._order = None if samples.endless else ORDER
         self._workers = workers
         self._ahead: StepPrefetcher | None = None
@@ -66,7 +67,7 @@ class BatchStream:
             step = self._ahead.next()
         else:
             step = self._reader.read(self.samples_seen)
-        self.samples_seen += self._reader.stride
+        self.samples_seen += self.global_batch
         return [(tokens_BT, labels_BT) for tokens_BT, labels_BT in step]
 
     def close(self) -> None:
@@ -74,11 +75,6 @@ class BatchStream:
         if self._ahead is not None:
             self._ahead.close()
             self._ahead = None
-
-    @property
-    def global_batch(self) -> int:
-        """Sequences of a step, over all ranks."""
-        return self._reader.stride
 
     def state_dict(self) -> dict[str, Any]:
         """The state to resume from, the same on every rank."""

@@ -44,7 +44,7 @@ class ShardProgress:
     closed: bool
 
     def __post_init__(self) -> None:
-        if not (layout.is_shard_name(self.name) and self.split in layout.SPLITS):
+        if not (layout.SHARD_NAME.fullmatch(self.name) and self.split in layout.SPLITS):
             raise ForeignError("a shard has no valid name or split")
 
 
@@ -104,8 +104,8 @@ class ShardsWriter:
         shard = self._open(split)
         before = shard.tokens
         for ids in blocks:
-            shard.extend(ids)
-        shard.end_document()
+            shard.append(ids, np.empty(0, np.int64))
+        shard.append(np.empty(0, np.int64), np.zeros(1, np.int64))
         if shard.tokens >= self.shard_tokens:
             shard.close()
         self._unsaved += shard.tokens - before
@@ -153,7 +153,7 @@ class ShardsWriter:
     def _open(self, split: str) -> "_OpenShard":
         last = next((shard for shard in reversed(self._shards) if shard.split == split), None)
         if last is None or last.closed:
-            last = _OpenShard(self.part, layout.shard_name(len(self._shards)), split, self._dtype)
+            last = _OpenShard(self.part, f"shard-{len(self._shards):05d}", split, self._dtype)
             self._shards.append(last)
         return last
 
@@ -163,7 +163,10 @@ class ShardsWriter:
             if progress.request == self.progress.request:
                 for noted in progress.shards:
                     self._shards.append(_OpenShard.reopen(self.part, noted, self._dtype))
-                self._remove_unnoted()
+                kept = {PROGRESS_FILE}.union(*(layout.shard_files(shard.name) for shard in self._shards))
+                for path in self.part.iterdir():
+                    if path.name not in kept:
+                        path.unlink()
                 self.progress = progress
                 return True
         except (OSError, ValueError):
@@ -176,14 +179,6 @@ class ShardsWriter:
         self.part.mkdir(parents=True)
         return False
 
-    def _remove_unnoted(self) -> None:
-        noted = {
-            name for shard in self._shards for name in (layout.tokens_file(shard.name), layout.ends_file(shard.name))
-        }
-        for path in self.part.iterdir():
-            if path.name not in noted | {PROGRESS_FILE}:
-                path.unlink()
-
 
 class _OpenShard:
     """Two files and their checksums so far."""
@@ -193,9 +188,7 @@ class _OpenShard:
         self.tokens = self.documents = 0
         self.closed = False
         self._dtype = dtype
-        self._files: list[IO[bytes]] = []
-        for file in (layout.tokens_file(name), layout.ends_file(name)):
-            self._files.append(open_regular(folder / file, mode))
+        self._files: list[IO[bytes]] = [open_regular(folder / file, mode) for file in layout.shard_files(name)]
         self._sums = [hashlib.sha256(), hashlib.sha256()]
 
     @classmethod
@@ -215,24 +208,13 @@ class _OpenShard:
         return shard
 
     def append(self, ids: NDArray[Any], stops: Tokens) -> None:
-        """Add documents: their ids, and the end of each among these."""
+        """Add ids, and the end of each document among these."""
         parts = (ids.astype(self._dtype, copy=False), (stops + self.tokens).astype(layout.ENDS_DTYPE))
         for file, digest, part in zip(self._files, self._sums, parts, strict=True):
             file.write(part.data)
             digest.update(part.data)
         self.tokens += len(ids)
         self.documents += len(stops)
-
-    def extend(self, ids: NDArray[Any]) -> None:
-        """Add ids of a document; ``end_document`` ends it."""
-        part = ids.astype(self._dtype, copy=False)
-        self._files[0].write(part.data)
-        self._sums[0].update(part.data)
-        self.tokens += len(ids)
-
-    def end_document(self) -> None:
-        """Record the end of a document that ``extend`` has added."""
-        self.append(np.empty(0, self._dtype), np.zeros(1, np.int64))
 
     def flush(self) -> None:
         """Flush it to the disk."""

@@ -7,7 +7,6 @@ function of the seed and its number, made from NumPy's raw Philox bits, which ar
 
 import math
 from dataclasses import dataclass, field
-from enum import IntEnum
 
 import numpy as np
 
@@ -17,14 +16,8 @@ from fsdptoys.utils.bounds import at_least, between
 from .dataset import IGNORE_INDEX, DataConfig, TokenDataset, Tokens, hash_of
 
 TRAIN_SAMPLES = 2**40  # more than any run takes
+TRAIN, EVAL = 0, 1  # splits; part of the seed of a sample, so that no held-out sample is a training sample
 DOCUMENT_END = 0  # taken as the end of a document: about one token in vocab_size
-
-
-class Part(IntEnum):
-    """Split of the samples; part of their seed, so that no held-out sample is a training sample."""
-
-    train = 0
-    eval = 1
 
 
 @dataclass
@@ -65,8 +58,8 @@ class SyntheticDataset(TokenDataset):
     """The source's samples and its entropies."""
 
     def __init__(self, config: SyntheticConfig, seq_len: int, vocab_size: int, seed: int) -> None:
-        train = MarkovSamples(config, seq_len, vocab_size, seed, Part.train)
-        held_out = MarkovSamples(config, seq_len, vocab_size, seed, Part.eval) if config.has_eval else None
+        train = MarkovSamples(config, seq_len, vocab_size, seed, TRAIN)
+        held_out = MarkovSamples(config, seq_len, vocab_size, seed, EVAL) if config.has_eval else None
         fingerprint = hash_of(config.name, config.branching, config.ragged, seq_len, vocab_size, seed)
         super().__init__(train, held_out, fingerprint)
         self.conditional_entropy_nats = math.log(config.branching)
@@ -80,14 +73,14 @@ class SyntheticDataset(TokenDataset):
 class MarkovSamples:
     """Samples of the source, each from its own random numbers."""
 
-    def __init__(self, config: SyntheticConfig, seq_len: int, vocab_size: int, seed: int, part: Part) -> None:
-        self.endless = part is Part.train
+    def __init__(self, config: SyntheticConfig, seq_len: int, vocab_size: int, seed: int, split: int) -> None:
+        self.endless = split == TRAIN
         self.length = TRAIN_SAMPLES if self.endless else config.eval_samples
         self.config = config
         self.seq_len = seq_len
         self.vocab_size = vocab_size
         self.seed = seed
-        self.part = part
+        self.split = split
 
     def __len__(self) -> int:
         return self.length
@@ -95,7 +88,7 @@ class MarkovSamples:
     def __getitem__(self, index: int) -> tuple[Tokens, Tokens]:
         if not 0 <= index < self.length:
             raise IndexError(index)
-        seed = np.random.SeedSequence(self.seed, spawn_key=(int(self.part), index))
+        seed = np.random.SeedSequence(self.seed, spawn_key=(self.split, index))
         # The remainder of 64 random bits is uniform to within vocab_size / 2**64.
         bits = np.random.Philox(seed).random_raw(self.seq_len + 2)
         steps = (bits[:-1] % self.config.branching).astype(np.int64) + 1

@@ -29,6 +29,7 @@ class SourceFile:
     path: str
     name: str  # path below the pattern's directory, independent of the location of the data
     size_bytes: int
+    is_folder: bool = False  # of the package datasets
 
 
 def match_files(key: str, pattern: str) -> list[SourceFile]:

@@ -4,6 +4,8 @@ Sample i covers positions i·T to i·T + T, both included: inputs never overlap,
 first input of the next. The held-out part is the end of the stream, or a stream of its own; no window is in both.
 """
 
+from dataclasses import dataclass
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -17,16 +19,15 @@ ENTROPY_BYTES = 256 * 2**20  # start of the training part, in which token freque
 CHUNK_TOKENS = 2**22
 
 
+@dataclass
 class WindowSamples:
     """Disjoint windows of the positions ``start`` to ``stop`` (excluded) of a stream."""
 
+    stream: FileStream
+    start: int
+    stop: int
+    seq_len: int
     endless = False
-
-    def __init__(self, stream: FileStream, start: int, stop: int, seq_len: int) -> None:
-        self.stream = stream
-        self.start = start
-        self.stop = stop
-        self.seq_len = seq_len
 
     def __len__(self) -> int:
         return max(0, self.stop - self.start - 1) // self.seq_len

@@ -4,8 +4,8 @@ A run's data defines the meaning of ids if it is text, and a Hugging Face folder
 otherwise the user names a tokenizer. Not covered: tokenizers in other files (``tokenizer.model``), chat templates.
 """
 
-from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -19,79 +19,27 @@ from .text_encoder import explain_package_errors, read_tokenizer
 CHOICE = "--tokenizer bytes, --tokenizer ids, or --tokenizer with a folder that holds a tokenizer.json"
 
 
-class Tokenizer(ABC):
+@dataclass(frozen=True)
+class Tokenizer:
     """Converts between text and ids."""
 
-    has_bytes = True  # whether ids stand for bytes of text
-
-    @abstractmethod
-    def encode(self, text: str) -> list[int]:
-        """Ids of a text; ConfigError if it has none."""
-
-    @abstractmethod
-    def decode(self, ids: Sequence[int]) -> str:
-        """Text of ids."""
+    encode: Callable[[str], list[int]]
+    """Ids of a text; ConfigError if it has none."""
+    decode: Callable[[Sequence[int]], str]
+    """Text of ids."""
+    is_bytes: bool = False
+    """Whether ids 0 to 255 are bytes, as with ``data=text``."""
+    has_bytes: bool = True
+    """Whether ids stand for bytes of text."""
 
     def encode_file(self, content: bytes, path: str) -> list[int]:
-        """Ids of a file; ConfigError if it is not UTF-8, or its text has no ids."""
+        """Ids of a file; ConfigError if it is not UTF-8, where that is needed, or its text has no ids."""
+        if self.is_bytes:
+            return np.frombuffer(content, dtype=np.uint8).tolist()
         try:
             return self.encode(content.decode("utf-8"))
         except UnicodeDecodeError as error:
             raise ConfigError(f"{path} holds no text in UTF-8 (byte {error.start}); write it in UTF-8") from error
-
-
-class ByteTokenizer(Tokenizer):
-    """Ids 0 to 255 are bytes, as with ``data=text``."""
-
-    def encode(self, text: str) -> list[int]:
-        """See ``Tokenizer``."""
-        return encode_bytes(text).tolist()
-
-    def decode(self, ids: Sequence[int]) -> str:
-        """See ``Tokenizer``."""
-        return decode_bytes(ids)
-
-    def encode_file(self, content: bytes, path: str) -> list[int]:
-        """See ``Tokenizer``; accepts any bytes."""
-        return np.frombuffer(content, dtype=np.uint8).tolist()
-
-
-class IdTokenizer(Tokenizer):
-    """Text is ids in decimal digits, separated by blanks."""
-
-    has_bytes = False
-
-    def encode(self, text: str) -> list[int]:
-        """See ``Tokenizer``."""
-        for word in text.split():
-            if not (word.isascii() and word.isdigit()):
-                raise ConfigError(f"{word!r:.40} is no token id; write ids as in '17 4 1003', or another --tokenizer")
-        return [int(word) for word in text.split()]
-
-    def decode(self, ids: Sequence[int]) -> str:
-        """See ``Tokenizer``."""
-        return " ".join(map(str, ids))
-
-
-class FileTokenizer(Tokenizer):
-    """A ``tokenizer.json``: the file or its folder; ``plain`` encodes text as prepared data is."""
-
-    def __init__(self, path: Path, plain: bool) -> None:
-        file = path / TOKENIZER_FILE if path.is_dir() else path
-        missing = f"{file} is missing, which maps the ids to text; write {CHOICE}"
-        self._reader = read_tokenizer(file, str(file), "generate", "write --tokenizer ids", missing, plain=plain)
-        self._plain = plain
-        self._file = file
-
-    def encode(self, text: str) -> list[int]:
-        """See ``Tokenizer``; with the file's special ids around the text, unless plain."""
-        with explain_package_errors(f"{self._file} cannot turn the text into ids"):
-            return list(self._reader.encode(text, add_special_tokens=not self._plain).ids)
-
-    def decode(self, ids: Sequence[int]) -> str:
-        """See ``Tokenizer``; without special ids."""
-        with explain_package_errors(f"{self._file} cannot turn ids into text"):
-            return str(self._reader.decode(list(ids)))
 
 
 def open_tokenizer(choice: str, vocab_size: int, *, plain: bool = False) -> Tokenizer:
@@ -100,14 +48,35 @@ def open_tokenizer(choice: str, vocab_size: int, *, plain: bool = False) -> Toke
     ``plain`` ignores a file's special ids, truncation and padding, as prepared data does.
     """
     if choice == "ids":
-        return IdTokenizer()
+        return Tokenizer(_read_ids, lambda ids: " ".join(map(str, ids)), has_bytes=False)
     if choice == "bytes":
         if vocab_size < BYTES:
             raise ConfigError(
                 f"--tokenizer bytes needs {BYTES} ids, and this model has {vocab_size}; write --tokenizer ids"
             )
-        return ByteTokenizer()
-    return FileTokenizer(Path(choice).expanduser(), plain)
+        return Tokenizer(lambda text: encode_bytes(text).tolist(), decode_bytes, is_bytes=True)
+    path = Path(choice).expanduser()
+    file = path / TOKENIZER_FILE if path.is_dir() else path
+    missing = f"{file} is missing, which maps the ids to text; write {CHOICE}"
+    reader = read_tokenizer(file, str(file), "generate", "write --tokenizer ids", missing, plain=plain)
+
+    def encode(text: str) -> list[int]:
+        with explain_package_errors(f"{file} cannot turn the text into ids"):
+            return list(reader.encode(text, add_special_tokens=not plain).ids)
+
+    def decode(ids: Sequence[int]) -> str:
+        with explain_package_errors(f"{file} cannot turn ids into text"):
+            return str(reader.decode(list(ids)))
+
+    return Tokenizer(encode, decode)
+
+
+def _read_ids(text: str) -> list[int]:
+    """Ids in decimal digits, separated by blanks."""
+    for word in text.split():
+        if not (word.isascii() and word.isdigit()):
+            raise ConfigError(f"{word!r:.40} is no token id; write ids as in '17 4 1003', or another --tokenizer")
+    return [int(word) for word in text.split()]
 
 
 def check_ids(ids: Sequence[int], vocab_size: int, owner: str) -> None:
