@@ -26,7 +26,7 @@ TENSORS = "tensors-00000.safetensors"
 @pytest.mark.parametrize("form", Form)
 @pytest.mark.parametrize("in_background", [False, True])
 @pytest.mark.parametrize("kind", ["path", "file", "memory"])
-def test_what_is_saved_is_loaded_exactly(kind: str, in_background: bool, form: Form, tmp_path: Path) -> None:
+def test_saved_checkpoint_is_loaded_exactly(kind: str, in_background: bool, form: Form, tmp_path: Path) -> None:
     """Oracle: tensors and facts before they were saved; then the next run, which starts where this one ended."""
     where = {"path": f"{tmp_path}/a/b", "file": f"file://{tmp_path}/c", "memory": f"memory://{tmp_path}"}[kind]
     config = CheckpointConfig(every=1, keep=2, keep_every=3, async_save=in_background, form=form, resume="auto")
@@ -49,7 +49,7 @@ def test_what_is_saved_is_loaded_exactly(kind: str, in_background: bool, form: F
     assert messages == []
 
 
-def test_a_step_is_saved_once_by_a_run_and_again_by_another(tmp_path: Path) -> None:
+def test_step_is_saved_once_per_run_and_earlier_runs_are_kept(tmp_path: Path) -> None:
     """Oracle: the values of the tensors; the bytes of the first run's checkpoint, under another name."""
     config = CheckpointConfig(every=1, resume="auto")
     first = Checkpointer(config, str(tmp_path))
@@ -74,7 +74,7 @@ def contents(folder: Path) -> dict[str, bytes]:
 
 
 @pytest.mark.parametrize("value", [(1,), float("nan"), {1: 2}, torch.ones(1)])
-def test_facts_that_would_come_back_as_something_else_are_not_taken(value: Any) -> None:
+def test_values_that_do_not_round_trip_through_json_are_rejected(value: Any) -> None:
     """Oracle: the assertion."""
     with pytest.raises(AssertionError):
         to_json({"key": value})
@@ -96,9 +96,7 @@ class Gate(LocalStorage):
         super().make(folder)
 
 
-def test_a_save_in_the_background_stops_for_nothing_but_the_one_before(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_asynchronous_save_waits_only_for_the_previous_save(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Oracle: a disk that blocks until it is opened; meanwhile tensors are changed and buffers reused."""
     gate = Gate(str(tmp_path))
     monkeypatch.setattr(keeper, "open_storage", lambda where: gate)
@@ -141,9 +139,7 @@ def test_a_save_in_the_background_stops_for_nothing_but_the_one_before(
     assert messages == [sentence] and checkpoints.report() == []
 
 
-def test_a_thread_that_still_saves_does_not_keep_a_process_from_ending(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_running_save_thread_does_not_block_process_exit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Oracle: the process waits for its threads and exits while its disk still blocks for a minute."""
     monkeypatch.setattr(keeper, "open_storage", Gate)
 
@@ -159,9 +155,7 @@ def test_a_thread_that_still_saves_does_not_keep_a_process_from_ending(
         process.kill()
 
 
-def test_an_error_in_the_background_that_is_not_the_disks_is_raised(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_unexpected_error_of_an_asynchronous_save_is_raised(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Oracle: the error, when the next save waits for the one before."""
 
     def broken(*args: object) -> None:
@@ -174,7 +168,7 @@ def test_an_error_in_the_background_that_is_not_the_disks_is_raised(
         save(checkpoints, 2)
 
 
-def test_resume_takes_what_its_words_say(series: Path, tmp_path: Path) -> None:
+def test_resume_selects_the_documented_checkpoint(series: Path, tmp_path: Path) -> None:
     """Oracle: the step; ``peek`` returns the facts of the same checkpoint."""
     run = tmp_path / "run"
     folder = copied(series, run / "checkpoints")
@@ -246,7 +240,7 @@ REFUSALS: dict[str, tuple[str, str]] = {
 
 
 @pytest.mark.parametrize("case", REFUSALS)
-def test_what_would_mix_up_two_runs_is_refused(case: str, series: Path, tmp_path: Path) -> None:
+def test_resume_that_would_mix_two_runs_is_refused(case: str, series: Path, tmp_path: Path) -> None:
     """Oracle: the sentence, before any worker starts and by the workers alike."""
     other = copied(series, tmp_path / "other")
     (other / ONE).rename(other / "best")
@@ -280,7 +274,7 @@ def test_must_reports_skipped_checkpoints(series: Path, tmp_path: Path) -> None:
     assert resume(folder, "never")[0] is None
 
 
-def test_a_folder_that_cannot_be_written_is_reported_before_the_run(tmp_path: Path) -> None:
+def test_unwritable_checkpoint_folder_is_reported_before_the_run(tmp_path: Path) -> None:
     """Oracle: the sentence; nothing is made for it where it can."""
     file = tmp_path / "file"
     file.touch()
@@ -294,7 +288,9 @@ def test_a_folder_that_cannot_be_written_is_reported_before_the_run(tmp_path: Pa
         peek(CheckpointConfig(every=1), proc)
 
 
-def test_old_checkpoints_are_deleted_and_damaged_ones_stay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_retention_deletes_old_checkpoints_and_keeps_damaged_ones(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Oracle: the remaining names. Damaged, newer and other runs' checkpoints are neither counted nor deleted."""
     folder, aside = tmp_path / "checkpoints", tmp_path / "aside"
     make_series(folder, (1, 2, 3, 4, 5, 6, 9))
@@ -330,7 +326,7 @@ def test_old_checkpoints_are_deleted_and_damaged_ones_stay(tmp_path: Path, monke
     assert messages == [f"old checkpoints could not be deleted: Operation not permitted at {folder}/step-00000007"]
 
 
-def test_a_run_never_deletes_what_it_goes_on_from_for_what_is_damaged(tmp_path: Path) -> None:
+def test_damaged_checkpoints_do_not_count_toward_keep(tmp_path: Path) -> None:
     """Oracle: the step; damaged checkpoints of the right size must not count toward ``keep``."""
     folder = tmp_path / "checkpoints"
     make_series(folder, (1, 2, 3))

@@ -240,13 +240,13 @@ def flip(path: Path) -> None:
 
 
 @pytest.mark.parametrize("world_size", [2, 4])
-def test_all_ranks_go_by_what_one_of_them_finds(world_size: int, tmp_path: Path) -> None:
+def test_all_ranks_agree_on_the_finding_of_one(world_size: int, tmp_path: Path) -> None:
     """Oracle: the full tensors, messages and verdicts, in real processes."""
     with nullcontext() if world_size == 2 else without_coverage():
         run_ranks(world_size, lambda: Cases(tmp_path).run())
 
 
-def test_a_checkpoint_is_loaded_by_any_number_of_ranks(tmp_path: Path) -> None:
+def test_checkpoint_loads_on_any_number_of_ranks(tmp_path: Path) -> None:
     """Oracle: the full tensors. Facts of a rank are available only on the number of ranks that saved them."""
 
     def four() -> None:
@@ -286,7 +286,7 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
 
 
 @pytest.mark.parametrize("in_background", [False, True])
-def test_a_full_disk_costs_one_checkpoint(in_background: bool, small_disk: Path) -> None:
+def test_full_disk_loses_only_one_checkpoint(in_background: bool, small_disk: Path) -> None:
     """Oracle: a file system of one MiB: the sentence, the checkpoint before, and the next once there is room."""
     folder = small_disk / "checkpoints"
 

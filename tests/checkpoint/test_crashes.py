@@ -75,7 +75,7 @@ CASES: dict[str, tuple[list[tuple[int, float]], tuple[int, float], list[tuple[in
 
 @pytest.mark.usefixtures("unmeasured")
 @pytest.mark.parametrize("case", CASES)
-def test_a_process_killed_at_any_moment_leaves_the_newest(
+def test_kill_at_any_operation_preserves_the_newest_checkpoint(
     case: str, memory_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Oracle: the saved values; a forked process sends itself SIGKILL within each of its operations."""
@@ -102,7 +102,7 @@ def test_a_process_killed_at_any_moment_leaves_the_newest(
 @pytest.mark.usefixtures("unmeasured")
 @pytest.mark.parametrize("keeps", ["none", "all", "any"])
 @pytest.mark.parametrize("case", CASES)
-def test_a_loss_of_power_at_any_moment_leaves_the_newest(
+def test_power_loss_at_any_operation_preserves_the_newest_checkpoint(
     case: str, keeps: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Oracle: the saved values; the disk keeps none, all or any of the unsynced data."""

@@ -142,7 +142,7 @@ DAMAGES: dict[str, tuple[Damage, str]] = {
 
 
 @pytest.mark.parametrize("case", DAMAGES)
-def test_an_invalid_checkpoint_is_skipped_or_refused(case: str, series: Path, tmp_path: Path) -> None:
+def test_invalid_checkpoint_is_skipped_or_refused(case: str, series: Path, tmp_path: Path) -> None:
     """Oracle: the sentence; and the values of the one before it."""
     damage, reason = DAMAGES[case]
     folder = copied(series, tmp_path / "checkpoints")
@@ -165,7 +165,7 @@ def test_an_invalid_checkpoint_is_skipped_or_refused(case: str, series: Path, tm
     assert (peek(CheckpointConfig(resume="auto"), str(folder)) or {})["step"] in (whole, 3)
 
 
-def test_what_could_run_code_is_never_opened(series: Path, tmp_path: Path) -> None:
+def test_pickles_in_a_checkpoint_folder_are_never_loaded(series: Path, tmp_path: Path) -> None:
     """Oracle: a file that the pickles would make; they lie under every name that PyTorch's own loaders would open."""
     folder = copied(series, tmp_path / "checkpoints")
     made = tmp_path / "made"
@@ -192,7 +192,7 @@ def test_what_could_run_code_is_never_opened(series: Path, tmp_path: Path) -> No
     assert made.exists()
 
 
-def test_an_index_that_leads_elsewhere_is_refused(series: Path, tmp_path: Path) -> None:
+def test_index_with_paths_outside_the_checkpoint_is_refused(series: Path, tmp_path: Path) -> None:
     """Oracle: ConfigError on loading, for an index that the manifest vouches for."""
     folder = copied(series, tmp_path / "checkpoints")
     (folder / "stolen.safetensors").write_bytes((folder / ONE / TENSORS).read_bytes())

@@ -146,7 +146,7 @@ DAMAGES: dict[str, tuple[str, Callable[[Path], None]]] = {
 
 
 @pytest.mark.parametrize("damage", DAMAGES)
-def test_damage_is_reported_with_its_file_before_anything_is_filled(damage: str, tmp_path: Path) -> None:
+def test_damage_is_reported_with_its_file_before_tensors_are_filled(damage: str, tmp_path: Path) -> None:
     """Oracle: the name of the damaged file, for each damage alone."""
     folder = make_saved(tmp_path / "a")
     tensors = {"b": torch.full((4,), 7.0), "w": torch.full((6, 4), 7.0)}
@@ -178,7 +178,7 @@ def test_missing_tensors_are_reported(tensors: dict[str, Tensor], message: str, 
     assert not any(bool(tensor.any()) for tensor in tensors.values())
 
 
-def test_an_index_too_long_to_be_read_again_is_not_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_too_long_index_is_not_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The limit of reading holds for writing."""
     monkeypatch.setattr("fsdptoys.checkpoint.tensor_index.LARGEST_INDEX_BYTES", 100)
     with pytest.raises(ConfigError, match=r"at most 100 are read again; set checkpoint\.form=full"):

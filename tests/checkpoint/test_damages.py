@@ -45,7 +45,7 @@ def refusal(folder: Path, config: ModelConfig) -> str:
 
 
 @pytest.mark.parametrize("case", [*DAMAGED_CONFIGS, *DAMAGED_FILES])
-def test_a_damaged_folder_is_refused_in_one_sentence(case: str, tmp_path: Path) -> None:
+def test_damaged_folder_is_refused_in_one_sentence(case: str, tmp_path: Path) -> None:
     """Oracle: the message; the model keeps its values, and no pickle is executed."""
     damage, sentence = (DAMAGED_CONFIGS | DAMAGED_FILES)[case]
     folder = tmp_path / "folder"
@@ -57,7 +57,7 @@ def test_a_damaged_folder_is_refused_in_one_sentence(case: str, tmp_path: Path) 
     assert not (folder / "opened").exists()
 
 
-def test_the_hostile_pickle_is_hostile(tmp_path: Path) -> None:
+def test_hostile_pickle_executes_when_loaded(tmp_path: Path) -> None:
     """Oracle: opening it; otherwise that it was not opened would say nothing."""
     pickle.loads(pickle.dumps(Hostile(tmp_path / "opened")))
     assert (tmp_path / "opened").exists()
@@ -135,7 +135,7 @@ CHANGED = "or delete checksums.json if the file was changed on purpose"
     ],
     ids=["flipped bit", "changed config", "missing file", "path to elsewhere", "list"],
 )
-def test_checksums_tell_what_was_changed(damage: Damage, checked: str, sentence: str, tmp_path: Path) -> None:
+def test_checksums_identify_changed_files(damage: Damage, checked: str, sentence: str, tmp_path: Path) -> None:
     """Oracle: the sentence. Sizes are looked at before a run, sums where all is read; a flipped bit has its size."""
     folder = tmp_path / "folder"
     make_folder(folder)
@@ -151,7 +151,7 @@ def test_checksums_tell_what_was_changed(damage: Damage, checked: str, sentence:
     assert re.fullmatch(sentence, str(refused.value).replace(str(folder), "{}"))
 
 
-def test_values_that_are_not_finite_are_found(tmp_path: Path) -> None:
+def test_non_finite_values_are_reported(tmp_path: Path) -> None:
     """Oracle: the sentence, for one NaN among many; after a check of all other values of the folder."""
     folder = tmp_path / "folder"
     make_folder(folder)

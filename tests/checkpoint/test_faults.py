@@ -140,7 +140,7 @@ PREPARED = {"whole": leave_as_it_is, "newest damaged": damage_newest, "newest se
 @pytest.mark.parametrize("lasting", [False, True], ids=["once", "lasting"])
 @pytest.mark.parametrize("prepared", PREPARED)
 @pytest.mark.parametrize("kind", ["path", "memory"])
-def test_no_refusal_costs_a_checkpoint(
+def test_no_single_os_error_loses_a_checkpoint(
     kind: str, prepared: str, lasting: bool, memory_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Oracle: the bytes of earlier checkpoints, under any name; each operation fails in turn."""
@@ -184,7 +184,7 @@ def test_no_refusal_costs_a_checkpoint(
 
 @pytest.mark.parametrize("code", UNREADABLE)
 @pytest.mark.parametrize("word", ["auto", "must", "never", "path"])
-def test_a_start_stops_at_what_it_cannot_read(
+def test_start_stops_at_an_unreadable_checkpoint(
     code: int, word: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Oracle: the sentence, and the folder as it was; once the file can be read, the run resumes from it."""
@@ -225,7 +225,7 @@ def test_a_start_stops_at_what_it_cannot_read(
             assert (found if isinstance(found, dict) else found.facts)["step"] == 2
 
 
-def test_permissions_are_none_of_the_content(tmp_path: Path) -> None:
+def test_missing_permission_is_not_reported_as_damage(tmp_path: Path) -> None:
     """Oracle: the sentence of the system itself, for a process that may not read one file."""
     assert save(Checkpointer(CheckpointConfig(every=1), str(tmp_path)), 1, 1)
     (tmp_path / "step-00000001" / "state.json").chmod(0)
@@ -237,14 +237,14 @@ def test_permissions_are_none_of_the_content(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["n" * 300, "/".join(["n" * 200] * 25)], ids=["name", "path"])
 @pytest.mark.parametrize("every", [0, 1])
-def test_a_folder_whose_name_is_too_long_is_one_sentence(name: str, every: int, tmp_path: Path) -> None:
+def test_too_long_folder_name_is_reported_in_one_sentence(name: str, every: int, tmp_path: Path) -> None:
     """Oracle: the sentence with the system's words."""
     for word in ("never", "auto", "must"):
         with pytest.raises(ConfigError, match=r"cannot be (read|written) \(File name too long\)"):
             peek(CheckpointConfig(every=every, on_signal=False, resume=word), f"{tmp_path}/{name}/checkpoints")
 
 
-def test_old_checkpoints_that_cannot_be_read_are_neither_counted_nor_deleted(
+def test_unreadable_old_checkpoints_are_neither_counted_nor_deleted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Oracle: the remaining names, and one message for any number of saves."""
@@ -273,7 +273,7 @@ def test_old_checkpoints_that_cannot_be_read_are_neither_counted_nor_deleted(
 
 @pytest.mark.parametrize("keep", [1, 2, 3])
 @pytest.mark.parametrize("in_background", [False, True])
-def test_a_full_disk_is_freed_of_what_need_not_be_kept(
+def test_full_disk_is_freed_of_expired_checkpoints(
     keep: int, in_background: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Oracle: a disk with room for three; lowering ``keep`` makes room, and otherwise nothing is deleted."""

@@ -58,7 +58,7 @@ def test_weights_of_another_model_are_refused(case: str, tmp_path: Path) -> None
 @pytest.mark.parametrize(
     "changes", [{}, {"name": "x", "init_std": 1.0}, {"max_seq_len": 512}, {"head_dim": 8}], ids=str
 )
-def test_what_weights_do_not_depend_on_may_differ(changes: dict[str, Any], tmp_path: Path) -> None:
+def test_settings_unrelated_to_weights_may_differ(changes: dict[str, Any], tmp_path: Path) -> None:
     """Oracle: the same weights."""
     folder = tmp_path / "folder"
     make_folder(folder)
@@ -69,7 +69,7 @@ def test_what_weights_do_not_depend_on_may_differ(changes: dict[str, Any], tmp_p
         assert torch.equal(param, written.get_parameter(name))
 
 
-def test_init_from_that_is_no_folder_of_that_family_is_refused(tmp_path: Path) -> None:
+def test_init_from_without_a_folder_of_the_family_is_refused(tmp_path: Path) -> None:
     """Oracle: the sentences."""
     make_folder(tmp_path / "folder", GPT2)
     (tmp_path / "file").touch()
@@ -88,7 +88,7 @@ def test_init_from_that_is_no_folder_of_that_family_is_refused(tmp_path: Path) -
         assert str(refused.value).replace(str(tmp_path), "{}") == message
 
 
-def test_a_damaged_folder_is_refused_before_a_worker_starts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_damaged_folder_is_refused_before_workers_start(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Oracle: status 2 and the file's name, for one bit that only the checksums know of."""
     make_folder(tmp_path / "weights")
     weights = tmp_path / "weights" / THIRD

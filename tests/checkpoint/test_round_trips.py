@@ -28,7 +28,7 @@ def named_like(config: ModelConfig, other: ModelConfig) -> ModelConfig:
 @pytest.mark.usefixtures("unmeasured")
 @pytest.mark.oracle
 @pytest.mark.parametrize("case", SMALL)
-def test_transformers_reads_what_we_write(case: str, tmp_path: Path) -> None:
+def test_transformers_loads_our_folders(case: str, tmp_path: Path) -> None:
     """Oracle: transformers' from_pretrained on a sharded folder of ours: no key left over, logits to 1e-5."""
     transformers = pytest.importorskip("transformers")
     model = build(SMALL[case])
@@ -49,7 +49,7 @@ def test_transformers_reads_what_we_write(case: str, tmp_path: Path) -> None:
 @pytest.mark.usefixtures("unmeasured")
 @pytest.mark.oracle
 @pytest.mark.parametrize("case", SMALL)
-def test_we_read_what_transformers_writes(case: str, tmp_path: Path) -> None:
+def test_folders_of_transformers_load(case: str, tmp_path: Path) -> None:
     """Oracle: transformers' model before it was saved in shards: logits to 1e-5."""
     transformers = pytest.importorskip("transformers")
     config = SMALL[case]
@@ -68,7 +68,7 @@ def test_we_read_what_transformers_writes(case: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("case", SMALL)
 @pytest.mark.parametrize("file_bytes", [2**31, FILE_BYTES])
-def test_what_we_write_we_read_with_equal_bits(case: str, file_bytes: int, tmp_path: Path) -> None:
+def test_our_folders_round_trip_bitwise(case: str, file_bytes: int, tmp_path: Path) -> None:
     """Oracle: the parameters before they were written; and the same files when they are written once more."""
     model = build(SMALL[case])
     write(tmp_path / "first", model, max_file_bytes=file_bytes)
@@ -84,7 +84,7 @@ def test_what_we_write_we_read_with_equal_bits(case: str, file_bytes: int, tmp_p
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
-def test_number_formats_are_converted_on_the_way(dtype: torch.dtype, tmp_path: Path) -> None:
+def test_dtypes_are_converted_on_saving_and_loading(dtype: torch.dtype, tmp_path: Path) -> None:
     """Oracle: PyTorch's own conversion, on the way out and on the way in, into any dtype of the parameter."""
     model = build(SMALL["gpt2"])
     write(tmp_path / "folder", model, dtype)
@@ -111,7 +111,7 @@ def test_names_may_lack_the_prefix_of_the_base_model(tmp_path: Path) -> None:
         assert torch.equal(param, other), name
 
 
-def test_a_head_with_tied_embeddings_is_ignored_if_equal(tmp_path: Path) -> None:
+def test_stored_head_of_tied_embeddings_must_equal_the_embedding(tmp_path: Path) -> None:
     """Oracle: the embedding; a head with other values is rejected once values are read."""
     config = LlamaConfig(
         dim=16, n_layers=1, n_heads=2, n_kv_heads=1, ffn_dim=24, vocab_size=32, max_seq_len=16, tie_embeddings=True

@@ -82,7 +82,7 @@ def strategy_starts_from(parallel: ParallelConfig, config: ModelConfig, folder: 
 
 
 @pytest.mark.parametrize("parallel", [DDPConfig(), FSDP1Config(), FSDP2Config()], ids=lambda parallel: parallel.name)
-def test_every_strategy_starts_from_the_folder(parallel: ParallelConfig, tmp_path: Path) -> None:
+def test_every_strategy_starts_from_the_folders_weights(parallel: ParallelConfig, tmp_path: Path) -> None:
     """Oracle: the written parameters."""
     cases = ["qwen3_moe", "llama3 scaled tied", "gpt2"]
     for case in cases:
@@ -141,7 +141,7 @@ def peak_growth_bytes(config: ModelConfig, small: Path, folder: Path) -> tuple[i
 
 @pytest.mark.skipif(not os.access("/proc/self/clear_refs", os.W_OK), reason="the system does not report a peak")
 @pytest.mark.parametrize("case", BIG)
-def test_a_rank_holds_its_shard_and_one_tensor_at_its_peak(case: str, tmp_path: Path) -> None:
+def test_peak_memory_of_a_rank_is_its_shard_and_one_tensor(case: str, tmp_path: Path) -> None:
     """Oracle: Linux's own peak of the resident set: a shard, the file's pages of one parameter, 8 MiB for all else."""
     # In a child process, because the ranks would otherwise inherit freed memory to reuse.
     run_ranks(1, write_both, SMALL[case if case != "llama" else "llama2"], BIG[case], tmp_path)

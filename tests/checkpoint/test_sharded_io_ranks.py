@@ -145,7 +145,7 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[st
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 4])
-def test_every_layout_of_1_2_and_4_ranks_is_loaded_into_every_other(world_size: int, checkpoints: Any) -> None:
+def test_layouts_of_1_2_and_4_ranks_load_into_each_other(world_size: int, checkpoints: Any) -> None:
     """Oracle: the full tensor, distributed by PyTorch."""
     folder, written = checkpoints
     assert len(written) == 1 + 4 + 8
@@ -155,7 +155,7 @@ def test_every_layout_of_1_2_and_4_ranks_is_loaded_into_every_other(world_size: 
         assert run_ranks(world_size, load_layouts, str(folder), world_size) == [[]] * world_size
 
 
-def test_files_are_safetensors_that_hold_every_number_once(checkpoints: Any) -> None:
+def test_files_are_safetensors_with_every_element_once(checkpoints: Any) -> None:
     """Oracle: tensors assembled with the safetensors library and the JSON index, without our code."""
     folder, written = checkpoints
     for checkpoint, files_of_ranks in written.items():
@@ -177,7 +177,7 @@ def test_files_are_safetensors_that_hold_every_number_once(checkpoints: Any) -> 
         assert not any(chunks.values())
 
 
-def test_replicated_tensors_are_written_once_and_by_all_ranks(checkpoints: Any) -> None:
+def test_replicated_tensors_are_written_once_distributed_over_ranks(checkpoints: Any) -> None:
     """Oracle: the sum of the tensors' sizes."""
     folder, _ = checkpoints
     total = sum(full(name).nbytes for name in FORMS)
@@ -189,7 +189,7 @@ def test_replicated_tensors_are_written_once_and_by_all_ranks(checkpoints: Any) 
         assert sum(sizes) == total and len(sizes) == int(checkpoint[0]) and max(sizes) < 0.75 * total
 
 
-def test_names_types_and_shapes_are_known_without_loading(checkpoints: Any) -> None:
+def test_names_dtypes_and_shapes_are_read_without_loading(checkpoints: Any) -> None:
     """Oracle: the saved tensors."""
     folder, written = checkpoints
     for checkpoint in written:
@@ -199,7 +199,7 @@ def test_names_types_and_shapes_are_known_without_loading(checkpoints: Any) -> N
 
 
 @pytest.mark.parametrize("kind", ["file://", "memory:/"])
-def test_a_url_holds_the_same_as_a_folder(kind: str, tmp_path: Path) -> None:
+def test_url_round_trips_like_a_folder(kind: str, tmp_path: Path) -> None:
     """Oracle: the original tensors, also non-contiguous ones with gradients."""
     storage = open_storage(f"{kind}{tmp_path}")
     storage.make("a")
@@ -211,7 +211,7 @@ def test_a_url_holds_the_same_as_a_folder(kind: str, tmp_path: Path) -> None:
     assert all(equal(filled[name], tensors[name]) for name in tensors)
 
 
-def test_part_of_a_checkpoint_is_loaded_and_nothing_is_an_answer_too(checkpoints: Any, tmp_path: Path) -> None:
+def test_partial_and_empty_checkpoints_load(checkpoints: Any, tmp_path: Path) -> None:
     """Extra tensors in a checkpoint are left alone; a rank or a run without any tensors writes an index alone."""
     folder, _ = checkpoints
     tensors = {"even": torch.zeros(8, 6)}
@@ -244,7 +244,7 @@ def save_beside_training(folder: str) -> bool:
     return int(total) == 3 and all(equal(filled[name], tensors[name]) for name in tensors)
 
 
-def test_nothing_is_said_over_the_default_group(tmp_path: Path) -> None:
+def test_saving_and_loading_do_not_use_the_default_group(tmp_path: Path) -> None:
     """A save and a load in a thread end while the default group's only collective waits for them."""
     (tmp_path / "a").mkdir()
     assert run_ranks(2, save_beside_training, str(tmp_path), timeout_seconds=60) == [True, True]
@@ -328,7 +328,7 @@ def fail_in_turn(folder: Path, cases: list[tuple[BaseException | None, str, bool
     return [list(of_ranks) for of_ranks in zip(*run_ranks(2, body), strict=True)]
 
 
-def test_a_disk_full_under_one_rank_is_the_same_error_on_all(tmp_path: Path) -> None:
+def test_full_disk_of_one_rank_raises_the_same_error_on_all(tmp_path: Path) -> None:
     """Oracle: the kernel's error for one file that grows over a limit; the group serves the next save."""
     cases: list[tuple[BaseException | None, str, bool]] = [
         (None, "tensors-00000.safetensors", False),
@@ -344,7 +344,7 @@ def test_a_disk_full_under_one_rank_is_the_same_error_on_all(tmp_path: Path) -> 
         assert (tmp_path / str(number) / "b" / "tensors-00001.safetensors").exists() != whole
 
 
-def test_errors_and_interruptions_of_one_rank_reach_all_as_what_they_are(tmp_path: Path) -> None:
+def test_errors_and_interrupts_of_one_rank_keep_their_class_on_all(tmp_path: Path) -> None:
     """And not as PyTorch's CheckpointException, which no handler of Exceptions catches."""
     errors = (ConfigError("message"), KeyboardInterrupt())
     cases: list[tuple[BaseException | None, str, bool]] = [
@@ -364,7 +364,7 @@ def damaged_load(folder: str, tensors_of: Callable[[], dict[str, Tensor]]) -> li
     return ["", False]
 
 
-def test_a_header_that_one_rank_needs_is_refused_by_all_before_anything_is_filled(tmp_path: Path) -> None:
+def test_missing_file_of_one_rank_is_refused_by_all_before_loading(tmp_path: Path) -> None:
     """Rank 0 finds its own rows in an undamaged file."""
     shutil.copytree(make_saved(tmp_path / "x"), tmp_path / "a")
     tree = json.loads((tmp_path / "a" / "tensors.json").read_text())

@@ -33,7 +33,7 @@ def write(storage: Storage, path: str, content: bytes = b"0123456789") -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_operations_do_what_the_interface_says(kind: str, tmp_path: Path) -> None:
+def test_operations_follow_the_storage_interface(kind: str, tmp_path: Path) -> None:
     """Oracle: a table of created, overwritten and removed files."""
     storage = make_storage(kind, tmp_path)
     assert storage.names() == [] and storage.names("gone/deep") == [] and not storage.exists("gone")
@@ -66,7 +66,7 @@ def test_operations_do_what_the_interface_says(kind: str, tmp_path: Path) -> Non
     assert open_storage(storage.where).names() == ["step-10"]
 
 
-def test_local_folders_and_files_are_renamed_and_links_are_not_followed(tmp_path: Path) -> None:
+def test_local_rename_replaces_files_and_remove_does_not_follow_links(tmp_path: Path) -> None:
     """Oracle: the file system."""
     storage = open_storage(str(tmp_path))
     (tmp_path / "aim").mkdir()
@@ -84,9 +84,7 @@ def test_local_folders_and_files_are_renamed_and_links_are_not_followed(tmp_path
     assert (tmp_path / "aim" / "kept").exists()
 
 
-def test_a_written_local_file_was_handed_to_the_disk_and_one_that_failed_was_not(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_local_files_are_synced_unless_the_write_failed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Oracle: the calls of fsync and the file's size at each."""
     synced: list[int] = []
     monkeypatch.setattr(os, "fsync", lambda descriptor: synced.append(os.fstat(descriptor).st_size))
@@ -100,7 +98,7 @@ def test_a_written_local_file_was_handed_to_the_disk_and_one_that_failed_was_not
     assert synced == [3]
 
 
-def test_a_file_without_room_is_an_error_that_names_it(tmp_path: Path) -> None:
+def test_failed_write_names_its_file(tmp_path: Path) -> None:
     """Oracle: the kernel's own limit on the size of a file."""
     storage = open_storage(str(tmp_path))
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
@@ -114,7 +112,7 @@ def test_a_file_without_room_is_an_error_that_names_it(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", ["link to a file", "link to nothing", "pipe", "link to a pipe", "folder"])
-def test_nothing_but_a_regular_file_is_written(kind: str, tmp_path: Path) -> None:
+def test_only_regular_files_are_written(kind: str, tmp_path: Path) -> None:
     """Oracle: the error, which names the path and comes to other ranks as it is; the file that a link leads to."""
     storage = open_storage(str(tmp_path))
     precious = tmp_path / "precious"
@@ -144,7 +142,7 @@ def test_reading_a_pipe_does_not_wait_for_a_writer(link: bool, tmp_path: Path) -
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_folder_that_is_moved_keeps_every_byte(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_moved_folder_keeps_every_byte(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Oracle: the written bytes; if copying fails, all stay in their old place."""
     storage = make_storage(kind, tmp_path)
     storage.make("old/inner")
@@ -184,7 +182,7 @@ def silent_port() -> Iterator[int]:
         yield port
 
 
-def test_a_server_that_does_not_answer_is_one_sentence(silent_port: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unreachable_server_is_reported_in_one_sentence(silent_port: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Oracle: the message, for a port without a listener and for one that drops all packets."""
     monkeypatch.setattr(storage_module, "CONNECT_SECONDS", 0.3)
     with pytest.raises(ConfigError, match=r"^ftp://127.0.0.1:9/x cannot be reached \(Connection refused\); start its"):
@@ -194,7 +192,7 @@ def test_a_server_that_does_not_answer_is_one_sentence(silent_port: int, monkeyp
 
 
 @pytest.mark.parametrize("where", ["://", "://x", "ftp://host:port/x"])
-def test_a_url_that_names_no_place_is_refused(where: str) -> None:
+def test_invalid_url_is_refused(where: str) -> None:
     """Oracle: the sentence quotes it and gives an example."""
     with pytest.raises(ConfigError, match=f"^{where} is .* such as s3://bucket/folder$"):
         open_storage(where)
@@ -202,7 +200,7 @@ def test_a_url_that_names_no_place_is_refused(where: str) -> None:
 
 @pytest.mark.parametrize("path", ["../a", "/etc/passwd", "a/../../b", "a//b", "."])
 @pytest.mark.parametrize("kind", KINDS)
-def test_nothing_outside_can_be_named(kind: str, path: str, tmp_path: Path) -> None:
+def test_paths_outside_the_storage_are_rejected(kind: str, path: str, tmp_path: Path) -> None:
     """Oracle: an AssertionError from every operation."""
     storage = make_storage(kind, tmp_path)
     for operation in (storage.names, storage.exists, storage.size, storage.reading, storage.remove, storage.make):
@@ -210,14 +208,14 @@ def test_nothing_outside_can_be_named(kind: str, path: str, tmp_path: Path) -> N
             operation(path)
 
 
-def test_the_home_folder_is_known(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tilde_expands_to_the_home_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """``~`` as in a shell."""
     monkeypatch.setenv("HOME", str(tmp_path))
     open_storage("~/runs").make("")
     assert (tmp_path / "runs").is_dir()
 
 
-def test_url_of_an_unknown_kind_or_a_missing_package_gets_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unknown_url_scheme_or_missing_package_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     """s3fs is hidden, whether or not it is installed here."""
     with pytest.raises(ConfigError, match=r"nonsense://x .*nonsense"):
         open_storage("nonsense://x")
@@ -241,7 +239,7 @@ class ServiceError(Exception):
 
 
 @pytest.mark.parametrize("when", ["open", "write", "close", "ls", "info"])
-def test_errors_of_a_service_become_the_systems(when: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_service_errors_become_os_errors(when: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """So that one except clause is enough; an unreachable place is no empty one."""
     from fsspec.implementations.memory import MemoryFile, MemoryFileSystem
 
@@ -262,7 +260,7 @@ def test_errors_of_a_service_become_the_systems(when: str, tmp_path: Path, monke
             write(storage, "a")
 
 
-def test_listings_are_never_taken_from_a_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_directory_listings_bypass_caches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of a file system that remembers them as those of the clouds do, in fsspec's own cache."""
     from fsspec.implementations.memory import MemoryFileSystem
 
@@ -285,7 +283,7 @@ def test_listings_are_never_taken_from_a_cache(tmp_path: Path, monkeypatch: pyte
     assert storage.names() == ["a"]
 
 
-def test_a_local_folder_does_without_fsspec(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_local_folder_does_not_import_fsspec(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The import of fsspec is slow and unnecessary for local runs."""
     real = builtins.__import__
 

@@ -67,7 +67,7 @@ def in_child(function: Callable[..., Any], *args: Any) -> int | None:
 
 @pytest.mark.parametrize("case", SMALL)
 @pytest.mark.parametrize("file_bytes", [2**31, FILE_BYTES])
-def test_saved_weights_are_read_with_equal_bits(case: str, file_bytes: int, tmp_path: Path) -> None:
+def test_saved_weights_round_trip_bitwise(case: str, file_bytes: int, tmp_path: Path) -> None:
     """Oracle: the parameters and the configuration before they were written."""
     parameters = save_run(tmp_path / "run", SMALL[case], file_bytes)
     files = sorted(file.name for file in (tmp_path / "run" / "weights").iterdir())
@@ -130,7 +130,7 @@ def kill() -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def test_weights_that_were_not_written_to_the_end_are_not_there(tmp_path: Path) -> None:
+def test_interrupted_save_leaves_no_weights_folder(tmp_path: Path) -> None:
     """Oracle: the folder's absence, after a kill in the middle and after an error; the next attempt succeeds."""
     folder = tmp_path / "run" / "weights"
     assert in_child(save_weights, folder, parameters_until(kill), FILE_BYTES) == -signal.SIGKILL
@@ -163,7 +163,7 @@ def save_with_little_room(folder: Path, sentences: Path) -> None:
     resource.setrlimit(resource.RLIMIT_FSIZE, before)  # coverage writes its data at exit
 
 
-def test_a_disk_without_room_gets_one_sentence_and_leaves_nothing(tmp_path: Path) -> None:
+def test_full_disk_is_reported_in_one_sentence_and_leaves_no_files(tmp_path: Path) -> None:
     """Oracle: the sentences and the folder, under the system's own limit on the size of a file."""
     (tmp_path / "run").mkdir()
     assert in_child(save_with_little_room, tmp_path / "run" / "weights", tmp_path / "sentences") == 0
@@ -176,7 +176,7 @@ def test_a_disk_without_room_gets_one_sentence_and_leaves_nothing(tmp_path: Path
         )
 
 
-def test_nothing_is_written_over(tmp_path: Path) -> None:
+def test_existing_content_is_never_overwritten(tmp_path: Path) -> None:
     """Oracle: the messages and the earlier content; an empty folder may be filled."""
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "mine").write_text("mine")
@@ -208,7 +208,7 @@ def save_and_measure(folder: Path, result: Path) -> None:
 
 
 @pytest.mark.skipif(not os.access("/proc/self/clear_refs", os.W_OK), reason="the system does not report a peak")
-def test_writing_holds_one_file_at_a_time(tmp_path: Path) -> None:
+def test_writing_holds_one_file_in_memory(tmp_path: Path) -> None:
     """Oracle: Linux's own peak: 16 MiB of a file, two parameters of 2 MiB in passing, 8 MiB for all else; of 96 MiB."""
     # Before 0.8 the library copied the tensors.
     copies = 1 if tuple(map(int, safetensors.__version__.split(".")[:2])) >= (0, 8) else 2
@@ -247,7 +247,7 @@ BROKEN: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
 
 
 @pytest.mark.parametrize("case", BROKEN)
-def test_a_configuration_that_was_edited_wrongly_is_refused(case: str, tmp_path: Path) -> None:
+def test_invalid_edits_of_the_configuration_are_refused(case: str, tmp_path: Path) -> None:
     """Oracle: the sentence."""
     save_run(tmp_path, CONFIG)
     change, message = BROKEN[case]
@@ -291,7 +291,7 @@ def test_runs_with_incomplete_weights_are_refused(tmp_path: Path) -> None:
     )
 
 
-def test_a_configuration_that_refers_to_itself_does_not_take_minutes(tmp_path: Path) -> None:
+def test_exponential_yaml_aliases_are_refused(tmp_path: Path) -> None:
     """Oracle: the sentence; written out, the value would have 9 to the power of 9 parts."""
     save_run(tmp_path, LlamaConfig(dim=16, n_layers=1, n_heads=2, n_kv_heads=1, ffn_dim=24, vocab_size=32))
     lines = ["a0: &a0 [x]"] + [f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 9)}]" for i in range(1, 10)]

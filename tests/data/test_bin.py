@@ -16,7 +16,7 @@ def write_tokens(path, count: int, dtype: str, seed: int = 0) -> None:
 
 @pytest.mark.parametrize("dtype", list(TokenDType))
 @pytest.mark.parametrize("seq_len", [1, 5, 39])
-def test_windows_are_the_files_one_after_the_other(tmp_path, dtype, seq_len):
+def test_windows_follow_the_concatenated_files(tmp_path, dtype, seq_len):
     """Oracle: ``np.fromfile`` of all files, joined; windows longer than a file cross several."""
     for number, count in enumerate([17, 1, 3, 20]):
         write_tokens(tmp_path / f"part{number}.bin", count, dtype.value, seed=number)
@@ -33,7 +33,7 @@ def test_windows_are_the_files_one_after_the_other(tmp_path, dtype, seq_len):
         assert tokens_T.dtype == labels_T.dtype == np.int64
 
 
-def test_labels_end_with_documents_where_that_is_asked_for(tmp_path):
+def test_labels_can_end_at_document_boundaries(tmp_path):
     """Oracle: a walk over the tokens; a checkpoint of the other labels is refused by its fingerprint."""
     path, end = tmp_path / "train.bin", 3
     np.random.default_rng(0).integers(0, 8, 200).astype("uint16").tofile(path)
@@ -53,7 +53,7 @@ def test_labels_end_with_documents_where_that_is_asked_for(tmp_path):
 
 
 @pytest.mark.parametrize("held_out", ["fraction", "files", "none"])
-def test_held_out_part_is_the_end_or_files_of_its_own(tmp_path, held_out):
+def test_held_out_part_is_the_tail_or_separate_files(tmp_path, held_out):
     """Oracle: slices of ``np.fromfile``."""
     train_path, eval_path = tmp_path / "train.bin", tmp_path / "val.bin"
     write_tokens(train_path, 100, "uint16")
@@ -74,7 +74,7 @@ def test_held_out_part_is_the_end_or_files_of_its_own(tmp_path, held_out):
         np.testing.assert_array_equal(dataset.eval[1][1], expected[11:21])
 
 
-def test_fingerprint_differs_with_all_that_decides_the_samples(tmp_path):
+def test_fingerprint_depends_on_everything_that_determines_the_samples(tmp_path):
     """Oracle: one change at a time, the number format among them; files held out change nothing."""
     paths = [str(tmp_path / name) for name in ("a.bin", "b.bin")]
     for number, path in enumerate(paths):
@@ -91,7 +91,7 @@ def test_fingerprint_differs_with_all_that_decides_the_samples(tmp_path):
     assert BinConfig(paths[:1], eval_files=paths[1:]).build(4, 2**32, 0).fingerprint == prints[2]
 
 
-def test_unigram_entropy_is_that_of_the_tokens(tmp_path):
+def test_unigram_entropy_matches_the_token_frequencies(tmp_path):
     """Oracle: the formula for four tokens of equal frequency."""
     np.tile(np.array([1, 5, 9, 65_000], dtype="uint32"), 25).tofile(tmp_path / "a.bin")
     dataset = BinConfig([f"{tmp_path}/a.bin"], TokenDType.uint32).build(8, VOCAB, 0)
@@ -156,7 +156,7 @@ def folder(tmp_path, monkeypatch):
     ],
 )
 @pytest.mark.usefixtures("folder")
-def test_mistakes_get_one_sentence(settings, sentence):
+def test_mistakes_are_reported_in_one_sentence(settings, sentence):
     """Oracle: the sentence."""
     np.zeros(1, dtype="uint16").tofile("one.bin")
     with pytest.raises(ConfigError) as caught:
@@ -164,7 +164,7 @@ def test_mistakes_get_one_sentence(settings, sentence):
     assert str(caught.value) == sentence
 
 
-def test_token_past_the_checked_start_is_reported_when_read(tmp_path, monkeypatch):
+def test_out_of_range_token_is_reported_when_read(tmp_path, monkeypatch):
     """Oracle: the sentence, with the position in the file rather than in the window or the stream."""
     monkeypatch.setattr("fsdptoys.data.token_files.HEAD_BYTES", 64)
     np.zeros(10, dtype="uint16").tofile(tmp_path / "a.bin")

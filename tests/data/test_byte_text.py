@@ -37,7 +37,7 @@ def joined(names: list[str]) -> bytes:
 @pytest.mark.parametrize(
     ("seq_len", "eval_fraction"), [(1, 0.0), (2, 0.0), (100, 0.0), (297, 0.0), (1, 0.5), (7, 0.5), (100, 0.5)]
 )
-def test_windows_are_the_joined_files(corpus, seq_len, eval_fraction):
+def test_windows_follow_the_joined_files(corpus, seq_len, eval_fraction):
     """Oracle: the files joined by a zero byte in the order of their names' hashes, cut by slicing."""
     stream = joined([name for name in DOCUMENTS if name.endswith(".txt")])
     boundary = len(stream) - int(len(stream) * eval_fraction)
@@ -61,7 +61,7 @@ def test_windows_are_the_joined_files(corpus, seq_len, eval_fraction):
             samples[len(samples)]
 
 
-def test_order_and_fingerprint_do_not_depend_on_where_the_files_lie(corpus, tmp_path_factory, monkeypatch):
+def test_order_and_fingerprint_do_not_depend_on_the_location(corpus, tmp_path_factory, monkeypatch):
     """Oracle: a copy elsewhere, and a relative glob."""
     copy = tmp_path_factory.mktemp("copy")
     for name, content in DOCUMENTS.items():
@@ -73,14 +73,14 @@ def test_order_and_fingerprint_do_not_depend_on_where_the_files_lie(corpus, tmp_
     np.testing.assert_array_equal(datasets[0].train[3], datasets[1].train[3])
 
 
-def test_a_file_named_twice_counts_once(corpus):
+def test_file_listed_twice_counts_once(corpus):
     """Oracle: the same files named once."""
     once = TextConfig([f"{corpus}/d.txt"]).build(8, 256, 0)
     twice = TextConfig([f"{corpus}/d.txt", f"{corpus}/d*.txt"]).build(8, 256, 0)
     assert len(once.train) == len(twice.train)
 
 
-def test_a_path_with_the_characters_of_a_glob_is_taken_as_it_is(tmp_path):
+def test_existing_path_with_glob_characters_is_read_literally(tmp_path):
     """Oracle: the file's content."""
     (tmp_path / "a[1].txt").write_bytes(b"0123456789")
     dataset = TextConfig([f"{tmp_path}/a[1].txt"], eval_fraction=0.0).build(9, 256, 0)
@@ -88,7 +88,7 @@ def test_a_path_with_the_characters_of_a_glob_is_taken_as_it_is(tmp_path):
 
 
 @pytest.mark.parametrize("change", ["seq_len", "seed", "eval_fraction", "content", "size", "name"])
-def test_fingerprint_differs_with_all_that_decides_the_samples(corpus, change):
+def test_fingerprint_depends_on_everything_that_determines_the_samples(corpus, change):
     """Oracle: one change at a time."""
     config = TextConfig([f"{corpus}/**/*.txt"])
     before = config.build(8, 256, 0).fingerprint
@@ -105,7 +105,7 @@ def test_fingerprint_differs_with_all_that_decides_the_samples(corpus, change):
     assert after.fingerprint != before
 
 
-def test_unigram_entropy_is_that_of_the_training_part(tmp_path, monkeypatch):
+def test_unigram_entropy_covers_only_the_training_part(tmp_path, monkeypatch):
     """Oracle: the formula over a byte count by hand; a second value after cutting the counted part to 4 bytes."""
     (tmp_path / "a.txt").write_bytes(b"aaaabbcd" + b"zzzz")
     config = TextConfig([f"{tmp_path}/a.txt"], eval_fraction=1 / 3)
@@ -118,7 +118,7 @@ def test_unigram_entropy_is_that_of_the_training_part(tmp_path, monkeypatch):
     assert config.build(2, 256, 0).unigram_entropy_nats == 0
 
 
-def test_text_goes_to_bytes_and_back():
+def test_text_round_trips_through_bytes():
     """Oracle: Python's UTF-8; other ids and bytes become U+FFFD."""
     tokens_T = encode_bytes("def \u00e9\u20ac")
     assert tokens_T.dtype == np.int64 and tokens_T.tolist() == list("def \u00e9\u20ac".encode())
@@ -127,7 +127,7 @@ def test_text_goes_to_bytes_and_back():
     assert encode_bytes("").shape == (0,) and decode_bytes([]) == ""
 
 
-def test_stdlib_is_python_s_own_source_without_tests():
+def test_stdlib_is_the_source_of_python_without_tests():
     """Oracle: the directory of the running interpreter."""
     config = TextConfig()
     config.validate(512, 256)
@@ -209,7 +209,7 @@ def test_interpreter_without_source_files_is_reported(tmp_path, monkeypatch):
         ),
     ],
 )
-def test_mistakes_get_one_sentence(corpus, monkeypatch, settings, seq_len, vocab_size, sentence):
+def test_mistakes_are_reported_in_one_sentence(corpus, monkeypatch, settings, seq_len, vocab_size, sentence):
     """Oracle: the sentence, or its start where it goes on with this machine's paths."""
     monkeypatch.chdir(corpus)
     os.mkfifo(corpus / "fifo")
@@ -218,7 +218,7 @@ def test_mistakes_get_one_sentence(corpus, monkeypatch, settings, seq_len, vocab
     assert str(caught.value).startswith(sentence)
 
 
-def test_file_that_may_not_be_read_is_reported(corpus, monkeypatch):
+def test_unreadable_file_is_reported(corpus, monkeypatch):
     """Oracle: the sentence; ``os.access`` answers for a user who is not root."""
     monkeypatch.setattr(os, "access", lambda path, mode: False)
     with pytest.raises(ConfigError, match=r"a\.txt\] may not be read by this user; change its permissions or take it"):
@@ -226,7 +226,7 @@ def test_file_that_may_not_be_read_is_reported(corpus, monkeypatch):
 
 
 @pytest.mark.parametrize("change", ["removed", "shortened"])
-def test_file_that_changes_while_running_is_reported(corpus, change):
+def test_file_changed_during_a_run_is_reported(corpus, change):
     """Oracle: the sentence."""
     dataset = TextConfig([f"{corpus}/d.txt"]).build(8, 256, 0)
     if change == "removed":

@@ -15,7 +15,7 @@ CONFIGS = Path(__file__).parents[2] / "configs" / "data"
 
 
 @pytest.mark.parametrize("schema", [SyntheticConfig, TextConfig, BinConfig, PreparedConfig, HFConfig])
-def test_yaml_holds_every_field_at_its_default(schema):
+def test_yaml_lists_every_field_with_its_default(schema):
     """Oracle: the dataclass, through OmegaConf's structured configs as Hydra composes them."""
     values = yaml.safe_load((CONFIGS / f"{schema.name}.yaml").read_text())
     assert values.pop("defaults") == [f"base_{schema.name}", "_self_"]
@@ -24,6 +24,6 @@ def test_yaml_holds_every_field_at_its_default(schema):
     assert isinstance(composed, DataConfig) and composed == schema()
 
 
-def test_ignored_label_is_the_loss_s():
+def test_ignore_index_equals_that_of_the_loss():
     """Oracle: the same constant of the memory package, which data does not import."""
     assert fsdptoys.data.IGNORE_INDEX == IGNORE_INDEX

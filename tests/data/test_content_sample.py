@@ -66,7 +66,7 @@ def change_middle(path: Path, count: int) -> None:
 
 
 @pytest.mark.parametrize("write", KINDS)
-def test_a_file_that_changes_in_its_middle_is_named_at_resume(
+def test_file_changed_in_its_middle_is_named_on_resume(
     write: Callable[[Path], tuple[DataConfig, Path]], tmp_path: Path
 ) -> None:
     """Oracle: the fingerprint, which stays the same, and the sentence; the change spans two sampled blocks."""
@@ -83,7 +83,7 @@ def test_a_file_that_changes_in_its_middle_is_named_at_resume(
 
 
 @pytest.mark.parametrize("write", KINDS)
-def test_a_copy_elsewhere_and_a_checkpoint_of_an_earlier_version_go_on(
+def test_moved_data_and_checkpoints_without_digests_resume(
     write: Callable[[Path], tuple[DataConfig, Path]], tmp_path: Path
 ) -> None:
     """Oracle: the number of samples seen; times and places of files are no part of the data."""
@@ -141,7 +141,7 @@ def test_many_files_share_a_bounded_number_of_blocks_and_digests(monkeypatch: py
 @pytest.mark.parametrize(
     "state", [None, [], {}, {"version": 2, "digests": ["x"]}, {"version": 1}, {"version": 1, "digests": ["x", "y"]}]
 )
-def test_what_cannot_be_compared_is_left_to_the_fingerprint(state: Any, tmp_path: Path) -> None:
+def test_incomparable_states_pass_the_content_check(state: Any, tmp_path: Path) -> None:
     """Oracle: no error for states of other versions, of other numbers of files, and of none."""
     (tmp_path / "a").write_bytes(b"content")
     SampledFiles("data.files", [SourceFile(str(tmp_path / "a"), "a", 7)]).check_unchanged(state)
@@ -151,7 +151,7 @@ def train(config: Config) -> None:
     Run(Trainer(config)).run()
 
 
-def test_a_run_does_not_go_on_with_a_file_that_has_changed(tmp_path: Path) -> None:
+def test_run_does_not_resume_with_a_changed_file(tmp_path: Path) -> None:
     """Oracle: the sentence of a real run that resumes, which ends before its first step."""
     _, path = write_bin(tmp_path)
     words = ["experiment=null", "parallel=single", "train.seq_len=32", "metrics.console=none", "checkpoint.every=1"]

@@ -63,7 +63,7 @@ DAMAGES: dict[str, Callable[[Path], object]] = {
 
 
 @pytest.mark.parametrize("damage", DAMAGES.values(), ids=DAMAGES.keys())
-def test_a_damaged_folder_of_the_cache_is_prepared_again(
+def test_damaged_cache_folder_is_prepared_again(
     damage: Callable[[Path], object], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Oracle: the bytes of before, one sentence that names the folder, and nothing else left in the cache."""
@@ -87,9 +87,7 @@ def test_a_damaged_folder_of_the_cache_is_prepared_again(
 
 
 @pytest.mark.parametrize("damage", DAMAGES.values(), ids=DAMAGES.keys())
-def test_a_damaged_folder_of_the_user_s_is_named_and_left_alone(
-    damage: Callable[[Path], object], tmp_path: Path
-) -> None:
+def test_damaged_user_folder_is_named_and_left_unchanged(damage: Callable[[Path], object], tmp_path: Path) -> None:
     """Oracle: a sentence with the path and ``prepare``; the names of files stay."""
     folder = tmp_path / "tokens"
     prepare_folder(request(folder, write_lines(tmp_path / "a.jsonl", documents(50))))
@@ -102,7 +100,7 @@ def test_a_damaged_folder_of_the_user_s_is_named_and_left_alone(
     assert sorted(tmp_path.rglob("*")) == before
 
 
-def test_a_cached_folder_that_may_not_be_read_is_not_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unreadable_cache_folder_is_not_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Oracle: the sentence, which names the folder: an error of the system says nothing about its contents."""
     lines = write_lines(tmp_path / "a.jsonl", documents(50))
     config = HFConfig(files=[str(lines)], cache=str(tmp_path / "cache"), processes=1)
@@ -118,7 +116,7 @@ def test_a_cached_folder_that_may_not_be_read_is_not_replaced(tmp_path: Path, mo
     assert folder.is_dir()
 
 
-def test_a_shard_that_cannot_be_looked_at_is_not_a_missing_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_io_error_at_a_shard_does_not_count_as_a_missing_shard(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Oracle: the sentence and the folder as it was, for an error of a network disk at a shard alone."""
     lines = write_lines(tmp_path / "a.jsonl", documents(50))
     config = HFConfig(files=[str(lines)], cache=str(tmp_path / "cache"), processes=1)
@@ -139,7 +137,7 @@ def test_a_shard_that_cannot_be_looked_at_is_not_a_missing_one(tmp_path: Path, m
     assert sorted(path.name for path in folder.iterdir()) == before
 
 
-def test_a_damaged_other_folder_hides_no_tokenizer(tmp_path: Path) -> None:
+def test_damaged_cache_folder_does_not_hide_the_tokenizer_of_another(tmp_path: Path) -> None:
     """Oracle: the copy in the cache is found, whatever other folders there are."""
     pytest.importorskip("tokenizers")
     lines = write_lines(tmp_path / "a.jsonl", documents(50))
@@ -166,7 +164,7 @@ PLAN_DAMAGES: dict[str, Callable[[Path], object]] = {
 
 
 @pytest.mark.parametrize("damage", PLAN_DAMAGES.values(), ids=PLAN_DAMAGES.keys())
-def test_a_damaged_plan_of_packing_is_made_again(
+def test_damaged_packing_plan_is_rebuilt(
     damage: Callable[[Path], object], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Oracle: the bytes of before, and one sentence that names the plan's folder."""
@@ -185,7 +183,7 @@ def test_a_damaged_plan_of_packing_is_made_again(
     assert not capsys.readouterr().err
 
 
-def test_noise_in_a_plan_or_in_ends_is_a_sentence(tmp_path: Path) -> None:
+def test_noise_in_packing_plans_or_document_ends_is_reported(tmp_path: Path) -> None:
     """Oracle: the sentences; noise of the right size is seen where it is used."""
     folder = tmp_path / "tokens"
     prepare_folder(request(folder, write_lines(tmp_path / "a.jsonl", documents(50))))
@@ -219,7 +217,7 @@ NOTES: dict[str, bytes] = {
 
 
 @pytest.mark.parametrize("notes", NOTES.values(), ids=NOTES.keys())
-def test_damaged_progress_starts_over_and_reaches_no_other_file(notes: bytes, tmp_path: Path) -> None:
+def test_damaged_progress_starts_over_and_touches_no_other_file(notes: bytes, tmp_path: Path) -> None:
     """Oracle: an empty folder to write into; files elsewhere keep their bytes."""
     for name in ("precious.bin", "precious.ends"):
         (tmp_path / name).write_bytes(b"keep this")
@@ -235,7 +233,7 @@ def test_damaged_progress_starts_over_and_reaches_no_other_file(notes: bytes, tm
 
 
 @pytest.mark.parametrize("name", ["out.lock", "out.part/shard-00000.bin"])
-def test_a_link_in_the_place_of_a_file_is_not_written_through(name: str, tmp_path: Path) -> None:
+def test_symbolic_links_in_place_of_files_are_not_followed_for_writing(name: str, tmp_path: Path) -> None:
     """Oracle: the target keeps its bytes."""
     (tmp_path / "precious").write_bytes(b"keep this" * 9)
     lines = write_lines(tmp_path / "a.jsonl", documents(5))

@@ -25,7 +25,7 @@ def run_data(capsys, *words: str) -> tuple[int, str, str]:
     return (status, *capsys.readouterr())
 
 
-def test_the_command_prepares_shows_and_checks(tmp_path, capsys):
+def test_prepare_show_and_check_report_folders_and_damage(tmp_path, capsys):
     """Oracle: counts of two documents; one flipped bit is found, and a truncated file is refused."""
     write_lines(tmp_path / "a.jsonl", ["one", "three"], "body")
     words = [tmp_path / "a.jsonl", "--tokenizer", "bytes", "--field", "body", "--processes", "1"]
@@ -47,7 +47,7 @@ def test_the_command_prepares_shows_and_checks(tmp_path, capsys):
         run_data(capsys, "check", tmp_path / "out")
 
 
-def test_a_copy_of_the_tokenizer_is_kept_and_checked(tmp_path, capsys):
+def test_copy_of_the_tokenizer_is_kept_and_checked(tmp_path, capsys):
     """Oracle: the file's bytes; a changed byte and a missing copy, are reported, and do not hinder no training."""
     pytest.importorskip("tokenizers")
     choice = Path(save_tokenizer(tmp_path / "tokenizer", None))
@@ -70,7 +70,7 @@ def test_a_copy_of_the_tokenizer_is_kept_and_checked(tmp_path, capsys):
         copy.unlink(missing_ok=True)
 
 
-def test_a_folder_of_an_earlier_version_is_read(tmp_path, capsys):
+def test_folder_without_a_tokenizer_copy_is_read(tmp_path, capsys):
     """Oracle: the same folder with its copy, the line of which its index lacks."""
     pytest.importorskip("tokenizers")
     choice = save_tokenizer(tmp_path / "tokenizer", None)
@@ -97,7 +97,7 @@ class Stream(io.StringIO):
 
 
 @pytest.mark.parametrize("terminal", [True, False])
-def test_the_display_shows_progress(terminal, monkeypatch):
+def test_progress_is_displayed(terminal, monkeypatch):
     """Oracle: the numbers; without a terminal there are lines, one for each stretch of time, and no control codes."""
     now = iter(range(0, 1000, 5))
     monkeypatch.setattr("fsdptoys.data.progress.monotonic", lambda: next(now))
@@ -152,7 +152,7 @@ def test_the_display_shows_progress(terminal, monkeypatch):
         ("show nowhere", "nowhere is no folder with an index.json; make one with fsdptoys data prepare FILE ... --out"),
     ],
 )
-def test_mistakes_get_one_sentence(tmp_path, monkeypatch, words, sentence):
+def test_mistakes_are_reported_in_one_sentence(tmp_path, monkeypatch, words, sentence):
     """Oracle: the sentence; nothing is made."""
     monkeypatch.chdir(tmp_path)
     Path("a.txt").write_text("a")
@@ -180,7 +180,7 @@ def test_mistakes_get_one_sentence(tmp_path, monkeypatch, words, sentence):
         ),
     ],
 )
-def test_an_index_that_cannot_be_used_is_refused(tmp_path, change, sentence):
+def test_invalid_index_is_refused(tmp_path, change, sentence):
     """Oracle: the sentence; a shard's name that leads elsewhere is not followed."""
     (tmp_path / "a.txt").write_text("abc")
     prepare_folder(request(tmp_path / "out", tmp_path / "a.txt"))

@@ -46,7 +46,7 @@ def times_prepared() -> int:
 
 
 @pytest.mark.usefixtures("corpus")
-def test_it_is_what_the_command_prepares():
+def test_hf_data_equals_a_folder_of_the_prepare_command():
     """Oracle: a folder that the command's own function has made of the same file."""
     config().validate(16, 256)
     assert not Path("cache").exists(), "checking prepares nothing"
@@ -61,7 +61,7 @@ def test_it_is_what_the_command_prepares():
 
 
 @pytest.mark.usefixtures("corpus")
-def test_it_is_prepared_again_only_where_something_has_changed():
+def test_data_is_prepared_again_only_after_changes():
     """Oracle: the number of preparations and of folders, after every change of options and of the file."""
     for processes in (1, 1, 2):
         config(processes=processes).prepare(16, 256)
@@ -79,7 +79,7 @@ def prepare_and_look(config: HFConfig) -> str:
 
 
 @pytest.mark.usefixtures("corpus")
-def test_ranks_that_come_at_once_prepare_once():
+def test_concurrent_ranks_prepare_once():
     """Oracle: the log of who prepared; all see the same data."""
     assert len(set(run_ranks(4, prepare_and_look, config()))) == 1
     assert times_prepared() == 1
@@ -91,7 +91,7 @@ WORDS = (
 
 
 @pytest.mark.usefixtures("corpus")
-def test_the_launcher_prepares_before_it_starts_ranks(monkeypatch):
+def test_launcher_prepares_data_before_it_starts_ranks(monkeypatch):
     """Oracle: the folder when the ranks would be started."""
     seen = []
     monkeypatch.setattr(train_command, "launch", lambda plan: seen.append(len(list(Path("cache").iterdir()))) or 0)
@@ -100,7 +100,7 @@ def test_the_launcher_prepares_before_it_starts_ranks(monkeypatch):
 
 
 @pytest.mark.usefixtures("corpus")
-def test_a_rank_of_torchrun_prepares_before_it_joins(monkeypatch):
+def test_torchrun_rank_prepares_data_before_training(monkeypatch):
     """Oracle: the folder when the rank would begin."""
     seen = []
     monkeypatch.setattr(run, "train", lambda config, prediction: seen.append(len(list(Path("cache").iterdir()))))
@@ -119,7 +119,7 @@ def losses(config: Config) -> list[float]:
 
 
 @pytest.mark.usefixtures("corpus")
-def test_two_ranks_train_as_one():
+def test_two_ranks_have_the_losses_of_one():
     """Oracle: one process with the whole global batch, which sums in another order."""
     found = []
     for ranks, batch_size in ((1, 4), (2, 2)):
@@ -145,7 +145,7 @@ def test_two_ranks_train_as_one():
     ],
 )
 @pytest.mark.usefixtures("corpus")
-def test_mistakes_get_one_sentence(settings, sentence):
+def test_mistakes_are_reported_in_one_sentence(settings, sentence):
     """Oracle: the sentence; nothing is prepared."""
     with pytest.raises(ConfigError) as caught:
         config(**settings).validate(16, 200)
@@ -154,7 +154,7 @@ def test_mistakes_get_one_sentence(settings, sentence):
 
 
 @pytest.mark.usefixtures("corpus")
-def test_a_text_that_is_too_short_is_reported_before_ranks_start():
+def test_too_short_text_is_reported_by_prepare_and_validate():
     """Oracle: the sentence, when it is prepared and each time after that."""
     config(eval_fraction=0.0).prepare(16, 256)
     for check in (config(eval_fraction=0.0).prepare, config(eval_fraction=0.0).validate):
@@ -165,7 +165,7 @@ def test_a_text_that_is_too_short_is_reported_before_ranks_start():
 
 
 @pytest.mark.usefixtures("corpus")
-def test_an_evaluation_of_nothing_is_refused_before_ranks_start(capsys, monkeypatch):
+def test_evaluation_without_held_out_data_is_refused_before_ranks_start(capsys, monkeypatch):
     """Oracle: the sentence, when one text is prepared, none of which is held out, and each time after that."""
     monkeypatch.setattr(train_command, "launch", lambda plan: pytest.fail("ranks were started"))
     Path("one.txt").write_text("one text " * 500)
@@ -192,7 +192,7 @@ def test_an_evaluation_of_nothing_is_refused_before_ranks_start(capsys, monkeypa
     ],
 )
 @pytest.mark.usefixtures("corpus")
-def test_fixes_are_settings_of_its_own(settings, seq_len, sentence):
+def test_suggested_fixes_are_settings_of_hf_data(settings, seq_len, sentence):
     """Oracle: the sentence, of a folder of the cache, which the user did not name."""
     Path("one.txt").write_text("one text " * 13 + "end")
     with pytest.raises(ConfigError) as caught:

@@ -48,7 +48,7 @@ def open_it(folder: str) -> Encoder:
         (json.dumps(BASE | {"model": {"type": "WordLevel", "vocab": {}, "unk_token": "a"}}).encode(), "empty vocab"),
     ],
 )
-def test_a_file_that_is_no_tokenizer_is_a_sentence(content: bytes, reason: str, tmp_path: Path) -> None:
+def test_invalid_tokenizer_file_is_reported_in_one_sentence(content: bytes, reason: str, tmp_path: Path) -> None:
     """Oracle: one printable sentence with the path."""
     (tmp_path / "tokenizer.json").write_bytes(content)
     with pytest.raises(ConfigError) as caught:
@@ -60,7 +60,7 @@ def test_a_file_that_is_no_tokenizer_is_a_sentence(content: bytes, reason: str, 
 @pytest.mark.parametrize(
     ("changes", "text"), [({}, "a word that is not there"), ({"pre_tokenizer": RETRIES}, "a" * 40 + "c")]
 )
-def test_a_text_that_the_package_cannot_encode_is_a_sentence(
+def test_failed_encoding_is_reported_in_one_sentence(
     changes: dict[str, Any], text: str, processes: int, tmp_path: Path
 ) -> None:
     """Oracle: the sentence, for a missing unknown token and for a panic of the regex engine, which is no Exception."""
@@ -74,14 +74,14 @@ def test_a_text_that_the_package_cannot_encode_is_a_sentence(
         open_tokenizer(folder, 256).encode(text)
 
 
-def test_ids_out_of_range_are_a_sentence(tmp_path: Path) -> None:
+def test_out_of_range_ids_are_reported(tmp_path: Path) -> None:
     """Oracle: the sentence, where the package raises OverflowError."""
     with pytest.raises(ConfigError, match=r"cannot turn ids into text \(number too large"):
         open_tokenizer(write(tmp_path), 256).decode([2**40])
 
 
 @pytest.mark.parametrize("content", [b"[" * 200_000, b"{", b"\xff", b'{"eos_token": "\\ud800"}'])
-def test_settings_that_cannot_be_read_are_named(content: bytes, tmp_path: Path) -> None:
+def test_unreadable_tokenizer_settings_are_named(content: bytes, tmp_path: Path) -> None:
     """Oracle: the sentence with the path; the end that the user names makes up for the file."""
     folder = write(tmp_path)
     (tmp_path / "tokenizer_config.json").write_bytes(content)
@@ -91,7 +91,7 @@ def test_settings_that_cannot_be_read_are_named(content: bytes, tmp_path: Path) 
 
 
 @pytest.mark.parametrize("content", [b"[]", b'{"eos_token": 7}', b'{"eos_token": {"content": []}}', b"{}"])
-def test_settings_without_an_end_leave_the_usual_one(content: bytes, tmp_path: Path) -> None:
+def test_settings_without_an_end_token_default_to_the_usual_one(content: bytes, tmp_path: Path) -> None:
     """Oracle: ``</s>``, which the vocabulary has."""
     (tmp_path / "tokenizer_config.json").write_bytes(content)
     assert open_it(write(tmp_path)).document_end == 1

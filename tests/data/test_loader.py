@@ -105,7 +105,7 @@ def test_batches_and_state_do_not_depend_on_workers(in_worker_process):
     assert in_worker_process[0] == [(3, 10), (3, 10)]
 
 
-def test_a_killed_worker_is_an_error_and_no_hang(in_worker_process):
+def test_killed_worker_raises_an_error_instead_of_hanging(in_worker_process):
     """Oracle: the sentence, within the test's time; the other worker ends with ``close``."""
     sentence = in_worker_process[1]
     assert sentence.startswith("a data worker has ended (pid ") and sentence.endswith(
@@ -114,7 +114,7 @@ def test_a_killed_worker_is_an_error_and_no_hang(in_worker_process):
     )
 
 
-def test_an_error_in_a_worker_is_reported_as_without_workers(in_worker_process):
+def test_worker_errors_equal_those_without_workers(in_worker_process):
     """Oracle: the sentence of a stream without workers."""
     without, with_workers = in_worker_process[2]
     assert with_workers == without and "fewer than the 1001 bytes" in without
@@ -162,7 +162,7 @@ def living_in_group(group: int) -> list[str]:
 
 @needs_proc
 @pytest.mark.parametrize("end", ["exit", "killed"])
-def test_workers_outlive_signals_and_not_their_rank(end, tmp_path):
+def test_workers_survive_signals_and_end_with_their_rank(end, tmp_path):
     """Oracle: every process of the rank's group is sent the signals and the steps go on; none is left at the end."""
     script = tmp_path / "script.py"
     script.write_text(SCRIPT)
@@ -193,7 +193,7 @@ def test_workers_outlive_signals_and_not_their_rank(end, tmp_path):
     ("workers", "sentence"),
     [(-1, "must be between 0 and 64; set data.workers=0"), (65, "must be between 0 and 64; set data.workers=0")],
 )
-def test_a_number_of_workers_out_of_bounds_is_reported(workers, sentence):
+def test_invalid_number_of_workers_is_refused(workers, sentence):
     """Oracle: the sentence."""
     with pytest.raises(ConfigError) as caught:
         TextConfig(workers=workers)
@@ -219,7 +219,7 @@ if __name__ == "__main__":
 @pytest.mark.parametrize(
     ("size", "reason"), [("4k", "No space left on device"), ("1m", "[^\n]*No space left on device[^\n]*")]
 )
-def test_shared_memory_that_is_full_is_one_sentence(size, reason, tmp_path):
+def test_full_shared_memory_is_reported_in_one_sentence(size, reason, tmp_path):
     """Oracle: the sentence and nothing else, for no room for a semaphore, and for no room for a step of 2 MiB."""
     script = tmp_path / "script.py"
     script.write_text(SMALL_SHARED_MEMORY)
@@ -253,7 +253,7 @@ def test_shared_memory_is_checked_before_workers_start():
     check_shared_memory(2, 1, 1)
 
 
-def test_a_temporary_folder_too_long_for_sockets_is_a_mistake(monkeypatch):
+def test_too_long_temporary_folder_for_sockets_is_refused(monkeypatch):
     """Oracle: the sentence; 107 bytes are Linux's limit, of which multiprocessing's names take 32."""
     monkeypatch.setattr(tempfile, "tempdir", "/tmp/" + 71 * "a")
     with pytest.raises(ConfigError, match=r"a, whose path may have 75 bytes for that; set TMPDIR to a shorter one or "):
@@ -262,7 +262,7 @@ def test_a_temporary_folder_too_long_for_sockets_is_a_mistake(monkeypatch):
     check_shared_memory(1, 1, 1)
 
 
-def test_no_workers_need_no_shared_memory():
+def test_no_shared_memory_is_needed_without_workers():
     """Oracle: no error."""
     check_shared_memory(0, 2**50, 4)
     check_shared_memory(2, 2**50, 4, place="/nowhere")

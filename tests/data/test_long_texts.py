@@ -29,7 +29,7 @@ def write_texts(folder: Path) -> list[Path]:
 
 @pytest.mark.parametrize("processes", [1, 2])
 @pytest.mark.parametrize("eval_fraction", [0.0, 0.4])
-def test_long_texts_give_the_folder_that_short_ones_give(
+def test_streamed_long_texts_produce_the_same_folder(
     processes: int, eval_fraction: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Oracle: the same files prepared as short texts; characters cross the edges of blocks."""
@@ -47,7 +47,7 @@ def test_long_texts_give_the_folder_that_short_ones_give(
 
 @pytest.mark.parametrize("place", [0, 63, 64, 65, 700, 998, 999])
 @pytest.mark.parametrize("wrong", [b"\xff", b"\xe2\x82", b"\x82\x82\x82\x82\x82"])
-def test_what_is_no_utf_8_is_named_by_its_byte(
+def test_invalid_utf_8_is_reported_with_its_byte_position(
     place: int, wrong: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Oracle: the byte that Python's decoder names for the whole text."""
@@ -61,7 +61,7 @@ def test_what_is_no_utf_8_is_named_by_its_byte(
         prepare_folder(request(tmp_path / "out", tmp_path / "a.txt"))
 
 
-def test_a_long_text_is_held_once(tmp_path: Path) -> None:
+def test_long_text_is_held_in_memory_once(tmp_path: Path) -> None:
     """Oracle: the peak that tracemalloc sees, of two compressed texts of 24 MiB, at most 1.5 times one of them."""
     size = 24 * 2**20
     for name in "ab":
@@ -78,9 +78,7 @@ def test_a_long_text_is_held_once(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("where", ["document_reader._open", "prepare._encode"])
-def test_a_document_that_does_not_fit_into_memory_is_a_sentence(
-    where: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_document_too_large_for_memory_is_reported(where: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Oracle: the sentence, where the system refuses memory while a file is read, and while it is encoded."""
 
     def refuse(*_: object) -> None:
@@ -105,7 +103,7 @@ def test_a_document_that_does_not_fit_into_memory_is_a_sentence(
         ("\udcff", "has no JSON object in line 2 ("),
     ],
 )
-def test_a_bad_row_is_named(line: str, reason: str, tmp_path: Path) -> None:
+def test_invalid_row_is_reported_with_its_line(line: str, reason: str, tmp_path: Path) -> None:
     """Oracle: one printable sentence with the number of the line."""
     (tmp_path / "a.jsonl").write_bytes(b'{"text": "a"}\n' + line.encode(errors="surrogateescape") + b"\n")
     with pytest.raises(ConfigError) as caught:
@@ -113,7 +111,7 @@ def test_a_bad_row_is_named(line: str, reason: str, tmp_path: Path) -> None:
     assert reason in str(caught.value) and str(caught.value).isprintable()
 
 
-def test_rows_with_what_nobody_reads_and_halves_of_surrogates_are_taken(tmp_path: Path) -> None:
+def test_unused_fields_and_lone_surrogates_are_accepted(tmp_path: Path) -> None:
     """Oracle: Python's own reader; the field's text is all that counts."""
     rows = ['{"text": "a", "n": 1' + "0" * 400 + "}", '{"text": "b\\ud800"}', '{"text": "c", "x": NaN}']
     (tmp_path / "a.jsonl").write_text("\n".join(rows))
@@ -123,7 +121,7 @@ def test_rows_with_what_nobody_reads_and_halves_of_surrogates_are_taken(tmp_path
 
 
 @pytest.mark.parametrize("name", ["pipe", "/dev/zero", "folder", "saved"])
-def test_what_is_no_regular_file_is_refused_without_a_wait(name: str, tmp_path: Path) -> None:
+def test_irregular_files_are_refused_without_blocking(name: str, tmp_path: Path) -> None:
     """Oracle: the sentence; a hang would be the end of the whole suite."""
     os.mkfifo(tmp_path / "pipe")
     (tmp_path / "folder").mkdir()
@@ -138,7 +136,7 @@ def test_what_is_no_regular_file_is_refused_without_a_wait(name: str, tmp_path: 
         TextConfig(files=[path]).validate(4, 256)
 
 
-def test_a_tokenizer_in_the_place_of_a_pipe_is_refused_without_a_wait(tmp_path: Path) -> None:
+def test_named_pipes_in_place_of_tokenizer_files_are_refused(tmp_path: Path) -> None:
     """Oracle: the sentences, for the tokenizer, its settings, and the copy in a prepared folder."""
     pytest.importorskip("tokenizers")
     choice = Path(save_tokenizer(tmp_path / "tokenizer", None))

@@ -32,7 +32,7 @@ def plain_best_fit(lengths: list[int], capacity: int) -> list[list[int]]:
 
 @pytest.mark.parametrize("capacity", [5, 33, 200])
 @pytest.mark.parametrize("seed", range(3))
-def test_the_fit_is_as_good_as_the_plain_one(capacity, seed):
+def test_best_fit_fills_rows_like_the_reference_implementation(capacity, seed):
     """Oracle: rooms that the plain best fit leaves, which depend on no tie; each piece is once in a row with room."""
     lengths = np.random.default_rng(seed).integers(2, capacity + 1, 150)
     rows = best_fit(lengths, capacity)
@@ -45,7 +45,7 @@ def test_the_fit_is_as_good_as_the_plain_one(capacity, seed):
 
 
 @pytest.mark.parametrize("seq_len", [1, 4, 7])
-def test_long_documents_are_cut_so_that_every_id_is_predicted_once(seq_len):
+def test_cut_documents_predict_every_token_once(seq_len):
     """Oracle: the labels of all pieces, which are all ids of a document but its first."""
     lengths = np.arange(2, 40)
     starts = np.cumsum(lengths) - lengths
@@ -88,7 +88,7 @@ def test_rows_hold_complete_documents_and_ignored_padding(tmp_path, monkeypatch,
         assert group == 16 or len(samples) == len(plain_best_fit(lengths, seq_len + 1))
 
 
-def test_documents_longer_than_a_row_are_all_there(tmp_path):
+def test_documents_longer_than_a_row_are_complete(tmp_path):
     """Oracle: as many labels as the folder has ids besides the first of each document."""
     folder = make(tmp_path / "out", eval_fraction=0.0)
     samples = config(folder, tmp_path / "cache").build(50, 256, 0).train
@@ -103,7 +103,7 @@ def build(wanted: PreparedConfig) -> int:
     return len(wanted.build(64, 256, 0).train)
 
 
-def test_a_plan_is_made_once_and_is_another_for_other_lengths(tmp_path, monkeypatch):
+def test_packing_plan_is_built_once_per_sequence_length(tmp_path, monkeypatch):
     """Oracle: a log of who has planned, among ranks that come at once and those that come later."""
     write, log = packing._write_rows, tmp_path / "log"
 
@@ -121,7 +121,7 @@ def test_a_plan_is_made_once_and_is_another_for_other_lengths(tmp_path, monkeypa
     assert len(log.read_text().splitlines()) == 2 and len(list((tmp_path / "cache").iterdir())) == 2
 
 
-def test_packing_is_part_of_the_data_s_fingerprint_and_pickles_carry_no_maps(tmp_path):
+def test_packing_changes_the_fingerprint_and_pickles_omit_memory_maps(tmp_path):
     """Oracle: the same folder without packing; a reader sent to another process reads the same."""
     folder = make(tmp_path / "out")
     packed, plain = config(folder, tmp_path / "cache"), PreparedConfig(folder=folder)
@@ -151,7 +151,7 @@ def test_mixed_and_cached_data_can_be_packed(tmp_path):
     assert "index.json" in contents(cached) and len(list((tmp_path / "hf").iterdir())) == 2
 
 
-def test_a_cache_that_cannot_be_written_is_reported(tmp_path):
+def test_unwritable_packing_cache_is_reported(tmp_path):
     """Oracle: the sentence."""
     (tmp_path / "cache").write_text("a file")
     with pytest.raises(

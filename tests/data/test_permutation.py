@@ -26,7 +26,7 @@ def assert_uniform(counts: np.ndarray, freedom: int | None = None) -> None:
     assert abs(chi_square - freedom) < 5 * math.sqrt(2 * freedom)
 
 
-def test_every_size_gives_each_place_once():
+def test_shuffle_is_a_permutation_for_every_size():
     """Oracle: sorted numbers, for all small sizes and those around powers of two and squares."""
     near = [base + offset for base in (1024, 4096, 10_000, 65_536) for offset in (-1, 0, 1)]
     for count in [*range(1, 300), *near]:
@@ -34,7 +34,7 @@ def test_every_size_gives_each_place_once():
 
 
 @pytest.mark.parametrize("count", [2**31 + 11, 10**12, 2**53 + 1])
-def test_sizes_that_no_memory_holds_are_permuted_too(count):
+def test_shuffle_supports_sizes_beyond_memory(count):
     """Oracle: a sample of places stays within and has no value twice."""
     shuffle = Shuffle(count, "large")
     values = [shuffle[place] for place in [*range(1000), *range(count - 1000, count)]]
@@ -42,7 +42,7 @@ def test_sizes_that_no_memory_holds_are_permuted_too(count):
     assert_uniform(np.bincount([value * 20 // count for value in values], minlength=20))
 
 
-def test_a_place_goes_anywhere_equally_often_over_keys():
+def test_positions_are_uniform_over_keys():
     """Oracle: chi-square of (place, value) over 1,500 keys; a sum of squares of 99 · 99 freedoms."""
     table = np.zeros((100, 100))
     for key in range(1500):
@@ -51,7 +51,7 @@ def test_a_place_goes_anywhere_equally_often_over_keys():
 
 
 @pytest.mark.parametrize("count", [997, 4096, 30_000])
-def test_neighbors_know_nothing_of_each_other(count):
+def test_neighboring_values_are_independent(count):
     """Oracle: correlation, chi-square of values and of distances, at lags of 1, 2 and around the network's base."""
     values = whole(count, "neighbours")
     base = math.isqrt(count)
@@ -63,7 +63,7 @@ def test_neighbors_know_nothing_of_each_other(count):
         assert_uniform(np.bincount((second - first) % count * 32 // count, minlength=32))
 
 
-def test_ascents_and_fixed_points_are_those_of_a_random_order():
+def test_ascents_and_fixed_points_match_a_random_permutation():
     """Oracle: (n − 1)/2 ascents with variance (n + 1)/12; fixed points as Poisson of mean 1, over 400 keys of 500."""
     ascents, fixed = [], Counter()
     for key in range(400):
@@ -77,7 +77,7 @@ def test_ascents_and_fixed_points_are_those_of_a_random_order():
         assert abs(fixed[number] - expected) < 5 * math.sqrt(expected)
 
 
-def test_epochs_and_seeds_have_orders_of_their_own():
+def test_orders_of_epochs_and_seeds_are_uncorrelated():
     """Oracle: correlation of every pair of six orders, of which neighboring seeds and epochs are the hardest."""
     orders = []
     for seed in (0, 1):

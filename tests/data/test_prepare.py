@@ -76,7 +76,7 @@ def save_tokenizer(folder: Path, end: str | None) -> str:
     return str(folder)
 
 
-def test_every_document_is_there_once_in_order_with_its_end(tmp_path):
+def test_documents_are_stored_once_in_order_with_their_end_tokens(tmp_path):
     """Oracle: the texts; shards end with the first document that brings them to 2,000 ids, and none is empty."""
     texts = documents(200)
     write_lines(tmp_path / "a.jsonl", [*texts[:120], None, "", *texts[120:]])
@@ -93,7 +93,7 @@ def test_every_document_is_there_once_in_order_with_its_end(tmp_path):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a.jsonl", "out"]
 
 
-def test_the_result_does_not_depend_on_the_number_of_processes(tmp_path, monkeypatch):
+def test_result_does_not_depend_on_the_number_of_processes(tmp_path, monkeypatch):
     """Oracle: every byte that one process makes."""
     monkeypatch.setattr("fsdptoys.data.prepare.GROUP_CHARACTERS", 500)
     write_lines(tmp_path / "a.jsonl", documents(300))
@@ -107,7 +107,7 @@ def test_the_result_does_not_depend_on_the_number_of_processes(tmp_path, monkeyp
     assert made[0] == made[1] == made[2] and len(made[0]) > 10
 
 
-def test_no_document_is_on_both_sides(tmp_path):
+def test_splits_are_disjoint_and_equal_texts_share_a_split(tmp_path):
     """Oracle: sets of texts; about a fifth is held out, and a text that comes again is on the same side again."""
     texts = documents(500)
     write_lines(tmp_path / "a.jsonl", texts)
@@ -125,7 +125,7 @@ class StoppedError(Exception):
 
 
 @pytest.mark.parametrize("after", [0, 1, 7, 20])
-def test_an_interrupted_run_goes_on_to_the_same_bytes(tmp_path, monkeypatch, after):
+def test_interrupted_preparation_resumes_to_identical_bytes(tmp_path, monkeypatch, after):
     """Oracle: an uninterrupted run; the first leaves nothing under the folder's name."""
     monkeypatch.setattr("fsdptoys.data.prepare.GROUP_CHARACTERS", 500)
     monkeypatch.setattr("fsdptoys.data.shard_writer.SAVE_TOKENS", 1500)
@@ -150,7 +150,7 @@ def test_an_interrupted_run_goes_on_to_the_same_bytes(tmp_path, monkeypatch, aft
     assert after < 7 or begun[0] > seen[-5], "what was saved is not done again"
 
 
-def test_the_rest_of_another_request_is_thrown_away(tmp_path, monkeypatch):
+def test_partial_results_of_another_request_are_discarded(tmp_path, monkeypatch):
     """Oracle: a run in an empty folder; the interrupted one had another held-out share."""
     monkeypatch.setattr("fsdptoys.data.prepare.GROUP_CHARACTERS", 500)
     monkeypatch.setattr("fsdptoys.data.shard_writer.SAVE_TOKENS", 500)
@@ -189,7 +189,7 @@ prepare_folder(wanted, lambda advance: print(advance.documents, flush=True))
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
-def test_a_killed_run_leaves_no_process_and_no_lock(tmp_path):
+def test_killed_preparation_leaves_no_process_and_no_lock(tmp_path):
     """Oracle: the kernel's list of the group's processes; another is refused while it lives, and goes on after it."""
     write_lines(tmp_path / "a.jsonl", documents(300))
     words = [sys.executable, "-c", SLOW, str(tmp_path / "out"), str(tmp_path / "a.jsonl")]
@@ -223,7 +223,7 @@ def kill_itself(texts):
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def test_a_killed_process_is_reported_without_a_hang(tmp_path, monkeypatch):
+def test_killed_process_is_reported_without_a_hang(tmp_path, monkeypatch):
     """Oracle: the sentence."""
     write_lines(tmp_path / "a.jsonl", documents(5))
     monkeypatch.setattr("fsdptoys.data.prepare._encode_here", kill_itself)
@@ -260,7 +260,7 @@ def test_every_kind_of_file_gives_the_same_documents(tmp_path):
 
 
 @pytest.mark.parametrize("own", [None, "three"])
-def test_a_tokenizer_s_ids_are_its_own_and_ends_are_no_text(tmp_path, own):
+def test_end_tokens_are_never_encoded_from_text(tmp_path, own):
     """Oracle: the vocabulary; text that spells the end, and a tokenizer's own truncation, change nothing."""
     pytest.importorskip("tokenizers")
     choice = save_tokenizer(tmp_path / "tokenizer", own)
@@ -278,7 +278,7 @@ def test_a_tokenizer_s_ids_are_its_own_and_ends_are_no_text(tmp_path, own):
         prepare_folder(request(tmp_path / "other", tmp_path / "a.jsonl", tokenizer=choice, end="one"))
 
 
-def test_a_vocabulary_over_16_bits_takes_32(tmp_path, monkeypatch):
+def test_vocabulary_over_16_bits_is_stored_in_32(tmp_path, monkeypatch):
     """Oracle: ids written and read back."""
     wide = open_encoder("bytes", None, "", "")
     wide.vocab_size = 2**16 + 1
@@ -301,7 +301,7 @@ def test_a_vocabulary_over_16_bits_takes_32(tmp_path, monkeypatch):
         ("a.parquet", b"PAR1 nonsense PAR1", "cannot be read as Parquet ("),
     ],
 )
-def test_a_file_that_cannot_be_read_is_named(tmp_path, name, content, sentence):
+def test_unreadable_file_is_named(tmp_path, name, content, sentence):
     """Oracle: the sentence."""
     if name.endswith("parquet"):
         pytest.importorskip("datasets")

@@ -23,7 +23,9 @@ from fsdptoys.errors import ConfigError
 from tests.data.test_prepare import StoppedError, contents, documents, read_split, request, save_tokenizer, write_lines
 
 
-def test_leftovers_that_cannot_be_removed_start_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_resume_with_unremovable_leftovers_gives_identical_bytes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Oracle: an uninterrupted run; a folder, which is no file to remove, lies beside the shards."""
     monkeypatch.setattr("fsdptoys.data.prepare.GROUP_CHARACTERS", 500)
     monkeypatch.setattr("fsdptoys.data.shard_writer.SAVE_TOKENS", 1500)
@@ -41,7 +43,7 @@ def test_leftovers_that_cannot_be_removed_start_over(tmp_path: Path, monkeypatch
     assert contents(tmp_path / "out") == contents(tmp_path / "fresh")
 
 
-def test_a_tokenizer_takes_text_as_it_is_in_other_processes_too(tmp_path: Path) -> None:
+def test_pickled_tokenizer_encodes_special_tokens_as_text(tmp_path: Path) -> None:
     """Oracle: its ids before it was pickled, as it is where processes are not forked."""
     pytest.importorskip("tokenizers")
     encoder = open_encoder(save_tokenizer(tmp_path / "tokenizer", None), None, "", "")
@@ -50,7 +52,7 @@ def test_a_tokenizer_takes_text_as_it_is_in_other_processes_too(tmp_path: Path) 
     assert ids == again and encoder.document_end not in ids
 
 
-def test_a_file_s_name_need_be_no_text(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_file_names_need_not_be_valid_unicode(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Oracle: its bytes, read back; the index and the command's JSON are read by other programs."""
     name = os.path.join(os.fsencode(tmp_path), b"caf\xe9.txt")
     try:
@@ -76,7 +78,7 @@ def as_nobody() -> Iterator[None]:
         os.seteuid(0)
 
 
-def test_a_folder_that_may_not_be_opened_gets_one_sentence(tmp_path: Path) -> None:
+def test_folders_without_permission_are_reported_in_one_sentence(tmp_path: Path) -> None:
     """Oracle: the sentences, of a folder of data and of files to prepare."""
     lines = write_lines(tmp_path / "a.jsonl", documents(9))
     folder = str(tmp_path / "out")
@@ -93,7 +95,7 @@ def test_a_folder_that_may_not_be_opened_gets_one_sentence(tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("file", ["shard-00000.bin", "shard-00000.ends"])
-def test_a_check_goes_on_past_a_file_that_cannot_be_read(
+def test_check_continues_past_an_unreadable_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], file: str
 ) -> None:
     """Oracle: a sentence for that file, and one for another damaged one."""
@@ -113,7 +115,7 @@ def test_a_check_goes_on_past_a_file_that_cannot_be_read(
     assert "shard-00001.bin differs from its index: its SHA-256 is " in err
 
 
-def test_data_that_cannot_be_read_is_not_taken_for_a_cache_that_cannot_be_written(
+def test_unreadable_data_is_not_reported_as_an_unwritable_cache(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Oracle: the sentence names the folder of the data."""
@@ -131,7 +133,7 @@ def test_data_that_cannot_be_read_is_not_taken_for_a_cache_that_cannot_be_writte
 
 
 @pytest.mark.parametrize("offset", [300, 600, 8000])
-def test_a_damaged_arrow_file_gets_one_sentence(tmp_path: Path, offset: int) -> None:
+def test_damaged_arrow_file_is_reported_in_one_sentence(tmp_path: Path, offset: int) -> None:
     """Oracle: the sentence, wherever the damage is: in the head, or in a part read later."""
     datasets = pytest.importorskip("datasets")
     datasets.disable_progress_bars()
@@ -144,14 +146,14 @@ def test_a_damaged_arrow_file_gets_one_sentence(tmp_path: Path, offset: int) -> 
         prepare_folder(request(tmp_path / "out", tmp_path / "saved"))
 
 
-def test_json_that_goes_too_deep_gets_one_sentence(tmp_path: Path) -> None:
+def test_too_deeply_nested_json_is_reported_in_one_sentence(tmp_path: Path) -> None:
     """Oracle: the sentence, with the line."""
     (tmp_path / "a.jsonl").write_text('{"text": "a"}\n' + "[" * 200_000 + "\n")
     with pytest.raises(ConfigError, match=r"a\.jsonl\] has no JSON object in line 2 \("):
         prepare_folder(request(tmp_path / "out", tmp_path / "a.jsonl"))
 
 
-def test_texts_of_the_same_ids_are_on_the_same_side(tmp_path: Path) -> None:
+def test_texts_with_equal_ids_share_a_split(tmp_path: Path) -> None:
     """Oracle: sets of documents; half of the texts differ from the others in a zero byte, which bytes leave out."""
     texts: list[str | None] = [f"document {number}" + "\0" * zeros for number in range(200) for zeros in (0, 1)]
     prepare_folder(request(tmp_path / "out", write_lines(tmp_path / "a.jsonl", texts), eval_fraction=0.3))
@@ -159,7 +161,7 @@ def test_texts_of_the_same_ids_are_on_the_same_side(tmp_path: Path) -> None:
     assert len(train) + len(held_out) == 200 and len(held_out) > 30
 
 
-def test_ids_of_bytes_take_a_byte_each_until_they_are_written() -> None:
+def test_byte_ids_take_one_byte_each_in_memory() -> None:
     """Oracle: a text of a gigabyte, which is one document, must not need eight for its ids."""
     (ids,) = ByteEncoder().encode(["abc"])
     assert ids.dtype == np.uint8 and ids.tolist() == [97, 98, 99]

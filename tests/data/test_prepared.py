@@ -31,7 +31,7 @@ def tokens_of(folder: str, split: str) -> np.ndarray:
 
 
 @pytest.mark.parametrize("seq_len", [1, 16, 1500])
-def test_windows_are_the_shards_of_a_split_one_after_the_other(tmp_path, monkeypatch, seq_len):
+def test_windows_follow_the_concatenated_shards_of_a_split(tmp_path, monkeypatch, seq_len):
     """Oracle: ``np.fromfile`` of the shards, joined, with fewer of them mapped at a time than a window crosses."""
     monkeypatch.setattr("fsdptoys.data.prepared.MOST_MAPS", 2)
     folder = make(tmp_path / "out")
@@ -52,7 +52,7 @@ def test_windows_are_the_shards_of_a_split_one_after_the_other(tmp_path, monkeyp
             assert len(reader.stream._maps) <= 2
 
 
-def test_fingerprint_is_of_contents_alone(tmp_path):
+def test_fingerprint_depends_only_on_contents_and_settings(tmp_path):
     """Oracle: one change at a time; a copy elsewhere, in shards of the same tokens, is the same data."""
     first, copy = make(tmp_path / "out"), tmp_path / "elsewhere"
     copy.mkdir()
@@ -79,7 +79,7 @@ def test_fingerprint_is_of_contents_alone(tmp_path):
     assert fingerprint(**mixed | {"weights": [6.0, 2.0]}) == fingerprint(**mixed)
 
 
-def test_unigram_entropy_is_that_of_the_mixed_tokens(tmp_path):
+def test_unigram_entropy_matches_the_mixture(tmp_path):
     """Oracle: the formula over counts by hand, weighed by the sources' shares."""
     first, other = make(tmp_path / "first"), make(tmp_path / "other")
     shares = [
@@ -122,7 +122,7 @@ def mixture(weights, sizes=(40, 7, 100), seed: int = 0) -> MixedSamples:
         ([1e6, 2e6], [1, 2]),
     ],
 )
-def test_every_block_has_the_proportions_exactly(weights, counts):
+def test_every_block_has_the_exact_proportions(weights, counts):
     """Oracle: counting in blocks of the smallest size that has them, or of 10,000 for shares of no smaller one."""
     samples = mixture(weights)
     size = sum(counts)
@@ -132,7 +132,7 @@ def test_every_block_has_the_proportions_exactly(weights, counts):
         assert [owners[number] for number in range(len(weights))] == counts
 
 
-def test_blocks_begin_at_places_of_their_own():
+def test_blocks_are_rotated_randomly():
     """Oracle: the ten rotations of a block of 7 and 3, all of them in the first hundred blocks."""
     samples = mixture([0.7, 0.3])
     blocks = {tuple(samples.locate(10 * block + spot)[0] for spot in range(10)) for block in range(100)}
@@ -141,7 +141,7 @@ def test_blocks_begin_at_places_of_their_own():
     assert blocks == {one[first:] + one[:first] for first in range(10)}
 
 
-def test_every_source_goes_through_epochs_of_its_own():
+def test_every_source_has_its_own_epochs():
     """Oracle: sorted numbers of each source's epochs, of 40 and of 7 samples, in orders of their own; two seeds."""
     samples = mixture([3, 1])
     taken: dict[int, list[int]] = {0: [], 1: []}
@@ -156,7 +156,7 @@ def test_every_source_goes_through_epochs_of_its_own():
 
 
 @pytest.mark.parametrize(("ranks", "batch_size", "microbatches"), [(1, 4, 3), (2, 3, 2), (4, 3, 1)])
-def test_the_global_batch_of_a_mixture_does_not_depend_on_ranks(ranks, batch_size, microbatches):
+def test_global_batch_of_a_mixture_does_not_depend_on_ranks(ranks, batch_size, microbatches):
     """Oracle: one process with the whole global batch of 12; the others are stopped in between, and go on."""
     reference = take_numbers(BatchStream(mixture([3, 1]), 12, 1, range(1), 1, 0), 6)
     streams = [BatchStream(mixture([3, 1]), batch_size, microbatches, range(r, r + 1), ranks, 0) for r in range(ranks)]
@@ -184,7 +184,7 @@ def compare_with_workers(settings: dict) -> None:
     ahead.close()
 
 
-def test_workers_change_no_batch_of_a_mixture(tmp_path):
+def test_batches_of_a_mixture_do_not_depend_on_workers(tmp_path):
     """Oracle: the stream without workers, over more than an epoch of the smaller source."""
     folders = [make(tmp_path / "first"), make(tmp_path / "other", count=10)]
     run_ranks(1, compare_with_workers, {"sources": folders, "weights": [1.0, 1.0]})
@@ -193,7 +193,7 @@ def test_workers_change_no_batch_of_a_mixture(tmp_path):
 @pytest.mark.parametrize(
     ("weights", "sizes", "length"), [([3, 1], (7, 7), 9), ([1, 1], (4, 9), 8), ([2, 1], (1, 5), 2)]
 )
-def test_held_out_samples_keep_the_proportions_until_one_source_ends(weights, sizes, length):
+def test_held_out_samples_keep_the_proportions_until_a_source_ends(weights, sizes, length):
     """Oracle: each source's samples in their order; every start of the list has its share to within one sample."""
     samples = MixedHeldOut([Marked(number, size) for number, size in enumerate(sizes)], weights)
     numbers = [int(samples[index][0][0]) for index in range(len(samples))]
@@ -208,7 +208,7 @@ def test_held_out_samples_keep_the_proportions_until_one_source_ends(weights, si
     assert tokens_BT.shape == (16, SEQ_LEN) and int((labels_BT != IGNORE_INDEX).sum()) == length * SEQ_LEN
 
 
-def test_sources_share_out_the_maps(tmp_path, monkeypatch):
+def test_sources_share_the_limit_on_memory_maps(tmp_path, monkeypatch):
     """Oracle: the limit of all together, when every sample of both has been read."""
     monkeypatch.setattr("fsdptoys.data.prepared.MOST_MAPS", 4)
     train = PreparedConfig(sources=[make(tmp_path / "a"), make(tmp_path / "b")]).build(64, 256, 0).train
@@ -218,7 +218,7 @@ def test_sources_share_out_the_maps(tmp_path, monkeypatch):
     assert [len(source.stream._maps) for source in train.sources] == [2, 2]
 
 
-def test_sizes_are_the_weights_where_none_are_given(tmp_path):
+def test_weights_default_to_the_source_sizes(tmp_path):
     """Oracle: the numbers of training samples."""
     folders = [make(tmp_path / "first"), make(tmp_path / "other", count=40)]
     train = PreparedConfig(sources=folders).build(32, 256, 0).train
@@ -228,7 +228,7 @@ def test_sizes_are_the_weights_where_none_are_given(tmp_path):
     assert shares == pytest.approx([size / sum(sizes) for size in sizes], abs=1 / BLOCK)
 
 
-def test_places_of_a_source_in_a_block_are_spread_evenly():
+def test_samples_of_a_source_are_spread_evenly_over_a_block():
     """Oracle: any start of the pattern has each source's share to within one place."""
     pattern = Pattern([5, 2, 1])
     for stop in range(1, 9):
@@ -274,7 +274,7 @@ def test_places_of_a_source_in_a_block_are_spread_evenly():
         ),
     ],
 )
-def test_mistakes_get_one_sentence(tmp_path, monkeypatch, settings, sentence):
+def test_mistakes_are_reported_in_one_sentence(tmp_path, monkeypatch, settings, sentence):
     """Oracle: the sentence."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "empty").mkdir()
@@ -290,7 +290,7 @@ def test_mistakes_get_one_sentence(tmp_path, monkeypatch, settings, sentence):
     assert str(caught.value).startswith(sentence)
 
 
-def test_a_damaged_shard_is_reported_when_it_is_read(tmp_path):
+def test_damaged_shard_is_reported_when_read(tmp_path):
     """Oracle: the sentence of the reader of token files."""
     folder = make(tmp_path / "out", eval_fraction=0.0)
     tokens = np.fromfile(f"{folder}/shard-00000.bin", "<u2")

@@ -64,7 +64,7 @@ def test_every_epoch_has_each_sample_exactly_once(count, global_batch):
         assert sorted(numbers[epoch * count : (epoch + 1) * count]) == list(range(count))
 
 
-def test_order_is_the_seed_s_and_each_epoch_s_own():
+def test_order_depends_on_the_seed_and_the_epoch():
     """Oracle: a second stream of the same seed, and two epochs of one."""
     samples = NumberedSamples(50)
     numbers = take_numbers(one_process(samples, 10, seed=1), 10)
@@ -73,7 +73,7 @@ def test_order_is_the_seed_s_and_each_epoch_s_own():
     assert numbers[:50] != numbers[50:] and numbers[:50] != sorted(numbers[:50])
 
 
-def test_order_stays_the_same_between_versions():
+def test_order_is_stable_across_versions():
     """Oracle: numbers written down once; they are made of integers and BLAKE2b alone."""
     assert take_numbers(one_process(NumberedSamples(8), 8, seed=0), 1) == [2, 1, 4, 6, 7, 3, 5, 0]
 
@@ -98,7 +98,7 @@ def test_resumed_stream_equals_uninterrupted(endless, steps_before, ranks, batch
     assert before + take_numbers(resumed, 8 - steps_before) == uninterrupted
 
 
-def test_state_is_one_number_and_the_fingerprint():
+def test_state_holds_sample_count_fingerprint_and_order():
     """Oracle: 2 steps of 3 micro-batches of 5 rows on 4 ranks; the name of the order stands where there is one."""
     stream = BatchStream(NumberedSamples(7), 5, 3, range(2, 3), 4, 0, "print")
     take_numbers(stream, 2)
@@ -118,7 +118,7 @@ def test_changed_data_is_refused():
 
 
 @pytest.mark.parametrize("order", [None, "feistel-4"])
-def test_a_checkpoint_of_another_order_is_refused(order):
+def test_checkpoint_of_another_sample_order_is_refused(order):
     """Oracle: the sentence, for a checkpoint that names no order, as earlier versions wrote them, or another."""
     stream = one_process(NumberedSamples(7), 3)
     state = stream.state_dict() | {"order": order}
@@ -131,7 +131,7 @@ def test_a_checkpoint_of_another_order_is_refused(order):
     ("count", "batches", "data_ranks", "batch_size", "expected_batches"),
     [(24, 2, 3, 4, 2), (30, 2, 3, 4, 2), (23, 2, 3, 4, 2), (13, 2, 3, 4, 2), (12, 2, 3, 4, 1), (1, 5, 3, 4, 1)],
 )
-def test_evaluation_takes_the_first_samples_and_every_rank_as_many_batches(
+def test_evaluation_has_the_first_samples_in_equal_numbers_of_batches(
     count, batches, data_ranks, batch_size, expected_batches
 ):
     """Oracle: counting; rows past the end have only ignored labels."""

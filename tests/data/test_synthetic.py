@@ -17,7 +17,7 @@ def entropy_nats(counts: np.ndarray) -> float:
 
 
 @pytest.mark.parametrize("part", ["train", "eval"])
-def test_sample_depends_on_seed_and_number_alone(part):
+def test_sample_depends_only_on_seed_and_index(part):
     """Oracle: a second data set of the same seed, read backwards."""
     config = SyntheticConfig()
     first, second = (getattr(config.build(SEQ_LEN, VOCAB, seed=3), part) for _ in range(2))
@@ -30,14 +30,14 @@ def test_sample_depends_on_seed_and_number_alone(part):
     assert not np.array_equal(forwards[0][0], other_seed[0][0])
 
 
-def test_sample_stays_the_same_between_versions():
+def test_samples_are_stable_across_versions():
     """Oracle: numbers written down once; NumPy promises its raw Philox bits and SeedSequence for all versions."""
     tokens_T, labels_T = SyntheticConfig(branching=8).build(8, 256, seed=0).train[0]
     assert tokens_T.tolist() == [239, 247, 254, 5, 9, 10, 14, 19]
     assert labels_T[:-1].tolist() == tokens_T[1:].tolist()
 
 
-def test_held_out_samples_are_none_of_the_training_s():
+def test_held_out_samples_are_disjoint_from_training_samples():
     """Oracle: the tokens themselves."""
     dataset = SyntheticConfig(eval_samples=4).build(SEQ_LEN, VOCAB, seed=0)
     assert len(dataset.eval) == 4
@@ -46,7 +46,7 @@ def test_held_out_samples_are_none_of_the_training_s():
 
 
 @pytest.mark.parametrize("branching", [1, 8, VOCAB])
-def test_entropies_are_the_formulas(branching):
+def test_entropies_follow_the_formulas(branching):
     """Oracle: counts over 2,000 samples; log(branching) for pairs, log(vocab) for single tokens, bias under 1%."""
     dataset = SyntheticConfig(branching=branching).build(SEQ_LEN, VOCAB, seed=1)
     pairs = np.zeros((VOCAB, VOCAB))
@@ -77,7 +77,7 @@ def test_ragged_sequences_end_with_ignored_labels_and_padding():
     assert np.mean(ends) == pytest.approx((1 + SEQ_LEN) / 2, rel=0.05)
 
 
-def test_fingerprint_differs_with_all_that_decides_the_samples():
+def test_fingerprint_depends_on_everything_that_determines_the_samples():
     """Oracle: one change at a time."""
     prints = [
         config.build(seq_len, vocab, seed).fingerprint
@@ -94,14 +94,14 @@ def test_fingerprint_differs_with_all_that_decides_the_samples():
     assert SyntheticConfig().build(8, 32, 0).fingerprint == prints[0]
 
 
-def test_nothing_held_out_where_none_is_asked_for():
+def test_zero_eval_samples_disable_the_held_out_part():
     """Oracle: the configuration."""
     config = SyntheticConfig(eval_samples=0)
     assert not config.has_eval
     assert config.build(8, 32, 0).eval is None
 
 
-def test_number_outside_the_part_is_an_index_error():
+def test_out_of_range_sample_is_an_index_error():
     """Oracle: Python's sequence protocol, so that ``list(samples)`` ends."""
     samples = SyntheticConfig(eval_samples=3).build(8, 32, 0).eval
     assert len(list(samples)) == 3
@@ -117,7 +117,7 @@ def test_number_outside_the_part_is_an_index_error():
         ({"branching": 64}, "data.branching=64 must be at most model.vocab_size=32; set data.branching=8"),
     ],
 )
-def test_mistakes_get_one_sentence(settings, sentence):
+def test_mistakes_are_reported_in_one_sentence(settings, sentence):
     """Oracle: the sentence."""
     with pytest.raises(ConfigError) as caught:
         SyntheticConfig(**settings).validate(8, 32)
