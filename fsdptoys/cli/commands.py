@@ -6,13 +6,15 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
-from .help import hardware_names, sweep_lines, train_keys
+from fsdptoys.errors import ConfigError
+
+from .help import plan_settings, sweep_lines, train_keys
 from .parser import Parser, integer, number
 
 
-def _job(typed: str) -> str:
+def _job(option: str, typed: str) -> str:
     if typed != "job":
-        raise argparse.ArgumentTypeError(f"--cfg={typed} must be job; write --cfg job")
+        raise argparse.ArgumentTypeError(f"{option}={typed} must be job; write {option} job")
     return typed
 
 
@@ -25,28 +27,33 @@ folder or URL, or a folder in Hugging Face format: config.json and safetensors f
 def _add_model_options(parser: Parser) -> None:
     """Add the options of commands that use a trained model."""
     parser.value(
-        "--context",
-        "N",
+        "--context N",
         "maximum context in tokens, at most model.max_seq_len; default: train.seq_len of the run, or the folder's own",
         "1024",
-        type=integer("--context", 1),
+        type=integer(1),
     )
     parser.value(
-        "--tokenizer",
-        "T",
+        "--tokenizer T",
         "bytes, ids (the text is numbers separated by spaces), or a tokenizer.json or its folder; default: that of the "
         "folder or of the run's data",
         "bytes",
     )
-    parser.value("--device", "D", "cuda, npu or cpu; default: an accelerator if there is one", "cpu")
+    parser.value("--device D", "cuda, npu or cpu; default: an accelerator if there is one", "cpu")
     parser.value(
-        "--dtype", "D", "dtype of the weights: float32 (default), bfloat16 or float16", "bfloat16", default="float32"
+        "--dtype D", "dtype of the weights: float32 (default), bfloat16 or float16", "bfloat16", default="float32"
     )
 
 
 def parse(command: str, words: Sequence[str]) -> argparse.Namespace:
     """Parse the words after a command; see ``Parser.parse``."""
     return make_parsers()[1][command].parse(words)
+
+
+def check_count(command: str, words: Sequence[str], count: int, needed: str, form: str) -> None:
+    """Check the number of a command's words without dashes; ``needed`` and ``form`` describe them in the message."""
+    if len(words) != count:
+        given = {0: "none was", 1: "one was"}.get(len(words), f"{len(words)} were")
+        raise ConfigError(f"fsdptoys {command} needs {needed}, and {given} given; write fsdptoys {command} {form}")
 
 
 def command_names() -> list[str]:
@@ -72,7 +79,8 @@ def make_parsers() -> tuple[Parser, dict[str, Parser]]:
     commands = root.add_subparsers(title="commands", metavar="COMMAND", parser_class=Parser)
     parsers: dict[str, Parser] = {}
 
-    def add(name: str, summary: str, usages: str, description: str = "", **settings: Any) -> Parser:
+    def add(usages: str, summary: str, description: str = "", **settings: Any) -> Parser:
+        name = re.split(r" [^a-z]|\n", usages)[0]
         usage = "\n       ".join(f"fsdptoys {usage}" for usage in usages.splitlines())
         parsers[name] = commands.add_parser(
             name, help=summary, prog=f"fsdptoys {name}", usage=usage, description=description, **settings
@@ -80,18 +88,16 @@ def make_parsers() -> tuple[Parser, dict[str, Parser]]:
         return parsers[name]
 
     train = add(
-        "train",
-        "start one rank per device (two on a CPU) and train; under torchrun, run as one of its ranks",
         "train [GROUP=CHOICE ...] [KEY=VALUE ...] [--cfg job]",
+        "start one rank per device (two on a CPU) and train; under torchrun, run as one of its ranks",
         page=train_keys,
         strict=False,
     )
-    train.value("--cfg", "job", "print the composed configuration and exit", type=_job)
+    train.value("--cfg job", "print the composed configuration and exit", type=_job)
 
     sweep = add(
-        "sweep",
-        "train with each combination of settings, and tabulate the results; train -m is the same",
         "sweep [NAME] [KEY=VALUE,VALUE ...] [GROUP=CHOICE,CHOICE ...] [options]\ntrain -m ...",
+        "train with each combination of settings, and tabulate the results; train -m is the same",
         """\
 Train with every combination of the values, each in processes of its own, and print a table of step time and memory.
 The settings are those of fsdptoys train, with several values in Hydra's syntax: a,b or choice(a,b) or range(1,4);
@@ -103,50 +109,34 @@ hydra/launcher=submitit_slurm hydra.launcher.KEY=VALUE submits the jobs to SLURM
         strict=False,
     )
     sweep.flag("--dry-run", "print the jobs and the skipped combinations, and exit")
-    sweep.value("--out", "DIR", "folder of the sweep; default: sweeps/<date>-<time>-<title>")
+    sweep.value("--out DIR", "folder of the sweep; default: sweeps/<date>-<time>-<title>")
     sweep.value(
-        "--time-limit",
-        "SECONDS",
+        "--time-limit SECONDS",
         "end a job that takes longer, and continue with the next",
-        type=number("--time-limit", "number of seconds above 0", "600", lambda seconds: seconds > 0),
+        type=number("number of seconds above 0", "600", lambda seconds: seconds > 0),
     )
-    sweep.examples["--resume"] = ""
-    sweep.add_argument(
+    sweep.flag(
         "--resume",
-        action="store_true",
-        help="resume a sweep, with --resume DIR that folder, without DIR the newest with the same arguments; finished "
+        "resume a sweep, with --resume DIR that folder, without DIR the newest with the same arguments; finished "
         "jobs are not repeated, and arguments given with DIR may add combinations",
     )
-    sweep.examples["--resume-dir"] = "DIR"
-    sweep.add_argument("--resume-dir", help=argparse.SUPPRESS)
+    sweep.value("--resume-dir DIR", argparse.SUPPRESS)
     sweep.flag("--retry", "with --resume, repeat jobs that failed, ran out of memory or ran out of time")
 
     plan = add(
-        "plan",
-        "predict memory and time of a run on hardware you do not have",
         "plan [GROUP=CHOICE ...] [KEY=VALUE ...] [--json]",
+        "predict memory and time of a run on hardware you do not have",
         """\
 Predict memory and time of a run. The settings are those of fsdptoys train; its code runs two steps on a fake device,
 without memory or kernels.
 """,
-        page=lambda: (
-            f"""\
-settings:
-  plan.hardware=NAME      {hardware_names()}, or a YAML file like those of
-                          configs/hardware
-  plan.world_size=N       number of ranks; default: one node of that hardware
-  plan.memory_gib=X       usable memory of a device; default: all of it
-  plan.exact=true         trace every layer, instead of extrapolating from a few
-  plan.allocator=native   PyTorch's default segments instead of expandable ones
-"""
-        ),
+        page=plan_settings,
         strict=False,
     )
     plan.flag("--json", "all numbers, for programs")
     search = add(
-        "plan search",
-        "find the fastest configuration that fits",
         "plan search [GROUP=CHOICE ...] [KEY=VALUE ...] [--json] [--png FILE]",
+        "find the fastest configuration that fits",
         """\
 Try strategies, meshes, checkpointing, chunked loss, offload and batch sizes, and rank those that fit by tokens/s.
 Settings given on the command line stay fixed; plan.rows=N sets the number of printed rows.
@@ -154,22 +144,19 @@ Settings given on the command line stay fixed; plan.rows=N sets the number of pr
         strict=False,
     )
     search.flag("--json", "all numbers, for programs")
-    search.value("--png", "FILE", "plot memory against time")
+    search.value("--png FILE", "plot memory against time")
     add(
-        "plan calibrate",
-        "fit a hardware profile to measured runs",
         "plan calibrate RUN_DIR ... [hardware=NAME] [out=FILE]",
+        "fit a hardware profile to measured runs",
         "Fit the efficiencies of a hardware profile to measured runs, and write a profile.\n",
-        strict=False,
     )
 
     report = add(
-        "report",
-        "write a page or print a table of runs and sweeps, or follow a run",
         """\
 report PATH ... [--out FILE.html]
 report PATH ... --table | --markdown | --csv | --json
 report --live RUN_DIR""",
+        "write a page or print a table of runs and sweeps, or follow a run",
         """\
 Show the results of runs and sweeps. PATH is a run directory, a sweep's folder, or a folder that contains some.
 
@@ -177,7 +164,7 @@ Rows that differ only in layout or memory switches should have the same losses; 
 with the step at which it first differs and the difference.
 """,
     )
-    report.value("--out", "FILE.html", "path of the page; default: report.html in PATH, or here for several")
+    report.value("--out FILE.html", "path of the page; default: report.html in PATH, or here for several")
     report.forms(
         {
             "--table": "print the table as wide as the terminal",
@@ -189,9 +176,8 @@ with the step at which it first differs and the difference.
     report.flag("--live", "follow a run, or the running job of a sweep, until it ends or Ctrl-C")
 
     compare = add(
-        "compare",
-        "find the first step at which two runs differ, and the settings that could explain it",
         "compare RUN_A RUN_B [--tolerance X]",
+        "find the first step at which two runs differ, and the settings that could explain it",
         """\
 Compare losses, gradient norms, learning rates and valid tokens of two runs step by step. Print the first step at which
 each differs and by how much, and the settings and versions that differ, the most likely cause first. A run is its
@@ -201,13 +187,11 @@ Exit status: 0 if both have the same steps with equal values, 1 if not, 2 after 
 """,
     )
     compare.value(
-        "--tolerance",
-        "X",
+        "--tolerance X",
         "relative difference up to which two numbers count as equal; default: 0, equal in every bit",
         "1e-6",
         default=0.0,
         type=number(
-            "--tolerance",
             "finite number of at least 0, relative to the larger of two values",
             "1e-6, or leave it out for every bit",
             lambda value: value >= 0,
@@ -215,9 +199,8 @@ Exit status: 0 if both have the same steps with equal values, 1 if not, 2 after 
     )
 
     models = add(
-        "models",
-        "list parameters, active parameters and FLOPs per token of the model presets",
         "models [NAME ...] [--json]",
+        "list parameters, active parameters and FLOPs per token of the model presets",
         """\
 List the model presets, or the named ones: family, parameters, layers, context and FLOPs per token, counted on models
 without memory.
@@ -226,83 +209,71 @@ without memory.
     models.flag("--json", "exact numbers, as a list of objects")
 
     add(
-        "convert to-hf",
-        "write a run's weights in Hugging Face format",
         "convert to-hf RUN OUT_DIR [dtype=float32|bfloat16|float16]",
+        "write a run's weights in Hugging Face format",
         """\
 Write the final weights of a run (checkpoint.final_weights=true) or those of a checkpoint in Hugging Face format. RUN is
 the run's directory, its folder weights, or a checkpoint's folder or URL; OUT_DIR must not exist.
 """,
     )
     add(
-        "convert from-hf",
-        "check such a folder, and print the command that trains from it",
         "convert from-hf DIR",
-        """\
-Check every value of a folder in Hugging Face format, and print the command that trains from it.
-""",
+        "check such a folder, and print the command that trains from it",
+        "Check every value of a folder in Hugging Face format, and print the command that trains from it.\n",
     )
 
     generate = add(
-        "generate",
-        "continue a prompt with a run's weights, or those of a folder in Hugging Face format",
         "generate RUN_OR_DIR --prompt TEXT [--prompt TEXT ...] [options]",
+        "continue a prompt with a run's weights, or those of a folder in Hugging Face format",
         f"""\
 Print each prompt and the model's continuation, and the speed to stderr. Text ends with the folder's eos_token_id, if it
 has one.
 {SOURCE}""",
     )
     generate.value(
-        "--prompt",
-        "TEXT",
+        "--prompt TEXT",
         "text to continue; may be repeated",
         "TEXT, or --prompt=--x for one with dashes",
         action="append",
         default=[],
     )
     generate.any_text.add("--prompt")
-    generate.value("--tokens", "N", "tokens to add; default: 200", "200", type=integer("--tokens", 200), default=200)
+    generate.value("--tokens N", "tokens to add; default: 200", "200", type=integer(200), default=200)
     generate.value(
-        "--temperature",
-        "X",
+        "--temperature X",
         "divides the logits; default: 1; 0 takes the most likely token",
         "0.8",
         default=1.0,
-        type=number("--temperature", "number of at least 0", "1", lambda value: value >= 0),
+        type=number("number of at least 0", "1", lambda value: value >= 0),
     )
-    generate.value("--top-k", "N", "sample from the N most likely tokens", "50", type=integer("--top-k", 1))
+    generate.value("--top-k N", "sample from the N most likely tokens", "50", type=integer(1))
     generate.value(
-        "--top-p",
-        "X",
+        "--top-p X",
         "sample from the fewest most likely tokens with this total probability",
         "0.9",
-        type=number("--top-p", "number above 0 and at most 1", "1", lambda value: 0 < value <= 1),
+        type=number("number above 0 and at most 1", "1", lambda value: 0 < value <= 1),
     )
-    generate.value("--seed", "N", "seed of each prompt's samples; default: 0", "1", type=integer("--seed", 0, 0))
+    generate.value("--seed N", "seed of each prompt's samples; default: 0", "1", type=integer(0, 0))
     _add_model_options(generate)
     generate.flag("--json", "prompts, texts and added ids, as a list of objects")
 
     evaluate = add(
-        "evaluate",
-        "loss and perplexity of such a model on a text, or on its run's held-out data",
         "evaluate RUN [options]\nevaluate RUN_OR_DIR --text FILE [options]",
+        "loss and perplexity of such a model on a text, or on its run's held-out data",
         f"""\
 Print the model's loss in nats per token, perplexity and bits per byte on its run's held-out data, or on a text, in
 independent windows of --context tokens.
 {SOURCE}""",
     )
-    evaluate.value("--text", "FILE", "text, of which all tokens but the first are predicted; default: held-out data")
-    evaluate.value(
-        "--windows", "N", "use the first N held-out windows; default: all", "100", type=integer("--windows", 1)
-    )
-    evaluate.value("--batch", "N", "windows per batch; default: 1", "8", type=integer("--batch", 1), default=1)
+    evaluate.value("--text FILE", "text, of which all tokens but the first are predicted; default: held-out data")
+    evaluate.value("--windows N", "use the first N held-out windows; default: all", "100", type=integer(1))
+    evaluate.value("--batch N", "windows per batch; default: 1", "8", type=integer(1), default=1)
     _add_model_options(evaluate)
     evaluate.flag("--json", "exact numbers, as an object")
 
     prepare = add(
-        "data prepare",
-        "tokenize text into a folder to train on",
         "data prepare FILE ... --out DIR --tokenizer T [options]",
+        "tokenize text into a folder to train on",
         """\
 Tokenize text in several processes into memory-mapped shards with an index and checksums; data=prepared data.folder=DIR
 trains on them. DIR exists only when complete; after an interruption the same command resumes. The result depends
@@ -314,32 +285,26 @@ FILE is a path, a glob, or stdlib (the source of Python's standard library). Its
 pip install 'fsdptoys[data]'.
 """,
     )
-    prepare.value("--out", "DIR", "folder to make; must not exist")
-    prepare.value("--tokenizer", "T", "bytes, or a tokenizer.json or its folder", "bytes")
-    prepare.value("--document-end", "TOKEN", "token that ends each document; default: the tokenizer's; 0 for bytes")
-    prepare.value("--field", "NAME", "field of records and tables with the text; default: text", default="text")
+    prepare.value("--out DIR", "folder to make; must not exist")
+    prepare.value("--tokenizer T", "bytes, or a tokenizer.json or its folder", "bytes")
+    prepare.value("--document-end TOKEN", "token that ends each document; default: the tokenizer's; 0 for bytes")
+    prepare.value("--field NAME", "field of records and tables with the text; default: text", default="text")
     prepare.value(
-        "--eval-fraction",
-        "X",
+        "--eval-fraction X",
         "share of the documents to hold out, by a hash of their text; default: 0",
         "0.01",
         default=0.0,
-        type=number("--eval-fraction", "number of at least 0 and at most 1", "0", lambda value: 0 <= value <= 1),
+        type=number("number of at least 0 and at most 1", "0", lambda value: 0 <= value <= 1),
     )
+    prepare.value("--processes N", "tokenizing processes; default: one per core", "2", type=integer(1))
     prepare.value(
-        "--processes", "N", "tokenizing processes; default: one per core", "2", type=integer("--processes", 1)
-    )
-    prepare.value(
-        "--shard-tokens",
-        "N",
+        "--shard-tokens N",
         f"a shard ends with the document that reaches this number; default: {2**27}",
         str(2**27),
-        type=integer("--shard-tokens", 2**27),
+        type=integer(2**27),
     )
-    add("data check", "verify the checksums of such folders; status 1 if one is damaged", "data check DIR ...")
-    show = add(
-        "data show", "print the index: documents, tokens, splits, tokenizer, sources", "data show DIR ... [--json]"
-    )
+    add("data check DIR ...", "verify the checksums of such folders; status 1 if one is damaged")
+    show = add("data show DIR ... [--json]", "print the index: documents, tokens, splits, tokenizer, sources")
     show.flag("--json", "exact numbers, as a list of objects")
 
     usages = [re.sub(r"fsdptoys train -m \.\.\.", "", parser.usage or "").strip() for parser in parsers.values()]

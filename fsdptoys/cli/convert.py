@@ -33,17 +33,7 @@ FROM_HF = "fsdptoys convert from-hf DIR"
 
 
 def convert_command(words: list[str]) -> int:
-    """Run the command.
-
-    Args:
-        words: after ``convert``, at least one.
-
-    Returns:
-        Exit status 0.
-
-    Raises:
-        ConfigError: for the first mistake.
-    """
+    """Run the command with the words after ``convert``, at least one; return the exit status 0."""
     direction, *rest = words
     if direction == "to-hf":
         _to_hf(*_read_to_hf_words(rest))
@@ -120,7 +110,9 @@ def training_words(config: ModelConfig, path: str) -> list[str]:
     Raises:
         ConfigError: if the family has no preset.
     """
-    changes = {name: differences(preset, config) for name, preset in _presets(type(config)).items()}
+    names = [name for name in list_choices()["model"] if schema_name("model", name) == config.family]
+    presets = dict(zip(names, compose_presets(names), strict=True))
+    changes = {name: differences(preset, config) for name, preset in presets.items()}
     if not changes:
         raise ConfigError(
             f"{path} holds a {config.family} model, and configs/model has no preset of that family; add one"
@@ -131,12 +123,6 @@ def training_words(config: ModelConfig, path: str) -> list[str]:
         settings.append(f"train.seq_len={config.max_seq_len}")
     quoted = value_text(path, quote=True) if "'" not in path else "'" + path.replace("'", "\\'") + "'"
     return ["fsdptoys", "train", f"model={preset}", *settings, f"model.init_from={quoted}"]
-
-
-def _presets(family: type[ModelConfig]) -> dict[str, ModelConfig]:
-    """Return the presets of a model family by name."""
-    names = [name for name in list_choices()["model"] if schema_name("model", name) == family.family]
-    return dict(zip(names, compose_presets(names), strict=True))
 
 
 def _joined(words: list[str]) -> str:

@@ -9,7 +9,7 @@ import dataclasses
 import json
 import os
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from fsdptoys.data import (
@@ -26,6 +26,7 @@ from fsdptoys.data import (
     prepare_folder,
     read_index,
 )
+from fsdptoys.data.dataset_index import SPLITS
 from fsdptoys.device import available_cores
 from fsdptoys.errors import ConfigError
 from fsdptoys.utils.text import near_miss
@@ -38,10 +39,8 @@ def data_command(words: Sequence[str]) -> int:
     parts: dict[str, Callable[[Sequence[str]], int]] = {"prepare": _prepare, "check": _check, "show": _show}
     if words[0] not in parts:
         near = near_miss(words[0], list(parts))
-        raise ConfigError(
-            f"fsdptoys data {words[0]} is not a command; "
-            + (f"did you mean fsdptoys data {near}?" if near else "see fsdptoys data --help")
-        )
+        fix = f"did you mean fsdptoys data {near}?" if near else "see fsdptoys data --help"
+        raise ConfigError(f"fsdptoys data {words[0]} is not a command; {fix}")
     return parts[words[0]](words[1:])
 
 
@@ -104,10 +103,13 @@ def _check(words: Sequence[str]) -> int:
 
 def _show(words: Sequence[str]) -> int:
     options = parse("data show", words)
-    folders = _folders("show", options.words)
-    indexes = {folder: read_index(folder, folder) for folder in folders}
+    indexes = {folder: read_index(folder, folder) for folder in _folders("show", options.words)}
     if options.json:
-        print(json.dumps([_as_tree(folder, index) for folder, index in indexes.items()], indent=2))
+        trees = []
+        for folder, index in indexes.items():
+            splits = {name: {"documents": index.documents(name), "tokens": index.tokens(name)} for name in SPLITS}
+            trees.append({"folder": folder} | dataclasses.asdict(index) | {"splits": splits})
+        print(json.dumps(trees, indent=2))
     else:
         print("\n\n".join(_describe(folder, index) for folder, index in indexes.items()))
     return 0
@@ -119,26 +121,15 @@ def _folders(command: str, words: list[str]) -> list[str]:
     return words
 
 
-def _as_tree(folder: str, index: Index) -> Mapping[str, object]:
-    tree: dict[str, object] = {"folder": folder} | dataclasses.asdict(index)
-    splits = {split: (index.documents(split), index.tokens(split)) for split in ("train", "eval")}
-    tree["splits"] = {
-        split: {"documents": documents, "tokens": tokens} for split, (documents, tokens) in splits.items()
-    }
-    return tree
-
-
 def _describe(folder: str, index: Index) -> str:
     facts = {"folder": folder}
-    for split in ("train", "eval"):
+    for split in SPLITS:
         documents, tokens, shards = index.documents(split), index.tokens(split), len(index.of(split))
-        if shards:
-            several = "s" * (shards != 1)
-            facts[split] = f"{documents:,} documents, {tokens:,} tokens in {shards:,} shard{several} of {index.dtype}"
-        else:
-            facts[split] = "nothing"
+        several = "s" * (shards != 1)
+        held = f"{documents:,} documents, {tokens:,} tokens in {shards:,} shard{several} of {index.dtype}"
+        facts[split] = held if shards else "nothing"
     source_bytes = sum(source.bytes for source in index.sources)
-    tokens = index.tokens("train") + index.tokens("eval")
+    tokens = sum(map(index.tokens, SPLITS))
     facts["sources"] = (
         f"{len(index.sources):,} file{'s' * (len(index.sources) != 1)}, {source_bytes:,} bytes as they lie there, "
         f"{source_bytes / tokens:.2f} a token"

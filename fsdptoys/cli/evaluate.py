@@ -14,7 +14,6 @@ opened by the run's settings; changes to its files since the run are not detecte
 Shapes: B windows, T tokens of a window.
 """
 
-import argparse
 import json
 import math
 import sys
@@ -37,7 +36,10 @@ from fsdptoys.train.evaluation import sum_losses
 from fsdptoys.train.pretrained import TrainedModel, read_device
 from fsdptoys.utils.text import print_status
 
-from .commands import parse
+from .commands import check_count, parse
+
+Batch = tuple[Tensor, Tensor]
+"""tokens_BT and labels_BT."""
 
 
 @dataclass(frozen=True)
@@ -59,14 +61,26 @@ def evaluate_command(words: Sequence[str]) -> int:
     """Run the command; return the exit status: 1 if the loss is not finite."""
     options = parse("evaluate", words)
     places = options.words
-    if len(places) != 1:
-        given = "none was given" if not places else f"{len(places)} were given"
+    check_count("evaluate", places, 1, "one run or folder", "runs/NAME --text FILE")
+    if options.text is None and options.tokenizer is not None:
         raise ConfigError(
-            f"fsdptoys evaluate needs one run or folder, and {given}; write fsdptoys evaluate runs/NAME --text FILE"
+            f"--tokenizer {options.tokenizer} encodes a text, and a run's held-out data is token ids already; leave "
+            "it out, or write --text FILE"
         )
-    _check_together(options)
+    if options.text is not None and options.windows is not None:
+        raise ConfigError(
+            f"--windows {options.windows} limits a run's held-out data, and --text {options.text} is read to its "
+            "end; leave one of them out"
+        )
     device, dtype = read_device(options.device, options.dtype)
-    content = _read(options.text) if options.text is not None else None
+    content = None
+    if options.text is not None:
+        try:
+            content = Path(options.text).expanduser().read_bytes()
+        except OSError as error:
+            raise ConfigError(
+                f"--text {options.text} cannot be read ({error.strerror or error}); name a file that can"
+            ) from error
 
     trained = TrainedModel(places[0], say=print_status)
     context = trained.choose_context(options.context)
@@ -80,8 +94,8 @@ def evaluate_command(words: Sequence[str]) -> int:
             raise ConfigError(
                 f"{options.text} has {len(ids)} tokens, of which none can be predicted; give a longer text"
             )
-        batches = _windows(ids, context, options.batch)
         bytes_count = _bytes_of(ids, content, tokenizer)
+        batches = _windows(ids, context, options.batch)
         found = evaluate(trained.load(device, dtype), batches, context, device, bytes_count)
     if options.json:
         values = {key: value if value is None or math.isfinite(value) else None for key, value in asdict(found).items()}
@@ -92,17 +106,12 @@ def evaluate_command(words: Sequence[str]) -> int:
 
 
 def evaluate(
-    model: DecoderModel,
-    batches: Iterable[tuple[Tensor, Tensor]],
-    context: int,
-    device: Device,
-    bytes_count: int | None,
+    model: DecoderModel, batches: Iterable[Batch], context: int, device: Device, bytes_count: int | None
 ) -> Evaluation:
     """Evaluate a model on batches.
 
     Args:
         model: on ``device``.
-        batches: (tokens_BT, labels_BT).
         context: tokens of a window, for the result.
         device: device of the model.
         bytes_count: bytes of the predicted tokens, or None if unknown.
@@ -116,16 +125,14 @@ def evaluate(
     return Evaluation(loss, perplexity, predicted, context, bits)
 
 
-def _windows(ids: Sequence[int], context: int, batch_size: int) -> Iterator[tuple[Tensor, Tensor]]:
+def _windows(ids: Sequence[int], context: int, batch_size: int) -> Iterator[Batch]:
     """Yield batches of windows with all tokens except the first as labels; the last window may be shorter."""
     tokens_T = torch.tensor(ids, dtype=torch.int64)
     full = (len(ids) - 1) // context * context
-    parts = [(tokens_T[:full].view(-1, context), tokens_T[1 : full + 1].view(-1, context))]
-    parts.append((tokens_T[None, full:-1], tokens_T[None, full + 1 :]))
-    for tokens_BT, labels_BT in parts:
-        for piece_BT, wanted_BT in zip(tokens_BT.split(batch_size), labels_BT.split(batch_size), strict=True):
-            if piece_BT.numel():
-                yield piece_BT, wanted_BT
+    for start, end, width in ((0, full, context), (full, len(ids) - 1, len(ids) - 1 - full)):
+        if end > start:
+            tokens_BT, labels_BT = (tokens_T[start + shift : end + shift].view(-1, width) for shift in (0, 1))
+            yield from zip(tokens_BT.split(batch_size), labels_BT.split(batch_size), strict=True)
 
 
 def _evaluate_held_out(
@@ -172,25 +179,12 @@ def _open(data: DataConfig, seq_len: int, vocab_size: int, seed: int) -> TokenDa
     return dataset
 
 
-def _held_out(samples: Samples, count: int, batch_size: int) -> Iterator[tuple[Tensor, Tensor]]:
+def _held_out(samples: Samples, count: int, batch_size: int) -> Iterator[Batch]:
     """Yield the first samples in batches."""
     for first in range(0, count, batch_size):
         rows = [samples[index] for index in range(first, min(first + batch_size, count))]
         tokens_BT, labels_BT = (torch.from_numpy(np.stack(part)) for part in zip(*rows, strict=True))
         yield tokens_BT, labels_BT
-
-
-def _check_together(options: argparse.Namespace) -> None:
-    if options.text is not None and options.windows is not None:
-        raise ConfigError(
-            f"--windows {options.windows} limits a run's held-out data, and --text {options.text} is read to its "
-            "end; leave one of them out"
-        )
-    if options.tokenizer is not None and options.text is None:
-        raise ConfigError(
-            f"--tokenizer {options.tokenizer} encodes a text, and a run's held-out data is token ids already; leave "
-            "it out, or write --text FILE"
-        )
 
 
 def _bytes_of(ids: Sequence[int], content: bytes, tokenizer: Tokenizer) -> int | None:
@@ -202,20 +196,13 @@ def _bytes_of(ids: Sequence[int], content: bytes, tokenizer: Tokenizer) -> int |
     return len(content) - first
 
 
-def _read(path: str) -> bytes:
-    try:
-        return Path(path).expanduser().read_bytes()
-    except OSError as error:
-        raise ConfigError(f"--text {path} cannot be read ({error.strerror or error}); name a file that can") from error
-
-
 def _describe(found: Evaluation) -> str:
     facts = {
         "loss": f"{found.loss:.6f} nats per token",
         "perplexity": f"{found.perplexity:.4f}",
         "tokens": f"{found.predicted_tokens:,} predicted, in windows of {found.context:,}",
-        "bits per byte": "unknown, since the ids are not bytes"
-        if found.bits_per_byte is None
-        else f"{found.bits_per_byte:.6f}",
+        "bits per byte": "unknown, since the ids are not bytes",
     }
+    if found.bits_per_byte is not None:
+        facts["bits per byte"] = f"{found.bits_per_byte:.6f}"
     return "\n".join(f"{label:<15}{value}" for label, value in facts.items())

@@ -4,7 +4,6 @@ fsdptoys generate runs/mine --prompt "def read(self"
 fsdptoys generate DIR --prompt "Once upon a time" --tokens 100 --temperature 0
 """
 
-import argparse
 import json
 import time
 from collections.abc import Sequence
@@ -17,21 +16,24 @@ from fsdptoys.models.generate import Draw, generate
 from fsdptoys.train.pretrained import TrainedModel, read_device
 from fsdptoys.utils.text import print_status
 
-from .commands import parse
+from .commands import check_count, parse
 
 
 def generate_command(words: Sequence[str]) -> int:
     """Run the command; return the exit status: 1 if the model's logits were not finite."""
     options = parse("generate", words)
     places, prompts = options.words, options.prompt
-    if len(places) != 1:
-        given = "none was given" if not places else f"{len(places)} were given"
-        raise ConfigError(
-            f"fsdptoys generate needs one run or folder, and {given}; write fsdptoys generate runs/NAME --prompt TEXT"
-        )
+    check_count("generate", places, 1, "one run or folder", "runs/NAME --prompt TEXT")
     if not prompts:
         raise ConfigError(f"there is no prompt to continue; write fsdptoys generate {places[0]} --prompt TEXT")
-    draw = _read_draw(options)
+    for name in ("top_k", "top_p", "seed"):
+        if options.temperature == 0 and getattr(options, name) is not None:
+            raise ConfigError(
+                f"--{name.replace('_', '-')} {getattr(options, name)} is for sampling, and --temperature 0 takes "
+                "the most likely token; leave out one of them"
+            )
+    top_p = 1.0 if options.top_p is None else options.top_p
+    draw = Draw(options.temperature, options.top_k, top_p, options.seed or 0)
     device, dtype = read_device(options.device, options.dtype)
 
     trained = TrainedModel(places[0], say=print_status)
@@ -62,27 +64,11 @@ def generate_command(words: Sequence[str]) -> int:
     return int(broken)
 
 
-def _read_draw(options: argparse.Namespace) -> Draw:
-    if options.temperature == 0:
-        for name in ("top_k", "top_p", "seed"):
-            if getattr(options, name) is not None:
-                raise ConfigError(
-                    f"--{name.replace('_', '-')} {getattr(options, name)} is for sampling, and --temperature 0 takes "
-                    "the most likely token; leave out one of them"
-                )
-    top_p = 1.0 if options.top_p is None else options.top_p
-    return Draw(options.temperature, options.top_k, top_p, options.seed or 0)
-
-
 def _check_prompt(prompt: str, ids: list[int], context: int, trained: TrainedModel) -> None:
+    option, longest = f"--prompt {prompt!r:.40}", trained.config.max_seq_len
     if not ids:
-        raise ConfigError(
-            f"--prompt {prompt!r:.40} encodes to no token, and the model needs one; write a longer prompt"
-        )
-    check_ids(ids, trained.config.vocab_size, f"--prompt {prompt!r:.40}")
+        raise ConfigError(f"{option} encodes to no token, and the model needs one; write a longer prompt")
+    check_ids(ids, trained.config.vocab_size, option)
     if len(ids) > context:
-        longest = trained.config.max_seq_len
         fix = f"or write --context {min(len(ids), longest)}" if context < longest else "as model.max_seq_len allows"
-        raise ConfigError(
-            f"--prompt {prompt!r:.40} has {len(ids)} tokens, and the model sees {context}; shorten it, {fix}"
-        )
+        raise ConfigError(f"{option} has {len(ids)} tokens, and the model sees {context}; shorten it, {fix}")

@@ -11,9 +11,18 @@ from fsdptoys.utils.foreign import parse_yaml
 PACKAGE = Path(__file__).parents[1]
 
 
-def hardware_names() -> str:
-    """The names of the hardware profiles."""
-    return ", ".join(sorted(path.stem for path in (PACKAGE / "configs" / "hardware").glob("*.yaml")))
+def plan_settings() -> str:
+    """The keys that only ``fsdptoys plan`` reads."""
+    hardware = ", ".join(sorted(path.stem for path in (PACKAGE / "configs" / "hardware").glob("*.yaml")))
+    return f"""\
+settings:
+  plan.hardware=NAME      {hardware}, or a YAML file like those of
+                          configs/hardware
+  plan.world_size=N       number of ranks; default: one node of that hardware
+  plan.memory_gib=X       usable memory of a device; default: all of it
+  plan.exact=true         trace every layer, instead of extrapolating from a few
+  plan.allocator=native   PyTorch's default segments instead of expandable ones
+"""
 
 
 def sweep_lines() -> str:

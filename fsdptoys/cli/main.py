@@ -15,8 +15,7 @@ from fsdptoys.launch.exit_record import ExitRecord, write_exit_record
 from fsdptoys.utils.console_stream import install_streams, let_stdout_end, lost_output
 from fsdptoys.utils.text import near_miss, print_status
 
-from .system_errors import check_current_folder, explain_environment
-from .torch_errors import check_log_level, explain_autoload
+from .system_errors import check_current_folder, check_log_level, explain_autoload, explain_environment
 
 BROKEN_PIPE = 141
 """Exit status when the reader has closed the pipe, the same as for SIGPIPE."""
@@ -42,7 +41,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         signal.signal(signal.SIGINT, signal.SIG_DFL)
     try:
         check_log_level(os.environ)
-        status = _run(words, worker)
+        status = _run(words)
         if sys.stdout is not None:
             sys.stdout.flush()
         return status
@@ -56,8 +55,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             print_status(f"stdout cannot be written ({reason}); the output is incomplete")
             return 1
         # Any command may be the first to import torch, so its errors are handled here.
-        sentence = explain_autoload(error) if isinstance(error, RuntimeError) else None
-        sentence = sentence or explain_environment(error)
+        sentence = explain_autoload(error) or explain_environment(error)
         if sentence is None:
             raise
         # A full disk or memory is a failure (1); a wrong environment variable is a mistake (2).
@@ -77,7 +75,7 @@ def _report_mistake(sentence: str, worker: bool, status: int = 2) -> int:
     return status
 
 
-def _run(words: list[str], worker: bool) -> int:
+def _run(words: list[str]) -> int:
     if words[:1] == ["--version"]:
         print(f"fsdptoys {__version__}")
         return 0
@@ -86,28 +84,22 @@ def _run(words: list[str], worker: bool) -> int:
     if not words or words[0] in ("-h", "--help", "help"):
         print(help_page(), end="")
         return 0
-    if words[0] not in command_names():
-        raise ConfigError(_unknown_command(words[0], command_names()))
     command, words = words[0], words[1:]
+    if command not in command_names():
+        fix = "write fsdptoys train"
+        if "=" in command:
+            fix += f" {command}"
+        elif near := near_miss(command, command_names()):
+            fix = f"did you mean fsdptoys {near}?"
+        raise ConfigError(f"{command} is not a command; {fix}")
     if command == "sweep" or (command == "train" and any(word in MULTIRUN for word in words)):
         command, words = "sweep", [word for word in words if word not in MULTIRUN]
     if any(word in ("-h", "--help") for word in words) or not (words or command in ("train", "plan", "models")):
         print(help_page(command), end="")
         return 0
     check_current_folder()  # PyTorch cannot be imported without one
-    if command == "train":
-        from .train import train_command
-
-        return train_command(words, worker)
     if command == "sweep":
         let_stdout_end()
     module = importlib.import_module(f".{'report' if command == 'compare' else command}", __package__)
     status: int = getattr(module, f"{command}_command")(words)
     return status
-
-
-def _unknown_command(word: str, commands: Sequence[str]) -> str:
-    near = near_miss(word, commands)
-    if "=" in word:
-        return f"{word} is not a command; write fsdptoys train {word}"
-    return f"{word} is not a command; " + (f"did you mean fsdptoys {near}?" if near else "write fsdptoys train")

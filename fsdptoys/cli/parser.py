@@ -39,9 +39,15 @@ class Parser(argparse.ArgumentParser):
         self.examples[option] = ""
         self.add_argument(option, action="store_true", help=text)
 
-    def value(self, option: str, metavar: str, text: str, example: str = "", **settings: Any) -> None:
-        """Add an option with a value; the example of one is for messages."""
+    def value(self, form: str, text: str, example: str = "", **settings: Any) -> None:
+        """Add an option with a value, ``form`` being ``--option METAVAR``; messages show the example of a value.
+
+        ``settings`` are those of ``add_argument``, except that ``type`` takes the option and the typed value.
+        """
+        option, _, metavar = form.partition(" ")
         self.examples[option] = example or metavar
+        if "type" in settings:
+            settings["type"] = functools.partial(settings["type"], option)
         self.add_argument(option, metavar=metavar, help=text, **settings)
 
     def forms(self, texts: dict[str, str]) -> None:
@@ -101,10 +107,10 @@ class Parser(argparse.ArgumentParser):
         return super().format_help()
 
 
-def integer(option: str, fix: int, least: int = 1) -> Callable[[str], int]:
+def integer(fix: int, least: int = 1) -> Callable[[str, str], int]:
     """Return a reader of integers of at least ``least``; messages suggest ``fix``."""
 
-    def read(typed: str) -> int:
+    def read(option: str, typed: str) -> int:
         if not re.fullmatch(r"-?\d{1,18}", typed) or int(typed) < least:
             fault = f"{option} {typed} must be a whole number of at least {least}; write {option} {fix}"
             raise argparse.ArgumentTypeError(fault)
@@ -113,10 +119,10 @@ def integer(option: str, fix: int, least: int = 1) -> Callable[[str], int]:
     return read
 
 
-def number(option: str, bounds: str, fix: str, allowed: Callable[[float], bool]) -> Callable[[str], float]:
+def number(bounds: str, fix: str, allowed: Callable[[float], bool]) -> Callable[[str, str], float]:
     """Return a reader of finite numbers; ``bounds`` describes the allowed ones."""
 
-    def read(typed: str) -> float:
+    def read(option: str, typed: str) -> float:
         try:
             value = float(typed)
         except ValueError:

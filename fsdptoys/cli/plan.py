@@ -8,6 +8,7 @@ The words are those of ``fsdptoys train`` on that hardware; without an experimen
 """
 
 import copy
+import functools
 import json
 import re
 import signal
@@ -18,7 +19,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from fsdptoys.config.compose import compose
+from fsdptoys.config.compose import compose_config
 from fsdptoys.config.schema import Config
 from fsdptoys.device import GIB
 from fsdptoys.device.profile import Hardware
@@ -32,13 +33,9 @@ from fsdptoys.plan.search.frontier_plot import check_picture, draw_frontier
 from fsdptoys.plan.search.search import search
 from fsdptoys.plan.search.switches import node_ranks_of, validate_switches
 from fsdptoys.plan.text_report import advice_to_dict, print_prediction, print_search, search_to_dict
-from fsdptoys.utils.text import (
-    near_miss,
-)
+from fsdptoys.utils.text import near_miss
 
 from .commands import parse
-
-COMMANDS = ("search", "calibrate")
 
 
 @dataclass(frozen=True)
@@ -54,45 +51,31 @@ class HypotheticalRun:
     words: list[str]
     """The overrides, including the chosen experiment."""
 
-    def validated(self) -> Config:
-        """Return the configuration with every ``auto`` replaced, validated for that hardware."""
-        config = copy.deepcopy(self.config)
-        try:
-            node_ranks = node_ranks_of(config, self.hardware, self.world_size)
-            validate_switches(config, self.world_size, self.hardware.device_type, node_ranks)
-        except ConfigError as mistake:  # plan.world_size sets the number of hypothetical ranks
-            raise ConfigError(str(mistake).replace("launch.nproc_per_node=", "plan.world_size=")) from mistake
-        return config
-
 
 def compose_hypothetical(words: Sequence[str]) -> HypotheticalRun:
     """Compose a run for the hardware named by its words."""
     words = list(words)
     named = any(word.startswith("experiment=") for word in words)
-    settings = compose(
-        words if named else [word for word in words if re.match(r"plan\.|launch\.|parallel=", word)]
-    ).config
-    hardware = hardware_of(settings)
-    world_size = world_size_of(settings, hardware)
-    _check_launch(settings, hardware, world_size)
-    config = settings
+    config = compose_config([word for word in words if named or re.match(r"plan\.|launch\.|parallel=", word)])
+    hardware = hardware_of(config)
+    world_size = world_size_of(config, hardware)
+    _check_launch(config, hardware, world_size)
     if not named:
         words.append(f"experiment={choose_experiment(hardware.device_type, world_size)}")
-        config = compose(words).config
+        config = compose_config(words)
     limit = config.plan.memory_gib
-    memory_bytes = round(limit * GIB) if limit is not None else round(hardware.usable_bytes)
+    memory_bytes = round(limit * GIB if limit is not None else hardware.usable_bytes)
     return HypotheticalRun(config, hardware, world_size, memory_bytes, words)
 
 
 def _check_launch(config: Config, hardware: Hardware, world_size: int) -> None:
     """Reject launch settings that contradict the hypothetical hardware."""
-    launch = config.launch
+    launch, on_a_machine = config.launch, config.launch.nproc_per_node
     if launch.device.value not in ("auto", hardware.device_type):
         raise ConfigError(
             f"launch.device={launch.device.value} differs from the type of plan.hardware={hardware.name}, "
             f"{hardware.device_type}; leave it out"
         )
-    on_a_machine = launch.nproc_per_node
     started = launch.nnodes * (on_a_machine if on_a_machine != -1 else int(hardware.devices_per_node.value))
     is_set = launch.nnodes != 1 or on_a_machine != -1
     if is_set and config.plan.world_size is not None and started != world_size:
@@ -118,24 +101,24 @@ def _run(words: Sequence[str]) -> int:
     if words and words[0] == "search":
         return _search(words[1:])
     if words and "=" not in words[0] and not words[0].startswith("-"):
-        near = near_miss(words[0], COMMANDS)
+        near = near_miss(words[0], ("search", "calibrate"))
         fix = f"did you mean fsdptoys plan {near}?" if near else "write fsdptoys plan --help"
         raise ConfigError(f"{words[0]} is not a command of fsdptoys plan; {fix}")
     options = parse("plan", words)
     words = options.words
-    _refuse(words, "predict", "rows")
+    _refuse(words, "plan.predict", "plan.rows")
     if any(word.partition("=")[0] == "--png" for word in words):
         raise ConfigError("--png draws the result of a search; write fsdptoys plan search --png FILE")
     run = compose_hypothetical(words)
-    config, hardware, world_size = run.validated(), run.hardware, run.world_size
+    config, hardware, world_size = copy.deepcopy(run.config), run.hardware, run.world_size
+    node_ranks = node_ranks_of(config, hardware, world_size)
+    try:
+        validate_switches(config, world_size, hardware.device_type, node_ranks)
+    except ConfigError as mistake:  # plan.world_size sets the number of hypothetical ranks
+        raise ConfigError(str(mistake).replace("launch.nproc_per_node=", "plan.world_size=")) from mistake
     prediction = predict(config, hardware, world_size)
-    advice = advise(
-        run.config,
-        lambda changed: closed_form(changed, hardware, world_size),
-        prediction,
-        run.memory_bytes,
-        node_ranks_of(run.config, hardware, world_size),
-    )
+    estimate = functools.partial(closed_form, hardware=hardware, world_size=world_size)
+    advice = advise(run.config, estimate, prediction, run.memory_bytes, node_ranks)
     if options.json:
         limit = {"memory_limit_bytes": run.memory_bytes, "advice": advice_to_dict(advice)}
         print(json.dumps(prediction.to_dict() | limit, indent=2))
@@ -146,11 +129,11 @@ def _run(words: Sequence[str]) -> int:
 
 def _search(words: Sequence[str]) -> int:
     options = parse("plan search", words)
-    _refuse(options.words, "predict")
+    _refuse(options.words, "plan.predict")
     run = compose_hypothetical(options.words)
-    picture = options.png
+    picture = Path(options.png) if options.png is not None else None
     if picture is not None:
-        check_picture(Path(picture))
+        check_picture(picture)
     result = search(
         run.config,
         run.words,
@@ -167,15 +150,15 @@ def _search(words: Sequence[str]) -> int:
         print_search(result, run.config.plan.rows, Console())
     if picture is not None:
         title = f"{run.config.model.name} on {run.world_size} ranks, {run.hardware.title}"
-        draw_frontier(Path(picture), title, result)
-        print(f"fsdptoys: memory against time is drawn in {picture}", file=sys.stderr)
+        draw_frontier(picture, title, result)
+        print(f"fsdptoys: memory against time is drawn in {options.png}", file=sys.stderr)
     return 0
 
 
-def _refuse(words: Sequence[str], *names: str) -> None:
+def _refuse(words: Sequence[str], *keys: str) -> None:
     """Reject settings that this command does not read."""
-    readers = {"predict": "fsdptoys train", "rows": "fsdptoys plan search"}
+    readers = {"plan.predict": "fsdptoys train", "plan.rows": "fsdptoys plan search"}
     for word in words:
-        for name in names:
-            if word.partition("=")[0] == f"plan.{name}":
-                raise ConfigError(f"{word} is read by {readers[name]} alone; leave it out")
+        key = word.partition("=")[0]
+        if key in keys:
+            raise ConfigError(f"{word} is read by {readers[key]} alone; leave it out")

@@ -11,17 +11,13 @@ import shutil
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from rich.console import Console
 
 from fsdptoys.errors import ConfigError
 from fsdptoys.utils.text import encodable, one_line, print_status
 
-from .commands import parse
-
-if TYPE_CHECKING:
-    from fsdptoys.report.table import Table
+from .commands import check_count, parse
 
 PAGE = "report.html"
 
@@ -43,7 +39,9 @@ def report_command(words: Sequence[str]) -> int:
             f"--out names the page, and {form} prints to the terminal; leave one of them out, or write "
             f"fsdptoys report {paths[0]} {form} > FILE"
         )
-    page = _page_path(paths, options.out)
+    page = Path(paths[0] if len(paths) == 1 else "", PAGE)  # in the reported folder, or in the current one
+    if options.out is not None:
+        page = Path(os.path.expanduser(options.out))
     if not form:
         _check_page(page, typed=options.out is not None)
     from fsdptoys.report.runs_table import gather
@@ -61,8 +59,15 @@ def report_command(words: Sequence[str]) -> int:
         print_status(f"the report is in {page}{beside}")
         return 0
     from fsdptoys.report.table import make_table
+    from fsdptoys.report.table_export import to_csv, to_json, to_markdown
+    from fsdptoys.report.table_terminal import print_table
 
-    _print(make_table(collection), form)
+    table = make_table(collection)
+    if form == "--table":
+        print_table(table, _console())
+    else:
+        text = {"--markdown": to_markdown, "--csv": to_csv, "--json": to_json}[form](table)
+        sys.stdout.write(encodable(text, sys.stdout))
     return 0
 
 
@@ -71,24 +76,20 @@ def compare_command(words: Sequence[str]) -> int:
     options = parse("compare", words)
     paths = options.words
     _check_names(paths)
-    if len(paths) != 2:
-        given = "none was given" if not paths else f"{len(paths)} were given" if len(paths) > 2 else "one was given"
-        raise ConfigError(f"fsdptoys compare needs two runs, and {given}; write fsdptoys compare RUN_A RUN_B")
+    check_count("compare", paths, 2, "two runs", "RUN_A RUN_B")
+    first, second = paths
     from fsdptoys.report.compare import compare_runs, open_run
     from fsdptoys.report.compare_text import print_comparison
 
     try:
-        first, second = (open_run(Path(path)) for path in paths)
-        found = compare_runs(first, second, options.tolerance)
-        print_comparison(found, (paths[0], paths[1]), _console())
+        found = compare_runs(open_run(Path(first)), open_run(Path(second)), options.tolerance)
+        print_comparison(found, (first, second), _console())
     except (ConfigError, BrokenPipeError):
         raise
     except Exception as mistake:
         # A traceback would exit with status 1, which means that the runs differ.
         reason = one_line(f"{type(mistake).__name__}: {mistake}")
-        raise ConfigError(
-            f"{paths[0]} and {paths[1]} cannot be compared ({reason}); check the files of both"
-        ) from mistake
+        raise ConfigError(f"{first} and {second} cannot be compared ({reason}); check the files of both") from mistake
     return 0 if found.same else 1
 
 
@@ -114,19 +115,8 @@ def _follow(paths: Sequence[str], other: str | None) -> int:
     return follow(Path(paths[0]), Console())
 
 
-def _page_path(paths: Sequence[str], out: str | None) -> Path:
-    """Return the page's path: in the reported folder, or in the current one for several."""
-    if out is not None:
-        return Path(os.path.expanduser(out))
-    return Path(paths[0]) / PAGE if len(paths) == 1 else Path(PAGE)
-
-
 def _check_page(page: Path, typed: bool) -> None:
-    """Check that the page can be written, before anything is read.
-
-    Raises:
-        ConfigError: if it cannot.
-    """
+    """Check that the page can be written, before anything is read."""
     from fsdptoys.report.html_page import check_page
 
     folder = page.absolute().parent
@@ -134,17 +124,6 @@ def _check_page(page: Path, typed: bool) -> None:
         check_page(page, "--out" if typed else "the page")
     if folder.is_dir() and not os.access(folder, os.W_OK | os.X_OK):
         raise ConfigError(f"the page would go into {folder}, where this user may not write; write --out {PAGE}")
-
-
-def _print(table: "Table", form: str) -> None:
-    from fsdptoys.report.table_export import to_csv, to_json, to_markdown
-    from fsdptoys.report.table_terminal import print_table
-
-    if form == "--table":
-        print_table(table, _console())
-    else:
-        text = {"--markdown": to_markdown, "--csv": to_csv, "--json": to_json}[form](table)
-        sys.stdout.write(encodable(text, sys.stdout))
 
 
 def _console() -> Console:

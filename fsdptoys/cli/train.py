@@ -5,7 +5,7 @@ import re
 
 import yaml
 
-from fsdptoys.config.compose import compose, compose_presets
+from fsdptoys.config.compose import compose_config, compose_presets
 from fsdptoys.config.overrides import list_choices
 from fsdptoys.config.schema import Config
 from fsdptoys.device.profile import load_hardware
@@ -18,8 +18,8 @@ from fsdptoys.utils.text import print_status
 from .commands import parse
 
 
-def train_command(words: list[str], worker: bool) -> int:
-    """Run ``fsdptoys train``, or one of its ranks if ``worker``; return the exit status."""
+def train_command(words: list[str]) -> int:
+    """Run ``fsdptoys train``, or one of its ranks; return the exit status."""
     # -c is Hydra's short form of --cfg; as an argparse option, it would take every word that begins with -c.
     options = parse("train", [re.sub("^-c(?==|$)", "--cfg", word) for word in words])
     words = options.words
@@ -27,7 +27,7 @@ def train_command(words: list[str], worker: bool) -> int:
         _show(words)
         return 0
     let_stdout_end()
-    if worker:
+    if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
         from fsdptoys.launch.worker import run_as_worker
 
         return run_as_worker(lambda: _work(words))
@@ -143,6 +143,6 @@ def choose_largest(experiment: str, device_type: str, world_size: int) -> list[s
 
     hardware = load_hardware(profile)
     presets = [preset for preset in compose_presets(list_choices()["model"]) if not preset.name.endswith("_debug")]
-    base = compose([experiment]).config
+    base = compose_config([experiment])
     best = largest_preset(presets, base, [experiment], hardware, world_size, hardware.usable_bytes, closed_form)
     return list(best.words)

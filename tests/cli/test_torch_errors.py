@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from fsdptoys.cli.torch_errors import explain_autoload
+from fsdptoys.cli.system_errors import explain_autoload
 
 ROOT = Path(__file__).parents[2]
 
