@@ -44,8 +44,8 @@ from fsdptoys.report.memory_timeline import read_timeline
 from fsdptoys.report.run_page import run_page
 from fsdptoys.report.runs_table import gather
 from fsdptoys.sweep import read_sweep
-from fsdptoys.sweep.arguments import with_recorded_words
 from fsdptoys.sweep.definition import read_definition
+from fsdptoys.sweep.run_sweep import with_recorded_words
 from fsdptoys.sweep.slurm_queue import read_submissions
 from fsdptoys.train.heartbeat import HEARTBEATS_FOLDER, _encode, describe_last_heartbeats, read_heartbeats
 from fsdptoys.train.pretrained import TrainedModel, open_weights

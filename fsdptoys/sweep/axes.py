@@ -1,12 +1,16 @@
-"""Parse overrides with several values, in Hydra's sweep syntax, into the axes of a sweep.
+"""Parse overrides with several values, in Hydra's sweep syntax, into axes, and expand these into combinations.
 
 ``a=1,2``, ``a=choice(1,2)``, ``a=range(1,4)`` and ``parallel=glob(fsdp*)`` give several values; quoted text and lists
-are one value, including commas. ``interval`` is rejected, since it has no discrete values.
+are one value, including commas. ``interval`` is rejected, since it has no discrete values. The user's values of a key
+replace those of the sweep's file.
 """
 
+import contextlib
 import itertools
+import math
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from hydra.core.override_parser.overrides_parser import OverridesParser
@@ -17,7 +21,6 @@ from fsdptoys.config.overrides import parse_overrides
 from fsdptoys.errors import ConfigError
 
 from .definition import SweepDefinition
-from .grid import MOST_COMBINATIONS, Axis, Row
 
 SET_BY_SWEEP = {
     "metrics.run_dir": "each job of a sweep has a run directory of its own",
@@ -26,8 +29,33 @@ SET_BY_SWEEP = {
 }
 """Key that the sweep sets for each job → reason."""
 
+MOST_COMBINATIONS = 10_000
+"""Limit of a sweep; all combinations are composed before the first runs."""
+
 Choices = Mapping[str, Sequence[str]]
 """Group → names of its YAML files."""
+
+
+@dataclass(frozen=True)
+class Axis:
+    """A key and its values, each as typed after the ``=``."""
+
+    key: str
+    """Key, including a typed ``+``."""
+    values: tuple[str, ...]
+
+    @property
+    def words(self) -> list[str]:
+        """One word for each value."""
+        return [f"{self.key}={value}" for value in self.values]
+
+
+@dataclass(frozen=True)
+class Combination:
+    """The words of one job."""
+
+    words: tuple[str, ...]
+    varied: dict[str, str]
 
 
 def read_axes(words: Sequence[str], choices: Choices) -> list[Axis]:
@@ -42,10 +70,9 @@ def read_axes(words: Sequence[str], choices: Choices) -> list[Axis]:
     """
     axes: list[Axis] = []
     for index, word in enumerate(words):
-        if word.partition("=")[0].lstrip("+") == "sweep":
-            raise ConfigError(
-                f"{word} names a sweep as if it were a setting; write fsdptoys sweep {word.partition('=')[2] or 'NAME'}"
-            )
+        key, _, value = word.partition("=")
+        if key.lstrip("+") == "sweep":
+            raise ConfigError(f"{word} names a sweep as if it were a setting; write fsdptoys sweep {value or 'NAME'}")
         axis = _read_axis(word, words[index + 1 :], choices)
         for other in axes:
             if other.key == axis.key and other != axis:
@@ -59,7 +86,7 @@ def read_axes(words: Sequence[str], choices: Choices) -> list[Axis]:
     return axes
 
 
-def read_base(definition: SweepDefinition, where: str, choices: Choices) -> tuple[list[Axis], list[Row]]:
+def read_base(definition: SweepDefinition, where: str, choices: Choices) -> tuple[list[Axis], list[tuple[Axis, ...]]]:
     """Parse the axes and rows of a sweep's file, named ``where`` in messages.
 
     Raises:
@@ -72,13 +99,11 @@ def read_base(definition: SweepDefinition, where: str, choices: Choices) -> tupl
             for key, values in definition.grid.items()
         ]
         rows = [tuple(read_axes(row, choices)) for row in definition.rows]
-        several = [axis for axes in (base, *rows) for axis in axes if len(axis.values) > 1]
-        if several:
+        if several := [axis for axes in (base, *rows) for axis in axes if len(axis.values) > 1]:
             raise ConfigError(
                 f"{several[0].key}={','.join(several[0].values)} gives several values; write them under grid"
             )
-        twice = [axis.key for axis in base if axis.key in definition.grid]
-        if twice:
+        if twice := [axis.key for axis in base if axis.key in definition.grid]:
             raise ConfigError(f"{twice[0]} is set in base and in grid; keep one of them")
     except ConfigError as mistake:
         raise ConfigError(f"the sweep {where} says: {mistake}") from mistake
@@ -96,35 +121,26 @@ def _one_value(word: str, choices: Choices) -> tuple[str, ...]:
 
 
 def _read_axis(word: str, later: Sequence[str], choices: Choices) -> Axis:
-    override = _parse(word)
+    key, equals, value = word.partition("=")
+    override = None
+    with contextlib.suppress(HydraException):  # parse_overrides reports it
+        override = OverridesParser.create().parse_override(word) if equals else None
     if override is None and re.search(r"=\s*,|,\s*(,|$)", word):
         raise ConfigError(f"{word} has an empty value; leave out the comma, or write '' for an empty text")
     if override is None or not override.is_sweep_override():
-        key, _, value = word.partition("=")
         # The words after a word without a value show the intended one.
         parse_overrides([word] if value else [word, *later[:2]], choices)
         axis = Axis(key, (value,))
     else:
-        key = word.partition("=")[0]
-        axis = Axis(key, tuple(_values(override, word, choices)))
+        axis = Axis(key, tuple(_values(override, key, word, choices)))
         for one in axis.words:
             parse_overrides([one], choices)
-    reason = SET_BY_SWEEP.get(key.lstrip("+"))
-    if reason is not None:
+    if reason := SET_BY_SWEEP.get(key.lstrip("+")):
         raise ConfigError(f"{word} is not for a sweep, since {reason}; leave it out")
     return axis
 
 
-def _parse(word: str) -> Override | None:
-    """Parse a word with Hydra; None if that fails, which ``parse_overrides`` reports."""
-    try:
-        return OverridesParser.create().parse_override(word) if "=" in word else None
-    except HydraException:
-        return None
-
-
-def _values(override: Override, word: str, choices: Choices) -> list[str]:
-    key = word.partition("=")[0]
+def _values(override: Override, key: str, word: str, choices: Choices) -> list[str]:
     typed = override.value()
     if isinstance(typed, Glob):
         names = typed.filter(list(choices.get(override.key_or_group, ())))
@@ -156,3 +172,44 @@ def _as_typed(value: Any) -> str:
     if isinstance(value, float):
         return f"{value:.12g}"  # a range's sums have rounding errors
     return str(Transformer.str(value))
+
+
+def combine(base: Sequence[Axis], rows: Sequence[Sequence[Axis]], typed: Sequence[Axis]) -> list[Combination]:
+    """Expand a sweep into its combinations.
+
+    Args:
+        base: keys of the sweep's file in order, shared by all jobs (one value) or varied (several).
+        rows: rows of the sweep's file, which vary slower than the typed keys; may be empty.
+        typed: the user's keys, which replace those of the file.
+
+    Returns:
+        The combinations, the last key varying fastest. Words are in the file's order, then the user's.
+
+    Raises:
+        ConfigError: for more than ``MOST_COMBINATIONS``.
+    """
+    own = {axis.key: axis for axis in typed}
+    kept_rows = [[axis for axis in row if axis.key not in own] for row in rows] or [[]]
+    in_rows = {axis.key for row in kept_rows for axis in row}
+    shared = [*(own.pop(axis.key, axis) for axis in base if axis.key not in in_rows), *own.values()]
+    in_base = {axis.key: axis for axis in base if axis.key in in_rows}
+    count = len(kept_rows) * math.prod(len(axis.values) for axis in shared)
+    if count > MOST_COMBINATIONS:
+        longest = max(shared, key=lambda axis: len(axis.values), default=Axis("rows", ()))
+        raise ConfigError(
+            f"the sweep has {count} combinations, {len(longest.values)} of them by {longest.key} alone, and may have "
+            f"{MOST_COMBINATIONS}; give fewer values of {longest.key}"
+        )
+    combinations = []
+    for row in kept_rows:
+        # Keys of other rows that this row lacks get their value from the base.
+        rest = [in_base[key] for key in in_base if key not in {axis.key for axis in row}]
+        axes = [*rest, *shared]
+        for values in itertools.product(*(axis.values for axis in axes)):
+            pairs = list(zip(axes, values, strict=True))
+            words = [f"{axis.key}={value}" for axis, value in pairs]
+            words[len(rest) : len(rest)] = (word for axis in row for word in axis.words)
+            varied = {axis.key: axis.values[0] for axis in row}
+            varied |= {axis.key: value for axis, value in pairs if len(axis.values) > 1}
+            combinations.append(Combination(tuple(words), varied))
+    return combinations

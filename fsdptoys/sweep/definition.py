@@ -64,17 +64,13 @@ def read_definition(name: str) -> SweepDefinition:
         near = near_miss(name, names)
         fix = f"did you mean fsdptoys sweep {near}?" if near else f"name one of {', '.join(names)}, or a YAML file"
         raise ConfigError(f"{name} is neither a sweep nor KEY=VALUE; {fix}")
-    return _build(_read(path), path)
-
-
-def _read(path: Path) -> dict[str, Any]:
     try:
         tree = parse_yaml(read_regular(path, LARGEST_FILE_BYTES), unique_keys=True)
     except (OSError, ValueError) as mistake:
         raise ConfigError(f"{path} cannot be read ({one_line(mistake)}); correct it") from mistake
     if not isinstance(tree, dict):
         raise ConfigError(f"{path} must be a mapping with grid or rows; see configs/sweep/debug.yaml for an example")
-    return tree
+    return _build(tree, path)
 
 
 def _build(tree: dict[str, Any], path: Path) -> SweepDefinition:
@@ -97,7 +93,7 @@ def _build(tree: dict[str, Any], path: Path) -> SweepDefinition:
         title=tree.get("title", path.stem),
         description=" ".join(tree.get("description", "").split()),
         base=_words(tree.get("base", []), path, "base"),
-        grid=_grid(tree.get("grid", {"": [""]}), path) if "grid" in tree else {},
+        grid=_grid(tree["grid"], path) if "grid" in tree else {},
         rows=_rows(tree["rows"], path) if "rows" in tree else (),
         time_limit_seconds=float(limit) if limit is not None else None,
     )

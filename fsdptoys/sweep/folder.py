@@ -10,7 +10,6 @@
 A job's file is replaced atomically at each change, so that a sweep killed at any moment can be resumed.
 """
 
-import contextlib
 import dataclasses
 import json
 import re
@@ -83,6 +82,10 @@ class Job:
     seconds: float | None = None
     """Duration from the launcher's start to its end."""
 
+    def restarted(self) -> "Job":
+        """Return the job as before its first start."""
+        return Job(self.name, self.words, self.varied, self.fingerprint)
+
     @property
     def label(self) -> str:
         """The varied settings, as typed."""
@@ -126,9 +129,8 @@ class Sweep:
         """Write ``sweep.json`` and missing job files."""
         self.path.mkdir(parents=True, exist_ok=True)
         for job in self.jobs:
-            folder = self.job_folder(job)
-            if not (folder / JOB_FILE).exists():
-                write_job(folder, job)
+            if not (self.job_folder(job) / JOB_FILE).exists():
+                write_job(self.job_folder(job), job)
         jobs = [job.name for job in self.jobs]
         content = _SweepFile(self.title, self.command, self.time_limit_seconds, jobs, self.skipped, self.words)
         _replace(self.path / SWEEP_FILE, dataclasses.asdict(content))
@@ -205,24 +207,20 @@ def _check_name(name: str) -> None:
 def write_job(folder: Path, job: Job) -> None:
     """Write a job's file atomically."""
     folder.mkdir(parents=True, exist_ok=True)
-    tree = dataclasses.asdict(job)
-    _replace(folder / JOB_FILE, {**tree, "status": job.status.value})
+    _replace(folder / JOB_FILE, {**dataclasses.asdict(job), "status": job.status.value})
 
 
 def _read(path: Path) -> dict[str, Any]:
-    try:
-        for _ in range(READS - 1):
-            with contextlib.suppress(OSError):
-                text = read_regular(path, LARGEST_FILE_BYTES)
-                break
-            time.sleep(READ_AGAIN_SECONDS)
-        else:
-            text = read_regular(path, LARGEST_FILE_BYTES)
-        tree = parse_json(text)
-    except (OSError, ValueError) as mistake:
-        raise ConfigError(
-            f"{path} cannot be read ({one_line(mistake)}); give a folder that fsdptoys sweep has written"
-        ) from mistake
+    for left in reversed(range(READS)):
+        try:
+            tree = parse_json(read_regular(path, LARGEST_FILE_BYTES))
+            break
+        except (OSError, ValueError) as mistake:
+            if not left or isinstance(mistake, ValueError):
+                raise ConfigError(
+                    f"{path} cannot be read ({one_line(mistake)}); give a folder that fsdptoys sweep has written"
+                ) from mistake
+        time.sleep(READ_AGAIN_SECONDS)
     if not isinstance(tree, dict):
         raise ConfigError(f"{path} holds no object; give a folder that fsdptoys sweep has written")
     return tree

@@ -6,11 +6,14 @@ fsdptoys sweep --resume
 """
 
 import contextlib
+import dataclasses
 import functools
+import os
 import re
 import shlex
 import signal
 from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 
@@ -18,22 +21,78 @@ from rich.console import Console
 
 from fsdptoys.config.overrides import list_choices
 from fsdptoys.errors import ConfigError
-from fsdptoys.utils.file_lock import LOCK_FILE, FolderLock
+from fsdptoys.utils.file_lock import LOCK_FILE, FolderLock, is_locked
 from fsdptoys.utils.regular_file import NotRegularFileError, read_regular
 
-from .arguments import SweepArguments, with_recorded_words
-from .axes import read_axes, read_base
-from .definition import read_definition
-from .folder import SWEEP_FILE, Skipped, Sweep, is_sweep_dir, read_sweep
-from .grid import Combination, combine
-from .job_list import Arrangement, arrange, newest_with_words, refuse_running, write_arrangement
+from .axes import Combination, combine, read_axes, read_base
+from .definition import is_file_name, list_sweeps, read_definition
+from .folder import SWEEP_FILE, JobStatus, Skipped, Sweep, is_sweep_dir, read_sweep
+from .job_list import Arrangement, arrange, newest_with_words, still_running, write_arrangement
 from .local import duration, print_status, run_jobs
 from .runner import TRAIN
 from .slurm_queue import jobs_in_queue
+from .slurm_settings import refuse_commands, split_launcher_words
 from .validate import BatchQueue, InvalidJob, LocalMachine, ValidJob, validate_combinations
 
 SWEEPS_FOLDER = Path("sweeps")
 """Default parent of sweep folders, below the current directory."""
+
+
+@dataclass(frozen=True)
+class SweepArguments:
+    """What to run, where, and in which folder."""
+
+    words: tuple[str, ...]
+    """Arguments without dashed options; a sweep's file as an absolute path, valid from any folder."""
+    name: str | None
+    """Name or file of a sweep."""
+    settings: list[str]
+    launcher_words: list[str]
+    command: str = "fsdptoys sweep"
+    """The command line, recorded in a new folder."""
+    resume: bool = False
+    resume_dir: Path | None = None
+    """The folder to resume, if given."""
+    out: Path | None = None
+    time_limit_seconds: float | None = None
+    dry_run: bool = False
+    retry: bool = False
+
+
+def split_words(words: Sequence[str]) -> SweepArguments:
+    """Split the arguments without dashed options into name, settings and launcher words.
+
+    Raises:
+        ConfigError: for a misplaced name.
+    """
+    settings, launcher_words = split_launcher_words(words)
+    name = settings.pop(0) if settings and "=" not in settings[0] and not settings[0].startswith("-") else None
+    if name is not None and settings and settings[0].startswith("="):
+        value = settings[0][1:] or "".join(settings[1:2]) or "VALUE"
+        raise ConfigError(f"{name} has no value; write {name}={value} without spaces")
+    for word in settings:
+        if "=" not in word and (is_file_name(word) or word in list_sweeps()):
+            raise ConfigError(f"{word} names a sweep; put it first, and only one")
+    absolute = [os.path.abspath(word) if word == name and is_file_name(word) else word for word in words]
+    return SweepArguments(tuple(absolute), name, settings, launcher_words)
+
+
+def with_recorded_words(arguments: SweepArguments, sweep: Sweep) -> SweepArguments:
+    """Return the arguments with the words of the resumed folder; a typed launcher replaces the recorded one.
+
+    Raises:
+        ConfigError: if the folder has no words, or its launcher words may run commands.
+    """
+    if not sweep.words:
+        raise ConfigError(f"{sweep.path / SWEEP_FILE} does not say its words; give them after --resume {sweep.path}")
+    old = split_words(sweep.words)
+    if not arguments.launcher_words:
+        refuse_commands(old.launcher_words, sweep.path)
+    launcher_words = arguments.launcher_words or old.launcher_words
+    words = (*(word for word in old.words if word not in old.launcher_words), *launcher_words)
+    return dataclasses.replace(
+        arguments, words=words, name=old.name, settings=old.settings, launcher_words=launcher_words
+    )
 
 
 def run_sweep(
@@ -55,18 +114,23 @@ def run_sweep(
     before = _before(asked)
     if before is not None and asked.name is None and not asked.settings:
         asked = with_recorded_words(asked, before)
-    title, combinations, time_limit_seconds = _combinations(asked)
-    if asked.time_limit_seconds is None and before is not None:
-        time_limit_seconds = before.time_limit_seconds
+    title, combinations, limit = _combinations(asked)
+    time_limit_seconds = asked.time_limit_seconds or (limit if before is None else before.time_limit_seconds)
     where = BatchQueue(asked.launcher_words, time_limit_seconds) if asked.launcher_words else LocalMachine()
     validated = validate_combinations(combinations, where)
+    valid = [(one.combination, one.fingerprint) for one in validated if isinstance(one, ValidJob)]
+    refused = [Skipped(one.combination.varied, one.reason) for one in validated if isinstance(one, InvalidJob)]
     command = asked.command if before is None else before.command
+
+    def arranged(path: Path, before: Sweep | None, queued: Collection[str] = ()) -> tuple[Sweep, Arrangement]:
+        made = arrange(valid, refused, before, retry=asked.retry, queued=queued)
+        return Sweep(path, title, command, made.jobs, made.skipped, time_limit_seconds, asked.words), made
+
     if asked.dry_run:
         if before is None and asked.out is not None:
             _refuse_used(asked.out)
         path = before.path if before is not None else asked.out or SWEEPS_FOLDER
-        arrangement = _arranged(validated, before, asked.retry)
-        _print_plan(_sweep(path, title, command, arrangement, time_limit_seconds, asked.words), arrangement)
+        _print_plan(*arranged(path, before))
         return 0
     path = before.path if before is not None else _new_folder(asked.out, title)
     lock = _lock(path)
@@ -75,11 +139,17 @@ def run_sweep(
         if before is not None:
             before = read_sweep(path)  # another process may have changed it before we took the lock
             queued = jobs_in_queue(before)
-            refuse_running(before, queued if asked.launcher_words else ())
-        arrangement = _arranged(validated, before, asked.retry, queued)
-        if not asked.launcher_words:
-            _refuse_queued(arrangement, queued, path)
-        sweep = _sweep(path, title, command, arrangement, time_limit_seconds, asked.words)
+            for job in before.jobs:
+                running = job.status is JobStatus.running and is_locked(before.run_dir(job))
+                if running and not (asked.launcher_words and job.name in queued):
+                    raise still_running(before, job)
+        sweep, arrangement = arranged(path, before, queued)
+        for job in arrangement.to_run if not asked.launcher_words else ():
+            if job.name in queued:
+                raise ConfigError(
+                    f"job {job.name} of {path} is still a batch queue's; wait for its end, cancel it there, or "
+                    "continue with the same hydra/launcher="
+                )
         write_arrangement(sweep, arrangement, queued)
         _print_plan(sweep, arrangement, briefly=True)
         return _run(sweep, arrangement, asked.launcher_words, make_tables, train)
@@ -117,39 +187,17 @@ def _before(asked: SweepArguments) -> Sweep | None:
 
 
 def _combinations(asked: SweepArguments) -> tuple[str, list[Combination], float | None]:
-    """Return the title, combinations and time limit of the command line."""
+    """Return the title, the combinations, and the time limit of the sweep's file."""
     if asked.name is None and not asked.settings:
         raise ConfigError("fsdptoys sweep has neither a name nor keys to vary; write fsdptoys sweep debug")
     choices = list_choices()
     typed = read_axes(asked.settings, choices)
-    time_limit_seconds = asked.time_limit_seconds
     if asked.name is None:
         keys = [axis.key.rpartition(".")[2] for axis in typed if len(axis.values) > 1]
-        return "-".join(keys) or "one-job", combine([], [], typed), time_limit_seconds
+        return "-".join(keys) or "one-job", combine([], [], typed), None
     definition = read_definition(asked.name)
     base, rows = read_base(definition, asked.name, choices)
-    if time_limit_seconds is None:
-        time_limit_seconds = definition.time_limit_seconds
-    return definition.title, combine(base, rows, typed), time_limit_seconds
-
-
-def _arranged(
-    validated: Sequence[ValidJob | InvalidJob], before: Sweep | None, retry: bool, queued: Collection[str] = ()
-) -> Arrangement:
-    asked = [(one.combination, one.fingerprint) for one in validated if isinstance(one, ValidJob)]
-    refused = [Skipped(one.combination.varied, one.reason) for one in validated if isinstance(one, InvalidJob)]
-    return arrange(asked, refused, before, retry=retry, queued=queued)
-
-
-def _sweep(
-    path: Path,
-    title: str,
-    command: str,
-    arrangement: Arrangement,
-    time_limit_seconds: float | None,
-    words: Sequence[str],
-) -> Sweep:
-    return Sweep(path, title, command, arrangement.jobs, arrangement.skipped, time_limit_seconds, tuple(words))
+    return definition.title, combine(base, rows, typed), definition.time_limit_seconds
 
 
 def _refuse_used(out: Path) -> None:
@@ -223,15 +271,6 @@ def _print_plan(sweep: Sweep, arrangement: Arrangement, briefly: bool = False) -
         print_status(f"  skipped {label}: {one.reason}")
 
 
-def _refuse_queued(arrangement: Arrangement, queued: Collection[str], path: Path) -> None:
-    for job in (*arrangement.to_run, *arrangement.changed):
-        if job.name in queued:
-            raise ConfigError(
-                f"job {job.name} of {path} is still a batch queue's; wait for its end, cancel it there, or continue "
-                "with the same hydra/launcher="
-            )
-
-
 def _run(
     sweep: Sweep,
     arrangement: Arrangement,
@@ -258,7 +297,7 @@ def _run(
         command = f"fsdptoys sweep --resume {shlex.quote(str(sweep.path))}"
         print_status(f"fsdptoys: stopped by {name}; {command} continues it")
         return 128 + number
-    bad = [job for job in now.jobs if job.status.value != "done"]
+    bad = [job for job in now.jobs if job.status is not JobStatus.done]
     if bad:
         print_status(
             f"fsdptoys: {len(bad)} of {len(now.jobs)} jobs are not done; fsdptoys sweep --resume "

@@ -18,7 +18,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import datetime, timezone
 from pathlib import Path
 from types import FrameType
@@ -33,10 +33,27 @@ from .folder import JOB_FILE, LOG_FILE, RUN_FOLDER, Job, JobStatus, read_job, wr
 END_SIGNALS = tuple(getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name))
 
 
-class Interruption:
+@contextlib.contextmanager
+def handle_signals(handlers: Mapping[int, Any]) -> Iterator[None]:
+    """Install signal handlers (number → handler) for the block; main thread only."""
+    before = {number: signal.signal(number, handler) for number, handler in handlers.items()}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def heeded_signals() -> list[int]:
+    """Return the stop signals, without those ignored since the start: by nohup, or a shell for background jobs."""
+    return [number for number in END_SIGNALS if signal.getsignal(number) is not signal.SIG_IGN]
+
+
+class Interruption(contextlib.ExitStack):
     """Records stop signals while the context is entered; main thread only."""
 
     def __init__(self) -> None:
+        super().__init__()
         self.number: int | None = None
         """Number of the first signal, or None."""
         self.at_once = False
@@ -44,17 +61,10 @@ class Interruption:
         self.process: int | None = None
         """Process id of the running launcher, for subclasses that forward signals."""
         self._first = 0.0
-        self._before: dict[int, Any] = {}
 
     def __enter__(self) -> "Interruption":
-        for number in END_SIGNALS:
-            if signal.getsignal(number) is not signal.SIG_IGN:  # set by nohup, or by a shell for background jobs
-                self._before[number] = signal.signal(number, self._note)
+        self.enter_context(handle_signals(dict.fromkeys(heeded_signals(), self._note)))
         return self
-
-    def __exit__(self, *_: object) -> None:
-        for number, handler in self._before.items():
-            signal.signal(number, handler)
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         now = time.monotonic()
@@ -68,9 +78,6 @@ TRAIN = (sys.executable, "-m", "fsdptoys", "train")
 
 OUTCOME_FILE = "outcome.json"
 """File in a job's folder with the launcher's own account of its outcome."""
-
-ATTEMPT = "attempt"
-"""Prefix of subfolders (``attempt-1``, …) with the files of a job's earlier attempts."""
 
 GRACE_SECONDS = 15.0
 """A launcher still running so long after SIGINT is killed; it gives its ranks 5 seconds."""
@@ -100,17 +107,9 @@ def run_job(
     folder = folder.absolute()
     set_aside(folder)
     started = time.monotonic()
-    job = dataclasses.replace(
-        read_job(folder),
-        status=JobStatus.running,
-        exit_status=None,
-        reason=None,
-        started_at=datetime.now(timezone.utc).isoformat(timespec="seconds"),
-        seconds=None,
-    )
+    now = datetime.now(timezone.utc).isoformat(timespec="seconds")
+    job = dataclasses.replace(read_job(folder).restarted(), status=JobStatus.running, started_at=now)
     write_job(folder, job)
-    ended_for: JobStatus | None = None
-    exit_status: int | None = None
     with open_regular(folder / LOG_FILE, "wb") as log:
         process = start_launcher(folder, [*train, *job.words], folder / OUTCOME_FILE, log)
         if interruption is not None:
@@ -119,21 +118,18 @@ def run_job(
         try:
             ended_for, exit_status = _wait(process, deadline, interruption)
         except BaseException:
-            _end(process, None)
-            ended = JobStatus.stopped, "the sweep was ended"
-            write_job(folder, _closed(job, started, process.returncode, *ended))
+            end_launcher(process)
+            write_job(folder, _closed(job, started, process.returncode, JobStatus.stopped, "the sweep was ended"))
             raise
         finally:
             if interruption is not None:
                 interruption.process = None
-    outcome = read_exit_record(folder / OUTCOME_FILE)
-    if ended_for is JobStatus.timed_out:
-        ended = ended_for, f"it was ended after {time_limit_seconds:g} s, the time limit of a job"
-    elif ended_for is JobStatus.stopped:
-        ended = ended_for, "the sweep was ended"
-    else:
-        ended = judge(exit_status or 0, outcome)
-    job = _closed(job, started, exit_status, *ended)
+    reason = "the sweep was ended"
+    if ended_for is None:
+        ended_for, reason = _judge(exit_status, read_exit_record(folder / OUTCOME_FILE))
+    elif ended_for is JobStatus.timed_out:
+        reason = f"it was ended after {time_limit_seconds:g} s, the time limit of a job"
+    job = _closed(job, started, exit_status, ended_for, reason)
     write_job(folder, job)
     return job
 
@@ -151,13 +147,8 @@ def start_launcher(folder: Path, words: Sequence[str], exit_record: Path, log: I
     )
 
 
-def judge(exit_status: int, outcome: ExitRecord | None) -> tuple[JobStatus, str]:
-    """Return the status and reason of a job not ended by the sweep; the reason is empty for a finished job.
-
-    Args:
-        exit_status: of its launcher, negative for a signal.
-        outcome: the launcher's outcome record, if it wrote one.
-    """
+def _judge(exit_status: int, outcome: ExitRecord | None) -> tuple[JobStatus, str]:
+    """Return the status and reason of a job not ended by the sweep, from its launcher's exit status and record."""
     if outcome is not None and outcome.stopped_by is not None:
         return JobStatus.stopped, f"{outcome.stopped_by} requested the end"
     if exit_status == 0:
@@ -176,8 +167,8 @@ def set_aside(folder: Path) -> None:
     left = [name for name in (LOG_FILE, RUN_FOLDER, OUTCOME_FILE) if os.path.lexists(folder / name)]
     if not left:
         return
-    names = (folder / f"{ATTEMPT}-{number}" for number in itertools.count(1))
-    attempt = next(name for name in names if not os.path.lexists(name))
+    attempts = (folder / f"attempt-{number}" for number in itertools.count(1))
+    attempt = next(path for path in attempts if not os.path.lexists(path))
     attempt.mkdir()
     shutil.copy2(folder / JOB_FILE, attempt / JOB_FILE)
     for name in left:
@@ -204,18 +195,16 @@ def _wait(
             return None, process.wait(POLL_SECONDS)
         late = time.monotonic() > deadline
         if late or (interruption is not None and interruption.number is not None):
-            _end(process, interruption)
+            end_launcher(process, interruption)
             return JobStatus.timed_out if late else JobStatus.stopped, process.returncode
 
 
-def _end(process: "subprocess.Popen[bytes]", interruption: Interruption | None) -> None:
+def end_launcher(process: "subprocess.Popen[bytes]", interruption: Interruption | None = None) -> None:
     """End a launcher and its ranks: SIGINT, then SIGKILL after ``GRACE_SECONDS`` or a second request."""
     try:
         process.send_signal(signal.SIGINT)
         deadline = time.monotonic() + GRACE_SECONDS
-        while process.poll() is None and time.monotonic() < deadline:
-            if interruption is not None and interruption.at_once:
-                break
+        while process.poll() is None and time.monotonic() < deadline and not (interruption and interruption.at_once):
             time.sleep(POLL_SECONDS / 2)
     finally:
         # Its ranks are in other process groups, and end with it.

@@ -12,13 +12,14 @@ Not covered: resuming from a checkpoint when the queue restarts a job; it starts
 
 import contextlib
 import dataclasses
+import math
 import os
 import signal
-import subprocess
 import time
 from collections.abc import Sequence
 from pathlib import Path
 from types import FrameType
+from typing import Any
 
 from fsdptoys.errors import ConfigError
 from fsdptoys.launch.exit_record import ExitRecord, read_exit_record
@@ -27,7 +28,7 @@ from fsdptoys.utils.file_lock import FolderLock
 from fsdptoys.utils.regular_file import open_regular
 
 from .folder import Job, JobStatus, read_job, read_sweep, write_job
-from .runner import TRAIN, Interruption, run_job, start_launcher
+from .runner import TRAIN, Interruption, end_launcher, handle_signals, run_job, start_launcher
 
 FIRST_PORT, PORTS = 20000, 10000
 """Range of rendezvous ports, below the ephemeral ports of the system."""
@@ -49,7 +50,6 @@ ENDED_ELSEWHERE = "another machine ended the run"
 LIMIT_SIGNALS = (signal.SIGUSR1, signal.SIGUSR2)
 """Signals that a queue sends before its time limit."""
 
-
 RESTARTS_VARIABLE = "SLURM_RESTART_COUNT"
 """Environment variable with SLURM's count of restarts; unset before the first."""
 
@@ -62,9 +62,8 @@ class QueueRequest(Interruption):
         self.received: signal.Signals | None = None
 
     def __enter__(self) -> "QueueRequest":
-        for number in (*LIMIT_SIGNALS, signal.SIGTERM):
-            self._before[number] = signal.signal(number, self._pass_on)
-        self._before[signal.SIGCONT] = signal.signal(signal.SIGCONT, signal.SIG_IGN)
+        handlers: dict[int, Any] = dict.fromkeys((*LIMIT_SIGNALS, signal.SIGTERM), self._pass_on)
+        self.enter_context(handle_signals({**handlers, signal.SIGCONT: signal.SIG_IGN}))
         return self
 
     def _pass_on(self, number: int, frame: FrameType | None) -> None:
@@ -117,9 +116,7 @@ def _lead(folder: Path, request: QueueRequest, train: Sequence[str], start: str 
             print(f"{folder} has been run in the meantime", flush=True)
             return
         job = run_job(folder, read_sweep(folder.parents[1]).time_limit_seconds, interruption=request, train=train)
-        refined = _refine_outcome(folder, job, request.received, start)
-        if refined != job:
-            write_job(folder, refined)
+        write_job(folder, _refine_outcome(folder, job, request.received, start))
     finally:
         lock.release()
 
@@ -165,27 +162,16 @@ def _follow(folder: Path, node: int, request: QueueRequest, train: Sequence[str]
     with open_regular(folder / f"log-node{node}-{start}.txt", "ab") as log:
         process = start_launcher(folder.absolute(), [*train, *words], outcome, log)
     request.process = process.pid
-    ran, ended_at = False, None
+    ran, deadline = False, math.inf
     try:
-        while process.poll() is None:
+        while process.poll() is None and time.monotonic() < deadline:
             running = read_job(folder).status is JobStatus.running
             ran = ran or running
-            if running or not ran:
-                ended_at = None
-            elif ended_at is None:
-                ended_at = time.monotonic()
-            elif time.monotonic() - ended_at > LAUNCHERS_SECONDS:
-                break
+            deadline = math.inf if running or not ran else min(deadline, time.monotonic() + LAUNCHERS_SECONDS)
             time.sleep(POLL_SECONDS)
     finally:
         request.process = None
-        if process.poll() is None:
-            process.send_signal(signal.SIGINT)
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                process.wait(LAUNCHERS_SECONDS / 2)
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
+        end_launcher(process)
     deadline = time.monotonic() + FIRST_NODE_SECONDS
     while process.returncode and read_job(folder).status is JobStatus.running:
         if time.monotonic() > deadline:

@@ -11,17 +11,17 @@ some minutes after its end (``MinJobAge``), so a forgotten job has ended.
 Not covered: other schedulers. For submitit's local processes the lock on a job's folder is enough.
 """
 
+import contextlib
 import dataclasses
 import json
 import re
 import shlex
 import shutil
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +31,7 @@ from fsdptoys.utils.file_lock import is_locked
 from fsdptoys.utils.foreign import parse_json
 from fsdptoys.utils.from_tree import build
 from fsdptoys.utils.regular_file import read_regular
-from fsdptoys.utils.text import one_line, printable
+from fsdptoys.utils.text import one_line, print_status, printable
 
 from .folder import Job, JobStatus, Sweep, read_job, write_job
 from .local import describe_end
@@ -65,23 +65,15 @@ ENDED_STATES = {
 """SLURM's final state → status of a job that recorded no outcome."""
 
 
-@dataclass(frozen=True)
-class _SubmissionFile:
-    """Content of a submission's file."""
-
-    launcher: str
-    jobs: tuple[str, ...]
-
-
-@dataclass(frozen=True)
+@dataclass
 class Submission:
-    """Jobs submitted together."""
+    """Jobs submitted together; the fields before ``folder`` are its file's."""
 
-    folder: Path
     launcher: str
     """Value of ``hydra/launcher=``."""
     jobs: tuple[str, ...]
     """Names, in the queue's order."""
+    folder: Path = field(default=Path(), init=False)
 
     def ids(self) -> dict[str, str]:
         """Return job → queue id of the accepted jobs."""
@@ -105,9 +97,10 @@ def begin_submission(sweep: Sweep, launcher: str, jobs: Sequence[Job]) -> Submis
     numbers = [int(path.name) for path in parent.glob("*") if path.name.isdecimal()]
     folder = parent / str(max(numbers, default=0) + 1)
     folder.mkdir(parents=True)
-    names = tuple(job.name for job in jobs)
-    write_atomically(folder / SUBMISSION_FILE, json.dumps({"launcher": launcher, "jobs": names}) + "\n")
-    return Submission(folder, launcher, names)
+    submission = Submission(launcher, tuple(job.name for job in jobs))
+    submission.folder = folder
+    write_atomically(folder / SUBMISSION_FILE, json.dumps({"launcher": launcher, "jobs": submission.jobs}) + "\n")
+    return submission
 
 
 def read_submissions(sweep: Sweep) -> list[Submission]:
@@ -120,13 +113,13 @@ def read_submissions(sweep: Sweep) -> list[Submission]:
     submissions = []
     for path in sorted(files, key=lambda path: int(path.parent.name)):
         try:
-            content = build(_SubmissionFile, parse_json(read_regular(path, LARGEST_FILE_BYTES)))
+            submissions.append(build(Submission, parse_json(read_regular(path, LARGEST_FILE_BYTES))))
         except (OSError, ValueError) as mistake:
             raise ConfigError(
                 f"{path} cannot be read ({one_line(mistake)}), and lists jobs that a queue may still run; remove "
                 f"{path.parent} when none of them runs"
             ) from mistake
-        submissions.append(Submission(path.parent, content.launcher, content.jobs))
+        submissions[-1].folder = path.parent
     return submissions
 
 
@@ -168,19 +161,14 @@ def ask_queue(ids: Iterable[str]) -> dict[str, str] | None:
         return None
     # squeue fails if its only id is forgotten; then the user's full queue is read.
     base = ["squeue", "--noheader", "--states=all", "--array", "--format=%i %T"]
-    output = _ask([*base, f"--jobs={','.join(arrays)}"])
-    if output is None and (output := _ask([*base, "--me"])) is None:
-        return None
-    pairs = (line.split() for line in output.splitlines())
-    return {pair[0]: pair[1] for pair in pairs if len(pair) == 2 and re.match(r"\d", pair[0])}
-
-
-def _ask(command: Sequence[str]) -> str | None:
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=ANSWER_SECONDS)
-    except (OSError, subprocess.SubprocessError):
-        return None
-    return done.stdout
+    for which in (f"--jobs={','.join(arrays)}", "--me"):
+        with contextlib.suppress(OSError, subprocess.SubprocessError):
+            answer = subprocess.run(
+                [*base, which], capture_output=True, text=True, check=True, timeout=ANSWER_SECONDS
+            ).stdout
+            pairs = (line.split() for line in answer.splitlines())
+            return {pair[0]: pair[1] for pair in pairs if len(pair) == 2 and re.match(r"\d", pair[0])}
+    return None
 
 
 @dataclass
@@ -220,28 +208,21 @@ class WatchedSubmission:
 
 def still_queued(sweep: Sweep, queued: Mapping[str, str]) -> list[WatchedSubmission]:
     """Return earlier commands' submissions with jobs still ``queued``, the result of :func:`jobs_in_queue`."""
-    submissions = []
-    for one in read_submissions(sweep):
-        names = tuple(name for name, identity in one.ids().items() if queued.get(name) == identity)
-        if names:
-            submissions.append(WatchedSubmission(one, names))
-    return submissions
+    watched = [
+        WatchedSubmission(one, tuple(name for name, identity in one.ids().items() if queued.get(name) == identity))
+        for one in read_submissions(sweep)
+    ]
+    return [one for one in watched if one.jobs]
 
 
 def print_queued_jobs(sweep: Sweep, submissions: Sequence[WatchedSubmission]) -> None:
     """Print that jobs in SLURM's queue continue after this command, and how to end or collect them."""
-    numbers = {
-        identity.partition("_")[0]
-        for one in submissions
-        if one.submission.launcher == SLURM
-        for identity in one.ids.values()
-    }
-    if numbers:
-        print(
-            f"fsdptoys: the jobs in the queue continue; scancel {' '.join(sorted(numbers))} ends them, and "
-            f"fsdptoys sweep --resume {shlex.quote(str(sweep.path))} collects finished ones",
-            file=sys.stderr,
-            flush=True,
+    ids = [identity for one in submissions if one.submission.launcher == SLURM for identity in one.ids.values()]
+    if ids:
+        numbers = sorted({identity.partition("_")[0] for identity in ids})
+        print_status(
+            f"the jobs in the queue continue; scancel {' '.join(numbers)} ends them, and fsdptoys sweep --resume "
+            f"{shlex.quote(str(sweep.path))} collects finished ones"
         )
 
 

@@ -27,12 +27,10 @@ from hydra.errors import HydraException
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from fsdptoys.config.compose import CONFIG_MODULE, compose
+from fsdptoys.config.compose import CONFIG_MODULE, compose_config
 from fsdptoys.config.schema import DeviceChoice
-from fsdptoys.device import available_cores
 from fsdptoys.errors import ConfigError
-from fsdptoys.launch.hardware import FoundHardware, find_hardware
-from fsdptoys.launch.launch import ResolvedRun, check_plan_settings, choose_experiment, resolve_run
+from fsdptoys.launch.hardware import find_hardware
 from fsdptoys.utils.text import near_miss, one_line
 
 from .slurm_queue import SLURM, first_line
@@ -54,6 +52,13 @@ HARMLESS_OPTION = re.compile(
 
 HARMLESS_VALUE = re.compile(r"[\w.:,@%+/=&|*()\[\]'\" -]*")
 """Excludes line breaks, which would add a line to the batch script, and interpolations."""
+
+FIXED_OPTIONS: dict[str, tuple[tuple[int, ...], str]] = {
+    "tasks_per_node": ((1,), "one task on a node starts its launch.nproc_per_node ranks"),
+    "max_num_timeout": ((0,), "a job of a sweep restarts from the beginning and would run out of time again"),
+    "submitit_folder": ((), "ids and logs are read from the sweep's own folder"),
+}
+"""Option → allowed values and the reason."""
 
 SLURM_COMMANDS = ("sbatch", "srun", "squeue", "scancel")
 
@@ -79,16 +84,6 @@ class QueueLauncher:
     """Typed options of the plugin → value."""
     options: Mapping[str, Any]
     """All options of the plugin, as composed."""
-
-    def describe_nodes(self, name: str) -> str:
-        """``name``, with the typed options that select nodes."""
-        chosen = [f"{key}={self.typed[key]}" for key in ("partition", "constraint", "gres") if self.typed.get(key)]
-        return " ".join([name, *chosen])
-
-    @property
-    def is_slurm(self) -> bool:
-        """Whether jobs run on other machines."""
-        return self.name == SLURM
 
 
 @dataclass(frozen=True)
@@ -120,11 +115,8 @@ def read_launcher(words: tuple[str, ...]) -> QueueLauncher:
             parsed.append(OverridesParser.create().parse_override(word))
         except HydraException as error:
             raise ConfigError(f"{word} cannot be read ({first_line(error)}); put quotes around the value") from error
-    for override in parsed:
-        if override.is_sweep_override():
-            raise ConfigError(
-                f"{override.input_line} gives several values, but all jobs go to one launcher; keep one of them"
-            )
+    if several := [override.input_line for override in parsed if override.is_sweep_override()]:
+        raise ConfigError(f"{several[0]} gives several values, but all jobs go to one launcher; keep one of them")
     chosen = [override for override in parsed if override.key_or_group == LAUNCHER_GROUP]
     if not chosen:
         raise ConfigError(f"{words[0]} is of no use without a launcher; add {LAUNCHER_GROUP}={SLURM}")
@@ -136,7 +128,11 @@ def read_launcher(words: tuple[str, ...]) -> QueueLauncher:
         near = near_miss(name, (SLURM, LOCAL))
         fix = f"did you mean {near}?" if near else "leave it out to run the jobs here, one after another"
         raise ConfigError(f"{LAUNCHER_GROUP}={name} must be {SLURM} or {LOCAL}; {fix}")
-    if not _plugin_is_installed():
+    try:
+        installed = importlib.util.find_spec("hydra_plugins.hydra_submitit_launcher") is not None
+    except ModuleNotFoundError:
+        installed = False
+    if not installed:
         raise ConfigError(f"{LAUNCHER_GROUP}={name} needs Hydra's submitit launcher; pip install 'fsdptoys[slurm]'")
     missing = [command for command in SLURM_COMMANDS if shutil.which(command) is None]
     if name == SLURM and missing:
@@ -156,18 +152,10 @@ def read_launcher(words: tuple[str, ...]) -> QueueLauncher:
             raise ConfigError(f"{override.input_line} is no option of {LAUNCHER_GROUP}={name}; {fix}")
         typed[key] = override.value()
     options = _compose_launcher(words)
-    _refuse_options(typed)
-    return QueueLauncher(name, tuple(words), typed, options)
-
-
-def _refuse_options(typed: Mapping[str, Any]) -> None:
-    for key, allowed, why in (
-        ("tasks_per_node", (1,), "one task on a node starts its launch.nproc_per_node ranks"),
-        ("max_num_timeout", (0,), "a job of a sweep restarts from the beginning and would run out of time again"),
-        ("submitit_folder", (), "ids and logs are read from the sweep's own folder"),
-    ):
+    for key, (allowed, why) in FIXED_OPTIONS.items():
         if key in typed and typed[key] not in allowed:
             raise ConfigError(f"{LAUNCHER_SECTION}{key}={typed[key]} cannot be set, since {why}; leave it out")
+    return QueueLauncher(name, words, typed, options)
 
 
 def refuse_commands(words: Sequence[str], folder: Path) -> None:
@@ -190,48 +178,22 @@ def refuse_commands(words: Sequence[str], folder: Path) -> None:
             )
 
 
-def validate_job(
-    words: Sequence[str], launcher_words: Sequence[str], time_limit_seconds: float | None = None
-) -> ResolvedRun:
-    """Compose and validate a run for its launcher's nodes, as ``resolve_run`` does for this machine.
-
-    Raises:
-        ConfigError: for the first mistake in the run or the queue's settings.
-    """
-    launcher = read_launcher(tuple(launcher_words))
-    needs = find_needs(words, launcher)
-    plugin_options(needs, launcher, time_limit_seconds)
-    if not launcher.is_slurm:
-        return resolve_run(words, {})
-    world_size = needs.nodes * needs.ranks
-    words = list(words)
-    if not any(word.startswith("experiment=") for word in words):
-        words = [f"experiment={choose_experiment(needs.device_type, world_size)}", *words]
-    composition = compose([*words, *([UNKNOWN_ENDPOINT] if needs.nodes > 1 else [])])
-    check_plan_settings(composition.config.plan, needs.device_type)
-    composition.config.validate(world_size, needs.device_type, needs.ranks)
-    devices = 0 if needs.device_type == "cpu" else needs.ranks
-    hardware = FoundHardware(needs.device_type, devices, launcher.describe_nodes("SLURM"), available_cores())
-    return ResolvedRun(composition, hardware, needs.ranks, world_size, words)
-
-
-def find_needs(words: Sequence[str], launcher: QueueLauncher) -> SlurmNeeds:
-    """Return the nodes, ranks and device type of a run.
-
-    Raises:
-        ConfigError: if its words do not give them.
-    """
-    return _find_needs(
-        tuple(word for word in words if re.match(r"(launch\.|(parallel|experiment)=)", word)), launcher.name
-    )
+def launching_words(words: Sequence[str]) -> tuple[str, ...]:
+    """Return the words of a run that decide its devices and ranks."""
+    return tuple(word for word in words if re.match(r"(launch\.|(parallel|experiment)=)", word))
 
 
 @functools.cache
-def _find_needs(words: tuple[str, ...], launcher_name: str) -> SlurmNeeds:
+def find_needs(words: tuple[str, ...], launcher_name: str) -> SlurmNeeds:
+    """Return the nodes, ranks and device type of a run, given its :func:`launching_words`.
+
+    Raises:
+        ConfigError: if these do not decide them.
+    """
     for word in words:
         if word.startswith("launch.rdzv_endpoint="):
             raise ConfigError(f"{word} is for machines that are known before; leave it out, the queue chooses them")
-    settings = compose([*words, UNKNOWN_ENDPOINT]).config
+    settings = compose_config([*words, UNKNOWN_ENDPOINT])
     launch = settings.launch
     ranks = 1 if launch.nproc_per_node == -1 and settings.parallel.single_process else launch.nproc_per_node
     if launcher_name == LOCAL:
@@ -288,20 +250,13 @@ def plugin_options(needs: SlurmNeeds, launcher: QueueLauncher, time_limit_second
                 f"{time_limit_seconds:g} s; set {LAUNCHER_SECTION}timeout_min={needed}"
             )
         asked["timeout_min"] = needed
-    if launcher.is_slurm:
+    if launcher.name == SLURM:
         asked["setup"] = [*SLURM_SETUP, *(launcher.options.get("setup") or [])]
         # submitit's default, SIGUSR2, kills a run; SIGUSR1 asks it to finish its step.
         signals = {"signal": f"USR1@{signal_seconds}"}
         asked["additional_parameters"] = {**signals, **(launcher.options.get("additional_parameters") or {})}
     kept = ("setup", "additional_parameters")
     return {key: value for key, value in asked.items() if key in kept or typed.get(key) is None}
-
-
-def _plugin_is_installed() -> bool:
-    try:
-        return importlib.util.find_spec("hydra_plugins.hydra_submitit_launcher") is not None
-    except ModuleNotFoundError:
-        return False
 
 
 def _compose_launcher(words: tuple[str, ...]) -> dict[str, Any]:

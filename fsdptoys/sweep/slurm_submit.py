@@ -18,7 +18,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -38,7 +38,7 @@ from fsdptoys.utils.regular_file import read_regular
 
 from .folder import JOBS_FOLDER, RUN_FOLDER, Job, JobStatus, Sweep, read_job, write_job
 from .job_list import still_running
-from .runner import END_SIGNALS, quote, set_aside
+from .runner import handle_signals, heeded_signals, quote, set_aside
 from .slurm_node import run_on_node
 from .slurm_queue import (
     SLURM,
@@ -57,6 +57,7 @@ from .slurm_settings import (
     QueueLauncher,
     SlurmNeeds,
     find_needs,
+    launching_words,
     plugin_options,
     read_launcher,
 )
@@ -76,10 +77,7 @@ class EndRequest(KeyboardInterrupt):
 
 
 def submit(
-    sweep: Sweep,
-    jobs: Sequence[Job],
-    launcher_words: Sequence[str],
-    after_job: Callable[[], None] = lambda: None,
+    sweep: Sweep, jobs: Sequence[Job], launcher_words: Sequence[str], after_job: Callable[[], None] = lambda: None
 ) -> None:
     """Submit jobs and watch until all have ended, printing a line when each begins and ends.
 
@@ -103,22 +101,27 @@ def submit(
         if queued.get(job.name) == "":
             raise still_running(sweep, job)
         if job.name not in queued:
-            groups.setdefault(find_needs(job.words, launcher), []).append(job)
+            groups.setdefault(find_needs(launching_words(job.words), launcher.name), []).append(job)
     batches = [
         (part, plugin_options(needs, launcher, sweep.time_limit_seconds))
         for needs, members in groups.items()
         # Local processes would all start at once and disturb each other's measurements.
-        for part in ([members] if launcher.is_slurm else [[job] for job in members])
+        for part in ([members] if launcher.name == SLURM else [[job] for job in members])
     ]
-    _silence_submitit()
+    import submitit
+
+    # Silence submitit and its polling by sacct; we poll squeue, which needs no accounting database.
+    logging.getLogger("submitit").setLevel(logging.CRITICAL)
+    watcher: Any = submitit.SlurmJob.watcher
+    watcher.update = lambda: None
     watched = still_queued(sweep, queued)
     try:
-        with _ended_by_signals():
+        with handle_signals({number: _leave for number in heeded_signals() if number != signal.SIGINT}):
             for one in watched:
                 _print_ids(one)
             for members, asked in batches:
                 _submit_jobs(sweep, members, launcher, asked, watched)
-                if launcher.is_slurm:
+                if launcher.name == SLURM:
                     _print_ids(watched[-1])
                 else:
                     watch_jobs(sweep, watched[-1:], after_job)
@@ -131,23 +134,8 @@ def submit(
         raise
 
 
-@contextlib.contextmanager
-def _ended_by_signals() -> Iterator[None]:
-    """Raise EndRequest on a batch system's or a closed terminal's signal, as Python does for Ctrl-C."""
-
-    def leave(number: int, frame: FrameType | None) -> None:
-        raise EndRequest(number)
-
-    before = {
-        number: signal.signal(number, leave)
-        for number in END_SIGNALS
-        if number != signal.SIGINT and signal.getsignal(number) is not signal.SIG_IGN
-    }
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+def _leave(number: int, frame: FrameType | None) -> None:
+    raise EndRequest(number)
 
 
 def _end_local(sweep: Sweep, watched: WatchedSubmission) -> None:
@@ -195,15 +183,6 @@ def _has_ended(process: int) -> bool:
     return False
 
 
-def _silence_submitit() -> None:
-    """Silence submitit and its polling by ``sacct``; we poll ``squeue``, which needs no accounting database."""
-    import submitit
-
-    logging.getLogger("submitit").setLevel(logging.CRITICAL)
-    watcher: Any = submitit.SlurmJob.watcher
-    watcher.update = lambda: None
-
-
 def _print_ids(watched: WatchedSubmission) -> None:
     ids = ", ".join(f"{name} as {identity}" for name, identity in watched.ids.items())
     print(f"fsdptoys: SLURM has the jobs {ids}; their files are in {watched.submission.folder}", flush=True)
@@ -219,9 +198,8 @@ def _submit_jobs(
     """
     for job in jobs:
         if job.status is not JobStatus.waiting:
-            folder = sweep.job_folder(job)
-            set_aside(folder)
-            write_job(folder, Job(job.name, job.words, job.varied, job.fingerprint))
+            set_aside(sweep.job_folder(job))
+            write_job(sweep.job_folder(job), job.restarted())
     submission = begin_submission(sweep, launcher.name, jobs)
     plugin = _make_launcher(sweep, launcher, {**asked, "submitit_folder": str(submission.folder / "%j")})
     overrides = [[f"hydra.sweep.subdir={JOBS_FOLDER}/{job.name}"] for job in jobs]
@@ -254,25 +232,18 @@ def _make_launcher(sweep: Sweep, launcher: QueueLauncher, asked: Mapping[str, An
     paths = os.environ.get("PYTHONPATH", "").split(os.pathsep)
     if root not in paths:  # a checkout need not be installed
         os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [root, *paths]))
-    words = [
-        *launcher.words,
-        f"hydra.sweep.dir={quote(str(sweep.path.absolute()))}",
-        "hydra.output_subdir=null",
-        "hydra.job.chdir=false",
-        "hydra/job_logging=none",
-        "hydra/hydra_logging=none",
-    ]
+    words = [*launcher.words, f"hydra.sweep.dir={quote(str(sweep.path.absolute()))}", "hydra.output_subdir=null"]
+    words += ["hydra.job.chdir=false", "hydra/job_logging=none", "hydra/hydra_logging=none"]
     with hydra.initialize_config_module(CONFIG_MODULE, version_base="1.3"):
         tree = hydra.compose(None, words, return_hydra_config=True)
         loader = GlobalHydra.instance().config_loader()
     title = re.sub(r"[^\w.-]+", "-", sweep.title) or "sweep"
     with open_dict(tree):
-        for key, value in {"name": f"fsdptoys-{title}", **asked}.items():
-            if key != "name" or "name" not in launcher.typed:
-                tree.hydra.launcher[key] = value
-    return Plugins.instance().instantiate_launcher(
-        hydra_context=HydraContext(config_loader=loader, callbacks=Callbacks()), task_function=run_in_job, config=tree
-    )
+        if "name" not in launcher.typed:
+            tree.hydra.launcher.name = f"fsdptoys-{title}"
+        tree.hydra.launcher.update(asked)
+    context = HydraContext(config_loader=loader, callbacks=Callbacks())
+    return Plugins.instance().instantiate_launcher(hydra_context=context, task_function=run_in_job, config=tree)
 
 
 def run_in_job(_: DictConfig) -> None:

@@ -5,21 +5,20 @@ or one that does not fit this machine or number of ranks, is skipped with the re
 """
 
 import os
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from fsdptoys.config.compose import compose
+from fsdptoys.config.compose import compose_config
 from fsdptoys.config.overrides import list_choices
 from fsdptoys.config.schema import Config
 from fsdptoys.errors import ConfigError
 from fsdptoys.launch.hardware import find_hardware
-from fsdptoys.launch.launch import CPU_RANKS, MOST_RANKS_PER_CORE, choose_experiment, resolve_run
+from fsdptoys.launch.launch import CPU_RANKS, MOST_RANKS_PER_CORE, check_plan_settings, choose_experiment, resolve_run
 from fsdptoys.metrics.preflight import check_writers
 
+from .axes import Combination
 from .fingerprint import fingerprint
-from .grid import Combination
-from .slurm_settings import UNKNOWN_ENDPOINT, find_needs, plugin_options, read_launcher, validate_job
+from .slurm_settings import SLURM, UNKNOWN_ENDPOINT, find_needs, launching_words, plugin_options, read_launcher
 
 
 @dataclass(frozen=True)
@@ -48,16 +47,15 @@ class LocalMachine:
             words: the job's words that decide them.
             settings: composed from these words.
         """
-        launch = settings.launch
+        launch, ranks = settings.launch, settings.launch.nproc_per_node
         hardware = find_hardware(launch.device)
-        unusual = launch.nproc_per_node > (hardware.devices or MOST_RANKS_PER_CORE * hardware.cores)
-        ranks = launch.nproc_per_node
+        unusual = ranks > (hardware.devices or MOST_RANKS_PER_CORE * hardware.cores)
         if ranks == -1:
             ranks = 1 if settings.parallel.single_process else hardware.devices or CPU_RANKS
         return JobHardware(hardware.device_type, hardware.name, ranks * launch.nnodes, ranks, unusual)
 
-    def check(self, words: Sequence[str]) -> None:
-        """Check a job as its start would."""
+    def check(self, words: Sequence[str], config: Config) -> None:
+        """Check a job, composed to ``config``, as its start would."""
         resolve_run(words, {})
 
 
@@ -65,23 +63,24 @@ class BatchQueue(LocalMachine):
     """Nodes chosen by a batch queue."""
 
     def __init__(self, launcher_words: Sequence[str], time_limit_seconds: float | None) -> None:
-        self._words, self._limit = list(launcher_words), time_limit_seconds
-        self._launcher = read_launcher(tuple(launcher_words))
-        if self._launcher.is_slurm:
+        self._launcher, self._limit = read_launcher(tuple(launcher_words)), time_limit_seconds
+        if self._launcher.name == SLURM:
             self.extra_words = (UNKNOWN_ENDPOINT,)
 
     def find(self, words: Sequence[str], settings: Config) -> JobHardware:
         """Return the devices and ranks that a job requests from the queue."""
-        place = find_needs(words, self._launcher)
+        place, typed = find_needs(launching_words(words), self._launcher.name), self._launcher.typed
         plugin_options(place, self._launcher, self._limit)
-        if not self._launcher.is_slurm:
+        if self._launcher.name != SLURM:
             return super().find(words, settings)
-        name = self._launcher.describe_nodes(self._launcher.name)
-        return JobHardware(place.device_type, name, place.nodes * place.ranks, place.ranks)
+        chosen = [f"{key}={typed[key]}" for key in ("partition", "constraint", "gres") if typed.get(key)]
+        return JobHardware(place.device_type, " ".join([SLURM, *chosen]), place.nodes * place.ranks, place.ranks)
 
-    def check(self, words: Sequence[str]) -> None:
-        """Check a job as its submission would."""
-        validate_job(words, self._words, self._limit)
+    def check(self, words: Sequence[str], config: Config) -> None:
+        """Check a job as its start would, on hardware that this machine may lack."""
+        if self._launcher.name != SLURM:
+            return super().check(words, config)
+        check_plan_settings(config.plan, find_needs(launching_words(words), SLURM).device_type)
 
 
 @dataclass(frozen=True)
@@ -135,33 +134,30 @@ class _Validator:
 
     def plan(self, combination: Combination) -> ValidJob | InvalidJob:
         words = [*combination.words, *self._where.extra_words]
-        launching = tuple(word for word in combination.words if re.match(r"(launch\.|(parallel|experiment)=)", word))
+        launching = launching_words(combination.words)
         by_composition = True
         try:
             if launching not in self._found:
-                settings = compose([*launching, *self._where.extra_words]).config
+                settings = compose_config([*launching, *self._where.extra_words])
                 by_composition = False
                 self._found[launching] = self._where.find(launching, settings)
                 by_composition = True
             place = self._found[launching]
             if not any(word.startswith("experiment=") for word in words):
                 words.insert(0, f"experiment={choose_experiment(place.device_type, place.world_size)}")
-            config = compose(words).config
+            config = compose_config(words)
             by_composition = False
-            self._check(combination.words, place.unusual)
+            # The checks that only the launcher makes.
+            key = tuple(word for word in combination.words if word.startswith("plan."))
+            if place.unusual or (key and key not in self._checked):
+                self._where.check(combination.words, config)
+                self._checked.add(key)
             config.validate(place.world_size, place.device_type, place.node_ranks)
             check_writers(config.metrics, os.environ)
             number = fingerprint(config, place.world_size, place.device_name)
             return ValidJob(combination, config, place.world_size, number)
         except ConfigError as reason:
             return InvalidJob(combination, str(reason), tuple(words), by_composition)
-
-    def _check(self, words: Sequence[str], unusual: bool) -> None:
-        """Run the checks that only the launcher makes."""
-        key = tuple(word for word in words if word.startswith("plan."))
-        if unusual or (key and key not in self._checked):
-            self._where.check(words)
-            self._checked.add(key)
 
 
 def _refuse_mistakes(validated: Sequence[ValidJob | InvalidJob]) -> None:
@@ -174,7 +170,7 @@ def _refuse_mistakes(validated: Sequence[ValidJob | InvalidJob]) -> None:
     valid = (one for one in validated if not (isinstance(one, InvalidJob) and one.by_composition))
     fine = {word for one in valid for word in one.combination.words}
     choices = list_choices()
-    asked: dict[tuple[str, ...], str | None] = {}
+    fine_alone: set[tuple[str, ...]] = set()
     for one in broken:
         groups = [word for word in one.words if word.partition("=")[0] in choices]
         for word in one.combination.words:
@@ -182,16 +178,6 @@ def _refuse_mistakes(validated: Sequence[ValidJob | InvalidJob]) -> None:
             if word in fine or key.lstrip("+") not in one.reason:
                 continue
             alone = (word,) if key in choices else (*groups, word)
-            if alone not in asked:
-                asked[alone] = _mistake(alone)
-            reason = asked[alone]
-            if reason is not None:
-                raise ConfigError(reason)
-
-
-def _mistake(words: Sequence[str]) -> str | None:
-    try:
-        compose(words)
-    except ConfigError as reason:
-        return str(reason)
-    return None
+            if alone not in fine_alone:
+                compose_config(alone)
+                fine_alone.add(alone)

@@ -9,8 +9,8 @@ import pytest
 
 from fsdptoys.errors import ConfigError
 from fsdptoys.sweep import Job, JobStatus, Skipped, Sweep, read_sweep
+from fsdptoys.sweep.axes import Combination
 from fsdptoys.sweep.folder import read_job
-from fsdptoys.sweep.grid import Combination
 from fsdptoys.sweep.job_list import arrange
 from fsdptoys.sweep.slurm_queue import read_submissions
 

@@ -4,8 +4,7 @@ import pytest
 
 from fsdptoys.config.overrides import list_choices
 from fsdptoys.errors import ConfigError
-from fsdptoys.sweep.axes import read_axes
-from fsdptoys.sweep.grid import Axis, combine
+from fsdptoys.sweep.axes import Axis, combine, read_axes
 
 CHOICES = list_choices()
 

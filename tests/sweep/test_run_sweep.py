@@ -16,8 +16,8 @@ from fsdptoys.cli.sweep import read_words, sweep_command
 from fsdptoys.config.overrides import list_choices
 from fsdptoys.errors import ConfigError
 from fsdptoys.sweep import JobStatus, Sweep, fingerprint, read_sweep
-from fsdptoys.sweep.arguments import with_recorded_words
 from fsdptoys.sweep.folder import write_job
+from fsdptoys.sweep.run_sweep import with_recorded_words
 from fsdptoys.utils.file_lock import FolderLock
 
 STANDIN = (sys.executable, "-I", "-S", str(Path(__file__).parents[1] / "sweep" / "standin.py"))

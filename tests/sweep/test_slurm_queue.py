@@ -13,8 +13,8 @@ from submitit.core.utils import JobPaths
 
 from fsdptoys.errors import ConfigError
 from fsdptoys.sweep import slurm_queue as queue
+from fsdptoys.sweep.axes import Combination
 from fsdptoys.sweep.folder import Job, JobStatus, read_sweep, write_job
-from fsdptoys.sweep.grid import Combination
 from fsdptoys.sweep.job_list import arrange
 from fsdptoys.sweep.slurm_queue import (
     SLURM,

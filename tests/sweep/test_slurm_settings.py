@@ -5,15 +5,19 @@ from pathlib import Path
 import pytest
 from submitit.slurm.slurm import _make_sbatch_string
 
+from fsdptoys.config.compose import compose_config
 from fsdptoys.errors import ConfigError
+from fsdptoys.sweep.axes import Combination
 from fsdptoys.sweep.slurm_settings import (
     LOCAL,
     SlurmNeeds,
+    find_needs,
+    launching_words,
     plugin_options,
     read_launcher,
     split_launcher_words,
-    validate_job,
 )
+from fsdptoys.sweep.validate import BatchQueue, JobHardware, ValidJob, validate_combinations
 from tests.sweep.jobs import CUDA, ON_SLURM
 
 
@@ -116,7 +120,9 @@ def test_invalid_submissions_are_reported_in_one_sentence(
 ) -> None:
     """Oracle: the sentences as a user should read them."""
     with pytest.raises(ConfigError) as refusal:
-        validate_job(("model=llama_debug", *words), launcher_words, 600)
+        launcher = read_launcher(launcher_words)
+        plugin_options(find_needs(launching_words(words), launcher.name), launcher, 600)
+        validate_combinations([Combination(("model=llama_debug", *words), {})], BatchQueue(launcher_words, 600))
     if message is None:
         assert str(refusal.value).startswith("mesh.fsdp_size=3 ")
     else:
@@ -196,11 +202,15 @@ def test_the_users_setup_follows_that_of_the_task(slurm_commands: Path) -> None:
 
 def test_a_login_node_need_not_have_the_devices_of_the_jobs(slurm_commands: Path) -> None:
     """Oracle: a run of 2 × 8 GPUs, on a machine that may have none; the queue chooses the rendezvous node."""
-    plan = validate_job((*CUDA, "launch.nnodes=2", "parallel=fsdp2"), (ON_SLURM, "hydra.launcher.partition=gpu"))
-    assert (plan.world_size, plan.local_ranks, plan.hardware.device_type) == (16, 8, "cuda")
-    assert plan.composition.choices["experiment"] == "llama2_7b"
-    assert plan.hardware.name == "SLURM partition=gpu"
-    assert not any("rdzv_endpoint" in word for word in plan.words)
+    words, queue = (
+        (*CUDA, "launch.nnodes=2", "parallel=fsdp2"),
+        BatchQueue((ON_SLURM, "hydra.launcher.partition=gpu"), None),
+    )
+    place = queue.find(words, compose_config([*words, *queue.extra_words]))
+    assert place == JobHardware("cuda", "submitit_slurm partition=gpu", 16, 8)
+    (job,) = validate_combinations([Combination(words, {})], queue)
+    assert isinstance(job, ValidJob) and job.world_size == 16 and job.config.model.name == "llama2_7b"
+    assert not any("rdzv_endpoint" in word for word in job.combination.words)
 
 
 def test_launcher_arguments_are_separated_from_those_of_the_run() -> None:

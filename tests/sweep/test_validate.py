@@ -10,9 +10,8 @@ from fsdptoys.config.overrides import list_choices
 from fsdptoys.config.schema import Config
 from fsdptoys.errors import ConfigError
 from fsdptoys.launch.launch import resolve_run
-from fsdptoys.sweep.axes import read_axes, read_base
+from fsdptoys.sweep.axes import Combination, combine, read_axes, read_base
 from fsdptoys.sweep.definition import list_sweeps, read_definition
-from fsdptoys.sweep.grid import Combination, combine
 from fsdptoys.sweep.validate import InvalidJob, JobHardware, LocalMachine, ValidJob, validate_combinations
 
 CHOICES = list_choices()
