@@ -99,7 +99,7 @@ def run(*command: str) -> str:
         ("editable", False),
     ],
 )
-def test_models_patches_and_configs_are_found_in(form: str, links: bool, tmp_path: Path) -> None:
+def test_every_distribution_contains_models_patches_and_configs(form: str, links: bool, tmp_path: Path) -> None:
     """Oracle: the Python and YAML files of the source tree; nothing but fsdptoys may be installed."""
     pytest.importorskip("pip")
     tree, installed = tmp_path / "tree", tmp_path / "installed"
@@ -126,7 +126,7 @@ def test_models_patches_and_configs_are_found_in(form: str, links: bool, tmp_pat
     assert "config.yaml" in found["yaml"]
 
 
-def test_constraints_pin_everything_that_pyproject_asks_for() -> None:
+def test_constraints_pin_every_dependency_of_pyproject() -> None:
     """Oracle: packaging's own reading of requirement lines, for the oldest supported Python and a new one."""
     packaging = pytest.importorskip("packaging.requirements")
     arrays = re.findall(

@@ -82,7 +82,7 @@ def sandbox(tmp_path: Path) -> Sandbox:
     return Sandbox(checkout, tmp_path / "path", tmp_path / "log")
 
 
-def test_bare_checkout_runs_where_the_dependencies_are(sandbox: Sandbox, tmp_path: Path) -> None:
+def test_bare_checkout_runs_with_the_given_interpreter(sandbox: Sandbox, tmp_path: Path) -> None:
     """Oracle: the argument vector, working directory and interpreter as the started module sees them."""
     arguments = ["train.batch_size=2", "a b", "", "it's", 'say "x"', "list=[1, 2]", "glob=*", "$HOME", "back\\slash"]
     elsewhere = tmp_path / "runs go here"
@@ -102,7 +102,7 @@ def test_bare_checkout_runs_where_the_dependencies_are(sandbox: Sandbox, tmp_pat
 
 
 @pytest.mark.parametrize("kind", ["absolute", "relative", "chain", "called by its bare name"])
-def test_links_lead_to_the_checkout(kind: str, sandbox: Sandbox, tmp_path: Path) -> None:
+def test_symbolic_links_to_the_script_run_the_checkout(kind: str, sandbox: Sandbox, tmp_path: Path) -> None:
     """Oracle: the file of the started module; CDPATH must not lead elsewhere."""
     script, cwd = tmp_path / "link.sh", tmp_path
     if kind == "absolute":
@@ -131,7 +131,7 @@ def test_links_lead_to_the_checkout(kind: str, sandbox: Sandbox, tmp_path: Path)
     ],
     ids=["PATH", "PYTHON", "newer on PATH", "active environment", ".venv"],
 )
-def test_python_is_chosen_in_the_order_told(
+def test_python_is_chosen_in_the_documented_order(
     states: dict[str, str], variables: dict[str, str], taken: str, sandbox: Sandbox
 ) -> None:
     """Oracle: the name under which the stub was called, and that it alone was started."""
@@ -146,7 +146,7 @@ def test_python_is_chosen_in_the_order_told(
     assert sandbox.calls() == [f"{taken} -m fsdptoys train --help"]
 
 
-def test_another_copy_of_fsdptoys_does_not_stand_in_for_this_one(sandbox: Sandbox, tmp_path: Path) -> None:
+def test_other_copy_of_fsdptoys_on_pythonpath_is_ignored(sandbox: Sandbox, tmp_path: Path) -> None:
     """Oracle: the file of the started module, with a second package of the same name ahead on PYTHONPATH."""
     other = tmp_path / "other"
     shutil.copytree(sandbox.checkout / "fsdptoys", other / "fsdptoys")
@@ -194,7 +194,7 @@ def test_own_environment_is_installed_once_and_repaired(sandbox: Sandbox) -> Non
     ],
     ids=["too old", "absent", "no venv module", ".venv too old"],
 )
-def test_refuses_in_one_sentence(
+def test_missing_python_or_venv_is_reported_in_one_sentence(
     states: dict[str, str], variables: dict[str, str], sentence: str, sandbox: Sandbox
 ) -> None:
     """Oracle: exit status 2, one line that says what to do, nothing started."""

@@ -66,7 +66,7 @@ def test_launcher_imports_no_slow_torch_module(loaded: dict[str, list[str]]) -> 
     assert loaded[PLAN] == ["torch"]
 
 
-def test_help_names_every_command(capsys: pytest.CaptureFixture[str]) -> None:
+def test_help_lists_every_command(capsys: pytest.CaptureFixture[str]) -> None:
     """Oracle: the list that the command line dispatches by."""
     main(["--help"])
     shown = capsys.readouterr().out

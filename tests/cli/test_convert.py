@@ -44,7 +44,7 @@ def preset(name: str) -> ModelConfig:
 
 @pytest.mark.usefixtures("unmeasured")
 @pytest.mark.parametrize("case", SMALL)
-def test_a_run_becomes_a_folder(case: str, tmp_path: Path) -> None:
+def test_run_converts_to_a_hugging_face_folder(case: str, tmp_path: Path) -> None:
     """Oracle: the run's parameters and configuration."""
     parameters = save_run(tmp_path / "run", SMALL[case])
     output_of("to-hf", str(tmp_path / "run"), str(tmp_path / "folder"))
@@ -113,7 +113,7 @@ def test_printed_command_composes_to_the_model_of_the_folder(case: str, tmp_path
     assert words[1].partition("=")[0].removeprefix("model.") in differences(without.model, config)
 
 
-def test_the_nearest_preset_is_taken(tmp_path: Path) -> None:
+def test_closest_preset_is_chosen(tmp_path: Path) -> None:
     """Oracle: the text, for a model that differs from llama_debug in one key."""
     folder = tmp_path / "folder"
     write(folder, build(dataclasses.replace(preset("llama_debug"), ffn_dim=100)), torch.bfloat16, max_file_bytes=50_000)
@@ -150,7 +150,7 @@ def test_damaged_weights_are_refused_in_both_directions(tmp_path: Path) -> None:
         convert_command(["from-hf", str(tmp_path / "folder")])
 
 
-def test_values_that_a_number_format_lacks_are_refused(tmp_path: Path) -> None:
+def test_values_too_large_for_the_dtype_are_refused(tmp_path: Path) -> None:
     """Oracle: the sentence, for a value above the largest of float16; bfloat16 has it."""
     save_run(tmp_path / "run", SMALL["llama2"], 2**31)
     folder = tmp_path / "run" / "weights"
@@ -168,7 +168,7 @@ def test_values_that_a_number_format_lacks_are_refused(tmp_path: Path) -> None:
     assert load(tmp_path / "folder").get_parameter("norm.weight")[0] == torch.tensor(-1e5).bfloat16()
 
 
-def test_a_folder_becomes_a_run_becomes_the_same_folder(tmp_path: Path) -> None:
+def test_folder_round_trips_through_a_run_byte_for_byte(tmp_path: Path) -> None:
     """Oracle: the bytes of the first folder, after its values went through a run's weights."""
     model = build(SMALL["qwen3_moe"])
     write(tmp_path / "first", model)
@@ -224,7 +224,7 @@ def test_mistakes_are_reported_in_one_sentence(
 
 
 @pytest.mark.parametrize("chunk_len", [None, 16, 64, 512])
-def test_a_chunk_of_any_length_comes_back_as_the_same_model(chunk_len: int | None, tmp_path: Path) -> None:
+def test_attention_chunk_length_round_trips(chunk_len: int | None, tmp_path: Path) -> None:
     """Oracle: no difference in what the weights mean, also where a chunk holds the whole context of 128 tokens."""
     config = dataclasses.replace(SMALL["llama4"], attention_chunk_len=chunk_len)
     write(tmp_path / "folder", build(config))
@@ -237,7 +237,7 @@ def test_a_chunk_of_any_length_comes_back_as_the_same_model(chunk_len: int | Non
 
 @pytest.mark.parametrize("case", SMALL)
 @pytest.mark.parametrize("key", ["n_layers", "dim", "vocab_size"])
-def test_sizes_of_no_model_are_refused_before_modules_are_made(case: str, key: str, tmp_path: Path) -> None:
+def test_absurd_model_sizes_are_refused_before_modules_are_built(case: str, key: str, tmp_path: Path) -> None:
     """Oracle: one sentence with the key and the value; 10**12 layers would be made for days, one by one."""
     write(tmp_path / "folder", build(SMALL[case]))
     path = tmp_path / "folder" / "config.json"

@@ -37,9 +37,7 @@ def output_of(capsys: pytest.CaptureFixture[str], *words: str) -> dict[str, Any]
 @pytest.mark.oracle
 @pytest.mark.parametrize("batch", [1, 3])
 @pytest.mark.parametrize("case", ["llama2", "qwen3_moe", "gpt2"])
-def test_loss_equals_that_of_transformers(
-    case: str, batch: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_loss_equals_transformers(case: str, batch: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Oracle: transformers' own loss of each window, weighted by its tokens; the last is shorter."""
     transformers = pytest.importorskip("transformers")
     write(tmp_path / "folder", build(SMALL[case]))

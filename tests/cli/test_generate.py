@@ -116,7 +116,7 @@ def test_diverged_model_is_reported(places: Path, capsys: pytest.CaptureFixture[
 
 @pytest.mark.oracle
 @pytest.mark.parametrize("case", ["llama3 scaled tied", "qwen3", "qwen3_moe", "gpt2"])
-def test_greedy_text_equals_that_of_transformers(case: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_greedy_text_equals_transformers(case: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Oracle: transformers' own generation, with its own cache, from the same folder."""
     transformers = pytest.importorskip("transformers")
     write(tmp_path / "folder", build(SMALL[case]))
@@ -205,7 +205,7 @@ def test_missing_tokenizer_is_reported(data: DataConfig, reason: str, places: Pa
 
 
 @pytest.mark.parametrize("words", [["--prompt="], ["--prompt", ""]])
-def test_a_prompt_may_be_empty(words: list[str]) -> None:
+def test_empty_prompt_is_accepted(words: list[str]) -> None:
     """Oracle: the text that was given; a tokenizer may put a token in front of it."""
     assert parse("generate", ["run", *words, "--prompt=--x", "--json"]).prompt == ["", "--x"]
 

@@ -118,7 +118,7 @@ def test_table_omits_columns_rather_than_truncate_numbers(width: int) -> None:
     assert (not missing) == (width >= 120)
 
 
-def test_the_table_at_80_columns() -> None:
+def test_table_at_80_columns() -> None:
     """Oracle: the lines themselves."""
     assert lines_at(80, [LLAMA2_7B, LARGE])[:4] == [
         "                                               routed                   FLOPs",
@@ -142,7 +142,7 @@ def test_json_is_exact(capsys: pytest.CaptureFixture[str]) -> None:
     assert ModelFacts(**some[1]) == LLAMA2_7B
 
 
-def test_named_presets_have_one_row_each_and_numbers_are_explained(capsys: pytest.CaptureFixture[str]) -> None:
+def test_requested_presets_have_one_row_each_with_explained_numbers(capsys: pytest.CaptureFixture[str]) -> None:
     """Oracle: the output."""
     assert main(["models", "gpt2", "qwen3_moe_debug"]) == 0
     shown = capsys.readouterr().out

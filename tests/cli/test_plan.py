@@ -46,7 +46,7 @@ def test_mistake_is_reported_word_for_word(typed: str, capsys: pytest.CaptureFix
 
 
 @pytest.mark.usefixtures("unmeasured")
-def test_end_of_step_is_twelve_bytes_a_parameter_of_the_shard(capsys: pytest.CaptureFixture[str]) -> None:
+def test_memory_at_the_end_of_a_step_is_12_bytes_per_sharded_parameter(capsys: pytest.CaptureFixture[str]) -> None:
     """Oracle: float32 parameter and two states of AdamW over 8 ranks, and a workspace of cuBLAS for each of 2 threads,
     32 MiB on Hopper (torch.backends.cuda, CUBLAS_WORKSPACE_CONFIG); not a tenth more for all that is small."""
     assert main(["plan", *TINY, "model.dim=512", "model.ffn_dim=1408", "plan.world_size=8", "--json"]) == 0
@@ -63,7 +63,7 @@ def test_end_of_step_is_twelve_bytes_a_parameter_of_the_shard(capsys: pytest.Cap
 
 
 @pytest.mark.usefixtures("unmeasured")
-def test_a_peak_that_only_deep_models_have_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_peaks_of_deep_models_only_are_found_by_tracing_all_layers(monkeypatch: pytest.MonkeyPatch) -> None:
     """Oracle: the trace of all layers is printed, where gradients outgrow the logits behind the 12th layer; their
     peak is over what the line through 8 and 12 layers gives."""
     made = []

@@ -14,7 +14,7 @@ def cells(line: str) -> list[str]:
 
 @pytest.mark.launcher
 @pytest.mark.usefixtures("unmeasured", "warm")
-def test_script_shows_every_world_in_its_three_tables(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_script_lists_every_world_size_in_its_three_tables(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Oracle: the requested worlds, costs above nothing, counts that do not grow, and the planner's own table
     of a rank's bytes; the file equals the output."""
     words = ["--ranks", "2", "--steps", "7", "--counted", "16", "1024", "--planned", "8", "--model", "llama3_1b"]
@@ -29,7 +29,7 @@ def test_script_shows_every_world_in_its_three_tables(tmp_path: Path, capsys: py
     assert rows[3][1] == "`node`" and float(rows[3][2]) < float(rows[3][3])
 
 
-def test_messages_are_those_of_rings() -> None:
+def test_message_counts_follow_the_ring_algorithms() -> None:
     """Oracle: by hand: a gather of 8 takes 7 of each rank, an all-reduce of 4 twice 3."""
     volumes = (Volume("all_gather", "shard", 8, 10, 1, 1.0), Volume("all_reduce", "replicate", 4, 2, 1, 1.0))
     assert bench_scaling.messages(volumes) == 10 * 7 + 2 * 2 * 3

@@ -64,7 +64,7 @@ def differences(some: dict[str, int], others: dict[str, int]) -> dict[str, tuple
 
 @pytest.mark.usefixtures("unmeasured")
 @pytest.mark.parametrize("name", STEPS)
-def test_a_step_does_the_same_in_a_world_of_any_size(name: str) -> None:
+def test_work_of_a_step_does_not_depend_on_the_world_size(name: str) -> None:
     """Oracle: the smaller world: lines of ours that ran, function by function, calls of any Python function, and the
     collectives with their sizes."""
     words, small, large = STEPS[name]
@@ -107,7 +107,7 @@ def numbers_of_a_save(config: Config) -> tuple[list[str], list[str]]:
     return [call.collective for call in calls], sorted(opened)
 
 
-def test_a_save_has_as_many_collectives_and_files_on_a_rank_of_two_as_of_four(tmp_path: Path) -> None:
+def test_work_of_a_save_does_not_depend_on_the_world_size(tmp_path: Path) -> None:
     """Oracle: each other, of each rank by itself: rank 0, which reads and writes the common files, and the others."""
     found = {}
     for ranks in (2, 4):
@@ -125,7 +125,7 @@ def test_a_save_has_as_many_collectives_and_files_on_a_rank_of_two_as_of_four(tm
     assert all(set(other[1]) <= set(found[2][1][1]) for other in others)
 
 
-def test_the_count_notices_a_loop_over_the_ranks() -> None:
+def test_counter_detects_loops_over_ranks() -> None:
     """Oracle: a mistake whose fix is sought among all sizes up to the world's."""
     lines = []
     for world_size in (8, 64):

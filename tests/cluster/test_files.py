@@ -41,7 +41,7 @@ COMMANDS = {
 }
 
 
-def test_every_line_for_sbatch_is_one_that_it_knows() -> None:
+def test_sbatch_options_are_documented() -> None:
     """Oracle: the manual's options; the shell, which reads the rest. Behind the first command none is read."""
     assert subprocess.run(["bash", "-n", SBATCH]).returncode == 0
     head, _, body = SBATCH.read_text().partition("\npython=")
@@ -84,7 +84,7 @@ class Job:
         return self.process.returncode, (self.folder / "log").read_text().splitlines()
 
 
-def test_each_node_gets_the_words_of_a_run_that_meets_at_the_first(tmp_path: Path) -> None:
+def test_every_node_starts_the_run_with_the_first_node_as_rendezvous(tmp_path: Path) -> None:
     """Oracle: the words by hand, which the launcher takes; its port is another one after a requeue."""
     job = Job(tmp_path, "model=llama_debug", "train.steps=3", ENDS="0", SLURM_RESTART_COUNT="2")
     assert job.end() == (0, ["scontrol show hostnames node[7-8]", "srun 16"])
@@ -101,7 +101,7 @@ def test_each_node_gets_the_words_of_a_run_that_meets_at_the_first(tmp_path: Pat
     "asked, requeued",
     [(0, True), *((128 + number, True) for number in (signal.SIGUSR1, signal.SIGTERM, signal.SIGKILL)), (1, False)],
 )
-def test_a_run_whose_time_is_up_saves_and_goes_back_into_the_queue(asked: int, requeued: bool, tmp_path: Path) -> None:
+def test_run_at_its_time_limit_saves_and_is_requeued(asked: int, requeued: bool, tmp_path: Path) -> None:
     """Oracle: the calls, in order: the step is asked to stop, and the job requeued when it has ended well, or before
     its first step, where one node's end may be another's SIGTERM or SIGKILL."""
     job = Job(tmp_path, ASKED=str(asked))
@@ -112,19 +112,19 @@ def test_a_run_whose_time_is_up_saves_and_goes_back_into_the_queue(asked: int, r
 
 
 @pytest.mark.parametrize("cores, message", [("1", True), ("4", False)])
-def test_ranks_that_share_a_core_are_reported(cores: str, message: bool, tmp_path: Path) -> None:
+def test_ranks_that_share_cores_are_reported(cores: str, message: bool, tmp_path: Path) -> None:
     """Oracle: the sentence, where SLURM gives a node fewer cores than it has ranks."""
     job = Job(tmp_path, ENDS="0", SLURM_CPUS_ON_NODE=cores)
     assert job.end()[0] == 0
     assert ("4 ranks share 1 core(s) on each node; sbatch --cpus-per-task=N gives more" in job.output) == message
 
 
-def test_a_run_that_fails_by_itself_is_not_queued_again(tmp_path: Path) -> None:
+def test_failed_run_is_not_requeued(tmp_path: Path) -> None:
     """Oracle: its status."""
     assert Job(tmp_path, ENDS="1").end() == (1, ["scontrol show hostnames node[7-8]", "srun 16"])
 
 
-def test_the_manifest_is_what_kubeflow_trainer_reads() -> None:
+def test_manifest_is_valid_for_kubeflow_trainer() -> None:
     """Oracle: models generated from the resources' definitions, which drop unknown keys; overrides that train."""
     models = pytest.importorskip("kubeflow_trainer_api.models")
     runtime, job = yaml.safe_load_all((FILES / "trainjob.yaml").read_text())
@@ -145,7 +145,7 @@ def test_the_manifest_is_what_kubeflow_trainer_reads() -> None:
     assert config.metrics.run_dir.startswith(container["volumeMounts"][0]["mountPath"])
 
 
-def test_torchx_makes_a_job_of_the_command_in_the_documentation() -> None:
+def test_documented_torchx_command_builds_a_job() -> None:
     """Oracle: TorchX's own request to SLURM; runs where torchx is installed."""
     pytest.importorskip("torchx")
     from torchx.runner import get_runner  # type: ignore[import-not-found]

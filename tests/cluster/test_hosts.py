@@ -149,7 +149,7 @@ def start_until_saved(hosts: Sequence[Host], place: Path, port: int, words: Sequ
     pytest.skip("the hosts of this machine lost each other by themselves, twice")
 
 
-def test_two_hosts_under_torchrun_are_one_host_in_every_bit(hosts: list[Host], whole: Path, tmp_path: Path) -> None:
+def test_two_hosts_under_torchrun_match_one_host_bitwise(hosts: list[Host], whole: Path, tmp_path: Path) -> None:
     """Oracle: as many ranks on one host; steps and final weights in every bit. Each host's ranks share a copy of the
     parameters, and have the host's name."""
     folder = tmp_path / "run"
@@ -169,9 +169,7 @@ def test_two_hosts_under_torchrun_are_one_host_in_every_bit(hosts: list[Host], w
     assert count_wrong(whole, folder, STEPS) == 0
 
 
-def test_host_that_is_cut_off_comes_back_to_a_run_that_loses_nothing(
-    hosts: list[Host], whole: Path, tmp_path: Path
-) -> None:
+def test_run_survives_a_temporary_network_loss_of_a_host(hosts: list[Host], whole: Path, tmp_path: Path) -> None:
     """Oracle: the undisturbed run, in every bit. The second host's packets vanish in the middle of a step, until the
     ranks of both have given up a collective of that step after launch.timeout_seconds, and then come again."""
     started, folder = start_until_saved(hosts, tmp_path, PORT, ["launch.max_restarts=2"])
@@ -189,7 +187,7 @@ def test_host_that_is_cut_off_comes_back_to_a_run_that_loses_nothing(
     assert count_wrong(whole, folder, STEPS) == 0
 
 
-def test_hosts_that_are_cut_off_for_good_say_so_and_end(hosts: list[Host], tmp_path: Path) -> None:
+def test_permanent_network_loss_ends_the_run_with_the_reason(hosts: list[Host], tmp_path: Path) -> None:
     """Oracle: without restarts both end with status 1 and the reason, also the one that cannot reach the other."""
     started, _ = start_until_saved(hosts, tmp_path, PORT + 2)
     with started as runs:

@@ -67,7 +67,7 @@ def numeric_keys() -> dict[str, tuple[list[str], str, tuple[str, ...]]]:
 KEYS = numeric_keys()
 
 
-def test_every_section_has_numeric_keys_that_are_found() -> None:
+def test_numeric_keys_are_found_in_every_section() -> None:
     """Oracle: three keys of different kinds, by name."""
     assert {"train.steps", "model=llama_debug model.n_layers", "optim=sgd optim.momentum"} <= set(KEYS)
 

@@ -261,7 +261,7 @@ def compose_and_validate(words: list[str]) -> None:
 
 
 @pytest.mark.parametrize("typed", CONFLICTS)
-def test_conflict_gets_its_sentence(typed: str) -> None:
+def test_conflicts_are_reported_in_one_sentence(typed: str) -> None:
     """Oracle: the sentence, word for word."""
     with pytest.raises(ConfigError) as caught:
         compose_and_validate(typed.split(" "))
@@ -269,7 +269,7 @@ def test_conflict_gets_its_sentence(typed: str) -> None:
 
 
 @pytest.mark.parametrize("device_type", ["cpu", "cuda"])
-def test_fused_sgd_on_the_cpu_is_refused_in_the_deterministic_mode_on_every_device(device_type: str) -> None:
+def test_deterministic_mode_refuses_fused_sgd_on_the_cpu(device_type: str) -> None:
     """Oracle: CPU offload updates on the CPU whatever the device is; without it fused is no mistake on CUDA."""
     words = ["optim=sgd", "train.deterministic=true", "optim.implementation=fused"]
     offload = (
@@ -294,7 +294,7 @@ def test_more_shards_than_rows_are_refused() -> None:
     compose_config(["parallel=fsdp1"]).validate(96, "cuda")
 
 
-def test_shards_that_end_within_a_block_of_states_are_refused() -> None:
+def test_shards_that_split_a_block_of_low_bit_states_are_refused() -> None:
     """Oracle: the sentence; 1,024 ranks divide neither 128 experts nor their 1,536 rows, but their 2,048 columns."""
     words = ["model=qwen3_moe_30b_a3b", "optim.state_dtype=int8"]
     with pytest.raises(ConfigError) as caught:
@@ -306,7 +306,7 @@ def test_shards_that_end_within_a_block_of_states_are_refused() -> None:
     compose_config([*words, "mesh.fsdp_size=128"]).validate(1024, "cuda")
 
 
-def test_states_of_few_bits_without_their_package_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_low_bit_states_without_torchao_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """Oracle: the sentence."""
     monkeypatch.setattr("fsdptoys.optim.low_bit_adamw.is_installed", lambda: False)
     with pytest.raises(ConfigError) as caught:

@@ -136,14 +136,14 @@ def compose_and_validate(words: list[str]) -> None:
 
 
 @pytest.mark.parametrize("typed", MISTAKES)
-def test_mistake_gets_its_sentence(typed: str) -> None:
+def test_mistakes_are_reported_in_one_sentence(typed: str) -> None:
     """Oracle: the sentence, word for word."""
     with pytest.raises(ConfigError) as caught:
         compose_and_validate(typed.split(" "))
     assert str(caught.value) == MISTAKES[typed]
 
 
-def test_defaults_are_no_mistake() -> None:
+def test_defaults_are_valid() -> None:
     """Oracle: what the mistakes above are changes of."""
     compose_and_validate([])
 

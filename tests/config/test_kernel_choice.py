@@ -22,7 +22,7 @@ COMPILED = KernelConfig(rms_norm=Kernel.compiled)
 FUSED = {operation for operation, named in IMPLEMENTATIONS.items() if "npu" in named}
 
 
-def test_every_operation_has_its_setting_with_every_implementation() -> None:
+def test_every_operation_has_a_setting_with_all_implementations() -> None:
     """Oracle: the table of the models."""
     choices = {name: {choice.value for choice in type(KernelConfig().__dict__[name])} for name in IMPLEMENTATIONS}
     assert choices == {name: {"auto", *named} for name, named in IMPLEMENTATIONS.items()}
@@ -41,7 +41,7 @@ def test_every_operation_has_its_setting_with_every_implementation() -> None:
         ("npu", ("kernels.rms_norm=torch", "kernels.attention=torch"), {"rotary", "swiglu", "grouped_matmul"}),
     ],
 )
-def test_auto_is_torch_npus_on_an_npu_and_pytorchs_elsewhere(
+def test_auto_is_torch_npu_on_npus_and_pytorch_elsewhere(
     device_type: str, words: tuple[str, ...], npu: set[str]
 ) -> None:
     """Oracle: the documented rule; what was named stays."""
@@ -50,7 +50,7 @@ def test_auto_is_torch_npus_on_an_npu_and_pytorchs_elsewhere(
     assert config.kernels.names() == {name: "npu" if name in npu else "torch" for name in IMPLEMENTATIONS}
 
 
-def test_a_kernel_of_torch_npu_is_refused_in_compiled_blocks() -> None:
+def test_torch_npu_kernels_are_refused_in_compiled_blocks() -> None:
     """Oracle: the sentence."""
     config = compose_config(["train.compile=true", "kernels.attention=npu"])
     with pytest.raises(ConfigError) as caught:
@@ -62,7 +62,7 @@ def test_a_kernel_of_torch_npu_is_refused_in_compiled_blocks() -> None:
 
 
 @pytest.mark.skipif(IS_REAL, reason="torch_npu is here")
-def test_auto_is_pytorchs_on_an_npu_whose_torch_npu_lacks_the_operators(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_auto_is_pytorch_if_torch_npu_lacks_the_operators(monkeypatch: pytest.MonkeyPatch) -> None:
     """Oracle: an NPU in this machine, of which no operator is registered; what is named is taken at its word."""
     monkeypatch.setattr(kernels, "available_device_type", lambda: "npu")
     config = compose_config(["experiment=null", "kernels.swiglu=npu"])
@@ -95,7 +95,7 @@ def _kernels_of_trainer() -> list[Any]:
     ]
 
 
-def test_the_trainer_gives_every_layer_the_kernels_that_are_set() -> None:
+def test_trainer_sets_the_configured_kernels_in_every_layer() -> None:
     """Oracle: the table's own functions, in all layers of a checkpointed model."""
     found = run_ranks(1, _kernels_of_trainer)[0]
     # Two norms, attention and feed-forward a block, the norm before the head, and the model, which makes masks.
@@ -104,7 +104,7 @@ def test_the_trainer_gives_every_layer_the_kernels_that_are_set() -> None:
 
 
 @pytest.mark.usefixtures("unmeasured")
-def test_a_compiled_kernel_trains_the_same_bits_sharded_as_in_one_process_and_the_losses_of_pytorchs() -> None:
+def test_compiled_kernels_match_one_process_bitwise_and_pytorch_closely() -> None:
     """Oracle: one process that runs the same micro-batches, in every bit; PyTorch's operators to 1e-5 in float32."""
 
     def config(parallel: ParallelConfig, ranks: int, kernels: KernelConfig | None = COMPILED) -> Any:

@@ -32,14 +32,14 @@ def test_names_are_compared_in_their_own_packages_only() -> None:
     assert found == []
 
 
-def test_the_trainer_asks_for_no_class() -> None:
+def test_trainer_checks_no_classes() -> None:
     """Oracle: the syntax tree of the training loop."""
     tree = ast.parse((Path(fsdptoys.__file__).parent / "train" / "trainer.py").read_text())
     called = {node.func.id for node in ast.walk(tree) if isinstance(node, ast.Call) and isinstance(node.func, ast.Name)}
     assert "build_optimizer" in called and not called & {"isinstance", "issubclass", "type"}
 
 
-def test_the_scan_finds_comparisons() -> None:
+def test_scan_finds_comparisons() -> None:
     """Oracle: two comparisons, one with a collection."""
     source = 'a.name == "fsdp1" or b.name in ("sgd", "other") or c.name == "other"'
     assert list(compared(ast.parse(source))) == [(1, "fsdp1"), (1, "sgd")]

@@ -64,7 +64,7 @@ def test_options_page_names_every_choice_and_every_key() -> None:
                 assert f"| `{section}.{field.name}" in page
 
 
-def test_bounds_are_the_same_read_from_the_source_as_in_the_fields() -> None:
+def test_bounds_read_from_the_source_equal_those_of_the_fields() -> None:
     """Oracle: the metadata of the imported dataclasses; a subclass that changes a default keeps the bounds."""
     classes = read_classes(Path(write_options.fsdptoys.__file__).parent)
     for section, schema in HINTS.items():

@@ -61,7 +61,7 @@ def test_cpu_device_has_no_known_peak() -> None:
     assert device.total_memory_bytes == os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
-def test_resident_set_grows_by_what_is_touched() -> None:
+def test_resident_set_grows_by_the_touched_memory() -> None:
     """Oracle: 64 MiB of ones."""
     before = resident_set_bytes()
     held = torch.ones(2**24)
@@ -72,7 +72,7 @@ WITHOUT = pytest.mark.skipif(available_device_type() != "cpu", reason="has an ac
 
 
 @WITHOUT
-def test_a_device_that_is_not_there_is_a_config_error() -> None:
+def test_missing_device_is_a_config_error() -> None:
     """Oracle: the sentence."""
     assert device_count("cuda") == 0 and device_count("cpu") == 1
     with pytest.raises(ConfigError, match=r"^launch.device=cuda finds no such device.*; set launch.device=cpu$"):
@@ -81,7 +81,7 @@ def test_a_device_that_is_not_there_is_a_config_error() -> None:
 
 @WITHOUT
 @pytest.mark.skipif(importlib.util.find_spec("torch_npu") is not None, reason="has torch_npu")
-def test_an_npu_without_torch_npu_is_told_what_to_install() -> None:
+def test_missing_torch_npu_names_the_package_to_install() -> None:
     """Oracle: torch_npu's wheels, each of which requires the PyTorch of its own version."""
     release = torch.__version__.partition("+")[0]
     sentence = rf"^launch.device=npu needs torch_npu, which is not installed; pip install 'torch_npu=={release}\.\*'"
@@ -104,7 +104,7 @@ def test_an_npu_without_torch_npu_is_told_what_to_install() -> None:
         ),
     ],
 )
-def test_torch_npu_is_imported_where_npus_are_asked_for(
+def test_failed_torch_npu_import_or_missing_npus_are_reported(
     source: str, sentence: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Oracle: a package of that name, which PyTorch has not loaded by itself, fails or finds nothing."""
@@ -157,7 +157,7 @@ def fake_npus(monkeypatch: pytest.MonkeyPatch) -> FakeModule:
     return module
 
 
-def test_an_npu_has_a_backend_of_its_own_whose_groups_are_not_bound_to_it(fake_npus: FakeModule) -> None:
+def test_npu_uses_hccl_without_a_bound_device(fake_npus: FakeModule) -> None:
     """Oracle: torch_npu 2.13.0, whose process group has no way to split one."""
     device = Device("npu", 1)
     assert (device.backend, device.bound_device, device.barrier_devices) == ("hccl", None, [1])
@@ -166,7 +166,7 @@ def test_an_npu_has_a_backend_of_its_own_whose_groups_are_not_bound_to_it(fake_n
         Device("npu", 2)
 
 
-def test_a_cpu_has_gloo_alone_and_no_generator_of_its_own() -> None:
+def test_cpu_uses_gloo_and_has_no_device_generator() -> None:
     """Oracle: PyTorch's own generator is the CPU's."""
     device = Device("cpu")
     assert (device.backend, device.bound_device, device.barrier_devices) == ("gloo", None, None)
@@ -175,7 +175,7 @@ def test_a_cpu_has_gloo_alone_and_no_generator_of_its_own() -> None:
     device.restore_rng_state(torch.zeros(16, dtype=torch.uint8))
 
 
-def test_bfloat16_is_refused_where_the_device_says_that_it_has_none(fake_npus: FakeModule) -> None:
+def test_bfloat16_is_refused_on_devices_without_support(fake_npus: FakeModule) -> None:
     """Oracle: the device's own answer."""
     config = compose_config(["launch.device=npu", "parallel=fsdp2", "parallel.param_dtype=bfloat16"])
     with pytest.raises(ConfigError, match=r"=bfloat16 cannot run on Ascend910A number 0, which has no bfloat16; set"):
@@ -184,7 +184,7 @@ def test_bfloat16_is_refused_where_the_device_says_that_it_has_none(fake_npus: F
     assert device_of(config).type == "npu"
 
 
-def test_a_device_s_generator_goes_on_where_it_was(fake_npus: FakeModule) -> None:
+def test_device_generator_state_is_restored(fake_npus: FakeModule) -> None:
     """Oracle: the state itself."""
     device = Device("npu")
     facts = random_states(device)

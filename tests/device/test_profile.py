@@ -26,13 +26,13 @@ def quantities(hardware: Hardware) -> dict[str, Quantity]:
     return {name: value for name, value in found.items() if isinstance(value, Quantity)}
 
 
-def test_profiles_are_those_of_the_folder() -> None:
+def test_list_of_profiles_is_as_documented() -> None:
     """Oracle: the list that the documentation promises."""
     assert list_hardware() == ["4090", "a100", "a2", "b200", "cpu", "h100", "h200"]
 
 
 @pytest.mark.parametrize("name", list_hardware())
-def test_every_number_says_where_it_is_from(name: str) -> None:
+def test_every_number_has_a_source(name: str) -> None:
     """Oracle: a source is a measurement, a derivation, an assumption that calls itself one, or names a document."""
     hardware = load_hardware(name)
     assert hardware.name == name and "bfloat16" in hardware.peak_flops
@@ -43,7 +43,7 @@ def test_every_number_says_where_it_is_from(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", list_hardware())
-def test_a_profile_that_is_written_reads_the_same(name: str, tmp_path: Path) -> None:
+def test_profiles_round_trip(name: str, tmp_path: Path) -> None:
     """Oracle: the profile itself."""
     hardware = load_hardware(name)
     path = tmp_path / f"{name}.yaml"
@@ -72,7 +72,7 @@ def test_a_profile_that_is_written_reads_the_same(name: str, tmp_path: Path) -> 
         ("AMD EPYC 9654 96-Core Processor", "cpu", None),
     ],
 )
-def test_a_device_finds_its_profile_by_its_name(device_name: str, device_type: str, profile: str | None) -> None:
+def test_profile_is_found_by_device_name(device_name: str, device_type: str, profile: str | None) -> None:
     """Oracle: names as the drivers give them; forms that differ in speed or memory have no profile."""
     assert hardware_for(device_name, device_type) == profile
 
@@ -136,7 +136,9 @@ def broken(tmp_path: Path, changes: dict[str, Any]) -> str:
         ),
     ],
 )
-def test_a_mistake_in_a_profile_is_one_sentence(tmp_path: Path, changes: dict[str, Any], sentence: str) -> None:
+def test_mistakes_in_a_profile_are_reported_in_one_sentence(
+    tmp_path: Path, changes: dict[str, Any], sentence: str
+) -> None:
     """Oracle: the sentence, word for word: it names file, key, value and fix."""
     path = broken(tmp_path, changes)
     beginning = f"the hardware profile {path} "
@@ -144,7 +146,7 @@ def test_a_mistake_in_a_profile_is_one_sentence(tmp_path: Path, changes: dict[st
         load_hardware(path)
 
 
-def test_what_is_no_profile_is_refused(tmp_path: Path) -> None:
+def test_unknown_and_unreadable_profiles_are_refused(tmp_path: Path) -> None:
     """Oracle: the sentences, word for word."""
     with pytest.raises(ConfigError, match=r"^plan.hardware=h1000 is not a profile; did you mean plan.hardware=h100\?$"):
         load_hardware("h1000")

@@ -58,7 +58,7 @@ def run_block(block: Block, folder: Path) -> None:
 @pytest.mark.usefixtures("warm", "unmeasured")
 @pytest.mark.launcher
 @pytest.mark.parametrize("page", TOUR, ids=lambda page: page.name)
-def test_a_new_user_can_run_the_page_from_top_to_bottom(
+def test_commands_of_the_introductory_pages_run_in_order(
     page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Oracle: the exit statuses; later commands read the results of earlier ones."""

@@ -80,7 +80,7 @@ def on_device_path(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_cross_entropy_sum_leaves_out_ignored_labels(dtype: torch.dtype) -> None:
+def test_cross_entropy_sum_excludes_ignored_labels(dtype: torch.dtype) -> None:
     """Oracle: F.cross_entropy over the rows that count, in float32."""
     hidden_ND, weight_VD, labels_N = make_inputs(dtype=dtype, ignored=0.3)
     kept = labels_N >= 0
@@ -116,7 +116,7 @@ def test_float32_loss_agrees_to_1e_6_and_gradients_to_1e_5(
 
 @pytest.mark.parametrize("device_path", [False, True], ids=["cpu", "device"])
 @pytest.mark.parametrize("objective", [PLAIN, BOTH], ids=["plain", "both"])
-def test_bf16_is_no_worse_than_one_and_a_half_times_the_plain_way(
+def test_bf16_error_is_at_most_1_5_times_that_of_the_plain_loss(
     objective: Objective, device_path: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Oracle: float64; eight chunks, float32 sum."""
@@ -132,7 +132,7 @@ def test_bf16_is_no_worse_than_one_and_a_half_times_the_plain_way(
 
 
 @pytest.mark.parametrize("chunks, stated", [(1, 0.9), (8, 1.25), (32, 1.9)])
-def test_a_bf16_sum_loses_with_the_number_of_chunks_what_is_stated(chunks: int, stated: float) -> None:
+def test_bf16_accumulation_error_grows_with_chunks_as_documented(chunks: int, stated: float) -> None:
     """Oracle: float64; the error of the weight's gradient in units of the plain way's."""
     inputs = make_inputs(1024, 64, 2500, torch.bfloat16)
     expected = exact(*inputs)
@@ -142,7 +142,7 @@ def test_a_bf16_sum_loses_with_the_number_of_chunks_what_is_stated(chunks: int, 
     assert got[:2] == relative_errors(outcome(build_loss(True, 1024 // chunks), *inputs), expected)[:2]
 
 
-def test_a_bf16_sum_serves_a_float32_weight() -> None:
+def test_bf16_accumulation_supports_a_float32_weight() -> None:
     """Oracle: the plain loss, to the precision of bf16."""
     inputs = make_inputs()
     got, expected = (outcome(f, *inputs) for f in (build_loss(True, 16, torch.bfloat16), cross_entropy_sum))
@@ -153,7 +153,7 @@ def test_a_bf16_sum_serves_a_float32_weight() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("private_function", [True, False])
-def test_a_kept_graph_gives_the_same_gradients_again(
+def test_retained_graph_gives_the_same_gradients(
     dtype: torch.dtype, private_function: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Oracle: one backward of a fresh graph, bit for bit; with and without PyTorch telling that the graph is kept."""
@@ -168,7 +168,7 @@ def test_a_kept_graph_gives_the_same_gradients_again(
         assert all(torch.equal(a, b) for a, b in zip(gradients, expected, strict=True))
 
 
-def test_a_second_derivative_is_refused() -> None:
+def test_second_derivative_is_refused() -> None:
     """Oracle: the message, which names the way out."""
     hidden_ND, weight_VD, labels_N = make_inputs()
     loss = build_loss(True, 16)(hidden_ND, weight_VD, labels_N)
@@ -198,9 +198,7 @@ class Work(TorchDispatchMode):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("needs, products", [((1, 1), 3), ((1, 0), 2), ((0, 1), 2), ((0, 0), 1), ("no_grad", 1)])
-def test_what_needs_no_gradient_and_what_is_ignored_costs_no_product(
-    needs: Any, products: int, dtype: torch.dtype
-) -> None:
+def test_unneeded_gradients_and_ignored_labels_cost_no_matmul(needs: Any, products: int, dtype: torch.dtype) -> None:
     """Oracle: the multiply-adds of the rows that count; and no tensor comes near the size of the logits."""
     hidden_ND, weight_VD, labels_N = make_inputs(n=200, dtype=dtype, ignored=0.5)
     for tensor, wanted in zip((hidden_ND, weight_VD), (1, 1) if needs == "no_grad" else needs, strict=True):
@@ -217,7 +215,7 @@ def test_what_needs_no_gradient_and_what_is_ignored_costs_no_product(
         assert (tensor.grad is not None) == bool(wanted)
 
 
-def test_ignored_rows_are_not_even_read() -> None:
+def test_ignored_rows_are_not_read() -> None:
     """Oracle: the batch without them; NaN in their hidden states would reach everything it is multiplied with."""
     hidden_ND, weight_VD, labels_N = make_inputs(ignored=0.4)
     valid = labels_N != IGNORE_INDEX
@@ -234,7 +232,9 @@ def test_ignored_rows_are_not_even_read() -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("grad_dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("chunk_tokens", [None, 16])
-def test_nothing_waits_for_the_device(chunk_tokens: int | None, grad_dtype: torch.dtype, dtype: torch.dtype) -> None:
+def test_chunked_loss_never_synchronizes_with_the_device(
+    chunk_tokens: int | None, grad_dtype: torch.dtype, dtype: torch.dtype
+) -> None:
     """Oracle: the meta device, whose values cannot be read; reading one would make the host wait."""
     inputs = [x.detach().to("meta") for x in make_inputs(dtype=dtype, ignored=0.4)]
     with pytest.raises((RuntimeError, NotImplementedError)):
@@ -244,7 +244,7 @@ def test_nothing_waits_for_the_device(chunk_tokens: int | None, grad_dtype: torc
     assert (hidden_gradient_ND.shape, weight_gradient_VD.shape) == ((N, D), (V, D))
 
 
-def test_large_logits_keep_the_digits_of_the_loss() -> None:
+def test_large_logits_keep_the_precision_of_the_loss() -> None:
     """Oracle: float64; logits near 1e4, whose logsumexp has no digit of the loss left in float32."""
     logits_CV = torch.linspace(0, 3, 40).repeat(3, 1) + 1e4
     labels_C = torch.tensor([5, IGNORE_INDEX, 39])
@@ -267,7 +267,7 @@ def test_large_logits_keep_the_digits_of_the_loss() -> None:
         (0, (32000, 1024, torch.bfloat16), "cpu", 32000 * 1024 * 4, 1),
     ],
 )
-def test_auto_chunks_follow_the_stated_rule(
+def test_auto_chunks_follow_the_documented_rule(
     n_tokens: int, weight: tuple[int, int, torch.dtype], device: str, sum_bytes: int, expected: int
 ) -> None:
     """Oracle: the rule, worked out by hand; accelerators are stood for by the meta device."""
@@ -308,7 +308,7 @@ def head_gradients(wrapping: str, dtype: torch.dtype, chunk_loss: bool) -> list[
 
 
 @pytest.mark.parametrize("wrapping", ["fsdp2", "fsdp1_flat", "fsdp1_original"])
-def test_a_sharded_head_gets_the_plain_ways_gradients(wrapping: str) -> None:
+def test_sharded_head_has_the_gradients_of_the_plain_loss(wrapping: str) -> None:
     """Oracle: the plain loss in the same head on two gloo ranks, whose weight FSDP gathers for the forward."""
     for dtype, tolerance in ((torch.float32, 1e-5), (torch.bfloat16, 2e-2)):
         got, expected = (run_ranks(2, head_gradients, wrapping, dtype, chunk_loss) for chunk_loss in (True, False))
@@ -331,7 +331,7 @@ torch.save(results, sys.argv[2])
 
 
 @pytest.mark.skipif(find_spec("triton") is None, reason="Triton is not installed")
-def test_triton_kernel_gives_losses_and_gradients(tmp_path: Path) -> None:
+def test_triton_kernel_matches_autograd(tmp_path: Path) -> None:
     """Oracle: autograd in float64. Triton's interpreter runs the kernel on the CPU, over rows of one block and more."""
     cases = []
     for v in (17, 5000):

@@ -38,7 +38,7 @@ def test_every_kth_block_from_the_start_index_runs_twice(start: int, every: int,
 @pytest.mark.parametrize("offload", [False, True], ids=["device", "offload"])
 @pytest.mark.parametrize("mode", [FULL, SELECTIVE], ids=lambda mode: mode.value)
 @pytest.mark.parametrize("family", SMALL)
-def test_gradients_and_routing_of_every_family_stay_the_same(
+def test_checkpointing_keeps_gradients_and_routing_of_every_family(
     family: str, mode: GradientCheckpointing, offload: bool
 ) -> None:
     """Oracle: the same model without checkpointing, bit for bit; two micro-batches, with losses of the routers."""
@@ -57,7 +57,7 @@ def test_gradients_and_routing_of_every_family_stay_the_same(
     assert got_counts == expected_counts
 
 
-def test_the_first_selective_step_with_experts_keeps_nothing_of_the_matmul_trial(
+def test_first_selective_step_saves_nothing_of_the_matmul_probe(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Oracle: the same model without checkpointing, bit for bit, with the trial inside a checkpointed block."""
@@ -107,7 +107,7 @@ def test_selective_recomputes_all_operators_except_saved_ones(family: str, name:
         assert selective[operator] > without[operator], operator
 
 
-def test_selective_keeps_less_than_no_checkpointing_and_more_than_that_of_full_blocks() -> None:
+def test_selective_saves_fewer_bytes_than_none_and_more_than_full() -> None:
     """Oracle: bytes of the live tensors between forward and backward."""
     none, full = (operators_of("llama2", mode)[2] for mode in (NONE, FULL))
     both, products = (operators_of("llama2", SELECTIVE, save)[2] for save in (("mm", "attention"), ("mm",)))
@@ -129,7 +129,7 @@ class NoisyBlock(nn.Module):
 
 @pytest.mark.parametrize("offload", [False, True], ids=["device", "offload"])
 @pytest.mark.parametrize("mode", [FULL, SELECTIVE], ids=lambda mode: mode.value)
-def test_random_operators_draw_the_same_numbers_again(mode: GradientCheckpointing, offload: bool) -> None:
+def test_recomputed_random_operators_draw_the_same_numbers(mode: GradientCheckpointing, offload: bool) -> None:
     """Oracle: the same blocks and seed without checkpointing, bit for bit, and the generator's state afterwards."""
     results = []
     for checkpointing in (NONE, mode):

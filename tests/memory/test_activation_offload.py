@@ -75,9 +75,7 @@ def expected(*seeds: int) -> dict[str, Tensor]:
 
 @pytest.mark.parametrize("which", [{}, {"every": 2}, {"start_index": 3}, {"start_index": LAST}], ids=str)
 @pytest.mark.parametrize("mode", [FULL, SELECTIVE], ids=lambda mode: mode.value)
-def test_copies_that_end_as_late_as_streams_allow_give_the_same_bits(
-    mode: GradientCheckpointing, which: dict[str, int]
-) -> None:
+def test_latest_possible_copies_keep_gradients_bitwise(mode: GradientCheckpointing, which: dict[str, int]) -> None:
     """Oracle: the same model without checkpointing, over accumulated micro-batches, one of them without a backward."""
     model, _ = offloaded(mode, **which)
     for seed in (1, 2, 3):
@@ -86,7 +84,7 @@ def test_copies_that_end_as_late_as_streams_allow_give_the_same_bits(
     assert_equal(gradients(model), expected(1, 2, 3))
 
 
-def test_two_forwards_before_their_backwards_in_any_order_give_the_same_bits() -> None:
+def test_interleaved_forwards_and_backwards_keep_gradients_bitwise() -> None:
     """Oracle: the same model without checkpointing; and a retained graph serves twice."""
     for mode in (FULL, SELECTIVE):
         for first in (0, 1):
@@ -135,7 +133,7 @@ def test_each_block_is_loaded_before_the_backward_of_the_next_one_ends(
 
 
 @pytest.mark.parametrize("mode", [FULL, SELECTIVE], ids=lambda mode: mode.value)
-def test_host_buffers_are_made_in_the_first_step_and_reused_in_all_others(mode: GradientCheckpointing) -> None:
+def test_host_buffers_are_allocated_once_and_reused(mode: GradientCheckpointing) -> None:
     """Oracle: allocations counted, with a shorter batch and an evaluation in between."""
     model, copies = offloaded(mode)
     forward(model).backward()
@@ -182,7 +180,7 @@ def test_writing_in_place_to_saved_tensors_is_refused(writes_to_input: bool) -> 
 
 
 @pytest.mark.parametrize("fails_in", ["forward", "backward"])
-def test_the_step_after_a_failure_is_right_and_reuses_the_buffers(fails_in: str) -> None:
+def test_step_after_a_failure_is_correct_and_reuses_buffers(fails_in: str) -> None:
     """Oracle: the same model without checkpointing, bit for bit."""
     model, copies = offloaded(SELECTIVE)
     forward(model).backward()
@@ -219,7 +217,7 @@ class Masked(nn.Module):
 
 @pytest.mark.usefixtures("unmeasured")
 @pytest.mark.parametrize("is_compiled", [False, True], ids=["eager", "compiled"])
-def test_parameters_and_inputs_without_gradient_stay(is_compiled: bool) -> None:
+def test_parameters_and_inputs_without_gradient_stay_on_the_device(is_compiled: bool) -> None:
     """Oracle: one copy a block, of the output of the previous block."""
     blocks, copies = [Masked() for _ in range(4)], LateCopies()
     checkpoint_blocks(blocks, FULL, offload=ActivationOffload(torch.device("cpu"), min_bytes=0, copies=copies))
@@ -232,7 +230,7 @@ def test_parameters_and_inputs_without_gradient_stay(is_compiled: bool) -> None:
     assert copies.events == ["away"] * 3 + ["back"] * 2
 
 
-def test_small_tensors_stay() -> None:
+def test_small_tensors_stay_on_the_device() -> None:
     """Oracle: of a block's saved tensors, the results of its gate and up projections are as large as the limit."""
     model, copies = build(DEEP), LateCopies()
     host = ActivationOffload(torch.device("cpu"), min_bytes=2 * 24 * 48 * 4, copies=copies)

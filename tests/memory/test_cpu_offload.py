@@ -58,7 +58,7 @@ IN_FLOAT32 = ["deterministic", "parts, prefetch", "fused"]
 
 @pytest.mark.usefixtures("unmeasured")
 @pytest.mark.parametrize("dtype", list(DType), ids=lambda dtype: dtype.value)
-def test_overlapped_gives_the_bits_of_native(dtype: DType) -> None:
+def test_overlapped_executor_matches_native_bitwise(dtype: DType) -> None:
     """Oracle: CPUOffloadPolicy and the plain optimizer: losses, norms, parameters."""
     # Float32 has no mirror, and so fewer sources of error.
     made = {name: row for name, row in variants().items() if dtype is DType.bfloat16 or name in IN_FLOAT32}
@@ -72,7 +72,7 @@ def test_overlapped_gives_the_bits_of_native(dtype: DType) -> None:
 
 @pytest.mark.skipif(TORCH < (2, 8), reason="HSDP on a CPU came with torch 2.8")
 @pytest.mark.usefixtures("unmeasured")
-def test_overlapped_gives_the_bits_of_native_with_replicas() -> None:
+def test_overlapped_executor_matches_native_bitwise_with_replicas() -> None:
     """Oracle: the same on a 2x2 mesh of four ranks."""
     rows = [(config(ranks=4, fsdp_size=2, steps=3), how, {}) for how in (None, OVERLAPPED)]
     native, overlapped = run_ranks(4, train_all, rows)[0]
@@ -80,7 +80,7 @@ def test_overlapped_gives_the_bits_of_native_with_replicas() -> None:
 
 
 @pytest.mark.usefixtures("unmeasured")
-def test_a_checkpoint_in_the_middle_changes_no_bit_with_either_executor_on_either_side() -> None:
+def test_resuming_with_either_executor_is_bitwise_equal() -> None:
     """Oracle: the uninterrupted native run; loading must reach the mirror."""
     pairs = [(OVERLAPPED, OVERLAPPED), (None, OVERLAPPED), (OVERLAPPED, None)]
     whole = run_ranks(2, train_all, [(config(), None, {})])[0][0]
@@ -122,7 +122,7 @@ def losses_of_written_mirrors(config: Config) -> dict[str, tuple[float, bool]]:
     return losses
 
 
-def test_the_mirror_is_gathered_and_follows_the_master() -> None:
+def test_forward_uses_the_mirror_which_follows_the_master() -> None:
     """Oracle: the loss changes with the mirror alone, likewise with the master, and back when the weights are
     loaded.
     """
@@ -133,7 +133,7 @@ def test_the_mirror_is_gathered_and_follows_the_master() -> None:
     assert values["loaded"] == pytest.approx(values["as it is"], rel=1e-3)
 
 
-def test_an_unknown_fsdp2_communicates_in_float32_with_a_warning() -> None:
+def test_unknown_fsdp2_internals_fall_back_to_float32_with_a_warning() -> None:
     """Oracle: a module that keeps its shards under no known name."""
 
     class Unknown(nn.Module):
@@ -152,7 +152,7 @@ def layer_and_optimizer(threads: int = 1) -> tuple[nn.Sequential, BucketedOptimi
     return model, overlap_cpu_offload(plain, units, model=model, threads=threads)
 
 
-def test_a_workers_error_stops_the_dependent_forward_with_the_workers_traceback() -> None:
+def test_worker_error_is_raised_in_the_dependent_forward() -> None:
     """Oracle: the failing frame is in the traceback; the error of an unreached unit is raised at the next flush."""
     for failing, reached in ((0, 2), (1, 1)):
         model, optimizer = layer_and_optimizer()
@@ -172,7 +172,7 @@ def test_a_workers_error_stops_the_dependent_forward_with_the_workers_traceback(
         assert any(entry.name == "burst" for entry in raised.traceback)
 
 
-def test_workers_share_the_threads_and_leave_other_threads_alone() -> None:
+def test_workers_divide_the_threads_without_affecting_other_threads() -> None:
     """Oracle: torch.get_num_threads in the workers, in this thread, and in one that starts afterwards."""
     before = torch.get_num_threads()
     for threads, expected in ((1, [1]), (6, [3, 3]), (7, [3, 3])):

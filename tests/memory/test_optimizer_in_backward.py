@@ -50,7 +50,7 @@ def rows(ranks: int) -> dict[str, tuple[ParallelConfig, dict[str, Any]]]:
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_optimizer_steps_in_the_backward_equal_the_ordinary_ones_bitwise(ranks: int) -> None:
+def test_optimizer_in_backward_equals_the_ordinary_step_bitwise(ranks: int) -> None:
     """Oracle: the same strategy without: losses, gradient norms and parameters."""
     configs = [
         config(parallel, ranks, in_backward, **options)
@@ -122,7 +122,7 @@ def peak_of(step: Callable[[], Any]) -> int:
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_few_gradients_live_at_a_time(ranks: int) -> None:
+def test_optimizer_in_backward_frees_gradients_early(ranks: int) -> None:
     """Oracle: bytes from PyTorch's allocator in one step, with and without; gradients are 4 bytes an element."""
     parallel: ParallelConfig = SingleConfig() if ranks == 1 else FSDP2Config()
     model = replace(tiny_model(), dim=96, ffn_dim=256, n_layers=16)

@@ -44,7 +44,7 @@ def schedules(parallel: ParallelConfig) -> list[str]:
 
 
 @pytest.mark.parametrize("name", STRATEGY_NAMES)
-def test_every_schedule_gives_the_bits_of_no_offload(name: str) -> None:
+def test_every_schedule_matches_no_offload_bitwise(name: str) -> None:
     """Oracle: the plain optimizer over 3 and 5 steps (4 ranks: 3) with clipping, a cosine, two micro-batches."""
     parallel, ranks, fsdp_size = STRATEGIES[name]
     options: dict[str, Any] = {"fsdp_size": fsdp_size, "seq_len": 8, "batch_size": 1, "model": SMALL}
@@ -114,7 +114,7 @@ def variants() -> tuple[dict[str, Config], dict[str, Variant]]:
 
 
 @pytest.mark.usefixtures("unmeasured")
-def test_no_setting_breaks_the_bits() -> None:
+def test_every_setting_matches_no_offload_bitwise() -> None:
     """Oracle: the plain optimizer under the same strategy and model."""
     plain, made = variants()
     rows: list[tuple[Config, str | None, dict[str, Any]]] = [(config, None, {}) for config in plain.values()]
@@ -134,9 +134,7 @@ def test_no_setting_breaks_the_bits() -> None:
         ("fsdp2", "sgd"),
     ],
 )
-def test_a_checkpoint_in_the_middle_changes_no_bit_with_or_without_offload_on_either_side(
-    name: str, optim: str
-) -> None:
+def test_resuming_with_or_without_offload_is_bitwise_equal(name: str, optim: str) -> None:
     """Oracle: the uninterrupted run with the plain optimizer; through torch's distributed checkpoint."""
     parallel, ranks, fsdp_size = STRATEGIES[name]
     how = schedules(parallel)[-1]
@@ -150,7 +148,7 @@ def test_a_checkpoint_in_the_middle_changes_no_bit_with_or_without_offload_on_ei
 
 
 @pytest.mark.usefixtures("unmeasured")
-def test_bfloat16_states_train_alike_are_repeatable_and_survive_a_checkpoint() -> None:
+def test_bfloat16_states_are_close_reproducible_and_resumable() -> None:
     """Oracles: float32 states to 1%; the same run again and the uninterrupted run bit for bit."""
 
     def config() -> Config:
@@ -164,7 +162,7 @@ def test_bfloat16_states_train_alike_are_repeatable_and_survive_a_checkpoint() -
     assert run_ranks(2, interrupted, [(config(), LAZY, LAZY)], BFLOAT16)[0] == [lazy]
 
 
-def test_auto_is_lazy_if_that_hides_work_and_fsdp1_refuses_lazy() -> None:
+def test_auto_schedule_is_lazy_where_deferred_steps_overlap() -> None:
     """Oracle: the strategies' own declarations."""
     for parallel in (SingleConfig(), DDPConfig(), FSDP2Config()):
         assert resolve_schedule(OffloadSchedule.auto, parallel.name, parallel.defers_updates) is OffloadSchedule.lazy

@@ -115,7 +115,7 @@ class Perverse(Transfers):
 @pytest.mark.parametrize("dtype", list(OffloadStateDType), ids=lambda dtype: dtype.value)
 @pytest.mark.parametrize("eager", [set(), {"load"}, {"store"}], ids=["late", "early loads", "early stores"])
 @pytest.mark.parametrize("how", [SERIAL, PIPELINED, LAZY])
-def test_events_alone_keep_asynchronous_copies_right(
+def test_events_order_asynchronous_copies_correctly(
     how: str, eager: set[str], dtype: OffloadStateDType, layers: int
 ) -> None:
     """Oracle: immediate copies; these run as early or as late as the events allow, over 3 buffers."""
@@ -182,7 +182,7 @@ def words(text: str) -> list[str]:
         (LAZY, "L0 L1 L2", "U0 S0 L3 U1 S1 L4 F0 U2 S2 L5 F1 U3 S3 F2 U4 S4 F3 U5 S5 F4 F5"),
     ],
 )
-def test_a_schedule_issues_loads_updates_and_stores_in_its_order(how: str, in_step: str, in_forward: str) -> None:
+def test_schedules_issue_loads_updates_and_stores_in_order(how: str, in_step: str, in_forward: str) -> None:
     """Oracle: the order written out, for six units of one bucket each."""
     transfers, model = Logged(), Stack()
     optimizer = offload_stack(model, how, transfers)
@@ -238,7 +238,7 @@ def test_lazy_steps_are_independent_of_changes_before_the_next_forward() -> None
         assert all(torch.equal(plain[name], lazy_one[name]) for name in plain)
 
 
-def test_parameters_without_a_gradient_are_left_alone() -> None:
+def test_parameters_without_a_gradient_are_unchanged() -> None:
     """Oracle: the plain optimizer, whose state for them stays empty; ours stays zero."""
     for how in (PIPELINED, LAZY):
         models = Stack(), Stack()
@@ -255,7 +255,7 @@ def test_parameters_without_a_gradient_are_left_alone() -> None:
         assert all(map(torch.equal, models[0].parameters(), models[1].parameters()))
 
 
-def test_the_first_step_of_sgd_keeps_the_sign_of_zero() -> None:
+def test_first_step_of_sgd_keeps_the_sign_of_zero() -> None:
     """Oracle: the plain optimizer, which copies the first gradient rather than adding it to nothing."""
     signs = []
     for offloads in (False, True):
@@ -281,7 +281,7 @@ def test_the_first_step_of_sgd_keeps_the_sign_of_zero() -> None:
 
 
 @pytest.mark.parametrize("fraction", [0.1, 0.3, 0.5, 1.0])
-def test_at_least_the_fraction_of_the_states_is_on_the_host_and_the_first_ones_stay(fraction: float) -> None:
+def test_offload_fraction_moves_the_last_buckets_to_the_host(fraction: float) -> None:
     """Oracle: six equal buckets; the last ceil(6 · fraction) of them are moved."""
     optimizer = offload_stack(Stack(), PIPELINED, offload_fraction=fraction)
     moved = -(-6 * fraction // 1)
@@ -340,7 +340,7 @@ class PretendedStreams:
         self.now = before
 
 
-def test_streams_are_made_once_and_wait_for_one_another(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_streams_are_created_once_and_wait_for_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
     """Oracle: the waits written out, for one bucket (stream 0 computes, 1 loads, 2 stores); and plain copies' bits."""
     streams = PretendedStreams()
     monkeypatch.setattr(torch, "get_device_module", lambda _: streams)
@@ -361,7 +361,7 @@ def test_streams_are_made_once_and_wait_for_one_another(monkeypatch: pytest.Monk
 
 
 @pytest.mark.parametrize("how", [SERIAL, PIPELINED, LAZY])
-def test_a_failed_step_is_not_treated_as_done(how: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failed_step_is_not_treated_as_done(how: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Oracle: the step's own error first, and then one that describes the state of the parameters."""
     model = Stack()
     optimizer = offload_stack(model, how)

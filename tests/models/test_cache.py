@@ -19,7 +19,7 @@ PIECES = {
 @pytest.mark.parametrize("pieces", PIECES)
 @pytest.mark.parametrize("case", SMALL)
 @torch.no_grad()
-def test_cached_logits_are_those_of_the_whole_sequence(case: str, pieces: str) -> None:
+def test_cached_logits_equal_those_of_the_full_sequence(case: str, pieces: str) -> None:
     """Oracle: the model without a cache, at every position, two rows at a time."""
     model = build(SMALL[case])
     tokens_BT = torch.randint(0, model.config.vocab_size, (2, 53))
@@ -31,7 +31,7 @@ def test_cached_logits_are_those_of_the_whole_sequence(case: str, pieces: str) -
 
 
 @torch.no_grad()
-def test_an_attention_within_chunks_keeps_no_more_than_its_chunk() -> None:
+def test_chunked_attention_caches_only_its_chunk() -> None:
     """Oracle: the shapes; the last block of four sees everything."""
     model = build(SMALL["llama4"])
     cache = KeyValueCache()

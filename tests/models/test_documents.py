@@ -39,7 +39,7 @@ def pieces(tokens_BT: Tensor) -> Iterator[tuple[int, int, int]]:
 
 
 @pytest.mark.parametrize("case", SMALL)
-def test_logits_and_gradients_in_a_pack_are_those_of_each_document_by_itself(case: str) -> None:
+def test_packed_documents_have_the_logits_and_gradients_of_separate_ones(case: str) -> None:
     """Oracle: the same model without masks, given one document at a time; and masks do make a difference."""
     model = build(SMALL[case])
     tokens_BT = packed(model.config.vocab_size)
@@ -69,7 +69,7 @@ def test_logits_and_gradients_in_a_pack_are_those_of_each_document_by_itself(cas
         assert (grad - wanted).abs().amax() < 1e-5 * largest
 
 
-def test_positions_and_keys_are_those_of_a_walk_over_the_tokens() -> None:
+def test_positions_and_attended_keys_restart_at_documents() -> None:
     """Oracle: counting by hand, with chunks and without."""
     tokens_BT = packed(20)
     positions_BT = torch.empty_like(tokens_BT)
@@ -84,7 +84,7 @@ def test_positions_and_keys_are_those_of_a_walk_over_the_tokens() -> None:
 
 @pytest.mark.parametrize("heads", [4, 2])
 @torch.no_grad()
-def test_flex_attention_sees_what_the_mask_sees(heads: int) -> None:
+def test_flex_attention_equals_the_dense_mask(heads: int) -> None:
     """Oracle: the dense mask; without gradients, which PyTorch's flex_attention has on no CPU."""
     tokens_BT = packed(20)
     segments_BT = torch.arange(tokens_BT.shape[1]) - document_positions(tokens_BT, END)
@@ -96,7 +96,7 @@ def test_flex_attention_sees_what_the_mask_sees(heads: int) -> None:
 
 
 @torch.no_grad()
-def test_a_model_takes_flex_attention_where_it_is_told_to() -> None:
+def test_model_uses_flex_attention_if_configured() -> None:
     """Oracle: the model with the dense mask; Llama 4 has masks of two kinds."""
     model = build(SMALL["llama4"])
     model.document_end = END
@@ -107,7 +107,7 @@ def test_a_model_takes_flex_attention_where_it_is_told_to() -> None:
     torch.testing.assert_close(model(tokens_BT), expected, rtol=1e-5, atol=1e-5)
 
 
-def test_what_is_added_is_infinite_where_nothing_is_seen() -> None:
+def test_dense_mask_is_zero_or_minus_infinity() -> None:
     """Oracle: three segments written out."""
     added = dense_mask(torch.tensor([[0, 0, 2, 3]]), torch.bfloat16)
     seen = torch.tensor([[1, 0, 0, 0], [1, 1, 0, 0], [0, 0, 1, 0], [0, 0, 0, 1]], dtype=torch.bool)

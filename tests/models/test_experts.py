@@ -135,7 +135,7 @@ def test_module_passes_gradcheck(scale_input: bool) -> None:
 
 
 @pytest.mark.parametrize("wanted", range(4))
-def test_each_gradient_can_be_asked_for_alone(wanted: int) -> None:
+def test_each_gradient_can_be_computed_alone(wanted: int) -> None:
     """Oracle: the same gradient where all are asked for."""
     inputs = make_inputs(11, 2, 4)
     expected = value_and_gradients(apply_experts(*inputs, Looped()), inputs)[1 + wanted]
@@ -147,7 +147,7 @@ def test_each_gradient_can_be_asked_for_alone(wanted: int) -> None:
 
 
 @pytest.mark.parametrize("scale_input", [False, True])
-def test_bfloat16_errs_no_more_than_twice_the_plain_formula(scale_input: bool) -> None:
+def test_bfloat16_error_is_at_most_twice_that_of_the_plain_formula(scale_input: bool) -> None:
     """Oracle: the formula in float64; the yardstick is the error of the same formula computed in bfloat16."""
     inputs = make_inputs(64, 4, 8, dtype=torch.bfloat16)
     exact: Inputs = tuple(t.detach().double().requires_grad_() if t.requires_grad else t for t in inputs)  # type: ignore[assignment]
@@ -160,7 +160,7 @@ def test_bfloat16_errs_no_more_than_twice_the_plain_formula(scale_input: bool) -
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
-def test_equal_inputs_give_equal_bits(dtype: torch.dtype) -> None:
+def test_results_are_bitwise_reproducible(dtype: torch.dtype) -> None:
     """Oracle: its own first run; then at other addresses, with deterministic algorithms demanded, and in autocast.
 
     Addresses are multiples of 16 bytes, as allocators and FSDP give; else MKL's float64 products differ by themselves.
@@ -186,7 +186,7 @@ def test_equal_inputs_give_equal_bits(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_checkpointed_backward_equals_the_plain_one(dtype: torch.dtype) -> None:
+def test_checkpointed_backward_equals_the_plain_one_bitwise(dtype: torch.dtype) -> None:
     """Oracle: the same layer without checkpointing, bit by bit."""
     inputs = make_inputs(30, 2, 8, "half the experts", dtype)
     experts = build(inputs)
@@ -198,7 +198,7 @@ def test_checkpointed_backward_equals_the_plain_one(dtype: torch.dtype) -> None:
         assert torch.equal(plain, checkpointed)
 
 
-def test_backward_keeps_what_the_docstring_says() -> None:
+def test_saved_tensors_have_the_documented_size() -> None:
     """Oracle: the formula N·D + N·K·(2F + 1) numbers beside the parameters, and 3·N·K ints; none in no_grad."""
     tokens, top_k = 48, 2
     inputs = make_inputs(tokens, top_k, 4)
@@ -213,7 +213,7 @@ def test_backward_keeps_what_the_docstring_says() -> None:
     assert sum(t.numel() for t in kept if not t.is_floating_point()) == 3 * tokens * top_k
 
 
-def test_all_tokens_to_one_expert_cost_no_more_memory_than_even_loads() -> None:
+def test_uneven_loads_allocate_no_larger_tensors() -> None:
     """Oracle: the same layer with even loads; the largest tensor of the forward and backward, by a dispatch mode."""
     from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -236,7 +236,7 @@ def test_all_tokens_to_one_expert_cost_no_more_memory_than_even_loads() -> None:
     assert sizes[0] == sizes[1]
 
 
-def test_no_token_gives_no_row_and_zero_gradients() -> None:
+def test_empty_batch_gives_zero_gradients() -> None:
     """A rank may get an empty batch; its parameters still need a gradient."""
     products: list[Product] = [Looped(), LoopedOneDNN(32)]
     if hasattr(torch, "_grouped_mm"):  # from torch 2.8 on
@@ -269,7 +269,7 @@ def test_meta_device_gives_shapes() -> None:
     assert experts.gate_up_proj.grad.shape == (4, 2 * FFN_DIM, DIM)
 
 
-def test_mistakes_are_named() -> None:
+def test_invalid_expert_ids_and_mixed_dtypes_are_refused() -> None:
     """An id beyond the last expert and mixed dtypes get a sentence, not wrong numbers."""
     hidden_ND, experts_NK, weights_NK, *matrices = make_inputs(3, 2, 4)
     with pytest.raises(ValueError, match="give ids below 4"):
@@ -278,7 +278,7 @@ def test_mistakes_are_named() -> None:
         build((hidden_ND, experts_NK, weights_NK, *matrices))(hidden_ND.float(), experts_NK, weights_NK)
 
 
-def test_probe_passes_over_what_raises_or_is_wrong() -> None:
+def test_probe_rejects_wrong_and_raising_implementations() -> None:
     """Oracle: the plain loop, which passes; one that forgets the empty group's place and one that raises do not."""
 
     class Wrong(Looped):
@@ -294,7 +294,7 @@ def test_probe_passes_over_what_raises_or_is_wrong() -> None:
 
 @pytest.mark.skipif(not hasattr(torch, "_grouped_mm"), reason="this torch has no grouped product")
 @pytest.mark.parametrize(("dim", "ffn_dim", "wanted"), [(64, 32, Grouped), (64, 50, Looped), (36, 22, Looped)])
-def test_widths_that_torchs_grouped_product_refuses_go_to_the_loop(
+def test_widths_unsupported_by_grouped_mm_use_the_loop(
     dim: int, ffn_dim: int, wanted: type, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Oracle: torch itself, which refuses rows that do not begin at multiples of 16 bytes."""

@@ -92,7 +92,7 @@ def test_flops_per_token_match_torchs_counter(case: str) -> None:
     assert model.flops_per_token(seq_len) + other_half == pytest.approx(per_token, rel=0.01)
 
 
-def test_attention_of_a_chunk_is_counted_within_the_chunk() -> None:
+def test_chunked_attention_flops_count_pairs_within_the_chunk() -> None:
     """Oracle: the pairs of positions that may meet, counted one by one; half of the squares differs by the diagonal."""
     attention = Attention(8, 2, 2, 4, chunk_len=24)
     for seq_len in (10, 24, 65, 128):
@@ -135,7 +135,7 @@ def test_initial_values_follow_the_config(case: str) -> None:
         assert rows.mean().item() == pytest.approx(1.0 if is_norm else 0.0, abs=1e-3), name
 
 
-def test_all_families_are_among_the_cases() -> None:
+def test_cases_cover_all_families() -> None:
     """Every family needs a case, or it would not be compared."""
     assert {config.family for config in SMALL.values()} == set(MODELS)
 
@@ -149,7 +149,7 @@ def test_labels_without_a_loss_function_are_refused() -> None:
 
 @pytest.mark.oracle
 @pytest.mark.parametrize("family", [family for family, config in MODELS.items() if issubclass(config, RotaryConfig)])
-def test_what_a_folder_does_not_say_is_what_transformers_takes(family: str) -> None:
+def test_missing_config_keys_default_like_transformers(family: str) -> None:
     """Oracle: transformers' configuration where ``config.json`` lacks all keys that have a default here."""
     transformers = pytest.importorskip("transformers")
     config = next(config for config in SMALL.values() if config.family == family)

@@ -30,13 +30,13 @@ class Counting(nn.Module):
         return self.certainty * nn.functional.one_hot(sums_BT % 10, 10).float()
 
 
-def test_temperature_zero_takes_the_likeliest_token_within_the_context() -> None:
+def test_temperature_zero_takes_the_most_likely_token() -> None:
     """Oracle: sums by hand, over the last two tokens."""
     tokens = generate(Counting(1.0), torch.tensor([1, 2]), 4, context=2, draw=GREEDY)
     assert tokens.tolist() == [1, 2, 3, 5, 8, 3]
 
 
-def test_each_token_is_read_once_as_long_as_all_are_within_the_context() -> None:
+def test_tokens_within_the_context_are_read_once() -> None:
     """Oracle: sums by hand, and a count of the model's inputs; then two tokens for each."""
     model = Counting(1.0)
     assert generate(model, torch.tensor([1, 2]), 4, 5, GREEDY).tolist() == [1, 2, 3, 6, 2, 4]
@@ -46,7 +46,7 @@ def test_each_token_is_read_once_as_long_as_all_are_within_the_context() -> None
     assert model.read == 8
 
 
-def test_draws_depend_on_the_seed_alone_and_follow_the_temperature() -> None:
+def test_samples_depend_on_the_seed_and_the_temperature() -> None:
     """Oracle: the same call again; a low temperature is as good as none, a high one is not."""
     prompt = torch.tensor([1, 2])
     first, again, other = (generate(Counting(1.0), prompt, 50, 2, Draw(1.0, seed=seed)).tolist() for seed in (0, 0, 1))
@@ -69,26 +69,26 @@ def test_draws_depend_on_the_seed_alone_and_follow_the_temperature() -> None:
     ],
     ids=str,
 )
-def test_top_k_and_top_p_leave_the_likeliest(draw: Draw, drawn: set[int]) -> None:
+def test_top_k_and_top_p_keep_the_most_likely_tokens(draw: Draw, drawn: set[int]) -> None:
     """Oracle: sums by hand of the probabilities 0.12, 0.13, 0.25 and 0.5; of the last two alone, 1/3 and 2/3."""
     logits_V = torch.tensor([0.12, 0.13, 0.25, 0.5]).double().log()
     generator = torch.Generator().manual_seed(0)
     assert {int(draw.choose(logits_V, generator)) for _ in range(300)} == drawn
 
 
-def test_a_text_ends_with_an_end() -> None:
+def test_generation_stops_at_an_end_token() -> None:
     """Oracle: sums by hand."""
     assert generate(Counting(1.0), torch.tensor([1, 2]), 4, 2, GREEDY, end={8, 9}).tolist() == [1, 2, 3, 5, 8]
 
 
-def test_a_model_that_diverged_writes_no_more() -> None:
+def test_non_finite_logits_stop_generation() -> None:
     """Oracle: the prompt."""
     assert generate(Counting(float("nan")), torch.tensor([1, 2]), 4, 2, Draw()).tolist() == [1, 2]
 
 
 @pytest.mark.parametrize("context", [128, 30])
 @pytest.mark.parametrize("case", SMALL)
-def test_greedy_text_is_that_of_forwards_without_a_cache(
+def test_greedy_text_equals_generation_without_a_cache(
     case: str, context: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Oracle: a loop that reads all tokens within the context for each; prompts are read in several pieces."""

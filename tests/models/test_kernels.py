@@ -82,7 +82,9 @@ VARIANTS += [("compiled", case, torch.float32) for case in COMPILED_CASES]
 
 
 @pytest.mark.parametrize(("name", "case", "dtype"), VARIANTS)
-def test_implementation_gives_the_plain_ones_values_and_gradients(name: str, case: str, dtype: torch.dtype) -> None:
+def test_implementations_have_the_values_and_gradients_of_the_plain_one(
+    name: str, case: str, dtype: torch.dtype
+) -> None:
     """Oracle: the plain function, to some roundings of the format, in whose format all results are."""
     operation, make, rest = CASES[case]
     torch.manual_seed(0)
@@ -95,7 +97,7 @@ def test_implementation_gives_the_plain_ones_values_and_gradients(name: str, cas
         assert (found.float() - expected.float()).norm() <= tolerance * expected.float().norm()
 
 
-def test_norm_with_a_weight_of_another_format_is_pytorchs() -> None:
+def test_norm_with_a_weight_of_another_dtype_falls_back_to_pytorch() -> None:
     """Oracle: the plain function in every bit; torch_npu's kernel refuses such a weight, and so does its stand-in."""
     x, weight = torch.randn(3, 8, dtype=torch.bfloat16).to(DEVICE), torch.randn(8).to(DEVICE)
     assert torch.equal(npu_kernels.rms_norm(x, weight, 1e-5), F.rms_norm(x, (8,), weight, 1e-5))
@@ -113,7 +115,7 @@ def test_norm_with_a_weight_of_another_format_is_pytorchs() -> None:
         ("rms_norm", "compiled", 1),
     ],
 )
-def test_so_many_tensors_of_the_inputs_size_are_kept(operation: str, name: str, kept: int) -> None:
+def test_kernels_save_the_documented_number_of_tensors(operation: str, name: str, kept: int) -> None:
     """Oracle: tensors saved by autograd, in sizes of the input; tables, weights and statistics are smaller."""
     x = torch.randn(2, 4, 128, 16).to(DEVICE).requires_grad_()
     cos, sin = (table.to(DEVICE) for table in _tables(128, 16))
@@ -139,13 +141,13 @@ def test_so_many_tensors_of_the_inputs_size_are_kept(operation: str, name: str, 
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_grouped_product_of_the_npu_is_right_and_taken(dtype: torch.dtype) -> None:
+def test_npu_grouped_matmul_is_correct_and_chosen(dtype: torch.dtype) -> None:
     """Oracle: multiplying and adding one by one, with an empty group (``works``)."""
     assert works(npu_kernels.NPUGrouped(), DEVICE.type, dtype)
     assert isinstance(npu_kernels.choose_product(DEVICE.type, dtype, 16, 24), npu_kernels.NPUGrouped)
 
 
-def test_grouped_product_that_is_wrong_gives_way_to_the_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_wrong_grouped_matmul_falls_back_to_the_loop(monkeypatch: pytest.MonkeyPatch) -> None:
     """Oracle: an operator that forgets empty groups; callers get one matmul per group."""
     right = npu_kernels.operator("npu_grouped_matmul")
     monkeypatch.setattr(npu_kernels, "operator", lambda name: lambda *args, **kwargs: [right(*args, **kwargs)[0] + 1])
@@ -174,7 +176,7 @@ def _loss_and_gradients(case: str, names: dict[str, str], dtype: torch.dtype, mo
     [("llama3 scaled tied", NPU), ("llama4", NPU), ("qwen3_moe", NPU), ("gpt2", NPU), ("llama3 scaled tied", COMPILED)],
     ids=["llama3 npu", "llama4 npu", "qwen3_moe npu", "gpt2 npu", "llama3 compiled"],
 )
-def test_model_computes_the_same_with_other_kernels(
+def test_model_has_equal_loss_and_gradients_with_other_kernels(
     case: str, names: dict[str, str], mode: GradientCheckpointing, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Oracle: the same model with PyTorch's own, loss and all gradients in float32; experts, chunks, bare norms too.
@@ -202,7 +204,7 @@ def test_model_computes_the_same_with_other_kernels(
         (GradientCheckpointing.selective, 1, 6),
     ],
 )
-def test_selective_checkpointing_attends_and_multiplies_once(
+def test_selective_checkpointing_recomputes_neither_attention_nor_matmuls(
     mode: GradientCheckpointing, attended: int, multiplied: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Oracle: calls a layer, by hand: one attention; two products of experts in the forward, four in the backward."""
@@ -217,7 +219,7 @@ def test_selective_checkpointing_attends_and_multiplies_once(
     assert CALLS["npu_grouped_matmul"] == multiplied * layers
 
 
-def test_operators_of_torch_npu_that_selective_keeps_are_those_that_are_called() -> None:
+def test_selective_checkpointing_saves_the_operators_of_torch_npu() -> None:
     """Oracle: a process in which they exist before ``memory`` is imported, as where torch_npu loads itself."""
     program = """
 from tests.npu_stand_ins import CALLS, DEVICE, IS_REAL, npu_operators
@@ -252,7 +254,7 @@ def test_layers_of_two_models_have_their_own_kernels() -> None:
     assert not CALLS
 
 
-def test_compiled_kernels_are_taken_into_a_compiled_block() -> None:
+def test_compiled_kernels_join_the_graph_of_a_compiled_block() -> None:
     """Oracle: the compiler's own count: one graph, in which the functions are, and the same result."""
     model = build(SMALL["qwen3"])
     tokens_BT = torch.zeros(1, 8, dtype=torch.int64)

@@ -30,7 +30,7 @@ def gradients(module: torch.nn.Module, input_BTD: torch.Tensor, *args: object) -
 @pytest.mark.usefixtures("no_bfloat16")
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("shape", [(3, 24), (2, 5, 24)])
-def test_a_layer_by_way_of_float32_equals_float64(bias: bool, shape: tuple[int, ...]) -> None:
+def test_linear_computed_in_float32_equals_float64(bias: bool, shape: tuple[int, ...]) -> None:
     """Oracle: the same bf16 weights and inputs in float64, to the rounding of bf16."""
     torch.manual_seed(0)
     layer, exact = Linear(24, 16, bias=bias).bfloat16(), torch.nn.Linear(24, 16, bias=bias).double()
@@ -46,7 +46,7 @@ def test_a_layer_by_way_of_float32_equals_float64(bias: bool, shape: tuple[int, 
         assert (a.double() - b).norm() <= 0.005 * b.norm()
 
 
-def test_attention_by_way_of_float32_equals_torchs_own(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_attention_computed_in_float32_equals_torch_bfloat16(monkeypatch: pytest.MonkeyPatch) -> None:
     """Oracle: torch's bf16 kernels, to the rounding of bf16."""
     torch.manual_seed(0)
     attention = Attention(32, 4, 2, 8, rotation=None).bfloat16()
@@ -59,13 +59,13 @@ def test_attention_by_way_of_float32_equals_torchs_own(monkeypatch: pytest.Monke
         assert (a - b).float().norm() <= 0.02 * b.float().norm()
 
 
-def test_the_chunked_loss_and_experts_have_such_products_too() -> None:
+def test_float32_loop_of_expert_matmuls_is_correct() -> None:
     """Oracle: multiplying and adding, with an empty group."""
     assert works(LoopedFloat32(), "cpu", torch.bfloat16)
 
 
 @pytest.mark.usefixtures("no_bfloat16")
-def test_the_plain_loss_goes_by_way_of_float32(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_plain_loss_multiplies_in_float32(monkeypatch: pytest.MonkeyPatch) -> None:
     """Oracle: torch's own product must not be asked for bf16 factors."""
     asked = []
     own = torch.nn.functional.linear

@@ -47,7 +47,7 @@ def test_preset_has_the_published_number_of_parameters(name: str) -> None:
     ("name", "total", "active"),
     [("qwen3_moe_30b_a3b", 30.5e9, 3.3e9), ("llama4_scout", 107.8e9, 17e9), ("qwen3_0.6b", 0.6e9, 0.6e9)],
 )
-def test_active_parameters_are_the_published_ones(name: str, total: float, active: float) -> None:
+def test_active_parameters_match_the_published_counts(name: str, total: float, active: float) -> None:
     """Oracle: the models' pages: 30.5B with 3.3B active; 17B active (109B, of which the vision model is 0.9B); 0.6B."""
     counts = build(name).parameter_counts()
     assert counts.total == pytest.approx(total, rel=0.01)
@@ -56,7 +56,7 @@ def test_active_parameters_are_the_published_ones(name: str, total: float, activ
 
 @pytest.mark.oracle
 @pytest.mark.parametrize("name", ["gpt2", "llama3_1b", "llama4_scout", "qwen3_0.6b", "qwen3_1.7b", "qwen3_moe_30b_a3b"])
-def test_preset_has_as_many_parameters_as_transformers_model(name: str) -> None:
+def test_preset_has_the_parameter_count_of_transformers(name: str) -> None:
     """Oracle: transformers' model on the meta device; Scout's configuration is transformers' default."""
     transformers = pytest.importorskip("transformers")
     model = build(name)
@@ -70,7 +70,7 @@ def test_preset_has_as_many_parameters_as_transformers_model(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["llama3_1b", "llama3_3b", "llama3_8b", "llama3_70b", "llama3_405b"])
-def test_llama3_presets_reach_131072_tokens_by_stretching_8192(name: str) -> None:
+def test_llama3_presets_scale_rope_from_8192_to_131072_tokens(name: str) -> None:
     """Oracle: ``rope_scaling`` and ``max_position_embeddings`` of the published config.json files."""
     config = compose_config([f"model={name}"]).model
     assert isinstance(config, RotaryConfig)
@@ -81,7 +81,7 @@ def test_llama3_presets_reach_131072_tokens_by_stretching_8192(name: str) -> Non
 
 
 @pytest.mark.oracle
-def test_scout_is_transformers_default_llama4_but_for_its_context() -> None:
+def test_scout_is_the_default_llama4_of_transformers_except_its_context() -> None:
     """Oracle: defaults of transformers' Llama4TextConfig: Scout's except for context and rotary scaling."""
     transformers = pytest.importorskip("transformers")
     defaults = transformers.AutoConfig.for_model("llama4_text").to_dict()

@@ -43,7 +43,7 @@ def run(kept: OptimStateDType, implementation: Implementation) -> tuple[list[nn.
 
 
 @pytest.mark.parametrize("implementation", list(Implementation), ids=lambda each: each.value)
-def test_an_update_is_pytorchs_in_float32_with_states_rounded_after_it(implementation: Implementation) -> None:
+def test_step_equals_float32_adamw_with_states_rounded_to_bfloat16(implementation: Implementation) -> None:
     """Oracle: torch.optim.AdamW, or VectorAdamW for its fused form on a CPU, and rounding by hand: in every bit."""
     (mine, kept), (theirs, wanted) = (
         run(dtype, implementation) for dtype in (OptimStateDType.bfloat16, OptimStateDType.float32)
@@ -67,7 +67,7 @@ def test_loading_keeps_states_in_bfloat16() -> None:
 
 
 @pytest.mark.parametrize(("beta", "falls"), [(LARGEST_BFLOAT16_BETA, True), (0.95, True), (0.997, False)])
-def test_a_mean_falls_without_gradients_if_its_decay_is_not_refused(beta: float, falls: bool) -> None:
+def test_accepted_betas_let_bfloat16_moments_decay(beta: float, falls: bool) -> None:
     """Oracle: every bfloat16 between 1 and 2, multiplied and rounded."""
     means = 1 + torch.arange(128) / 128
     assert bool(((means * beta).bfloat16().float() < means).all()) == falls
@@ -84,7 +84,7 @@ LAYOUTS: dict[str, tuple[ParallelConfig, int, int, dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
-def test_states_of_bfloat16_match_a_single_process_bitwise_under_every_layout(ranks: int) -> None:
+def test_bfloat16_states_match_a_single_process_bitwise(ranks: int) -> None:
     """Oracle: one process that runs the same micro-batches in turn; deterministic mode, on real gloo ranks."""
     options: dict[str, Any] = {
         "optim": AdamWConfig(lr=1e-2, state_dtype=OptimStateDType.bfloat16, weight_decay_on=WeightDecayOn.all),

@@ -22,7 +22,7 @@ def ratios(config: OptimConfig, steps: int) -> list[float]:
     return [learning_rate_ratio(config, step, steps) for step in range(steps)]
 
 
-def test_constant_stays_after_a_linear_warm_up() -> None:
+def test_constant_schedule_follows_a_linear_warmup() -> None:
     """Oracle: the formula (step + 1) / warm-up."""
     config = AdamWConfig(schedule=Schedule.constant, warmup_steps=4)
     assert ratios(config, 7) == [0.25, 0.5, 0.75, 1.0, 1.0, 1.0, 1.0]
@@ -57,7 +57,9 @@ def test_warm_up_longer_than_the_run_only_rises() -> None:
         (WeightDecayOn.all, {0.1: ["0.weight", "0.bias"]}),
     ],
 )
-def test_weight_decay_goes_to_what_was_asked_for(decay_on: WeightDecayOn, expected: dict[float, list[str]]) -> None:
+def test_weight_decay_applies_to_the_configured_parameters(
+    decay_on: WeightDecayOn, expected: dict[float, list[str]]
+) -> None:
     """Oracle: names by hand."""
     model = nn.Sequential(nn.Linear(2, 3))
     names = {param: name for name, param in model.named_parameters()}

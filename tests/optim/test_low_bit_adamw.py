@@ -46,7 +46,7 @@ def ours(
 
 
 @pytest.mark.parametrize("kept", LOW_BITS, ids=lambda each: each.value)
-def test_matrices_are_updated_as_torchao_does_and_the_rest_as_pytorch_does(kept: OptimStateDType) -> None:
+def test_matrices_match_torchao_and_other_parameters_match_pytorch(kept: OptimStateDType) -> None:
     """Oracle: torchao's optimizers, uncompiled, with the same blocks, and torch.optim.AdamW: in every bit."""
     from torchao.optim import AdamW4bit, AdamW8bit, AdamWFp8
 
@@ -76,7 +76,7 @@ def test_matrices_are_updated_as_torchao_does_and_the_rest_as_pytorch_does(kept:
                 assert torch.equal(state[mean], expected[mean])
 
 
-def test_the_compiled_update_differs_from_the_uncompiled_one_by_rounding_alone() -> None:
+def test_compiled_step_equals_the_eager_step_up_to_rounding() -> None:
     """Oracle: the uncompiled one; a step is about the learning rate, 1e-2."""
     names = ("layers.0", "layers.3")
     implementations = (Implementation.fused, Implementation.for_loop)
@@ -90,7 +90,7 @@ def test_the_compiled_update_differs_from_the_uncompiled_one_by_rounding_alone()
 
 
 @pytest.mark.parametrize("kept", LOW_BITS, ids=lambda each: each.value)
-def test_what_states_take_is_what_the_formula_says_and_stays_over_loading(kept: OptimStateDType) -> None:
+def test_state_bytes_follow_the_formula_and_survive_loading(kept: OptimStateDType) -> None:
     """Oracle: bytes of the tensors; the states before."""
     params, optimizer = ours(kept, Implementation.for_loop)
     config = AdamWConfig(state_dtype=kept)
@@ -126,7 +126,7 @@ def rows(ranks: int) -> dict[str, tuple[ParallelConfig, int, dict[str, Any]]]:
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
-def test_states_of_few_bits_match_a_single_process_bitwise_under_every_layout(ranks: int) -> None:
+def test_low_bit_states_match_a_single_process_bitwise(ranks: int) -> None:
     """Oracle: one process that runs the same micro-batches in turn; deterministic mode, on real gloo ranks."""
     common: dict[str, Any] = {"model": WITH_BLOCKS["llama"], "steps": 3}
     layouts = rows(ranks)

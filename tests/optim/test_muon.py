@@ -20,9 +20,7 @@ SHAPES = [(24, 24), (40, 12), (12, 40), (33, 7)]
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_newton_schulz_brings_singular_values_near_one_and_keeps_the_directions(
-    shape: tuple[int, int], dtype: torch.dtype
-) -> None:
+def test_newton_schulz_approximates_the_polar_factor(shape: tuple[int, int], dtype: torch.dtype) -> None:
     """Oracle: the polar factor of torch.linalg.svd; five rounds leave singular values between about 0.7 and 1.2."""
     generator = torch.Generator().manual_seed(0)
     matrix = torch.randn(shape, generator=generator)
@@ -39,7 +37,7 @@ def test_newton_schulz_brings_singular_values_near_one_and_keeps_the_directions(
     assert got.is_contiguous()
 
 
-def test_a_matrix_of_zeros_stays_so() -> None:
+def test_zero_matrix_stays_zero() -> None:
     """Oracle: zeros."""
     assert not orthogonalize(torch.zeros(3, 4), 5).any()
 
@@ -76,7 +74,7 @@ def test_muon_matches_torch_optim_muon_bitwise(scale: UpdateScale, nesterov: boo
 
 
 @pytest.mark.parametrize("implementation", [Implementation.fused, Implementation.foreach], ids=lambda each: each.value)
-def test_everything_but_the_blocks_matrices_is_updated_by_adamw_at_its_own_rate(implementation: Implementation) -> None:
+def test_parameters_other_than_block_matrices_use_adamw_with_its_own_rate(implementation: Implementation) -> None:
     """Oracle: torch.optim.AdamW over the same parameters, and the momentum that a matrix alone has as its state."""
 
     def model() -> dict[str, nn.Parameter]:
@@ -106,7 +104,7 @@ def test_everything_but_the_blocks_matrices_is_updated_by_adamw_at_its_own_rate(
     assert not torch.equal(mine["layers.0.weight"], model()["layers.0.weight"])
 
 
-def test_each_matrix_of_a_stack_is_orthogonalized_by_itself() -> None:
+def test_matrices_of_a_stack_are_orthogonalized_separately() -> None:
     """Oracle: the same matrices as parameters of their own."""
     generator = torch.Generator().manual_seed(0)
     stack = torch.randn(3, 8, 5, generator=generator)

@@ -29,7 +29,7 @@ def train(kind: type[torch.optim.Optimizer], sizes: Sequence[int], dtype: torch.
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_the_cut_changes_no_bit_whatever_the_threads(dtype: torch.dtype) -> None:
+def test_results_do_not_depend_on_tensor_splits_or_threads(dtype: torch.dtype) -> None:
     """Oracle: one tensor of all numbers; PyTorch's own fused update of it is the same up to its last vector."""
     whole = train(VectorAdamW, [], dtype, fused=True)
     before = torch.get_num_threads()
@@ -45,13 +45,13 @@ def test_the_cut_changes_no_bit_whatever_the_threads(dtype: torch.dtype) -> None
     assert torch.equal(pytorchs[:vectors], whole[:vectors])
 
 
-def test_the_numbers_are_those_of_the_plain_loop() -> None:
+def test_fused_step_matches_the_for_loop_implementation() -> None:
     """Oracle: ``torch.optim.AdamW``, for-loop form, to the rounding of float32."""
     plain = train(torch.optim.AdamW, [777], torch.float32, foreach=False)
     torch.testing.assert_close(train(VectorAdamW, [777], torch.float32, fused=True), plain, rtol=2e-6, atol=1e-7)
 
 
-def test_parameters_without_a_gradient_stay_and_count_no_step() -> None:
+def test_parameters_without_a_gradient_are_unchanged() -> None:
     """Oracle: ``torch.optim.AdamW``'s states, and a closure's value."""
     params = [nn.Parameter(torch.ones(size)) for size in (3, 70, 5)]
     optimizer = VectorAdamW(params, fused=True)

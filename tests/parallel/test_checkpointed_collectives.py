@@ -87,7 +87,7 @@ def _build(build: Callable[[], DecoderModel], prepare: Prepare) -> DecoderModel:
 @pytest.mark.usefixtures("unmeasured")
 @pytest.mark.parametrize("wrap", Wrap, ids=lambda wrap: wrap.value)
 @pytest.mark.parametrize("config", [FSDP1Config, FSDP2Config])
-def test_recomputation_gathers_no_more_than_pytorchs_own(
+def test_checkpointing_gathers_no_more_than_the_pytorch_wrapper(
     config: type[FSDP1Config] | type[FSDP2Config], wrap: Wrap
 ) -> None:
     """Oracle: the all-gathers of a step without checkpointing, and with PyTorch's wrapper around the same blocks."""
@@ -145,7 +145,7 @@ def train(configs: list[Config]) -> list[tuple[list[tuple[float, float]], dict[s
     ],
     ids=["fsdp2 parts", "fsdp2 bf16", "hsdp", "fsdp1 parts", "fsdp1 bf16 flat", "ddp"],
 )
-def test_training_equals_that_without_checkpointing_bitwise(
+def test_checkpointed_training_is_bitwise_equal(
     parallel: ParallelConfig, world_size: int, fsdp_size: int, model: str
 ) -> None:
     """Oracle: the same strategy without it: losses, norms and parameters after two steps of two micro-batches."""
@@ -172,7 +172,7 @@ def test_training_equals_that_without_checkpointing_bitwise(
     ],
     ids=["fsdp2", "fsdp1", "fsdp1 parts", "toy_zero3", "toy_fsdp parts", "ddp cast", "toy_zero1 cast"],
 )
-def test_compiled_blocks_train_like_eager_ones_and_share_one_compilation(parallel: ParallelConfig) -> None:
+def test_compiled_blocks_match_eager_ones_with_one_compilation(parallel: ParallelConfig) -> None:
     """Oracle: the same strategy with blocks in eager mode, losses to 1e-6 relative, or to bfloat16's precision in
     bfloat16; graphs counted by Dynamo.
     """

@@ -81,7 +81,7 @@ def count(events: list[str], kind: str) -> int:
 
 
 @pytest.mark.parametrize("config", [FSDP1Config, FSDP2Config])
-def test_resharding_decides_how_often_units_are_gathered(config: type[FSDP1Config] | type[FSDP2Config]) -> None:
+def test_resharding_policy_determines_the_number_of_gathers(config: type[FSDP1Config] | type[FSDP2Config]) -> None:
     """Oracle: units counted by hand; the forward gathers each once, the backward the resharded ones."""
     policies = (ReshardAfterForward.never, ReshardAfterForward.default, ReshardAfterForward.always)
     never, default, always = record([config(reshard_after_forward=policy) for policy in policies])
@@ -93,7 +93,7 @@ def test_resharding_decides_how_often_units_are_gathered(config: type[FSDP1Confi
 
 
 @pytest.mark.parametrize("config", [FSDP1Config, FSDP2Config])
-def test_wrapping_decides_how_many_units_there_are(config: type[FSDP1Config] | type[FSDP2Config]) -> None:
+def test_wrap_policy_determines_the_number_of_units(config: type[FSDP1Config] | type[FSDP2Config]) -> None:
     """Oracle: units counted by hand; each unit reduces its gradients once."""
     blocks, parts = record([config(wrap=Wrap.block), config(wrap=Wrap.block_attn_mlp)])
     assert count(blocks, SCATTER) == UNITS[config]
@@ -110,7 +110,7 @@ def test_wrapping_decides_how_many_units_there_are(config: type[FSDP1Config] | t
     ],
     ids=["fsdp1", "fsdp2", "ddp"],
 )
-def test_accumulation_reduces_once_a_step_or_after_each_micro_batch_in_deterministic_mode(
+def test_accumulation_reduces_once_per_step_unless_deterministic(
     parallel: ParallelConfig, kind: str, units: int, deterministic: bool
 ) -> None:
     """Oracle: reductions of one micro-batch (a tiny model fits one DDP bucket), and its gathers, times their number."""
@@ -126,7 +126,7 @@ def test_accumulation_reduces_once_a_step_or_after_each_micro_batch_in_determini
 @pytest.mark.parametrize(
     ("config", "depth"), [(FSDP1Config, 0), (FSDP1Config, 1), (FSDP2Config, 0), (FSDP2Config, 1), (FSDP2Config, 2)]
 )
-def test_prefetch_depth_decides_how_far_ahead_units_are_gathered(
+def test_prefetch_depth_determines_how_early_units_are_gathered(
     config: type[FSDP1Config] | type[FSDP2Config], depth: int
 ) -> None:
     """Oracle: position of the gathers among the blocks' forwards and backwards."""
@@ -151,7 +151,7 @@ def differing_sums() -> int:
 
 
 @pytest.mark.parametrize("world_size", [2, 4])
-def test_a_rings_order_of_addition_depends_on_the_place_in_the_buffer(world_size: int) -> None:
+def test_ring_summation_order_depends_on_the_buffer_offset(world_size: int) -> None:
     """Oracle: the same numbers at the buffer's start; the cause of different last bits in flat and per-parameter
     sharding.
     """

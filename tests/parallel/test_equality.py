@@ -112,7 +112,7 @@ def test_every_family_matches_a_single_process_bitwise(family: str) -> None:
             assert_equal(of_dtype, single(world_size, param_dtype=dtype, **options))
 
 
-def test_the_tiny_models_include_all_families() -> None:
+def test_tiny_models_cover_all_families() -> None:
     """Oracle: the registry; a missing family would be trained under no strategy."""
     assert {config.family for config in [tiny_model(), *TINY.values()]} == set(MODELS)
 
@@ -156,7 +156,7 @@ def variants() -> dict[str, Config]:
 
 
 @pytest.mark.usefixtures("unmeasured")
-def test_no_setting_of_a_strategy_changes_a_bit() -> None:
+def test_every_setting_of_a_strategy_is_bitwise_equal() -> None:
     """Oracle: one process without any of them, tied embeddings."""
     made = variants()
     outcomes = dict(zip(made, run_ranks(2, train_all, list(made.values()))[0], strict=True))
@@ -181,9 +181,7 @@ def train_moving_all(configs: list[Config]) -> tuple[list[Outcome], int]:
 
 
 @pytest.mark.parametrize("dtype", [DType.float32, DType.bfloat16], ids=lambda dtype: dtype.value)
-def test_all_memory_switches_together_change_no_bit_under_any_strategy(
-    dtype: DType, request: pytest.FixtureRequest
-) -> None:
+def test_all_memory_switches_together_are_bitwise_equal(dtype: DType, request: pytest.FixtureRequest) -> None:
     """Oracle: one process with the chunked loss alone, the only switch that changes the order of addition."""
     if dtype is DType.bfloat16:
         request.getfixturevalue("unmeasured")
@@ -283,7 +281,7 @@ def test_initial_values_are_the_same_on_every_layout() -> None:
             assert hashes == expected, f"{name} on {world_size} ranks"
 
 
-def test_another_init_seed_gives_another_model() -> None:
+def test_init_seed_changes_all_weights_except_norms() -> None:
     """Oracle: other hashes; the equality above would hold for constants too."""
     first, second = run_ranks(1, initial_hashes, [make_config(SingleConfig(), 1, init_seed=seed) for seed in (0, 1)])[0]
     differing = {name for name in first if first[name] != second[name]}
@@ -346,7 +344,7 @@ def train_offloaded(configs: list[Config]) -> list[Outcome]:
 
 @pytest.mark.parametrize("grad_accum", [1, 2])
 @pytest.mark.parametrize("use_orig_params", [True, False], ids=["own", "flat"])
-def test_fsdp1_cpu_offload_leaves_no_gradient_behind(use_orig_params: bool, grad_accum: int) -> None:
+def test_fsdp1_cpu_offload_matches_training_without_offload(use_orig_params: bool, grad_accum: int) -> None:
     """Oracle: the same training without offload, bit for bit."""
 
     def config() -> Config:

@@ -32,7 +32,7 @@ from tests.parallel.runs import TINY, make_config
         ((2,), 4, None),
     ],
 )
-def test_stacks_that_ranks_do_not_divide_are_sharded_along_a_divisible_dim(
+def test_indivisible_expert_stacks_are_sharded_along_a_divisible_dim(
     shape: tuple[int, ...], ranks: int, dim: int | None
 ) -> None:
     """Oracle: the rule; None is FSDP2's own choice, the first dim."""
@@ -49,7 +49,7 @@ def local_shares(config: Config) -> dict[str, tuple[str, float]]:
     }
 
 
-def test_every_rank_holds_an_equal_share_of_fewer_experts_than_ranks() -> None:
+def test_fewer_experts_than_ranks_are_sharded_evenly() -> None:
     """Oracle: a quarter on each of four ranks, although there are three experts, and no rank's share is padding."""
     for shares in run_ranks(4, local_shares, make_config(FSDP2Config(), 4, model=TINY["qwen3_moe"])):
         assert len(shares) == 4
@@ -82,7 +82,7 @@ def first_updates(config: Config) -> list[float]:
 
 
 @pytest.mark.usefixtures("unmeasured")
-def test_idle_experts_neither_hang_nor_skew_gradients() -> None:
+def test_idle_experts_neither_hang_nor_change_gradients() -> None:
     """Oracle: one process; every token goes to expert 0, so the others are not updated at all, on any rank."""
 
     def config(parallel: ParallelConfig, world_size: int, fsdp_size: int = -1) -> Config:

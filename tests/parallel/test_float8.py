@@ -60,7 +60,7 @@ def train(configs: list[Config]) -> list[tuple[list[tuple[float, float]], dict[s
 
 
 @pytest.mark.parametrize("kind", [Float8.tensorwise, Float8.rowwise], ids=lambda kind: kind.value)
-def test_ranks_train_like_one_process_bitwise(kind: Float8) -> None:
+def test_float8_matches_a_single_process_bitwise(kind: Float8) -> None:
     """Oracle: one process over the same micro-batches in deterministic mode; scales are of the full weight.
 
     Losses differ from those without float8, which shows that the operands are rounded.
@@ -98,7 +98,7 @@ def gathered(configs: list[Config]) -> list[int]:
     return found
 
 
-def test_float8_is_communicated() -> None:
+def test_float8_all_gather_communicates_one_byte_per_element() -> None:
     """Oracle: elements of the blocks' matrices, which two micro-batches gather for forward and backward."""
     options = {"deterministic": False, "steps": 1}
     configs = [
@@ -150,7 +150,7 @@ def test_run_resumes_with_and_without_float8_from_plain_checkpoints() -> None:
     assert run_ranks(2, go_on, two)[0] == run_ranks(1, go_on, one)[0]
 
 
-def test_weights_updated_in_the_backward_are_gathered_with_their_own_scales() -> None:
+def test_optimizer_in_backward_gathers_float8_with_current_scales() -> None:
     """Oracle: the ordinary optimizer step, through a checkpoint too, after which scales are known before the first
     gather.
     """
@@ -178,7 +178,7 @@ def train_on_graphs(configs: list[Config]) -> Any:
         return train(configs), counters["stats"]["unique_graphs"] - before
 
 
-def test_compiled_blocks_support_float8_too() -> None:
+def test_compiled_blocks_support_float8() -> None:
     """Oracle: the same blocks in eager mode, losses to 1e-5; one graph for all equal blocks, gathered operands
     included.
     """

@@ -52,13 +52,13 @@ def shards_unlike_the_whole(shapes: list[tuple[int, ...]], sizes: list[int]) -> 
     return wrong
 
 
-def test_shards_are_slices_of_the_full_parameter_for_any_blocks() -> None:
+def test_shards_are_slices_of_the_full_parameter_for_any_block_size() -> None:
     """Oracle: the parameter initialized in full; uneven shards, empty shards, blocks across shard borders."""
     shapes, sizes = [(23, 5), (5, 8, 12), (3, 7, 4)], [1, 5, 12, 40, 2**22]
     assert run_ranks(4, shards_unlike_the_whole, shapes, sizes) == [[]] * 4
 
 
-def test_values_depend_on_seed_name_and_block() -> None:
+def test_seeds_depend_on_seed_name_and_block() -> None:
     """Oracle: the same call with one of them changed."""
     seeds = {initialize.seed_of(*parts) for parts in [(0, "a", 0), (1, "a", 0), (0, "b", 0), (0, "a", 1)]}
     assert len(seeds) == 4 and all(0 <= seed < 2**63 for seed in seeds)
@@ -88,7 +88,7 @@ def status_bytes(key: str) -> int:
 
 
 @pytest.mark.skipif(not os.access("/proc/self/clear_refs", os.W_OK), reason="the system does not report a peak")
-def test_a_rank_holds_its_shard_and_one_block_at_its_peak() -> None:
+def test_peak_memory_of_initialization_is_the_shard_and_one_block() -> None:
     """Oracle: Linux's own peak of the resident set: a shard, the largest parameter, and 8 MiB for all else."""
     for growth, shard_bytes, model_bytes in run_ranks(2, peak_growth_bytes):
         largest_parameter_bytes = 6000 * 512 * 4

@@ -18,7 +18,7 @@ def layout(sizes: list[int]) -> list[tuple[tuple[str, ...] | None, tuple[int, ..
     return [(mesh.mesh_dim_names, tuple(mesh.shape), mesh.mesh.flatten().tolist()) for mesh in meshes]
 
 
-def test_a_mesh_has_a_second_axis_only_with_replicas() -> None:
+def test_mesh_has_a_second_axis_only_with_replicas() -> None:
     """Oracle: shapes by hand; neighbors share a copy of the parameters."""
     for got in run_ranks(4, layout, [-1, 4, 2, 1]):
         assert got == [
@@ -30,21 +30,21 @@ def test_a_mesh_has_a_second_axis_only_with_replicas() -> None:
 
 
 @pytest.mark.parametrize(("size", "world_size", "fix"), [(6, 8, 4), (3, 4, 2), (16, 8, 8), (2, 1, 1)])
-def test_an_indivisible_shard_axis_is_refused_with_a_divisor(size: int, world_size: int, fix: int) -> None:
+def test_indivisible_fsdp_size_is_refused_with_a_divisor(size: int, world_size: int, fix: int) -> None:
     """Oracle: the largest divisor that is not larger."""
     with pytest.raises(ConfigError, match=f"mesh.fsdp_size={size} must divide .* set mesh.fsdp_size={fix} or"):
         MeshConfig(size).shard_ranks(world_size)
 
 
 @pytest.mark.parametrize(("world_size", "node_ranks", "size"), [(16, 8, 8), (8, 8, 8), (4, 8, 4), (6, 1, 1)])
-def test_node_is_the_ranks_of_a_machine(world_size: int, node_ranks: int, size: int) -> None:
+def test_node_fsdp_size_is_the_ranks_per_node(world_size: int, node_ranks: int, size: int) -> None:
     """Oracle: the table; a partly used node has all of the ranks."""
     config = MeshConfig("node")
     config.resolve(world_size, node_ranks)
     assert config.shard_ranks(world_size) == size
 
 
-def test_nodes_with_unequal_ranks_have_no_node_size() -> None:
+def test_node_fsdp_size_needs_equal_ranks_per_node() -> None:
     """Oracle: the sentence."""
     with pytest.raises(
         ConfigError, match=r"mesh.fsdp_size=node needs equally many .* 12 ranks are no multiple of the 8"
@@ -82,7 +82,7 @@ def wait_along(axes: list[str]) -> list[str]:
     return errors
 
 
-def test_every_axis_has_the_timeout_of_the_run() -> None:
+def test_every_mesh_axis_has_the_run_timeout() -> None:
     """Oracle: ranks that share an axis with the missing one time out after a second; PyTorch's own groups would
     wait for half an hour.
     """

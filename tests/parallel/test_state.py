@@ -303,7 +303,7 @@ def address(tensor: Tensor) -> int:
     return local(tensor).data_ptr()
 
 
-def test_optimizers_and_offloads_keep_every_bit_over_a_checkpoint(tmp_path: Path) -> None:
+def test_optimizers_and_offloads_resume_bitwise(tmp_path: Path) -> None:
     """Oracle: the uninterrupted run; through torch's distributed checkpoint, from copies on the host."""
     rows = rows_on_two_ranks()
     outcomes = dict(zip(rows, run_ranks(2, interrupt, list(rows.values()), tmp_path)[0], strict=True))

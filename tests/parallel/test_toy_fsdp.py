@@ -140,7 +140,7 @@ def test_unsupported_settings_are_refused_in_one_sentence(name: str) -> None:
     assert str(mistake.value) == sentence
 
 
-def test_the_command_line_accepts_it() -> None:
+def test_toy_fsdp_composes_from_the_command_line() -> None:
     """Oracle: the typed argument."""
     config = compose_config(["parallel=toy_fsdp", "parallel.wrap=block_attn_mlp", "model=llama_debug"])
     assert config.parallel == ToyFSDPConfig(wrap=Wrap.block_attn_mlp)

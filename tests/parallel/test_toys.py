@@ -79,7 +79,7 @@ def test_toys_match_their_native_counterparts_bitwise(ranks: int, request: pytes
     assert differing == []
 
 
-def test_the_planner_rejects_toys_in_one_sentence() -> None:
+def test_planner_refuses_toys() -> None:
     """Oracle: the sentence; a prediction of the wrong strategy would be worse than none."""
     with pytest.raises(ConfigError, match="parallel=toy_ddp cannot be predicted; set parallel=ddp"):
         validate_switches(compose_config(["parallel=toy_ddp"]), 2, "cpu")

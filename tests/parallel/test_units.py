@@ -45,7 +45,7 @@ def walk(configs: list[Config]) -> list[tuple[list[int], list[int], bool]]:
 
 @pytest.mark.usefixtures("unmeasured")
 @pytest.mark.parametrize("name", PARALLELS)
-def test_units_hold_every_parameter_once_in_the_order_of_the_forward(name: str) -> None:
+def test_units_hold_every_parameter_once_in_forward_order(name: str) -> None:
     """Oracle: forward hooks during a step, and the strategy's own list of parameters; every family, tied weights."""
     parallel = PARALLELS[name]
     ranks = 1 if name == "single" else 2

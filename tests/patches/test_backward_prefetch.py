@@ -92,9 +92,7 @@ DISTURBED = ["2", "1", "1.mlp", "1.attn", "1.mlp", "1.attn", "2", "0", "0.mlp", 
 
 @pytest.mark.parametrize("patched", [False, True], ids=["stock", "patched"])
 @pytest.mark.parametrize("without_fix", [False, True], ids=["installed", "without_fix"])
-def test_recomputation_does_not_disturb_the_backward_prefetch_where_patched_or_fixed_upstream(
-    without_fix: bool, patched: bool
-) -> None:
+def test_recomputation_keeps_the_prefetch_order_if_patched_or_fixed_upstream(without_fix: bool, patched: bool) -> None:
     """Oracle: the reverse of the forward's order; the patch's range names the versions without the fix."""
     lacks_fix = without_fix or PATCH.reason_against(torch.__version__) is None
     expected = DISTURBED if lacks_fix and not patched else IN_ORDER

@@ -18,7 +18,7 @@ def targets() -> list[object]:
     return [_runtime_utils._init_streams, FSDPCommContext.lazy_init, FSDPParamGroup.post_forward]
 
 
-def test_every_patch_replaces_its_target_alone_and_undoing_brings_the_original_object_back() -> None:
+def test_patch_replaces_only_its_target_and_undo_restores_it() -> None:
     """Oracle: the identity of PyTorch's attributes before."""
     assert list(PATCHES) == ALL
     before = targets()
@@ -30,9 +30,7 @@ def test_every_patch_replaces_its_target_alone_and_undoing_brings_the_original_o
 
 
 @pytest.mark.parametrize("order", list(itertools.permutations(range(3))))
-def test_a_patch_stays_until_the_last_of_its_holders_lets_go_in_any_order(
-    order: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_patch_stays_until_its_last_holder_undoes_it(order: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
     """Oracle: the identity of PyTorch's attributes; three holders, one of them with one patch more."""
     monkeypatch.setattr(torch, "__version__", "2.7.1")
     before = targets()
@@ -53,7 +51,7 @@ def test_a_patch_stays_until_the_last_of_its_holders_lets_go_in_any_order(
     assert targets() == before
 
 
-def test_leaving_the_context_undoes_and_so_does_a_patch_that_cannot_be_put_in_place(
+def test_context_exit_and_failed_patches_undo_all_patches(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Oracle: the identity of PyTorch's attributes."""
@@ -70,7 +68,7 @@ def test_leaving_the_context_undoes_and_so_does_a_patch_that_cannot_be_put_in_pl
     assert targets() == before
 
 
-def test_undoing_keeps_what_somebody_else_has_put_around_a_patch_since(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_undo_keeps_later_replacements_by_other_libraries(monkeypatch: pytest.MonkeyPatch) -> None:
     """Oracle: identity; other libraries replace the same methods when they are first used."""
 
     def around(*args: object) -> None:
@@ -122,7 +120,7 @@ ORDER = "applied: recomputed forwards do not disturb the order of backward prefe
         ("single", "2.7.0", []),
     ],
 )
-def test_auto_takes_what_the_strategy_and_the_version_need_and_reports_the_rest(
+def test_auto_applies_patches_by_strategy_and_torch_version(
     strategy: str, version: str, report: list[tuple[str, str]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Oracle: written by hand; patches reported as applied have replaced their targets."""
@@ -134,7 +132,7 @@ def test_auto_takes_what_the_strategy_and_the_version_need_and_reports_the_rest(
         assert {name for name, now, then in zip(ALL, targets(), before, strict=True) if now is not then} == took
 
 
-def test_no_names_apply_nothing_and_one_name_applies_that_patch_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_named_patches_are_applied(monkeypatch: pytest.MonkeyPatch) -> None:
     """Oracle: written by hand; a repeated name counts once."""
     monkeypatch.setattr(torch, "__version__", "2.8.0")
     before = targets()
@@ -167,7 +165,7 @@ def test_no_names_apply_nothing_and_one_name_applies_that_patch_alone(monkeypatc
          "FSDPToys does not call it, but sums up the norm on the accelerator; leave it out or set patches=auto"),
     ],
 )  # fmt: skip
-def test_a_patch_that_would_do_nothing_is_refused_in_a_sentence_before_anything_is_replaced(
+def test_invalid_and_ineffective_patch_names_are_refused(
     names: list[str] | str, strategy: str, sentence: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Oracle: written by hand; the check and the application say the same."""
@@ -185,12 +183,12 @@ def test_a_patch_that_would_do_nothing_is_refused_in_a_sentence_before_anything_
     [("2.13.0+cpu", (2, 13)), ("2.12.0a0+git3f1b2c4", (2, 12)), ("2.7.1", (2, 7)), ("2.10", (2, 10)),
      ("2.8.0.dev20250601+cu128", (2, 8)), ("3.0.0rc1", (3, 0))],
 )  # fmt: skip
-def test_versions_of_every_kind_of_build_are_compared_as_numbers(version: str, numbers: tuple[int, int]) -> None:
+def test_torch_versions_parse_to_numbers(version: str, numbers: tuple[int, int]) -> None:
     """Oracle: written by hand; as text 2.10 would come before 2.7."""
     assert parse_version(version) == numbers
 
 
-def test_a_version_outside_the_range_is_told_on_either_side() -> None:
+def test_versions_outside_the_range_are_reported() -> None:
     """Oracle: written by hand."""
     patch = PATCHES["fsdp2_stream_reuse"]
     assert patch.reason_against("2.6.0") == "not applied because torch 2.6.0 is older than 2.7"

@@ -110,7 +110,7 @@ def step(strategy: str, hybrid: bool, patched: bool, order: str) -> tuple[int, l
         return len(used), [gradients(root) for root in roots.values()], same, contexts[0] is contexts[1]
 
 
-def test_streams_that_do_not_tell_their_priority_are_shared_too() -> None:
+def test_streams_without_a_readable_priority_are_shared() -> None:
     """Held against the first root's stream; torch_npu's raise RuntimeError where they are asked."""
 
     class Stream(torch.cpu.Stream):
@@ -139,7 +139,7 @@ def test_streams_that_do_not_tell_their_priority_are_shared_too() -> None:
         ),
     ],
 )
-def test_two_roots_run_on_the_streams_of_one_and_interleaving_them_changes_no_bit(
+def test_two_roots_share_streams_with_bitwise_equal_gradients(
     strategy: str, hybrid: bool, streams_of_a_root: int
 ) -> None:
     """Oracle: unpatched PyTorch, one root after the other; every gradient in every bit, and streams seen in use."""
@@ -171,7 +171,7 @@ def mixed_roots() -> list[list[int]]:
     return found
 
 
-def test_a_root_that_is_not_hybrid_never_gives_its_default_stream_to_a_hybrid_one() -> None:
+def test_plain_and_hybrid_roots_share_only_the_default_stream() -> None:
     """Oracle: written by hand: unshard, post-backward, pre-unshard, all-reduce, default; hybrid ones of priority -1."""
     plain, hybrid = [0, 1, 2, 3, 3], [4, 5, 6, 7, 3]
     assert run_ranks(4, mixed_roots) == [[plain, hybrid, hybrid, plain]] * 4
@@ -196,7 +196,7 @@ def runs_in_turn() -> tuple[bool, bool, bool]:
     )
 
 
-def test_a_later_run_of_the_same_process_finds_the_streams_again_and_an_unpatched_one_does_not() -> None:
+def test_later_patched_runs_of_a_process_share_its_streams() -> None:
     """Oracle: identity of the streams."""
     assert run_ranks(2, runs_in_turn) == [(True, False, True)] * 2
 
@@ -216,6 +216,6 @@ def interleave_with_share_comm_ctx() -> str:
 
 
 @pytest.mark.skipif(not hasattr(torch.distributed.fsdp, "share_comm_ctx"), reason="came with torch 2.10")
-def test_the_public_way_to_share_streams_breaks_interleaved_backwards_which_is_why_there_is_a_patch() -> None:
+def test_share_comm_ctx_breaks_interleaved_backwards() -> None:
     """A control: where this fails, PyTorch keeps the order of prefetching apart and the patch may go."""
     assert run_ranks(2, interleave_with_share_comm_ctx) == ["list index out of range"] * 2

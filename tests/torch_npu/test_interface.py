@@ -45,7 +45,7 @@ def uses() -> Uses:
 
 @pytest.mark.parametrize("version", VERSIONS)
 @pytest.mark.parametrize("name", NAMES)
-def test_name_is_in_the_wheel_with_the_parameters_that_we_pass(
+def test_used_names_exist_in_the_wheel_with_compatible_parameters(
     wheels: dict[str, Wheel], version: str, name: str
 ) -> None:
     """Oracle: the wheel's Python, parsed."""
@@ -58,7 +58,7 @@ def test_name_is_in_the_wheel_with_the_parameters_that_we_pass(
 
 @pytest.mark.parametrize("version", VERSIONS)
 @pytest.mark.parametrize("name", OPERATORS)
-def test_operator_is_in_the_wheel_with_the_parameters_that_we_pass(
+def test_used_operators_exist_in_the_wheel_with_compatible_schemas(
     wheels: dict[str, Wheel], version: str, name: str
 ) -> None:
     """Oracle: the schema in libtorch_npu.so."""
@@ -69,7 +69,7 @@ def test_operator_is_in_the_wheel_with_the_parameters_that_we_pass(
 
 @pytest.mark.parametrize("version", VERSIONS)
 @pytest.mark.parametrize("text", [*sorted(VARIABLES), *sorted(NOT_VARIABLES), *TEXTS])
-def test_variable_or_text_is_in_the_wheel(wheels: dict[str, Wheel], version: str, text: str) -> None:
+def test_used_variables_and_texts_exist_in_the_wheel(wheels: dict[str, Wheel], version: str, text: str) -> None:
     """Oracle: the bytes of its libraries and Python."""
     assert wheels[version].has_text(text)
 
@@ -78,12 +78,12 @@ def test_variable_or_text_is_in_the_wheel(wheels: dict[str, Wheel], version: str
     ("name", "version"),
     [("npu_fusion_attention_v2", NEWEST), ("npu_fusion_attention_v2", OLDEST), ("npu_fusion_attention_v3", NEWEST)],
 )
-def test_operator_that_others_may_call_is_in_the_wheel(wheels: dict[str, Wheel], name: str, version: str) -> None:
+def test_operators_not_called_directly_exist_in_the_wheel(wheels: dict[str, Wheel], name: str, version: str) -> None:
     """Oracle: the schema in libtorch_npu.so."""
     assert name in NAMED_ONLY and name in wheels[version].operators
 
 
-def test_a_missing_name_or_parameter_is_found(wheels: dict[str, Wheel]) -> None:
+def test_missing_names_and_parameters_are_detected(wheels: dict[str, Wheel]) -> None:
     """Oracle: names and parameters absent from the newest wheel."""
     wheel = wheels[NEWEST]
     assert wheel.find("torch_npu.npu.memory_alocated") is None
@@ -104,7 +104,7 @@ def test_every_name_used_in_our_sources_is_listed(uses: Uses) -> None:
         assert call is None or _within(use, call.positional, call.keywords), (name, use)
 
 
-def test_every_operator_variable_and_method_of_streams_in_our_sources_is_listed(uses: Uses) -> None:
+def test_every_used_operator_variable_and_stream_method_is_listed(uses: Uses) -> None:
     """Oracle: our sources, parsed."""
     assert uses.operators.keys() - OPERATORS.keys() - NAMED_ONLY - NOT_TORCH_NPU == set()
     for name in OPERATORS:

@@ -12,7 +12,7 @@ from tests.torch_npu.runs import differences, run, run_fused, run_python
 pytestmark = pytest.mark.torch_npu
 
 
-def test_collectives_give_the_right_values_and_float64_is_refused(environment: Path) -> None:
+def test_collectives_are_correct_and_float64_is_refused(environment: Path) -> None:
     """Oracle: the values by hand. torch_npu pads lists itself, and checks the dtypes that HCCL accepts."""
     done = run_python(
         environment, ["-m", "torch.distributed.run", "--nproc-per-node=2", "-m", "tests.torch_npu.collectives"]
@@ -38,7 +38,7 @@ def test_collectives_give_the_right_values_and_float64_is_refused(environment: P
         ("qwen3_moe_debug", {"npu_fusion_attention", "npu_rms_norm", "npu_rotary_mul", "npu_grouped_matmul"}),
     ],
 )
-def test_an_npu_trains_with_torch_npus_fused_operators_by_default(
+def test_fused_operators_of_torch_npu_are_used_by_default(
     environment: Path, tmp_path: Path, model: str, operators: set[str]
 ) -> None:
     """Oracle: losses on a CPU with PyTorch's, to 1e-5; and the calls of the operators and of their backwards."""
@@ -53,7 +53,7 @@ def test_an_npu_trains_with_torch_npus_fused_operators_by_default(
     assert npu.losses() == pytest.approx(cpu.losses(), rel=1e-5)
 
 
-def test_float64_sums_are_refused_before_anything_starts(environment: Path, tmp_path: Path) -> None:
+def test_float64_sums_are_refused_before_the_start(environment: Path, tmp_path: Path) -> None:
     """Oracle: the exit status of a mistake, and no run directory."""
     refused = run(environment, tmp_path / "run", "npu", ["parallel=fsdp2", "train.sum_dtype=float64"])
     assert refused.status == 2, refused.output
@@ -61,9 +61,7 @@ def test_float64_sums_are_refused_before_anything_starts(environment: Path, tmp_
 
 
 @pytest.mark.parametrize("strategy", ["fsdp1", "fsdp2"])
-def test_a_resumed_run_ends_with_the_weights_of_an_uninterrupted_one(
-    environment: Path, tmp_path: Path, strategy: str
-) -> None:
+def test_resumed_run_equals_the_uninterrupted_one_bitwise(environment: Path, tmp_path: Path, strategy: str) -> None:
     """Oracle: the uninterrupted run; weights in every bit."""
     words = [f"parallel={strategy}", "train.steps=4", "checkpoint.every=2"]
     whole = run(environment, tmp_path / "whole", "npu", words)
@@ -75,7 +73,7 @@ def test_a_resumed_run_ends_with_the_weights_of_an_uninterrupted_one(
     assert differences(resumed.weights(), whole.weights()) == []
 
 
-def test_profile_goes_through_torch_npus_profiler(environment: Path, tmp_path: Path) -> None:
+def test_profile_uses_the_profiler_of_torch_npu(environment: Path, tmp_path: Path) -> None:
     """Oracle: the trace that torch_npu's own analysis writes: the operators of the host, since CANN records nothing."""
     words = ["parallel=fsdp2", "profile.enabled=true", "profile.skip_steps=0", "profile.active_steps=1"]
     done = run(environment, tmp_path / "run", "npu", words)
@@ -88,7 +86,7 @@ def test_profile_goes_through_torch_npus_profiler(environment: Path, tmp_path: P
     assert "aten::mm" in names and any(name.startswith("ProfilerStep#2") for name in names)
 
 
-def test_memory_history_is_torch_npus(environment: Path, tmp_path: Path) -> None:
+def test_memory_history_has_the_stacks_of_torch_npu(environment: Path, tmp_path: Path) -> None:
     """Oracle: the pickle, which has Python's stack of the allocations in a step, and segments that hold them."""
     done = run(environment, tmp_path / "run", "npu", ["parallel=fsdp2", "profile.snapshot=true"])
     assert done.status == 0, done.output
@@ -99,7 +97,7 @@ def test_memory_history_is_torch_npus(environment: Path, tmp_path: Path) -> None
     assert (done.folder / "profile/memory-rank0.html").exists()
 
 
-def test_running_out_of_memory_is_explained_with_torch_npus_numbers(environment: Path, tmp_path: Path) -> None:
+def test_out_of_memory_is_explained_with_the_numbers_of_torch_npu(environment: Path, tmp_path: Path) -> None:
     """Oracle: the stub's capacity of 40 MiB, and the report's own words."""
     words = ["parallel=fsdp2", "train.batch_size=64", "profile.snapshot=true"]
     done = run(environment, tmp_path / "run", "npu", words, variables={"STUB_DEVICE_MIB": "40"})

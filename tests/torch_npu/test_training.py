@@ -77,7 +77,7 @@ def on_cpu(environment: Path, tmp_path_factory: pytest.TempPathFactory) -> OnCPU
 
 
 @pytest.mark.parametrize(("words", "oracle"), CASES.values(), ids=CASES)
-def test_an_npu_trains_to_the_weights_of_a_cpu(
+def test_training_on_an_npu_matches_the_cpu_bitwise(
     environment: Path, tmp_path: Path, on_cpu: OnCPU, words: list[str], oracle: list[str]
 ) -> None:
     """Oracle: a run with launch.device=cpu; losses and weights in every bit, gradient norms to float32's rounding."""
@@ -89,7 +89,7 @@ def test_an_npu_trains_to_the_weights_of_a_cpu(
 
 
 @pytest.mark.parametrize("words", CLOSE.values(), ids=CLOSE)
-def test_an_npu_trains_close_to_the_weights_of_a_cpu(
+def test_training_on_an_npu_is_close_to_the_cpu(
     environment: Path, tmp_path: Path, on_cpu: OnCPU, words: list[str]
 ) -> None:
     """Oracle: the same on a CPU: losses to 1e-6, and all but a thousandth of each weight within 1e-6 of it.

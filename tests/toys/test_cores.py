@@ -57,7 +57,7 @@ def core_files(core: str) -> set[Path]:
 
 
 @pytest.mark.parametrize("toy", CORES)
-def test_a_core_has_at_most_500_lines(toy: str) -> None:
+def test_core_has_at_most_500_lines(toy: str) -> None:
     """Oracle: the lines of the core and of all toys' files that it imports, docstrings included."""
     lines = {file.relative_to(TOYS): len(file.read_text().splitlines()) for file in core_files(CORES[toy])}
     assert sum(lines.values()) <= LIMIT, lines
@@ -144,7 +144,7 @@ def train_fsdp() -> tuple[list[str], list[str], set[str]]:
 
 
 @pytest.mark.parametrize("toy", CORES)
-def test_a_core_trains_alone_in_the_bits_of_pytorch(toy: str) -> None:
+def test_core_alone_trains_bitwise_equal_to_pytorch(toy: str) -> None:
     """Oracle: PyTorch's DDP, and for FSDP its ``fully_shard``; the modules that the core has loaded."""
     for ours, theirs, loaded in run_ranks(2, train_fsdp) if toy == "fsdp" else run_ranks(2, differing_losses, toy):
         assert ours == theirs

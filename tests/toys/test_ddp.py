@@ -140,7 +140,7 @@ def differing_cases() -> list[str]:
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 4])
-def test_every_setting_gives_the_bits_of_native_ddp(ranks: int) -> None:
+def test_every_setting_equals_native_ddp_bitwise(ranks: int) -> None:
     """Oracle: PyTorch's class with the same arguments, over four steps, with momentum; three ranks round otherwise."""
     assert run_ranks(ranks, differing_cases) == [[]] * ranks
 
@@ -251,7 +251,7 @@ class Tuple(nn.Module):
         return self.a(x), self.b(x)
 
 
-def test_hooks_sparse_gradients_and_uneven_data_give_the_bits_of_native_ddp() -> None:
+def test_hooks_sparse_gradients_and_join_equal_native_ddp_bitwise() -> None:
     """Oracle: PyTorch's class under the same hooks, and where one rank has more data than the other."""
     assert run_ranks(2, differing_features) == [[], []]
 
@@ -286,7 +286,7 @@ def lives() -> list[str]:
     return [name for name, holds in checks.items() if not holds]
 
 
-def test_a_wrapped_module_can_be_saved_ignored_in_part_and_used_without_backward() -> None:
+def test_wrapped_module_behaves_as_documented_besides_training() -> None:
     """Oracle: PyTorch's documentation of its class, as in each check's name."""
     warnings.simplefilter("ignore")
     assert run_ranks(2, lives) == [[], []]
@@ -304,6 +304,6 @@ def dead_reducers() -> bool:
     return not alive and torch.equal(module.bias.grad, torch.ones(2))  # type: ignore[arg-type]
 
 
-def test_a_reducer_goes_with_its_module() -> None:
+def test_reducer_is_collected_with_its_module() -> None:
     """Oracle: the garbage collector's list of living objects; the bare module trains on as if never wrapped."""
     assert run_ranks(1, dead_reducers) == [True]

@@ -16,7 +16,7 @@ from tests.toys.test_ddp import MANY_BUCKETS, Shared
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_buckets_are_cut_as_pytorch_cuts_them(seed: int) -> None:
+def test_bucket_assignment_equals_pytorch(seed: int) -> None:
     """Oracle: PyTorch's own assignment, over random sizes, two number formats, sparse ones and limits."""
     generator = torch.Generator().manual_seed(seed)
     sizes = torch.randint(1, 300, (30,), generator=generator).tolist()
@@ -27,7 +27,7 @@ def test_buckets_are_cut_as_pytorch_cuts_them(seed: int) -> None:
     assert sorted(assign_buckets(tensors, limits, sparse)) == sorted(expected)
 
 
-def test_views_of_a_bucket_keep_layouts_without_gaps_and_cover_it_once() -> None:
+def test_bucket_views_keep_dense_layouts_and_do_not_overlap() -> None:
     """Oracle: writing a different number through each view leaves each number as often as the tensor has elements."""
     tensors = [
         torch.zeros(2, 3, 4, 5).to(memory_format=torch.channels_last),
@@ -70,7 +70,7 @@ def differing_logs() -> list[str]:
     return differing
 
 
-def test_it_tells_of_itself_what_pytorch_does() -> None:
+def test_logging_data_equals_pytorch() -> None:
     """Oracle: the logging data of PyTorch's class; times, which differ, by their bounds."""
     assert run_ranks(2, differing_logs) == [[], []]
 
@@ -95,7 +95,7 @@ def differing_lists() -> list[tuple[Any, ...]]:
 
 
 @pytest.mark.skipif("bucket_cap_mb_list" not in inspect.signature(Native).parameters, reason="this torch has no lists")
-def test_a_list_of_limits_gives_the_buckets_of_pytorch() -> None:
+def test_list_of_bucket_sizes_gives_the_buckets_of_pytorch() -> None:
     """Oracle: PyTorch's class with the same list."""
     assert run_ranks(2, differing_lists) == [[], []]
 
@@ -141,6 +141,6 @@ def trains_alone() -> bool:
     return torch.equal(grads[0], grads[2]) and torch.equal(grads[1], grads[2])  # type: ignore[arg-type]
 
 
-def test_a_group_may_be_a_users_own() -> None:
+def test_custom_process_group_is_supported() -> None:
     """Oracle: the gradients of the bare module."""
     assert run_ranks(1, trains_alone) == [True]

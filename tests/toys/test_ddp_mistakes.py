@@ -107,7 +107,7 @@ def differing_mistakes() -> dict[str, Any]:
     return found
 
 
-def test_mistakes_are_refused_in_the_words_of_native_ddp() -> None:
+def test_mistakes_raise_the_errors_of_native_ddp() -> None:
     """Oracle: PyTorch's class; the same kind of error and the same first words."""
     assert run_ranks(2, differing_mistakes) == [{}, {}]
 
@@ -125,7 +125,7 @@ def differing_shapes() -> list[str]:
     return messages
 
 
-def test_models_that_differ_over_ranks_are_refused_on_all_of_them() -> None:
+def test_models_that_differ_across_ranks_are_refused_on_all_ranks() -> None:
     """Oracle: the documented check of shapes; every rank reports the difference, and none waits."""
     for messages in run_ranks(2, differing_shapes):
         assert "appears not to match sizes" in messages[0] and "DDP expects same model across all ranks" in messages[1]

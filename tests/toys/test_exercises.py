@@ -43,7 +43,7 @@ def check() -> ModuleType:
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 4])
-def test_solutions_are_right_and_questions_are_open(check: ModuleType, ranks: int) -> None:
+def test_solutions_pass_and_unanswered_exercises_are_reported(check: ModuleType, ranks: int) -> None:
     """Oracle: the checks, which hold answers against PyTorch's collectives, Adam, chunk and linear."""
 
     def both() -> tuple[dict[str, str], dict[str, str]]:
@@ -54,7 +54,7 @@ def test_solutions_are_right_and_questions_are_open(check: ModuleType, ranks: in
         assert unanswered == dict.fromkeys(check.CHECKS, "not answered yet")
 
 
-def test_checks_notice_wrong_answers(check: ModuleType, tmp_path: Path) -> None:
+def test_checks_detect_wrong_answers(check: ModuleType, tmp_path: Path) -> None:
     """Oracle: solutions with a mistake each, made by replacing a piece of them; the message on some rank."""
     assert set(WRONG) == set(check.CHECKS)
     for name, (mistakes, _) in WRONG.items():
@@ -68,7 +68,7 @@ def test_checks_notice_wrong_answers(check: ModuleType, tmp_path: Path) -> None:
         assert any(sentence in rank.get(name, "") for rank in messages), [rank.get(name) for rank in messages]
 
 
-def test_command_tells_what_is_right_and_what_is_not(
+def test_command_reports_right_wrong_and_hanging_answers(
     check: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     """Oracle: status and output for a solution, for a question, and for ranks that wait for each other."""

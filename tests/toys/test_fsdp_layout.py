@@ -9,7 +9,7 @@ SHAPES = [((6, 3), 0), ((2,), 0), ((1, 5), 0), ((4, 8, 3), 1), ((4, 3, 8), 2), (
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 4])
-def test_chunks_are_those_of_torch_chunk_with_zeros_behind_them(ranks: int) -> None:
+def test_flat_layout_matches_torch_chunk_with_zero_padding(ranks: int) -> None:
     """Oracle: ``torch.chunk``, which DTensors are cut by."""
     pieces, numel = lay_out([shape for shape, _ in SHAPES], [dim for _, dim in SHAPES], ranks)
     flat_RS = torch.full((ranks, numel), torch.nan)
@@ -27,7 +27,7 @@ def test_chunks_are_those_of_torch_chunk_with_zeros_behind_them(ranks: int) -> N
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 4])
-def test_what_was_written_is_read_back(ranks: int) -> None:
+def test_flat_layout_round_trips(ranks: int) -> None:
     """Oracle: the tensors themselves; also where a gradient is not contiguous."""
     pieces, numel = lay_out([shape for shape, _ in SHAPES], [dim for _, dim in SHAPES], ranks)
     flat_RS = torch.full((ranks, numel), torch.nan)

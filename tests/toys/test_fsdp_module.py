@@ -326,6 +326,6 @@ CLAIMS = [
 ]
 
 
-def test_what_a_user_sees_is_what_pytorch_documents() -> None:
+def test_fully_shard_behaves_as_pytorch_documents() -> None:
     """Oracle: the documentation of ``torch.distributed.fsdp.fully_shard``; its values where values are compared."""
     assert_hold(2, {claim.__name__: claim for claim in CLAIMS})

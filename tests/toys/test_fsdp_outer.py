@@ -125,6 +125,6 @@ CLAIMS: dict[str, Callable[[], None]] = {
 
 
 @pytest.mark.skipif(not hasattr(DeviceMesh, "_concatenate"), reason="meshes of this torch cannot be joined")
-def test_it_goes_with_tensor_parallelism_as_pytorchs_does() -> None:
+def test_tensor_parallelism_matches_pytorch_bitwise() -> None:
     """Oracle: PyTorch's ``fully_shard`` on two data-parallel times two tensor-parallel ranks, bit for bit."""
     assert_hold(4, CLAIMS)

@@ -83,6 +83,6 @@ def refuses_what_it_leaves_out_by_name() -> None:
             call()
 
 
-def test_what_it_leaves_out_is_refused_by_name() -> None:
+def test_unsupported_options_are_refused_by_name() -> None:
     """Oracle: the table in the package's docstring; PyTorch's words where PyTorch refuses as well."""
     assert_hold(2, {"refusals": refuses_what_it_leaves_out_by_name})

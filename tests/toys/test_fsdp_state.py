@@ -125,6 +125,6 @@ CLAIMS = [
 ]
 
 
-def test_values_come_and_go_as_pytorch_documents() -> None:
+def test_state_dicts_checkpoints_and_initialization_match_pytorch() -> None:
     """Oracle: PyTorch's ``fully_shard``, which accepts the toy's tensors, and the reverse."""
     assert_hold(2, {claim.__name__: claim for claim in CLAIMS})

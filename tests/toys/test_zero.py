@@ -99,7 +99,7 @@ def differing_optimizers() -> list[str]:
     return differing
 
 
-def test_any_optimizer_updates_as_over_whole_parameters_on_every_rank() -> None:
+def test_any_optimizer_matches_ddp_over_full_parameters() -> None:
     """Oracle: PyTorch's DDP and the same optimizer, bit for bit where a reduction adds two numbers; shared weights, and
     a block that one rank does not use; Adafactor, which is not elementwise, over whole tensors only."""
     assert run_ranks(2, differing_optimizers) == [[], []]
@@ -131,7 +131,7 @@ def _exists(share: Share) -> bool:
     return share.flat.untyped_storage().size() > 0
 
 
-def test_two_blocks_are_gathered_at_a_time_and_none_after_the_backward() -> None:
+def test_at_most_two_blocks_are_gathered_at_a_time() -> None:
     """Oracle: the storages' sizes, whenever one changes: the block that computes and the one ahead."""
     assert run_ranks(2, gathered_at_most) == [2, 2]
 
@@ -155,7 +155,7 @@ def filled_names() -> tuple[list[str], list[str], bool]:
     return sorted(filled), sorted(owned), bool(right) and module.last.weight is module.first.weight
 
 
-def test_only_owners_fill_deferred_parameters_and_sharing_survives() -> None:
+def test_deferred_parameters_are_initialized_by_their_owners_only() -> None:
     """Oracle: the names that the fill was called with, and a value that follows from each name."""
     results = run_ranks(2, filled_names)
     assert all(filled == owned and right for filled, owned, right in results)
@@ -164,7 +164,7 @@ def test_only_owners_fill_deferred_parameters_and_sharing_survives() -> None:
 
 @pytest.mark.parametrize("evenness", Evenness)
 @pytest.mark.parametrize("seed", range(10))
-def test_the_table_of_owners_is_even_to_the_largest_tensor(evenness: Evenness, seed: int) -> None:
+def test_owner_loads_differ_by_at_most_the_largest_tensor(evenness: Evenness, seed: int) -> None:
     """Oracle: the bound of taking the largest first: no rank is over the mean by more than the largest tensor."""
     generator = torch.Generator().manual_seed(seed)
     units = [torch.randint(1, 1000, (1 + int(n),), generator=generator).tolist() for n in range(12)]
@@ -177,7 +177,7 @@ def test_the_table_of_owners_is_even_to_the_largest_tensor(evenness: Evenness, s
     assert copy.deepcopy(owners) == assign_owners(units, 4, evenness)
 
 
-def test_evenness_of_units_spreads_every_block_over_all_ranks() -> None:
+def test_unit_evenness_spreads_every_block_over_all_ranks() -> None:
     """Oracle: counted; of each block's four equal tensors every one of four ranks owns one."""
     units = [[10, 10, 10, 10]] * 3 + [[5, 5, 5, 5]]
     assert all(set(owners) == {0, 1, 2, 3} for owners in assign_owners(units, 4, Evenness.unit))

@@ -12,7 +12,7 @@ from fsdptoys.utils.file_lock import HeldError, hold_lock, is_held, lock_file, l
 
 
 @pytest.mark.parametrize("where", ["file", ".file.{pid}.part"])
-def test_a_link_is_replaced_and_its_target_stays(where: str, tmp_path: Path) -> None:
+def test_symbolic_link_is_replaced_and_its_target_kept(where: str, tmp_path: Path) -> None:
     """Oracle: the content of both files, and the names in the folder."""
     target, folder = tmp_path / "target", tmp_path / "folder"
     target.write_text("precious")
@@ -24,7 +24,7 @@ def test_a_link_is_replaced_and_its_target_stays(where: str, tmp_path: Path) -> 
     assert [path.name for path in folder.iterdir()] == ["file"]
 
 
-def test_a_write_that_fails_leaves_the_old_file_alone(tmp_path: Path) -> None:
+def test_failed_write_keeps_the_old_file(tmp_path: Path) -> None:
     """Oracle: a limit on the size of files, which fails as a full disk does, and text that UTF-8 does not have."""
     path = tmp_path / "file"
     write_atomically(path, b"old")
@@ -40,7 +40,7 @@ def test_a_write_that_fails_leaves_the_old_file_alone(tmp_path: Path) -> None:
     assert path.read_text() == "old" and list(tmp_path.iterdir()) == [path]
 
 
-def test_a_lock_is_held_by_one(tmp_path: Path) -> None:
+def test_lock_has_one_holder(tmp_path: Path) -> None:
     """Oracle: this process's id in the lock file, and a refused second holder, of a file and of its folder."""
     path = tmp_path / "lock"
     descriptor, folder = lock_file(path), lock_folder(tmp_path)
@@ -55,7 +55,7 @@ def test_a_lock_is_held_by_one(tmp_path: Path) -> None:
     assert not path.exists() and not is_held(path) and not is_held(tmp_path)
 
 
-def test_the_lock_of_prepared_data_is_a_regular_file(tmp_path: Path) -> None:
+def test_lock_file_of_prepared_data_must_be_regular(tmp_path: Path) -> None:
     """Oracle: the sentence, and the file that the link leads to."""
     (tmp_path / "precious").write_text("precious")
     (tmp_path / "lock").symlink_to("precious")

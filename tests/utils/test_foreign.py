@@ -40,7 +40,7 @@ from fsdptoys.utils.foreign import MAX_DEPTH, MAX_YAML_BYTES, ForeignError, pars
         (parse_yaml, "a: [1", "did not find expected"),
     ],
 )
-def test_a_hostile_text_is_one_sentence(parse: Callable[[str], Any], text: str, reason: str) -> None:
+def test_hostile_text_raises_one_printable_sentence(parse: Callable[[str], Any], text: str, reason: str) -> None:
     """Oracle: one line that names the reason; the plain parsers end in RecursionError, or take all memory."""
     with pytest.raises(ForeignError) as caught:
         parse(text)
@@ -51,21 +51,21 @@ def test_a_hostile_text_is_one_sentence(parse: Callable[[str], Any], text: str, 
 @pytest.mark.parametrize(
     ("parse", "text", "key"), [(parse_json, '{"a": 1, "a": 2}', "a"), (parse_yaml, "{x: {b: 1, b: 2}}", "b")]
 )
-def test_a_key_that_occurs_twice_is_refused_where_asked_for(parse: Callable[..., Any], text: str, key: str) -> None:
+def test_duplicate_keys_are_refused_on_request(parse: Callable[..., Any], text: str, key: str) -> None:
     """Oracle: without the option the last one counts, as Python and PyYAML have it."""
     parse(text)
     with pytest.raises(ForeignError, match=f"{key} occurs twice"):
         parse(text, unique_keys=True)
 
 
-def test_plain_json_is_read_as_python_reads_it() -> None:
+def test_valid_json_is_parsed_like_python() -> None:
     """Oracle: literal values, emoji as a pair of escaped surrogates, 300 digits in a string."""
     text = '{"a": [1, 2.5, null, true, "\\ud83d\\ude00"], "b": {"c": "' + "7" * 300 + '"}}'
     assert parse_json(text) == {"a": [1, 2.5, None, True, "😀"], "b": {"c": "7" * 300}}
     assert math.isnan(parse_json("NaN", non_finite=True))
 
 
-def test_yaml_that_a_run_writes_is_read_back() -> None:
+def test_yaml_of_a_run_round_trips() -> None:
     """Oracle: ``yaml.safe_dump``; values that plain YAML takes for numbers in base 60, dates or booleans are quoted."""
     tree = {
         "a": 1e-05,

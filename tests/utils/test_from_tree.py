@@ -42,7 +42,7 @@ class Outer:
 WHOLE = {"number": 1, "words": ["a"], "inner": {"value": 2}}
 
 
-def test_plain_values_become_what_the_annotations_say() -> None:
+def test_plain_values_are_converted_to_the_annotated_types() -> None:
     """Oracle: the same object, built by hand."""
     tree = {
         **WHOLE,
@@ -78,7 +78,7 @@ def test_plain_values_become_what_the_annotations_say() -> None:
         ({"\x1b": 1}, "the key '\\x1b'"),
     ],
 )
-def test_a_value_of_another_kind_is_named(change: dict[str, Any], reason: str) -> None:
+def test_values_of_the_wrong_type_are_named(change: dict[str, Any], reason: str) -> None:
     """Oracle: the sentence, on one line without control characters."""
     with pytest.raises(ForeignError) as caught:
         build(Outer, {**WHOLE, **change})

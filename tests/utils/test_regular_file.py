@@ -27,7 +27,7 @@ def make_entry(path: Path, kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", ["a named pipe", "a folder", "a device", "a socket"])
-def test_what_is_no_regular_file_is_not_read(kind: str, tmp_path: Path) -> None:
+def test_irregular_files_are_not_read(kind: str, tmp_path: Path) -> None:
     """Oracle: the kind in the message, at once; ``open`` waits for ever for a pipe, and reads a device without end."""
     make_entry(tmp_path / "file", kind)
     with pytest.raises(NotRegularFileError, match=kind):
@@ -36,7 +36,7 @@ def test_what_is_no_regular_file_is_not_read(kind: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("mode", WRITES)
 @pytest.mark.parametrize("kind", ["a named pipe", "a folder", "a device", "a socket", "a symbolic link"])
-def test_what_is_no_regular_file_is_not_written(kind: str, mode: str, tmp_path: Path) -> None:
+def test_irregular_files_are_not_written(kind: str, mode: str, tmp_path: Path) -> None:
     """Oracle: an error, and the link's target as it was."""
     make_entry(tmp_path / "file", kind)
     with pytest.raises(OSError) as caught:
@@ -46,7 +46,7 @@ def test_what_is_no_regular_file_is_not_written(kind: str, mode: str, tmp_path: 
         assert (tmp_path / "precious").read_text() == "precious"
 
 
-def test_a_link_that_leads_nowhere_makes_no_file(tmp_path: Path) -> None:
+def test_dangling_link_creates_no_file(tmp_path: Path) -> None:
     """Oracle: the folder holds the link alone."""
     (tmp_path / "file").symlink_to("elsewhere")
     for mode in WRITES:
@@ -55,7 +55,7 @@ def test_a_link_that_leads_nowhere_makes_no_file(tmp_path: Path) -> None:
     assert os.listdir(tmp_path) == ["file"]
 
 
-def test_links_are_followed_for_reading_and_folders_may_be_links(tmp_path: Path) -> None:
+def test_links_are_followed_for_reading_and_in_folders(tmp_path: Path) -> None:
     """Oracle: the content; a run directory may lie on another disk."""
     (tmp_path / "disk").mkdir()
     (tmp_path / "runs").symlink_to("disk")

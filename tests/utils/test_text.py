@@ -11,7 +11,7 @@ import pytest
 from fsdptoys.utils.text import one_line, printable
 
 
-def test_what_steers_a_terminal_is_escaped() -> None:
+def test_control_characters_are_escaped() -> None:
     """Oracle: Python's own escapes, for colors, titles, carriage returns, right-to-left marks and lone surrogates."""
     assert printable("a\x1b[31mb\x1b]0;t\x07\rc\u202ed\ud800") == "a\\x1b[31mb\\x1b]0;t\\x07\\rc\\u202ed\\ud800"
     assert printable("ü\tx\ny") == "ü\tx\ny"
@@ -28,7 +28,7 @@ PRINT_STATUS = (
 
 
 @pytest.mark.parametrize("stream", ["full", "broken", "closed", "fine"])
-def test_a_console_that_is_gone_ends_nothing(stream: str) -> None:
+def test_lost_console_does_not_end_the_program(stream: str) -> None:
     """Oracle: the exit status that the program chose, and nothing on stderr."""
     command = [sys.executable, "-c", PRINT_STATUS]
     if stream == "closed":
