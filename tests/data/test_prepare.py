@@ -312,7 +312,7 @@ def test_unreadable_file_is_named(tmp_path, name, content, sentence):
     assert not (tmp_path / "out").exists()
 
 
-def test_a_full_disk_is_reported_and_the_same_command_continues(tmp_path, monkeypatch):
+def test_full_disk_is_reported_and_the_same_command_continues(tmp_path, monkeypatch):
     """Oracle: the sentence, and the bytes of a run with room."""
     monkeypatch.setattr("fsdptoys.data.prepare.GROUP_CHARACTERS", 500)
     monkeypatch.setattr("fsdptoys.data.shard_writer.SAVE_TOKENS", 1000)

@@ -185,7 +185,7 @@ def test_workers_divide_the_threads_without_affecting_other_threads() -> None:
     assert torch.get_num_threads() == before
 
 
-def test_a_rank_gets_its_share_of_the_cores_available_to_the_process(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rank_gets_its_share_of_the_cores_available_to_the_process(monkeypatch: pytest.MonkeyPatch) -> None:
     """Oracle: eight cores, of one rank, two and sixteen."""
     monkeypatch.setattr(cpu_offload, "available_cores", lambda: 8)
     assert [threads_per_rank(ranks) for ranks in (1, 2, 16)] == [8, 4, 1]

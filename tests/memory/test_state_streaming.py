@@ -288,7 +288,7 @@ def test_offload_fraction_moves_the_last_buckets_to_the_host(fraction: float) ->
     assert [bucket.on_host for bucket in optimizer.buckets] == [number >= 6 - moved for number in range(6)]
 
 
-def test_a_bucket_exceeds_the_requested_size_only_for_one_large_parameter(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bucket_exceeds_the_requested_size_only_for_one_large_parameter(monkeypatch: pytest.MonkeyPatch) -> None:
     """Oracle: a layer's weight has 512 bytes of states, its bias 512 with padding counted, 64 without."""
     for mib, expected in ((600, 6), (512, 12), (100, 12)):
         monkeypatch.setattr(optimizer_offload, "MIB", mib)
@@ -299,7 +299,7 @@ def test_a_bucket_exceeds_the_requested_size_only_for_one_large_parameter(monkey
         assert len(optimizer.buckets) == expected
 
 
-def test_a_state_dict_of_other_groups_is_refused() -> None:
+def test_state_dict_of_other_groups_is_refused() -> None:
     """Oracle: torch raises ValueError as well."""
     optimizer = offload_stack(Stack(), PIPELINED)
     other = torch.optim.AdamW([nn.Parameter(torch.ones(1))])

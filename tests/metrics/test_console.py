@@ -152,7 +152,7 @@ def test_column_positions_do_not_depend_on_the_numbers():
     assert rich_lines(100, GPU_STEP)[-3:-1] == rich_lines(100, other)[-3:-1]
 
 
-def test_the_console_follows_the_config(monkeypatch, capsys):
+def test_console_follows_the_config(monkeypatch, capsys):
     """Oracle: the class of each choice; standard output is no terminal under the test."""
     assert type(build_reporter(Console.auto, 1, 1)) is PlainReporter
     assert type(build_reporter(Console.plain, 1, 1)) is PlainReporter

@@ -17,7 +17,7 @@ def falling(steps: int, noise: float, seed: int = 0) -> list[float]:
     return [float(loss) for loss in 2.5 + 8.4 * numbers**-0.35 + np.random.default_rng(seed).normal(0, noise, steps)]
 
 
-def test_a_score_is_the_robust_z_score_of_the_last_losses():
+def test_score_is_the_robust_z_score_of_the_last_losses():
     """Oracle: the formula over the 64 losses before, with the standard library's median."""
     losses = falling(200, 0.05)
     detector = SpikeDetector(1e9)
@@ -33,7 +33,7 @@ def test_a_score_is_the_robust_z_score_of_the_last_losses():
 
 
 @pytest.mark.parametrize("noise", [0.0, 0.005, 0.05, 0.5])
-def test_a_noisy_falling_loss_has_no_spikes_at_the_default(noise):
+def test_noisy_falling_loss_has_no_spikes_at_the_default(noise):
     """Oracle: none in 10,000 steps of normal noise."""
     detector = SpikeDetector(8.0)
     assert [loss for loss in falling(10_000, noise) if detector.spike(loss) is not None] == []

@@ -139,7 +139,7 @@ def test_stall_fraction_excludes_the_warmup(tmp_path, capsys):
 
 
 @pytest.mark.parametrize("count", [0, 1, 2])
-def test_a_run_shorter_than_its_warmup_reports_no_medians(tmp_path, capsys, count):
+def test_run_shorter_than_its_warmup_reports_no_medians(tmp_path, capsys, count):
     """Oracle: the summary says so, and all files are written."""
     with make_recorder(tmp_path, Console.plain) as recorder:
         for metrics in run_of(count):

@@ -52,7 +52,7 @@ def record(folder: Path, resumes: bool = False, **ending: Any) -> None:
         {"profile": ProfileResult(0, (1,))},
     ],
 )
-def test_the_summary_is_rendered_from_the_file(tmp_path: Path, resumes: bool, ending: dict[str, Any]) -> None:
+def test_summary_is_rendered_from_the_file(tmp_path: Path, resumes: bool, ending: dict[str, Any]) -> None:
     """Oracle: the summary's bytes."""
     if resumes:
         record(tmp_path, **ending)
@@ -84,7 +84,7 @@ def test_resumed_run_removes_the_results_of_the_previous_start(tmp_path: Path) -
         ({"resumes": [{"time": 1}]}, r"resumes\[0\].time is 1, not text"),
     ],
 )
-def test_an_invalid_file_is_reported_in_one_sentence(tmp_path: Path, changes: dict[str, Any], words: str) -> None:
+def test_invalid_file_is_reported_in_one_sentence(tmp_path: Path, changes: dict[str, Any], words: str) -> None:
     """Oracle: the key and the value; a key of a later version is ignored."""
     record(tmp_path, sample=None)
     path = tmp_path / "result.json"

@@ -186,7 +186,7 @@ def test_files_of_an_attempt_without_a_checkpoint_are_moved_not_overwritten():
 
 
 @pytest.mark.parametrize("run_dir", ["fork", None])
-def test_a_run_from_another_folder_s_checkpoint_starts_its_own_files(run_dir, capsys):
+def test_run_from_another_folder_s_checkpoint_starts_its_own_files(run_dir, capsys):
     """Oracle: steps 21 to 23 alone; the other folder stays as it was; the end counts the steps before."""
     with start(None) as recorder:
         offsets = record(recorder, 1, 20, save_after=20)
@@ -370,7 +370,7 @@ def test_skipped_steps_and_spikes_are_reported(capsys):
     assert not [word for word in ("pike", "kipped") if word in Path("quiet/summary.md").read_text()]
 
 
-def test_a_skipped_step_is_marked_in_its_line(capsys):
+def test_skipped_step_is_marked_in_its_line(capsys):
     """Oracle: the start of the line."""
     with start(None, console=Console.plain) as recorder:
         recorder.step(replace(STEP, step=10, loss=math.nan, skipped=True, skipped_steps=1))

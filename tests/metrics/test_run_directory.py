@@ -61,7 +61,7 @@ def test_invalid_values_are_rejected_in_one_sentence(field, value, sentence):
     assert str(error.value) == sentence
 
 
-def test_the_config_is_a_schema_for_omegaconf():
+def test_config_is_a_schema_for_omegaconf():
     """Oracle: OmegaConf constructs the dataclass from YAML text."""
     schema = OmegaConf.structured(MetricsConfig)
     config = OmegaConf.to_object(OmegaConf.merge(schema, {"console": "plain", "run_dir": None, "log_every": 3}))
@@ -150,7 +150,7 @@ def test_second_of_two_concurrent_runs_in_one_folder_is_rejected(monkeypatch):
 
 
 @pytest.mark.parametrize("run_dir", ["file", "file/below", "link"])
-def test_path_that_is_not_a_folder_is_rejected(run_dir):
+def test_non_folder_path_is_rejected(run_dir):
     """Oracle: the sentence names the obstacle; the same for a file, a path through it, and a dead link."""
     Path("file").write_text("")
     Path("link").symlink_to("nowhere")
@@ -218,7 +218,7 @@ def test_environment_has_versions_and_hardware_but_no_host_name(monkeypatch):
     assert hardware_line(found).startswith("4 ranks on ")
 
 
-def test_a_package_that_is_not_installed_has_no_version(monkeypatch):
+def test_missing_package_has_no_version(monkeypatch):
     """Oracle: a name that no index would take."""
     monkeypatch.setattr("fsdptoys.metrics.run_environment.PACKAGES", ("no such package", "numpy"))
     versions = environment(Device("cpu"), 1, [])["versions"]

@@ -89,7 +89,7 @@ def test_memory_is_the_device_statistics_in_gib():
     assert metrics.resident_set_gib is not None and metrics.resident_set_gib > 0
 
 
-def test_a_cpu_reports_only_the_resident_set():
+def test_cpu_reports_only_the_resident_set():
     """Oracle: the process's resident set as reported by the kernel, within the growth between two readings."""
     metrics = measure(Device("cpu"), peak_flops=None)
     assert (metrics.memory_allocated_gib, metrics.memory_peak_gib, metrics.memory_reserved_gib) == (None, None, None)
@@ -107,7 +107,7 @@ def test_resident_set_peak_includes_freed_memory():
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-def test_a_cuda_device_reports_its_allocator():
+def test_cuda_device_reports_its_allocator():
     """Oracle: PyTorch's allocator counters around a tensor of 1 GiB."""
     device = Device("cuda")
     before = measure(device, device.peak_flops)

@@ -212,7 +212,7 @@ def test_narrow_terminal_wraps_text_without_truncating_numbers(config: Config) -
     assert set(PAGE.replace("#", "").split()) - set(narrow.split()) <= {"memory.gradient_checkpointing=none"}
 
 
-def test_a_single_rank_and_an_unknown_peak_are_reported(config: Config) -> None:
+def test_single_rank_and_an_unknown_peak_are_reported(config: Config) -> None:
     """Oracle: the lines, word for word; no communication, no host memory, no bars where there is nothing."""
     alone = dataclasses.replace(
         PREDICTION,

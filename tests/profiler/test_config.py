@@ -90,7 +90,7 @@ def test_disabled_profiler_is_always_valid():
         ProfileConfig().validate(world_size=1, device_type=device_type, steps=1)
 
 
-def test_the_config_is_a_schema_for_omegaconf():
+def test_config_is_a_schema_for_omegaconf():
     """Oracle: OmegaConf builds the dataclass from text as it stands in YAML."""
     schema = OmegaConf.structured(ProfileConfig)
     config = OmegaConf.to_object(OmegaConf.merge(schema, {"enabled": True, "ranks": [0, 1], "npu_level": "level0"}))

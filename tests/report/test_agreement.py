@@ -98,7 +98,7 @@ def test_layouts_and_memory_switches_agree_in_every_dtype(trained: Path) -> None
         ("momentum", "loss", 3),
     ],
 )
-def test_a_mistake_in_training_is_marked(trained: Path, name: str, quantity: str, step: int) -> None:
+def test_disagreeing_training_is_marked(trained: Path, name: str, quantity: str, step: int) -> None:
     """Oracle: the first quantity that each mistake changes: values, samples, gradients, the rate, later updates."""
     records = [record_of(trained / each) for each in ("ddp", "fsdp2", name)]
     (found,) = find_disagreements(records)
@@ -106,7 +106,7 @@ def test_a_mistake_in_training_is_marked(trained: Path, name: str, quantity: str
     assert found.sentence.startswith(f"{name} does not agree with ddp, which trains the same: from step {step} on")
 
 
-def test_a_doubled_gradient_is_marked_although_losses_are_equal(trained: Path) -> None:
+def test_doubled_gradient_is_marked_although_losses_are_equal(trained: Path) -> None:
     """Oracle: the factor; clipping and AdamW remove it from the update."""
     (found,) = find_disagreements([record_of(trained / "fsdp2"), record_of(trained / "gradient")])
     assert found.value == pytest.approx(2 * found.expected, rel=1e-5)
@@ -201,7 +201,7 @@ def test_different_trainings_are_not_compared(tmp_path: Path, second: dict[str, 
     ],
     ids=str,
 )
-def test_the_same_training_in_another_layout_is_compared(tmp_path: Path, second: dict[str, Any]) -> None:
+def test_same_training_in_another_layout_is_compared(tmp_path: Path, second: dict[str, Any]) -> None:
     """Oracle: losses far apart, which none of these changes explains."""
     (found,) = find_disagreements(pair(tmp_path, apart(0.5, "loss", 3), second=second))
     assert (found.name, found.step) == ("b", 3)
@@ -222,7 +222,7 @@ def test_rows_of_other_devices_or_versions_are_not_compared(tmp_path: Path, part
     assert find_disagreements(pair(tmp_path, apart(0.5, "loss", 3), environment=part)) == []
 
 
-def test_a_nan_loss_agrees_with_nan_alone(tmp_path: Path) -> None:
+def test_nan_loss_agrees_only_with_nan(tmp_path: Path) -> None:
     """Oracle: NaN in both, and in one."""
     steps = [*run_of(3), replace(STEP, step=4, loss=float("nan"))]
     for name in ("a", "b"):
@@ -234,7 +234,7 @@ def test_a_nan_loss_agrees_with_nan_alone(tmp_path: Path) -> None:
     assert "they are not both finite" in found.sentence
 
 
-def test_a_run_resumed_with_other_settings_is_not_compared(tmp_path: Path) -> None:
+def test_run_resumed_with_other_settings_is_not_compared(tmp_path: Path) -> None:
     """Oracle: a resume that changed the learning rate, and one that changed the layout alone."""
     records = pair(tmp_path, apart(0.5, "loss", 9))
     line = {"time": "", "step": 5, "checkpoint": "x", "world_size_before": 2, "world_size": 2, "moved_to": None}
@@ -243,7 +243,7 @@ def test_a_run_resumed_with_other_settings_is_not_compared(tmp_path: Path) -> No
         assert len(find_disagreements(records)) == count
 
 
-def test_rows_without_steps_or_without_their_first_steps_are_left_out(tmp_path: Path) -> None:
+def test_rows_without_common_steps_are_not_compared(tmp_path: Path) -> None:
     """Oracle: no common steps to compare."""
     write_run(tmp_path / "a", run_of(5))
     write_run(tmp_path / "none", [])
@@ -251,7 +251,7 @@ def test_rows_without_steps_or_without_their_first_steps_are_left_out(tmp_path: 
     assert find_disagreements([record_of(tmp_path / name) for name in ("a", "none", "late")]) == []
 
 
-def test_held_out_losses_are_compared_where_both_rows_have_one_over_the_same_samples(tmp_path: Path) -> None:
+def test_held_out_losses_are_compared_over_equal_samples(tmp_path: Path) -> None:
     """Oracle: 4.0 and 4.4 after step 5, and none after it in one of the rows; other samples may have another loss."""
 
     def held_out(loss: float) -> Callable[[StepMetrics], StepMetrics]:
@@ -267,7 +267,9 @@ def test_held_out_losses_are_compared_where_both_rows_have_one_over_the_same_sam
 
 
 @pytest.mark.parametrize("device, count", [("cuda", 0), ("cpu", 1)])
-def test_an_update_on_the_host_keeps_the_bits_of_one_on_the_host_alone(tmp_path: Path, device: str, count: int) -> None:
+def test_optimizer_steps_on_the_host_need_bitwise_agreement_on_cpus_only(
+    tmp_path: Path, device: str, count: int
+) -> None:
     """Oracle: an accelerator's AdamW is another kernel than the host's, so that one bit may differ; on a CPU none."""
     both = {"train.deterministic": True}
     write_run(tmp_path / "a", run_of(3), both, {"device.type": device})

@@ -54,7 +54,7 @@ def test_equal_runs_are_the_same(tmp_path: Path) -> None:
     assert "All settings, versions and machines are equal." in printed(found)
 
 
-def test_the_first_and_the_largest_difference_are_reported(tmp_path: Path) -> None:
+def test_first_and_the_largest_difference_are_reported(tmp_path: Path) -> None:
     """Oracle: the altered numbers: a norm in step 2, losses of 4.7 and 4.5 in steps 3 and 5."""
     second = altered(grad_norm=(2, 1.5))
     second[2] = replace(second[2], loss=4.7001)
@@ -85,14 +85,14 @@ def test_one_bit_is_a_difference_that_a_tolerance_allows(tmp_path: Path) -> None
     assert verdict(compare_runs(first, other, 1e-15)) == "Same: 6 steps, within 1e-15 relative."
 
 
-def test_a_tolerance_is_relative_to_the_larger(tmp_path: Path) -> None:
+def test_tolerance_is_relative_to_the_larger(tmp_path: Path) -> None:
     """Oracle: 5 and 4 are 0.2 apart of 5."""
     assert compared(tmp_path / "x", [STEP], [replace(STEP, loss=4.0)], tolerance=0.2).same
     assert not compared(tmp_path / "y", [STEP], [replace(STEP, loss=4.0)], tolerance=0.19).same
 
 
 @pytest.mark.parametrize("longer", ["a", "b"])
-def test_a_run_that_ends_earlier_is_not_the_same(tmp_path: Path, longer: str) -> None:
+def test_run_that_ends_earlier_differs(tmp_path: Path, longer: str) -> None:
     """Oracle: ``cmp``, which reports the end of one file as a difference."""
     lengths = (6, 4) if longer == "a" else (4, 6)
     found = compared(tmp_path, run_of(lengths[0]), run_of(lengths[1]))
@@ -102,7 +102,7 @@ def test_a_run_that_ends_earlier_is_not_the_same(tmp_path: Path, longer: str) ->
     assert f"{letter} ({longer}) has 2 steps, 5 to 6, that the other lacks." in printed(found)
 
 
-def test_nan_equals_nan_alone(tmp_path: Path) -> None:
+def test_nan_equals_only_nan(tmp_path: Path) -> None:
     """Oracle: NaN in both, then in one."""
     bad = altered(loss=(4, math.nan))
     both = compared(tmp_path / "both", bad, bad)
@@ -118,7 +118,7 @@ def evaluated(*losses: float | None) -> list[StepMetrics]:
     return [replace(step, eval_loss=loss) for step, loss in zip(run_of(len(losses)), losses, strict=True)]
 
 
-def test_held_out_losses_are_compared_where_both_runs_have_one(tmp_path: Path) -> None:
+def test_held_out_losses_are_compared_if_both_runs_have_one(tmp_path: Path) -> None:
     """Oracle: 4.0 and 4.4 after step 3; step 2 has one in the first run alone, which is no difference."""
     found = compared(tmp_path / "other", evaluated(None, 5.0, 4.0), evaluated(None, None, 4.4), CHANGES)
     assert found.first_difference is not None and not found.same
@@ -137,7 +137,7 @@ def test_held_out_losses_of_other_samples_are_reported_as_not_compared(tmp_path:
     assert not compared(tmp_path / "split", *losses, split).same
 
 
-def test_a_held_out_loss_of_the_first_step_depends_on_its_update(tmp_path: Path) -> None:
+def test_first_held_out_loss_is_explained_by_the_optimizer_step(tmp_path: Path) -> None:
     """Oracle: it is evaluated after the update, so the learning rate is a likelier explanation than the data."""
     found = compared(tmp_path, evaluated(4.0), evaluated(4.4), CHANGES)
     assert next(change.key for change in found.changes if change.effect is Effect.training) == "optim.lr"
@@ -190,7 +190,7 @@ CHANGES = {
     ],
     ids=["loss of step 1", "loss of step 3", "learning rate"],
 )
-def test_the_likeliest_explanation_comes_first(tmp_path: Path, second: Any, first_keys: list[str]) -> None:
+def test_most_likely_explanation_comes_first(tmp_path: Path, second: Any, first_keys: list[str]) -> None:
     """Oracle: the first loss depends on data and no update; a later one, and the learning rate, the other way round."""
     found = compared(tmp_path, run_of(6), second, CHANGES)
     keys = {effect: [change.key for change in found.changes if change.effect is effect] for effect in Effect}
@@ -222,7 +222,7 @@ def test_versions_and_machines_are_reported(tmp_path: Path) -> None:
     assert "versions.torch  2.13.0       2.7.1" in printed(found)
 
 
-def test_a_job_of_a_sweep_is_found_by_its_folder(tmp_path: Path) -> None:
+def test_job_of_a_sweep_is_found_by_its_folder(tmp_path: Path) -> None:
     """Oracle: its run directory."""
     write_run(tmp_path / "jobs" / "01" / "run", run_of(3))
     assert open_run(tmp_path / "jobs" / "01").path == tmp_path / "jobs" / "01" / "run"

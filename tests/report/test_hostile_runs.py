@@ -85,14 +85,14 @@ def runs(tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize("text", SPOILED_SETTINGS.values(), ids=SPOILED_SETTINGS)
-def test_damaged_settings_are_a_row(runs: Path, text: str) -> None:
+def test_run_with_damaged_settings_is_listed_with_the_reason(runs: Path, text: str) -> None:
     """Oracle: the other run, and a sentence that names the file."""
     (runs / "bad" / "config.yaml").write_bytes(text.encode("utf-8", "surrogateescape"))
     check_others(runs, "config.yaml cannot be read")
 
 
 @pytest.mark.parametrize("text", SPOILED_ENVIRONMENTS.values(), ids=SPOILED_ENVIRONMENTS)
-def test_a_damaged_environment_is_a_row(runs: Path, text: str) -> None:
+def test_run_with_a_damaged_environment_is_listed_with_the_reason(runs: Path, text: str) -> None:
     """Oracle: the other run, and a sentence that names the file."""
     (runs / "bad" / "environment.json").write_text(text)
     check_others(runs, "environment.json")
@@ -100,7 +100,7 @@ def test_a_damaged_environment_is_a_row(runs: Path, text: str) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("name", ["environment.json", "resumes.jsonl"])
-def test_special_files_are_a_row(runs: Path, name: str, kind: Callable[[Path], None]) -> None:
+def test_run_with_special_files_is_listed_with_the_reason(runs: Path, name: str, kind: Callable[[Path], None]) -> None:
     """Oracle: the other run, and a sentence that names the file; reading a pipe would wait for a writer."""
     (runs / "bad" / name).unlink(missing_ok=True)
     kind(runs / "bad" / name)
@@ -113,7 +113,7 @@ def test_special_files_are_a_row(runs: Path, name: str, kind: Callable[[Path], N
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("name", ["prediction.json", "result.json", "summary.md"])
-def test_optional_files_that_are_damaged_are_left_out(runs: Path, name: str, kind: Callable[[Path], None]) -> None:
+def test_damaged_optional_files_are_ignored(runs: Path, name: str, kind: Callable[[Path], None]) -> None:
     """Oracle: the run's steps, which are intact."""
     (runs / "bad" / name).unlink(missing_ok=True)
     kind(runs / "bad" / name)
@@ -122,7 +122,7 @@ def test_optional_files_that_are_damaged_are_left_out(runs: Path, name: str, kin
 
 
 @pytest.mark.parametrize("text", ['{"method": 1}', "[" * 100_000, '{"time": {"step_seconds": 0}}', "\xff"])
-def test_a_damaged_prediction_is_left_out_with_a_sentence(runs: Path, text: str) -> None:
+def test_damaged_prediction_is_omitted_with_a_note(runs: Path, text: str) -> None:
     """Oracle: the run's other numbers, and the note."""
     (runs / "bad" / "prediction.json").write_text(text, encoding="latin-1")
     (bad,) = [record for record in gather([runs]).records if record.name == "bad"]
@@ -131,7 +131,9 @@ def test_a_damaged_prediction_is_left_out_with_a_sentence(runs: Path, text: str)
 
 
 @pytest.mark.parametrize("form", ["--table", "--markdown", "--csv", "--json", "compare", "--live"])
-def test_nothing_of_a_run_controls_the_terminal(runs: Path, form: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_control_characters_of_a_run_are_escaped_on_the_terminal(
+    runs: Path, form: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     """Oracle: no control character in the output, of keys and of values; their names are there, escaped."""
     hostile = "\x1b[2J\x1b]0;owned\x07\r\u202e"
     for name, value in (("good", "a"), ("bad", hostile)):
@@ -154,26 +156,26 @@ def test_nothing_of_a_run_controls_the_terminal(runs: Path, form: str, capsys: p
     assert not STEERING.search(output)
 
 
-def test_a_mistake_is_printed_without_control_characters(capsys: pytest.CaptureFixture[str]) -> None:
+def test_error_messages_escape_control_characters(capsys: pytest.CaptureFixture[str]) -> None:
     """Oracle: Python's own escapes."""
     assert main(["report", "\x1b]0;owned\x07"]) == 2
     assert capsys.readouterr().err.startswith("fsdptoys: \\x1b]0;owned\\x07 holds neither")
 
 
 @pytest.mark.parametrize("words", [["report", "x" * 300], ["compare", "x" * 300, "y"], ["report", "--live", "x" * 300]])
-def test_an_impossible_file_name_is_one_sentence(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+def test_impossible_file_name_is_reported_in_one_sentence(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     """Oracle: status 2, and one line."""
     assert main(words) == 2
     assert len(capsys.readouterr().err.splitlines()) == 1
 
 
-def test_pages_hold_no_control_characters() -> None:
+def test_pages_escape_control_characters() -> None:
     """Oracle: Python's own escapes, within HTML's."""
     assert escape("<\x1b\ud800\n>") == "&lt;\\x1b\\ud800\n&gt;"
 
 
 @pytest.mark.parametrize("text", ['{"title": 1}', "[" * 100_000, '{"format_version": 99}', "\xff", "1e999"])
-def test_invalid_results_are_left_out_with_a_sentence(runs: Path, text: str) -> None:
+def test_invalid_results_are_omitted_with_a_note(runs: Path, text: str) -> None:
     """Oracle: the run's other numbers, and the note."""
     (runs / "bad" / "result.json").write_text(text, encoding="latin-1")
     (bad,) = [record for record in gather([runs]).records if record.name == "bad"]

@@ -53,7 +53,7 @@ def test_lines_appear_when_written_and_a_partial_line_is_waited_for(run: Written
 
 
 @pytest.mark.parametrize("grows_past", [False, True])
-def test_a_run_that_returns_to_a_checkpoint_is_read_again(run: WrittenRun, grows_past: bool) -> None:
+def test_run_that_returns_to_a_checkpoint_is_read_again(run: WrittenRun, grows_past: bool) -> None:
     """Oracle: the file's own steps, cut and written again with a look in between, or without."""
     run.add(*(step_of(number) for number in range(1, 5)))
     at_checkpoint = (run.path / "metrics.jsonl").stat().st_size
@@ -87,7 +87,7 @@ def test_repeated_steps_are_reported(run: WrittenRun) -> None:
     assert watching.end() == 0
 
 
-def test_a_killed_run_ends_the_watching_with_1(run: WrittenRun) -> None:
+def test_watching_a_killed_run_exits_with_1(run: WrittenRun) -> None:
     """Oracle: exit status and sentence."""
     run.add(step_of(1), step_of(2))
     watching = Watching(run.path)
@@ -99,7 +99,7 @@ def test_a_killed_run_ends_the_watching_with_1(run: WrittenRun) -> None:
     )
 
 
-def test_a_run_that_stopped_early_ends_the_watching_with_1(run: WrittenRun) -> None:
+def test_watching_a_run_that_stopped_early_exits_with_1(run: WrittenRun) -> None:
     """Oracle: the summary's own row, in the last line."""
     run.add(step_of(1), step_of(2))
     run.finish("2 of 20; SIGTERM received")
@@ -108,7 +108,7 @@ def test_a_run_that_stopped_early_ends_the_watching_with_1(run: WrittenRun) -> N
     assert watching.lines()[-1] == f"the run has ended: 2 of 20; SIGTERM received; {run.path / 'summary.md'}"
 
 
-def test_a_run_without_steps_is_waited_for(run: WrittenRun) -> None:
+def test_watching_waits_for_the_first_step(run: WrittenRun) -> None:
     """Oracle: nothing except the heading until the first step comes."""
     watching = Watching(run.path)
     watching.wait_for_text("tiny-fsdp2 in")
@@ -122,7 +122,7 @@ def test_a_run_without_steps_is_waited_for(run: WrittenRun) -> None:
 
 
 @pytest.mark.parametrize("terminal", [False, True])
-def test_ctrl_c_ends_the_watching_and_not_the_run(run: WrittenRun, terminal: bool) -> None:
+def test_ctrl_c_ends_watching_but_not_the_run(run: WrittenRun, terminal: bool) -> None:
     """Oracle: exit status 0, with unchanged lock and files of the run."""
     run.add(step_of(1))
     before = sorted(path.name for path in run.path.iterdir())
@@ -172,7 +172,7 @@ def test_no_time_is_left_after_more_steps_than_planned(run: WrittenRun) -> None:
         ([float("nan")], "nan after step 1"),
     ],
 )
-def test_the_lowest_held_out_loss_is_a_finite_one(run: WrittenRun, losses: list[float], sentence: str) -> None:
+def test_lowest_held_out_loss_is_finite(run: WrittenRun, losses: list[float], sentence: str) -> None:
     """Oracle: the losses as written."""
     run.add(*(step_of(number, eval_loss=loss) for number, loss in enumerate(losses, 1)))
     followed = FollowedRun(run.path)
@@ -190,7 +190,7 @@ def test_other_folders_are_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("width", [40, 80, 120])
-def test_the_picture_keeps_to_the_width(run: WrittenRun, width: int) -> None:
+def test_live_view_fits_the_width(run: WrittenRun, width: int) -> None:
     """Oracle: rich's own count of cells in every line; the written numbers are in the picture."""
     run.add(*(step_of(number, eval_loss=5.0 if number == 7 else None) for number in range(1, 10)))
     run.add(step_of(10, loss_spike=9.5, skipped=True, skipped_steps=1))
@@ -219,7 +219,7 @@ def test_the_picture_keeps_to_the_width(run: WrittenRun, width: int) -> None:
     assert [words for words in expected if words not in flat and width > 40] == []
 
 
-def test_a_terminal_is_redrawn_and_left_with_the_last_state(run: WrittenRun) -> None:
+def test_terminal_is_redrawn_and_keeps_the_last_state(run: WrittenRun) -> None:
     """Oracle: the cursor-up escapes, and the final lines."""
     run.add(step_of(1))
     watching = Watching(run.path, terminal=True)
@@ -231,7 +231,7 @@ def test_a_terminal_is_redrawn_and_left_with_the_last_state(run: WrittenRun) -> 
     assert "\x1b[1A" in watching.stream.getvalue() and "the run has ended: 20 of 20" in watching.lines()[-1]
 
 
-def test_a_rank_that_falls_behind_is_named(run: WrittenRun) -> None:
+def test_rank_that_falls_behind_is_named(run: WrittenRun) -> None:
     """Oracle: the heartbeats' own files of two ranks, seen at once and a minute later."""
     for rank, (step, phase) in enumerate([(7, "forward"), (6, "backward")]):
         heartbeat = HeartbeatWriter(run.path / HEARTBEATS_FOLDER, rank)
@@ -263,7 +263,7 @@ def test_without_locks_a_run_is_running_while_its_ranks_have_heartbeats(run: Wri
     assert followed.state() is State.running
 
 
-def test_a_chart_spans_from_the_lowest_to_the_highest() -> None:
+def test_chart_spans_the_range_of_the_values() -> None:
     """Oracle: a straight line falls by an eighth of a block a value; a non-finite value leaves a gap."""
     eighths = CHART_LINES * 8
     lines = draw_chart([float(value) for value in range(eighths, 0, -1)], 80, "loss")

@@ -25,7 +25,7 @@ def sweep_of(path: Path, statuses: list[JobStatus]) -> Sweep:
     return sweep
 
 
-def test_a_sweep_is_followed_job_by_job(tmp_path: Path) -> None:
+def test_sweep_is_followed_job_by_job(tmp_path: Path) -> None:
     """Oracle: the jobs' own steps in their order, the end of each, and the count at the end."""
     sweep = sweep_of(tmp_path / "sweep", [JobStatus.running, JobStatus.waiting])
     first, second = sweep.jobs
@@ -53,7 +53,7 @@ def test_a_sweep_is_followed_job_by_job(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("status", "exit_status"), [(JobStatus.done, 0), (JobStatus.out_of_memory, 1)])
-def test_a_job_of_a_sweep_is_followed_alone(tmp_path: Path, status: JobStatus, exit_status: int) -> None:
+def test_single_job_of_a_sweep_is_followed(tmp_path: Path, status: JobStatus, exit_status: int) -> None:
     """Oracle: the end recorded in the job's own file."""
     sweep = sweep_of(tmp_path / "sweep", [JobStatus.waiting])
     (job,) = sweep.jobs
@@ -66,7 +66,7 @@ def test_a_job_of_a_sweep_is_followed_alone(tmp_path: Path, status: JobStatus, e
 
 @pytest.mark.launcher
 @pytest.mark.usefixtures("unmeasured", "warm")
-def test_a_real_run_is_followed_to_its_end(tmp_path: Path) -> None:
+def test_real_run_is_followed_to_its_end(tmp_path: Path) -> None:
     """Oracle: the configured steps, the run's own name, the end of its summary, and its files alone."""
     words = ["experiment=null", "parallel=single", "train.steps=20", "train.seq_len=64", "metrics.log_every=1"]
     training = subprocess.Popen(

@@ -115,7 +115,7 @@ def column(loaded: Loaded, table: str, number: int) -> list[str]:
 
 @needs_browser
 @pytest.mark.parametrize("size", ["wide", "single"])
-def test_a_page_is_drawn_without_a_message_or_a_request(size: str, request: pytest.FixtureRequest) -> None:
+def test_page_renders_without_browser_messages_or_requests(size: str, request: pytest.FixtureRequest) -> None:
     """Oracle: the browser's console and its own list of requests, with the file as the only one."""
     loaded = request.getfixturevalue(size)
     assert loaded.messages == []
@@ -127,7 +127,7 @@ def test_a_page_is_drawn_without_a_message_or_a_request(size: str, request: pyte
 
 @needs_browser
 @pytest.mark.parametrize("size", ["wide", "narrow", "single"])
-def test_a_page_is_as_wide_as_its_window_and_no_text_covers_another(size: str, request: pytest.FixtureRequest) -> None:
+def test_page_fits_its_window_without_overlapping_text(size: str, request: pytest.FixtureRequest) -> None:
     """Oracle: the browser's layout: widths, and the boxes of all texts of each picture."""
     loaded = request.getfixturevalue(size)
     assert loaded.page.evaluate("document.documentElement.scrollWidth") <= loaded.page.viewport_size["width"]
@@ -155,7 +155,7 @@ def test_headings_sort_by_numbers_and_by_keyboard(wide: Loaded) -> None:
 
 
 @needs_browser
-def test_the_filter_hides_rows(wide: Loaded) -> None:
+def test_filter_hides_rows(wide: Loaded) -> None:
     """Oracle: the jobs that contain the words, as written; a minus leaves out."""
     field_ = wide.page.get_by_label("Filter rows").first
     field_.fill("fsdp2 full")
@@ -191,7 +191,7 @@ def test_dragging_zooms_and_a_double_click_shows_all(wide: Loaded) -> None:
 
 
 @needs_browser
-def test_the_button_turns_page_and_pictures_dark_and_back(wide: Loaded) -> None:
+def test_theme_button_switches_page_and_plots(wide: Loaded) -> None:
     """Oracle: colors as the browser computes them, of the page and of a picture's text."""
     paper = "getComputedStyle(document.body).backgroundColor"
     ink = "getComputedStyle(document.querySelector('#plot-losses .xtitle')).fill"
@@ -208,7 +208,7 @@ def test_the_button_turns_page_and_pictures_dark_and_back(wide: Loaded) -> None:
 
 
 @needs_browser
-def test_a_legend_hides_its_series(wide: Loaded) -> None:
+def test_legend_buttons_hide_series(wide: Loaded) -> None:
     """Oracle: plotly's own list of visible series."""
     visible = "document.getElementById('plot-losses')._fullData[1].visible"
     button = wide.page.locator("#losses .legend button").nth(1)
@@ -220,7 +220,7 @@ def test_a_legend_hides_its_series(wide: Loaded) -> None:
 
 
 @needs_browser
-def test_dollars_in_a_name_are_no_formula(single: Loaded) -> None:
+def test_dollar_signs_in_names_are_not_rendered_as_math(single: Loaded) -> None:
     """Oracle: plotly warns in the console if it takes a text for TeX and has no renderer for it."""
     relabel = "text => Plotly.relayout('plot-loss', {'xaxis.title.text': text}).then(() => 0)"
     before = single.page.locator("#plot-loss .xtitle").text_content()
@@ -231,7 +231,7 @@ def test_dollars_in_a_name_are_no_formula(single: Loaded) -> None:
 
 
 @needs_browser
-def test_a_run_page_shows_the_files_of_the_run(single: Loaded) -> None:
+def test_run_page_shows_the_files_of_the_run(single: Loaded) -> None:
     """Oracle: the text written into the run's files."""
     headings = [head.text_content() for head in single.page.locator("h2").all()]
     assert headings == [

@@ -39,7 +39,7 @@ ODD = "a`b` **c** $d$ <i>\udcff"
 """A valid folder name with a byte outside UTF-8."""
 
 
-def test_manipulated_runs_make_a_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_manipulated_runs_render(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Oracle: the defects written here; names appear in the page unchanged, except for control characters."""
     monkeypatch.setattr("fsdptoys.report.html_page.draw_png", lambda picture, path: drawn.append(picture))
     drawn: list[Picture] = []
@@ -61,7 +61,7 @@ def test_manipulated_runs_make_a_page(tmp_path: Path, monkeypatch: pytest.Monkey
         assert ("with traced steps, which are slower" in own) is (name == "a")
 
 
-def test_a_sweep_with_one_job_still_lists_skipped_combinations(tmp_path: Path, without_pngs: None) -> None:
+def test_sweep_with_one_job_still_lists_skipped_combinations(tmp_path: Path, without_pngs: None) -> None:
     """Oracle: the reason as written into the sweep."""
     write_run(tmp_path / "jobs" / "01" / "run", run_of(6))
     job = Job("01", (), {"parallel": "fsdp2"}, "print 1", JobStatus.done, 0)
@@ -70,7 +70,7 @@ def test_a_sweep_with_one_job_still_lists_skipped_combinations(tmp_path: Path, w
     assert "it has one rank" in page
 
 
-def test_unfinished_rows_win_nothing(tmp_path: Path, without_pngs: None) -> None:
+def test_unfinished_rows_are_never_the_best(tmp_path: Path, without_pngs: None) -> None:
     """Oracle: the killed run is faster, smaller and has the lower loss."""
     better = replace(STEP, loss=3.0, resident_set_gib=0.1, resident_set_peak_gib=0.1, tokens_per_second=1e6)
     write_run(tmp_path / "runs" / "ended", run_of(6))
@@ -103,7 +103,7 @@ def test_names_show_the_varied_settings(tmp_path: Path, choices: list[dict[str, 
     assert short_names(records) == names
 
 
-def test_rows_without_steps_make_a_page(tmp_path: Path) -> None:
+def test_rows_without_steps_render(tmp_path: Path) -> None:
     """Oracle: a run killed in its first step has no steps to draw."""
     page = write_page(gather([write_run(tmp_path / "run", [], finished=False)]), tmp_path / "report.html")
     assert len(page) == 1
@@ -118,7 +118,7 @@ def test_rows_without_steps_make_a_page(tmp_path: Path) -> None:
         ("folder.html", r"folder\.html is a folder; write --out report\.html"),
     ],
 )
-def test_an_invalid_path_of_a_page_is_one_sentence(tmp_path: Path, name: str, problem: str) -> None:
+def test_invalid_page_path_is_reported_in_one_sentence(tmp_path: Path, name: str, problem: str) -> None:
     """Oracle: the sentence names the file and the fix, and no option that the user did not type."""
     (tmp_path / "folder.html").mkdir()
     with pytest.raises(ConfigError, match=f"^--out .*{problem}$"):
@@ -127,9 +127,7 @@ def test_an_invalid_path_of_a_page_is_one_sentence(tmp_path: Path, name: str, pr
         write_page(Collection("nothing", [], [], []), tmp_path / name)
 
 
-def test_without_plotly_the_sentence_names_the_extra_to_install(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_missing_plotly_names_the_extra_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Oracle: Python's own failure to import a module; nothing is written."""
     monkeypatch.setitem(sys.modules, "plotly", None)
     with pytest.raises(ConfigError, match=r"pip install 'fsdptoys\[report\]'"):

@@ -60,14 +60,14 @@ def test_every_color_contrasts_with_the_page(color: str, paper: str) -> None:
     assert (bright + 0.05) / (dark + 0.05) >= 3
 
 
-def test_no_two_of_thirty_series_look_alike() -> None:
+def test_thirty_series_have_distinct_styles() -> None:
     """Oracle: color, marker and dashes together; not by color alone."""
     looks = [Series(str(n), None, [], [], n) for n in range(30)]  # type: ignore[arg-type]
     assert len({(one.color, one.marker, one.dash) for one in looks}) == 30
     assert all(a.marker != b.marker for a, b in itertools.pairwise(looks))
 
 
-def test_thinning_keeps_every_extreme_and_every_gap() -> None:
+def test_thinning_keeps_extremes_and_gaps() -> None:
     """Oracle: the lowest and highest of each stretch in the long line itself."""
     x = np.arange(5000)
     y = np.sin(x / 50) + 5.0 * (x == 1234) - 7.0 * (x == 4321)
@@ -99,7 +99,7 @@ def test_labels_cover_neither_points_nor_one_another() -> None:
         assert a[2] <= b[0] or b[2] <= a[0] or a[3] <= b[1] or b[3] <= a[1]
 
 
-def test_the_frontier_has_the_runs_that_no_other_run_beats(shown: list[PlottedRun]) -> None:
+def test_frontier_has_the_undominated_runs(shown: list[PlottedRun]) -> None:
     """Oracle: comparing every pair of runs."""
     picture = draw_tradeoff(shown)
     assert picture is not None

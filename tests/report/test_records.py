@@ -65,7 +65,7 @@ def row_of(path: Path) -> Record:
     ],
 )
 @pytest.mark.parametrize("file", ["result.json", "summary.md"])
-def test_a_run_has_the_status_and_reason_of_its_end(
+def test_run_has_the_status_and_reason_of_its_end(
     tmp_path: Path, last: int, stop: Stop, status: JobStatus, file: str
 ) -> None:
     """Oracle: the trainer's stop; directories of earlier versions have the summary only."""
@@ -77,7 +77,7 @@ def test_a_run_has_the_status_and_reason_of_its_end(
     assert (record.status, record.reason) == (status, reason)
 
 
-def test_a_run_killed_after_resuming_is_not_done(tmp_path: Path) -> None:
+def test_run_killed_after_resuming_is_not_done(tmp_path: Path) -> None:
     """Oracle: the previous start ended well, at step 4; this one writes two more steps and no summary."""
     record_run(tmp_path / "run", 4, BY_TIME)
     record_run(tmp_path / "run", 6, None, after=4)
@@ -86,7 +86,7 @@ def test_a_run_killed_after_resuming_is_not_done(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("sign", ["lock", "heartbeat"])
-def test_a_run_with_a_writer_is_running_despite_a_summary(tmp_path: Path, sign: str) -> None:
+def test_run_with_a_writer_is_running_despite_a_summary(tmp_path: Path, sign: str) -> None:
     """Oracle: a held lock, or a heartbeat of a live process, next to a summary."""
     path = write_run(tmp_path / "run", run_of(3))
     lock = FolderLock(path) if sign == "lock" else None
@@ -138,7 +138,7 @@ def test_rows_with_equal_folders_are_numbered(tmp_path: Path) -> None:
     assert names_of(tmp_path / "s1/01", tmp_path / "Y/01", tmp_path / "Z/s1") == ["s1/01", "Y/01", "s1/01 (2)"]
 
 
-def test_a_folder_given_as_a_dot_has_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_current_folder_is_listed_by_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Oracle: the name of the folder, of the row and of the report."""
     monkeypatch.chdir(write_run(tmp_path / "one", run_of(3)))
     collection = gather([Path()])
@@ -149,7 +149,7 @@ DAMAGE = [("environment.json", None), ("environment.json", '{"world'), ("config.
 
 
 @pytest.mark.parametrize(("name", "text"), DAMAGE)
-def test_a_damaged_run_is_a_row_with_a_note_among_the_others(tmp_path: Path, name: str, text: str | None) -> None:
+def test_damaged_run_is_listed_with_its_reason_among_the_others(tmp_path: Path, name: str, text: str | None) -> None:
     """Oracle: the other row is unchanged, and the sentence names the file; a run named explicitly is refused."""
     sweep = sweep_in(tmp_path / "s1", "01", "02")
     for path in (sweep.run_dir(sweep.jobs[0]), write_run(tmp_path / "runs/bad", run_of(3))):
@@ -168,7 +168,7 @@ def test_a_damaged_run_is_a_row_with_a_note_among_the_others(tmp_path: Path, nam
         gather([tmp_path / "runs/bad"])
 
 
-def test_the_end_of_a_damaged_job_is_reported_too(tmp_path: Path) -> None:
+def test_damaged_job_keeps_its_recorded_status_and_reason(tmp_path: Path) -> None:
     """Oracle: the status of the job, and both sentences."""
     sweep = sweep_in(tmp_path / "s1", "01")
     failed = replace(sweep.jobs[0], status=JobStatus.out_of_memory, reason="rank 1 ran out of memory")
@@ -180,7 +180,7 @@ def test_the_end_of_a_damaged_job_is_reported_too(tmp_path: Path) -> None:
     assert record.reason.startswith("rank 1 ran out of memory; ") and "environment.json cannot be read" in record.reason
 
 
-def test_a_finished_job_without_settings_is_reported(tmp_path: Path) -> None:
+def test_finished_job_without_settings_is_reported(tmp_path: Path) -> None:
     """Oracle: the sentence names the missing file; a job without any folder has the status of its own file."""
     sweep = sweep_in(tmp_path / "s1", "01", "02")
     (sweep.run_dir(sweep.jobs[0]) / "config.yaml").unlink()
@@ -190,7 +190,7 @@ def test_a_finished_job_without_settings_is_reported(tmp_path: Path) -> None:
     assert (gone.status, gone.run) == (JobStatus.done, None)
 
 
-def test_a_damaged_sweep_in_a_folder_leaves_the_others_intact(tmp_path: Path) -> None:
+def test_damaged_sweep_in_a_folder_leaves_the_others_intact(tmp_path: Path) -> None:
     """Oracle: the rows of the intact sweep, after the sentence on the other."""
     for place in ("s1", "s2"):
         sweep_in(tmp_path / place, "01")

@@ -104,7 +104,7 @@ def test_on_a_cpu_the_resident_set_replaces_device_memory(tmp_path: Path) -> Non
     assert any(note.startswith("A CPU has no device memory") for note in table.notes)
 
 
-def test_the_stall_share_has_a_column_if_runs_record_it(tmp_path: Path) -> None:
+def test_stall_share_has_a_column_if_runs_record_it(tmp_path: Path) -> None:
     """Oracle: a share of the times of steps 3 to 5, which are 0.42 s; a run of an earlier version has none."""
     write_run(tmp_path / "a", run_of(5, replace(STEP, data_wait_seconds=0.007)))
     write_run(tmp_path / "b", run_of(5))
@@ -147,7 +147,7 @@ def test_failed_and_skipped_rows_are_listed_with_their_reason(mixed: Table) -> N
 
 
 @pytest.mark.parametrize("width", [40, 60, 80, 100, 120, 160])
-def test_a_table_fits_its_terminal_and_names_omitted_columns(two: list[Record], width: int) -> None:
+def test_table_fits_its_terminal_and_names_omitted_columns(two: list[Record], width: int) -> None:
     """Oracle: the width; each column is on the page or named below it."""
     write_run(two[0].path.parent / "third", run_of(6), {"parallel.wrap": "block_attn_mlp"}, environment=GPU)
     table = table_of([*two, record_of(two[0].path.parent / "third")])
@@ -235,7 +235,7 @@ def test_json_has_everything_of_a_row(mixed: Table) -> None:
     assert done["source"] == full["source"] and len(done["source"]) == 12
 
 
-def test_a_nan_loss_is_null_in_json_and_shown(tmp_path: Path) -> None:
+def test_nan_loss_is_null_in_json_and_shown(tmp_path: Path) -> None:
     """Oracle: strict JSON has no NaN."""
     write_run(tmp_path / "a", [*run_of(3), replace(STEP, step=4, loss=float("nan"))])
     table = table_of([record_of(tmp_path / "a")])
@@ -259,7 +259,7 @@ def test_differing_places_of_rows_are_reported(tmp_path: Path) -> None:
     assert rows[0]["source"] == rows[2]["source"] != rows[1]["source"]
 
 
-def test_a_row_whose_losses_disagree_is_marked_and_explained(tmp_path: Path) -> None:
+def test_row_whose_losses_disagree_is_marked_and_explained(tmp_path: Path) -> None:
     """Oracle: the altered row."""
     write_run(tmp_path / "a", run_of(5))
     write_run(tmp_path / "b", [replace(step, loss=step.loss * 1.1) for step in run_of(5)], {"parallel.name": "ddp"})
@@ -270,7 +270,7 @@ def test_a_row_whose_losses_disagree_is_marked_and_explained(tmp_path: Path) -> 
     assert (row["run"], row["disagreement"]["reference"], row["disagreement"]["step"]) == ("b", "a", 1)
 
 
-def test_one_run_and_none_make_a_table_too(tmp_path: Path) -> None:
+def test_tables_of_one_run_and_of_none_render(tmp_path: Path) -> None:
     """Oracle: its numbers have columns, since there is no other row to be equal to."""
     steps: list[StepMetrics] = []
     write_run(tmp_path / "a", run_of(1))

@@ -84,14 +84,14 @@ def test_gradients_are_as_large_as_the_parameters(traced: tuple[Timeline, list[i
     assert not timeline.knows_before
 
 
-def test_activations_hold_what_the_backward_needs(traced: tuple[Timeline, list[int], int]) -> None:
+def test_activations_are_the_tensors_saved_for_the_backward(traced: tuple[Timeline, list[int], int]) -> None:
     """Oracle: the embedding's, the first layer's and GELU's outputs of ROWS x WIDTH floats must be kept."""
     timeline, _, _ = traced
     kept = timeline.layers[Lifetime.activations].max()
     assert 3 * ROWS * WIDTH * 4 <= kept <= 4 * ROWS * WIDTH * 4
 
 
-def test_a_snapshot_has_the_peak_that_its_own_page_has(tmp_path: Path) -> None:
+def test_snapshot_peak_equals_that_of_its_own_page(tmp_path: Path) -> None:
     """Oracle: the profiler's walk over the same history, back from its end, where a block is 512 bytes short."""
     (tmp_path / "memory-rank0.pickle").write_bytes(pickle.dumps(make_snapshot()))
     timeline = read_timeline(tmp_path, "cuda")
@@ -114,7 +114,7 @@ def test_a_snapshot_has_the_peak_that_its_own_page_has(tmp_path: Path) -> None:
         (-np.inf, 1.0, Lifetime.before),
     ],
 )
-def test_a_block_is_classified_by_the_phases_of_its_begin_and_end(begin: float, end: float, expected: Lifetime) -> None:
+def test_block_is_classified_by_the_phases_of_its_begin_and_end(begin: float, end: float, expected: Lifetime) -> None:
     """Oracle: the definitions of the lifetimes."""
     phases = Phases([0.0, 1.0, 2.0], ["forward", "backward", "update"])
     assert lifetime(Block(1, begin, end), phases) is expected
@@ -132,7 +132,7 @@ def test_a_block_is_classified_by_the_phases_of_its_begin_and_end(begin: float, 
         ((), "backward"),
     ],
 )
-def test_a_stack_identifies_the_phase(names: tuple[tuple[str, str], ...], expected: str) -> None:
+def test_stack_identifies_the_phase(names: tuple[tuple[str, str], ...], expected: str) -> None:
     """Oracle: the trainer's own functions; autograd's thread has no Python below it."""
     assert phase_of_stack([{"filename": f"/src/{file}", "name": name, "line": 1} for file, name in names]) == expected
 
@@ -147,7 +147,7 @@ class Touch:
         return os.mkdir, (str(self.path),)
 
 
-def test_a_pickle_that_would_run_code_is_refused(tmp_path: Path) -> None:
+def test_pickle_that_would_run_code_is_refused(tmp_path: Path) -> None:
     """Oracle: the folder that the code would make does not exist."""
     path = tmp_path / "memory-rank0.pickle"
     path.write_bytes(pickle.dumps(Touch(tmp_path / "made")))
@@ -157,7 +157,7 @@ def test_a_pickle_that_would_run_code_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("content", [b"", b"not gzip", gzip.compress(b'{"traceEvents": [{"name": "[memory]"}]}')])
-def test_an_unreadable_trace_is_one_sentence(tmp_path: Path, content: bytes) -> None:
+def test_unreadable_trace_is_reported_in_one_sentence(tmp_path: Path, content: bytes) -> None:
     """Oracle: the sentence names the file and a fix."""
     path = tmp_path / "rank0.json.gz"
     path.write_bytes(content)
@@ -165,7 +165,7 @@ def test_an_unreadable_trace_is_one_sentence(tmp_path: Path, content: bytes) -> 
         read_trace(path, "cpu")
 
 
-def test_a_trace_without_memory_has_no_timeline(tmp_path: Path) -> None:
+def test_trace_without_memory_has_no_timeline(tmp_path: Path) -> None:
     """Oracle: profile.memory=false leaves no event of memory."""
     path = tmp_path / "rank0.json.gz"
     path.write_bytes(gzip.compress(b'{"traceEvents": []}'))

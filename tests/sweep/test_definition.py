@@ -76,7 +76,7 @@ def test_unknown_names_are_reported_with_the_closest_match(name: str, sentence: 
     assert str(mistake.value) == sentence
 
 
-def test_the_help_names_every_shipped_sweep() -> None:
+def test_help_names_every_shipped_sweep() -> None:
     """Oracle: names and descriptions of ``configs/sweep``, within 120 columns."""
     page = help_page("sweep")
     for name, description in list_sweeps().items():

@@ -76,7 +76,7 @@ def test_finished_jobs_are_not_run_again(ended: Sweep) -> None:
     assert [job.name for job in ended.jobs] == ["01", "02", "03"]
 
 
-def test_a_job_writes_an_ordinary_run_directory(ended: Sweep) -> None:
+def test_job_writes_an_ordinary_run_directory(ended: Sweep) -> None:
     """Oracle: its run directory has the requested steps; its log is a launcher's output."""
     job = ended.jobs[0]
     run = read_recorded_run(ended.run_dir(job))
@@ -84,7 +84,7 @@ def test_a_job_writes_an_ordinary_run_directory(ended: Sweep) -> None:
     assert "fsdptoys: found" in (ended.job_folder(job) / "log.txt").read_text()
 
 
-def test_the_tables_have_all_rows(ended: Sweep) -> None:
+def test_tables_have_all_rows(ended: Sweep) -> None:
     """Oracle: one row a job, with its outcome."""
     rows = json.loads((ended.path / "table.json").read_text())
     text = json.dumps(rows)

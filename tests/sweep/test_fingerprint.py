@@ -29,7 +29,7 @@ def base() -> Config:
     ["metrics.run_dir=elsewhere", "metrics.console=plain", "launch.nproc_per_node=2", "launch.device=cpu",
      "mesh.fsdp_size=2", "mesh.fsdp_size=node", "train.data_seed=0", "parallel.reduce_dtype=float32"],
 )  # fmt: skip
-def test_settings_without_effect_are_left_out(base: Config, word: str) -> None:
+def test_settings_without_effect_are_excluded(base: Config, word: str) -> None:
     """Oracle: output paths, and explicit values equal to those that ``auto`` or a default resolves to."""
     assert fingerprint(config(word), 2, "a CPU") == fingerprint(base, 2, "a CPU")
 
@@ -52,7 +52,7 @@ def test_ranks_device_and_versions_are_included(base: Config, monkeypatch: pytes
     assert fingerprint(copy.deepcopy(base), 2, "a CPU") in numbers
 
 
-def test_a_changed_checkout_is_recognized_by_its_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_changed_checkout_is_recognized_by_its_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Oracle: two changes on top of one commit: git calls both dirty, the files differ."""
     package = tmp_path / "fsdptoys"
     package.mkdir()

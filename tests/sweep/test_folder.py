@@ -31,7 +31,7 @@ def change(path: Path, key: str, value: Any) -> None:
     path.write_text(json.dumps(json.loads(path.read_text()) | {key: value}))
 
 
-def test_a_sweep_is_read_back(sweep: Sweep) -> None:
+def test_sweep_files_round_trip(sweep: Sweep) -> None:
     """Oracle: the sweep as written."""
     assert read_sweep(sweep.path) == sweep
 
@@ -50,7 +50,7 @@ def test_a_sweep_is_read_back(sweep: Sweep) -> None:
         ("words", "ab", "words is 'ab'"),
     ],
 )
-def test_a_hostile_sweep_file_is_reported_in_one_sentence(sweep: Sweep, key: str, value: Any, reason: str) -> None:
+def test_hostile_sweep_file_is_reported_in_one_sentence(sweep: Sweep, key: str, value: Any, reason: str) -> None:
     """Oracle: the sentence, on one line."""
     change(sweep.path / "sweep.json", key, value)
     with pytest.raises(ConfigError) as caught:
@@ -69,7 +69,7 @@ def test_a_hostile_sweep_file_is_reported_in_one_sentence(sweep: Sweep, key: str
         ("more", 1, "the key 'more'"),
     ],
 )
-def test_a_hostile_job_file_is_reported_in_one_sentence(sweep: Sweep, key: str, value: Any, reason: str) -> None:
+def test_hostile_job_file_is_reported_in_one_sentence(sweep: Sweep, key: str, value: Any, reason: str) -> None:
     """Oracle: the sentence, on one line."""
     change(sweep.job_folder(sweep.jobs[0]) / "job.json", key, value)
     with pytest.raises(ConfigError) as caught:
@@ -78,7 +78,7 @@ def test_a_hostile_job_file_is_reported_in_one_sentence(sweep: Sweep, key: str, 
 
 
 @pytest.mark.parametrize("text", ["[" * 200_000, "{", "[]", '{"launcher": 1, "jobs": []}', None])
-def test_a_hostile_submission_is_reported_in_one_sentence(sweep: Sweep, text: str | None) -> None:
+def test_hostile_submission_is_reported_in_one_sentence(sweep: Sweep, text: str | None) -> None:
     """Oracle: the sentence, which names the file; None stands for a pipe without a writer."""
     path = sweep.path / "queue" / "1" / "jobs.json"
     path.parent.mkdir(parents=True)
@@ -90,7 +90,7 @@ def test_a_hostile_submission_is_reported_in_one_sentence(sweep: Sweep, text: st
         read_submissions(sweep)
 
 
-def test_a_job_runs_with_the_validated_arguments(sweep: Sweep) -> None:
+def test_job_runs_with_the_validated_arguments(sweep: Sweep) -> None:
     """Oracle: the combination; the folder's own arguments would write elsewhere under the same fingerprint."""
     change(sweep.job_folder(sweep.jobs[0]) / "job.json", "words", ["a=1", "checkpoint.folder=/elsewhere"])
     asked = [(Combination(("a=1",), {"a": "1"}), "f1"), (Combination(("a=2",), {"a": "2"}), "f2")]
@@ -98,7 +98,7 @@ def test_a_job_runs_with_the_validated_arguments(sweep: Sweep) -> None:
     assert [job.words for job in arrangement.to_run] == [("a=1",)]
 
 
-def test_a_link_in_place_of_a_temporary_file_is_replaced_and_not_written_through(sweep: Sweep) -> None:
+def test_symbolic_link_in_place_of_a_temporary_file_is_replaced(sweep: Sweep) -> None:
     """Oracle: the content of the link's target and the sweep read back."""
     precious = sweep.path / "precious"
     precious.write_text("precious")

@@ -35,7 +35,7 @@ def test_values_are_read_as_hydra_reads_them(word: str, values: tuple[str, ...])
     assert axes(word) == [Axis(word.partition("=")[0], values)]
 
 
-def test_the_last_key_varies_fastest() -> None:
+def test_last_key_varies_fastest() -> None:
     """Oracle: the order of nested loops over the typed arguments."""
     found = combine([], [], axes("train.seed=1,2", "train.steps=5", "parallel=ddp,fsdp2"))
     assert [one.words for one in found] == [
@@ -77,7 +77,7 @@ def test_rows_alternate_before_typed_axes_vary() -> None:
     assert [one.varied for one in fixed] == [{}, {"memory.chunk_loss": "true"}]
 
 
-def test_a_product_is_bounded() -> None:
+def test_product_is_bounded() -> None:
     """Oracle: 10 000 combinations are made, 10 100 are refused by their number; rows count too."""
     hundred = axes("train.seed=range(0,100)", "train.steps=range(1,101)")
     assert len(combine(hundred, [], [])) == 10_000

@@ -28,7 +28,7 @@ def recorded(folder: Path, message: str, traceback: str) -> ProcessFailure:
     ("exit_status", "killed", "out_of_memory"),
     [(-signal.SIGKILL, [], True), (-signal.SIGKILL, [0], False), (-signal.SIGSEGV, [], False), (3, [], False)],
 )
-def test_a_sigkill_from_outside_counts_as_out_of_memory(
+def test_sigkill_from_outside_counts_as_out_of_memory(
     tmp_path: Path, exit_status: int, killed: list[int], out_of_memory: bool
 ) -> None:
     """Oracle: only a SIGKILL not sent by the launcher; no other silent end of a rank."""
@@ -47,7 +47,7 @@ def test_a_sigkill_from_outside_counts_as_out_of_memory(
         ("RuntimeError: OutOfMemoryError", "rank 0 failed: RuntimeError: OutOfMemoryError", False),
     ],
 )
-def test_an_exception_is_reported_by_its_class_and_first_line(
+def test_exception_is_reported_by_its_class_and_first_line(
     tmp_path: Path, message: str, reason: str, out_of_memory: bool
 ) -> None:
     """Oracle: the class that the rank recorded decides, not words of its message."""
@@ -56,7 +56,7 @@ def test_an_exception_is_reported_by_its_class_and_first_line(
     assert (outcome.reason, outcome.out_of_memory) == (reason, out_of_memory)
 
 
-def test_a_signal_is_reported_even_with_exit_status_0() -> None:
+def test_signal_is_reported_even_with_exit_status_0() -> None:
     """Oracle: a run that ends with status 0 after a request to stop is not complete."""
     assert make_exit_record(0, None, signal.SIGTERM, None).stopped_by == "SIGTERM"
     assert make_exit_record(130, "stopped", signal.SIGINT, None).stopped_by == "SIGINT"
@@ -64,7 +64,7 @@ def test_a_signal_is_reported_even_with_exit_status_0() -> None:
     assert make_exit_record(0, None, None, None) == ExitRecord(0)
 
 
-def test_an_outcome_is_read_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_outcome_round_trips(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Oracle: the outcome written; a missing or torn file gives none, and nothing is written where no file is named."""
     path, outcome = tmp_path / "outcome.json", ExitRecord(1, "why", out_of_memory=True)
     monkeypatch.delenv(EXIT_RECORD_VARIABLE, raising=False)
@@ -77,7 +77,7 @@ def test_an_outcome_is_read_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert read_exit_record(path) is None
 
 
-def test_an_unwritable_outcome_changes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unwritable_outcome_is_ignored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Oracle: no exception and no partial file, for a missing folder and for a path of a folder."""
     (tmp_path / "taken").mkdir()
     for path in (tmp_path / "gone" / "outcome.json", tmp_path / "taken"):
@@ -86,7 +86,7 @@ def test_an_unwritable_outcome_changes_nothing(tmp_path: Path, monkeypatch: pyte
     assert [path.name for path in tmp_path.iterdir()] == ["taken"]
 
 
-def test_a_mistake_before_the_start_is_recorded_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_mistake_before_the_start_is_recorded_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Oracle: the sentence on stderr."""
     monkeypatch.setenv(EXIT_RECORD_VARIABLE, str(tmp_path / "outcome.json"))
     assert main(["train", "train.step=1"]) == 2

@@ -74,7 +74,7 @@ def interrupted(numbers: Sequence[int], *words: str, behind: bool = False, close
     return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
 
 
-def test_jobs_run_in_order_and_a_failed_one_is_a_row(capsys: pytest.CaptureFixture[str]) -> None:
+def test_jobs_run_in_order_and_failures_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
     """Oracle: status 1 for one failed job; the others are done, and the tables exist."""
     assert sweep(*SMALL, "train.seed=0,2,0", "train.steps=5,6") == 1
     found = the_sweep()
@@ -103,7 +103,7 @@ def test_finished_jobs_are_not_run_again(capsys: pytest.CaptureFixture[str]) -> 
     assert "2 jobs, 2 of which have ended already, 0 to run" in capsys.readouterr().out
 
 
-def test_a_grid_can_be_extended() -> None:
+def test_grid_can_be_extended() -> None:
     """Oracle: new arguments for an old folder: equal runs keep their numbers; other jobs stay unchanged."""
     assert sweep(*SMALL, "train.seed=0,1") == 1
     path = the_sweep().path
@@ -135,7 +135,7 @@ def test_changed_code_runs_jobs_again(monkeypatch: pytest.MonkeyPatch, capsys: p
 @pytest.mark.parametrize(
     ("numbers", "status"), [([signal.SIGINT], 130), ([signal.SIGTERM], 143), ([signal.SIGINT, signal.SIGINT], 130)]
 )
-def test_a_signal_keeps_finished_jobs_and_the_sweep_can_be_resumed(
+def test_signal_keeps_finished_jobs_and_the_sweep_can_be_resumed(
     numbers: list[int], status: int, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """Oracle: real signals to a real process: the running job is stopped, the next waits, and --resume runs both."""
@@ -154,7 +154,7 @@ def test_a_signal_keeps_finished_jobs_and_the_sweep_can_be_resumed(
     assert [each.parent.name for each in found.path.glob("jobs/*/attempt-1")] == ["03"]
 
 
-def test_a_closed_terminal_costs_no_table() -> None:
+def test_closed_terminal_does_not_prevent_the_tables() -> None:
     """Oracle: failed prints are ignored: the job is stopped, the tables record it, and the status is SIGHUP's."""
     assert interrupted([signal.SIGHUP], *SMALL, "train.seed=5", closes_terminal=True) == 128 + signal.SIGHUP
     found = the_sweep()
@@ -162,7 +162,7 @@ def test_a_closed_terminal_costs_no_table() -> None:
     assert "stopped" in (found.path / "table.md").read_text()
 
 
-def test_a_full_disk_is_reported_and_the_sweep_can_be_resumed(capsys: pytest.CaptureFixture[str]) -> None:
+def test_full_disk_is_reported_and_the_sweep_can_be_resumed(capsys: pytest.CaptureFixture[str]) -> None:
     """Oracle: one sentence, when the system refuses the sweep files of over 100 bytes, as a full disk would."""
     fill = "import os, resource as r; r.prlimit(os.getppid(), r.RLIMIT_FSIZE, (100, r.getrlimit(r.RLIMIT_FSIZE)[1]))"
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
@@ -180,7 +180,7 @@ def test_a_full_disk_is_reported_and_the_sweep_can_be_resumed(capsys: pytest.Cap
 
 
 @pytest.mark.parametrize("behind", [False, True])
-def test_a_job_ends_with_a_killed_sweep(behind: bool) -> None:
+def test_jobs_end_with_a_killed_sweep(behind: bool) -> None:
     """Oracle: SIGKILL leaves the job's file at running; its process ends, and --resume runs it again."""
     assert interrupted([signal.SIGKILL], *SMALL, "train.seed=8", behind=behind) == -signal.SIGKILL
     found = the_sweep()
@@ -195,7 +195,7 @@ def test_a_job_ends_with_a_killed_sweep(behind: bool) -> None:
     assert sweep("--resume", str(found.path), train=(sys.executable, "-I", "-S", "-c", "")) == 0
 
 
-def test_the_multirun_of_train_is_a_sweep(capsys: pytest.CaptureFixture[str]) -> None:
+def test_train_multirun_equals_a_sweep(capsys: pytest.CaptureFixture[str]) -> None:
     """Oracle: ``-m`` and ``sweep`` print the same jobs; several values without it are refused."""
     words = [*SMALL, "train.seed=1,2", "mesh.fsdp_size=-1,3", "--dry-run"]
     assert main(["train", "-m", *words]) == 0
@@ -212,7 +212,7 @@ def test_the_multirun_of_train_is_a_sweep(capsys: pytest.CaptureFixture[str]) ->
     assert not Path("sweeps").exists()
 
 
-def test_the_launcher_of_an_old_folder_can_be_overridden(capsys: pytest.CaptureFixture[str]) -> None:
+def test_launcher_of_an_old_folder_can_be_overridden(capsys: pytest.CaptureFixture[str]) -> None:
     """Oracle: the folder's arguments are kept, and the typed launcher is looked for."""
     assert sweep(*SMALL, "train.seed=0") == 0
     path = str(the_sweep().path)
@@ -220,7 +220,7 @@ def test_the_launcher_of_an_old_folder_can_be_overridden(capsys: pytest.CaptureF
     assert "no_such_launcher" in capsys.readouterr().err
 
 
-def test_a_users_file_is_found_from_another_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_users_file_is_found_from_another_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Oracle: the folder's arguments name it by its absolute path; from another folder --resume reads it again."""
     Path("mine.yaml").write_text(f"base: [{', '.join(SMALL)}]\ngrid: {{train.seed: [0]}}")
     assert sweep("mine.yaml") == 0
@@ -288,7 +288,7 @@ def test_under_torchrun_the_right_command_is_suggested(
     assert "write fsdptoys sweep debug launch.nproc_per_node=4, without torchrun" in capsys.readouterr().err
 
 
-def test_a_folder_is_locked_against_a_second_sweep(capsys: pytest.CaptureFixture[str]) -> None:
+def test_folder_is_locked_against_a_second_sweep(capsys: pytest.CaptureFixture[str]) -> None:
     """Oracle: a process holds the lock, another (with its own file handle) requests it."""
     assert sweep(*SMALL, "train.seed=0") == 0
     path = the_sweep().path
@@ -298,7 +298,7 @@ def test_a_folder_is_locked_against_a_second_sweep(capsys: pytest.CaptureFixture
     assert f"{path} is being worked on by another fsdptoys sweep (pid {os.getpid()})" in capsys.readouterr().err
 
 
-def test_a_running_job_is_left_alone(capsys: pytest.CaptureFixture[str]) -> None:
+def test_sweep_with_a_running_job_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     """Oracle: its file says running and its run directory is locked: another process started it."""
     assert sweep(*SMALL, "train.seed=0") == 0
     found = the_sweep()
@@ -310,7 +310,7 @@ def test_a_running_job_is_left_alone(capsys: pytest.CaptureFixture[str]) -> None
     assert f"job 01 of {found.path} is still running" in capsys.readouterr().err
 
 
-def test_sweep_files_are_no_hydra_group() -> None:
+def test_sweep_files_are_not_a_hydra_group() -> None:
     """Oracle: ``configs/sweep`` is no Hydra group: ``sweep=debug`` is refused with a sentence, not composed."""
     assert "sweep" not in list_choices()
 
@@ -329,7 +329,7 @@ def test_sweep_files_are_no_hydra_group() -> None:
         ("hydra.launcher.name='\x1b[2J'", False),
     ],
 )
-def test_a_folders_launcher_runs_no_command_unless_typed(tmp_path: Path, option: str, taken: bool) -> None:
+def test_recorded_launcher_arguments_that_run_commands_are_refused(tmp_path: Path, option: str, taken: bool) -> None:
     """Oracle: the arguments in use, or a sentence that shows them; typed arguments are used in either case."""
     launcher = ["hydra/launcher=submitit_slurm", option]
     before = Sweep(tmp_path, "t", "c", [], [], None, ("train.seed=1,2", *launcher))

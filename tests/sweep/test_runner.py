@@ -35,7 +35,7 @@ ENDS = {
 
 
 @pytest.mark.parametrize("how", ENDS)
-def test_an_end_is_judged_by_status_and_outcome(tmp_path: Path, how: int) -> None:
+def test_end_is_judged_by_status_and_outcome(tmp_path: Path, how: int) -> None:
     """Oracle: the scripted end of each process; the job's file agrees with the returned result."""
     job = run_job(make_job(tmp_path / "it's, 1", how), 60.0, train=STANDIN)
     assert (job.status, job.exit_status, job.reason) == ENDS[how]
@@ -43,7 +43,7 @@ def test_an_end_is_judged_by_status_and_outcome(tmp_path: Path, how: int) -> Non
     assert read_job(tmp_path / "it's, 1") == job
 
 
-def test_a_job_gets_its_arguments_and_a_run_directory(tmp_path: Path) -> None:
+def test_job_gets_its_arguments_and_a_run_directory(tmp_path: Path) -> None:
     """Oracle: the arguments unchanged, then the folder, quoted so that Hydra's parser restores it."""
     folder = make_job(tmp_path / "it's, 1", 0)
     run_job(folder, None, train=STANDIN)
@@ -54,7 +54,7 @@ def test_a_job_gets_its_arguments_and_a_run_directory(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("how", [5, 6])
-def test_a_job_over_its_time_limit_is_stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: int) -> None:
+def test_job_over_its_time_limit_is_stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: int) -> None:
     """Oracle: SIGINT, then SIGKILL if that does not help; its process is gone."""
     monkeypatch.setattr(runner, "GRACE_SECONDS", 0.3)
     job = run_job(make_job(tmp_path / "01", how), 1.5, train=STANDIN)
@@ -66,7 +66,7 @@ def test_a_job_over_its_time_limit_is_stopped(tmp_path: Path, monkeypatch: pytes
 
 
 @pytest.mark.parametrize("twice", [False, True])
-def test_an_interrupted_job_is_stopped(tmp_path: Path, twice: bool) -> None:
+def test_interrupted_job_is_stopped(tmp_path: Path, twice: bool) -> None:
     """Oracle: real signals to this process: one stops the job by SIGINT; a second kills a job that ignores it."""
     folder = make_job(tmp_path / "01", 6 if twice else 5)
 
@@ -87,7 +87,7 @@ def test_an_interrupted_job_is_stopped(tmp_path: Path, twice: bool) -> None:
     assert interruption.number == signal.SIGINT and interruption.at_once is twice
 
 
-def test_an_exception_of_the_caller_ends_the_job(tmp_path: Path) -> None:
+def test_exception_of_the_caller_ends_the_job(tmp_path: Path) -> None:
     """Oracle: a batch system's handler may raise: the process ends, the file says stopped, the exception propagates."""
     folder = make_job(tmp_path / "01", 5)
 
@@ -105,7 +105,7 @@ def test_an_exception_of_the_caller_ends_the_job(tmp_path: Path) -> None:
     assert read_job(folder).status is JobStatus.stopped
 
 
-def test_an_unwritable_job_file_leaves_no_partial_file(tmp_path: Path) -> None:
+def test_unwritable_job_file_leaves_no_partial_file(tmp_path: Path) -> None:
     """Oracle: the file before, when the system refuses files of more than 100 bytes, as a full disk would."""
     folder = make_job(tmp_path / "01", 0)
     before = resource.getrlimit(resource.RLIMIT_FSIZE)

@@ -36,7 +36,7 @@ from tests.sweep.jobs import ENDS_WELL_WHEN_ASKED, TINY, has_ended, make_sweep, 
         (signal.SIGTERM, JobStatus.stopped, "the queue ended it (SIGTERM)"),
     ],
 )
-def test_a_queues_signal_stops_the_launcher_cleanly(
+def test_queues_signal_stops_the_launcher_cleanly(
     tmp_path: Path, number: signal.Signals, status: JobStatus, reason: str
 ) -> None:
     """Oracle: the launcher's status 0, with which the job would otherwise count as done."""
@@ -54,7 +54,7 @@ def test_a_queues_signal_stops_the_launcher_cleanly(
     assert (job.status, job.reason, job.exit_status) == (status, reason, 0)
 
 
-def test_all_nodes_meet_at_the_first_one_and_the_first_alone_writes(tmp_path: Path) -> None:
+def test_nodes_rendezvous_at_the_first_which_alone_writes_the_job_file(tmp_path: Path) -> None:
     """Oracle: the arguments that two nodes' launchers received, and the single job file."""
     folder = make_sweep(tmp_path, [("launch.nnodes=2",)]).path / "jobs/01"
     command = stand_in("leave.with_name(leave.stem + '-words.json').write_text(json.dumps(sys.argv[1:]))")
@@ -79,7 +79,7 @@ def test_all_nodes_meet_at_the_first_one_and_the_first_alone_writes(tmp_path: Pa
         "rank 0 failed: the connection to another rank broke [Connection closed by peer [127.0.0.1]:60571]",
     ],
 )
-def test_the_failed_node_reports_the_reason(tmp_path: Path, second_hand: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failed_node_reports_the_reason(tmp_path: Path, second_hand: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Oracle: the reason known only to the second node's launcher, with those of earlier attempts."""
     folder = make_sweep(tmp_path, [("launch.nnodes=2",)]).path / "jobs/01"
     known = {"status": 1, "reason": "rank 1 was ended by SIGKILL", "out_of_memory": True}
@@ -93,7 +93,7 @@ def test_the_failed_node_reports_the_reason(tmp_path: Path, second_hand: str, mo
     assert (job.status, job.reason) == (JobStatus.out_of_memory, "node 1: rank 1 was ended by SIGKILL")
 
 
-def test_a_node_that_failed_alone_fails_its_task(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_node_with_a_lone_failure_fails_its_task(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Oracle: the exception on which the queue stops all nodes; the first node returns normally."""
     monkeypatch.setattr(nodes, "FIRST_NODE_SECONDS", 0.5)
     sweep = make_sweep(tmp_path, [("launch.nnodes=2",)])
@@ -103,7 +103,7 @@ def test_a_node_that_failed_alone_fails_its_task(tmp_path: Path, monkeypatch: py
         run_on_node(folder, 1, ["n1", "n2"], 7, stand_in("sys.exit(3)"))
 
 
-def test_a_node_stops_its_launcher_when_the_first_has_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_node_stops_its_launcher_when_the_first_has_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Oracle: a launcher that would sleep for a minute, of a job that ends meanwhile."""
     monkeypatch.setattr(nodes, "LAUNCHERS_SECONDS", 0.5)
     sweep = make_sweep(tmp_path, [("launch.nnodes=2",)])
@@ -122,7 +122,7 @@ def test_a_node_stops_its_launcher_when_the_first_has_ended(tmp_path: Path, monk
     assert not list(folder.glob("outcome-node1*"))
 
 
-def test_a_launcher_ends_with_its_nodes_task(tmp_path: Path) -> None:
+def test_launcher_ends_with_the_task_of_its_node(tmp_path: Path) -> None:
     """Oracle: a launcher that would sleep for a minute, after SIGKILL to its parent task."""
     folder = make_sweep(tmp_path, [("launch.nnodes=2",)]).path / "jobs/01"
     sleeps = "leave.with_name('pid').write_text(str(os.getpid())); leave.with_name('ready').touch(); time.sleep(60)"
@@ -137,7 +137,7 @@ def test_a_launcher_ends_with_its_nodes_task(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("late", [False, True])
-def test_a_job_finished_in_the_meantime_is_left_alone(
+def test_job_finished_in_the_meantime_is_not_run_again(
     tmp_path: Path, late: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Oracle: its file, with a command that would write another; late means just before this process takes the lock."""
@@ -159,7 +159,7 @@ def test_a_job_finished_in_the_meantime_is_left_alone(
 
 
 @pytest.mark.parametrize("failures", [2, 3])
-def test_a_briefly_stale_file_is_read_again(tmp_path: Path, failures: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_briefly_stale_file_is_read_again(tmp_path: Path, failures: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Oracle: the job as written; three failures are a mistake, reported in a sentence."""
     sweep = make_sweep(tmp_path, [()])
     left = [OSError(errno.ESTALE, os.strerror(errno.ESTALE))] * failures
@@ -177,7 +177,7 @@ def test_a_briefly_stale_file_is_read_again(tmp_path: Path, failures: int, monke
             read_job(sweep.job_folder(sweep.jobs[0]))
 
 
-def test_a_requeued_job_starts_from_scratch(tmp_path: Path) -> None:
+def test_requeued_job_starts_from_scratch(tmp_path: Path) -> None:
     """Oracle: the first attempt's file, which is kept aside and not visible to the second."""
     sweep = make_sweep(tmp_path, [()])
     folder = sweep.job_folder(sweep.jobs[0])

@@ -129,7 +129,7 @@ def test_invalid_submissions_are_reported_in_one_sentence(
         assert str(refusal.value) == message
 
 
-def test_a_machine_without_slurm_is_reported(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_machine_without_slurm_is_reported(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Oracle: the sentence, with an empty PATH."""
     read_launcher.cache_clear()
     monkeypatch.setenv("PATH", str(tmp_path))
@@ -171,7 +171,7 @@ def test_a_machine_without_slurm_is_reported(monkeypatch: pytest.MonkeyPatch, tm
         ),
     ],
 )
-def test_the_options_of_the_batch_script_come_from_the_run(
+def test_options_of_the_batch_script_come_from_the_run(
     needs: SlurmNeeds,
     typed: tuple[str, ...],
     limit: float | None,
@@ -193,14 +193,14 @@ def test_the_options_of_the_batch_script_come_from_the_run(
     assert {key: written.get(key) for key in expected} == expected
 
 
-def test_the_users_setup_follows_that_of_the_task(slurm_commands: Path) -> None:
+def test_user_setup_follows_that_of_the_task(slurm_commands: Path) -> None:
     """Oracle: the typed list."""
     launcher = read_launcher((ON_SLURM, "hydra.launcher.setup=['module load cuda']"))
     setup = plugin_options(SlurmNeeds(1, 1, "cpu"), launcher, None)["setup"]
     assert setup[-1] == "module load cuda" and any("SRUN_CPUS_PER_TASK" in line for line in setup[:-1])
 
 
-def test_a_login_node_need_not_have_the_devices_of_the_jobs(slurm_commands: Path) -> None:
+def test_login_node_needs_none_of_the_jobs_devices(slurm_commands: Path) -> None:
     """Oracle: a run of 2 × 8 GPUs, on a machine that may have none; the queue chooses the rendezvous node."""
     words, queue = (
         (*CUDA, "launch.nnodes=2", "parallel=fsdp2"),

@@ -64,7 +64,7 @@ time.sleep(60)
     ],
     ids=["SIGINT", "SIGTERM", "SIGHUP"],
 )
-def test_a_local_job_ends_with_the_command_that_waits_for_it(
+def test_local_job_ends_with_the_command_that_waits_for_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: signal.Signals, command: str
 ) -> None:
     """Oracle: status, file and locks of the job's folder, after a real signal; a second job is unchanged."""
@@ -91,7 +91,7 @@ def test_a_local_job_ends_with_the_command_that_waits_for_it(
     assert not is_locked(folder)
 
 
-def test_a_local_job_whose_task_was_killed_is_stopped(tmp_path: Path) -> None:
+def test_local_job_with_a_killed_task_counts_as_stopped(tmp_path: Path) -> None:
     """Oracle: the file, which says running: a terminal's signals may end the task before it writes."""
     sweep = make_sweep(tmp_path, [()])
     write_job(sweep.job_folder(sweep.jobs[0]), Job("01", TINY, {}, "run 1", JobStatus.running))
@@ -104,7 +104,7 @@ def test_a_local_job_whose_task_was_killed_is_stopped(tmp_path: Path) -> None:
 
 
 @pytest.mark.launcher
-def test_local_jobs_go_through_the_plugin_and_a_failed_one_stops_no_other(
+def test_local_jobs_use_the_plugin_and_failures_do_not_stop_others(
     tmp_path: Path, unmeasured: None, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Oracle: real runs in submitit's processes: one that its launcher refuses, and one that succeeds."""

@@ -53,7 +53,7 @@ def test_every_combination_of_a_shipped_sweep_is_valid_or_skipped_with_a_reason(
 
 
 @pytest.mark.parametrize("strategy", ["fsdp1", "fsdp2"])
-def test_the_classic_rows_are_those_of_the_table(strategy: str) -> None:
+def test_classic_sweep_has_the_rows_of_the_published_table(strategy: str) -> None:
     """Oracle: the first table's columns: wrap, gradient checkpointing, chunked loss, optimizer offload, CPU offload."""
     validated = validate_combinations(of_sweep(f"classic_{strategy}"), Imagined())
     rows = []
@@ -78,7 +78,7 @@ def test_the_classic_rows_are_those_of_the_table(strategy: str) -> None:
     ]
 
 
-def test_a_combination_equals_the_run_of_its_job() -> None:
+def test_combination_equals_the_run_of_its_job() -> None:
     """Oracle: the launcher's ``resolve_run`` composes the same tree and ranks from the same arguments."""
     words = [
         "parallel=fsdp1,single", "optim.lr=1e-3", "data=text", "data.files=[stdlib]", "train.max_grad_norm=null",
