@@ -5,10 +5,9 @@
     unused_parameters   outputs or losses that do not depend on every parameter; static graphs
     comm_hooks          user functions in place of the all-reduce
     sparse_bucket       gradients of sparse embeddings
-    join                ranks that run out of data before others
     checks              PyTorch's errors, in its words
     logging_data        settings, buckets and times, as PyTorch logs them
-    module              ``DistributedDataParallel``, with PyTorch's arguments
+    module              ``DistributedDataParallel``, with PyTorch's arguments; ranks that run out of data before others
 
 Refused by name: DDP's own mixed precision, delayed all-reduce of named parameters, batched copies, skipping unused
 parameters. Absent: hooks on buffers, built-in hooks in C++, fused optimizers, replacing the process group, remote

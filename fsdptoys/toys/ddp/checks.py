@@ -41,12 +41,6 @@ def check_devices(
     return [device.index], torch.device(output_device) if output_device is not None else device
 
 
-def check_layers(module: nn.Module, device: torch.device) -> None:
-    """Reject layers that work only on GPUs."""
-    if device.type == "cpu" and any(isinstance(layer, nn.SyncBatchNorm) for layer in module.modules()):
-        raise ValueError("SyncBatchNorm layers only work with GPU modules")
-
-
 def check_same_model(params: list[nn.Parameter], group: dist.ProcessGroup) -> None:
     """Compare number and shapes of parameters over ranks. A collective."""
     own = torch.tensor([number for param in params for number in (param.ndim, *param.shape)], device=params[0].device)

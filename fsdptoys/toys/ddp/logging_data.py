@@ -14,8 +14,6 @@ import time
 from collections import Counter
 from typing import Any
 
-import torch
-import torch.distributed as dist
 from torch import nn
 
 from .core import Bucket
@@ -117,6 +115,7 @@ def describe(ddp: Any) -> dict[str, Any]:
     variables = ["CUDA_VISIBLE_DEVICES", "MASTER_ADDR", "MASTER_PORT", "TORCH_DISTRIBUTED_DEBUG"]
     if backend == "gloo":
         variables += ["GLOO_DEVICE_TRANSPORT", "GLOO_SOCKET_IFNAME"]
+    dtypes = {str(param.dtype).removeprefix("torch.") for param in reducer.params}
     data: dict[str, Any] = {
         "world_size": reducer.world_size,
         "rank": ddp.process_group.rank(),
@@ -131,7 +130,7 @@ def describe(ddp: Any) -> dict[str, Any]:
         "static_graph": int(ddp.static_graph),
         "is_multi_device_module": 0,
         "has_sync_bn": int(any(isinstance(module, nn.SyncBatchNorm) for module in ddp.module.modules())),
-        "dtypes": ", ".join(sorted({_dtype_name(param) for param in reducer.params})),
+        "dtypes": ", ".join(sorted(DTYPE_NAMES.get(name, name) for name in dtypes)),
         "num_parameter_tensors": len(reducer.params),
         "total_parameter_size_bytes": sum(param.nbytes for param in reducer.params),
         "bucket_sizes": ", ".join(map(str, reducer.first_sizes)),
@@ -142,7 +141,8 @@ def describe(ddp: Any) -> dict[str, Any]:
         **reducer.logbook.times,
     }
     if backend == "gloo":
-        data["gloo_num_threads"] = _gloo_threads(ddp.process_group, ddp.device)
+        options = getattr(ddp.process_group._get_backend(ddp.device), "options", None)
+        data["gloo_num_threads"] = getattr(options, "_threads", 2)  # no public API; 2 is PyTorch's default
     if reducer.has_rebuilt:
         data["has_rebuilt_buckets"] = 1
         data["rebuilt_bucket_sizes"] = ", ".join(str(_nbytes(bucket)) for bucket in reducer.buckets)
@@ -157,18 +157,6 @@ def describe(ddp: Any) -> dict[str, Any]:
     if reducer.error:
         data.update(has_error=1, error=reducer.error)
     return data
-
-
-def _gloo_threads(group: dist.ProcessGroup, device: torch.device) -> int:
-    """Return gloo's number of threads, which has no public API; 2 is PyTorch's default."""
-    options = getattr(group._get_backend(device), "options", None)
-    threads: int = getattr(options, "_threads", 2)
-    return threads
-
-
-def _dtype_name(param: nn.Parameter) -> str:
-    name = str(param.dtype).removeprefix("torch.")
-    return DTYPE_NAMES.get(name, name)
 
 
 def _nbytes(bucket: Bucket) -> int:

@@ -13,10 +13,9 @@ from torch.distributed.algorithms.join import Join, Joinable, JoinHook
 
 from ..buckets import assign_buckets, broadcast_tensors
 from ..tensor_tree import map_tensors
-from .checks import check_devices, check_layers, check_same_model
+from .checks import check_devices, check_same_model
 from .comm_hooks import HookedReducer
 from .core import BUCKET_CAP_MB, DDP, MIB, Bucket
-from .join import Shadow
 from .logging_data import LoggedReducer, describe
 from .sparse_bucket import SparseBucket, sparse_weights
 
@@ -109,7 +108,8 @@ class DistributedDataParallel(DDP, Joinable):
         params = [param for name, param in module.named_parameters() if name not in self.parameters_to_ignore]
         self.device_ids, self.output_device = check_devices(params, device_ids, output_device)
         self.device = params[0].device
-        check_layers(module, self.device)
+        if self.device.type == "cpu" and any(isinstance(layer, nn.SyncBatchNorm) for layer in module.modules()):
+            raise ValueError("SyncBatchNorm layers only work with GPU modules")
         self.module, self.dim = module, dim
         self.forward_sync_buffers = broadcast_buffers is not False
         sends_buffers_at_first = self.forward_sync_buffers
@@ -272,3 +272,24 @@ class DistributedDataParallel(DDP, Joinable):
         super().__setstate__(state)
         self.process_group = dist.group.WORLD
         self._build_reducer()
+
+
+class Shadow(JoinHook):
+    """The collectives of a rank that has run out of data: it takes part in the others', with gradients of zero."""
+
+    def __init__(self, ddp: "DistributedDataParallel") -> None:
+        self.ddp = ddp
+
+    def main_hook(self) -> None:
+        """Take part in one forward and backward of the other ranks."""
+        ddp = self.ddp
+        ddp.reducer.begin_forward()
+        if ddp.will_sync_module_buffers():
+            broadcast_tensors(ddp.own_buffers(), ddp.common_rank(False), ddp.process_group)
+        ddp.require_forward_param_sync = ddp.any_rank_reduces(False)
+        if ddp.require_forward_param_sync:
+            ddp.reducer.shadow()
+
+    def post_hook(self, is_last_joiner: bool) -> None:
+        """Take over the model of a rank that had data to the end."""
+        self.ddp.send_states(self.ddp.common_rank(is_last_joiner), self.ddp.forward_sync_buffers)

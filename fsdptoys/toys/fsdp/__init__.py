@@ -31,9 +31,8 @@ Extensions subclass it:
     policies         mixed precision; offload policies
     gradients        accumulation, replicas (HSDP), averaging and divide factors
     tensor_parallel  parameters that tensor parallelism has sharded
-    smaller_mesh     resharding to fewer ranks after the forward
-    replacement      ``to``, ``to_empty`` and loading with ``assign=True``
-    unit             the unit with all of these
+    unit             the unit with all of these; ``to``, ``to_empty`` and loading with ``assign=True``; resharding to
+                     fewer ranks after the forward
     hooks            forward prefetching, recomputation, several modules a unit
     module           methods of a sharded module
     wrap             ``fully_shard`` with all arguments and checks

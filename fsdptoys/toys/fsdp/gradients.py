@@ -6,7 +6,6 @@ unit 2                                reduce-scatter ──────▶ all-r
 """
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -19,20 +18,10 @@ from .layout import Piece
 from .policies import PrecisionUnit
 
 
-@dataclass(frozen=True)
-class Averaging:
-    """How a reduction becomes a mean: by the collective itself, or by divisions around a sum."""
-
-    op: Any
-    """``ReduceOp``."""
-    before: float = 1.0
-    """Divides the input."""
-    after: float = 1.0
-    """Divides the output."""
-
-
-def averaging(ranks: int, dtype: torch.dtype, device: torch.device, factor: float | None, only_sums: bool) -> Averaging:
-    """Choose an averaging.
+def averaging(
+    ranks: int, dtype: torch.dtype, device: torch.device, factor: float | None, only_sums: bool
+) -> tuple[Any, float, float]:
+    """Choose how a reduction becomes a mean: by the collective itself, or by divisions around a sum.
 
     Args:
         ranks: number of ranks to combine.
@@ -40,17 +29,20 @@ def averaging(ranks: int, dtype: torch.dtype, device: torch.device, factor: floa
         device: on a CPU we divide, since the mean of older versions of gloo is a sum.
         factor: divides instead of ``ranks``.
         only_sums: never leave the division to the collective.
+
+    Returns:
+        ``ReduceOp``, divisor of the input, divisor of the output.
     """
     wide = dtype in (torch.float32, torch.bfloat16)
     if wide and device.type != "cpu" and factor is None and not only_sums and ranks > 1:
-        return Averaging(dist.ReduceOp.AVG)
+        return dist.ReduceOp.AVG, 1.0, 1.0
     factor = float(ranks) if factor is None else factor
     before = 1.0
     if not wide:
         # float16 overflows at 65504: the sum is kept as far from it as its parts are from underflow.
         while factor % before == 0 and factor / before > before:
             before *= 2
-    return Averaging(dist.ReduceOp.SUM, before, factor / before)
+    return dist.ReduceOp.SUM, before, factor / before
 
 
 class GradientUnit(PrecisionUnit):
@@ -112,18 +104,16 @@ class GradientUnit(PrecisionUnit):
         indices = list(grads)
         dtype = self.mp_policy.reduce_dtype or grads[indices[0]].dtype
         ranks = self.ranks * (replicas.size() if replicas is not None else 1)
-        mean = averaging(ranks, dtype, self.shard_S.device, self.divide_by, self.only_sums)
+        op, before, after = averaging(ranks, dtype, self.shard_S.device, self.divide_by, self.only_sums)
         flat_RS, pieces = self.flatten(grads, dtype)
-        if mean.before != 1:
-            flat_RS.div_(mean.before)
+        if before != 1:
+            flat_RS.div_(before)
         if self.ranks == 1:
             reduced_S = flat_RS.view(-1)
             del flat_RS
         else:
             reduced_S = flat_RS.new_empty(flat_RS.shape[1])
-            work = getattr(dist, REDUCE_SCATTER)(
-                reduced_S, flat_RS.view(-1), op=mean.op, group=self.group, async_op=True
-            )
+            work = getattr(dist, REDUCE_SCATTER)(reduced_S, flat_RS.view(-1), op=op, group=self.group, async_op=True)
             del flat_RS  # the work keeps it as long as it reads it; gloo's has a copy
             try:
                 yield
@@ -136,15 +126,15 @@ class GradientUnit(PrecisionUnit):
             if not all_reduces:
                 self._partial = reduced_S
                 return
-            work = dist.all_reduce(reduced_S, op=mean.op, group=replicas, async_op=True)
+            work = dist.all_reduce(reduced_S, op=op, group=replicas, async_op=True)
             try:
                 yield
             finally:
                 work.wait()
         if self.hook is not None:
             self.hook(reduced_S)
-        if mean.after != 1:
-            reduced_S.div_(mean.after)
+        if after != 1:
+            reduced_S.div_(after)
         self.store(indices, pieces, reduced_S.to(self.params[indices[0]].sharded.dtype))
 
     def store(self, indices: list[int], pieces: list[Piece], reduced_S: Tensor) -> None:

@@ -25,6 +25,11 @@ class UnshardHandle:
             self._unit = None
 
 
+def _unsupported(name: str) -> Callable[..., NoReturn]:
+    """Make a method that raises NotImplementedError."""
+    return lambda *_, **__: _reject(name)
+
+
 class FSDPModule:
     """A module with a unit of parameters.
 
@@ -145,25 +150,11 @@ class FSDPModule:
 
     # Methods of PyTorch's class that raise NotImplementedError.
 
-    def set_custom_all_gather(self, comm: Any) -> NoReturn:
-        """Not supported."""
-        _reject("set_custom_all_gather")
-
-    def set_custom_reduce_scatter(self, comm: Any) -> NoReturn:
-        """Not supported."""
-        _reject("set_custom_reduce_scatter")
-
-    def set_separate_reduce_scatter_group(self, enable: bool = True, *, recurse: bool = True) -> NoReturn:
-        """Not supported."""
-        _reject("set_separate_reduce_scatter_group")
-
-    def set_allocate_memory_from_process_group_for_comm(self, enable: bool) -> NoReturn:
-        """Not supported."""
-        _reject("set_allocate_memory_from_process_group_for_comm")
-
-    def set_symm_mem_for_comm(self, backend: str = "NCCL") -> NoReturn:
-        """Not supported."""
-        _reject("set_symm_mem_for_comm")
+    set_custom_all_gather = _unsupported("set_custom_all_gather")
+    set_custom_reduce_scatter = _unsupported("set_custom_reduce_scatter")
+    set_separate_reduce_scatter_group = _unsupported("set_separate_reduce_scatter_group")
+    set_allocate_memory_from_process_group_for_comm = _unsupported("set_allocate_memory_from_process_group_for_comm")
+    set_symm_mem_for_comm = _unsupported("set_symm_mem_for_comm")
 
     def _apply(self, *args: Any, **kwargs: Any) -> Any:
         """Apply ``to``, ``to_empty``, ``half`` … to the sharded parameters, then flatten these again."""

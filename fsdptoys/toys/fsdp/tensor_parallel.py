@@ -6,6 +6,7 @@ whole weight ── tensor parallel ──▶ DTensor over "tp" ── FSDP, of 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -28,31 +29,6 @@ class Outer:
     """Of the whole weight."""
     stride: tuple[int, ...]
 
-    def show_whole(self, local: Tensor) -> DTensor:
-        """Return the DTensor for modules, over this mesh alone."""
-        return as_dtensor(local, self.mesh, self.placements, self.shape, self.stride)
-
-    def show_shard(self, local: Tensor, mesh: DeviceMesh, placements: Sequence[Placement]) -> DTensor:
-        """Return the DTensor for optimizers, over both meshes.
-
-        Args:
-            local: this rank's chunk of its local tensor.
-            mesh: FSDP's.
-            placements: over FSDP's mesh.
-        """
-        dim = placements[-1].dim  # type: ignore[attr-defined]
-        parts = 1
-        for axis, placement in enumerate(self.placements):
-            parts *= self.mesh.size(axis) if placement.is_shard(dim) else 1
-        # Where both meshes cut one dim, neighboring rows are not on neighboring ranks of FSDP's mesh.
-        inner = strided_shard(dim, parts) if parts > 1 else Shard(dim)
-        both = (*placements[:-1], inner, *self.placements)
-        return as_dtensor(local, join_meshes(mesh, self.mesh), both, self.shape, self.stride)
-
-    def take_gradient(self, grad: DTensor) -> Tensor:
-        """Return this rank's part of a gradient, which may be sharded otherwise than the weight, or partial."""
-        return local_tensor(grad.redistribute(placements=self.placements))
-
 
 class TensorParallelUnit(FSDPUnit):
     """A unit whose parameters may be DTensors over another mesh.
@@ -69,11 +45,16 @@ class TensorParallelUnit(FSDPUnit):
 
     def show_shard(self, index: int, local: Tensor) -> DTensor:
         """Add the other mesh, and FSDP's axis of replicas."""
-        placements: list[Placement] = [Replicate()] * (self.mesh.ndim - 1) + [Shard(self.dims[index])]
-        outer = self.outers[index]
-        if outer is not None:
-            return outer.show_shard(local, self.mesh, placements)
-        return as_dtensor(local, self.mesh, placements, self.shapes[index])
+        dim, outer = self.dims[index], self.outers[index]
+        replicas: list[Placement] = [Replicate()] * (self.mesh.ndim - 1)
+        if outer is None:
+            return as_dtensor(local, self.mesh, [*replicas, Shard(dim)], self.shapes[index])
+        axes = [axis for axis, placement in enumerate(outer.placements) if placement.is_shard(dim)]
+        parts = math.prod(outer.mesh.size(axis) for axis in axes)
+        # Where both meshes cut one dim, neighboring rows are not on neighboring ranks of FSDP's mesh.
+        inner = strided_shard(dim, parts) if parts > 1 else Shard(dim)
+        both = [*replicas, inner, *outer.placements]
+        return as_dtensor(local, join_meshes(self.mesh, outer.mesh), both, outer.shape, outer.stride)
 
     def allocate(self, dtype: torch.dtype) -> None:
         """Make new whole parameters DTensors over the other mesh."""
@@ -84,16 +65,17 @@ class TensorParallelUnit(FSDPUnit):
         with torch.inference_mode(False):
             for param, outer in zip(self.params, self.outers, strict=True):
                 if outer is not None and param.memory is not None:
-                    param.whole = nn.Parameter(outer.show_whole(param.memory.data), param.sharded.requires_grad)
+                    whole = as_dtensor(param.memory.data, outer.mesh, outer.placements, outer.shape, outer.stride)
+                    param.whole = nn.Parameter(whole, param.sharded.requires_grad)
 
     @torch.no_grad()
     def take_gradients(self) -> dict[int, Tensor]:
-        """Take the local tensors of gradients."""
+        """Take this rank's part of gradients, which may be sharded otherwise than the weight, or partial."""
         taken = super().take_gradients()
         for index, grad in taken.items():
             outer = self.outers[index]
             if outer is not None and isinstance(grad, DTensor):
-                taken[index] = outer.take_gradient(grad)
+                taken[index] = local_tensor(grad.redistribute(placements=outer.placements))
         return taken
 
 
