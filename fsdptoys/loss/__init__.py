@@ -38,19 +38,19 @@ def build_loss(
         return functools.partial(
             chunked_loss_sum, objective=objective, chunk_tokens=chunk_tokens, grad_dtype=grad_dtype
         )
-    return cross_entropy_sum if objective == Objective() else functools.partial(loss_sum, objective=objective)
+    return functools.partial(cross_entropy_sum, objective=objective)
 
 
-def cross_entropy_sum(hidden_ND: Tensor, weight_VD: Tensor, labels_N: Tensor) -> Tensor:
-    """Cross entropy of ``hidden @ weight.T`` summed over valid labels, in nats, as a float32 scalar.
+def cross_entropy_sum(
+    hidden_ND: Tensor,
+    weight_VD: Tensor,
+    labels_N: Tensor,
+    objective: Objective = Objective(),  # noqa: B008 (frozen)
+) -> Tensor:
+    """The objective of ``hidden @ weight.T`` summed over valid labels, in nats, as a float32 scalar.
 
     Makes the full logits, once in the parameters' dtype and twice in float32: N·V·(2 + 4 + 4) bytes in bf16.
     """
-    return loss_sum(hidden_ND, weight_VD, labels_N, Objective())
-
-
-def loss_sum(hidden_ND: Tensor, weight_VD: Tensor, labels_N: Tensor, objective: Objective) -> Tensor:
-    """The objective over full logits, summed over valid labels, as a float32 scalar."""
     logits_NV = linear(hidden_ND, weight_VD).float()
     loss = F.cross_entropy(
         logits_NV,

@@ -98,7 +98,8 @@ class _ChunkedLoss(torch.autograd.Function):
         """Return the loss; save the gradients for an upstream gradient of 1."""
         kept = _kept_rows(labels_N)
         n_kept = labels_N.numel() if kept is None else kept.numel()
-        sum_dtype = _sum_dtype(weight_VD.dtype, grad_dtype)
+        bf16_sum = grad_dtype is torch.bfloat16
+        sum_dtype = grad_dtype if bf16_sum else torch.promote_types(weight_VD.dtype, grad_dtype)
         if chunk_tokens is None:
             sum_bytes = weight_VD.numel() * sum_dtype.itemsize if wants_weight and sum_dtype != weight_VD.dtype else 0
             chunk_tokens = auto_chunk_tokens(n_kept, weight_VD, sum_bytes)
@@ -156,10 +157,6 @@ class _ChunkedLoss(torch.autograd.Function):
         if weight_gradient_VD is not None:
             weight_gradient_VD = _scale(weight_gradient_VD, upstream[0], ctx.weight_dtype, in_place)
         return hidden_gradient_ND, weight_gradient_VD, None, None, None, None, None, None
-
-
-def _sum_dtype(weight_dtype: torch.dtype, grad_dtype: torch.dtype) -> torch.dtype:
-    return grad_dtype if grad_dtype is torch.bfloat16 else torch.promote_types(weight_dtype, grad_dtype)
 
 
 def _leaves_out_rows(labels_N: Tensor) -> bool:

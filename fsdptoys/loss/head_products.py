@@ -11,7 +11,7 @@ Shapes: C tokens of a chunk, D width, V vocabulary, B classes at a time.
 """
 
 import functools
-from typing import Protocol
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -22,76 +22,62 @@ BLOCK_CLASSES = 2048
 """Classes multiplied at a time. CPU matmuls were equally fast between 512 and 4096."""
 
 
-class HeadProducts(Protocol):
-    """A device's matmuls."""
-
-    def logits(self, hidden_CD: Tensor, weight_VD: Tensor, out_CV: Tensor) -> None:
-        """``hidden @ weight.T``."""
-
-    def hidden_gradient(self, gradient_CV: Tensor, weight_VD: Tensor, out_CD: Tensor) -> None:
-        """``gradient @ weight``."""
-
-    def weight_gradient(self, gradient_CV: Tensor, hidden_CD: Tensor, sum_VD: Tensor, first: bool) -> None:
-        """Add ``gradient.T @ hidden`` to the sum; the first chunk overwrites it."""
-
-
-def choose_products(hidden_ND: Tensor, weight_VD: Tensor) -> HeadProducts:
+def choose_products(hidden_ND: Tensor, weight_VD: Tensor) -> "DeviceProducts":
     """The matmuls for the device and dtype of these tensors."""
     if hidden_ND.device.type == "cpu":
         return CPUProducts(hidden_ND.dtype, *weight_VD.shape)
     return DeviceProducts()
 
 
-class CPUProducts:
-    """Matmuls over some classes at a time."""
-
-    def __init__(self, dtype: torch.dtype, *widths: int) -> None:
-        self.product = choose_product("cpu", dtype, *widths)
-
-    def logits(self, hidden_CD: Tensor, weight_VD: Tensor, out_CV: Tensor) -> None:
-        """See ``HeadProducts``."""
-        piece = _piece(hidden_CD)
-        for weight_BD, out_CB in zip(weight_VD.split(BLOCK_CLASSES), out_CV.split(BLOCK_CLASSES, dim=1), strict=True):
-            self.product.linear(hidden_CD, weight_BD, piece, out_CB)
-
-    def hidden_gradient(self, gradient_CV: Tensor, weight_VD: Tensor, out_CD: Tensor) -> None:
-        """See ``HeadProducts``."""
-        self.product.linear(gradient_CV, weight_VD.t(), _piece(gradient_CV), out_CD)
-
-    def weight_gradient(self, gradient_CV: Tensor, hidden_CD: Tensor, sum_VD: Tensor, first: bool) -> None:
-        """See ``HeadProducts``."""
-        piece = _piece(hidden_CD)
-        for gradient_CB, sum_BD in zip(
-            gradient_CV.split(BLOCK_CLASSES, dim=1), sum_VD.split(BLOCK_CLASSES), strict=True
-        ):
-            share_BD = self.product.outer(gradient_CB, hidden_CD, piece, None)
-            _ = sum_BD.copy_(share_BD) if first else sum_BD.add_(share_BD)
-
-
 class DeviceProducts:
     """One matmul each."""
 
     def logits(self, hidden_CD: Tensor, weight_VD: Tensor, out_CV: Tensor) -> None:
-        """See ``HeadProducts``."""
+        """``hidden @ weight.T``."""
         torch.mm(hidden_CD, weight_VD.t(), out=out_CV)
 
     def hidden_gradient(self, gradient_CV: Tensor, weight_VD: Tensor, out_CD: Tensor) -> None:
-        """See ``HeadProducts``."""
+        """``gradient @ weight``."""
         torch.mm(gradient_CV, weight_VD, out=out_CD)
 
     def weight_gradient(self, gradient_CV: Tensor, hidden_CD: Tensor, sum_VD: Tensor, first: bool) -> None:
-        """See ``HeadProducts``."""
+        """Add ``gradient.T @ hidden`` to the sum; the first chunk overwrites it."""
         beta = 0 if first else 1
         if sum_VD.dtype == hidden_CD.dtype:
             sum_VD.addmm_(gradient_CV.t(), hidden_CD, beta=beta)
         elif sum_VD.dtype == torch.float32 and sum_VD.is_cuda and type(sum_VD) is Tensor and _adds_to_float32():
             torch.addmm(sum_VD, gradient_CV.t(), hidden_CD, out_dtype=torch.float32, beta=beta, out=sum_VD)
         else:
-            for gradient_CB, sum_BD in zip(
-                gradient_CV.split(BLOCK_CLASSES, dim=1), sum_VD.split(BLOCK_CLASSES), strict=True
-            ):
-                share_BD = torch.mm(gradient_CB.t(), hidden_CD)
-                _ = sum_BD.copy_(share_BD) if first else sum_BD.add_(share_BD)
+            _add_by_blocks(lambda gradient_CB: gradient_CB.t() @ hidden_CD, gradient_CV, sum_VD, first)
+
+
+class CPUProducts(DeviceProducts):
+    """Matmuls over some classes at a time."""
+
+    def __init__(self, dtype: torch.dtype, *widths: int) -> None:
+        self.product = choose_product("cpu", dtype, *widths)
+
+    def logits(self, hidden_CD: Tensor, weight_VD: Tensor, out_CV: Tensor) -> None:
+        """``hidden @ weight.T``."""
+        piece = _piece(hidden_CD)
+        for weight_BD, out_CB in zip(weight_VD.split(BLOCK_CLASSES), out_CV.split(BLOCK_CLASSES, dim=1), strict=True):
+            self.product.linear(hidden_CD, weight_BD, piece, out_CB)
+
+    def hidden_gradient(self, gradient_CV: Tensor, weight_VD: Tensor, out_CD: Tensor) -> None:
+        """``gradient @ weight``."""
+        self.product.linear(gradient_CV, weight_VD.t(), _piece(gradient_CV), out_CD)
+
+    def weight_gradient(self, gradient_CV: Tensor, hidden_CD: Tensor, sum_VD: Tensor, first: bool) -> None:
+        """Add ``gradient.T @ hidden`` to the sum."""
+        outer = self.product.outer
+        _add_by_blocks(lambda grad_CB: outer(grad_CB, hidden_CD, _piece(hidden_CD), None), gradient_CV, sum_VD, first)
+
+
+def _add_by_blocks(product: Callable[[Tensor], Tensor], gradient_CV: Tensor, sum_VD: Tensor, first: bool) -> None:
+    """Add the product of some classes' gradients to their part of the sum; the first chunk overwrites it."""
+    for gradient_CB, sum_BD in zip(gradient_CV.split(BLOCK_CLASSES, dim=1), sum_VD.split(BLOCK_CLASSES), strict=True):
+        share_BD = product(gradient_CB)
+        _ = sum_BD.copy_(share_BD) if first else sum_BD.add_(share_BD)
 
 
 @functools.cache

@@ -84,13 +84,7 @@ class _Block:
         self.index, self.previous, self.stays = index, previous, stays
         inputs = [arg for arg in args if isinstance(arg, Tensor) and arg.requires_grad]
         self.input_addresses = {tensor.data_ptr() for tensor in inputs}
-        self._saved: list[weakref.ref[_Saved]] = []
-
-    def add(self, saved: "_Saved") -> None:
-        self._saved.append(weakref.ref(saved))
-
-    def asks_first(self, saved: "_Saved") -> bool:
-        return self._saved[0]() is saved
+        self.saved: list[weakref.ref[_Saved]] = []
 
     def start_return(self) -> None:
         for saved in self._alive():
@@ -101,7 +95,7 @@ class _Block:
             saved.leave()
 
     def _alive(self) -> Iterator["_Saved"]:
-        return (saved for ref in self._saved if (saved := ref()) is not None)
+        return (saved for ref in self.saved if (saved := ref()) is not None)
 
 
 class _Saved:
@@ -116,14 +110,14 @@ class _Saved:
         self._resident: Tensor | None = tensor
         self._version = tensor._version
         self._buffer: Tensor | None = None
-        block.add(self)
+        block.saved.append(weakref.ref(self))
         if not block.stays:
             self._buffer = offload.take_buffer(tensor.nbytes)
             self._mark = offload.copies.start(self._host(), tensor)
 
     def get(self) -> Tensor:
         """The tensor, for the backward; the first of a block starts the copies of the block before."""
-        if self._block.asks_first(self):
+        if self._block.saved[0]() is self:
             self._block.start_return()
             if self._block.previous is not None:
                 self._block.previous.start_return()

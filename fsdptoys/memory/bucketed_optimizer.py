@@ -12,7 +12,7 @@ must call ``finish_updates`` first.
 
 from collections.abc import Callable, Iterable, Sequence
 from itertools import chain
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -26,8 +26,8 @@ RUNS_CHOICE = ("params", "foreach", "fused", "capturable", "differentiable")
 """Keys of a parameter group that loading keeps: implementation rather than hyperparameters."""
 
 
-class Executor(Protocol):
-    """Updates buckets."""
+class Executor:
+    """Updates buckets; an interface."""
 
     defers: bool
     """Whether updates may still run when ``step`` has returned."""
@@ -48,6 +48,7 @@ class Executor(Protocol):
 
     def map(self, function: Callable[[Tensor], Tensor], parts: Iterable[Tensor]) -> Iterable[Tensor]:
         """Like the builtin ``map``; may use threads."""
+        return map(function, parts)
 
 
 class BucketedOptimizer(torch.optim.Optimizer):
@@ -205,9 +206,6 @@ class BucketedUpdates(Updates):
 
     unit_by_unit: ClassVar[bool] = True
     optimizer: BucketedOptimizer
-
-    def __init__(self, optimizer: BucketedOptimizer) -> None:
-        super().__init__(optimizer)
 
     @property
     def steps_taken(self) -> int:

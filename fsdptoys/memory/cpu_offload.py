@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from fsdptoys.device import Device, available_cores
 
-from .bucketed_optimizer import BucketedOptimizer
+from .bucketed_optimizer import BucketedOptimizer, Executor
 from .state_buckets import Bucket, UnitParams, make_buckets
 
 BUCKET_BYTES = 64 * 2**20
@@ -36,7 +36,7 @@ def threads_per_rank(local_ranks: int) -> int:
     return max(1, available_cores() // local_ranks)
 
 
-class Workers:
+class Workers(Executor):
     """Updates buckets in threads of this process; PyTorch releases the GIL while it computes.
 
     Args:
@@ -90,12 +90,6 @@ class Workers:
                     later.cancel()
                 self._pending.clear()
                 raise
-
-    def updated(self, last_unit: int) -> None:
-        """None: updates are on the host."""
-
-    def settle(self) -> None:
-        """States are in host memory already."""
 
     def map(self, function: Callable[[Tensor], Tensor], parts: Iterable[Tensor]) -> Iterable[Tensor]:
         """Like the builtin ``map``, on the workers."""

@@ -55,16 +55,12 @@ class OptimizerInBackward(Updates):
             optimizer.param_groups = groups
         param.grad = None
 
-    def take_norms(self) -> list[Tensor]:
-        """Norms of the parts of all gradients since the last call."""
-        assert all(param.grad is None for param in self._params), "a gradient without a call of its hook"
-        norms = [norm for param in self._params for norm in self._norms.get(param, [])]
-        self._norms.clear()
-        return norms
-
     def clip(self, norms: GradientNorms, max_norm: float) -> Tensor:
         """Norm of the gradients, which are gone: ``max_norm`` has no effect. A collective."""
-        return norms.total_norm(self.take_norms())
+        assert all(param.grad is None for param in self._params), "a gradient without a call of its hook"
+        parts = [norm for param in self._params for norm in self._norms.get(param, [])]
+        self._norms.clear()
+        return norms.total_norm(parts)
 
     def step(self) -> None:
         """The backward has taken the step."""

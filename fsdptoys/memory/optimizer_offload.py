@@ -14,6 +14,7 @@ states of the first units stay on the device, since nothing could hide their cop
 Not covered: other than element-wise optimizers. After ZeRO-Offload (arXiv:2101.06840), which updates on the host.
 """
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -27,8 +28,8 @@ from fsdptoys.utils.dtensor import local_tensor
 from .bucketed_optimizer import BucketedOptimizer
 from .config import MemoryConfig, OffloadSchedule, OffloadStateDType
 from .state_buckets import Bucket, UnitParams, make_buckets
-from .state_streaming import BUFFERS, Streaming, rounding_seeds
-from .transfers import Transfers, transfers_for
+from .state_streaming import BUFFERS, Streaming, rounding_seed
+from .transfers import StreamTransfers, Transfers
 
 MIB = 2**20
 
@@ -74,7 +75,7 @@ def offload_optimizer(
         rank: seeds stochastic rounding together with ``seed``; shards need different streams, replicas the same one.
     """
     assert schedule is not OffloadSchedule.auto and not optimizer.state
-    transfers = transfers or transfers_for(device)
+    transfers = transfers or (StreamTransfers if device.is_accelerator else Transfers)(device)
     dtype = torch.bfloat16 if config.offload_state_dtype is OffloadStateDType.bfloat16 else torch.float32
     buckets = make_buckets(optimizer, units, config.offload_bucket_mib * MIB, dtype)
     keep_on_device(buckets, config.offload_fraction)
@@ -90,7 +91,7 @@ def offload_optimizer(
         buffers=1 if schedule is OffloadSchedule.serial else BUFFERS,
         defers=lazy,
         dtype=dtype,
-        rounding_seed=rounding_seeds(seed, rank),
+        rounding_seed=functools.partial(rounding_seed, seed, rank),
     )
     return BucketedOptimizer(
         optimizer, units, buckets, executor, model=model, units_ahead=units_ahead, gather_after=gather_after

@@ -8,7 +8,6 @@ SGD; a step on a proxy of two numbers shows its states.
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -23,18 +22,8 @@ UnitParams = tuple[nn.Module, list[nn.Parameter]]
 """A module, and the parameters that its forward is the first to need."""
 
 
-@dataclass(frozen=True)
-class StateKinds:
-    """States that an optimizer keeps for a parameter."""
-
-    tensors: tuple[str, ...]
-    """States of the parameter's shape."""
-    scalars: dict[str, Tensor]
-    """States of one number, with an example of each on the device that the optimizer uses."""
-
-
-def state_kinds(optimizer: torch.optim.Optimizer) -> StateKinds:
-    """Find the states of an optimizer by a step on two numbers."""
+def kept_states(optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
+    """Name → example of each state that an optimizer keeps for a parameter, from a step on two numbers."""
     first = local_tensor(optimizer.param_groups[0]["params"][0])
     proxy = nn.Parameter(torch.zeros(2, dtype=first.dtype, device=first.device))
     proxy.grad = torch.zeros_like(proxy)
@@ -42,10 +31,7 @@ def state_kinds(optimizer: torch.optim.Optimizer) -> StateKinds:
     inner.step()
     kept = {name: value for name, value in inner.state[proxy].items() if isinstance(value, Tensor)}
     assert all(value.shape in ((), proxy.shape) for value in kept.values()), "not an element-wise optimizer"
-    return StateKinds(
-        tensors=tuple(name for name, value in kept.items() if value.ndim),
-        scalars={name: value for name, value in kept.items() if not value.ndim},
-    )
+    return kept
 
 
 def _same_type(optimizer: torch.optim.Optimizer, params: dict[int, list[nn.Parameter]]) -> torch.optim.Optimizer:
@@ -63,13 +49,16 @@ def _hyperparameters(group: dict[str, Any]) -> dict[str, Any]:
 
 
 class Bucket:
-    """Parameters of unit number ``unit`` that are updated together; ``optimizer`` is the outer one."""
+    """Parameters of unit number ``unit`` that are updated together; ``optimizer`` is the outer one.
+
+    ``kept`` has an example of each state: of several numbers for the parameter's shape, or of one number.
+    """
 
     slab: Tensor
     """All states, flat, in the memory where they stay between updates."""
 
     def __init__(
-        self, unit: int, params: Sequence[nn.Parameter], optimizer: torch.optim.Optimizer, kinds: StateKinds
+        self, unit: int, params: Sequence[nn.Parameter], optimizer: torch.optim.Optimizer, kept: dict[str, Tensor]
     ) -> None:
         self.unit = unit
         self.params = list(params)
@@ -78,9 +67,10 @@ class Bucket:
         """Event of the last copy into ``slab``."""
         locals_ = [local_tensor(param) for param in self.params]
         self._shapes = [local.shape for local in locals_]
-        self._kinds = kinds
-        self.scalars = [{name: torch.zeros_like(value) for name, value in kinds.scalars.items()} for _ in self.params]
-        self.elements = sum(self._state_elements(shape) * len(kinds.tensors) for shape in self._shapes)
+        self._tensors = [name for name, example in kept.items() if example.ndim]
+        scalars = {name: example for name, example in kept.items() if not example.ndim}
+        self.scalars = [{name: torch.zeros_like(value) for name, value in scalars.items()} for _ in self.params]
+        self.elements = sum(self._state_elements(shape) * len(self._tensors) for shape in self._shapes)
         self._proxies = [nn.Parameter(torch.empty(0, dtype=local.dtype, device=local.device)) for local in locals_]
         self.gradients: list[Tensor | None] = []
         """Gradients of the parameters, between ``take`` and ``update``."""
@@ -93,7 +83,7 @@ class Bucket:
         self._inner = _same_type(optimizer, by_group)
         # An optimizer without a step counter may treat its first step differently: SGD copies the gradient, while
         # 0.9 · 0 + -0.0 would not be -0.0.
-        self._without_state = set() if kinds.scalars else set(range(len(self.params)))
+        self._without_state = set() if scalars else set(range(len(self.params)))
 
     def views(self, flat: Tensor) -> list[dict[str, Tensor]]:
         """States of each parameter, in its local shape, as views into a tensor with the layout of ``slab``."""
@@ -101,7 +91,7 @@ class Bucket:
         offset = 0
         for shape in self._shapes:
             views.append({})
-            for name in self._kinds.tensors:
+            for name in self._tensors:
                 views[-1][name] = flat[offset : offset + math.prod(shape)].view(shape)
                 offset += self._state_elements(shape)
         return views
@@ -153,9 +143,9 @@ class Bucket:
     def load(self, index: int, saved: dict[str, Any]) -> None:
         """Copy the states of parameter ``index``; missing ones become zero, as before the first step."""
         kept = {**self.scalars[index], **self.views(self.slab)[index]}
-        if any(isinstance(saved.get(name), Tensor) for name in self._kinds.tensors):
+        if any(isinstance(saved.get(name), Tensor) for name in self._tensors):
             self._without_state.discard(index)
-        elif not self._kinds.scalars:
+        elif not self.scalars[index]:
             self._without_state.add(index)
         for name, state in kept.items():
             value = saved.get(name)
@@ -183,17 +173,18 @@ def make_buckets(
     in_units = [param for _, params in units for param in params]
     optimized = {param for group in optimizer.param_groups for param in group["params"]}
     assert len(in_units) == len(set(in_units)) and set(in_units) == optimized, "units must name every parameter once"
-    kinds = state_kinds(optimizer)
+    kept = kept_states(optimizer)
+    state_bytes = dtype.itemsize * sum(example.ndim > 0 for example in kept.values())
     buckets: list[Bucket] = []
     for unit, (_, params) in enumerate(units):
         members: list[list[nn.Parameter]] = []
         size = 0
         for param in params:
-            added = local_tensor(param).numel() * len(kinds.tensors) * dtype.itemsize
+            added = local_tensor(param).numel() * state_bytes
             if not members or size + added > bucket_bytes:
                 members.append([])
                 size = 0
             members[-1].append(param)
             size += added
-        buckets += [Bucket(unit, each, optimizer, kinds) for each in members]
+        buckets += [Bucket(unit, each, optimizer, kept) for each in members]
     return buckets

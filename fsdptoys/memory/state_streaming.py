@@ -16,22 +16,24 @@ way back.
 
 import hashlib
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
 from fsdptoys.device import Event
 
+from .bucketed_optimizer import Executor
 from .state_buckets import Bucket
-from .stochastic_rounding import round_stochastically
 from .transfers import Transfers
 
 BUFFERS = 3
 """One bucket to load, one to update, one to store."""
+CHUNK_ELEMENTS = 2**22
+"""Elements rounded at a time; each takes 12 bytes of scratch: 48 MiB."""
 
 
-class Streaming:
+class Streaming(Executor):
     """Updates buckets in order; states on the host pass through device buffers.
 
     Args:
@@ -107,10 +109,6 @@ class Streaming:
         for bucket in self._numbers:
             self._transfers.wait_on_host(bucket.stored)
 
-    def map(self, function: Callable[[Tensor], Tensor], parts: Iterable[Tensor]) -> Iterable[Tensor]:
-        """The builtin ``map``."""
-        return map(function, parts)
-
     def _make_buffers(self) -> None:
         made = [self._transfers.device_tensor(self._largest, self._dtype) for _ in range(self._buffers)]
         # Earlier work on the compute stream may still use their memory.
@@ -147,11 +145,22 @@ class Streaming:
         self._load_ahead()
 
 
-def rounding_seeds(seed: int, rank: int) -> Callable[[int, int], int]:
-    """(step, bucket) → seed, the same in every process with the same ``seed`` and ``rank``."""
+def rounding_seed(seed: int, rank: int, step: int, bucket: int) -> int:
+    """A 63-bit seed, the same in every process."""
+    digest = hashlib.sha256(f"{seed}/{rank}/{step}/{bucket}".encode()).digest()
+    return int.from_bytes(digest[:8], "big") >> 1
 
-    def seed_of(step: int, bucket: int) -> int:
-        digest = hashlib.sha256(f"{seed}/{rank}/{step}/{bucket}".encode()).digest()
-        return int.from_bytes(digest[:8], "big") >> 1
 
-    return seed_of
+@torch.no_grad()
+def round_stochastically(target: Tensor, source: Tensor, generator: torch.Generator) -> None:
+    """Round ``source``, flat float32, into ``target``, flat bfloat16 of the same length and device.
+
+    A bfloat16 is the upper half of a float32: a uniform 16-bit number is added to the lower half, which is then cut
+    off. A value is rounded up with a probability equal to its distance from the lower neighbor, so the mean is exact,
+    and updates below half a unit in the last place are not lost (arXiv:2010.06192). Infinities and NaNs are kept.
+    """
+    for into, values in zip(target.split(CHUNK_ELEMENTS), source.split(CHUNK_ELEMENTS), strict=True):
+        bits = values.view(torch.int32)
+        noise = torch.randint(0, 2**16, bits.shape, dtype=torch.int32, device=bits.device, generator=generator)
+        rounded = noise.add_(bits).bitwise_and_(-(2**16)).view(torch.float32)
+        into.copy_(torch.where(values.isfinite(), rounded, values))

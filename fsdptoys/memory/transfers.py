@@ -98,8 +98,3 @@ class StreamTransfers(Transfers):
             event = self._streams.event()
             event.record(stream)
         return event
-
-
-def transfers_for(device: Device) -> Transfers:
-    """Transfers of a device."""
-    return StreamTransfers(device) if device.is_accelerator else Transfers(device)

@@ -2,7 +2,7 @@
 
 import torch
 
-from fsdptoys.memory.stochastic_rounding import round_stochastically
+from fsdptoys.memory.state_streaming import round_stochastically
 
 
 def test_stochastic_rounding_is_unbiased_and_keeps_values_exact_in_bfloat16() -> None:
