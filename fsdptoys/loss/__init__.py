@@ -53,11 +53,7 @@ def cross_entropy_sum(
     """
     logits_NV = linear(hidden_ND, weight_VD).float()
     loss = F.cross_entropy(
-        logits_NV,
-        labels_N,
-        ignore_index=IGNORE_INDEX,
-        label_smoothing=objective.label_smoothing,
-        reduction="sum",
+        logits_NV, labels_N, ignore_index=IGNORE_INDEX, label_smoothing=objective.label_smoothing, reduction="sum"
     )
     if objective.z_loss_coef == 0:
         return loss

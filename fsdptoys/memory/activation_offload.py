@@ -169,12 +169,7 @@ class ActivationOffload:
         self._idle: dict[int, list[Tensor]] = defaultdict(list)
 
     def checkpoint(
-        self,
-        function: Callable[..., Any],
-        *args: Any,
-        index: int,
-        is_last: bool,
-        operators: Collection[object] = (),
+        self, function: Callable[..., Any], *args: Any, index: int, is_last: bool, operators: Collection[object] = ()
     ) -> Any:
         """``torch.utils.checkpoint.checkpoint(function, *args)`` with saved tensors offloaded.
 

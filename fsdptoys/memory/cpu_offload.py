@@ -49,10 +49,7 @@ class Workers(Executor):
     lead = 0
 
     def __init__(
-        self,
-        threads: int,
-        on_updated: Callable[[list[nn.Parameter]], None] | None = None,
-        device: Device | None = None,
+        self, threads: int, on_updated: Callable[[list[nn.Parameter]], None] | None = None, device: Device | None = None
     ) -> None:
         self._on_updated = on_updated
         self._pending: deque[tuple[int, Future[None]]] = deque()

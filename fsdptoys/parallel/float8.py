@@ -47,13 +47,7 @@ class Float8(Enum):
 
 
 def check_float8(
-    float8: Float8,
-    all_gather: bool,
-    *,
-    parallel: ParallelConfig,
-    device_type: str,
-    tokens: int,
-    cpu_offload: bool,
+    float8: Float8, all_gather: bool, *, parallel: ParallelConfig, device_type: str, tokens: int, cpu_offload: bool
 ) -> None:
     """Check float8 settings against the rest of the configuration; ``tokens`` are those of a micro-batch.
 
