@@ -1,5 +1,10 @@
-"""Settings that all optimizers share, and their construction over parameter groups."""
+"""Settings that all optimizers share, their construction over parameter groups, and the learning-rate schedules.
 
+Schedules are pure functions of the step, so a resumed run needs only its step number.
+"""
+
+import itertools
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
@@ -8,6 +13,7 @@ from typing import Any, ClassVar
 
 import torch
 from torch import nn
+from torch.optim.lr_scheduler import LambdaLR
 
 from fsdptoys.errors import ConfigError
 from fsdptoys.utils.bounds import MOST_STEPS, at_least, between, check_bounds
@@ -93,12 +99,7 @@ class OptimConfig(ABC):
     @property
     @abstractmethod
     def state_widths(self) -> tuple[int, ...]:
-        """Bytes of each state per element of a parameter."""
-
-    @property
-    def keeps_states(self) -> bool:
-        """Whether the optimizer has states."""
-        return bool(self.state_widths)
+        """Bytes of each state per element of a parameter; none for an optimizer without states."""
 
     @property
     def low_bit_format(self) -> str | None:
@@ -132,14 +133,12 @@ def build_optimizer(
     """Group the parameters by update and weight decay, and construct the optimizer.
 
     Args:
-        config: settings.
         named_parameters: parameters after sharding, with the model's own names.
         matrix_names: names of the parameters that had two or more dims before sharding.
         block_names: names of the parameters in blocks, not in embedding, head or last norm.
     """
-    groups: dict[tuple[bool, bool], list[nn.Parameter]] = {
-        (is_matrix, decays): [] for is_matrix in (True, False) for decays in (True, False)
-    }
+    kinds = itertools.product((True, False), repeat=2)  # whether matrices, whether decaying
+    groups: dict[tuple[bool, ...], list[nn.Parameter]] = {kind: [] for kind in kinds}
     for name, param in named_parameters:
         decays = config.weight_decay_on is WeightDecayOn.all or name in matrix_names
         groups[config.is_matrix(param.shape, name in block_names), decays].append(param)
@@ -153,10 +152,33 @@ def build_optimizer(
 
 
 def check_nesterov(momentum: float, nesterov: bool, fix: float) -> None:
-    """Check that Nesterov's method has a momentum.
-
-    Raises:
-        ConfigError: naming key, value and fix.
-    """
+    """Raise a ConfigError for Nesterov's method without a momentum."""
     if nesterov and momentum == 0:
         raise ConfigError(f"optim.nesterov=true needs momentum; set optim.momentum={fix} or optim.nesterov=false")
+
+
+def learning_rate_ratio(config: OptimConfig, step: int, steps: int) -> float:
+    """Learning rate of the step numbered ``step`` (from 0) of ``steps``, as a share of ``config.lr``."""
+    if step < config.warmup_steps:
+        return (step + 1) / config.warmup_steps
+    if config.schedule is Schedule.constant:
+        return 1.0
+    after_warmup = max(1, steps - config.warmup_steps - 1)
+    progress = min(1.0, (step - config.warmup_steps) / after_warmup)
+    if config.schedule is Schedule.cosine:
+        return config.min_lr_ratio + (1 - config.min_lr_ratio) * 0.5 * (1 + math.cos(math.pi * progress))
+    decayed = max(0.0, progress - (1 - config.decay_share)) / config.decay_share if config.decay_share else 0.0
+    return 1 - (1 - config.min_lr_ratio) * decayed
+
+
+def build_schedule(config: OptimConfig, optimizer: torch.optim.Optimizer, steps: int) -> LambdaLR:
+    """Construct PyTorch's scheduler over :func:`learning_rate_ratio`."""
+    return LambdaLR(optimizer, lambda step: learning_rate_ratio(config, step, steps))
+
+
+def set_schedule(schedule: LambdaLR, step: int) -> None:
+    """Set a schedule, and the learning rates, to the state after ``step`` steps."""
+    rates = [base * ratio(step) for base, ratio in zip(schedule.base_lrs, schedule.lr_lambdas, strict=True)]
+    for group, rate in zip(schedule.optimizer.param_groups, rates, strict=True):
+        group["lr"] = rate
+    schedule.load_state_dict(schedule.state_dict() | {"last_epoch": step, "_step_count": step + 1, "_last_lr": rates})

@@ -66,14 +66,7 @@ def is_installed() -> bool:
 
 
 class LowBitAdamW(MatrixOptimizer):
-    """AdamW with low-bit states over groups with ``MATRICES``, PyTorch's over the others.
-
-    Args:
-        groups, build_adamw: as for ``MatrixOptimizer``; matrices have ``block_elements``.
-        format: one of ``FORMATS``.
-        betas, eps: AdamW's.
-        compiles: whether the update is compiled.
-    """
+    """AdamW with states of one of ``FORMATS`` over groups with ``MATRICES``, PyTorch's over the others."""
 
     def __init__(
         self,

@@ -1,7 +1,7 @@
 """Muon: matrices of the blocks move by their orthogonalized momentum, all other parameters by AdamW, in one optimizer.
 
 Matrices are dealt out to ranks, the largest first: in a round each rank owns one. If they are sharded (DTensors), an
-all-to-all brings the shards to their owners in the dtype of the matmuls, the owners orthogonalize (``newton_schulz``),
+all-to-all brings the shards to their owners in the dtype of the matmuls, the owners orthogonalize (``orthogonalize``),
 and a second all-to-all returns the shards: a rank holds about four full matrices at a time, and sends as many bytes as
 an all-gather and a reduce-scatter. If every rank has them in full (DDP), owners broadcast the result, so replicas
 cannot drift apart. The owner sees the same matrix as one process would: bits do not depend on the layout.
@@ -30,9 +30,10 @@ from fsdptoys.utils.dtensor import is_dtensor, local_tensor
 from .adamw import AdamWSettings
 from .config import check_nesterov
 from .matrix_optimizer import MATRICES, Groups, MatrixOptimizer
-from .newton_schulz import orthogonalize
 
 MOST_NS_STEPS = 99  # the limit of ``torch.optim.Muon``
+COEFFICIENTS = (3.4445, -4.7750, 2.0315)  # Keller Jordan's ``a``, ``b`` and ``c`` of Newton-Schulz's polynomial
+EPS = 1e-7  # lower bound of the norm that a matrix is divided by: zeros stay zeros
 
 
 class MatmulDType(Enum):
@@ -163,16 +164,13 @@ class Muon(MatrixOptimizer):
         dealt.sort(key=lambda matrix: -math.prod(matrix.shape))
         for matrix in matrices:
             if matrix.ranks == 1:
-                self._apply(matrix, self._orthogonalize(self._momentum_step(matrix)), group)
+                self._apply(matrix, orthogonalize(self._momentum_step(matrix), self.config.ns_steps), group)
         while dealt:
             ranks, in_full = dealt[0].ranks, dealt[0].dim is None
             this_round, dealt = dealt[:ranks], dealt[ranks:]
             assert all((each.dim is None) == in_full for each in this_round), "a strategy shards all matrices or none"
             for matrix, update in self._broadcast(this_round) if in_full else self._exchange(this_round):
                 self._apply(matrix, update, group)
-
-    def _orthogonalize(self, update: Tensor) -> Tensor:
-        return orthogonalize(update, self.config.ns_steps)
 
     def _momentum_step(self, matrix: Matrix) -> Tensor:
         """This rank's part of the matrix to orthogonalize."""
@@ -200,7 +198,7 @@ class Muon(MatrixOptimizer):
             shape = (-1, mine.shape[1]) if mine.dim == 0 else (mine.shape[0], -1)
             whole = torch.cat([part.view(shape) for part in received.split(taken)], dim=mine.dim)
             del received
-            whole = self._orthogonalize(whole)
+            whole = orthogonalize(whole, self.config.ns_steps)
             received = torch.cat([part.reshape(-1) for part in whole.split(mine.lengths(), dim=mine.dim)])
             del whole
         dist.all_to_all_single(sent, received, given, taken, group=group)
@@ -210,7 +208,9 @@ class Muon(MatrixOptimizer):
     def _broadcast(self, matrices: list[Matrix]) -> Iterator[tuple[Matrix, Tensor]]:
         """Each rank works on one matrix of a round, replicated on all; yields the results."""
         group, rank = matrices[0].group, dist.get_rank(matrices[0].group)
-        mine = self._orthogonalize(self._momentum_step(matrices[rank])) if rank < len(matrices) else None
+        mine = None
+        if rank < len(matrices):
+            mine = orthogonalize(self._momentum_step(matrices[rank]), self.config.ns_steps)
         for owner, matrix in enumerate(matrices):
             update = mine if owner == rank else None
             if update is None:
@@ -220,11 +220,9 @@ class Muon(MatrixOptimizer):
 
 
 def split_matrices(param: nn.Parameter, buffer: Tensor) -> list[Matrix]:
-    """This rank's part of a parameter's matrices; a stack has several.
+    """This rank's part of a parameter's matrices, of which a stack has several; ``buffer`` is this rank's momentum.
 
-    Args:
-        param: with a gradient; of two or three dims, plain or a DTensor sharded along one of them.
-        buffer: this rank's momentum.
+    The parameter has a gradient and two or three dims, and is plain or a DTensor sharded along one of them.
     """
     dim, group = _layout(param)
     local, grad = local_tensor(param.detach()), local_tensor(param.grad)  # type: ignore[arg-type]
@@ -252,3 +250,31 @@ def _layout(param: nn.Parameter) -> tuple[int | None, dist.ProcessGroup | None]:
         if isinstance(placement, Shard) and param.device_mesh.size(axis) > 1:
             return placement.dim, param.device_mesh.get_group(axis)
     return None, None
+
+
+def orthogonalize(matrix: Tensor, steps: int) -> Tensor:
+    """Approximate the nearest matrix with orthonormal rows or columns by Newton-Schulz, which takes matmuls only.
+
+    A matrix ``U S Vᵀ`` is scaled to singular values of at most 1, and ``a x + b x³ + c x⁵`` is applied to all of them,
+    round after round. Muon's coefficients are so steep at 0 that five rounds are enough, at the price that singular
+    values end between about 0.7 and 1.2 rather than at 1.
+
+    ``matrix`` is 2-D and in the dtype to compute in; returns a contiguous one of its shape and dtype.
+    Source: https://kellerjordan.github.io/posts/muon/
+    """
+    a, b, c = COEFFICIENTS
+    tall = matrix.size(0) > matrix.size(1)
+    # The gram matrix is then of the shorter side. Copied, so that bits do not depend on alignment.
+    x = (matrix.T if tall else matrix).clone(memory_format=torch.contiguous_format)
+    x.div_(x.norm().clamp(min=EPS))
+    for _ in range(steps):
+        gram = x @ x.T
+        gram = torch.addmm(gram, gram, gram, beta=b, alpha=c)
+        x = torch.addmm(x, gram, x, beta=a)
+    return x.T.contiguous() if tall else x
+
+
+def orthogonalize_flops(rows: int, columns: int, steps: int) -> float:
+    """FLOPs of the matmuls of :func:`orthogonalize`."""
+    short, long = min(rows, columns), max(rows, columns)
+    return steps * (4 * short**2 * long + 2 * short**3)

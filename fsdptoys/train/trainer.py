@@ -30,7 +30,7 @@ from fsdptoys.memory import threads_per_rank
 from fsdptoys.metrics import SpikeDetector, StepMetrics, measure_step
 from fsdptoys.metrics.compilation import CompilationWatch
 from fsdptoys.optim import build_optimizer
-from fsdptoys.optim.schedule import build_schedule, set_schedule
+from fsdptoys.optim.config import build_schedule, set_schedule
 from fsdptoys.parallel import Fill, ParallelContext, seeded
 from fsdptoys.parallel.float8 import convert_to_float8, prepare_all_gathers
 from fsdptoys.parallel.precision import DType

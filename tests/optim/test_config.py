@@ -15,7 +15,7 @@ from fsdptoys.optim import (
     WeightDecayOn,
     build_optimizer,
 )
-from fsdptoys.optim.schedule import build_schedule, learning_rate_ratio
+from fsdptoys.optim.config import build_schedule, learning_rate_ratio
 
 
 def ratios(config: OptimConfig, steps: int) -> list[float]:

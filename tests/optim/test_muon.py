@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from fsdptoys.optim import Implementation, MatmulDType, MuonConfig, UpdateScale, build_optimizer
-from fsdptoys.optim.newton_schulz import orthogonalize
+from fsdptoys.optim.muon import orthogonalize
 from fsdptoys.parallel import DDPConfig, FSDP2Config, ParallelConfig, SingleConfig, ToyFSDPConfig
 from fsdptoys.parallel.fsdp import TORCH
 from fsdptoys.parallel.toy_ddp import ToyDDPConfig

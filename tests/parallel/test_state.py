@@ -26,7 +26,7 @@ from fsdptoys.optim import (
     SGDConfig,
     WeightDecayOn,
 )
-from fsdptoys.optim.schedule import set_schedule
+from fsdptoys.optim.config import set_schedule
 from fsdptoys.parallel import (
     DDPConfig,
     FSDP1Config,

@@ -12,7 +12,7 @@ from fsdptoys.config.compose import compose_config
 from fsdptoys.config.schema import Config
 from fsdptoys.errors import ConfigError
 from fsdptoys.memory import GradientCheckpointing, MemoryConfig
-from fsdptoys.optim.schedule import set_schedule
+from fsdptoys.optim.config import set_schedule
 from fsdptoys.parallel import FSDP2Config, ToyFSDPConfig, host_copy
 from fsdptoys.parallel.fsdp import ReshardAfterForward, Wrap
 from fsdptoys.parallel.precision import DType

@@ -13,7 +13,7 @@ from fsdptoys.metrics.prediction import Category
 from fsdptoys.optim import MuonConfig
 from fsdptoys.optim.config import Implementation
 from fsdptoys.optim.low_bit_adamw import ELEMENTS_AT_A_TIME
-from fsdptoys.optim.newton_schulz import orthogonalize_flops
+from fsdptoys.optim.muon import orthogonalize_flops
 from fsdptoys.parallel.fsdp2 import placement
 from fsdptoys.plan.simulator.costs import cpu_update_seconds, kernel_seconds
 from fsdptoys.plan.simulator.events import KernelKind
