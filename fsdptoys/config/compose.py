@@ -52,7 +52,6 @@ ROOT_OPTIONS = {
 }
 """Keys outside of any section."""
 
-
 PATHS = (
     *("metrics.run_dir", "checkpoint.folder", "checkpoint.resume", "model.init_from", "plan.hardware"),
     *("data.files", "data.eval_files", "data.folder", "data.sources", "data.cache", "data.tokenizer"),
@@ -65,15 +64,13 @@ class Composition:
     """A configuration and the choices from which it was composed."""
 
     config: Config
-    choices: dict[str, str | None]
-    """Group → name of the chosen YAML file; ``experiment`` may be None."""
+    choices: dict[str, str | None]  # Group → name of the chosen YAML file; ``experiment`` may be None
 
 
 def compose_config(overrides: Sequence[str]) -> Config:
     """Compose ``key=value`` and ``group=choice`` overrides; values are checked, but not across sections.
 
-    Raises:
-        ConfigError: for the first mistake, in one sentence that names key, value and fix.
+    ConfigError for the first mistake, in one sentence that names key, value and fix.
     """
     return compose(overrides).config
 
@@ -86,14 +83,8 @@ def compose(overrides: Sequence[str]) -> Composition:
     groups = [str(override.input_line) for override in parsed if override.key_or_group in choices]
     composed, chosen = _compose_groups(tuple(groups))
     tree = copy.deepcopy(composed)
-    sections = {str(key): _schema(tree, str(key)) for key in tree if key not in ROOT_OPTIONS}
-
-    def others(group: str) -> tuple[str, dict[str, type]]:
-        of_names = SCHEMAS.get(group, {})  # an experiment has none: it overrides other groups
-        schemas = {name: of_names[schema_name(group, name)] for name in choices[group]} if of_names else {}
-        return str(chosen[group]), schemas
-
-    check_values(parsed, sections, ROOT_OPTIONS, list(choices), others)
+    sections: dict[str, Any] = {str(key): OmegaConf.get_type(tree, str(key)) for key in tree if key not in ROOT_OPTIONS}
+    check_values(parsed, sections, ROOT_OPTIONS, choices, chosen, SCHEMAS)
     try:
         for override in parsed:
             if override.key_or_group not in choices:
@@ -106,10 +97,7 @@ def compose(overrides: Sequence[str]) -> Composition:
 def read_launch(overrides: Sequence[str]) -> tuple[LaunchConfig, bool]:
     """Read the section ``launch``, and whether the strategy runs in a single process, without an experiment.
 
-    Both follow from the overrides and the dataclasses, so Hydra composes nothing.
-
-    Raises:
-        ConfigError: for the first mistake in these overrides.
+    Both follow from the overrides and the dataclasses, so Hydra composes nothing. ConfigError for the first mistake.
     """
     choices, defaults = list_choices(), list_defaults()
     words = [word for word in overrides if word.startswith(("launch.", "parallel="))]
@@ -117,7 +105,7 @@ def read_launch(overrides: Sequence[str]) -> tuple[LaunchConfig, bool]:
     try:
         parsed = parse_overrides(words, choices)
         check_groups(parsed, choices, defaults)
-        check_values(parsed, {"launch": LaunchConfig}, {}, list(choices), lambda group: (group, {}))
+        check_values(parsed, {"launch": LaunchConfig}, {}, choices, {}, {})
         for override in parsed:
             if override.key_or_group == "parallel":
                 name = str(override.value())
@@ -132,12 +120,9 @@ def read_launch(overrides: Sequence[str]) -> tuple[LaunchConfig, bool]:
 
 
 def compose_presets(names: Sequence[str]) -> list[ModelConfig]:
-    """Compose the configurations of model presets, without the other sections.
+    """Compose the configurations of model presets, without the other sections; ConfigError if one is invalid.
 
     All presets are composed in one tree, because Hydra is slow to start.
-
-    Raises:
-        ConfigError: if a preset cannot be composed.
     """
     _register_schemas()
     overrides = [f"+model@preset{index}={name}" for index, name in enumerate(names)]
@@ -202,12 +187,6 @@ def _check_texts(key: str, value: Any) -> None:
         check_text(key, value)
         if key in PATHS:
             check_home(key, value)
-
-
-def _schema(tree: DictConfig, section: str) -> type:
-    schema = OmegaConf.get_type(tree, section)
-    assert isinstance(schema, type)
-    return schema
 
 
 @functools.cache  # Hydra reads every dataclass

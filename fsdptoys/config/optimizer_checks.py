@@ -25,11 +25,7 @@ class Loop(Protocol):
 def check_optimizer(
     optim: OptimConfig, parallel: ParallelConfig, memory: MemoryConfig, train: Loop, device_type: str
 ) -> None:
-    """Resolve every ``auto``, and check the optimizer against strategy, offload and device.
-
-    Raises:
-        ConfigError: for the first mistake.
-    """
+    """Resolve every ``auto``, and check the optimizer against strategy, offload and device, or raise a ConfigError."""
     deterministic = train.deterministic
     if parallel.flattens_parameters and memory.cpu_offload and deterministic and train.grad_accum > 1:
         # Each reduction would overwrite the offloaded gradient of the previous one.

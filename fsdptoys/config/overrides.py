@@ -13,11 +13,10 @@ import math
 import re
 import types
 import typing
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from enum import Enum
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override, OverrideType
@@ -42,17 +41,14 @@ SYNONYMS = {"gpu": "cuda", "bf16": "bfloat16", "fp32": "float32", "f32": "float3
 SYNONYMS |= {"fp64": "float64"}
 """Common synonyms of choices, too different in spelling for a closest match → the choice."""
 
-Others = Callable[[str], tuple[str, dict[str, type]]]
-"""Group → its chosen name, and the dataclass of every choice by name."""
+Choices = Mapping[str, Sequence[str]]  # group → names of its YAML files
 
 
-@dataclass(frozen=True)
-class Option:
+class Option(NamedTuple):
     """A configuration key."""
 
     annotation: Any
-    default: Any
-    """Default in its dataclass; ``dataclasses.MISSING`` if it has none."""
+    default: Any  # In its dataclass; ``dataclasses.MISSING`` if it has none
 
 
 def list_choices() -> dict[str, list[str]]:
@@ -72,16 +68,12 @@ def list_defaults() -> dict[str, str | None]:
     return {group: choice for entry in entries if isinstance(entry, dict) for group, choice in entry.items()}
 
 
-def parse_overrides(words: Sequence[str], choices: Mapping[str, Sequence[str]]) -> list[Override]:
-    """Parse ``key=value`` overrides; ``choices`` (group → names of its YAML files) serve to suggest fixes.
-
-    Raises:
-        ConfigError: for the first argument other than one key with one value.
-    """
+def parse_overrides(words: Sequence[str], choices: Choices) -> list[Override]:
+    """Parse ``key=value`` overrides; ConfigError, with a fix among ``choices``, for other arguments."""
     return [_parse(word, words[index + 1 :], choices) for index, word in enumerate(words)]
 
 
-def _parse(word: str, later: Sequence[str], choices: Mapping[str, Sequence[str]]) -> Override:
+def _parse(word: str, later: Sequence[str], choices: Choices) -> Override:
     check_text("", word)
     key, equals, value = word.partition("=")
     if word.startswith("-"):
@@ -112,13 +104,10 @@ def _parse(word: str, later: Sequence[str], choices: Mapping[str, Sequence[str]]
     return override
 
 
-def _with_value(word: str, later: Sequence[str], choices: Mapping[str, Sequence[str]]) -> str:
+def _with_value(word: str, later: Sequence[str], choices: Choices) -> str:
     if len(later) >= 2 and later[0] == "=":
         return f"{word}={later[1]} without spaces"
-    for group, names in choices.items():
-        if word in names:
-            return f"{group}={word}"
-    return f"{word}=VALUE"
+    return next((f"{group}={word}" for group, names in choices.items() if word in names), f"{word}=VALUE")
 
 
 def _first(sweep: str) -> str:
@@ -127,14 +116,8 @@ def _first(sweep: str) -> str:
     return re.split(r"[,)]", sweep.rpartition("(")[2])[0].strip() or "VALUE"
 
 
-def check_groups(
-    overrides: Sequence[Override], choices: Mapping[str, Sequence[str]], defaults: Mapping[str, str | None]
-) -> None:
-    """Check every ``group=choice``.
-
-    Raises:
-        ConfigError: for an unknown choice, or a group with two different choices.
-    """
+def check_groups(overrides: Sequence[Override], choices: Choices, defaults: Mapping[str, str | None]) -> None:
+    """Check every ``group=choice``; ConfigError for an unknown choice, or a group with two different choices."""
     seen: dict[str, str] = {}
     for override in overrides:
         group = override.key_or_group
@@ -164,34 +147,39 @@ def check_values(
     overrides: Sequence[Override],
     sections: Mapping[str, type],
     roots: Mapping[str, Option],
-    groups: Sequence[str],
-    others: Others,
+    choices: Choices,
+    chosen: Mapping[str, str | None],
+    schemas: Mapping[str, Mapping[str, type]],
 ) -> None:
-    """Check every key and the type of its value.
+    """Check every key outside of groups, and the type of its value; ConfigError for the first mistake.
 
     Args:
-        overrides: all overrides; those of ``groups`` are ignored.
         sections: section → chosen dataclass.
         roots: keys outside of any section.
-        groups, others: names and choices of the groups.
-
-    Raises:
-        ConfigError: for the first mistake.
+        chosen: group → chosen YAML file.
+        schemas: group → name of a schema → dataclass; an experiment has none, since it overrides other groups.
     """
-    options = {
-        key: option for section, schema in sections.items() for key, option in list_options(schema, section).items()
-    } | dict(roots)
+    options = dict(roots)
+    for section, schema in sections.items():
+        options |= list_options(schema, section)
     for override in overrides:
         key = override.key_or_group
-        if key in groups:
+        if key in choices:
             continue
         typed = str(override.input_line)
         raw = typed.partition("=")[2]
-        if key in options:
-            _refuse_plus(override)
-            _check_value(key, raw, override.value(), options[key])
-        else:
-            raise ConfigError(_unknown_key(typed, key, raw, options, groups, others))
+        if key not in options:
+            section = key.partition(".")[0]
+            of_group = schemas.get(section, {})
+            having = {name for name, schema in of_group.items() if key in list_options(schema, section)}
+            if belongs := [name for name in choices.get(section, ()) if schema_name(section, name) in having]:
+                raise ConfigError(
+                    f"{typed} is not an option of {section}={chosen[section]}, it belongs to {', '.join(belongs)}; "
+                    f"set {section}={belongs[0]} or leave it out"
+                )
+            raise ConfigError(_unknown_key(typed, key, raw, options, list(choices)))
+        _refuse_plus(override)
+        _check_value(key, raw, override.value(), options[key])
 
 
 def list_options(schema: type, prefix: str) -> dict[str, Option]:
@@ -208,48 +196,29 @@ def list_options(schema: type, prefix: str) -> dict[str, Option]:
     return options
 
 
-def _unknown_key(
-    typed: str, key: str, raw: str, options: Mapping[str, Option], groups: Sequence[str], others: Others
-) -> str:
-    section, _, rest = key.partition(".")
-    if section == "hydra":
+def _unknown_key(typed: str, key: str, raw: str, options: Mapping[str, Option], groups: Sequence[str]) -> str:
+    if key.partition(".")[0] == "hydra":
         return f"{typed} is Hydra's own setting, which every rank needs as it is; leave it out"
     if re.search(r"(^|\.)_\w+_$", key):
         return f"{typed} would run code that the configuration names, which is not supported; leave it out"
-    below = [option for option in options if option.startswith(f"{key}.")]
-    if below:
-        return (
-            f"{typed} sets a whole section, but keys are set one by one; set for example {_example(below[0], options)}"
-        )
-    if rest and section in groups:
-        chosen, schemas = others(section)
-        belongs = [name for name, schema in schemas.items() if key in list_options(schema, section)]
-        if belongs:
-            return (
-                f"{typed} is not an option of {section}={chosen}, it belongs to {', '.join(belongs)}; "
-                f"set {section}={belongs[0]} or leave it out"
-            )
+    if below := next((option for option in options if option.startswith(f"{key}.")), None):
+        example = _example(below, options[below])
+        return f"{typed} sets a whole section, but keys are set one by one; set for example {example}"
     near = _nearest_key(key, [*options, *groups])
     return f"{typed} names a key that does not exist; " + (f"did you mean {near}={raw}?" if near else HELP)
 
 
 def _nearest_key(key: str, known: Sequence[str]) -> str | None:
     """Closest key: one with the same last part, else a similar one in the same section, else anywhere."""
-    section, last = _split(key)
-    same = [name for name in known if _split(name)[1] == last]
-    if same:
-        return near_miss(key, same, cutoff=0.0)
-    in_section = [name for name in known if _split(name)[0] == section]
-    for names in (in_section, known):
-        word = near_miss(last, [_split(name)[1] for name in names], cutoff=0.7)
-        if word:
-            return near_miss(key, [name for name in names if _split(name)[1] == word], cutoff=0.0)
-    return near_miss(key, known, cutoff=0.75)
-
-
-def _split(key: str) -> tuple[str, str]:
     section, _, last = key.rpartition(".")
-    return section, last
+    parts = {name: name.rpartition(".")[2] for name in known}
+    if same := [name for name in known if parts[name] == last]:
+        return near_miss(key, same, cutoff=0.0)
+    in_section = [name for name in known if name.rpartition(".")[0] == section]
+    for names in (in_section, known):
+        if word := near_miss(last, [parts[name] for name in names], cutoff=0.7):
+            return near_miss(key, [name for name in names if parts[name] == word], cutoff=0.0)
+    return near_miss(key, known, cutoff=0.75)
 
 
 def _check_value(key: str, raw: str, value: Any, option: Option) -> None:
@@ -266,7 +235,7 @@ def _check_value(key: str, raw: str, value: Any, option: Option) -> None:
     if wanted is bool and corrected is None:
         fix = f"set {key}=true or {key}=false"
     elif corrected is None:
-        fix = f"set {_example(key, {key: option})}"
+        fix = f"set {_example(key, option)}"
     elif isinstance(wanted, type) and issubclass(wanted, Enum):
         fix = f"did you mean {key}={corrected}?"
     else:
@@ -276,24 +245,19 @@ def _check_value(key: str, raw: str, value: Any, option: Option) -> None:
 
 def _mismatch(wanted: Any, value: Any, raw: str) -> tuple[str | None, str | None]:
     """Return the expected kind of value (None if it matches) and a corrected value (None if there is no guess)."""
-    number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    word = str(value).strip().lower()
     if wanted is bool:
-        return (None if isinstance(value, bool) else "true or false"), SWITCHES.get(str(value).strip().lower())
-    if wanted is int:
-        if number and isinstance(value, int):
+        return (None if isinstance(value, bool) else "true or false"), SWITCHES.get(word)
+    if wanted in (int, float):
+        if _is_item(value, wanted):
             return None, None
         meant = _number_meant(value)
-        return "an integer", None if meant is None else str(round(meant))
-    if wanted is float:
-        if number and _is_finite(value):
-            return None, None
-        meant = _number_meant(value)
-        return "a finite number", None if meant is None else str(meant)
+        corrected = None if meant is None else str(round(meant) if wanted is int else meant)
+        return "an integer" if wanted is int else "a finite number", corrected
     if isinstance(wanted, type) and issubclass(wanted, Enum):
         names = [member.name for member in wanted]
-        word = str(value).strip().lower()
-        meant_name = SYNONYMS.get(word) if SYNONYMS.get(word) in names else near_miss(word, names)
-        return (None, None) if value in names else (_one_of(names), meant_name)
+        corrected = SYNONYMS[word] if SYNONYMS.get(word) in names else near_miss(word, names)
+        return (None if value in names else _one_of(names)), corrected
     if typing.get_origin(wanted) is list:
         (kind,) = typing.get_args(wanted)
         if isinstance(value, list) and all(_is_item(item, kind) for item in value):
@@ -311,42 +275,29 @@ def _mismatch(wanted: Any, value: Any, raw: str) -> tuple[str | None, str | None
 
 def _number_meant(value: Any) -> int | float | None:
     """The finite number most likely meant by quoted text, another base or another numeric type; None if unclear."""
-    if isinstance(value, bool) or not isinstance(value, (int, float, str)):
-        return None
-    if isinstance(value, str):
-        text, readers = value.strip(), (functools.partial(int, base=0), int, float)
-        for read in readers:
-            with contextlib.suppress(ValueError):
-                return _number_meant(read(text))
-        return None
-    return value if _is_finite(value) else None
-
-
-def _is_finite(value: int | float) -> bool:
-    """Like ``math.isfinite``, but False for integers too large for a float."""
-    try:
-        return math.isfinite(value)
-    except OverflowError:
-        return False
+    for read in (functools.partial(int, base=0), int, float) if isinstance(value, str) else ():
+        with contextlib.suppress(ValueError):
+            return _number_meant(read(value.strip()))
+    return value if _is_item(value, float) else None
 
 
 def _is_item(value: Any, kind: type) -> bool:
     if kind is float:
-        return type(value) in (int, float) and _is_finite(value)
+        with contextlib.suppress(OverflowError):  # integers too large for a float
+            return type(value) in (int, float) and math.isfinite(value)
+        return False
     return type(value) is int if kind is int else isinstance(value, (str, int, float))
 
 
 def _without_none(annotation: Any) -> tuple[Any, bool]:
     if typing.get_origin(annotation) in (typing.Union, types.UnionType):
-        parts = [part for part in typing.get_args(annotation) if part is not type(None)]
-        assert len(parts) == 1
-        return parts[0], True
+        (wanted,) = (part for part in typing.get_args(annotation) if part is not type(None))
+        return wanted, True
     return annotation, False
 
 
-def _example(key: str, options: Mapping[str, Option]) -> str:
-    default = options[key].default
-    return f"{key}={'VALUE' if default is dataclasses.MISSING else value_text(default, quote=True)}"
+def _example(key: str, option: Option) -> str:
+    return f"{key}={'VALUE' if option.default is dataclasses.MISSING else value_text(option.default, quote=True)}"
 
 
 def _one_of(names: Sequence[str]) -> str:

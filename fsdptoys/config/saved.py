@@ -24,11 +24,7 @@ T = TypeVar("T")
 
 
 def read_tree(path: Path) -> dict[str, Any]:
-    """Read a YAML or JSON file of a run.
-
-    Raises:
-        ConfigError: if it cannot be read, or is not a mapping with string keys.
-    """
+    """Read a YAML or JSON file of a run; ConfigError if it cannot be read, or is not a mapping with string keys."""
     try:
         text = read_regular(path, LARGEST_FILE_BYTES)
         tree = parse_json(text) if path.suffix == ".json" else parse_yaml(text)
@@ -56,14 +52,8 @@ def _check_keys(tree: Any) -> None:
 def read_config(tree: dict[str, Any], where: str) -> Config:
     """Build the configuration of a run, as far as it affects the time of a step.
 
-    Missing keys are newer than the run and get their defaults.
-
-    Args:
-        tree: contents of ``config.yaml``.
-        where: path of the file, for messages.
-
-    Raises:
-        ConfigError: for an unknown key or a value of the wrong type.
+    ``tree`` holds the contents of ``config.yaml``, and ``where`` names it in messages. Missing keys are newer than the
+    run and get their defaults. ConfigError for an unknown key or a value of the wrong type.
     """
     sections: dict[str, Any] = {
         "model": dataclasses.replace(model_config_of(tree.get("model"), where, "leave the run out"), init_from=None),

@@ -26,11 +26,8 @@ from .kernel_choice import KernelConfig
 from .optimizer_checks import check_blocks, check_in_backward, check_optimizer
 from .plan_config import PlanConfig
 
-MOST_BATCHES = 2**20
-"""Upper bound of a batch's sequences, and of the batches of a step or an evaluation."""
-
+MOST_BATCHES = 2**20  # upper bound of a batch's sequences, and of the batches of a step or an evaluation
 MOST_RANKS = 10**6
-
 MOST_SEED = 2**63 - 1
 
 
@@ -55,8 +52,7 @@ class SumDType(Enum):
     @property
     def torch(self) -> torch.dtype:
         """The torch dtype."""
-        assert self is not SumDType.auto, "it must have been resolved"
-        return torch.float64 if self is SumDType.float64 else torch.float32
+        return {SumDType.float32: torch.float32, SumDType.float64: torch.float64}[self]
 
 
 @dataclass
@@ -170,13 +166,8 @@ class Config:
     def validate(self, world_size: int, device_type: str, node_ranks: int | None = None) -> None:
         """Resolve every ``auto``, and check the sections against each other, before any worker starts.
 
-        Args:
-            world_size: ranks over all nodes.
-            device_type: ``cuda``, ``npu`` or ``cpu``.
-            node_ranks: ranks per node; None for a single node.
-
-        Raises:
-            ConfigError: for the first mistake, in one sentence that names key, value and fix.
+        ``world_size`` counts the ranks of all nodes, ``node_ranks`` those of each; None for a single node. ConfigError
+        for the first mistake, in one sentence that names key, value and fix.
         """
         assert device_type in DEVICE_TYPES
         self.train.resolve()
@@ -300,7 +291,7 @@ class Config:
                 f"memory.optimizer_offload=true is not an option of parallel={parallel.name}, whose states are cut; "
                 "leave it out or set parallel=toy_ddp"
             )
-        if memory.optimizer_offload and not self.optim.keeps_states:
+        if memory.optimizer_offload and not self.optim.state_widths:
             raise ConfigError(
                 f"memory.optimizer_offload=true moves states, of which optim={self.optim.name} keeps none as set; "
                 "leave it out or set optim.momentum=0.9"

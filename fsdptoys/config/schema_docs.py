@@ -6,7 +6,7 @@ Parsing with ``ast`` keeps ``--help`` under a second; importing the classes woul
 import ast
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from fsdptoys.utils import bounds as bounds_module
 from fsdptoys.utils.text import value_text
@@ -20,17 +20,14 @@ class Declaration:
 
     bases: list[str]
     doc: str
-    fields: list[tuple[str, str, str]] = field(default_factory=list)
-    """Name, annotation and default."""
-    docs: dict[str, str] = field(default_factory=dict)
-    """Docstrings of fields, and of an enum's members."""
+    fields: list[tuple[str, str, str]] = field(default_factory=list)  # Name, annotation and default
+    docs: dict[str, str] = field(default_factory=dict)  # Docstrings of fields, and of an enum's members
     bounds: dict[str, bounds_module.Bounds] = field(default_factory=dict)
     family: str | None = None
     """Of a model's configuration: the suffix of the ``base_<family>`` schema that its presets start from."""
 
 
-@dataclass
-class Key:
+class Key(NamedTuple):
     """A configuration key, with annotation and default of the most derived class that declares it."""
 
     annotation: str
@@ -63,9 +60,7 @@ def ancestors(classes: dict[str, Declaration], name: str) -> list[str]:
 def read_classes(root: Path, quote: str = "") -> dict[str, Declaration]:
     """Read all classes of a folder and its direct subfolders, by name; aliases (``A = B``) included.
 
-    Args:
-        root: the folder.
-        quote: replaces the double backticks of docstrings.
+    ``quote`` replaces the double backticks of docstrings.
     """
     aliases: dict[str, str] = {}
     names = dict(vars(bounds_module))  # with the constants of all modules, to evaluate the fields' metadata
@@ -111,10 +106,9 @@ def _read_class(node: ast.ClassDef, names: dict[str, Any], quote: str) -> Declar
             annotation = ast.unparse(statement.annotation)
             if not annotation.startswith("ClassVar"):
                 found.fields.append((last, annotation, _default(statement.value)))
-                given = statement.value.keywords if isinstance(statement.value, ast.Call) else []
-                metadata = next((keyword.value for keyword in given if keyword.arg == "metadata"), None)
-                if metadata is not None:
-                    found.bounds[last] = _evaluate(metadata, names).get("bounds", bounds_module.Bounds())
+                for keyword in statement.value.keywords if isinstance(statement.value, ast.Call) else ():
+                    if keyword.arg == "metadata":
+                        found.bounds[last] = _evaluate(keyword.value, names).get("bounds", bounds_module.Bounds())
             elif last == "family" and isinstance(statement.value, ast.Constant):
                 found.family = str(statement.value.value)
     return found
