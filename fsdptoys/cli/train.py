@@ -10,7 +10,7 @@ from fsdptoys.config.overrides import list_choices
 from fsdptoys.config.schema import Config
 from fsdptoys.device.profile import load_hardware
 from fsdptoys.errors import ConfigError
-from fsdptoys.launch.hardware import hardware_environment, profile_of_this_machine
+from fsdptoys.launch.hardware import profile_of_this_machine
 from fsdptoys.launch.launch import check_master, launch, print_run, resolve_run
 from fsdptoys.utils.console_stream import let_stdout_end
 from fsdptoys.utils.text import print_status
@@ -44,31 +44,24 @@ def _work(words: list[str]) -> None:
     """Run one rank."""
     import torch
 
-    from fsdptoys.launch.worker import WorkerRequest, read_request
+    from fsdptoys.launch.worker import read_request
     from fsdptoys.train.run import train
 
     request, run = read_request(), None
     if request is None:
         run = resolve_run(words, os.environ, choose_largest)
         check_master(os.environ)
-        request = WorkerRequest(run.composition.config, run.hardware, run.local_ranks, run.world_size)
+        request = run.request()
         _prepare_data(request.config, request.local_ranks)  # called by every rank; one of them prepares
     elif int(os.environ["WORLD_SIZE"]) != request.world_size:
         raise ConfigError(
             f"launch.nnodes={request.config.launch.nnodes} machines of {request.local_ranks} ranks were expected, and "
             f"{os.environ['WORLD_SIZE']} ranks have come; set launch.nproc_per_node to the same on each"
         )
-    config, hardware = request.config, request.hardware
+    config = request.config
     # torchrun has not set these. Allocators read theirs at the first allocation, OpenMP at import, which for forks was
     # in the launcher, so the threads are set again below.
-    environment = hardware_environment(
-        hardware.device_type,
-        request.local_ranks,
-        hardware.cores,
-        config.train.deterministic,
-        os.environ,
-        config.launch.timeout_seconds,
-    )
+    environment = request.environment()
     os.environ.update(environment)
     threads = os.environ["OMP_NUM_THREADS"].partition(",")[0]  # the others are for nested regions
     if threads.strip():

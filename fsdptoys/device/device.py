@@ -74,8 +74,7 @@ class Streams:
 
     def on(self, stream: Stream) -> AbstractContextManager[Any]:
         """Context in which a stream is current."""
-        context: AbstractContextManager[Any] = self._module.stream(stream)
-        return context
+        return self._module.stream(stream)
 
 
 class Device:

@@ -14,9 +14,8 @@ def available_cores() -> int:
     for cpu in os.sched_getaffinity(0):
         siblings = Path(f"/sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list")
         cores.add(siblings.read_text() if siblings.exists() else str(cpu))
-    quota = Path("/sys/fs/cgroup/cpu.max")
     with contextlib.suppress(OSError, ValueError):
-        limit_us, period_us = quota.read_text().split()
+        limit_us, period_us = Path("/sys/fs/cgroup/cpu.max").read_text().split()
         if limit_us != "max":
             return max(1, min(len(cores), int(limit_us) // int(period_us)))
     return len(cores)

@@ -4,7 +4,6 @@ The agent's own methods wait up to 30 seconds for workers to end. Tested with to
 """
 
 import contextlib
-import logging
 import os
 import sysconfig
 from collections.abc import Iterator, Mapping
@@ -49,11 +48,7 @@ class Watcher(Protocol):
 class Agent(LocalElasticAgent):
     """Torch's agent with callbacks to a watcher.
 
-    Args:
-        watcher: receives the callbacks.
-        spec: torch's worker specification; its arguments start with ``-m`` if ``forks``.
-        logs_specs: torch's log settings.
-        forks: workers are forks of this process instead of new interpreters.
+    With ``forks``, workers are forks of this process instead of new interpreters; their arguments start with ``-m``.
     """
 
     def __init__(self, watcher: Watcher, spec: WorkerSpec, logs_specs: DefaultLogsSpecs, forks: bool) -> None:
@@ -129,14 +124,6 @@ def runs(pid: int) -> bool:
         return os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None
     except ChildProcessError:
         return False
-
-
-def silence_elastic_logging() -> None:
-    """Silence the agent's own log unless LOGLEVEL is set; the launcher reports failures itself."""
-    if "LOGLEVEL" not in os.environ:
-        logger = logging.getLogger("torch.distributed.elastic")
-        logger.addHandler(logging.NullHandler())
-        logger.propagate = False
 
 
 def import_environment(present: Mapping[str, str]) -> dict[str, str]:

@@ -12,10 +12,7 @@ from fsdptoys.utils.foreign import parse_json
 from fsdptoys.utils.from_tree import build
 from fsdptoys.utils.regular_file import read_regular
 
-EXIT_RECORD_VARIABLE = "FSDPTOYS_OUTCOME_FILE"
-"""Environment variable that names the file."""
-
-
+EXIT_RECORD_VARIABLE = "FSDPTOYS_OUTCOME_FILE"  # names the file
 LARGEST_FILE_BYTES = 2**20
 
 
@@ -23,20 +20,15 @@ LARGEST_FILE_BYTES = 2**20
 class ExitRecord:
     """How a run ended, as seen by its launcher."""
 
-    status: int
-    """Exit status."""
-    reason: str | None = None
-    """The failure, in one line."""
-    out_of_memory: bool = False
-    """Whether a rank ran out of memory, or got SIGKILL as from the kernel's out-of-memory killer."""
-    stopped_by: str | None = None
-    """Name of the signal that asked the run to stop, even if it then ended with status 0."""
+    status: int  # Exit status
+    reason: str | None = None  # The failure, in one line
+    out_of_memory: bool = False  # Whether a rank ran out of memory, or got SIGKILL as from the kernel's OOM killer
+    stopped_by: str | None = None  # The signal that asked the run to stop, even if it then ended with status 0
 
 
 def write_exit_record(record: ExitRecord) -> None:
     """Write the record if a file was named; errors such as a full disk are ignored."""
-    named = os.environ.get(EXIT_RECORD_VARIABLE)
-    if named:
+    if named := os.environ.get(EXIT_RECORD_VARIABLE):
         with contextlib.suppress(OSError, ValueError):  # ValueError: the root folder
             write_atomically(named, json.dumps(dataclasses.asdict(record)) + "\n")
 

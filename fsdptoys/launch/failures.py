@@ -1,8 +1,15 @@
-"""The first of several failures, and the post-mortem of failed ranks: hung ranks, last heartbeats, recordings."""
+"""The first of several failures, and the post-mortem of failed ranks: hung ranks, last heartbeats, flight recordings.
+
+Flight recordings are each rank's last collectives before a hang. torch records under NCCL, and its ``torchfrtrace``
+compares the ranks; torch_npu records under HCCL. Setting names are from torch 2.7.1 and 2.13.0 and torch_npu 2.13.0.
+Not tested on a GPU or an NPU.
+"""
 
 import contextlib
 import json
+import os
 import re
+import shutil
 import signal
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
@@ -12,50 +19,34 @@ from typing import Any
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 from fsdptoys.profiler import ExplainedOutOfMemoryError
-from fsdptoys.train.heartbeat import (
-    HEARTBEATS_FOLDER,
-    LOST_PEER,
-    MAX_RANKS_NAMED,
-    TIMED_OUT,
-    describe_heartbeat,
-    describe_last_heartbeats,
-    format_ranks,
-)
+from fsdptoys.train import heartbeat
 from fsdptoys.train.launch_env import remembered_run_dir
 from fsdptoys.train.stop import STOP_SIGNALS
 
 from .exit_record import ExitRecord
-from .flight_recorder import keep_recordings
 
-REQUESTS = (*STOP_SIGNALS, signal.SIGINT)
-"""A rank ended by one of these, not sent by the launcher, was asked to stop."""
-
+REQUESTS = (*STOP_SIGNALS, signal.SIGINT)  # a rank ended by one of these, not by the launcher, was asked to stop
 OUT_OF_MEMORY = (ExplainedOutOfMemoryError.__name__, "OutOfMemoryError", "MemoryError")
-"""Names of out-of-memory exceptions."""
+
+FLIGHT_RECORDER_FOLDER = "flight_recorder"  # of the launcher's folder and, after a failure, of the run directory
+FILE_NAMES = ("TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE")
+"""Variable with the prefix of the recordings' files, in newer and older torch."""
+HCCL_FILE_NAME = "TORCH_HCCL_DEBUG_INFO_TEMP_FILE"  # the same in torch_npu
 
 
 @dataclass(frozen=True)
 class FirstFailure:
     """The failure that caused the others in one start of the workers."""
 
-    status: int
-    """Exit status for the launcher: 2 for a configuration mistake, 128 + number for a stop signal, else 1."""
-    headline: str
-    """First line of the message at the end of the run."""
-    in_short: str
-    """The failure in one line."""
-    details: str = ""
-    """Text after the headline, such as a traceback."""
-    final: bool = False
-    """Whether a restart is pointless: the workers would fail again or were asked to stop."""
-    silent: bool = False
-    """Whether the rank ended without a recorded exception."""
-    of_others: bool = False
-    """Whether the failure is only a consequence of another rank's end."""
-    stopped: bool = False
-    """Whether a rank was ended by a stop signal, rather than failing."""
-    timed_out: bool = False
-    """Whether the rank waited in vain for others."""
+    status: int  # Exit status for the launcher: 2 for a configuration mistake, 128 + number for a stop signal, else 1
+    headline: str  # First line of the message at the end of the run
+    in_short: str  # The failure in one line
+    details: str = ""  # Text after the headline, such as a traceback
+    final: bool = False  # Whether a restart is pointless: the workers would fail again or were asked to stop
+    silent: bool = False  # Whether the rank ended without a recorded exception
+    of_others: bool = False  # Whether the failure is only a consequence of another rank's end
+    stopped: bool = False  # Whether a rank was ended by a stop signal, rather than failing
+    timed_out: bool = False  # Whether the rank waited in vain for others
     hung: tuple[int, ...] = ()
     """If the failed rank timed out on others or lost them: ranks that raised nothing and were ended by the launcher."""
     out_of_memory: bool = False
@@ -71,6 +62,35 @@ class FirstFailure:
         """Message at the end of the run, with ``suffix`` appended to the headline."""
         return self.headline + suffix + (f":\n{self.details}" if self.details else "")
 
+    def hung_ranks(self, pids: Mapping[int, int], folder: Path) -> list[str]:
+        """Return a line for each rank of this machine that others timed out on, as far as known."""
+        heartbeats = (remembered_run_dir(folder) or folder) / heartbeat.HEARTBEATS_FOLDER
+        # Where several ended in silence, some of them may have waited for the one that hung.
+        what = "it hung" if self.timed_out and len(self.hung) == 1 else "it hung, or waited for one that did"
+        lines = []
+        for rank in self.hung[: heartbeat.MAX_RANKS_NAMED]:
+            sign = heartbeat.describe_heartbeat(heartbeats, rank, pids[rank])
+            last = f"last heartbeat {sign}" if sign else "without a known heartbeat"
+            lines.append(f"rank {rank} raised no exception and had to be terminated: {what}, {last}")
+        if more := self.hung[heartbeat.MAX_RANKS_NAMED :]:
+            lines.append(f"so did {heartbeat.format_ranks(list(more))}")
+        return lines
+
+    def post_mortem(self, pids: Mapping[int, int], folder: Path) -> str:
+        """Return the hung ranks, last heartbeats if the failure was silent, and the path of recordings.
+
+        Moves recordings of collectives from the launcher's folder to the run directory.
+        """
+        message = "".join(f"\n{line}" for line in self.hung_ranks(pids, folder))
+        run_dir = remembered_run_dir(folder)
+        if run_dir is None:
+            return message
+        if self.silent:
+            signs = heartbeat.describe_last_heartbeats(run_dir / heartbeat.HEARTBEATS_FOLDER, pids)
+            message += f"; {signs}" if signs else ""
+        kept = keep_recordings(folder, run_dir)
+        return f"{message}\n{kept}" if kept else message
+
 
 def own_failure_is_recorded(folder: Path) -> bool | None:
     """Whether some rank has recorded a failure of its own in ``folder``; None if none has recorded anything."""
@@ -79,10 +99,7 @@ def own_failure_is_recorded(folder: Path) -> bool | None:
 
 
 def first_failure(
-    failures: Mapping[int, ProcessFailure],
-    folder: Path,
-    killed: Collection[int] = (),
-    terminated: Collection[int] = (),
+    failures: Mapping[int, ProcessFailure], folder: Path, killed: Collection[int] = (), terminated: Collection[int] = ()
 ) -> FirstFailure:
     """Find the failure that caused the others.
 
@@ -95,12 +112,9 @@ def first_failure(
     ours = [record for record in _records(folder) if "rank" in record["extraInfo"]]
     ours.sort(key=lambda record: (_remoteness(record["message"]), record["extraInfo"]["time_ns"]))
     silent = {rank: failure for rank, failure in failures.items() if failure.error_file == "<N/A>"}
-    by_sigterm = (-signal.SIGTERM, 128 + signal.SIGTERM)
-    ended = {
-        rank: failure
-        for rank, failure in silent.items()
-        if rank not in killed and not (rank in terminated and failure.exitcode in by_sigterm)
-    }
+    by_sigterm = {rank for rank, each in silent.items() if each.exitcode in (-signal.SIGTERM, 128 + signal.SIGTERM)}
+    by_launcher = {*killed, *by_sigterm.intersection(terminated)}
+    ended = {rank: failure for rank, failure in silent.items() if rank not in by_launcher}
     if ours and not (ended and _remoteness(ours[0]["message"])):
         recorded = {record["extraInfo"]["rank"] for record in ours}
         return _recorded(ours[0], tuple(sorted(silent.keys() - ended.keys() - recorded)))
@@ -109,7 +123,10 @@ def first_failure(
     others = {rank: failure for rank, failure in ended.items() if failure.exitcode not in {*requests, -signal.SIGABRT}}
     asked = {rank: failure for rank, failure in ended.items() if failure.exitcode in requests}
     if asked and not others:
-        return _stopped(*min(asked.items()))
+        rank, failure = min(asked.items())
+        number = abs(failure.exitcode) % 128
+        message = f"stopped by {signal.Signals(number).name} (rank {rank} got it); all workers have ended"
+        return FirstFailure(128 + number, message, message, final=True, stopped=True)
     rank, failure = min((others or ended or silent or failures).items())
     if failure.exitcode >= 0:
         message = f"rank {rank} ended with status {failure.exitcode} and left no traceback"
@@ -153,43 +170,31 @@ def _recorded(record: dict[str, Any], hung: tuple[int, ...]) -> FirstFailure:
     )
 
 
-def _stopped(rank: int, failure: ProcessFailure) -> FirstFailure:
-    number = -failure.exitcode if failure.exitcode < 0 else failure.exitcode - 128
-    message = f"stopped by {signal.Signals(number).name} (rank {rank} got it); all workers have ended"
-    return FirstFailure(128 + number, message, message, final=True, stopped=True)
-
-
 def _remoteness(message: str) -> int:
     """0 for a rank's own failure, 1 for a timeout waiting for others, 2 for a lost connection to another rank."""
-    return 1 if TIMED_OUT.search(message) else 2 if LOST_PEER.search(message) else 0
+    return 1 if heartbeat.TIMED_OUT.search(message) else 2 if heartbeat.LOST_PEER.search(message) else 0
 
 
-def hung_ranks(first: FirstFailure, pids: Mapping[int, int], folder: Path) -> list[str]:
-    """Return a line for each rank of this machine that others timed out on, as far as known."""
-    heartbeats = (remembered_run_dir(folder) or folder) / HEARTBEATS_FOLDER
-    # Where several ended in silence, some of them may have waited for the one that hung.
-    what = "it hung" if first.timed_out and len(first.hung) == 1 else "it hung, or waited for one that did"
-    lines = []
-    for rank in first.hung[:MAX_RANKS_NAMED]:
-        sign = describe_heartbeat(heartbeats, rank, pids[rank])
-        last = f"last heartbeat {sign}" if sign else "without a known heartbeat"
-        lines.append(f"rank {rank} raised no exception and had to be terminated: {what}, {last}")
-    if more := first.hung[MAX_RANKS_NAMED:]:
-        lines.append(f"so did {format_ranks(list(more))}")
-    return lines
+def name_recordings(folder: Path) -> None:
+    """Direct recordings to the launcher's folder if the environment enables them and names no other place."""
+    place = folder / FLIGHT_RECORDER_FOLDER
+    place.mkdir()
+    if os.environ.get("TORCH_NCCL_DUMP_ON_TIMEOUT") == "1" and not any(name in os.environ for name in FILE_NAMES):
+        os.environ[FILE_NAMES["TORCH_FR_BUFFER_SIZE" not in os.environ]] = f"{place}/rank_"
+    if os.environ.get("TORCH_HCCL_DUMP_ON_TIMEOUT") == "1":
+        os.environ.setdefault(HCCL_FILE_NAME, f"{place}/rank_")
 
 
-def post_mortem(first: FirstFailure, pids: Mapping[int, int], folder: Path) -> str:
-    """Return the hung ranks, last heartbeats if the failure was silent, and the path of recordings.
-
-    Moves recordings of collectives from the launcher's folder to the run directory.
-    """
-    message = "".join(f"\n{line}" for line in hung_ranks(first, pids, folder))
-    run_dir = remembered_run_dir(folder)
-    if run_dir is None:
-        return message
-    if first.silent:
-        signs = describe_last_heartbeats(run_dir / HEARTBEATS_FOLDER, pids)
-        message += f"; {signs}" if signs else ""
-    kept = keep_recordings(folder, run_dir)
-    return f"{message}\n{kept}" if kept else message
+def keep_recordings(folder: Path, run_dir: Path) -> str | None:
+    """Move recordings from the launcher's folder into the run directory; return a line about them, or None."""
+    recordings = list((folder / FLIGHT_RECORDER_FOLDER).iterdir())
+    if not recordings:
+        return None
+    kept = run_dir / FLIGHT_RECORDER_FOLDER
+    kept.mkdir(exist_ok=True)
+    for path in recordings:
+        with contextlib.suppress(OSError):  # the move below raises it
+            (kept / path.name).unlink(missing_ok=True)  # a move across file systems would write through a link
+        shutil.move(path, kept / path.name)
+    message = f"the last collectives of each rank are in {kept}"
+    return message if HCCL_FILE_NAME in os.environ else f"{message}; torchfrtrace {kept} compares them"

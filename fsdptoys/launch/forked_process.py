@@ -5,6 +5,7 @@ The parent must not have computed with several threads: OpenMP's do not survive 
 (https://github.com/pytorch/pytorch/issues/17199).
 """
 
+import contextlib
 import faulthandler
 import gc
 import logging
@@ -19,8 +20,7 @@ from collections.abc import Mapping, Sequence
 
 from fsdptoys.utils.console_stream import reopen_streams
 
-MOST_FILES = 4096
-"""Upper bound of the parent's open file descriptors."""
+MOST_FILES = 4096  # upper bound of the parent's open file descriptors
 
 
 class ForkedProcess:
@@ -33,7 +33,10 @@ class ForkedProcess:
             os.closerange(3, MOST_FILES)
             become_interpreter(environment)
             # The current directory may hold files that shadow modules imported later.
-            sys.path[:] = [folder for folder in sys.path if folder not in ("", _current_folder())]
+            shadowing = {""}
+            with contextlib.suppress(FileNotFoundError):  # deleted since the parent started
+                shadowing.add(os.getcwd())
+            sys.path[:] = [folder for folder in sys.path if folder not in shadowing]
             run_module(module, words)
 
         ready, started = os.pipe()
@@ -62,14 +65,6 @@ class ForkedProcess:
         if status is None:
             raise subprocess.TimeoutExpired(str(self.pid), timeout or 0)
         return status
-
-
-def _current_folder() -> str:
-    """The current folder; empty if it has been deleted since the parent started."""
-    try:
-        return os.getcwd()
-    except FileNotFoundError:
-        return ""
 
 
 def become_interpreter(environment: Mapping[str, str]) -> None:

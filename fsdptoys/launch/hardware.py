@@ -6,18 +6,8 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from fsdptoys import device
 from fsdptoys.config.schema import DeviceChoice, LaunchConfig
-from fsdptoys.device import (
-    Device,
-    available_cores,
-    available_device_type,
-    check_allocator_settings,
-    check_visible_devices,
-    device_count,
-    device_environment,
-    device_name,
-    missing_device,
-)
 from fsdptoys.device.profile import hardware_for
 from fsdptoys.errors import ConfigError
 
@@ -27,10 +17,7 @@ except ImportError:  # Windows
     resource = None  # type: ignore[assignment]
 
 VISIBLE_NPUS = "ASCEND_RT_VISIBLE_DEVICES"
-
-LEAST_FILES = 32
-"""Of the limit of open files (``ulimit -n``): a launcher of two CPU ranks starts with 32 and fails with 24."""
-
+LEAST_FILES = 32  # limit of open files (``ulimit -n``) with which a launcher of two CPU ranks starts; it fails with 24
 _SPENT = re.compile(r"too many open files|failed to init uv loop", re.I)
 
 
@@ -39,34 +26,31 @@ class FoundHardware:
     """Devices and cores of this machine, as used by a run."""
 
     device_type: str
-    devices: int
-    """Accelerators; 0 if the run uses the CPU."""
-    name: str
-    """Device name as reported by the driver or the system."""
-    cores: int
-    """CPU cores that this process may use."""
+    devices: int  # Accelerators; 0 if the run uses the CPU
+    name: str  # Device name as reported by the driver or the system
+    cores: int  # CPU cores that this process may use
 
 
 def find_hardware(choice: DeviceChoice) -> FoundHardware:
     """Find the devices to run on; ConfigError if the type is missing, or a variable hides it by mistake."""
     if choice in (DeviceChoice.auto, DeviceChoice.npu) and VISIBLE_NPUS in os.environ:
-        check_visible_devices(os.environ[VISIBLE_NPUS])
-    device_type = available_device_type() if choice is DeviceChoice.auto else choice.value
-    check_allocator_settings(device_type, os.environ)
-    cores = available_cores()
+        device.check_visible_devices(os.environ[VISIBLE_NPUS])
+    device_type = device.available_device_type() if choice is DeviceChoice.auto else choice.value
+    device.check_allocator_settings(device_type, os.environ)
+    cores = device.available_cores()
     if device_type == "cpu":
-        return FoundHardware("cpu", 0, Device("cpu").name, cores)
-    devices = device_count(device_type)
+        return FoundHardware("cpu", 0, device.device_name("cpu"), cores)
+    devices = device.device_count(device_type)
     if devices == 0:
-        raise missing_device(device_type)
-    return FoundHardware(device_type, devices, device_name(device_type), cores)
+        raise device.missing_device(device_type)
+    return FoundHardware(device_type, devices, device.device_name(device_type), cores)
 
 
 def profile_of_this_machine() -> str | None:
     """Return the name of the hardware profile of this machine's accelerator, or None."""
-    device_type = available_device_type()
+    device_type = device.available_device_type()
     # CPU profiles are not found by name; looking would read every profile.
-    return None if device_type == "cpu" else hardware_for(device_name(device_type), device_type)
+    return None if device_type == "cpu" else hardware_for(device.device_name(device_type), device_type)
 
 
 def hardware_environment(
@@ -82,7 +66,7 @@ def hardware_environment(
     ``cores`` are shared by the ranks of this machine; ``timeout_seconds`` is that of a collective.
     """
     wanted = {"OMP_NUM_THREADS": str(max(1, cores // local_ranks))}
-    wanted |= device_environment(device_type, deterministic, timeout_seconds, present)
+    wanted |= device.device_environment(device_type, deterministic, timeout_seconds, present)
     return {name: value for name, value in wanted.items() if name not in present}
 
 

@@ -1,6 +1,5 @@
 """From one command to N ranks: compose the run for this machine's hardware and start its workers."""
 
-import os
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -15,18 +14,13 @@ from fsdptoys.parallel.float8 import check_float8_here
 from fsdptoys.parallel.mesh import NODE, straddling
 from fsdptoys.utils.text import one_line, print_status, value_text
 
-from .hardware import FoundHardware, find_hardware, hardware_environment
+from .hardware import FoundHardware, find_hardware
 from .supervisor import run_workers
 from .worker import WorkerRequest
 
-CPU_RANKS = 2
-"""Ranks on a machine without an accelerator: the smallest number that shards."""
-
+CPU_RANKS = 2  # on a machine without an accelerator: the smallest number that shards
 MOST_RANKS_PER_CORE = 32
-
-MOST_THREADS = 1024
-"""Above any machine's core count; OpenMP ends a process whose threads it cannot create."""
-
+MOST_THREADS = 1024  # above any machine's core count; OpenMP ends a process whose threads it cannot create
 MOST_RANKS = 2**24
 
 AS_TORCHRUN = "start the ranks with torchrun, or unset RANK and WORLD_SIZE"
@@ -40,8 +34,11 @@ class ResolvedRun:
     hardware: FoundHardware
     local_ranks: int
     world_size: int
-    words: list[str]
-    """The overrides, including the chosen experiment and device."""
+    words: list[str]  # The overrides, including the chosen experiment and device
+
+    def request(self) -> WorkerRequest:
+        """Return the run for its workers."""
+        return WorkerRequest(self.composition.config, self.hardware, self.local_ranks, self.world_size)
 
 
 def resolve_run(
@@ -51,14 +48,13 @@ def resolve_run(
 ) -> ResolvedRun:
     """Compose and validate the run of a command line on this machine's hardware.
 
+    ConfigError for the first mistake.
+
     Args:
         words: overrides as typed; without an experiment among them, the hardware decides.
         present: the environment; torchrun's variables set the number of ranks where present.
         choose_preset: returns the overrides of a command line without any, given an experiment's override, a device
             type and the number of ranks; the CLI passes the planner's choice.
-
-    Raises:
-        ConfigError: for the first mistake.
     """
     words, composition = list(words), None
     if any(word.startswith("experiment=") for word in words):
@@ -91,11 +87,12 @@ def resolve_run(
 
 def check_plan_settings(plan: PlanConfig, device_type: str) -> None:
     """Reject settings that only ``fsdptoys plan`` reads, and a hardware profile of another device type."""
-    if plan.hardware != "auto" and not plan.predict:
-        raise ConfigError(f"plan.hardware={plan.hardware} does nothing with plan.predict=false; leave out one of them")
     if plan.hardware != "auto":
-        imagined = load_hardware(plan.hardware).device_type
-        if imagined != device_type:
+        if not plan.predict:
+            raise ConfigError(
+                f"plan.hardware={plan.hardware} does nothing with plan.predict=false; leave out one of them"
+            )
+        if (imagined := load_hardware(plan.hardware).device_type) != device_type:
             raise ConfigError(
                 f"plan.hardware={plan.hardware} is of type {imagined}, and this run is on {device_type}; leave it out, "
                 "or ask fsdptoys plan"
@@ -212,9 +209,8 @@ def describe_run(run: ResolvedRun, environment: Mapping[str, str]) -> str:
     if hardware.devices:
         found = f"found {hardware.devices} × {hardware.name}, {cores}"
     else:
-        found = f"found no accelerator, {cores} ({hardware.name})"
-        if available_device_type() != "cpu":
-            found = f"using the CPU as set, {cores} ({hardware.name})"
+        reason = "found no accelerator" if available_device_type() == "cpu" else "using the CPU as set"
+        found = f"{reason}, {cores} ({hardware.name})"
     experiment = f"experiment={choices['experiment']} " if choices["experiment"] else ""
     ranks = f"{run.world_size} rank{'s' * (run.world_size != 1)}"
     running = (
@@ -225,8 +221,7 @@ def describe_run(run: ResolvedRun, environment: Mapping[str, str]) -> str:
 
 def print_run(run: ResolvedRun, environment: Mapping[str, str]) -> None:
     """Print the found hardware and the chosen run."""
-    print_status(describe_run(run, environment), stdout=True)
-    if sentence := straddling_note(run):
+    for sentence in filter(None, (describe_run(run, environment), straddling_note(run))):
         print_status(sentence, stdout=True)
 
 
@@ -240,25 +235,8 @@ def straddling_note(run: ResolvedRun) -> str | None:
 
 def launch(run: ResolvedRun) -> int:
     """Print the run, start its workers and wait for them; return an exit status."""
-    config = run.composition.config
-    environment = hardware_environment(
-        run.hardware.device_type,
-        run.local_ranks,
-        run.hardware.cores,
-        config.train.deterministic,
-        os.environ,
-        config.launch.timeout_seconds,
-    )
+    request = run.request()
+    environment, forks = request.environment(), run.hardware.device_type == "cpu"
     print_run(run, environment)
-    return run_workers(
-        "fsdptoys",
-        ["train", *run.words],
-        run.local_ranks,
-        nnodes=config.launch.nnodes,
-        rdzv_endpoint=config.launch.rdzv_endpoint,
-        rdzv_token_file=config.launch.rdzv_token_file,
-        environment=environment,
-        max_restarts=config.launch.max_restarts,
-        request=WorkerRequest(config, run.hardware, run.local_ranks, run.world_size),
-        forks=run.hardware.device_type == "cpu",
-    )
+    words = ["train", *run.words]
+    return run_workers("fsdptoys", words, run.local_ranks, request.config.launch, environment, request, forks)

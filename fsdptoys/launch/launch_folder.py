@@ -26,15 +26,13 @@ class LaunchFolder:
 
     def __init__(self) -> None:
         _remove_stale(Path(tempfile.gettempdir()))
-        while True:
-            self.path = Path(tempfile.mkdtemp(prefix=PREFIX))
-            lock = _lock(self.path)
-            # Another launcher may have removed it before it was locked.
-            if lock is not None and self.path.exists():
-                self._lock = lock
-                break
+        lock = None
+        while lock is None or not self.path.exists():  # another launcher may have removed it before it was locked
             if lock is not None:
                 os.close(lock)
+            self.path = Path(tempfile.mkdtemp(prefix=PREFIX))
+            lock = _lock(self.path)
+        self._lock = lock
 
     def remove(self) -> None:
         """Remove the folder with its contents."""

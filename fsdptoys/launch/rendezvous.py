@@ -21,16 +21,8 @@ from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 
-from torch.distributed import HashStore, Store
-from torch.distributed.elastic.rendezvous import (
-    RendezvousClosedError,
-    RendezvousConnectionError,
-    RendezvousError,
-    RendezvousHandler,
-    RendezvousInfo,
-    RendezvousTimeoutError,
-)
-from torch.distributed.elastic.rendezvous.api import RendezvousStoreInfo
+from torch.distributed import HashStore
+from torch.distributed.elastic.rendezvous import api
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRendezvousHandler, RendezvousTimeout
 from torch.distributed.launcher import LaunchConfig
 
@@ -39,29 +31,26 @@ from fsdptoys.train.rank_store import name_file_store, name_network_store
 from .rendezvous_server import RendezvousEndpoint
 from .rendezvous_state import ForeignStateError, SignedBackend
 
-RENDEZVOUS_SECONDS = 900
-"""Timeout of a rendezvous."""
-
-ASK_SECONDS = 1.0
-"""Interval of polling for waiting nodes."""
-
-GOODBYE_SECONDS = 5.0
-"""Timeout of announcing to the others that this node leaves."""
-
-RANKS_KEY = "fsdptoys.ranks"
-"""Key of the prefix under which the ranks of one start keep their keys."""
+RENDEZVOUS_SECONDS = 900  # timeout of a rendezvous
+ASK_SECONDS = 1.0  # interval of polling for waiting nodes
+GOODBYE_SECONDS = 5.0  # timeout of announcing to the others that this node leaves
+RANKS_KEY = "fsdptoys.ranks"  # key of the prefix under which the ranks of one start keep their keys
 
 
-class LocalRendezvous(RendezvousHandler):
+class LocalRendezvous(api.RendezvousHandler):
     """Rendezvous of a single node: no port, and a new file store in the launcher's folder for each start."""
 
-    hangs = False
-    """Whether a thread is blocked in the store, so that leaving the interpreter would abort."""
     use_agent_store = True  # no rank opens a store
 
     def __init__(self, folder: Path, run_id: str) -> None:
         self._folder, self._run_id = folder, run_id
         self._starts = 0
+        self._asking: threading.Thread | None = None
+
+    @property
+    def hangs(self) -> bool:
+        """Whether a thread is blocked in the store, so that leaving the interpreter would abort."""
+        return self._asking is not None and self._asking.is_alive()
 
     def get_backend(self) -> str:
         """Name of the backend."""
@@ -71,11 +60,11 @@ class LocalRendezvous(RendezvousHandler):
         """The run's name."""
         return self._run_id
 
-    def next_rendezvous(self) -> RendezvousInfo:
+    def next_rendezvous(self) -> api.RendezvousInfo:
         """Name a new store; port 0 makes a rank fail that uses ``env://``."""
         name_file_store(self._folder, self._starts)
         self._starts += 1
-        return RendezvousInfo(HashStore(), 0, 1, RendezvousStoreInfo("127.0.0.1", 0))
+        return api.RendezvousInfo(HashStore(), 0, 1, api.RendezvousStoreInfo("127.0.0.1", 0))
 
     def is_closed(self) -> bool:
         """Never."""
@@ -97,21 +86,15 @@ class Rendezvous(LocalRendezvous):
     """Torch's rendezvous of several nodes, polled in a thread so that a failed network does not block the agent."""
 
     def __init__(
-        self, folder: Path, run_id: str, make: Callable[[], RendezvousHandler], point: RendezvousEndpoint
+        self, folder: Path, run_id: str, make: Callable[[], api.RendezvousHandler], point: RendezvousEndpoint
     ) -> None:
         super().__init__(folder, run_id)
         self._make, self._point = make, point
         self._handler = make()
-        self._left: list[RendezvousHandler] = []  # kept: their threads complain if they hold the last reference
+        self._left: list[api.RendezvousHandler] = []  # kept: their threads complain if they hold the last reference
         self._complete = False
         self._waiting = 0
-        self._asking: threading.Thread | None = None
         self._enough = threading.Event()
-
-    @property
-    def hangs(self) -> bool:  # type: ignore[override]
-        """Whether a thread is blocked in the store, so that leaving the interpreter would abort."""
-        return self._asking is not None and self._asking.is_alive()
 
     def is_closed(self) -> bool:
         """As torch's."""
@@ -121,12 +104,8 @@ class Rendezvous(LocalRendezvous):
         """As torch's."""
         self._handler.set_closed()
 
-    def next_rendezvous(self) -> RendezvousInfo:
-        """Wait for all nodes; reconnect if a connection fails after the first rendezvous.
-
-        Raises:
-            RendezvousError: if the nodes do not meet.
-        """
+    def next_rendezvous(self) -> api.RendezvousInfo:
+        """Wait for all nodes, and reconnect if a connection fails after the first time; RendezvousError otherwise."""
         deadline = time.monotonic() + RENDEZVOUS_SECONDS
         lost = not self._stop_asking()
         while True:
@@ -137,7 +116,7 @@ class Rendezvous(LocalRendezvous):
                 info = self._handler.next_rendezvous()
                 prefix = _agree_on_prefix(info)
                 break
-            except RendezvousConnectionError:
+            except api.RendezvousConnectionError:
                 if not self._complete or time.monotonic() > deadline:
                     raise
                 if not lost:
@@ -153,12 +132,11 @@ class Rendezvous(LocalRendezvous):
         self._complete = True
         name_network_store(self._point.host, self._point.port, prefix)
         self._enough = threading.Event()
-        self._asking = threading.Thread(
-            target=self._ask, args=(self._handler, self._enough), name="rendezvous", daemon=True
-        )
+        asked = (self._handler, self._enough)
+        self._asking = threading.Thread(target=self._ask, args=asked, name="rendezvous", daemon=True)
         self._asking.start()
-        here = RendezvousStoreInfo(self._point.host, self._point.port)
-        return RendezvousInfo(info.store, info.rank, info.world_size, here)
+        here = api.RendezvousStoreInfo(self._point.host, self._point.port)
+        return api.RendezvousInfo(info.store, info.rank, info.world_size, here)
 
     def num_nodes_waiting(self) -> int:
         """Number of waiting nodes at the last poll."""
@@ -173,11 +151,11 @@ class Rendezvous(LocalRendezvous):
         self._asking.join(GOODBYE_SECONDS)
         return not self._asking.is_alive()
 
-    def _ask(self, handler: RendezvousHandler, enough: threading.Event) -> None:
+    def _ask(self, handler: api.RendezvousHandler, enough: threading.Event) -> None:
         while not enough.wait(ASK_SECONDS):
             try:
                 waiting = handler.num_nodes_waiting()
-            except RendezvousError:
+            except api.RendezvousError:
                 continue  # the ranks' collectives detect lost nodes
             if not enough.is_set():
                 self._waiting = waiting
@@ -200,15 +178,13 @@ class Rendezvous(LocalRendezvous):
 def make_rendezvous(launch: LaunchConfig, folder: Path, token: bytes | None) -> LocalRendezvous:
     """Open the rendezvous of a run, or connect to it, with the secret shared by the nodes, if any.
 
-    Raises:
-        RendezvousConnectionError: if the connection fails.
-        ValueError: for an invalid endpoint.
+    RendezvousConnectionError if the connection fails, ValueError for an invalid endpoint.
     """
     if launch.min_nodes == 1:
         return LocalRendezvous(folder, launch.run_id)
     point = RendezvousEndpoint(launch.rdzv_endpoint)
 
-    def make() -> RendezvousHandler:
+    def make() -> api.RendezvousHandler:
         store = point.connect()
         return DynamicRendezvousHandler.from_backend(
             launch.run_id,
@@ -223,15 +199,14 @@ def make_rendezvous(launch: LaunchConfig, folder: Path, token: bytes | None) -> 
     return Rendezvous(folder, launch.run_id, make, point)
 
 
-def _agree_on_prefix(info: RendezvousInfo) -> str:
+def _agree_on_prefix(info: api.RendezvousInfo) -> str:
     """Return the key prefix of this start's ranks, chosen by the first node."""
-    store: Store = info.store
     try:
         if info.rank == 0:
-            store.set(RANKS_KEY, f"ranks/{uuid.uuid4().hex}")
-        prefix = store.get(RANKS_KEY).decode()
+            info.store.set(RANKS_KEY, f"ranks/{uuid.uuid4().hex}")
+        prefix = info.store.get(RANKS_KEY).decode()
     except RuntimeError as error:
-        raise RendezvousConnectionError("the connection to the store has failed") from error
+        raise api.RendezvousConnectionError("the connection to the store has failed") from error
     if not re.fullmatch(r"ranks/[0-9a-f]{32}", prefix):
         raise ValueError("another prefix")
     return prefix
@@ -241,9 +216,9 @@ def describe_rendezvous_error(error: Exception, launch: LaunchConfig) -> str:
     """Return one sentence on why the rendezvous failed."""
     if isinstance(error, ForeignStateError):
         return str(error)
-    if isinstance(error, RendezvousClosedError):
+    if isinstance(error, api.RendezvousClosedError):
         return "another machine ended the run; its output says why"
-    if isinstance(error, RendezvousTimeoutError):
+    if isinstance(error, api.RendezvousTimeoutError):
         return (
             f"launch.nnodes={launch.min_nodes} machines did not all reach "
             f"launch.rdzv_endpoint={launch.rdzv_endpoint} within {RENDEZVOUS_SECONDS} s; start the same command on each"

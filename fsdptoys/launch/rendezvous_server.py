@@ -20,25 +20,16 @@ from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
 
 from fsdptoys.utils.text import print_status
 
-DEFAULT_PORT = 29400
-"""torch's default port, for an endpoint without one."""
-
-ANSWER_SECONDS = 3
-"""Timeout of the check that the listener is a store; a store answers from its own thread."""
-
-RESOLVE_SECONDS = 4.5
-"""Timeout of resolving the endpoint's name."""
-
-CONNECT_SECONDS = 60
-"""Timeout of connecting to the store, and of each answer."""
+DEFAULT_PORT = 29400  # torch's default port, for an endpoint without one
+ANSWER_SECONDS = 3  # timeout of the check that the listener is a store; a store answers from its own thread
+RESOLVE_SECONDS = 4.5  # timeout of resolving the endpoint's name
+CONNECT_TIMEOUT = timedelta(seconds=60)  # of connecting to the store, and of each answer
 
 
 class RendezvousEndpoint:
     """Address of the store (host:port), and its server on the node with that address.
 
-    Raises:
-        RendezvousConnectionError: if the host has no address, or another service uses the port.
-        ValueError: for an invalid endpoint.
+    RendezvousConnectionError if the host has no address or another service its port, ValueError for a wrong endpoint.
     """
 
     def __init__(self, endpoint: str) -> None:
@@ -57,24 +48,16 @@ class RendezvousEndpoint:
                 self._server = self._serve()
                 if self._server is not None:
                     return self._server
-            return TCPStore(
-                self.host,
-                self.port,
-                is_master=False,
-                wait_for_workers=False,
-                timeout=timedelta(seconds=CONNECT_SECONDS),
-            )
+            return TCPStore(self.host, self.port, is_master=False, wait_for_workers=False, timeout=CONNECT_TIMEOUT)
         except (ValueError, RuntimeError, TimeoutError) as error:
             raise RendezvousConnectionError("the connection to the store has failed") from error
 
     def _serve(self) -> TCPStore | None:
         """Open the server; None if this node does not have the address or another process serves it."""
         for family, address in self._addresses:
-            listening = self._listen(family, address)
-            if listening is None:
-                continue
-            with listening:
-                return _open_server(self.host, self.port, listening)
+            if (listening := self._listen(family, address)) is not None:
+                with listening:
+                    return _open_server(self.host, self.port, listening)
         return None
 
     def _listen(self, family: int, address: Any) -> socket.socket | None:
@@ -112,8 +95,7 @@ def _open_server(host: str, port: int, listening: socket.socket) -> TCPStore:
 
     Tested with torch 2.13; older versions whose libuv server accepts no socket fall back to the other server.
     """
-    options: dict[str, Any] = {"is_master": True, "wait_for_workers": False}
-    options["timeout"] = timedelta(seconds=CONNECT_SECONDS)
+    options: dict[str, Any] = {"is_master": True, "wait_for_workers": False, "timeout": CONNECT_TIMEOUT}
     try:
         return TCPStore(host, port, master_listen_fd=os.dup(listening.fileno()), **options)
     except (NotImplementedError, RuntimeError) as error:

@@ -33,49 +33,34 @@ from fsdptoys.utils.regular_file import open_regular
 from fsdptoys.utils.text import one_line, printable
 
 KEY = "fsdptoys.rendezvous"
-
-NOTHING = "nothing"
-"""Placeholder before the first state, since reading a missing key blocks."""
-
-MOST_BYTES = 2**20
-"""Largest message; a thousand nodes take 200 KB."""
-
-LAST_SECOND = 2.0**32
-"""Upper bound of times; dates beyond Python's range would raise an OverflowError."""
-
-LEAST_TOKEN_BYTES = 16
-"""Shorter tokens can be guessed from one message."""
-
+NOTHING = "nothing"  # placeholder before the first state, since reading a missing key blocks
+MOST_BYTES = 2**20  # of a message; a thousand nodes take 200 KB
+LAST_SECOND = 2.0**32  # upper bound of times; dates beyond Python's range would raise an OverflowError
+LEAST_TOKEN_BYTES = 16  # shorter tokens can be guessed from one message
 MOST_TOKEN_BYTES = 4096
 
 
 def read_token(path: str | None) -> bytes | None:
     """Read the secret in ``launch.rdzv_token_file``, stripped of white space; None without a path.
 
-    Raises:
-        ConfigError: if the file cannot be read, is readable by others, or holds less than 16 bytes.
+    ConfigError if the file cannot be read, is readable by others, or holds less than 16 bytes.
     """
     if path is None:
         return None
-    make = "make one with: (umask 077; openssl rand -hex 32 > FILE)"
+    key, make = f"launch.rdzv_token_file={one_line(path)}", "make one with: (umask 077; openssl rand -hex 32 > FILE)"
     try:
         with open_regular(path, "rb") as file:
             mode = os.fstat(file.fileno()).st_mode & 0o777
             token: bytes = file.read(MOST_TOKEN_BYTES + 1).strip()
     except OSError as error:
-        raise ConfigError(
-            f"launch.rdzv_token_file={one_line(path)} cannot be read ({error.strerror}); {make}"
-        ) from None
+        raise ConfigError(f"{key} cannot be read ({error.strerror}); {make}") from None
     if mode & 0o077:
         raise ConfigError(
-            f"launch.rdzv_token_file={one_line(path)} has mode {mode:04o}, with which others may read the token; set "
-            "it to 0600 with chmod 600"
+            f"{key} has mode {mode:04o}, with which others may read the token; set it to 0600 with chmod 600"
         )
     if not LEAST_TOKEN_BYTES <= len(token) <= MOST_TOKEN_BYTES:
-        raise ConfigError(
-            f"launch.rdzv_token_file={one_line(path)} holds {len(token)} bytes and must hold {LEAST_TOKEN_BYTES} to "
-            f"{MOST_TOKEN_BYTES}; {make}"
-        )
+        limits = f"{LEAST_TOKEN_BYTES} to {MOST_TOKEN_BYTES}"
+        raise ConfigError(f"{key} holds {len(token)} bytes and must hold {limits}; {make}")
     return token
 
 
@@ -84,11 +69,7 @@ class ForeignStateError(RendezvousStateError):
 
 
 class SignedBackend(RendezvousBackend):
-    """Rendezvous backend that stores its state as JSON; ``endpoint`` is for messages.
-
-    Raises:
-        RendezvousConnectionError: if the store does not answer.
-    """
+    """Rendezvous backend with its state as JSON; RendezvousConnectionError if the store at ``endpoint`` is silent."""
 
     def __init__(self, store: Store, run_id: str, token: bytes | None, endpoint: str) -> None:
         self._store, self._run_id, self._token, self._endpoint = store, run_id, token, endpoint
@@ -120,8 +101,10 @@ class SignedBackend(RendezvousBackend):
             raise RendezvousConnectionError("the connection to the store has failed") from error
 
     def _encode(self, state: Any) -> str:
+        assert set(vars(state)) == _FIELDS, f"this torch has other fields in a rendezvous state: {sorted(vars(state))}"
+        plain = {name: _plain(value) for name, value in vars(state).items()}
         # The nonce makes equal states of two nodes different messages, so that each knows whose was set.
-        facts = {"nonce": secrets.token_hex(8), "sequence": self._sequence + 1, "state": _plain_of(state)}
+        facts = {"nonce": secrets.token_hex(8), "sequence": self._sequence + 1, "state": plain}
         text = json.dumps(facts, sort_keys=True)
         return json.dumps({"message": text, "hmac": self._sign(text)}, sort_keys=True)
 
@@ -186,23 +169,15 @@ class SignedBackend(RendezvousBackend):
 _FIELDS = {"round", "complete", "deadline", "closed", "participants", "wait_list", "redundancy_list", "last_heartbeats"}
 
 
-def _plain_of(state: Any) -> dict[str, Any]:
-    """Convert torch's state to JSON values."""
-    assert set(vars(state)) == _FIELDS, f"this torch has other fields in a rendezvous state: {sorted(vars(state))}"
-    return {
-        "round": state.round,
-        "complete": state.complete,
-        "deadline": None if state.deadline is None else _seconds(state.deadline),
-        "closed": state.closed,
-        "participants": sorted([_plain_node(node), rank] for node, rank in state.participants.items()),
-        "wait_list": sorted(map(_plain_node, state.wait_list)),
-        "redundancy_list": sorted(map(_plain_node, state.redundancy_list)),
-        "last_heartbeats": sorted([_plain_node(node), _seconds(when)] for node, when in state.last_heartbeats.items()),
-    }
-
-
-def _plain_node(node: Any) -> list[Any]:
-    return [node.addr, node.pid, node.local_id]
+def _plain(value: Any) -> Any:
+    """Convert a value of torch's state to a JSON value."""
+    if isinstance(value, datetime):
+        return (value if value.tzinfo is not None else value.replace(tzinfo=timezone.utc)).timestamp()
+    if isinstance(value, dynamic_rendezvous._NodeDesc):
+        return [value.addr, value.pid, value.local_id]
+    if isinstance(value, dict):
+        return sorted([_plain(node), _plain(of_node)] for node, of_node in value.items())
+    return sorted(map(_plain, value)) if isinstance(value, set) else value
 
 
 def _state_of(plain: Any) -> Any:
@@ -225,10 +200,6 @@ def _node(plain: Any) -> Any:
     address, pid, local_id = plain
     _check(isinstance(address, str) and 0 < len(address) <= 255 and address.isprintable())
     return dynamic_rendezvous._NodeDesc(address, _count(pid), _count(local_id))
-
-
-def _seconds(when: datetime) -> float:
-    return (when if when.tzinfo is not None else when.replace(tzinfo=timezone.utc)).timestamp()
 
 
 def _time(seconds: Any) -> datetime:

@@ -19,6 +19,7 @@ Not covered: a restart with fewer ranks, and the permanent loss of a node.
 
 import contextlib
 import dataclasses
+import logging
 import os
 import queue
 import signal
@@ -36,59 +37,42 @@ from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 from torch.distributed.elastic.rendezvous import RendezvousError
 from torch.distributed.launcher import LaunchConfig
 
+from fsdptoys.config import schema
 from fsdptoys.train.launch_env import LAUNCH_FOLDER, LAUNCHED, RESTARTS
 from fsdptoys.train.rank_store import check_interface, loopback_environment
 from fsdptoys.train.stop import SAME_REQUEST_SECONDS, STOP_SIGNALS
 from fsdptoys.utils.text import print_status
 
-from .elastic_agent import Agent, EndedError, group_runs, import_environment, runs, silence_elastic_logging
-from .exit_record import ExitRecord, write_exit_record
-from .failures import FirstFailure, first_failure, hung_ranks, make_exit_record, own_failure_is_recorded, post_mortem
-from .flight_recorder import name_recordings
+from .elastic_agent import Agent, EndedError, group_runs, import_environment, runs
+from .exit_record import write_exit_record
+from .failures import FirstFailure, first_failure, make_exit_record, name_recordings, own_failure_is_recorded
 from .hardware import check_open_files, is_out_of_files, too_few_files
 from .rendezvous import LocalRendezvous, describe_rendezvous_error, make_rendezvous
 from .rendezvous_state import read_token
 from .worker import WorkerRequest, make_launch_folder
 
-SHUTDOWN_SECONDS = 5
-"""Workers still running so long after the signal are killed."""
-
+SHUTDOWN_SECONDS = 5  # workers still running so long after the signal are killed
 OTHERS_SECONDS = 1.0
 """A rank that lost others is not the first failure; the others get so long to record theirs before they are ended."""
-
-GROUP_SECONDS = 1.0
-"""Child processes of a killed rank get so long to end by themselves before they are killed."""
-
+GROUP_SECONDS = 1.0  # child processes of a killed rank get so long to end by themselves before they are killed
 POLL_SECONDS = 0.1
 
-END_SIGNALS = (signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
-"""Signals that kill all workers at once."""
+END_SIGNALS = (signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)  # kill all workers at once
 
 
 def run_workers(
     module: str,
     arguments: Sequence[str],
     local_ranks: int,
-    *,
-    nnodes: int = 1,
-    rdzv_endpoint: str | None = None,
-    environment: Mapping[str, str] | None = None,
-    rdzv_token_file: str | None = None,
-    max_restarts: int = 0,
+    settings: schema.LaunchConfig,
+    environment: Mapping[str, str],
     request: WorkerRequest | None = None,
     forks: bool = False,
 ) -> int:
     """Run ``python -m module arguments`` once for each rank of this machine, and wait for all of them.
 
     Args:
-        module: module that each worker runs.
-        arguments: its command line.
-        local_ranks: workers on this machine.
-        nnodes: nodes that meet at ``rdzv_endpoint``.
-        rdzv_endpoint: host:port; unused with one node.
         environment: added to the workers' environment.
-        rdzv_token_file: file with the secret shared by the nodes; unused with one node.
-        max_restarts: limit of restarts of all workers after a failure.
         request: the composed run, which saves the workers composing it again.
         forks: start workers as forks of this process on Linux, which saves their imports. The process must not have
             used an accelerator or computed with several threads.
@@ -100,16 +84,20 @@ def run_workers(
         ConfigError: for too low a limit of open files, or an invalid network interface or token.
     """
     check_open_files()
+    nnodes = settings.nnodes
     loopback = loopback_environment(os.environ) if nnodes == 1 else {}
     check_interface()
-    token = read_token(rdzv_token_file) if nnodes > 1 else None
+    token = read_token(settings.rdzv_token_file) if nnodes > 1 else None
     launch_folder = make_launch_folder(request)
     folder = launch_folder.path
-    os.environ.update({**import_environment(os.environ), **(environment or {}), **loopback})
+    os.environ.update({**import_environment(os.environ), **environment, **loopback})
     os.environ.update({LAUNCHED: str(os.getpid()), LAUNCH_FOLDER: str(folder)})
     # A killed rank cannot close its semaphores; the tracker frees them, and its warning is noise.
     os.environ.setdefault("PYTHONWARNINGS", "ignore::UserWarning:multiprocessing.resource_tracker")
-    silence_elastic_logging()
+    if "LOGLEVEL" not in os.environ:  # silence the agent's own log; the launcher reports failures itself
+        logger = logging.getLogger("torch.distributed.elastic")
+        logger.addHandler(logging.NullHandler())
+        logger.propagate = False
     name_recordings(folder)
     # Otherwise torch's rendezvous opens another store, on all interfaces.
     os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
@@ -118,9 +106,9 @@ def run_workers(
         max_nodes=nnodes,
         nproc_per_node=local_ranks,
         run_id="fsdptoys" if nnodes > 1 else uuid.uuid4().hex,
-        rdzv_endpoint=rdzv_endpoint or "",
+        rdzv_endpoint=settings.rdzv_endpoint or "",
         local_addr="localhost" if nnodes == 1 else None,
-        max_restarts=max_restarts,
+        max_restarts=settings.max_restarts,
     )
     workers = _Workers(folder, launch, token, ("-m", module, *arguments), forks and sys.platform == "linux")
     try:
@@ -130,7 +118,6 @@ def run_workers(
         launch_folder.remove()
         for name in loopback:  # a later run of this process may be on several machines
             os.environ.pop(name, None)
-    write_exit_record(workers.exit_record(status, message))
     if message:
         if sys.stdout is not None and sys.stdout.isatty():
             print("\x1b[?25h", end="", flush=True)  # a killed worker may have left the cursor hidden
@@ -148,8 +135,7 @@ class _Workers:
     def __init__(
         self, folder: Path, launch: LaunchConfig, token: bytes | None, command: Sequence[str], forks: bool
     ) -> None:
-        self.folder, self.launch, self.command, self.forks = folder, launch, command, forks
-        self._token = token
+        self.folder, self.launch, self.command, self.forks, self._token = folder, launch, command, forks, token
         self._events: queue.SimpleQueue[int | None] = queue.SimpleQueue()  # signals; None: the agent is done
         self._lock = threading.Lock()
         self._pids: dict[int, int] = {}  # of this start, by rank
@@ -208,15 +194,14 @@ class _Workers:
                 waits = self.launch.min_nodes > 1 and not (self._pids or self._starting)
                 agent.join(POLL_SECONDS if waits else SHUTDOWN_SECONDS)
                 break
-        return self._outcome()
+        status, message = self._outcome()
+        write_exit_record(make_exit_record(status, message, self._end or self._stop, self._first))
+        return status, message
 
     @property
     def left_behind(self) -> bool:
         """Whether the agent or its polling thread still runs, as when waiting for another node."""
         return self._agent.is_alive() or (self._rendezvous is not None and self._rendezvous.hangs)
-
-    def exit_record(self, status: int, message: str | None) -> ExitRecord:
-        return make_exit_record(status, message, self._end or self._stop, self._first)
 
     def _pass_on(self, number: int) -> None:
         with self._lock:
@@ -263,7 +248,7 @@ class _Workers:
             most = self.launch.max_restarts
             used_up = most and self._failed_starts == most and not first.final
             message = first.message(f", after {most} of {most} restarts" if used_up else "")
-            return first.status, message + post_mortem(first, self._pids, self.folder)
+            return first.status, message + first.post_mortem(self._pids, self.folder)
         if is_out_of_files(self._error):
             return 2, too_few_files()
         if isinstance(self._error, RendezvousError) or (self._error is not None and not self._starts):
@@ -356,7 +341,7 @@ class _Workers:
         if first.final:
             raise EndedError
         self._failed_starts += 1
-        message = "; ".join([first.in_short, *hung_ranks(first, self._pids, self.folder)])
+        message = "; ".join([first.in_short, *first.hung_ranks(self._pids, self.folder)])
         with self._lock:
             self._pids = {}
         self._failures = {}

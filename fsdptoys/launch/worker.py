@@ -4,7 +4,6 @@ A worker's exception goes into the error file named by the launcher, in the form
 exact time and whether a restart could help. Data that must survive a restart is in the launcher's folder.
 """
 
-import contextlib
 import ctypes
 import json
 import os
@@ -16,22 +15,21 @@ import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch.distributed.elastic.multiprocessing.errors import ErrorHandler
 
+from fsdptoys.config.schema import Config
 from fsdptoys.errors import ConfigError, GivenUpError, LostRanksError, LostWorkerError
 from fsdptoys.profiler import ExplainedOutOfMemoryError, is_out_of_memory
 from fsdptoys.train.launch_env import LAUNCHED, launch_folder
 from fsdptoys.utils.atomic_write import write_atomically
 from fsdptoys.utils.text import one_line, printable
 
+from .hardware import FoundHardware, hardware_environment
 from .launch_folder import LaunchFolder
 
-REQUEST_FILE = "request"
-"""File in the launcher's folder with the composed run."""
-
+REQUEST_FILE = "request"  # in the launcher's folder, with the composed run
 PR_SET_PDEATHSIG = 1
 
 
@@ -39,12 +37,16 @@ PR_SET_PDEATHSIG = 1
 class WorkerRequest:
     """A validated run, passed from the launcher to its workers; composing it again would take each a second."""
 
-    config: Any
-    """A ``Config``, not imported here."""
-    hardware: Any
-    """A ``FoundHardware``."""
+    config: Config
+    hardware: FoundHardware
     local_ranks: int
     world_size: int
+
+    def environment(self) -> dict[str, str]:
+        """Return the variables, not in the environment yet, that this machine's hardware needs in a worker."""
+        device_type, cores, timeout = self.hardware.device_type, self.hardware.cores, self.config.launch.timeout_seconds
+        deterministic = self.config.train.deterministic
+        return hardware_environment(device_type, self.local_ranks, cores, deterministic, os.environ, timeout)
 
 
 def make_launch_folder(request: WorkerRequest | None) -> LaunchFolder:
@@ -92,12 +94,9 @@ def run_as_worker(work: Callable[[], None]) -> int:
         alone = isinstance(error, (ConfigError, GivenUpError))
         message = f"fsdptoys: {error}" if alone else str(error) if explained else traceback.format_exc()
         rank = os.environ.get("RANK", "0")
-        recorded = False
-        if "TORCHELASTIC_ERROR_FILE" in os.environ:
-            with contextlib.suppress(OSError):  # the launcher's disk is full
-                _record(Path(os.environ["TORCHELASTIC_ERROR_FILE"]), int(rank), error, message)
-                recorded = True
-        if not recorded:
+        try:
+            _record(Path(os.environ["TORCHELASTIC_ERROR_FILE"]), int(rank), error, message)
+        except (KeyError, OSError):  # without our launcher or torchrun, or with a full disk
             shown = message if alone else f"fsdptoys: rank {rank} failed:\n{message}"
             print(printable(shown, sys.stderr), file=sys.stderr)
         sys.stdout.flush()

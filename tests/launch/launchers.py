@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from fsdptoys.config.schema import LaunchConfig
 from fsdptoys.launch.supervisor import run_workers
 
 WORKER = """
@@ -231,8 +232,9 @@ def launch(folder: Path, how: str, ranks: int, options: dict[str, Any]) -> None:
     os.environ["PYTHONPATH"] = str(folder)
     for name in [name for name in os.environ if how in INTERPRETERS and name.startswith("COVERAGE_PROCESS_")]:
         del os.environ[name]  # they run no measured line
-    options = {"forks": how not in INTERPRETERS, **options}
-    os._exit(run_workers("toy_worker", [how], ranks, environment={"OMP_NUM_THREADS": "1"}, **options))
+    forks = options.pop("forks", how not in INTERPRETERS)
+    settings, environment = LaunchConfig(**options), {"OMP_NUM_THREADS": "1"}
+    os._exit(run_workers("toy_worker", [how], ranks, settings, environment, forks=forks))
 
 
 def runs(pid: int) -> bool:

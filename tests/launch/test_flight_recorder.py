@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from fsdptoys.launch.flight_recorder import FILE_NAMES, HCCL_FILE_NAME, keep_recordings, name_recordings
+from fsdptoys.launch.failures import FILE_NAMES, HCCL_FILE_NAME, keep_recordings, name_recordings
 
 NCCL = {"TORCH_NCCL_DUMP_ON_TIMEOUT": "1"}
 HCCL = {"TORCH_HCCL_DUMP_ON_TIMEOUT": "1"}
