@@ -19,9 +19,8 @@ from torch import Tensor
 from fsdptoys.errors import ConfigError
 
 from .config import RESUME_WORDS, CheckpointConfig, Form
-from .load import Checkpoint, read_checkpoint
+from .load import Checkpoint, Ranks, read_checkpoint
 from .manifest import ANY, InvalidCheckpointError, Schema, to_json
-from .rank_sync import Ranks
 from .retention import Series
 from .save import Put, Saver
 from .select import check_not_taken, invalid_checkpoint, listing, locate, no_checkpoint, write_probe
@@ -73,7 +72,7 @@ class Checkpointer:
         self._message = message
         self._pending_messages: SimpleQueue[str] = SimpleQueue()
         self._saver = Saver(self._ranks, self._series, config, self._pending_messages.put)
-        self._copy = copy or _clone
+        self._copy = copy or (lambda tensors, into: {name: each.detach().clone() for name, each in tensors.items()})
         self._copies: Tensors | None = None
         self._gather_full = gather_full or _each
         self._schema = schema
@@ -252,10 +251,6 @@ class Checkpointer:
             raise ConfigError(sentence)
         if self._message is not None and self._ranks.rank == 0:
             self._message(f"a signal could save nothing: {sentence}")
-
-
-def _clone(tensors: Tensors, into: Tensors | None) -> Tensors:
-    return {name: tensor.detach().clone() for name, tensor in tensors.items()}
 
 
 def _each(tensors: Tensors) -> Iterator[tuple[str, Tensor | None]]:

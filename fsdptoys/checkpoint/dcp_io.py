@@ -24,18 +24,9 @@ from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, SavePlan
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
-from .safetensors_chunks import (
-    CHUNK_DTYPES,
-    DTYPE_NAMES,
-    ChunkForm,
-    ChunkPlace,
-    in_file_order,
-    read_places,
-    read_rows,
-    write_chunks,
-)
+from . import shard_format
+from .shard_format import CHUNK_DTYPES, DTYPE_NAMES, INDEX_FILE, Chunk, ChunkForm, ChunkPlace, StoredTensor
 from .storage import Storage
-from .tensor_index import INDEX_FILE, Chunk, StoredTensor, chunk_key, file_name, write_index
 
 T = TypeVar("T")
 
@@ -48,8 +39,10 @@ class _UnplannedIO:
 
     set_up_storage_writer = set_up_storage_reader = reset
 
-    def prepare_global_plan(self, plans: list[Any]) -> list[Any]:
-        return plans
+    def prepare_global_plan(self, plan: Any) -> Any:
+        return plan
+
+    prepare_local_plan = prepare_global_plan
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
@@ -63,20 +56,16 @@ class SafetensorsWriter(_UnplannedIO, dcp.StorageWriter):
         self.files: list[str] = []  # names of the written files
         self._storage, self._folder, self._rank = storage, folder, rank
 
-    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
-        """Return the plan unchanged."""
-        return plan
-
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         """Write this rank's file unless its plan is empty."""
         items = {_key(item): item for item in plan.items}
         assert len(items) == len(plan.items), "two chunks of one name"
-        file = file_name(self._rank)
+        file = shard_format.file_name(self._rank)
         if items:
             forms = {key: _form(item) for key, item in items.items()}
             # Resolved lazily: each tensor may be copied from an accelerator.
-            chunks = ((key, planner.resolve_data(items[key])) for key in in_file_order(forms))
-            write_chunks(self._storage, f"{self._folder}/{file}", forms, chunks)  # type: ignore[arg-type]
+            chunks = ((key, planner.resolve_data(items[key])) for key in shard_format.in_file_order(forms))
+            shard_format.write_chunks(self._storage, f"{self._folder}/{file}", forms, chunks)  # type: ignore[arg-type]
             self.files.append(file)
         results = [WriteResult(item.index, _form(item).nbytes, (file, key)) for key, item in items.items()]
         return _completed(results)
@@ -95,7 +84,7 @@ class SafetensorsWriter(_UnplannedIO, dcp.StorageWriter):
             assert isinstance(tensor, TensorStorageMetadata)
             chunks = tuple(sorted(by_tensor[name], key=lambda chunk: chunk.offsets))
             stored[name] = StoredTensor(DTYPE_NAMES[tensor.properties.dtype], tuple(tensor.size), chunks)
-        write_index(self._storage, self._folder, stored)
+        shard_format.write_index(self._storage, self._folder, stored)
         self.files.append(INDEX_FILE)
 
 
@@ -122,10 +111,12 @@ class SafetensorsReader(_UnplannedIO, dcp.StorageReader):
         """Locate the chunks, so that all ranks learn of a damaged header (a ConfigError) before any tensor is read."""
         items = [item for item in plan.items if math.prod(item.lengths)]
         wanted: dict[str, dict[str, ChunkForm]] = {}
+        found: dict[str, dict[str, ChunkPlace]] = {}
         for item in items:
             chunk = self._chunk(item.storage_index)
             wanted.setdefault(chunk.file, {})[chunk.key] = self._index[item.storage_index.fqn].form(chunk)
-        found = {file: read_places(self._storage, f"{self._folder}/{file}", forms) for file, forms in wanted.items()}
+        for file, forms in wanted.items():
+            found[file] = shard_format.read_places(self._storage, f"{self._folder}/{file}", forms)
         for item in items:
             chunk = self._chunk(item.storage_index)
             self._places[chunk] = found[chunk.file][chunk.key]
@@ -154,10 +145,10 @@ def _read_part(file: Any, place: ChunkPlace, offsets: tuple[int, ...], into: Ten
     shape = place.form.shape
     first = offsets[0] if shape else 0
     if into.shape[1:] == shape[1:] and into.is_contiguous() and into.device.type == "cpu":
-        read_rows(file, place, first, into)
+        shard_format.read_rows(file, place, first, into)
         return
     rows = torch.empty((into.shape[0], *shape[1:]) if shape else (), dtype=place.form.dtype)
-    read_rows(file, place, first, rows)
+    shard_format.read_rows(file, place, first, rows)
     for dim, (offset, length) in enumerate(zip(offsets[1:], into.shape[1:], strict=True), start=1):
         rows = rows.narrow(dim, offset, length)
     into.copy_(rows)
@@ -181,4 +172,4 @@ def _form(item: WriteItem) -> ChunkForm:
 
 def _key(item: WriteItem) -> str:
     data = _data(item)
-    return chunk_key(item.index.fqn, _form(item), data.chunk.offsets, data.size)
+    return shard_format.chunk_key(item.index.fqn, _form(item), data.chunk.offsets, data.size)

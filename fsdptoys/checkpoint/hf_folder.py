@@ -28,7 +28,7 @@ from fsdptoys.models.huggingface import Bounds
 from fsdptoys.utils.dtensor import local_bounds, local_tensor
 from fsdptoys.utils.text import one_line, short_text
 
-from .atomic_folder import new_folder, verify_checksums
+from .checksums import new_folder, verify_checksums
 from .model_config import build_model_config, check_same, check_type
 from .safetensors_io import (
     AGAIN,

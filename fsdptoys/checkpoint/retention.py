@@ -10,6 +10,7 @@ checkpoint is renamed with the reason, for example to ``step-00000120.damaged-1`
 """
 
 import errno
+import itertools
 from collections.abc import Iterable
 from contextlib import suppress
 
@@ -114,14 +115,11 @@ class Series:
         """Make the working folder of a new checkpoint and return its name."""
         working = f".{name}{PARTIAL}" if self.storage.renames else name
         # An incomplete folder at a URL comes from a killed save; if kept, they would accumulate.
-        if self.storage.renames or self._is_incomplete(name):
+        reason = None if self.storage.renames or self._is_incomplete(name) else self._reason(name)
+        if reason is None or (name in self._written and reason != "unreadable"):
             self.discard(working)
         else:
-            reason = self._reason(name)
-            if name in self._written and reason != "unreadable":
-                self.discard(working)
-            else:
-                self._set_aside(name, name, reason)
+            self._set_aside(name, name, reason)
         if not self.storage.renames:
             self._written.add(name)
         self.storage.make(working)
@@ -205,22 +203,18 @@ class Series:
                     continue
                 if kept < keep:
                     kept += 1
+                    continue
+                if self.storage.renames:
+                    self.storage.remove(f".{name}{DELETED}")
+                    self.storage.rename(name, f".{name}{DELETED}")
+                    self.storage.sync("")
+                    self.storage.remove(f".{name}{DELETED}")
                 else:
-                    self._delete(name)
-                    deleted.append(name)
+                    self.discard(name)
+                deleted.append(name)
         except OSError as error:
             problems.append(f"old checkpoints could not be deleted: {reason_of(error)} at {self.storage.where}/{name}")
         return deleted, problems
-
-    def _delete(self, name: str) -> None:
-        if not self.storage.renames:
-            self.discard(name)
-            return
-        deleted = f".{name}{DELETED}"
-        self.storage.remove(deleted)
-        self.storage.rename(name, deleted)
-        self.storage.sync("")
-        self.storage.remove(deleted)
 
     def _reason(self, name: str) -> str:
         if name in self.damaged:
@@ -240,17 +234,14 @@ class Series:
     def _set_aside(self, entry: str, name: str, reason: str) -> None:
         """Rename a folder to the first free ``NAME.REASON-N``."""
         taken = set(self.storage.names())
-        number = 1
-        while f"{name}.{reason}-{number}" in taken or self.storage.exists(f"{name}.{reason}-{number}"):
-            number += 1
-        self.storage.move(entry, f"{name}.{reason}-{number}")
-        self.aside.append(f"an earlier {name} in {self.storage.where} was renamed to {name}.{reason}-{number}")
+        names = (f"{name}.{reason}-{number}" for number in itertools.count(1))
+        free = next(each for each in names if each not in taken and not self.storage.exists(each))
+        self.storage.move(entry, free)
+        self.aside.append(f"an earlier {name} in {self.storage.where} was renamed to {free}")
 
     def _leftovers(self) -> list[str]:
-        if not self.storage.renames:
-            return []
         found = []
-        for entry in self.storage.names():
+        for entry in self.storage.names() if self.storage.renames else []:
             stem, dot, ending = entry[1:].rpartition(".")
             ours = step_of(stem) is not None or stem.split("-")[0] == LATEST_FILE
             if entry[0] == "." and ours and dot + ending in (PARTIAL, OLD, DELETED):

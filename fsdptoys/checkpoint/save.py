@@ -17,8 +17,8 @@ from typing import cast
 
 from .checksums import FileSum, SummingStorage
 from .config import CheckpointConfig
+from .load import Ranks
 from .manifest import STATE_FILE, Manifest, UnreadableError, rank_file, reason_of, step_name
-from .rank_sync import Ranks
 from .retention import LATEST_FILE, Series, write_file
 from .storage import Storage
 

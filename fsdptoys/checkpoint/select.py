@@ -115,7 +115,10 @@ def locate(config: CheckpointConfig, storage: Storage | None) -> NamedCheckpoint
     place, name = found
     if storage is None:
         return NamedCheckpoint(place.where, name, own=False)
-    own = _is_same(place, storage)
+    if isinstance(place, LocalStorage) and isinstance(storage, LocalStorage):
+        own = os.path.realpath(place.where) == os.path.realpath(storage.where)
+    else:
+        own = place.where.rstrip("/") == storage.where.rstrip("/")
     newest = listing(Series(storage).newest_complete, storage)
     if newest is not None and not own:
         raise ConfigError(
@@ -235,9 +238,3 @@ def _find(where: str) -> tuple[Storage, str] | None:
         return None
 
     return listing(look, here)
-
-
-def _is_same(one: Storage, other: Storage) -> bool:
-    if isinstance(one, LocalStorage) and isinstance(other, LocalStorage):
-        return os.path.realpath(one.where) == os.path.realpath(other.where)
-    return one.where.rstrip("/") == other.where.rstrip("/")

@@ -22,9 +22,9 @@ from torch import Tensor
 
 from fsdptoys.errors import ConfigError
 
-from .safetensors_chunks import DTYPE_NAMES, ChunkForm, write_chunks
+from . import shard_format
+from .shard_format import DTYPE_NAMES, INDEX_FILE, Chunk, ChunkForm, StoredTensor
 from .storage import Storage
-from .tensor_index import INDEX_FILE, Chunk, StoredTensor, file_name, read_index, write_index
 
 T = TypeVar("T")
 
@@ -77,13 +77,13 @@ def save_full_tensors(
         try:
             if group is not None and dist.get_rank(group) != 0:
                 return []
-            file = file_name(0)
-            write_chunks(storage, f"{folder}/{file}", forms, collected)  # type: ignore[arg-type]
+            file = shard_format.file_name(0)
+            shard_format.write_chunks(storage, f"{folder}/{file}", forms, collected)  # type: ignore[arg-type]
             stored = {}
             for name, form in forms.items():
                 chunk = Chunk(file, name, (0,) * len(form.shape), form.shape)
                 stored[name] = StoredTensor(DTYPE_NAMES[form.dtype], form.shape, (chunk,))
-            write_index(storage, folder, stored)
+            shard_format.write_index(storage, folder, stored)
             return [file, INDEX_FILE]
         finally:
             # The other ranks wait in these collectives even if the write has failed.
@@ -113,13 +113,8 @@ def load_tensors(storage: Storage, folder: str, tensors: dict[str, Tensor], grou
     from .dcp_io import SafetensorsReader
 
     _check_kinds(tensors)
-
-    def open_index() -> dict[str, StoredTensor]:
-        index = read_index(storage, folder)
-        _check_wanted(f"{storage.where}/{folder}", index, tensors)
-        return {name: index[name] for name in tensors}
-
-    reader = SafetensorsReader(storage, folder, _on_all_ranks(group, open_index))
+    index = _on_all_ranks(group, lambda: _read_index_of(storage, folder, tensors))
+    reader = SafetensorsReader(storage, folder, index)
     planner = dcp.DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
     with _plain_errors():
         dcp.load(
@@ -127,7 +122,9 @@ def load_tensors(storage: Storage, folder: str, tensors: dict[str, Tensor], grou
         )
 
 
-def _check_wanted(where: str, index: dict[str, StoredTensor], tensors: dict[str, Tensor]) -> None:
+def _read_index_of(storage: Storage, folder: str, tensors: dict[str, Tensor]) -> dict[str, StoredTensor]:
+    """Read the index of some tensors; ConfigError if one is missing or has another form."""
+    where, index = f"{storage.where}/{folder}", shard_format.read_index(storage, folder)
     missing = sorted(tensors.keys() - index.keys())
     if missing:
         more = f" nor {len(missing) - 1} others" if missing[1:] else ""
@@ -142,6 +139,7 @@ def _check_wanted(where: str, index: dict[str, StoredTensor], tensors: dict[str,
                 f"{where} holds {name} as {_text(found.dtype, found.shape)}, and this run has it as {_text(*wanted)}; "
                 "resume with the model and the optimizer that it was saved with"
             )
+    return {name: index[name] for name in tensors}
 
 
 def _text(dtype: str, shape: tuple[int, ...]) -> str:

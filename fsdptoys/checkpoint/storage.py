@@ -192,7 +192,10 @@ class UrlStorage(Storage):
 
         self.where = where.rstrip("/")
         try:
-            _check_answer(where)
+            parts = urlsplit(where)
+            if parts.scheme in PORTS and parts.hostname:  # these constructors would wait much longer for a server
+                address = parts.hostname, parts.port or PORTS[parts.scheme]
+                socket.create_connection(address, CONNECT_SECONDS).close()
             self._files, self._root = url_to_fs(where, use_listings_cache=False)
         except ImportError as error:
             raise ConfigError(
@@ -225,13 +228,13 @@ class UrlStorage(Storage):
 
     def exists(self, path: str) -> bool:
         """See Storage."""
-        with _os_errors():
-            # fsspec's exists() returns False for an unreachable server.
-            try:
+        # fsspec's exists() returns False for an unreachable server.
+        try:
+            with _os_errors():
                 self._files.info(self._place(path))
-            except (FileNotFoundError, NotADirectoryError):
-                return False
-            return True
+        except (FileNotFoundError, NotADirectoryError):
+            return False
+        return True
 
     def size(self, path: str) -> int:
         """See Storage."""
@@ -321,13 +324,6 @@ class _UrlFile(io.RawIOBase):
                     self._file.close()
             finally:
                 super().close()
-
-
-def _check_answer(where: str) -> None:
-    """Test the connection for schemes in ``PORTS``, whose constructors would wait much longer for a server."""
-    parts = urlsplit(where)
-    if parts.scheme in PORTS and parts.hostname:
-        socket.create_connection((parts.hostname, parts.port or PORTS[parts.scheme]), CONNECT_SECONDS).close()
 
 
 @contextmanager

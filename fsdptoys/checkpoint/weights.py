@@ -20,12 +20,11 @@ from fsdptoys.utils.foreign import parse_yaml
 from fsdptoys.utils.regular_file import read_regular
 from fsdptoys.utils.text import one_line, short_text
 
-from .atomic_folder import new_folder
+from .checksums import new_folder
 from .config import CheckpointConfig
-from .load import read_checkpoint
+from .load import Ranks, read_checkpoint
 from .manifest import InvalidCheckpointError
 from .model_config import build_model_config
-from .rank_sync import Ranks
 from .safetensors_io import MAX_FILE_BYTES, TensorFolder, Written, slices, write_tensors
 from .select import locate
 from .storage import open_storage

@@ -5,54 +5,37 @@ determined by the seed and the number of samples seen. ``prepare_folder`` turns 
 tokens; several folders can be mixed by weight. Not covered: reading over a network.
 """
 
-from .bin import BinConfig, TokenDType
-from .byte_text import TextConfig, decode_bytes, encode_bytes
-from .dataset import IGNORE_INDEX, DataConfig, Samples, TextSample, TokenDataset
-from .dataset_index import TOKENIZER_FILE, Index, check_folder, files_of, read_ends, read_index
-from .document_reader import find_sources
-from .hf import HFConfig
-from .loader import check_shared_memory
-from .prepare import MOST_PROCESSES, SHARD_TOKENS, Request, prepare_folder
-from .prepared import PreparedConfig
-from .progress import Display
-from .sampler import BatchStream, eval_batches
-from .synthetic import SyntheticConfig
-from .text_encoder import open_encoder
+from .bin import BinConfig as BinConfig
+from .bin import TokenDType as TokenDType
+from .byte_text import TextConfig as TextConfig
+from .byte_text import decode_bytes as decode_bytes
+from .byte_text import encode_bytes as encode_bytes
+from .dataset import IGNORE_INDEX as IGNORE_INDEX
+from .dataset import DataConfig as DataConfig
+from .dataset import Samples as Samples
+from .dataset import TextSample as TextSample
+from .dataset import TokenDataset as TokenDataset
+from .dataset_index import TOKENIZER_FILE as TOKENIZER_FILE
+from .dataset_index import Index as Index
+from .dataset_index import check_folder as check_folder
+from .dataset_index import files_of as files_of
+from .dataset_index import read_ends as read_ends
+from .dataset_index import read_index as read_index
+from .document_reader import find_sources as find_sources
+from .hf import HFConfig as HFConfig
+from .loader import check_shared_memory as check_shared_memory
+from .prepare import MOST_PROCESSES as MOST_PROCESSES
+from .prepare import SHARD_TOKENS as SHARD_TOKENS
+from .prepare import Request as Request
+from .prepare import prepare_folder as prepare_folder
+from .prepared import PreparedConfig as PreparedConfig
+from .progress import Display as Display
+from .sampler import BatchStream as BatchStream
+from .sampler import eval_batches as eval_batches
+from .synthetic import SyntheticConfig as SyntheticConfig
+from .text_encoder import open_encoder as open_encoder
 
 DATASETS: dict[str, type[DataConfig]] = {
     kind.name: kind for kind in (SyntheticConfig, TextConfig, BinConfig, PreparedConfig, HFConfig)
 }
 """Registry: the name after ``data=`` → the dataclass that ``configs/data/NAME.yaml`` starts from."""
-
-__all__ = [
-    "DATASETS",
-    "IGNORE_INDEX",
-    "MOST_PROCESSES",
-    "SHARD_TOKENS",
-    "TOKENIZER_FILE",
-    "BatchStream",
-    "BinConfig",
-    "DataConfig",
-    "Display",
-    "HFConfig",
-    "Index",
-    "PreparedConfig",
-    "Request",
-    "Samples",
-    "SyntheticConfig",
-    "TextConfig",
-    "TextSample",
-    "TokenDType",
-    "TokenDataset",
-    "check_folder",
-    "check_shared_memory",
-    "decode_bytes",
-    "encode_bytes",
-    "eval_batches",
-    "files_of",
-    "find_sources",
-    "open_encoder",
-    "prepare_folder",
-    "read_ends",
-    "read_index",
-]

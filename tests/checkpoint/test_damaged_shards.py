@@ -180,7 +180,7 @@ def test_missing_tensors_are_reported(tensors: dict[str, Tensor], message: str, 
 
 def test_too_long_index_is_not_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The limit of reading holds for writing."""
-    monkeypatch.setattr("fsdptoys.checkpoint.tensor_index.LARGEST_INDEX_BYTES", 100)
+    monkeypatch.setattr("fsdptoys.checkpoint.shard_format.LARGEST_INDEX_BYTES", 100)
     with pytest.raises(ConfigError, match=r"at most 100 are read again; set checkpoint\.form=full"):
         make_saved(tmp_path / "a")
     assert shards.INDEX_FILE not in [path.name for path in (tmp_path / "a").iterdir()]

@@ -19,9 +19,9 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
+from fsdptoys.checkpoint.shard_format import read_index
 from fsdptoys.checkpoint.sharded_io import load_tensors, save_full_tensors, save_tensors
 from fsdptoys.checkpoint.storage import LocalStorage, open_storage
-from fsdptoys.checkpoint.tensor_index import read_index
 from fsdptoys.errors import ConfigError
 from scripts.ranks import run_ranks
 from tests.checkpoint.test_damaged_shards import make_saved
