@@ -36,22 +36,17 @@ class Checkpointer:
     """Saves a run's checkpoints, deletes old ones, and finds the one to resume from.
 
     Args:
-        folder: path or URL of the checkpoints; created on demand.
+        folder: path or URL of the checkpoints, created on demand; ConfigError for a URL of an unknown scheme.
         group: dedicated gloo group of all ranks; None for one process.
         message: called on rank 0 with one sentence at a time.
         copy: copies tensors to host memory; its second argument is its previous result, to be reused. None to clone.
         gather_full: gathers full tensors one by one: on the CPU of rank 0, None on other ranks. None if all are full.
         schema: types and ranges that saved facts are checked against when they are read.
-
-    Attributes:
-        last_step: step of the newest checkpoint committed or being written, the same on all ranks; changes only in
-            ``save``, ``finish`` and ``resume``.
-
-    Raises:
-        ConfigError: for a URL of an unknown scheme.
     """
 
     last_step: int | None
+    """Step of the newest checkpoint committed or being written, the same on all ranks; changes only in ``save``,
+    ``finish`` and ``resume``."""
 
     def __init__(
         self,
@@ -86,16 +81,10 @@ class Checkpointer:
     ) -> bool:
         """Save a checkpoint; with ``async_save``, wait for the previous save and start this one. Collective.
 
-        Args:
-            step: number of completed steps.
-            tensors: by name; DTensors, or plain tensors equal on all ranks. May change once this returns.
-            facts: JSON values common to all ranks; ``step`` and ``world_size`` are added.
-            own_facts: JSON values of this rank.
-            prunes: whether old checkpoints may be deleted afterwards.
-
-        Returns:
-            Whether the checkpoint is committed, the same on all ranks; True once a background save has started. The
-                reason of a failure goes to ``message``.
+        ``tensors`` are DTensors, or plain tensors equal on all ranks, and may change once this returns. ``facts`` are
+        JSON values common to all ranks (``step`` and ``world_size`` are added), ``own_facts`` those of this rank. With
+        ``prunes`` old checkpoints may be deleted afterwards. Returns whether the checkpoint is committed, the same on
+        all ranks; True once a background save has started. The reason of a failure goes to ``message``.
         """
         self.finish()
         self._clean()

@@ -70,15 +70,11 @@ class SummingStorage:
     """Wraps a storage and sums every file while it is written.
 
     Nothing is read back: the sums are of the intended bytes, so they also detect damage on the way to the disk.
-
-    Attributes:
-        sums: path → size and SHA-256, of completely written files.
-        refused: the first write error of the wrapped storage.
     """
 
     def __init__(self, storage: Storage) -> None:
-        self.sums: dict[str, FileSum] = {}
-        self.refused: OSError | None = None
+        self.sums: dict[str, FileSum] = {}  # by path, of completely written files
+        self.refused: OSError | None = None  # first write error of the wrapped storage
         self._storage = storage
 
     def __getattr__(self, name: str) -> Any:

@@ -124,14 +124,9 @@ class HuggingFaceFolder:
     def fill(self, param: Tensor, name: str) -> None:
         """Fill a parameter, or this rank's shard of it, from the files, in place and in its own dtype.
 
-        Reads only the shard's part; extra memory is at most the mapped pages of this parameter.
-
-        Args:
-            param: a plain tensor, or a DTensor that :func:`~fsdptoys.utils.dtensor.local_bounds` accepts.
-            name: the parameter's name in the model.
-
-        Raises:
-            ConfigError: if a file has become unreadable since ``check``.
+        ``param`` is a plain tensor, or a DTensor that :func:`~fsdptoys.utils.dtensor.local_bounds` accepts. Reads only
+        the shard's part; extra memory is at most the mapped pages of this parameter. ConfigError if a file has become
+        unreadable since ``check``.
         """
         assert self.model is not None, "check the folder first"
         config, bounds = self.model.config, local_bounds(param)
@@ -147,9 +142,7 @@ class HuggingFaceFolder:
                 target.copy_((source.mT if part.transposed else source).expand(target.shape))
 
     def check_values(self) -> None:
-        """Read the model's tensors in blocks and reject non-finite values, and a tied head that differs from the
-        embedding.
-        """
+        """Read all tensors in blocks; reject non-finite values, and a tied head that differs from the embedding."""
         assert self.model is not None, "check the folder first"
         for name, shape in self._needed.items():
             for block in _blocks(shape):

@@ -86,14 +86,10 @@ class Checkpoint:
         return step
 
     def load(self, tensors: dict[str, Tensor]) -> None:
-        """Fill tensors in place from any saved layout; collective.
+        """Fill tensors, all or some of the checkpoint's, in place from any saved layout; collective.
 
-        Args:
-            tensors: by name; DTensors or plain tensors, all or some of the checkpoint's.
-
-        Raises:
-            ConfigError: on all ranks; before any tensor is filled if one is missing or differs in shape or dtype, or if
-                the checkpoint cannot be read after retries.
+        ConfigError on all ranks: before any tensor is filled if one is missing or differs in shape or dtype, or if the
+        checkpoint cannot be read after retries.
         """
         try:
             # One rank's error is raised on all ranks, so all retry together.

@@ -44,8 +44,7 @@ def check_type(value: Any, annotation: Any, where: str, key: str) -> None:
 def differences(chosen: ModelConfig, wanted: ModelConfig) -> dict[str, tuple[Any, Any]]:
     """Return the settings of ``chosen`` to change so that weights of ``wanted`` (same family) compute the same.
 
-    Returns:
-        Key below ``model.`` → (chosen value, wanted value), in field order.
+    Key below ``model.`` → (chosen value, wanted value), in field order.
     """
     assert type(chosen) is type(wanted)
     found = {}

@@ -33,17 +33,12 @@ PARTIAL, OLD, DELETED = ".partial", ".old", ".deleted"
 
 
 class Series:
-    """The checkpoints of one storage.
-
-    Attributes:
-        damaged: names of checkpoints to ignore even if their file sizes match.
-        aside: sentences on folders renamed to make way for a checkpoint; the caller clears it.
-    """
+    """The checkpoints of one storage."""
 
     def __init__(self, storage: Storage) -> None:
         self.storage = storage
-        self.damaged: set[str] = set()
-        self.aside: list[str] = []
+        self.damaged: set[str] = set()  # names of checkpoints to ignore even if their file sizes match
+        self.aside: list[str] = []  # sentences on folders renamed to make way for a checkpoint; the caller clears it
         self._written: set[str] = set()
         self._resumed: set[str] = set()
         self._reported: set[str] = set()
@@ -65,9 +60,7 @@ class Series:
         return next((name for name in self.names() if self.is_complete(name)), None)
 
     def is_complete(self, name: str, patient: bool = True) -> bool:
-        """Return whether a folder has a manifest and matching file sizes; UnreadableError if the system refuses to read
-        it.
-        """
+        """Whether a folder has a manifest and matching file sizes; UnreadableError if the system refuses to read it."""
         try:
             read_manifest(self.storage, name, patient)
         except InvalidCheckpointError:

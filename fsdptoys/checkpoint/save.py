@@ -39,14 +39,10 @@ class Answer:
 
 
 class Saver:
-    """Saves checkpoints, one at a time; ``report`` is called on rank 0 with one sentence at a time.
-
-    Attributes:
-        committed: step of this run's newest checkpoint, which is not saved again.
-    """
+    """Saves checkpoints, one at a time; ``report`` is called on rank 0 with one sentence at a time."""
 
     def __init__(self, ranks: Ranks, series: Series, config: CheckpointConfig, report: Callable[[str], None]) -> None:
-        self.committed: int | None = None
+        self.committed: int | None = None  # step of this run's newest checkpoint, which is not saved again
         self._ranks = ranks
         self._series = series
         self._storage = series.storage

@@ -54,15 +54,10 @@ class NamedCheckpoint:
 def peek(config: CheckpointConfig, folder: str | None, restarted: bool = False, schema: Schema = ANY) -> Facts | None:
     """Find the checkpoint that a run would resume from, in one process; return its facts, None to start from scratch.
 
-    Args:
-        config: resume and save settings.
-        folder: path or URL of the run's checkpoints; None for a folder yet to be created.
-        restarted: this is a restart of the run, whose own newest checkpoint then precedes ``config.resume``.
-        schema: types and ranges of the facts.
-
-    Raises:
-        ConfigError: if a required checkpoint is missing, incomplete, damaged or unreadable, if existing checkpoints
-            would be mixed with this run's, or if the folder cannot be written.
+    ``folder`` is the path or URL of the run's checkpoints; None if it is yet to be created. At a restart of the run
+    (``restarted``) its own newest checkpoint precedes ``config.resume``. ConfigError if a required checkpoint is
+    missing, incomplete, damaged or unreadable, if existing checkpoints would be mixed with this run's, or if the folder
+    cannot be written.
     """
     storage = None if folder is None else open_storage(folder)
     if storage is not None:
@@ -101,10 +96,8 @@ def check_not_taken(config: CheckpointConfig, storage: Storage | None) -> None:
 def locate(config: CheckpointConfig, storage: Storage | None) -> NamedCheckpoint:
     """Find the checkpoint that ``checkpoint.resume`` names: a checkpoint, or the newest one of a folder or run.
 
-    ``storage`` holds the run's own checkpoints, if any.
-
-    Raises:
-        ConfigError: if there is none, or if ``auto`` would later resume from another checkpoint than this run's last.
+    ``storage`` holds the run's own checkpoints, if any. ConfigError if there is none, or if ``auto`` would later resume
+    from another checkpoint than this run's last.
     """
     found = _find(config.resume)
     if found is None:

@@ -37,15 +37,9 @@ def save_tensors(
 ) -> list[str]:
     """Write tensors into an existing folder, each rank its shards; return the names of this rank's files. Collective.
 
-    Args:
-        storage: destination.
-        folder: folder within it, without other writers.
-        tensors: by name, the same names on all ranks: DTensors, or plain tensors equal on all ranks. Must not change
-            until this returns.
-        group: process group for CPU tensors, otherwise unused meanwhile; None for one process.
-
-    Raises:
-        OSError, ConfigError: on all ranks, the error of the lowest failed rank.
+    The folder has no other writers. ``tensors`` have the same names on all ranks: DTensors, or plain tensors equal on
+    all ranks, which must not change until this returns. ``group`` is for CPU tensors, otherwise unused meanwhile; None
+    for one process. OSError or ConfigError on all ranks: the error of the lowest failed rank.
     """
     import torch.distributed.checkpoint as dcp
 
@@ -94,19 +88,11 @@ def save_full_tensors(
 
 
 def load_tensors(storage: Storage, folder: str, tensors: dict[str, Tensor], group: dist.ProcessGroup | None) -> None:
-    """Fill tensors in place from a folder that any number of ranks saved. Collective.
+    """Fill tensors in place from a folder that any number of ranks saved. Collective; ``group`` as in ``save_tensors``.
 
-    Args:
-        storage: source.
-        folder: folder within it.
-        tensors: by name, the same names on all ranks, with the saved dtypes and shapes but any layout. The folder may
-            hold more.
-        group: as in ``save_tensors``.
-
-    Raises:
-        ConfigError: on all ranks, before anything is filled, if a tensor is missing or differs in dtype or shape, or if
-            the index or a header is damaged.
-        OSError: on all ranks, if a file cannot be read.
+    ``tensors`` have the same names on all ranks, the saved dtypes and shapes, and any layout; the folder may hold more.
+    ConfigError on all ranks, before anything is filled, if a tensor is missing or differs in dtype or shape, or if the
+    index or a header is damaged; OSError on all ranks if a file cannot be read.
     """
     import torch.distributed.checkpoint as dcp
 

@@ -35,14 +35,10 @@ class Storage(ABC):
     """A root folder for files. Paths are relative to it and separated by ``/``; ``""`` is the root itself.
 
     Every failure of the storage is an OSError; callers turn it into a message.
-
-    Attributes:
-        where: the root's path or URL, for messages.
-        renames: whether folders can be renamed atomically.
     """
 
-    where: str
-    renames: bool
+    where: str  # the root's path or URL, for messages
+    renames: bool  # whether folders can be renamed atomically
 
     @abstractmethod
     def names(self, folder: str = "") -> list[str]:
@@ -180,9 +176,7 @@ class LocalStorage(Storage):
 
 
 class UrlStorage(Storage):
-    """A folder, or a prefix of object names, at an fsspec URL such as ``s3://bucket/folder``; errors as
-    ``open_storage``.
-    """
+    """A folder, or a prefix of object names, at an fsspec URL as ``s3://bucket/folder``; errors as ``open_storage``."""
 
     renames = False
 

@@ -113,9 +113,7 @@ def _read_settings(path: Path) -> dict[str, Any]:
 
 
 def model_config_of(section: object, where: str, fix: str) -> ModelConfig:
-    """Build a model configuration from the section ``model`` of a run's settings; ``where`` and ``fix`` are for
-    messages.
-    """
+    """Build a model configuration from the ``model`` section of a run's settings; ``where``, ``fix``: for messages."""
     if not isinstance(section, dict):
         raise ConfigError(f"{where} lacks the section model; {fix}")
     values = dict(section)

@@ -136,9 +136,7 @@ class DataConfig(ABC):
         return True
 
     def find_tokenizer(self) -> str | None:
-        """The data's tokenizer: ``bytes``, or the path of a ``tokenizer.json``; None if unknown, ConfigError if
-        damaged.
-        """
+        """The tokenizer: ``bytes``, or the path of a ``tokenizer.json``; None if unknown, ConfigError if damaged."""
         return None
 
     def check_documents(self) -> None:

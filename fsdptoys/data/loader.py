@@ -50,13 +50,9 @@ PAGES = 16, 8  # pages of shared memory for the loader's semaphores, and for tho
 
 
 def check_shared_memory(workers: int, step_bytes: int, local_ranks: int, place: str = SHARED_MEMORY) -> None:
-    """Check that the workers' sockets and prefetched batches fit.
+    """Check that the workers' sockets and prefetched batches fit; the latter only if ``place`` has shared memory.
 
-    Args:
-        workers: processes of each rank.
-        step_bytes: of one rank's batches of a step.
-        local_ranks: ranks of this node.
-        place: mount point of the shared memory; if missing, nothing is checked.
+    ``workers`` are those of each rank, ``step_bytes`` one rank's batches of a step, ``local_ranks`` this node's ranks.
     """
     if not workers:
         return

@@ -106,16 +106,10 @@ def prepare_folder(
 ) -> Index:
     """Prepare a folder, or continue an interrupted preparation.
 
-    Args:
-        request: input, output and options.
-        advance: receives the progress.
-        wait: receives the id of a process that prepares the folder already, before waiting for its end; None to refuse
-            instead.
-        replace: receives the damage of an existing folder, before a new one replaces it; an undamaged one is used. None
-            to refuse an existing folder.
-
-    Raises:
-        ConfigError: if a document cannot be read, the folder cannot be written, or another process writes it.
+    ``advance`` receives the progress; ``wait`` the id of a process that prepares the folder already, before waiting for
+    its end (None to refuse instead); ``replace`` the damage of an existing folder, before a new one replaces it (an
+    undamaged one is used; None to refuse an existing folder). ConfigError if a document cannot be read, the folder
+    cannot be written, or another process writes it.
     """
     folder, owner = request.folder, str(request.folder)
     try:

@@ -24,15 +24,10 @@ from .permutation import ORDER
 class BatchStream:
     """Batches of this process's ranks, step after step.
 
-    Args:
-        samples: of the training split.
-        batch_size: sequences a micro-batch on each rank.
-        microbatches: micro-batches a step on each rank.
-        ranks: whose batches this process takes, out of ``range(data_ranks)``, which share a step's samples.
-        seed: decides the order.
-        fingerprint: of the data; a checkpoint of other data is refused.
-        workers: background processes that read ahead, started with the first step.
-        files: sampled contents of the data; a checkpoint is refused if they have changed since.
+    A step has ``microbatches`` of ``batch_size`` sequences on each rank. ``ranks`` are those of this process, out of
+    ``range(data_ranks)``, which share a step's samples. ``workers`` background processes read ahead, started with the
+    first step. A checkpoint is refused if its data has another ``fingerprint``, or if the sampled contents of ``files``
+    have changed since.
     """
 
     def __init__(

@@ -60,13 +60,10 @@ class Progress:
 
 
 class ShardsWriter:
-    """Writes documents into shards.
+    """Writes documents into shards of a dataset ``folder``; the files go into ``NAME.part`` next to it.
 
-    Args:
-        folder: of the dataset to be; files go into ``NAME.part`` next to it.
-        request: fingerprint of the request; the part of another request is deleted.
-        dtype: of an id, as the index names it.
-        shard_tokens: a shard ends with the document that brings it to this many ids.
+    The part of another ``request`` (a fingerprint) is deleted. ``dtype`` is that of an id, as the index names it; a
+    shard ends with the document that brings it to ``shard_tokens`` ids.
     """
 
     def __init__(self, folder: Path, request: str, dtype: str, shard_tokens: int) -> None:
@@ -126,9 +123,7 @@ class ShardsWriter:
         write_atomically(self.part / PROGRESS_FILE, json.dumps(dataclasses.asdict(self.progress)), sync=True)
 
     def finish(self, index: Index, tokenizer: bytes | None = None) -> Index:
-        """Turn the part into a dataset, with a copy of the tokenizer's file; shards and ``left_out`` of ``index`` are
-        set.
-        """
+        """Turn the part into a dataset, with the tokenizer's file; sets shards and ``left_out`` of ``index``."""
         if tokenizer is not None:
             write_atomically(self.part / layout.TOKENIZER_FILE, tokenizer, sync=True)
             index = dataclasses.replace(index, tokenizer_file_sha256=hashlib.sha256(tokenizer).hexdigest())

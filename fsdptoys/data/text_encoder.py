@@ -69,10 +69,8 @@ class ByteEncoder(Encoder):
 class FileEncoder(Encoder):
     """A ``tokenizer.json``: the file or its folder.
 
-    Args:
-        end: token that ends a document; None for the folder's own, or one of ``USUAL_ENDS``.
-        owner: the tokenizer as the user named it, for messages.
-        end_owner: the option for ``end``, for messages.
+    ``end`` is the token that ends a document; None for the folder's own, or one of ``USUAL_ENDS``. ``owner`` is the
+    tokenizer as the user named it, and ``end_owner`` the option for ``end``, for messages.
     """
 
     def __init__(self, choice: str, end: str | None, owner: str, end_owner: str) -> None:
@@ -149,11 +147,9 @@ def _one_thread() -> Iterator[None]:
 def read_tokenizer(file: Path, owner: str, extra: str, instead: str, missing: str, *, plain: bool) -> Any:
     """Read a ``tokenizers.Tokenizer`` for ``owner``, the tokenizer as the user named it.
 
-    Args:
-        extra: of this project, installs the package.
-        instead: alternative to the package, an imperative.
-        missing: the sentence for a missing file.
-        plain: ignore special tokens in the text, and the file's truncation and padding.
+    ``extra`` of this project installs the package, and ``instead`` is the alternative, an imperative; ``missing`` is
+    the sentence for a missing file. ``plain`` ignores special tokens in the text, and the file's truncation and
+    padding.
     """
     try:
         from tokenizers import Tokenizer

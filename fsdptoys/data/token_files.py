@@ -86,14 +86,9 @@ def without_repeats(files: Iterable[SourceFile]) -> list[SourceFile]:
 
 
 class FileStream:
-    """Tokens of several files, one after the other.
+    """Tokens of several files, one after the other, with the token ``separator`` between two, unless None.
 
-    Args:
-        key: the configuration's key, for messages.
-        files: not empty, each a whole number of tokens.
-        dtype: of a token.
-        vocab_size: tokens must be below it.
-        separator: token between two files; None for none.
+    ``key`` is the configuration's, for messages. Each file is a whole number of tokens, all below ``vocab_size``.
     """
 
     def __init__(
@@ -118,9 +113,7 @@ class FileStream:
         return self.starts[-1] + self.file_tokens[-1] if self.files else 0
 
     def read(self, start: int, count: int) -> NDArray[Any]:
-        """Read tokens within the stream; ConfigError if a file is gone or shorter, or a token is outside the
-        vocabulary.
-        """
+        """Tokens within the stream; ConfigError if a file is gone or shorter, or a token is outside the vocabulary."""
         assert start >= 0 and start + count <= len(self)
         tokens = np.full(count, self.separator or 0, self.dtype)
         stop = start + count
