@@ -1,4 +1,4 @@
-"""What tests of several folders ask for."""
+"""Fixtures and hooks of all tests."""
 
 import gc
 import importlib
@@ -10,25 +10,25 @@ import pytest
 
 from tests.measuring import without_coverage
 
-# Else every process that compiles starts others, each of which imports torch, to compile a handful of kernels.
+# Otherwise every compiling process starts workers, each of which imports torch, for a handful of kernels.
 os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
 
 
 def pytest_collection_finish() -> None:
-    """Look no more through what the imports have left, whose forks would copy it for that."""
+    """Exempt imported objects from garbage collection, which would copy their pages in every fork."""
     gc.freeze()
 
 
 @pytest.fixture
 def unmeasured() -> Iterator[None]:
-    """The test and what it starts run without coverage, which slows them down: other tests run their lines."""
+    """Run the test and its processes without coverage, which slows them down; other tests cover the same lines."""
     with without_coverage():
         yield
 
 
 @pytest.fixture
 def warm(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What the test starts with ``python -m``, and the launchers among that start, are forks that have imported all."""
+    """Replace ``python -m`` processes of the test and of its launchers by forks with the imports already done."""
     from torch.distributed.elastic.multiprocessing.subprocess_handler import subprocess_handler
 
     from tests.warm import WarmPopen

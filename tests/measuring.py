@@ -1,4 +1,4 @@
-"""Coverage, and where it is left out: what it follows takes up to three times as long."""
+"""Coverage, and exemptions from it: measured code takes up to three times as long."""
 
 import os
 import sys
@@ -10,7 +10,7 @@ import pytest
 
 @contextmanager
 def without_coverage() -> Iterator[None]:
-    """What runs or is started here is not measured; only for what other tests run, too."""
+    """Run without coverage, including started processes; only for code that other tests cover."""
     names = [name for name in os.environ if name.startswith("COVERAGE_PROCESS_")]
     trace = sys.gettrace()
     with pytest.MonkeyPatch.context() as patch:

@@ -355,7 +355,7 @@ DAMAGED_FILES: dict[str, tuple[Damage, str]] = {
         "to one of these",
     ),
 }
-"""Likewise for the safetensors files."""
+"""The same for the safetensors files."""
 
 
 def make_folder(folder: Path, config: ModelConfig = CONFIG) -> None:

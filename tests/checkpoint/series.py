@@ -17,7 +17,7 @@ ROWS, COLUMNS = 7, 5
 
 
 def full_tensors(step: int) -> dict[str, Tensor]:
-    """Of several dtypes and shapes, none of which divides evenly over 2 or 4 ranks."""
+    """Tensors of several dtypes and shapes, none of which divides evenly over 2 or 4 ranks."""
     generator = torch.Generator().manual_seed(step)
     return {
         "model.embed.weight": torch.randn(ROWS, COLUMNS, generator=generator),
@@ -29,7 +29,7 @@ def full_tensors(step: int) -> dict[str, Tensor]:
 
 
 def facts(step: int) -> dict[str, Any]:
-    """Floats whose last bits matter, and all else that JSON knows."""
+    """Floats with many digits, and all other JSON types."""
     return {
         "loss": 1 / (step + 3),
         "tiny": 5e-324,
@@ -44,7 +44,7 @@ def own_facts(step: int, rank: int = 0) -> dict[str, Any]:
 
 
 def distributed(tensors: dict[str, Tensor], placements: Sequence[Placement] = (Shard(0),)) -> dict[str, Tensor]:
-    """The same over all ranks; those with fewer dims than a placement has stay plain."""
+    """Distribute tensors over all ranks; tensors with too few dims for a placement stay plain."""
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     return {
         name: distribute_tensor(tensor, mesh, placements)
@@ -55,7 +55,7 @@ def distributed(tensors: dict[str, Tensor], placements: Sequence[Placement] = (S
 
 
 def whole(tensors: dict[str, Tensor]) -> Any:
-    """Gather one by one on rank 0."""
+    """Gather tensors one by one on rank 0."""
     for name in sorted(tensors):
         tensor = tensors[name].full_tensor() if isinstance(tensors[name], DTensor) else tensors[name]
         yield name, tensor if dist.get_rank() == 0 else None

@@ -27,7 +27,7 @@ TENSORS = "tensors-00000.safetensors"
 @pytest.mark.parametrize("in_background", [False, True])
 @pytest.mark.parametrize("kind", ["path", "file", "memory"])
 def test_saved_checkpoint_is_loaded_exactly(kind: str, in_background: bool, form: Form, tmp_path: Path) -> None:
-    """Oracle: tensors and facts before they were saved; then the next run, which starts where this one ended."""
+    """Oracle: the tensors and facts before the save; a second run resumes from the last step."""
     where = {"path": f"{tmp_path}/a/b", "file": f"file://{tmp_path}/c", "memory": f"memory://{tmp_path}"}[kind]
     config = CheckpointConfig(every=1, keep=2, keep_every=3, async_save=in_background, form=form, resume="auto")
     messages: list[str] = []
@@ -156,7 +156,7 @@ def test_running_save_thread_does_not_block_process_exit(tmp_path: Path, monkeyp
 
 
 def test_unexpected_error_of_an_asynchronous_save_is_raised(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Oracle: the error, when the next save waits for the one before."""
+    """Oracle: the error, raised when the next save waits for the previous one."""
 
     def broken(*args: object) -> None:
         raise RuntimeError("Connection closed by peer")
@@ -190,7 +190,7 @@ def test_resume_selects_the_documented_checkpoint(series: Path, tmp_path: Path) 
     assert resume(new, "never") == (None, []) and peek(CheckpointConfig(), str(new)) is None
     assert peek(CheckpointConfig(resume="auto"), None) is None
     assert not new.exists()
-    # After a restart a run goes on from its own, whatever it began from.
+    # After a restart a run resumes from its own checkpoints, even if it started from another run's.
     other = tmp_path / "other"
     make_series(other, (7, 8))
     for word in ("never", "auto", "must", f"{folder}/{TWO}"):
@@ -241,7 +241,7 @@ REFUSALS: dict[str, tuple[str, str]] = {
 
 @pytest.mark.parametrize("case", REFUSALS)
 def test_resume_that_would_mix_two_runs_is_refused(case: str, series: Path, tmp_path: Path) -> None:
-    """Oracle: the sentence, before any worker starts and by the workers alike."""
+    """Oracle: the expected message, before any worker starts and by the workers alike."""
     other = copied(series, tmp_path / "other")
     (other / ONE).rename(other / "best")
     places = {"own": str(series), "new": str(tmp_path / "new"), "other": str(other)}
@@ -275,7 +275,7 @@ def test_must_reports_skipped_checkpoints(series: Path, tmp_path: Path) -> None:
 
 
 def test_unwritable_checkpoint_folder_is_reported_before_the_run(tmp_path: Path) -> None:
-    """Oracle: the sentence; nothing is made for it where it can."""
+    """Oracle: the expected message; checks of writable folders create none."""
     file = tmp_path / "file"
     file.touch()
     with pytest.raises(ConfigError, match=f"checkpoints go to {file}/x, which cannot be written .*; set checkpoint"):

@@ -42,7 +42,7 @@ def check_sharded(found: Checkpoint | None, step: int, dim: int) -> None:
 
 
 def on_first(action: Callable[[], object]) -> None:
-    """Rank 0 does something that all see afterwards."""
+    """Run an action on rank 0, and a barrier on all ranks."""
     if dist.get_rank() == 0:
         action()
     dist.barrier()
@@ -57,7 +57,7 @@ class Cases:
         self.group = dist.new_group(backend="gloo")
 
     def run(self) -> None:
-        """All of them."""
+        """Run all cases."""
         self.saves_and_resumes()
         self.trains_while_it_saves()
         self.agrees_on_a_failure()
@@ -67,7 +67,7 @@ class Cases:
         self.sees_one_folder()
 
     def make(self, folder: Path, messages: list[str] | None = None, **config: Any) -> Checkpointer:
-        """As a run would, after every step."""
+        """A checkpointer that saves after every step."""
         message = None if messages is None else messages.append
         return Checkpointer(CheckpointConfig(every=1, **config), str(folder), self.group, message, None, whole)
 
@@ -104,7 +104,7 @@ class Cases:
             check_sharded(self.make(folder, resume="must").resume(), 3, dim=1)
 
     def agrees_on_a_failure(self) -> None:
-        """Whichever file fails on the last rank, nothing of it stays, and the next save is as ever."""
+        """A failed write of any file on the last rank leaves no files behind, and the next save succeeds."""
         last = self.size - 1
         for name in ("tensors-", "rank-", "manifest", "state", "tensors.json"):
             rank = last if name in ("tensors-", "rank-") else 0
@@ -128,7 +128,7 @@ class Cases:
                 check_sharded(self.make(folder, resume="auto").resume(), 2, dim=0)
 
     def agrees_on_damage(self) -> None:
-        """A file is read by one rank alone, and all pass over the checkpoint that it is of."""
+        """One rank reads the damaged file, and all ranks skip its checkpoint."""
         folder = self.folder / "damaged"
         checkpoints = self.make(folder, keep=20)
         assert save(checkpoints, 1)
@@ -143,7 +143,7 @@ class Cases:
         assert all("is damaged: " in sentence and "resuming from step-00000001" in sentence for sentence in messages)
 
     def agrees_on_a_refusal(self) -> None:
-        """All ranks raise the same sentence."""
+        """All ranks raise the same message."""
         folder = self.folder / "damaged"
         words = ["never", f"{folder}/step-00000003", str(self.folder / "none")]
         for word in words:
@@ -193,7 +193,7 @@ class Cases:
 
 @contextmanager
 def refusing(name: str, rank: int, own_rank: int, checkpoints: Checkpointer) -> Iterator[None]:
-    """A disk that gives an error when one rank writes its file of this name."""
+    """Raise an error when one rank writes its file of this name."""
     storage = checkpoints._storage
     original = storage.writing
 
@@ -241,7 +241,7 @@ def flip(path: Path) -> None:
 
 @pytest.mark.parametrize("world_size", [2, 4])
 def test_all_ranks_agree_on_the_finding_of_one(world_size: int, tmp_path: Path) -> None:
-    """Oracle: the full tensors, messages and verdicts, in real processes."""
+    """Oracle: the full tensors and the expected messages, in real processes."""
     with nullcontext() if world_size == 2 else without_coverage():
         run_ranks(world_size, lambda: Cases(tmp_path).run())
 

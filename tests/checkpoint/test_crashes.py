@@ -55,7 +55,7 @@ def newest(storage: Storage, monkeypatch: pytest.MonkeyPatch) -> tuple[int, floa
 
 
 def go_on(storage: Storage, found: tuple[int, float] | None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """After a crash the next steps are saved as ever, and nothing of the crash is left."""
+    """Check that saves succeed after the crash and that no leftovers of it remain."""
     checkpoints = make_checkpoints(storage, monkeypatch)
     checkpoints.resume()
     step = 1 + (found[0] if found else 0)
@@ -134,14 +134,14 @@ def test_power_loss_at_any_operation_preserves_the_newest_checkpoint(
 
 
 def _check_outcomes(outcomes: list[tuple[int, float] | None], allowed: list[tuple[int, float] | None]) -> None:
-    """The old one until the new one is committed, and never again afterwards; and many moments of each."""
+    """Check that outcomes switch once, from the old checkpoint to the new one, with many moments of each."""
     turn = outcomes.index(allowed[1])
     assert outcomes == [allowed[0]] * turn + [allowed[1]] * (len(outcomes) - turn)
     assert turn > 15 and len(outcomes) - turn > 3
 
 
 def _is_killed(body: Callable[[], bool]) -> bool:
-    """Whether a forked process that runs this killed itself; otherwise it must have ended well."""
+    """Whether a forked process that runs ``body`` killed itself; otherwise its exit status must be 0."""
     process = os.fork()
     if process == 0:
         status = 1

@@ -33,7 +33,7 @@ def edit(path: str, change: Callable[[dict[str, Any]], object]) -> Damage:
 
 
 def forge(change: Callable[[dict[str, FileSum]], object], name: str = THREE) -> Damage:
-    """A manifest whose own sum is right."""
+    """A manifest with a valid checksum of its own."""
 
     def damage(folder: Path) -> None:
         tree = json.loads((folder / THREE / "manifest.json").read_text())["files"]
@@ -45,7 +45,7 @@ def forge(change: Callable[[dict[str, FileSum]], object], name: str = THREE) -> 
 
 
 def replace_by(content: str) -> Damage:
-    """A state whose sum the manifest knows."""
+    """A state whose checksum matches the manifest."""
 
     def damage(folder: Path) -> None:
         text = content.encode()
@@ -56,7 +56,7 @@ def replace_by(content: str) -> Damage:
 
 
 def link(path: str, content: bytes | None) -> Damage:
-    """A file becomes a symbolic link to one elsewhere: with other content of the same length, or a pipe."""
+    """Replace a file by a symbolic link: to other content of the same length, or to a pipe."""
 
     def damage(folder: Path) -> None:
         elsewhere = folder.parent / "elsewhere"
@@ -143,7 +143,7 @@ DAMAGES: dict[str, tuple[Damage, str]] = {
 
 @pytest.mark.parametrize("case", DAMAGES)
 def test_invalid_checkpoint_is_skipped_or_refused(case: str, series: Path, tmp_path: Path) -> None:
-    """Oracle: the sentence; and the values of the one before it."""
+    """Oracle: the expected message, and the values of the previous checkpoint."""
     damage, reason = DAMAGES[case]
     folder = copied(series, tmp_path / "checkpoints")
     damage(folder)
@@ -166,7 +166,7 @@ def test_invalid_checkpoint_is_skipped_or_refused(case: str, series: Path, tmp_p
 
 
 def test_pickles_in_a_checkpoint_folder_are_never_loaded(series: Path, tmp_path: Path) -> None:
-    """Oracle: a file that the pickles would make; they lie under every name that PyTorch's own loaders would open."""
+    """Oracle: a file that the pickles would create, placed under every name that PyTorch's own loaders would open."""
     folder = copied(series, tmp_path / "checkpoints")
     made = tmp_path / "made"
     hostile = pickle.dumps(Hostile(made))

@@ -71,7 +71,7 @@ def entry(**values: Any) -> Callable[[Path], None]:
 
 
 def twice(tree: Any) -> list[Any]:
-    """The chunks of ``w``, one of them said once more."""
+    """The chunks of ``w``, one of them listed twice."""
     chunks = tree["tensors"]["w"]["chunks"]
     return [*chunks, chunks[1]]
 

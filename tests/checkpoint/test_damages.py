@@ -58,7 +58,7 @@ def test_damaged_folder_is_refused_in_one_sentence(case: str, tmp_path: Path) ->
 
 
 def test_hostile_pickle_executes_when_loaded(tmp_path: Path) -> None:
-    """Oracle: opening it; otherwise that it was not opened would say nothing."""
+    """Oracle: loading it; a harmless pickle would prove nothing above."""
     pickle.loads(pickle.dumps(Hostile(tmp_path / "opened")))
     assert (tmp_path / "opened").exists()
 
@@ -93,7 +93,7 @@ def test_hostile_pickle_executes_when_loaded(tmp_path: Path) -> None:
 def test_other_families_refuse_their_own_keys(
     config: ModelConfig, key: str, value: object, message: str, tmp_path: Path
 ) -> None:
-    """Oracle: the sentence."""
+    """Oracle: the expected message."""
     make_folder(tmp_path / "folder", config)
     edit_json("config.json", **{key: value})(tmp_path / "folder")
     (tmp_path / "folder" / "checksums.json").unlink()
@@ -136,7 +136,7 @@ CHANGED = "or delete checksums.json if the file was changed on purpose"
     ids=["flipped bit", "changed config", "missing file", "path to elsewhere", "list"],
 )
 def test_checksums_identify_changed_files(damage: Damage, checked: str, sentence: str, tmp_path: Path) -> None:
-    """Oracle: the sentence. Sizes are looked at before a run, sums where all is read; a flipped bit has its size."""
+    """Oracle: the message. Sizes are looked at before a run, sums where all is read; a flipped bit has its size."""
     folder = tmp_path / "folder"
     make_folder(folder)
     damage(folder)
@@ -152,7 +152,7 @@ def test_checksums_identify_changed_files(damage: Damage, checked: str, sentence
 
 
 def test_non_finite_values_are_reported(tmp_path: Path) -> None:
-    """Oracle: the sentence, for one NaN among many; after a check of all other values of the folder."""
+    """Oracle: the expected message, for one NaN among many; after a check of all other values of the folder."""
     folder = tmp_path / "folder"
     make_folder(folder)
     source = HuggingFaceFolder(folder)

@@ -33,7 +33,7 @@ numbers = itertools.count()
 
 @pytest.fixture(autouse=True)
 def hurried(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Retries without pauses."""
+    """Retry without pauses."""
     monkeypatch.setattr(manifest, "RETRY_PAUSES_SECONDS", (0.0, 0.0))
 
 
@@ -69,7 +69,7 @@ def contents(storage: Storage) -> dict[str, str]:
 
 
 def make_place(kind: str, folder: Path) -> Storage:
-    """An empty one of its own."""
+    """An empty storage of this kind."""
     return open_storage({"path": f"{folder}/{next(numbers)}", "memory": f"memory://{folder}/{next(numbers)}"}[kind])
 
 
@@ -187,7 +187,7 @@ def test_no_single_os_error_loses_a_checkpoint(
 def test_start_stops_at_an_unreadable_checkpoint(
     code: int, word: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Oracle: the sentence, and the folder as it was; once the file can be read, the run resumes from it."""
+    """Oracle: the expected message, and the folder as it was; once the file can be read, the run resumes from it."""
     folder = tmp_path / "checkpoints"
     assert save(Checkpointer(CheckpointConfig(every=1), str(folder)), 1, 1) and save(
         Checkpointer(CheckpointConfig(every=1), str(folder)), 2, 2
@@ -226,7 +226,7 @@ def test_start_stops_at_an_unreadable_checkpoint(
 
 
 def test_missing_permission_is_not_reported_as_damage(tmp_path: Path) -> None:
-    """Oracle: the sentence of the system itself, for a process that may not read one file."""
+    """Oracle: the expected message of the system itself, for a process that may not read one file."""
     assert save(Checkpointer(CheckpointConfig(every=1), str(tmp_path)), 1, 1)
     (tmp_path / "step-00000001" / "state.json").chmod(0)
     if os.access(tmp_path / "step-00000001" / "state.json", os.R_OK):
@@ -238,7 +238,7 @@ def test_missing_permission_is_not_reported_as_damage(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", ["n" * 300, "/".join(["n" * 200] * 25)], ids=["name", "path"])
 @pytest.mark.parametrize("every", [0, 1])
 def test_too_long_folder_name_is_reported_in_one_sentence(name: str, every: int, tmp_path: Path) -> None:
-    """Oracle: the sentence with the system's words."""
+    """Oracle: the message with the system's error text."""
     for word in ("never", "auto", "must"):
         with pytest.raises(ConfigError, match=r"cannot be (read|written) \(File name too long\)"):
             peek(CheckpointConfig(every=every, on_signal=False, resume=word), f"{tmp_path}/{name}/checkpoints")

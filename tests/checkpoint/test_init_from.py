@@ -45,7 +45,7 @@ MISMATCHES: dict[str, tuple[dict[str, Any], str]] = {
 
 @pytest.mark.parametrize("case", MISMATCHES)
 def test_weights_of_another_model_are_refused(case: str, tmp_path: Path) -> None:
-    """Oracle: the sentence, for configurations whose weights may even have the same shapes."""
+    """Oracle: the expected message, for configurations whose weights may even have the same shapes."""
     folder = tmp_path / "folder"
     make_folder(folder)
     changes, sentence = MISMATCHES[case]
@@ -70,7 +70,7 @@ def test_settings_unrelated_to_weights_may_differ(changes: dict[str, Any], tmp_p
 
 
 def test_init_from_without_a_folder_of_the_family_is_refused(tmp_path: Path) -> None:
-    """Oracle: the sentences."""
+    """Oracle: the expected messages."""
     make_folder(tmp_path / "folder", GPT2)
     (tmp_path / "file").touch()
     expected = (

@@ -69,7 +69,7 @@ def test_folders_of_transformers_load(case: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("case", SMALL)
 @pytest.mark.parametrize("file_bytes", [2**31, FILE_BYTES])
 def test_our_folders_round_trip_bitwise(case: str, file_bytes: int, tmp_path: Path) -> None:
-    """Oracle: the parameters before they were written; and the same files when they are written once more."""
+    """Oracle: the parameters before saving; a second save writes identical files."""
     model = build(SMALL[case])
     write(tmp_path / "first", model, max_file_bytes=file_bytes)
     again = load(tmp_path / "first")
@@ -85,7 +85,7 @@ def test_our_folders_round_trip_bitwise(case: str, file_bytes: int, tmp_path: Pa
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
 def test_dtypes_are_converted_on_saving_and_loading(dtype: torch.dtype, tmp_path: Path) -> None:
-    """Oracle: PyTorch's own conversion, on the way out and on the way in, into any dtype of the parameter."""
+    """Oracle: PyTorch's own conversion, on saving and on loading, into any dtype of the parameter."""
     model = build(SMALL["gpt2"])
     write(tmp_path / "folder", model, dtype)
     assert json.loads((tmp_path / "folder" / "config.json").read_text())["torch_dtype"] == str(dtype)[6:]

@@ -63,7 +63,7 @@ def full(name: str) -> Tensor:
 
 
 def laid_out(layout: str, meshes: dict[int, DeviceMesh]) -> dict[str, Tensor]:
-    """All tensors as a rank holds them."""
+    """The local tensors of a rank."""
     placements = LAYOUTS[layout]
     tensors = {}
     for name, (shape, _) in FORMS.items():
@@ -79,7 +79,7 @@ def local(tensor: Tensor) -> Tensor:
 
 
 def equal(one: Tensor, other: Tensor) -> bool:
-    """In every bit."""
+    """Whether two tensors are bitwise equal."""
     one, other = local(one).contiguous(), local(other).contiguous()
     same_form = one.shape == other.shape and one.dtype == other.dtype
     return same_form and torch.equal(one.reshape(-1).view(torch.uint8), other.reshape(-1).view(torch.uint8))
@@ -287,7 +287,7 @@ class Limited(LocalStorage):
 
 
 def gather_whole(tensors: dict[str, Tensor]) -> Iterator[tuple[str, Tensor | None]]:
-    """As a strategy would: one at a time, on rank 0 alone."""
+    """Gather one tensor at a time on rank 0, as a strategy does."""
     for name in sorted(tensors):
         tensor = tensors[name]
         whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
@@ -317,7 +317,7 @@ def fail_and_go_on(folder: str, error: BaseException | None, file: str, whole: b
 
 
 def fail_in_turn(folder: Path, cases: list[tuple[BaseException | None, str, bool]]) -> list[list[list[str]]]:
-    """Results of all cases, in one launch: of each case, of each rank."""
+    """Results of all cases in one launch, by case and rank."""
     for number in range(len(cases)):
         for name in ("a", "b"):
             (folder / str(number) / name).mkdir(parents=True)
@@ -345,7 +345,7 @@ def test_full_disk_of_one_rank_raises_the_same_error_on_all(tmp_path: Path) -> N
 
 
 def test_errors_and_interrupts_of_one_rank_keep_their_class_on_all(tmp_path: Path) -> None:
-    """And not as PyTorch's CheckpointException, which no handler of Exceptions catches."""
+    """Oracle: the original class, not PyTorch's CheckpointException, which is no subclass of Exception."""
     errors = (ConfigError("message"), KeyboardInterrupt())
     cases: list[tuple[BaseException | None, str, bool]] = [
         (error, file, False) for error in errors for file in ("tensors-00001.safetensors", "tensors.json")

@@ -113,7 +113,7 @@ def test_failed_write_names_its_file(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("kind", ["link to a file", "link to nothing", "pipe", "link to a pipe", "folder"])
 def test_only_regular_files_are_written(kind: str, tmp_path: Path) -> None:
-    """Oracle: the error, which names the path and comes to other ranks as it is; the file that a link leads to."""
+    """Oracle: the error, which names the path and survives pickling; the target of a link is unchanged."""
     storage = open_storage(str(tmp_path))
     precious = tmp_path / "precious"
     precious.write_bytes(b"own" if kind == "link to a file" else b"")
@@ -171,7 +171,7 @@ def test_moved_folder_keeps_every_byte(kind: str, tmp_path: Path, monkeypatch: p
 
 @pytest.fixture
 def silent_port() -> Iterator[int]:
-    """Of a server whose queue of connections is full, so that the kernel drops packets of further ones."""
+    """Port of a server with a full connection queue; the kernel drops packets of further connections."""
     with ExitStack() as stack:
         server = stack.enter_context(socket.create_server(("127.0.0.1", 0), backlog=0))
         port: int = server.getsockname()[1]
@@ -193,7 +193,7 @@ def test_unreachable_server_is_reported_in_one_sentence(silent_port: int, monkey
 
 @pytest.mark.parametrize("where", ["://", "://x", "ftp://host:port/x"])
 def test_invalid_url_is_refused(where: str) -> None:
-    """Oracle: the sentence quotes it and gives an example."""
+    """Oracle: the message quotes it and gives an example."""
     with pytest.raises(ConfigError, match=f"^{where} is .* such as s3://bucket/folder$"):
         open_storage(where)
 
@@ -235,12 +235,12 @@ def test_unknown_url_scheme_or_missing_package_is_reported(monkeypatch: pytest.M
 
 
 class ServiceError(Exception):
-    """Of a package that need not be here."""
+    """Error of an optional package."""
 
 
 @pytest.mark.parametrize("when", ["open", "write", "close", "ls", "info"])
 def test_service_errors_become_os_errors(when: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """So that one except clause is enough; an unreachable place is no empty one."""
+    """Callers need one except clause only; an unreachable place does not count as empty."""
     from fsspec.implementations.memory import MemoryFile, MemoryFileSystem
 
     storage = make_storage("memory", tmp_path)
@@ -261,7 +261,7 @@ def test_service_errors_become_os_errors(when: str, tmp_path: Path, monkeypatch:
 
 
 def test_directory_listings_bypass_caches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of a file system that remembers them as those of the clouds do, in fsspec's own cache."""
+    """Oracle: a file system that caches listings in fsspec's own cache, as cloud file systems do."""
     from fsspec.implementations.memory import MemoryFileSystem
 
     class Remembering(MemoryFileSystem):  # type: ignore[misc]

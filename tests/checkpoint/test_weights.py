@@ -116,7 +116,7 @@ def test_every_strategy_saves_the_same_weights(parallel: ParallelConfig, ranks: 
 
 
 def parameters_until(end: Callable[[], object]) -> Iterator[tuple[str, Tensor]]:
-    """Enough for several files, and then the end."""
+    """Parameters for several files, then a call of ``end``."""
     for index in range(8):
         yield f"parameter{index}", torch.full((100, 100), float(index))
     end()
@@ -131,7 +131,7 @@ def kill() -> None:
 
 
 def test_interrupted_save_leaves_no_weights_folder(tmp_path: Path) -> None:
-    """Oracle: the folder's absence, after a kill in the middle and after an error; the next attempt succeeds."""
+    """Oracle: no folder after a kill in the middle or an error; the next attempt succeeds."""
     folder = tmp_path / "run" / "weights"
     assert in_child(save_weights, folder, parameters_until(kill), FILE_BYTES) == -signal.SIGKILL
     left = [file.name for file in folder.parent.iterdir()]
@@ -164,7 +164,7 @@ def save_with_little_room(folder: Path, sentences: Path) -> None:
 
 
 def test_full_disk_is_reported_in_one_sentence_and_leaves_no_files(tmp_path: Path) -> None:
-    """Oracle: the sentences and the folder, under the system's own limit on the size of a file."""
+    """Oracle: the expected messages and the folder, under the system's own limit on the size of a file."""
     (tmp_path / "run").mkdir()
     assert in_child(save_with_little_room, tmp_path / "run" / "weights", tmp_path / "sentences") == 0
     assert list((tmp_path / "run").iterdir()) == []
@@ -248,7 +248,7 @@ BROKEN: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
 
 @pytest.mark.parametrize("case", BROKEN)
 def test_invalid_edits_of_the_configuration_are_refused(case: str, tmp_path: Path) -> None:
-    """Oracle: the sentence."""
+    """Oracle: the expected message."""
     save_run(tmp_path, CONFIG)
     change, message = BROKEN[case]
     tree = yaml.safe_load((tmp_path / "config.yaml").read_text())
@@ -260,7 +260,7 @@ def test_invalid_edits_of_the_configuration_are_refused(case: str, tmp_path: Pat
 
 
 def test_runs_with_incomplete_weights_are_refused(tmp_path: Path) -> None:
-    """Oracle: the sentences."""
+    """Oracle: the expected messages."""
 
     def refusal(path: Path) -> str:
         with pytest.raises(ConfigError) as refused:
@@ -292,7 +292,7 @@ def test_runs_with_incomplete_weights_are_refused(tmp_path: Path) -> None:
 
 
 def test_exponential_yaml_aliases_are_refused(tmp_path: Path) -> None:
-    """Oracle: the sentence; written out, the value would have 9 to the power of 9 parts."""
+    """Oracle: the expected message; written out, the value would have 9 to the power of 9 parts."""
     save_run(tmp_path, LlamaConfig(dim=16, n_layers=1, n_heads=2, n_kv_heads=1, ffn_dim=24, vocab_size=32))
     lines = ["a0: &a0 [x]"] + [f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 9)}]" for i in range(1, 10)]
     (tmp_path / "config.yaml").write_text("\n".join([*lines, "model: {family: llama, dim: *a9}"]))

@@ -1,4 +1,4 @@
-"""The command line, held against the dataclasses and the YAML folder."""
+"""The command line, compared with the dataclasses and the YAML folder."""
 
 import multiprocessing
 import os
@@ -27,13 +27,13 @@ HELP = ["", "--version", "--help", "models --help", "plan --help", "plan search 
 HELP += ["generate", "evaluate -h", "data prepare --help"]
 HELP += ["train --help"]
 PLAN = "train --cfg job launch.device=cpu"
-"""What the launcher does before it starts its workers."""
+"""A command line that stops before the launcher starts its workers."""
 SLOW = ["torch", "sympy", *(f"torch.distributed.{name}" for name in ("tensor", "fsdp", "checkpoint"))]
 
 
 @pytest.fixture(scope="module")
 def loaded(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[str]]:
-    """Which slow modules a new interpreter has after each command line in turn."""
+    """Slow modules imported by a new interpreter after each command line."""
     code = f"""
 import sys
 from fsdptoys.__main__ import main
@@ -67,7 +67,7 @@ def test_launcher_imports_no_slow_torch_module(loaded: dict[str, list[str]]) -> 
 
 
 def test_help_lists_every_command(capsys: pytest.CaptureFixture[str]) -> None:
-    """Oracle: the list that the command line dispatches by."""
+    """Oracle: the dispatch table of the command line."""
     main(["--help"])
     shown = capsys.readouterr().out
     for command in command_names():
@@ -146,7 +146,7 @@ def test_every_experiment_is_accepted_by_every_strategy(experiment: str, paralle
 
 @pytest.mark.parametrize("spelling", [["--cfg", "job"], ["--cfg=job"], ["-c", "job"]])
 def test_cfg_prints_the_resolved_configuration(spelling: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    """Oracle: the same words composed and validated in this process."""
+    """Oracle: the same arguments composed and validated in this process."""
     words = ["experiment=null", "train.steps=7", "train.seed=3", "optim.warmup_steps=${train.grad_accum}"]
     assert main(["train", *words, *spelling, "launch.device=cpu"]) == 0
     config = compose_config([*words, "launch.device=cpu"])
@@ -172,7 +172,7 @@ def test_cfg_prints_the_resolved_configuration(spelling: list[str], capsys: pyte
     ],
 )  # fmt: skip
 def test_mistake_is_one_line_and_status_2(words: list[str], sentence: str, capsys: pytest.CaptureFixture[str]) -> None:
-    """Oracle: the sentence, word for word."""
+    """Oracle: the exact message."""
     assert main(words) == 2
     assert capsys.readouterr().err == f"fsdptoys: {sentence}\n"
 
@@ -181,7 +181,7 @@ SMALL = ["experiment=null", "train.steps=2", "train.seq_len=16", "launch.device=
 
 
 def run_forked(words: list[str], cwd: Path, **env: str) -> subprocess.CompletedProcess[str]:
-    """The command in a fork of this process, which has imported what takes a new one seconds."""
+    """Run the command in a fork of this process, which has already done the slow imports."""
 
     def command() -> None:
         for stream, name in ((1, "stdout"), (2, "stderr")):
@@ -203,14 +203,14 @@ RANK = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "local
 
 
 def test_rank_of_an_external_launcher_trains(tmp_path: Path) -> None:
-    """Oracle: torchrun's contract: variables in, status out."""
+    """Oracle: torchrun's contract: environment variables in, exit status out."""
     good = run_forked(["train", *SMALL], tmp_path, **RANK)
     assert (good.returncode, good.stderr) == (0, "")
 
 
 @pytest.mark.parametrize("asked", [False, True], ids=["alone", "under a launcher"])
 def test_rank_of_an_external_launcher_reports_its_mistake(asked: bool, tmp_path: Path) -> None:
-    """Oracle: torchrun's contract: status out, and errors in the file that it names."""
+    """Oracle: torchrun's contract: exit status, and errors in the file that it names."""
     env = RANK | ({"TORCHELASTIC_ERROR_FILE": str(tmp_path / "error.json")} if asked else {})
     bad = run_forked(["train", "train.steps=0"], tmp_path, **env)
     assert bad.returncode == 2

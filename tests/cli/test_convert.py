@@ -25,7 +25,7 @@ DEBUG_PRESETS = [name for name in list_choices()["model"] if name.endswith("_deb
 
 
 def output_of(*words: str) -> str:
-    """What the command prints."""
+    """Output of the command."""
     with contextlib.redirect_stdout(io.StringIO()) as printed:
         assert convert_command(list(words)) == 0
     return printed.getvalue()
@@ -55,7 +55,7 @@ def test_run_converts_to_a_hugging_face_folder(case: str, tmp_path: Path) -> Non
 
 
 def test_output_describes_the_written_files(tmp_path: Path) -> None:
-    """Oracle: the text; the folder weights may be named too, and the dtype is that of the files."""
+    """Oracle: the exact text; ``weights`` may be given instead of the run, and the files have the dtype."""
     save_run(tmp_path / "run", SMALL["llama2"])
     out = tmp_path / "out" / "folder"
     assert output_of("to-hf", str(tmp_path / "run" / "weights"), str(out), "dtype=bfloat16") == (
@@ -132,7 +132,7 @@ def test_closest_preset_is_chosen(tmp_path: Path) -> None:
 
 
 def test_damaged_weights_are_refused_in_both_directions(tmp_path: Path) -> None:
-    """Oracle: the sentences, for a flipped bit, and for a value that is no number; nothing is written."""
+    """Oracle: the expected messages for a flipped bit and for a NaN; no files are written."""
     save_run(tmp_path / "run", SMALL["llama2"], 2**31)
     file = tmp_path / "run" / "weights" / "weights.safetensors"
     content = bytearray(file.read_bytes())
@@ -151,7 +151,7 @@ def test_damaged_weights_are_refused_in_both_directions(tmp_path: Path) -> None:
 
 
 def test_values_too_large_for_the_dtype_are_refused(tmp_path: Path) -> None:
-    """Oracle: the sentence, for a value above the largest of float16; bfloat16 has it."""
+    """Oracle: the expected message, for a value above the largest of float16; bfloat16 has it."""
     save_run(tmp_path / "run", SMALL["llama2"], 2**31)
     folder = tmp_path / "run" / "weights"
     tensors = load_file(folder / "weights.safetensors")
@@ -169,7 +169,7 @@ def test_values_too_large_for_the_dtype_are_refused(tmp_path: Path) -> None:
 
 
 def test_folder_round_trips_through_a_run_byte_for_byte(tmp_path: Path) -> None:
-    """Oracle: the bytes of the first folder, after its values went through a run's weights."""
+    """Oracle: the bytes of the first folder."""
     model = build(SMALL["qwen3_moe"])
     write(tmp_path / "first", model)
     again = load(tmp_path / "first")
@@ -214,7 +214,7 @@ FROM_HF = "write fsdptoys convert from-hf DIR"
 def test_mistakes_are_reported_in_one_sentence(
     words: str, sentence: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Oracle: the sentence; nothing is written."""
+    """Oracle: the expected message; nothing is written."""
     (tmp_path / "here").mkdir()
     monkeypatch.chdir(tmp_path)
     with pytest.raises(ConfigError) as refused:
@@ -225,7 +225,7 @@ def test_mistakes_are_reported_in_one_sentence(
 
 @pytest.mark.parametrize("chunk_len", [None, 16, 64, 512])
 def test_attention_chunk_length_round_trips(chunk_len: int | None, tmp_path: Path) -> None:
-    """Oracle: no difference in what the weights mean, also where a chunk holds the whole context of 128 tokens."""
+    """Oracle: equal configurations, including chunks as long as the context of 128 tokens."""
     config = dataclasses.replace(SMALL["llama4"], attention_chunk_len=chunk_len)
     write(tmp_path / "folder", build(config))
     wanted = HuggingFaceFolder(tmp_path / "folder").model_config()
@@ -238,7 +238,7 @@ def test_attention_chunk_length_round_trips(chunk_len: int | None, tmp_path: Pat
 @pytest.mark.parametrize("case", SMALL)
 @pytest.mark.parametrize("key", ["n_layers", "dim", "vocab_size"])
 def test_absurd_model_sizes_are_refused_before_modules_are_built(case: str, key: str, tmp_path: Path) -> None:
-    """Oracle: one sentence with the key and the value; 10**12 layers would be made for days, one by one."""
+    """Oracle: one sentence with the key and the value; building 10**12 layers would take days."""
     write(tmp_path / "folder", build(SMALL[case]))
     path = tmp_path / "folder" / "config.json"
     tree = json.loads(path.read_text())

@@ -1,4 +1,4 @@
-"""``fsdptoys evaluate``: loss, perplexity and bits per byte, and how it refuses."""
+"""``fsdptoys evaluate``: loss, perplexity, bits per byte, and error messages."""
 
 import dataclasses
 import json
@@ -87,7 +87,7 @@ def test_loss_of_the_held_out_text_equals_the_held_out_loss_of_the_run(
 
 
 def kinds_of_data(folder: Path) -> dict[str, DataConfig]:
-    """Each kind that can hold a part out."""
+    """Every kind of data that supports a held-out part."""
     torch.manual_seed(0)
     choice = prepared.save_tokenizer(folder / "tokenizer", None)
     lines = prepared.write_lines(folder / "a.jsonl", prepared.documents(80))
@@ -177,7 +177,7 @@ def test_default_data_is_the_held_out_part_of_the_run(tmp_path: Path, capsys: py
 def test_part_that_cannot_be_evaluated_is_reported(
     data: DataConfig, words: str, sentence: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Oracle: the sentence."""
+    """Oracle: the expected message."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "text").write_text("0123456789" * 4)
     save_run(tmp_path / "run", BYTES)
@@ -202,7 +202,7 @@ def test_bits_per_byte_do_not_depend_on_the_tokens(tmp_path: Path, capsys: pytes
 
 
 def test_text_output_has_the_numbers_of_the_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Oracle: the numbers of the other form; a loss of NaN gives status 1."""
+    """Oracle: the numbers of the JSON form; a loss of NaN gives status 1."""
     model = build(BYTES)
     write(tmp_path / "folder", model)
     (tmp_path / "text").write_bytes(b"\xffabc" * 300)
@@ -243,7 +243,7 @@ def test_text_output_has_the_numbers_of_the_json(tmp_path: Path, capsys: pytest.
 def test_mistakes_are_reported_in_one_sentence(
     words: str, sentence: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Oracle: the sentence."""
+    """Oracle: the expected message."""
     write(tmp_path / "folder", build(BYTES))
     (tmp_path / "text").write_bytes(b"\xff\xfe")
     (tmp_path / "short").write_text("7")

@@ -1,4 +1,4 @@
-"""``fsdptoys generate``: what it prints, and how it refuses."""
+"""``fsdptoys generate``: output and error messages."""
 
 import dataclasses
 import json
@@ -39,7 +39,7 @@ def places(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def made(capsys: pytest.CaptureFixture[str], *words: str) -> list[list[int]]:
-    """Ids that were added to each prompt."""
+    """Ids generated for each prompt."""
     assert generate_command([*words, "--device", "cpu", "--json"]) == 0
     return [entry["ids"] for entry in json.loads(capsys.readouterr().out)]
 
@@ -52,14 +52,14 @@ def expected(prompt: list[int], count: int, context: int, draw: Draw) -> list[in
 def test_every_source_generates_the_text_of_its_weights(
     source: str, places: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Oracle: the loop of ``sampling`` with the model that was saved, byte by byte, each prompt by itself."""
+    """Oracle: the loop of ``sampling`` with the saved model, one prompt at a time."""
     words = ["--prompt", "ab", "--prompt=--c", "--tokens", "8", "--context", "16", "--temperature", "0"]
     found = made(capsys, source, *words, "--tokenizer", "bytes")
     assert found == [expected(list(text), 8, 16, Draw(0.0)) for text in (b"ab", b"--c")]
 
 
 def test_each_option_has_its_effect(places: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Oracle: the loop of ``sampling`` with the same settings, which all give different text."""
+    """Oracle: the loop of ``sampling`` with the same settings, each of which gives different text."""
     seen = set()
     for words, context, draw in [
         ([], 16, Draw()),  # the run's train.seq_len
@@ -95,7 +95,7 @@ def test_texts_are_printed_with_their_prompts(places: Path, capsys: pytest.Captu
 
 
 def test_text_ends_at_the_end_token_of_the_folder(places: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Oracle: the same text, cut after its third token, which the folder is made to name."""
+    """Oracle: the same text cut after its third token, which the folder declares as the end token."""
     words = ["folder", "--prompt", "ab", "--tokenizer", "bytes", "--tokens", "8", "--temperature", "0"]
     (whole,) = made(capsys, *words)
     (places / "folder" / "checksums.json").unlink()
@@ -104,7 +104,7 @@ def test_text_ends_at_the_end_token_of_the_folder(places: Path, capsys: pytest.C
 
 
 def test_diverged_model_is_reported(places: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Oracle: the status and the sentence."""
+    """Oracle: the exit status and the message."""
     model = build(BYTES)
     with torch.no_grad():
         model.get_parameter("norm.weight").fill_(torch.inf)
@@ -148,7 +148,7 @@ def test_tokenizer_of_the_folder_is_the_default(places: Path, capsys: pytest.Cap
 
 
 def train_on(run: Path, data: DataConfig) -> None:
-    """Have a run's settings name other data."""
+    """Change the data in a run's settings."""
     settings = yaml.safe_load((run / "config.yaml").read_text())
     settings["data"] = dataclasses.replace(make_config(SingleConfig(), 1), data=data).to_dict()["data"]
     (run / "config.yaml").write_text(yaml.safe_dump(settings))
@@ -178,7 +178,7 @@ def test_tokenizer_of_the_run_is_the_default(kind: str, places: Path, capsys: py
 
 
 def test_runs_trained_on_bytes_default_to_bytes(places: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Oracle: the same with the tokenizer named, for every kind of data that may be bytes."""
+    """Oracle: the same command with an explicit tokenizer, for every kind of byte data."""
     prepared.write_lines(places / "a.jsonl", ["one two"])
     prepared.prepare_folder(prepared.request(places / "out", "a.jsonl"))
     words = ["run", "--tokens", "5", "--prompt", "abc"]
@@ -197,7 +197,7 @@ def test_runs_trained_on_bytes_default_to_bytes(places: Path, capsys: pytest.Cap
     ],
 )  # fmt: skip
 def test_missing_tokenizer_is_reported(data: DataConfig, reason: str, places: Path) -> None:
-    """Oracle: the sentence."""
+    """Oracle: the expected message."""
     train_on(places / "run", data)
     with pytest.raises(ConfigError) as refused:
         generate_command(["run", "--prompt", "a"])
@@ -206,7 +206,7 @@ def test_missing_tokenizer_is_reported(data: DataConfig, reason: str, places: Pa
 
 @pytest.mark.parametrize("words", [["--prompt="], ["--prompt", ""]])
 def test_empty_prompt_is_accepted(words: list[str]) -> None:
-    """Oracle: the text that was given; a tokenizer may put a token in front of it."""
+    """Oracle: the parsed arguments; a tokenizer may add a first token."""
     assert parse("generate", ["run", *words, "--prompt=--x", "--json"]).prompt == ["", "--x"]
 
 
@@ -250,7 +250,7 @@ def test_empty_prompt_is_accepted(words: list[str]) -> None:
     ],
 )  # fmt: skip
 def test_mistakes_are_reported_in_one_sentence(words: str, sentence: str, places: Path) -> None:
-    """Oracle: the sentence."""
+    """Oracle: the expected message."""
     (places / "empty").mkdir()
     with pytest.raises(ConfigError) as refused:
         generate_command(words.split())
@@ -258,7 +258,7 @@ def test_mistakes_are_reported_in_one_sentence(words: str, sentence: str, places
 
 
 def test_bytes_tokenizer_needs_a_vocabulary_of_256(tmp_path: Path) -> None:
-    """Oracle: the sentence."""
+    """Oracle: the expected message."""
     write(tmp_path / "folder", build(SMALL["qwen3"]))
     with pytest.raises(ConfigError, match=r"--tokenizer bytes needs 256 ids, and this model has 96"):
         generate_command([str(tmp_path / "folder"), "--prompt", "a", "--tokenizer", "bytes"])

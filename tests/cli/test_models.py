@@ -68,7 +68,7 @@ def test_active_parameters_count_only_the_experts_of_a_token() -> None:
 
 
 def test_counting_allocates_no_parameters(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Oracle: the devices of the parameters of the models that are built."""
+    """Oracle: the devices of the built models' parameters."""
     (config,) = compose_presets(["gpt2"])
     built = []
     build = type(config).build
@@ -93,7 +93,7 @@ def test_counting_allocates_no_parameters(monkeypatch: pytest.MonkeyPatch) -> No
     ],
 )
 def test_counts_have_three_figures_and_a_unit(count: float, text: str) -> None:
-    """Oracle: rounded by hand; FLOPs have the same figures and units of their own."""
+    """Oracle: values rounded by hand; FLOPs have the same digits with other units."""
     assert human_count(count) == text
     if count:
         number, unit = re.fullmatch(r"([\d.,]+)(\w?)", text).groups()  # type: ignore[union-attr]
@@ -129,7 +129,7 @@ def test_table_at_80_columns() -> None:
 
 
 def test_json_is_exact(capsys: pytest.CaptureFixture[str]) -> None:
-    """Oracle: the model's own counts, of all presets and of those that are named, each once."""
+    """Oracle: the model's own counts, for all presets and for the requested ones, each once."""
     assert main(["models", "--json"]) == 0
     everything = json.loads(capsys.readouterr().out)
     assert sorted(entry["name"] for entry in everything) == PRESETS
@@ -160,6 +160,6 @@ def test_requested_presets_have_one_row_each_with_explained_numbers(capsys: pyte
     ],
 )
 def test_mistake_is_one_line_and_status_2(words: list[str], sentence: str, capsys: pytest.CaptureFixture[str]) -> None:
-    """Oracle: the sentence, word for word."""
+    """Oracle: the exact message."""
     assert main(["models", *words]) == 2
     assert capsys.readouterr().err == f"fsdptoys: {sentence}\n"

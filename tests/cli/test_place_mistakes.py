@@ -38,7 +38,7 @@ TEXTS = {
     "data.sample_prompt": ["data=text"],
     "launch.rdzv_endpoint": [],
 }
-"""Key → the choice that has it."""
+"""Key → the overrides that make it available."""
 
 
 def as_item(key: str, text: str) -> str:
@@ -47,7 +47,7 @@ def as_item(key: str, text: str) -> str:
 
 @pytest.mark.parametrize("key", TEXTS)
 def test_text_that_is_not_utf_8_is_rejected(key: str) -> None:
-    """Oracle: the sentence, without the byte itself."""
+    """Oracle: the expected message, without the byte itself."""
     with pytest.raises(ConfigError) as caught:
         compose_config([*TEXTS[key], f"{key}={as_item(key, NOT_UTF_8)}"])
     assert str(caught.value) == (
@@ -69,7 +69,7 @@ def test_text_with_nul_or_from_an_invalid_variable_is_rejected(
 
 @pytest.mark.parametrize("key", ["metrics.run_dir", "checkpoint.folder", "model.init_from", "data.files"])
 def test_home_folder_of_an_unknown_user_is_rejected(key: str) -> None:
-    """Oracle: the sentence."""
+    """Oracle: the expected message."""
     with pytest.raises(ConfigError) as caught:
         compose_config([*TEXTS.get(key, []), f"{key}={as_item(key, UNKNOWN_HOME)}"])
     assert str(caught.value) == (
@@ -89,7 +89,7 @@ def test_home_folder_of_an_unknown_user_is_rejected(key: str) -> None:
 def test_run_directory_with_an_impossible_path_is_rejected(
     path: str, sentence: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Oracle: the sentence; 255 and 4096 are Linux's own limits."""
+    """Oracle: the expected message; 255 and 4096 are Linux's own limits."""
     monkeypatch.chdir(tmp_path)
     Path("loop").symlink_to("loop")
     with pytest.raises(ConfigError) as caught:
@@ -106,7 +106,7 @@ def test_run_directory_with_a_name_of_255_bytes_is_accepted(tmp_path: Path) -> N
 
 @contextlib.contextmanager
 def as_other_user() -> Iterator[None]:
-    """Lose root's right to pass every folder."""
+    """Drop root's permissions."""
     if os.geteuid() != 0:
         yield
         return
@@ -119,7 +119,7 @@ def as_other_user() -> Iterator[None]:
 
 @pytest.mark.parametrize("below", ["run", "run/new"])
 def test_run_directory_below_an_inaccessible_folder_is_rejected(below: str, tmp_path: Path) -> None:
-    """Oracle: the sentence, with the system's reason."""
+    """Oracle: the expected message, with the system's reason."""
     closed = tmp_path / "closed"
     (closed / "run").mkdir(parents=True)
     config = compose_config([f"metrics.run_dir={closed / below}"]).metrics
@@ -133,7 +133,7 @@ def test_run_directory_below_an_inaccessible_folder_is_rejected(below: str, tmp_
 
 
 def run_command(words: list[str], *wrapped: str, **variables: str) -> subprocess.CompletedProcess[str]:
-    """The real command, in a shell that prepares what it meets."""
+    """Run the real command in a shell that prepares its environment."""
     unset = ("RANK", "WORLD_SIZE", "TMPDIR")
     return subprocess.run(
         [*wrapped, sys.executable, "-m", "fsdptoys", *words],
@@ -185,7 +185,7 @@ def test_deleted_current_folder_is_reported_in_one_sentence(words: list[str], tm
 def test_system_error_is_reported_in_one_sentence(
     error: Exception, sentence: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Oracle: the sentence, wherever in a command the error comes from; status 1 for a state that may pass, else 2."""
+    """Oracle: the message, wherever in a command the error comes from; status 1 for a state that may pass, else 2."""
 
     def fail(words: list[str]) -> int:
         raise error
@@ -214,7 +214,7 @@ def test_internal_errors_keep_their_traceback(error: Exception, monkeypatch: pyt
 def test_unwritable_temporary_folder_is_reported_in_one_sentence(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Oracle: the sentences, for no folder at all and for one on a full disk, of which nothing is left behind."""
+    """Oracle: the messages, for no folder at all and for one on a full disk, of which nothing is left behind."""
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "none"))
     with pytest.raises(ConfigError) as caught:
         make_launch_folder(None)

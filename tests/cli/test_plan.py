@@ -1,4 +1,4 @@
-"""``fsdptoys plan`` as it is typed."""
+"""``fsdptoys plan`` on the command line."""
 
 import json
 from pathlib import Path
@@ -40,7 +40,7 @@ MISTAKES = {
 
 @pytest.mark.parametrize("typed", MISTAKES)
 def test_mistake_is_reported_word_for_word(typed: str, capsys: pytest.CaptureFixture[str]) -> None:
-    """Oracle: the sentence, word for word, and the status."""
+    """Oracle: the exact message, and the status."""
     assert main(["plan", *typed.split(" ")]) == 2
     assert capsys.readouterr().err == f"fsdptoys: {MISTAKES[typed]}\n"
 
@@ -48,7 +48,7 @@ def test_mistake_is_reported_word_for_word(typed: str, capsys: pytest.CaptureFix
 @pytest.mark.usefixtures("unmeasured")
 def test_memory_at_the_end_of_a_step_is_12_bytes_per_sharded_parameter(capsys: pytest.CaptureFixture[str]) -> None:
     """Oracle: float32 parameter and two states of AdamW over 8 ranks, and a workspace of cuBLAS for each of 2 threads,
-    32 MiB on Hopper (torch.backends.cuda, CUBLAS_WORKSPACE_CONFIG); not a tenth more for all that is small."""
+    32 MiB on Hopper (torch.backends.cuda, CUBLAS_WORKSPACE_CONFIG); at most 10% more for small tensors."""
     assert main(["plan", *TINY, "model.dim=512", "model.ffn_dim=1408", "plan.world_size=8", "--json"]) == 0
     output = json.loads(capsys.readouterr().out)
     config = compose_config([*TINY, "model.dim=512", "model.ffn_dim=1408"])
@@ -65,7 +65,7 @@ def test_memory_at_the_end_of_a_step_is_12_bytes_per_sharded_parameter(capsys: p
 @pytest.mark.usefixtures("unmeasured")
 def test_peaks_of_deep_models_only_are_found_by_tracing_all_layers(monkeypatch: pytest.MonkeyPatch) -> None:
     """Oracle: the trace of all layers is printed, where gradients outgrow the logits behind the 12th layer; their
-    peak is over what the line through 8 and 12 layers gives."""
+    peak is higher than the line through 8 and 12 layers predicts."""
     made = []
     call = Predictor.__call__
     monkeypatch.setattr(Predictor, "__call__", lambda self, on: made.append(call(self, on)) or made[-1])
@@ -81,7 +81,7 @@ def test_peaks_of_deep_models_only_are_found_by_tracing_all_layers(monkeypatch: 
 
 @pytest.mark.usefixtures("unmeasured")
 def test_search_prints_overrides_accepted_by_train(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Oracle: the configuration that the printed words compose to, and a picture that was written."""
+    """Oracle: the configuration composed from the printed overrides, and the written plot."""
     picture = tmp_path / "frontier.png"
     words = ["plan", "search", *TINY, "parallel=fsdp2", "train.batch_size=4", "plan.world_size=8", "mesh.fsdp_size=8"]
     words += ["memory.cpu_offload=false", "memory.optimizer_offload=false", "memory.gradient_checkpointing=full"]
@@ -97,7 +97,7 @@ def test_search_prints_overrides_accepted_by_train(tmp_path: Path, capsys: pytes
 @pytest.mark.usefixtures("unmeasured")
 def test_default_run_trains_the_largest_model_that_fits(monkeypatch: pytest.MonkeyPatch) -> None:
     """Oracle: AdamW's step takes 20 bytes a parameter (itself, gradient, two states, a temporary), which 8 H100 of 77
-    GiB have for the 30.5 billion of one preset, and beside activations not for the 32.8 of the next; a CPU has its own.
+    GiB fit for the 30.5 billion of one preset but not, with activations, for the 32.8 of the next; a CPU has its own.
     """
     assert resolve_run(["launch.device=cpu"], {}).composition.choices["experiment"] == "cpu_text"
     monkeypatch.setattr("fsdptoys.cli.train.profile_of_this_machine", lambda: "h100")

@@ -1,4 +1,4 @@
-"""``fsdptoys report`` and ``fsdptoys compare`` as they are typed."""
+"""``fsdptoys report`` and ``fsdptoys compare`` on the command line."""
 
 import csv
 import io
@@ -66,7 +66,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.mark.parametrize("typed", MISTAKES)
 def test_mistake_is_reported_word_for_word(typed: str, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Oracle: the sentence, word for word, and the status; nothing is written."""
+    """Oracle: the exact message, and the status; nothing is written."""
     before = sorted(folder.rglob("*"))
     assert main(typed.split(" ")) == 2
     printed = capsys.readouterr()
@@ -94,7 +94,7 @@ def test_table_fits_the_terminal_and_is_full_in_a_pipe(
     columns: str | None,
     brief: bool,
 ) -> None:
-    """Oracle: COLUMNS; without it and without a terminal nothing is left out."""
+    """Oracle: COLUMNS; without it and without a terminal all columns are printed."""
     monkeypatch.delenv("COLUMNS", raising=False)
     if columns is not None:
         monkeypatch.setenv("COLUMNS", columns)
@@ -120,7 +120,7 @@ def test_compare_reports_differences_by_its_exit_status(folder: Path, capsys: py
 def test_comparison_error_is_a_mistake_not_a_difference(
     folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Oracle: status 2 and a sentence, since 1 says that the runs differ."""
+    """Oracle: status 2 and a message, since status 1 means that the runs differ."""
 
     def stumble(*_: object) -> None:
         raise TypeError("'<' not supported")
@@ -139,7 +139,7 @@ def test_comparison_error_is_a_mistake_not_a_difference(
 def test_output_fits_the_encoding_of_its_stream(
     folder: Path, monkeypatch: pytest.MonkeyPatch, typed: str, encoding: str
 ) -> None:
-    """Oracle: the encoding itself, which refuses what it cannot hold; JSON loses nothing."""
+    """Oracle: the encoding itself, which rejects unsupported characters; JSON is lossless."""
     write_run(Path("é"), [replace(step, loss=step.loss * 1.1) for step in run_of(4)], {"data.files": "≠…"})
     stream = io.TextIOWrapper(io.BytesIO(), encoding=encoding)
     monkeypatch.setattr("sys.stdout", stream)

@@ -1,4 +1,4 @@
-"""A PyTorch that cannot be imported, since a backend that it loads by itself cannot."""
+"""Failed imports of PyTorch because an automatically loaded backend fails."""
 
 import os
 import subprocess
@@ -40,7 +40,7 @@ def run(line: str, folder: Path, **environment: str) -> subprocess.CompletedProc
 
 
 def test_backend_that_fails_to_load_is_reported_in_one_sentence(broken_backend: Path) -> None:
-    """Oracle: PyTorch's error, with the reason given by torch_npu; the variable that it names helps."""
+    """Oracle: PyTorch's error with torch_npu's reason; the suggested variable helps."""
     for line in ("train launch.device=cpu --cfg job", "models", "plan model=llama_debug"):
         done = run(line, broken_backend)
         assert (done.returncode, done.stdout) == (2, "")

@@ -1,6 +1,6 @@
 """Machines made of Linux namespaces: each has its own name, address and network card, all on one switch.
 
-A host is a network namespace whose card ends in a bridge, which lies in a namespace of its own, so that the network of
+A host is a network namespace whose card ends in a bridge in another namespace, so that the network of
 the machine that this runs on is not touched. Processes enter a host after the fork, with its name (UTS namespace) and
 its /etc/hosts (mount namespace). Hosts share memory, cores, process numbers and disks, which is a shared file
 system of the best kind; different clocks and late packets are not simulated.
@@ -50,16 +50,16 @@ class Host:
         _succeed(libc.mount(os.fsencode(self.names), b"/etc/hosts", None, MS_BIND, None))
 
     def cut_off(self) -> None:
-        """Have every packet from and to it vanish; its card sees no difference."""
+        """Drop every packet from and to this host; its network card stays up."""
         _ip("-n", self.switch, "link", "set", self.port, "nomaster")
 
     def join(self) -> None:
-        """Have packets come and go again."""
+        """Restore the network."""
         _ip("-n", self.switch, "link", "set", self.port, "master", "bridge")
 
 
 def why_not() -> str | None:
-    """Why this machine can make no hosts; None where it can."""
+    """The reason why this machine cannot create hosts, or None."""
     if shutil.which("ip", path=_PATH) is None:
         return "there is no ip command (iproute2)"
     if os.geteuid() != 0:

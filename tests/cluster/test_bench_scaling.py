@@ -30,6 +30,6 @@ def test_script_lists_every_world_size_in_its_three_tables(tmp_path: Path, capsy
 
 
 def test_message_counts_follow_the_ring_algorithms() -> None:
-    """Oracle: by hand: a gather of 8 takes 7 of each rank, an all-reduce of 4 twice 3."""
+    """Oracle: computed by hand: a gather of 8 takes 7 of each rank, an all-reduce of 4 twice 3."""
     volumes = (Volume("all_gather", "shard", 8, 10, 1, 1.0), Volume("all_reduce", "replicate", 4, 2, 1, 1.0))
     assert bench_scaling.messages(volumes) == 10 * 7 + 2 * 2 * 3

@@ -1,4 +1,4 @@
-"""A rank's work in a step does not depend on how many others there are: counted among eight and among a thousand.
+"""A rank's work in a step does not depend on the world size: counted for 8 and for about 1000 ranks.
 
 Ranks of large worlds are alone here, in a process group whose collectives do nothing (``scripts/counted.py``). Not
 covered so: DDP, whose reducer wants an answer; and FSDP1 over all ranks on a CPU, where PyTorch itself gathers with a
@@ -108,7 +108,7 @@ def numbers_of_a_save(config: Config) -> tuple[list[str], list[str]]:
 
 
 def test_work_of_a_save_does_not_depend_on_the_world_size(tmp_path: Path) -> None:
-    """Oracle: each other, of each rank by itself: rank 0, which reads and writes the common files, and the others."""
+    """Oracle: the other world size, separately for rank 0, which handles the common files, and for the other ranks."""
     found = {}
     for ranks in (2, 4):
         words = [
@@ -126,7 +126,7 @@ def test_work_of_a_save_does_not_depend_on_the_world_size(tmp_path: Path) -> Non
 
 
 def test_counter_detects_loops_over_ranks() -> None:
-    """Oracle: a mistake whose fix is sought among all sizes up to the world's."""
+    """Oracle: a mistake whose fix is searched over all sizes up to the world size."""
     lines = []
     for world_size in (8, 64):
         with counting() as counted, pytest.raises(ConfigError):

@@ -1,4 +1,4 @@
-"""The files of scripts/cluster: as a scheduler would read them, and the batch script.
+"""The files of scripts/cluster, read as a scheduler reads them, and the batch script.
 
 SLURM and Kubernetes are not needed. The batch script runs with stand-ins of SLURM's commands on PATH; the manifest is
 read by the models that Kubeflow generates from the definitions of its resources.
@@ -35,7 +35,7 @@ COMMANDS = {
     "scontrol": 'echo "scontrol $*" >> log; [ "$1" != show ] || printf "node7\\nnode8\\n"',
     "scancel": 'echo "scancel $*" >> log; kill -USR1 "$(cat step)"',
     "srun": 'echo "srun $SRUN_CPUS_PER_TASK" >> log; echo $$ > step; shift; exec "$@"',
-    # A run asked to stop, or ending by itself.
+    # A run that is requested to stop, or ends.
     "python": 'printf "%s\\n" "$@" > words; trap "exit ${ASKED:-0}" USR1; [ -n "$ENDS" ] && exit "$ENDS"\n'
     "echo > runs; while :; do sleep 0.02; done",
 }
@@ -73,19 +73,19 @@ class Job:
         )
 
     def signal(self) -> None:
-        """Send the signals before the time limit, once the run is there."""
+        """Send the signal for the time limit once the run has started."""
         while not (self.folder / "runs").exists():
             time.sleep(0.01)
         self.process.send_signal(signal.SIGUSR1)
 
     def end(self) -> tuple[int, list[str]]:
-        """Its status, and its calls of SLURM."""
+        """Exit status, and the recorded calls of SLURM."""
         self.output = self.process.communicate(timeout=60)[0]
         return self.process.returncode, (self.folder / "log").read_text().splitlines()
 
 
 def test_every_node_starts_the_run_with_the_first_node_as_rendezvous(tmp_path: Path) -> None:
-    """Oracle: the words by hand, which the launcher takes; its port is another one after a requeue."""
+    """Oracle: the expected arguments, which the launcher accepts; the port changes after a requeue."""
     job = Job(tmp_path, "model=llama_debug", "train.steps=3", ENDS="0", SLURM_RESTART_COUNT="2")
     assert job.end() == (0, ["scontrol show hostnames node[7-8]", "srun 16"])
     words = (tmp_path / "words").read_text().split()
@@ -113,14 +113,14 @@ def test_run_at_its_time_limit_saves_and_is_requeued(asked: int, requeued: bool,
 
 @pytest.mark.parametrize("cores, message", [("1", True), ("4", False)])
 def test_ranks_that_share_cores_are_reported(cores: str, message: bool, tmp_path: Path) -> None:
-    """Oracle: the sentence, where SLURM gives a node fewer cores than it has ranks."""
+    """Oracle: the expected message, where SLURM gives a node fewer cores than it has ranks."""
     job = Job(tmp_path, ENDS="0", SLURM_CPUS_ON_NODE=cores)
     assert job.end()[0] == 0
     assert ("4 ranks share 1 core(s) on each node; sbatch --cpus-per-task=N gives more" in job.output) == message
 
 
 def test_failed_run_is_not_requeued(tmp_path: Path) -> None:
-    """Oracle: its status."""
+    """Oracle: its exit status and the calls of SLURM."""
     assert Job(tmp_path, ENDS="1").end() == (1, ["scontrol show hostnames node[7-8]", "srun 16"])
 
 

@@ -41,7 +41,7 @@ pytestmark = [pytest.mark.launcher, pytest.mark.usefixtures("unmeasured", "warm"
 
 @pytest.fixture(scope="module")
 def hosts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Host]]:
-    """Two of them."""
+    """Two hosts."""
     reason = why_not()
     if reason is not None:
         pytest.skip(reason)
@@ -55,7 +55,7 @@ def run_here(config: Config) -> None:
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The run of as many ranks on one host, cut as on two."""
+    """The same run on one host, with the same sharding as on two."""
     folder = tmp_path_factory.mktemp("one") / "run"
     config = compose_config([*WORDS, f"metrics.run_dir={folder}"])
     config.validate(2 * RANKS, "cpu", RANKS)
@@ -106,7 +106,7 @@ class OnHosts:
         return self._outputs[host].read_text()
 
     def until(self, there: Any) -> None:
-        """Wait for something to be so, while all run."""
+        """Wait for a condition while all hosts run."""
         deadline = time.monotonic() + DEADLINE_SECONDS
         while not there():
             assert time.monotonic() < deadline and all(each.poll() is None for each in self._processes), self.output(
@@ -150,7 +150,7 @@ def start_until_saved(hosts: Sequence[Host], place: Path, port: int, words: Sequ
 
 
 def test_two_hosts_under_torchrun_match_one_host_bitwise(hosts: list[Host], whole: Path, tmp_path: Path) -> None:
-    """Oracle: as many ranks on one host; steps and final weights in every bit. Each host's ranks share a copy of the
+    """Oracle: the same ranks on one host; steps and final weights bitwise. Each host's ranks share a copy of the
     parameters, and have the host's name."""
     folder = tmp_path / "run"
     command = ["torch.distributed.run", "--nnodes=2", f"--nproc-per-node={RANKS}", "--rdzv-backend=c10d"]
@@ -170,7 +170,7 @@ def test_two_hosts_under_torchrun_match_one_host_bitwise(hosts: list[Host], whol
 
 
 def test_run_survives_a_temporary_network_loss_of_a_host(hosts: list[Host], whole: Path, tmp_path: Path) -> None:
-    """Oracle: the undisturbed run, in every bit. The second host's packets vanish in the middle of a step, until the
+    """Oracle: the undisturbed run, bitwise. The second host's packets vanish in the middle of a step, until the
     ranks of both have given up a collective of that step after launch.timeout_seconds, and then come again."""
     started, folder = start_until_saved(hosts, tmp_path, PORT, ["launch.max_restarts=2"])
     with started as runs:

@@ -30,7 +30,7 @@ USED = {
     "train.eval_": ["data.eval_samples=1"],
     "model.rope_scaling": ["model.rope_scaling.factor=2"],
 }
-"""Start of a key → settings without which it does nothing, and is refused for that alone."""
+"""Prefix of a key → settings without which the key has no effect and is refused."""
 
 
 def schemas() -> dict[str, dict[str, type]]:
@@ -49,7 +49,7 @@ def values_of(key: str, annotation: Any) -> tuple[str, ...]:
 
 
 def numeric_keys() -> dict[str, tuple[list[str], str, tuple[str, ...]]]:
-    """Choice and key → what chooses the schema that has it, the key, and its absurd values."""
+    """Choice and key → the overrides that choose its schema, the key, and its absurd values."""
     choices, keys = list_choices(), {}
     for section, kinds in schemas().items():
         for name, schema in kinds.items():

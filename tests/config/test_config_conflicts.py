@@ -262,7 +262,7 @@ def compose_and_validate(words: list[str]) -> None:
 
 @pytest.mark.parametrize("typed", CONFLICTS)
 def test_conflicts_are_reported_in_one_sentence(typed: str) -> None:
-    """Oracle: the sentence, word for word."""
+    """Oracle: the exact message."""
     with pytest.raises(ConfigError) as caught:
         compose_and_validate(typed.split(" "))
     assert str(caught.value) == CONFLICTS[typed]
@@ -270,7 +270,7 @@ def test_conflicts_are_reported_in_one_sentence(typed: str) -> None:
 
 @pytest.mark.parametrize("device_type", ["cpu", "cuda"])
 def test_deterministic_mode_refuses_fused_sgd_on_the_cpu(device_type: str) -> None:
-    """Oracle: CPU offload updates on the CPU whatever the device is; without it fused is no mistake on CUDA."""
+    """Oracle: CPU offload steps on the CPU on every device; without it fused is valid on CUDA."""
     words = ["optim=sgd", "train.deterministic=true", "optim.implementation=fused"]
     offload = (
         ["parallel=fsdp1", "mesh.fsdp_size=-1", "memory.cpu_offload=true"]
@@ -284,7 +284,7 @@ def test_deterministic_mode_refuses_fused_sgd_on_the_cpu(device_type: str) -> No
 
 
 def test_more_shards_than_rows_are_refused() -> None:
-    """Oracle: the sentence; 64 is the width of the debug model, and 48 the largest divisor of 96 below it."""
+    """Oracle: the expected message; 64 is the width of the debug model, and 48 the largest divisor of 96 below it."""
     with pytest.raises(ConfigError) as caught:
         compose_config([]).validate(96, "cuda")
     assert str(caught.value) == (
@@ -295,7 +295,7 @@ def test_more_shards_than_rows_are_refused() -> None:
 
 
 def test_shards_that_split_a_block_of_low_bit_states_are_refused() -> None:
-    """Oracle: the sentence; 1,024 ranks divide neither 128 experts nor their 1,536 rows, but their 2,048 columns."""
+    """Oracle: the message; 1,024 ranks divide neither 128 experts nor their 1,536 rows, but their 2,048 columns."""
     words = ["model=qwen3_moe_30b_a3b", "optim.state_dtype=int8"]
     with pytest.raises(ConfigError) as caught:
         compose_config(words).validate(1024, "cuda")
@@ -307,7 +307,7 @@ def test_shards_that_split_a_block_of_low_bit_states_are_refused() -> None:
 
 
 def test_low_bit_states_without_torchao_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Oracle: the sentence."""
+    """Oracle: the expected message."""
     monkeypatch.setattr("fsdptoys.optim.low_bit_adamw.is_installed", lambda: False)
     with pytest.raises(ConfigError) as caught:
         compose_and_validate(["optim.state_dtype=int4"])

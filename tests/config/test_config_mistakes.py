@@ -14,7 +14,7 @@ from fsdptoys.metrics import check_run_dir
 ROOT = Path(__file__).parents[2]
 
 MISTAKES = {
-    # Words that are not key=value.
+    # Arguments without a key or a value.
     "train.steps": "train.steps has no value; write train.steps=VALUE",
     "fsdp1": "fsdp1 has no value; write parallel=fsdp1",
     "lr = 1": "lr has no value; write lr=1 without spaces",
@@ -137,14 +137,14 @@ def compose_and_validate(words: list[str]) -> None:
 
 @pytest.mark.parametrize("typed", MISTAKES)
 def test_mistakes_are_reported_in_one_sentence(typed: str) -> None:
-    """Oracle: the sentence, word for word."""
+    """Oracle: the exact message."""
     with pytest.raises(ConfigError) as caught:
         compose_and_validate(typed.split(" "))
     assert str(caught.value) == MISTAKES[typed]
 
 
 def test_defaults_are_valid() -> None:
-    """Oracle: what the mistakes above are changes of."""
+    """Oracle: no error."""
     compose_and_validate([])
 
 

@@ -1,4 +1,4 @@
-"""Which implementations a run takes: by device, by setting, and through to the trained parameters."""
+"""Kernel implementations of a run: by device, by setting, and through to the trained parameters."""
 
 from typing import Any
 
@@ -44,14 +44,14 @@ def test_every_operation_has_a_setting_with_all_implementations() -> None:
 def test_auto_is_torch_npu_on_npus_and_pytorch_elsewhere(
     device_type: str, words: tuple[str, ...], npu: set[str]
 ) -> None:
-    """Oracle: the documented rule; what was named stays."""
+    """Oracle: the documented rule; explicit settings stay."""
     config = compose_config(["experiment=null", *words])
     config.validate(1, device_type)
     assert config.kernels.names() == {name: "npu" if name in npu else "torch" for name in IMPLEMENTATIONS}
 
 
 def test_torch_npu_kernels_are_refused_in_compiled_blocks() -> None:
-    """Oracle: the sentence."""
+    """Oracle: the expected message."""
     config = compose_config(["train.compile=true", "kernels.attention=npu"])
     with pytest.raises(ConfigError) as caught:
         config.validate(2, "npu")
@@ -63,7 +63,7 @@ def test_torch_npu_kernels_are_refused_in_compiled_blocks() -> None:
 
 @pytest.mark.skipif(IS_REAL, reason="torch_npu is here")
 def test_auto_is_pytorch_if_torch_npu_lacks_the_operators(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Oracle: an NPU in this machine, of which no operator is registered; what is named is taken at its word."""
+    """Oracle: an NPU without registered operators; explicit settings stay."""
     monkeypatch.setattr(kernels, "available_device_type", lambda: "npu")
     config = compose_config(["experiment=null", "kernels.swiglu=npu"])
     config.validate(2, "npu")
@@ -72,7 +72,7 @@ def test_auto_is_pytorch_if_torch_npu_lacks_the_operators(monkeypatch: pytest.Mo
 
 @pytest.mark.skipif(IS_REAL, reason="torch_npu is here")
 def test_missing_torch_npu_is_reported_before_anything_is_allocated() -> None:
-    """Oracle: the sentence, while the model is on the meta device."""
+    """Oracle: the expected message, while the model is on the meta device."""
     config = compose_config(["experiment=null"])
     config.validate(2, "npu")
     with torch.device("meta"):
@@ -105,7 +105,7 @@ def test_trainer_sets_the_configured_kernels_in_every_layer() -> None:
 
 @pytest.mark.usefixtures("unmeasured")
 def test_compiled_kernels_match_one_process_bitwise_and_pytorch_closely() -> None:
-    """Oracle: one process that runs the same micro-batches, in every bit; PyTorch's operators to 1e-5 in float32."""
+    """Oracle: one process that runs the same micro-batches, bitwise; PyTorch's operators to 1e-5 in float32."""
 
     def config(parallel: ParallelConfig, ranks: int, kernels: KernelConfig | None = COMPILED) -> Any:
         return make_config(parallel, ranks, steps=2, kernels=kernels)

@@ -34,7 +34,7 @@ def test_windows_follow_the_concatenated_files(tmp_path, dtype, seq_len):
 
 
 def test_labels_can_end_at_document_boundaries(tmp_path):
-    """Oracle: a walk over the tokens; a checkpoint of the other labels is refused by its fingerprint."""
+    """Oracle: a loop over the tokens; the fingerprint differs, so checkpoints of other labels are refused."""
     path, end = tmp_path / "train.bin", 3
     np.random.default_rng(0).integers(0, 8, 200).astype("uint16").tofile(path)
     config = BinConfig([str(path)], document_end=end, eval_fraction=0.2)
@@ -75,7 +75,7 @@ def test_held_out_part_is_the_tail_or_separate_files(tmp_path, held_out):
 
 
 def test_fingerprint_depends_on_everything_that_determines_the_samples(tmp_path):
-    """Oracle: one change at a time, the number format among them; files held out change nothing."""
+    """Oracle: one change at a time, including the dtype; held-out files do not change the fingerprint."""
     paths = [str(tmp_path / name) for name in ("a.bin", "b.bin")]
     for number, path in enumerate(paths):
         write_tokens(path, 100, "uint16", seed=number)
@@ -157,7 +157,7 @@ def folder(tmp_path, monkeypatch):
 )
 @pytest.mark.usefixtures("folder")
 def test_mistakes_are_reported_in_one_sentence(settings, sentence):
-    """Oracle: the sentence."""
+    """Oracle: the expected message."""
     np.zeros(1, dtype="uint16").tofile("one.bin")
     with pytest.raises(ConfigError) as caught:
         BinConfig(**settings).validate(2, 50)
@@ -165,7 +165,7 @@ def test_mistakes_are_reported_in_one_sentence(settings, sentence):
 
 
 def test_out_of_range_token_is_reported_when_read(tmp_path, monkeypatch):
-    """Oracle: the sentence, with the position in the file rather than in the window or the stream."""
+    """Oracle: the expected message, with the position in the file rather than in the window or the stream."""
     monkeypatch.setattr("fsdptoys.data.token_files.HEAD_BYTES", 64)
     np.zeros(10, dtype="uint16").tofile(tmp_path / "a.bin")
     tokens = np.zeros(100_000, dtype="uint16")

@@ -38,7 +38,7 @@ def joined(names: list[str]) -> bytes:
     ("seq_len", "eval_fraction"), [(1, 0.0), (2, 0.0), (100, 0.0), (297, 0.0), (1, 0.5), (7, 0.5), (100, 0.5)]
 )
 def test_windows_follow_the_joined_files(corpus, seq_len, eval_fraction):
-    """Oracle: the files joined by a zero byte in the order of their names' hashes, cut by slicing."""
+    """Oracle: slices of the files joined by zero bytes in the order of their names' hashes."""
     stream = joined([name for name in DOCUMENTS if name.endswith(".txt")])
     boundary = len(stream) - int(len(stream) * eval_fraction)
     config = TextConfig([f"{corpus}/**/*.txt"], eval_fraction)
@@ -144,7 +144,7 @@ def test_stdlib_is_the_source_of_python_without_tests():
 
 
 def test_interpreter_without_source_files_is_reported(tmp_path, monkeypatch):
-    """Oracle: the sentence, over an empty directory in place of the standard library."""
+    """Oracle: the expected message, over an empty directory in place of the standard library."""
     monkeypatch.setattr(sysconfig, "get_paths", lambda: {"stdlib": str(tmp_path)})
     with pytest.raises(ConfigError, match=r"^data\.files=\[stdlib\] finds no source files in .*; set data\.files="):
         TextConfig().validate(8, 256)
@@ -210,7 +210,7 @@ def test_interpreter_without_source_files_is_reported(tmp_path, monkeypatch):
     ],
 )
 def test_mistakes_are_reported_in_one_sentence(corpus, monkeypatch, settings, seq_len, vocab_size, sentence):
-    """Oracle: the sentence, or its start where it goes on with this machine's paths."""
+    """Oracle: the expected message, or its start if the rest has paths of this machine."""
     monkeypatch.chdir(corpus)
     os.mkfifo(corpus / "fifo")
     with pytest.raises(ConfigError) as caught:
@@ -219,7 +219,7 @@ def test_mistakes_are_reported_in_one_sentence(corpus, monkeypatch, settings, se
 
 
 def test_unreadable_file_is_reported(corpus, monkeypatch):
-    """Oracle: the sentence; ``os.access`` answers for a user who is not root."""
+    """Oracle: the expected message; ``os.access`` answers for a user who is not root."""
     monkeypatch.setattr(os, "access", lambda path, mode: False)
     with pytest.raises(ConfigError, match=r"a\.txt\] may not be read by this user; change its permissions or take it"):
         TextConfig([f"{corpus}/a.txt"]).validate(8, 256)
@@ -227,7 +227,7 @@ def test_unreadable_file_is_reported(corpus, monkeypatch):
 
 @pytest.mark.parametrize("change", ["removed", "shortened"])
 def test_file_changed_during_a_run_is_reported(corpus, change):
-    """Oracle: the sentence."""
+    """Oracle: the expected message."""
     dataset = TextConfig([f"{corpus}/d.txt"]).build(8, 256, 0)
     if change == "removed":
         (corpus / "d.txt").unlink()

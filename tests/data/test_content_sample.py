@@ -1,4 +1,4 @@
-"""A file that changes between start and resume is named, and a copied one is not."""
+"""Resuming reports changed data files and accepts copied ones."""
 
 import itertools
 import os
@@ -86,7 +86,7 @@ def test_file_changed_in_its_middle_is_named_on_resume(
 def test_moved_data_and_checkpoints_without_digests_resume(
     write: Callable[[Path], tuple[DataConfig, Path]], tmp_path: Path
 ) -> None:
-    """Oracle: the number of samples seen; times and places of files are no part of the data."""
+    """Oracle: the number of samples seen; modification times and locations of files do not matter."""
     (tmp_path / "placed").mkdir()
     config, path = write(tmp_path / "placed")
     stream = open_stream(config.build(16, 256, 0))
@@ -105,7 +105,7 @@ def test_moved_data_and_checkpoints_without_digests_resume(
 
 @pytest.mark.parametrize("size", [1, 4096, 4097, 18 * 4096, 18 * 4096 + 1, 10**6, 2**30 + 17])
 def test_sampled_blocks_are_spread_over_the_file(size: int) -> None:
-    """Oracle: the definition: all of a small file; else both ends and one block in each stretch, none twice."""
+    """Oracle: the definition: all of a small file; otherwise both ends and one block per section, none twice."""
     offsets = sampled_offsets(size, 16)
     assert offsets == sampled_offsets(size, 16) and offsets[0] == 0 <= size - BLOCK_BYTES * (size > BLOCK_BYTES)
     assert all(later - earlier >= BLOCK_BYTES for earlier, later in itertools.pairwise(offsets[:-1]))
@@ -152,7 +152,7 @@ def train(config: Config) -> None:
 
 
 def test_run_does_not_resume_with_a_changed_file(tmp_path: Path) -> None:
-    """Oracle: the sentence of a real run that resumes, which ends before its first step."""
+    """Oracle: the expected message of a real run that resumes, which ends before its first step."""
     _, path = write_bin(tmp_path)
     words = ["experiment=null", "parallel=single", "train.seq_len=32", "metrics.console=none", "checkpoint.every=1"]
     words += ["data=bin", f"data.files=[{path}]", f"metrics.run_dir={tmp_path}/run", "checkpoint.resume=auto"]

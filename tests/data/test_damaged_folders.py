@@ -1,4 +1,4 @@
-"""Damaged folders of data: those of the cache are made again, the user's own are named with the fix."""
+"""Damaged data folders: those in the cache are prepared again, the user's own are reported with a fix."""
 
 import errno
 import json
@@ -66,7 +66,7 @@ DAMAGES: dict[str, Callable[[Path], object]] = {
 def test_damaged_cache_folder_is_prepared_again(
     damage: Callable[[Path], object], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Oracle: the bytes of before, one sentence that names the folder, and nothing else left in the cache."""
+    """Oracle: the original bytes, one message that names the folder, and no leftovers in the cache."""
     lines = write_lines(tmp_path / "a.jsonl", documents(50))
     config = HFConfig(files=[str(lines)], cache=str(tmp_path / "cache"), processes=1)
     config.prepare(16, 256)
@@ -101,7 +101,7 @@ def test_damaged_user_folder_is_named_and_left_unchanged(damage: Callable[[Path]
 
 
 def test_unreadable_cache_folder_is_not_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Oracle: the sentence, which names the folder: an error of the system says nothing about its contents."""
+    """Oracle: the expected message, which names the folder: an error of the system says nothing about its contents."""
     lines = write_lines(tmp_path / "a.jsonl", documents(50))
     config = HFConfig(files=[str(lines)], cache=str(tmp_path / "cache"), processes=1)
     config.prepare(16, 256)
@@ -117,7 +117,7 @@ def test_unreadable_cache_folder_is_not_replaced(tmp_path: Path, monkeypatch: py
 
 
 def test_io_error_at_a_shard_does_not_count_as_a_missing_shard(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Oracle: the sentence and the folder as it was, for an error of a network disk at a shard alone."""
+    """Oracle: the expected message and the unchanged folder, for an I/O error of a single shard."""
     lines = write_lines(tmp_path / "a.jsonl", documents(50))
     config = HFConfig(files=[str(lines)], cache=str(tmp_path / "cache"), processes=1)
     config.prepare(16, 256)
@@ -138,7 +138,7 @@ def test_io_error_at_a_shard_does_not_count_as_a_missing_shard(tmp_path: Path, m
 
 
 def test_damaged_cache_folder_does_not_hide_the_tokenizer_of_another(tmp_path: Path) -> None:
-    """Oracle: the copy in the cache is found, whatever other folders there are."""
+    """Oracle: the copy of the tokenizer in the cache."""
     pytest.importorskip("tokenizers")
     lines = write_lines(tmp_path / "a.jsonl", documents(50))
     choice = save_tokenizer(tmp_path / "tokenizer", None)
@@ -167,7 +167,7 @@ PLAN_DAMAGES: dict[str, Callable[[Path], object]] = {
 def test_damaged_packing_plan_is_rebuilt(
     damage: Callable[[Path], object], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Oracle: the bytes of before, and one sentence that names the plan's folder."""
+    """Oracle: the original bytes, and one message that names the plan's folder."""
     prepare_folder(request(tmp_path / "tokens", write_lines(tmp_path / "a.jsonl", documents(50))))
     cache = tmp_path / "cache"
     config = PreparedConfig(folder=str(tmp_path / "tokens"), packing=Packing.best_fit, cache=str(cache))
@@ -184,7 +184,7 @@ def test_damaged_packing_plan_is_rebuilt(
 
 
 def test_noise_in_packing_plans_or_document_ends_is_reported(tmp_path: Path) -> None:
-    """Oracle: the sentences; noise of the right size is seen where it is used."""
+    """Oracle: the expected messages; noise of the right size is seen where it is used."""
     folder = tmp_path / "tokens"
     prepare_folder(request(folder, write_lines(tmp_path / "a.jsonl", documents(50))))
     config = PreparedConfig(folder=str(folder), packing=Packing.best_fit, cache=str(tmp_path / "cache"))

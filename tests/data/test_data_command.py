@@ -48,7 +48,7 @@ def test_prepare_show_and_check_report_folders_and_damage(tmp_path, capsys):
 
 
 def test_copy_of_the_tokenizer_is_kept_and_checked(tmp_path, capsys):
-    """Oracle: the file's bytes; a changed byte and a missing copy, are reported, and do not hinder no training."""
+    """Oracle: the file's bytes; a changed byte and a missing copy are reported and do not prevent training."""
     pytest.importorskip("tokenizers")
     choice = Path(save_tokenizer(tmp_path / "tokenizer", None))
     write_lines(tmp_path / "a.jsonl", ["one two one two", "two three"])
@@ -71,7 +71,7 @@ def test_copy_of_the_tokenizer_is_kept_and_checked(tmp_path, capsys):
 
 
 def test_folder_without_a_tokenizer_copy_is_read(tmp_path, capsys):
-    """Oracle: the same folder with its copy, the line of which its index lacks."""
+    """Oracle: the same folder with the copy and its index entry."""
     pytest.importorskip("tokenizers")
     choice = save_tokenizer(tmp_path / "tokenizer", None)
     write_lines(tmp_path / "a.jsonl", ["one two one two", "two three"])
@@ -89,7 +89,7 @@ def test_folder_without_a_tokenizer_copy_is_read(tmp_path, capsys):
 
 
 class Stream(io.StringIO):
-    """Text that may claim to be a terminal."""
+    """A text stream with a configurable ``isatty``."""
 
     def __init__(self, terminal: bool) -> None:
         super().__init__()
@@ -98,7 +98,7 @@ class Stream(io.StringIO):
 
 @pytest.mark.parametrize("terminal", [True, False])
 def test_progress_is_displayed(terminal, monkeypatch):
-    """Oracle: the numbers; without a terminal there are lines, one for each stretch of time, and no control codes."""
+    """Oracle: the numbers; without a terminal one line per interval and no control codes."""
     now = iter(range(0, 1000, 5))
     monkeypatch.setattr("fsdptoys.data.progress.monotonic", lambda: next(now))
     monkeypatch.setenv("COLUMNS", "80")
@@ -153,7 +153,7 @@ def test_progress_is_displayed(terminal, monkeypatch):
     ],
 )
 def test_mistakes_are_reported_in_one_sentence(tmp_path, monkeypatch, words, sentence):
-    """Oracle: the sentence; nothing is made."""
+    """Oracle: the expected message; nothing is made."""
     monkeypatch.chdir(tmp_path)
     Path("a.txt").write_text("a")
     Path("e.txt").touch()
@@ -181,7 +181,7 @@ def test_mistakes_are_reported_in_one_sentence(tmp_path, monkeypatch, words, sen
     ],
 )
 def test_invalid_index_is_refused(tmp_path, change, sentence):
-    """Oracle: the sentence; a shard's name that leads elsewhere is not followed."""
+    """Oracle: the expected message; a shard's name that leads elsewhere is not followed."""
     (tmp_path / "a.txt").write_text("abc")
     prepare_folder(request(tmp_path / "out", tmp_path / "a.txt"))
     path = tmp_path / "out" / "index.json"

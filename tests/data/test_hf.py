@@ -1,4 +1,4 @@
-"""``data=hf``: prepared once, before any rank, and then the same as ``data=prepared``."""
+"""``data=hf``: prepared once before the ranks start, then equal to ``data=prepared``."""
 
 import os
 from pathlib import Path
@@ -23,7 +23,7 @@ from tests.parallel.runs import make_config
 
 @pytest.fixture
 def corpus(tmp_path, monkeypatch):
-    """A file of documents, and a log of who has prepared."""
+    """A file of documents, and a log of the preparing processes."""
     monkeypatch.chdir(tmp_path)
     write_lines(Path("a.jsonl"), documents(100), "body")
     write = preparing._write
@@ -47,7 +47,7 @@ def times_prepared() -> int:
 
 @pytest.mark.usefixtures("corpus")
 def test_hf_data_equals_a_folder_of_the_prepare_command():
-    """Oracle: a folder that the command's own function has made of the same file."""
+    """Oracle: a folder prepared from the same file by the function of the command."""
     config().validate(16, 256)
     assert not Path("cache").exists(), "checking prepares nothing"
     config().prepare(16, 256)
@@ -80,7 +80,7 @@ def prepare_and_look(config: HFConfig) -> str:
 
 @pytest.mark.usefixtures("corpus")
 def test_concurrent_ranks_prepare_once():
-    """Oracle: the log of who prepared; all see the same data."""
+    """Oracle: the log of the preparing processes; all ranks see the same data."""
     assert len(set(run_ranks(4, prepare_and_look, config()))) == 1
     assert times_prepared() == 1
 
@@ -92,7 +92,7 @@ WORDS = (
 
 @pytest.mark.usefixtures("corpus")
 def test_launcher_prepares_data_before_it_starts_ranks(monkeypatch):
-    """Oracle: the folder when the ranks would be started."""
+    """Oracle: the cache when the launcher starts the ranks."""
     seen = []
     monkeypatch.setattr(train_command, "launch", lambda plan: seen.append(len(list(Path("cache").iterdir()))) or 0)
     assert __main__.main(WORDS.split()) == 0 and seen == [1]
@@ -101,7 +101,7 @@ def test_launcher_prepares_data_before_it_starts_ranks(monkeypatch):
 
 @pytest.mark.usefixtures("corpus")
 def test_torchrun_rank_prepares_data_before_training(monkeypatch):
-    """Oracle: the folder when the rank would begin."""
+    """Oracle: the cache when the rank starts training."""
     seen = []
     monkeypatch.setattr(run, "train", lambda config, prediction: seen.append(len(list(Path("cache").iterdir()))))
     ranks = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}
@@ -146,7 +146,7 @@ def test_two_ranks_have_the_losses_of_one():
 )
 @pytest.mark.usefixtures("corpus")
 def test_mistakes_are_reported_in_one_sentence(settings, sentence):
-    """Oracle: the sentence; nothing is prepared."""
+    """Oracle: the expected message; nothing is prepared."""
     with pytest.raises(ConfigError) as caught:
         config(**settings).validate(16, 200)
     assert str(caught.value).startswith(sentence)
@@ -155,7 +155,7 @@ def test_mistakes_are_reported_in_one_sentence(settings, sentence):
 
 @pytest.mark.usefixtures("corpus")
 def test_too_short_text_is_reported_by_prepare_and_validate():
-    """Oracle: the sentence, when it is prepared and each time after that."""
+    """Oracle: the expected message on preparation and on every later check."""
     config(eval_fraction=0.0).prepare(16, 256)
     for check in (config(eval_fraction=0.0).prepare, config(eval_fraction=0.0).validate):
         with pytest.raises(
@@ -166,7 +166,7 @@ def test_too_short_text_is_reported_by_prepare_and_validate():
 
 @pytest.mark.usefixtures("corpus")
 def test_evaluation_without_held_out_data_is_refused_before_ranks_start(capsys, monkeypatch):
-    """Oracle: the sentence, when one text is prepared, none of which is held out, and each time after that."""
+    """Oracle: the expected message, on the preparation of one text without a held-out part and on every later start."""
     monkeypatch.setattr(train_command, "launch", lambda plan: pytest.fail("ranks were started"))
     Path("one.txt").write_text("one text " * 500)
     words = "train data=hf data.files=[one.txt] data.cache=cache data.eval_fraction=0.05 train.eval_every=1"
@@ -193,7 +193,7 @@ def test_evaluation_without_held_out_data_is_refused_before_ranks_start(capsys, 
 )
 @pytest.mark.usefixtures("corpus")
 def test_suggested_fixes_are_settings_of_hf_data(settings, seq_len, sentence):
-    """Oracle: the sentence, of a folder of the cache, which the user did not name."""
+    """Oracle: the expected message, for a cache folder that the user did not name."""
     Path("one.txt").write_text("one text " * 13 + "end")
     with pytest.raises(ConfigError) as caught:
         config(**({"files": ["one.txt"], "eval_fraction": 0.0} | settings)).prepare(seq_len, 256)

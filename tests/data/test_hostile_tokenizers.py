@@ -1,4 +1,4 @@
-"""A damaged or hostile tokenizer's file is one sentence."""
+"""Damaged and hostile tokenizer files are reported in one sentence."""
 
 import dataclasses
 import json
@@ -63,7 +63,7 @@ def test_invalid_tokenizer_file_is_reported_in_one_sentence(content: bytes, reas
 def test_failed_encoding_is_reported_in_one_sentence(
     changes: dict[str, Any], text: str, processes: int, tmp_path: Path
 ) -> None:
-    """Oracle: the sentence, for a missing unknown token and for a panic of the regex engine, which is no Exception."""
+    """Oracle: the message, for a missing unknown token and for a panic of the regex engine, which is no Exception."""
     folder = write(tmp_path, **changes)
     (tmp_path / "a.txt").write_text(text)
     wanted = request(tmp_path / "out", tmp_path / "a.txt", processes=processes)
@@ -75,14 +75,14 @@ def test_failed_encoding_is_reported_in_one_sentence(
 
 
 def test_out_of_range_ids_are_reported(tmp_path: Path) -> None:
-    """Oracle: the sentence, where the package raises OverflowError."""
+    """Oracle: the expected message, where the package raises OverflowError."""
     with pytest.raises(ConfigError, match=r"cannot turn ids into text \(number too large"):
         open_tokenizer(write(tmp_path), 256).decode([2**40])
 
 
 @pytest.mark.parametrize("content", [b"[" * 200_000, b"{", b"\xff", b'{"eos_token": "\\ud800"}'])
 def test_unreadable_tokenizer_settings_are_named(content: bytes, tmp_path: Path) -> None:
-    """Oracle: the sentence with the path; the end that the user names makes up for the file."""
+    """Oracle: the message with the path; an end token given by the user replaces the file."""
     folder = write(tmp_path)
     (tmp_path / "tokenizer_config.json").write_bytes(content)
     with pytest.raises(ConfigError, match=rf"^{folder}/tokenizer_config\.json cannot be read .* set d.*_end$"):

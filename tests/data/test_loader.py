@@ -1,4 +1,4 @@
-"""Batches made in background processes, compared with those made in place; and how these processes end."""
+"""Batches of worker processes compared with those of the main process, and the end of the workers."""
 
 import multiprocessing
 import os
@@ -39,7 +39,7 @@ def assert_equal_steps(stream: BatchStream, reference: BatchStream, steps: int) 
 
 
 def compare(path: Path) -> list[tuple[int, ...]]:
-    """In a process of its own, since the workers' server must not be inherited by processes that other tests fork."""
+    """Run in a separate process, since processes forked by other tests must not inherit the workers' server."""
     reference, stream = open_stream(path, 0), open_stream(path, 2)
     random_state = torch.get_rng_state()
     assert_equal_steps(stream, reference, 10)
@@ -106,7 +106,7 @@ def test_batches_and_state_do_not_depend_on_workers(in_worker_process):
 
 
 def test_killed_worker_raises_an_error_instead_of_hanging(in_worker_process):
-    """Oracle: the sentence, within the test's time; the other worker ends with ``close``."""
+    """Oracle: the expected message, within the test's time; the other worker ends with ``close``."""
     sentence = in_worker_process[1]
     assert sentence.startswith("a data worker has ended (pid ") and sentence.endswith(
         "): it was killed, or there was too little host memory or shared memory (/dev/shm); data.workers=0 reads "
@@ -115,7 +115,7 @@ def test_killed_worker_raises_an_error_instead_of_hanging(in_worker_process):
 
 
 def test_worker_errors_equal_those_without_workers(in_worker_process):
-    """Oracle: the sentence of a stream without workers."""
+    """Oracle: the expected message of a stream without workers."""
     without, with_workers = in_worker_process[2]
     assert with_workers == without and "fewer than the 1001 bytes" in without
 
@@ -163,7 +163,7 @@ def living_in_group(group: int) -> list[str]:
 @needs_proc
 @pytest.mark.parametrize("end", ["exit", "killed"])
 def test_workers_survive_signals_and_end_with_their_rank(end, tmp_path):
-    """Oracle: every process of the rank's group is sent the signals and the steps go on; none is left at the end."""
+    """Oracle: all processes of the rank's group receive the signals and training continues; none is left at the end."""
     script = tmp_path / "script.py"
     script.write_text(SCRIPT)
     environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
@@ -194,7 +194,7 @@ def test_workers_survive_signals_and_end_with_their_rank(end, tmp_path):
     [(-1, "must be between 0 and 64; set data.workers=0"), (65, "must be between 0 and 64; set data.workers=0")],
 )
 def test_invalid_number_of_workers_is_refused(workers, sentence):
-    """Oracle: the sentence."""
+    """Oracle: the expected message."""
     with pytest.raises(ConfigError) as caught:
         TextConfig(workers=workers)
     assert str(caught.value) == f"data.workers={workers} {sentence}"
@@ -220,7 +220,7 @@ if __name__ == "__main__":
     ("size", "reason"), [("4k", "No space left on device"), ("1m", "[^\n]*No space left on device[^\n]*")]
 )
 def test_full_shared_memory_is_reported_in_one_sentence(size, reason, tmp_path):
-    """Oracle: the sentence and nothing else, for no room for a semaphore, and for no room for a step of 2 MiB."""
+    """Oracle: the message alone, without space for a semaphore, and without space for a step of 2 MiB."""
     script = tmp_path / "script.py"
     script.write_text(SMALL_SHARED_MEMORY)
     mounted = ["unshare", "-m", "sh", "-c", f"mount -t tmpfs -o size={size} tmpfs /dev/shm && exec $0 $1"]
@@ -243,7 +243,7 @@ def test_full_shared_memory_is_reported_in_one_sentence(size, reason, tmp_path):
 
 @pytest.mark.skipif(not Path(SHARED_MEMORY).is_dir(), reason="needs /dev/shm")
 def test_shared_memory_is_checked_before_workers_start():
-    """Oracle: the sentence, for steps of 1 PiB; 1 byte a step, no workers, or no such place are no mistake."""
+    """Oracle: the expected message, for steps of 1 PiB; 1 byte a step, no workers, or no such place are no mistake."""
     with pytest.raises(
         ConfigError,
         match=r"^data\.workers=2 passes batches through /dev/shm, which has [\d.e+]+ MiB free, and 4 ranks need "
@@ -254,7 +254,7 @@ def test_shared_memory_is_checked_before_workers_start():
 
 
 def test_too_long_temporary_folder_for_sockets_is_refused(monkeypatch):
-    """Oracle: the sentence; 107 bytes are Linux's limit, of which multiprocessing's names take 32."""
+    """Oracle: the expected message; 107 bytes are Linux's limit, of which multiprocessing's names take 32."""
     monkeypatch.setattr(tempfile, "tempdir", "/tmp/" + 71 * "a")
     with pytest.raises(ConfigError, match=r"a, whose path may have 75 bytes for that; set TMPDIR to a shorter one or "):
         check_shared_memory(1, 1, 1)

@@ -1,4 +1,4 @@
-"""Long files of text are prepared without being held more than once, and give the folder that short ones give."""
+"""Long text files are prepared with one copy in memory and produce the same folder as short ones."""
 
 import gzip
 import os
@@ -50,7 +50,7 @@ def test_streamed_long_texts_produce_the_same_folder(
 def test_invalid_utf_8_is_reported_with_its_byte_position(
     place: int, wrong: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Oracle: the byte that Python's decoder names for the whole text."""
+    """Oracle: the position reported by Python's decoder for the full text."""
     content = b"a" * place + wrong + b"b" * (999 - place)
     (tmp_path / "a.txt").write_bytes(content)
     monkeypatch.setattr(documents, "LONG_BYTES", 500)
@@ -79,7 +79,7 @@ def test_long_text_is_held_in_memory_once(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("where", ["document_reader._open", "prepare._encode"])
 def test_document_too_large_for_memory_is_reported(where: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Oracle: the sentence, where the system refuses memory while a file is read, and while it is encoded."""
+    """Oracle: the expected message, where the system refuses memory while a file is read, and while it is encoded."""
 
     def refuse(*_: object) -> None:
         raise MemoryError
@@ -122,7 +122,7 @@ def test_unused_fields_and_lone_surrogates_are_accepted(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["pipe", "/dev/zero", "folder", "saved"])
 def test_irregular_files_are_refused_without_blocking(name: str, tmp_path: Path) -> None:
-    """Oracle: the sentence; a hang would be the end of the whole suite."""
+    """Oracle: the expected message; reading would block forever."""
     os.mkfifo(tmp_path / "pipe")
     (tmp_path / "folder").mkdir()
     (tmp_path / "saved").mkdir()
@@ -137,7 +137,7 @@ def test_irregular_files_are_refused_without_blocking(name: str, tmp_path: Path)
 
 
 def test_named_pipes_in_place_of_tokenizer_files_are_refused(tmp_path: Path) -> None:
-    """Oracle: the sentences, for the tokenizer, its settings, and the copy in a prepared folder."""
+    """Oracle: the expected messages, for the tokenizer, its settings, and the copy in a prepared folder."""
     pytest.importorskip("tokenizers")
     choice = Path(save_tokenizer(tmp_path / "tokenizer", None))
     (tmp_path / "a.txt").write_text("one two")

@@ -1,4 +1,4 @@
-"""Rows of whole documents, compared with the documents and a plainly written best fit."""
+"""Rows of complete documents, compared with the documents and a simple best fit."""
 
 import os
 import pickle
@@ -18,7 +18,7 @@ from tests.data.test_prepared import make
 
 
 def plain_best_fit(lengths: list[int], capacity: int) -> list[list[int]]:
-    """The longest first, each into the fullest row with room for it: by looking through all rows."""
+    """Put the longest first, each into the fullest row with enough space, by scanning all rows."""
     rows: list[list[int]] = []
     for piece in sorted(range(len(lengths)), key=lambda number: -lengths[number]):
         rooms = [capacity - sum(lengths[other] for other in row) for row in rows]
@@ -33,7 +33,7 @@ def plain_best_fit(lengths: list[int], capacity: int) -> list[list[int]]:
 @pytest.mark.parametrize("capacity", [5, 33, 200])
 @pytest.mark.parametrize("seed", range(3))
 def test_best_fit_fills_rows_like_the_reference_implementation(capacity, seed):
-    """Oracle: rooms that the plain best fit leaves, which depend on no tie; each piece is once in a row with room."""
+    """Oracle: row lengths of the simple best fit, which no tie affects; each piece is in one row, within capacity."""
     lengths = np.random.default_rng(seed).integers(2, capacity + 1, 150)
     rows = best_fit(lengths, capacity)
     assert sorted(piece for row in rows for piece in row) == list(range(150))
@@ -89,7 +89,7 @@ def test_rows_hold_complete_documents_and_ignored_padding(tmp_path, monkeypatch,
 
 
 def test_documents_longer_than_a_row_are_complete(tmp_path):
-    """Oracle: as many labels as the folder has ids besides the first of each document."""
+    """Oracle: one label for each id of the folder except the first of each document."""
     folder = make(tmp_path / "out", eval_fraction=0.0)
     samples = config(folder, tmp_path / "cache").build(50, 256, 0).train
     index = read_index(folder, "")
@@ -104,7 +104,7 @@ def build(wanted: PreparedConfig) -> int:
 
 
 def test_packing_plan_is_built_once_per_sequence_length(tmp_path, monkeypatch):
-    """Oracle: a log of who has planned, among ranks that come at once and those that come later."""
+    """Oracle: a log of the planning processes, for concurrent and for later ranks."""
     write, log = packing._write_rows, tmp_path / "log"
 
     def logged(*args):
@@ -122,7 +122,7 @@ def test_packing_plan_is_built_once_per_sequence_length(tmp_path, monkeypatch):
 
 
 def test_packing_changes_the_fingerprint_and_pickles_omit_memory_maps(tmp_path):
-    """Oracle: the same folder without packing; a reader sent to another process reads the same."""
+    """Oracle: the same folder without packing; a pickled reader gives the same samples."""
     folder = make(tmp_path / "out")
     packed, plain = config(folder, tmp_path / "cache"), PreparedConfig(folder=folder)
     dataset = packed.build(64, 256, 0)
@@ -136,7 +136,7 @@ def test_packing_changes_the_fingerprint_and_pickles_omit_memory_maps(tmp_path):
 
 
 def test_mixed_and_cached_data_can_be_packed(tmp_path):
-    """Oracle: rows of the folders alone; data=hf reads the same as its own folder gives."""
+    """Oracle: rows of the folders without mixing; data=hf packs its cached folder."""
     folders = [make(tmp_path / name, seed=seed) for seed, name in enumerate(("first", "other"))]
     mixed = config(None, tmp_path / "cache", sources=folders, weights=[1.0, 1.0]).build(64, 256, 0).train
     assert isinstance(mixed, MixedSamples)
@@ -152,7 +152,7 @@ def test_mixed_and_cached_data_can_be_packed(tmp_path):
 
 
 def test_unwritable_packing_cache_is_reported(tmp_path):
-    """Oracle: the sentence."""
+    """Oracle: the expected message."""
     (tmp_path / "cache").write_text("a file")
     with pytest.raises(
         ConfigError, match=r"^data\.packing=best_fit cannot keep its rows in .*; set data\.cache to a fold"

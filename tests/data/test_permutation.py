@@ -1,4 +1,4 @@
-"""The permutation: that it is one, and that simple statistics do not distinguish it from a random one.
+"""The shuffle is a permutation, and simple statistics do not distinguish it from a random one.
 
 The bounds are those of the statistics' own distributions, five standard deviations wide; keys are fixed, so that a test
 passes always or never.
@@ -35,7 +35,7 @@ def test_shuffle_is_a_permutation_for_every_size():
 
 @pytest.mark.parametrize("count", [2**31 + 11, 10**12, 2**53 + 1])
 def test_shuffle_supports_sizes_beyond_memory(count):
-    """Oracle: a sample of places stays within and has no value twice."""
+    """Oracle: a sample of positions has distinct values in range."""
     shuffle = Shuffle(count, "large")
     values = [shuffle[place] for place in [*range(1000), *range(count - 1000, count)]]
     assert len(set(values)) == 2000 and all(0 <= value < count for value in values)

@@ -1,4 +1,4 @@
-"""Preparing data: compared with the documents that went in, and against itself under other circumstances."""
+"""Preparing data: compared with the source documents and with other runs of the same request."""
 
 import gzip
 import hashlib
@@ -77,7 +77,7 @@ def save_tokenizer(folder: Path, end: str | None) -> str:
 
 
 def test_documents_are_stored_once_in_order_with_their_end_tokens(tmp_path):
-    """Oracle: the texts; shards end with the first document that brings them to 2,000 ids, and none is empty."""
+    """Oracle: the texts; a shard ends with the first document that brings it to 2,000 ids, and none is empty."""
     texts = documents(200)
     write_lines(tmp_path / "a.jsonl", [*texts[:120], None, "", *texts[120:]])
     index = prepare_folder(request(tmp_path / "out", tmp_path / "a.jsonl", shard_tokens=2000))
@@ -121,12 +121,12 @@ def test_splits_are_disjoint_and_equal_texts_share_a_split(tmp_path):
 
 
 class StoppedError(Exception):
-    """As if the process had been killed: nothing is tidied up."""
+    """Stands for a kill of the process: no cleanup runs."""
 
 
 @pytest.mark.parametrize("after", [0, 1, 7, 20])
 def test_interrupted_preparation_resumes_to_identical_bytes(tmp_path, monkeypatch, after):
-    """Oracle: an uninterrupted run; the first leaves nothing under the folder's name."""
+    """Oracle: an uninterrupted run; the interrupted one leaves no folder under the final name."""
     monkeypatch.setattr("fsdptoys.data.prepare.GROUP_CHARACTERS", 500)
     monkeypatch.setattr("fsdptoys.data.shard_writer.SAVE_TOKENS", 1500)
     write_lines(tmp_path / "a.jsonl", documents(300))
@@ -190,7 +190,7 @@ prepare_folder(wanted, lambda advance: print(advance.documents, flush=True))
 
 @pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
 def test_killed_preparation_leaves_no_process_and_no_lock(tmp_path):
-    """Oracle: the kernel's list of the group's processes; another is refused while it lives, and goes on after it."""
+    """Oracle: the kernel's list of the group's processes; a second run is refused meanwhile and resumes afterwards."""
     write_lines(tmp_path / "a.jsonl", documents(300))
     words = [sys.executable, "-c", SLOW, str(tmp_path / "out"), str(tmp_path / "a.jsonl")]
     environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
@@ -224,7 +224,7 @@ def kill_itself(texts):
 
 
 def test_killed_process_is_reported_without_a_hang(tmp_path, monkeypatch):
-    """Oracle: the sentence."""
+    """Oracle: the expected message."""
     write_lines(tmp_path / "a.jsonl", documents(5))
     monkeypatch.setattr("fsdptoys.data.prepare._encode_here", kill_itself)
     with pytest.raises(ConfigError, match=r"^a process that turns text into ids has ended: .* with 1 processes$"):
@@ -261,7 +261,7 @@ def test_every_kind_of_file_gives_the_same_documents(tmp_path):
 
 @pytest.mark.parametrize("own", [None, "three"])
 def test_end_tokens_are_never_encoded_from_text(tmp_path, own):
-    """Oracle: the vocabulary; text that spells the end, and a tokenizer's own truncation, change nothing."""
+    """Oracle: the vocabulary; text that spells the end token, and the tokenizer's own truncation, have no effect."""
     pytest.importorskip("tokenizers")
     choice = save_tokenizer(tmp_path / "tokenizer", own)
     write_lines(tmp_path / "a.jsonl", ["one two one two", "two <|endoftext|> one", "\ud800 one"])
@@ -302,7 +302,7 @@ def test_vocabulary_over_16_bits_is_stored_in_32(tmp_path, monkeypatch):
     ],
 )
 def test_unreadable_file_is_named(tmp_path, name, content, sentence):
-    """Oracle: the sentence."""
+    """Oracle: the expected message."""
     if name.endswith("parquet"):
         pytest.importorskip("datasets")
     (tmp_path / name).write_bytes(content)
@@ -313,7 +313,7 @@ def test_unreadable_file_is_named(tmp_path, name, content, sentence):
 
 
 def test_full_disk_is_reported_and_the_same_command_continues(tmp_path, monkeypatch):
-    """Oracle: the sentence, and the bytes of a run with room."""
+    """Oracle: the expected message, and the bytes of a run with room."""
     monkeypatch.setattr("fsdptoys.data.prepare.GROUP_CHARACTERS", 500)
     monkeypatch.setattr("fsdptoys.data.shard_writer.SAVE_TOKENS", 1000)
     write_lines(tmp_path / "a.jsonl", documents(100))

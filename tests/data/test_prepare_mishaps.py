@@ -1,4 +1,4 @@
-"""Preparing data where files, folders or permissions are not as they should be."""
+"""Preparing data with unusual files, folders or permissions."""
 
 import errno
 import json
@@ -26,7 +26,7 @@ from tests.data.test_prepare import StoppedError, contents, documents, read_spli
 def test_resume_with_unremovable_leftovers_gives_identical_bytes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Oracle: an uninterrupted run; a folder, which is no file to remove, lies beside the shards."""
+    """Oracle: an uninterrupted run; a folder among the shards cannot be removed as a file."""
     monkeypatch.setattr("fsdptoys.data.prepare.GROUP_CHARACTERS", 500)
     monkeypatch.setattr("fsdptoys.data.shard_writer.SAVE_TOKENS", 1500)
     lines = write_lines(tmp_path / "a.jsonl", documents(100))
@@ -44,7 +44,7 @@ def test_resume_with_unremovable_leftovers_gives_identical_bytes(
 
 
 def test_pickled_tokenizer_encodes_special_tokens_as_text(tmp_path: Path) -> None:
-    """Oracle: its ids before it was pickled, as it is where processes are not forked."""
+    """Oracle: the ids of the tokenizer before pickling, which spawned processes need."""
     pytest.importorskip("tokenizers")
     encoder = open_encoder(save_tokenizer(tmp_path / "tokenizer", None), None, "", "")
     text = ["one <|endoftext|> two"]
@@ -68,7 +68,7 @@ def test_file_names_need_not_be_valid_unicode(tmp_path: Path, capsys: pytest.Cap
 
 @contextmanager
 def as_nobody() -> Iterator[None]:
-    """Be a user who may open nothing of this one's; skips where that cannot be."""
+    """Run as a user without access to this one's files, or skip."""
     if os.name != "posix" or os.geteuid() != 0:
         pytest.skip("root alone can be somebody else")
     os.seteuid(65534)
@@ -79,7 +79,7 @@ def as_nobody() -> Iterator[None]:
 
 
 def test_folders_without_permission_are_reported_in_one_sentence(tmp_path: Path) -> None:
-    """Oracle: the sentences, of a folder of data and of files to prepare."""
+    """Oracle: the expected messages, of a folder of data and of files to prepare."""
     lines = write_lines(tmp_path / "a.jsonl", documents(9))
     folder = str(tmp_path / "out")
     prepare_folder(request(Path(folder), lines))
@@ -118,7 +118,7 @@ def test_check_continues_past_an_unreadable_file(
 def test_unreadable_data_is_not_reported_as_an_unwritable_cache(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Oracle: the sentence names the folder of the data."""
+    """Oracle: the message names the folder of the data."""
     folder = str(tmp_path / "out")
     prepare_folder(request(Path(folder), write_lines(tmp_path / "a.jsonl", documents(99))))
 
@@ -134,7 +134,7 @@ def test_unreadable_data_is_not_reported_as_an_unwritable_cache(
 
 @pytest.mark.parametrize("offset", [300, 600, 8000])
 def test_damaged_arrow_file_is_reported_in_one_sentence(tmp_path: Path, offset: int) -> None:
-    """Oracle: the sentence, wherever the damage is: in the head, or in a part read later."""
+    """Oracle: the expected message for damage in the header and in parts read later."""
     datasets = pytest.importorskip("datasets")
     datasets.disable_progress_bars()
     datasets.Dataset.from_dict({"text": ["a" * 50] * 5000}).save_to_disk(tmp_path / "saved")
@@ -147,14 +147,14 @@ def test_damaged_arrow_file_is_reported_in_one_sentence(tmp_path: Path, offset: 
 
 
 def test_too_deeply_nested_json_is_reported_in_one_sentence(tmp_path: Path) -> None:
-    """Oracle: the sentence, with the line."""
+    """Oracle: the expected message, with the line."""
     (tmp_path / "a.jsonl").write_text('{"text": "a"}\n' + "[" * 200_000 + "\n")
     with pytest.raises(ConfigError, match=r"a\.jsonl\] has no JSON object in line 2 \("):
         prepare_folder(request(tmp_path / "out", tmp_path / "a.jsonl"))
 
 
 def test_texts_with_equal_ids_share_a_split(tmp_path: Path) -> None:
-    """Oracle: sets of documents; half of the texts differ from the others in a zero byte, which bytes leave out."""
+    """Oracle: sets of documents; half of the texts differ only in a zero byte, which the byte tokenizer omits."""
     texts: list[str | None] = [f"document {number}" + "\0" * zeros for number in range(200) for zeros in (0, 1)]
     prepare_folder(request(tmp_path / "out", write_lines(tmp_path / "a.jsonl", texts), eval_fraction=0.3))
     train, held_out = (set(read_split(tmp_path / "out", split)) for split in ("train", "eval"))
@@ -162,14 +162,14 @@ def test_texts_with_equal_ids_share_a_split(tmp_path: Path) -> None:
 
 
 def test_byte_ids_take_one_byte_each_in_memory() -> None:
-    """Oracle: a text of a gigabyte, which is one document, must not need eight for its ids."""
+    """Oracle: the dtype; a document of 1 GB must not need 8 GB for its ids."""
     (ids,) = ByteEncoder().encode(["abc"])
     assert ids.dtype == np.uint8 and ids.tolist() == [97, 98, 99]
 
 
 @pytest.mark.parametrize("redirection", ["2>&-", "2>/dev/full"])
 def test_data_is_prepared_without_a_stderr(tmp_path: Path, redirection: str) -> None:
-    """Oracle: the folder of a preparation with a stderr; a line comes with every group, and none can be printed."""
+    """Oracle: the folder prepared with a stderr; every group prints a progress line."""
     lines = write_lines(tmp_path / "a.jsonl", documents(30))
     prepare_folder(request(tmp_path / "heard", lines))
     program = (

@@ -53,7 +53,7 @@ def test_windows_follow_the_concatenated_shards_of_a_split(tmp_path, monkeypatch
 
 
 def test_fingerprint_depends_only_on_contents_and_settings(tmp_path):
-    """Oracle: one change at a time; a copy elsewhere, in shards of the same tokens, is the same data."""
+    """Oracle: one change at a time; a copy in another folder is the same data."""
     first, copy = make(tmp_path / "out"), tmp_path / "elsewhere"
     copy.mkdir()
     for path in Path(first).iterdir():
@@ -95,7 +95,7 @@ def test_unigram_entropy_matches_the_mixture(tmp_path):
 
 
 class Marked(NumberedSamples):
-    """Numbers of a source begin with its own thousands."""
+    """Samples numbered from 1000 times the source's number."""
 
     def __init__(self, source: int, count: int) -> None:
         super().__init__(count)
@@ -157,7 +157,7 @@ def test_every_source_has_its_own_epochs():
 
 @pytest.mark.parametrize(("ranks", "batch_size", "microbatches"), [(1, 4, 3), (2, 3, 2), (4, 3, 1)])
 def test_global_batch_of_a_mixture_does_not_depend_on_ranks(ranks, batch_size, microbatches):
-    """Oracle: one process with the whole global batch of 12; the others are stopped in between, and go on."""
+    """Oracle: one process with the full global batch of 12; the others are stopped and resumed."""
     reference = take_numbers(BatchStream(mixture([3, 1]), 12, 1, range(1), 1, 0), 6)
     streams = [BatchStream(mixture([3, 1]), batch_size, microbatches, range(r, r + 1), ranks, 0) for r in range(ranks)]
     found = []
@@ -275,7 +275,7 @@ def test_samples_of_a_source_are_spread_evenly_over_a_block():
     ],
 )
 def test_mistakes_are_reported_in_one_sentence(tmp_path, monkeypatch, settings, sentence):
-    """Oracle: the sentence."""
+    """Oracle: the expected message."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "empty").mkdir()
     for name in ("a", "b", "gone", "wide", "short"):
@@ -291,7 +291,7 @@ def test_mistakes_are_reported_in_one_sentence(tmp_path, monkeypatch, settings, 
 
 
 def test_damaged_shard_is_reported_when_read(tmp_path):
-    """Oracle: the sentence of the reader of token files."""
+    """Oracle: the expected message of the reader of token files."""
     folder = make(tmp_path / "out", eval_fraction=0.0)
     tokens = np.fromfile(f"{folder}/shard-00000.bin", "<u2")
     tokens[20] = 999

@@ -39,7 +39,7 @@ def one_process(samples, global_batch: int, seed: int = 0) -> BatchStream:
     [(1, 1, 12), (1, 4, 3), (2, 3, 2), (3, 2, 2), (4, 3, 1), (6, 1, 2), (12, 1, 1)],
 )
 def test_steps_do_not_depend_on_the_number_of_ranks(ranks, batch_size, microbatches):
-    """Oracle: one process with the whole global batch of 12, over two and a half epochs of 29 samples."""
+    """Oracle: one process with the full global batch of 12, over two and a half epochs of 29 samples."""
     samples = NumberedSamples(29)
     reference = one_process(samples, 12)
     streams = [BatchStream(samples, batch_size, microbatches, range(r, r + 1), ranks, 0) for r in range(ranks)]
@@ -74,7 +74,7 @@ def test_order_depends_on_the_seed_and_the_epoch():
 
 
 def test_order_is_stable_across_versions():
-    """Oracle: numbers written down once; they are made of integers and BLAKE2b alone."""
+    """Oracle: recorded numbers; they depend only on integers and BLAKE2b."""
     assert take_numbers(one_process(NumberedSamples(8), 8, seed=0), 1) == [2, 1, 4, 6, 7, 3, 5, 0]
 
 
@@ -87,7 +87,7 @@ def test_endless_samples_are_taken_in_order():
 @pytest.mark.parametrize("steps_before", [0, 1, 3, 5])
 @pytest.mark.parametrize(("ranks", "batch_size", "microbatches"), [(1, 2, 6), (2, 3, 2)])
 def test_resumed_stream_equals_uninterrupted(endless, steps_before, ranks, batch_size, microbatches):
-    """Oracle: an uninterrupted stream; the one that goes on has another layout than the stopped one."""
+    """Oracle: an uninterrupted stream; the resumed one has a different layout than the stopped one."""
     samples = NumberedSamples(100 if endless else 29, endless)
     uninterrupted = take_numbers(one_process(samples, 12), 8)
     stopped = BatchStream(samples, 4, 1, range(3), 3, 0, "print")
@@ -99,7 +99,7 @@ def test_resumed_stream_equals_uninterrupted(endless, steps_before, ranks, batch
 
 
 def test_state_holds_sample_count_fingerprint_and_order():
-    """Oracle: 2 steps of 3 micro-batches of 5 rows on 4 ranks; the name of the order stands where there is one."""
+    """Oracle: 2 steps of 3 micro-batches of 5 rows on 4 ranks; endless samples have no named order."""
     stream = BatchStream(NumberedSamples(7), 5, 3, range(2, 3), 4, 0, "print")
     take_numbers(stream, 2)
     assert stream.state_dict() == {"samples": 120, "fingerprint": "print", "order": "feistel-8"}
@@ -107,7 +107,7 @@ def test_state_holds_sample_count_fingerprint_and_order():
 
 
 def test_changed_data_is_refused():
-    """Oracle: the sentence, for synthetic data of other sequence length."""
+    """Oracle: the expected message, for synthetic data of other sequence length."""
     streams = []
     for seq_len in (8, 16):
         dataset = SyntheticConfig().build(seq_len, 32, 0)
@@ -119,7 +119,7 @@ def test_changed_data_is_refused():
 
 @pytest.mark.parametrize("order", [None, "feistel-4"])
 def test_checkpoint_of_another_sample_order_is_refused(order):
-    """Oracle: the sentence, for a checkpoint that names no order, as earlier versions wrote them, or another."""
+    """Oracle: the message, for a checkpoint that names no order, as earlier versions wrote them, or another."""
     stream = one_process(NumberedSamples(7), 3)
     state = stream.state_dict() | {"order": order}
     found = order or "of an earlier version"

@@ -31,7 +31,7 @@ def test_sample_depends_only_on_seed_and_index(part):
 
 
 def test_samples_are_stable_across_versions():
-    """Oracle: numbers written down once; NumPy promises its raw Philox bits and SeedSequence for all versions."""
+    """Oracle: recorded numbers; NumPy guarantees its raw Philox bits and SeedSequence across versions."""
     tokens_T, labels_T = SyntheticConfig(branching=8).build(8, 256, seed=0).train[0]
     assert tokens_T.tolist() == [239, 247, 254, 5, 9, 10, 14, 19]
     assert labels_T[:-1].tolist() == tokens_T[1:].tolist()
@@ -118,7 +118,7 @@ def test_out_of_range_sample_is_an_index_error():
     ],
 )
 def test_mistakes_are_reported_in_one_sentence(settings, sentence):
-    """Oracle: the sentence."""
+    """Oracle: the expected message."""
     with pytest.raises(ConfigError) as caught:
         SyntheticConfig(**settings).validate(8, 32)
     assert str(caught.value) == sentence

@@ -1,4 +1,4 @@
-"""The device of a plain CPU, and what is known of others by name."""
+"""The CPU device, and properties of other devices by name."""
 
 import importlib.util
 import math
@@ -73,7 +73,7 @@ WITHOUT = pytest.mark.skipif(available_device_type() != "cpu", reason="has an ac
 
 @WITHOUT
 def test_missing_device_is_a_config_error() -> None:
-    """Oracle: the sentence."""
+    """Oracle: the expected message."""
     assert device_count("cuda") == 0 and device_count("cpu") == 1
     with pytest.raises(ConfigError, match=r"^launch.device=cuda finds no such device.*; set launch.device=cpu$"):
         Device("cuda", 0)
@@ -107,7 +107,7 @@ def test_missing_torch_npu_names_the_package_to_install() -> None:
 def test_failed_torch_npu_import_or_missing_npus_are_reported(
     source: str, sentence: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Oracle: a package of that name, which PyTorch has not loaded by itself, fails or finds nothing."""
+    """Oracle: the expected message, for a package of that name that fails to import or finds no device."""
     (tmp_path / "torch_npu.py").write_text(source)
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.setenv("ASCEND_RT_VISIBLE_DEVICES", "5")
@@ -122,7 +122,7 @@ def test_failed_torch_npu_import_or_missing_npus_are_reported(
 
 
 class FakeModule:
-    """A device's module, as far as a Device asks it without computing."""
+    """A stand-in for a device module, without computation."""
 
     def __init__(self, bf16: bool) -> None:
         self.bf16 = bf16
@@ -143,7 +143,7 @@ class FakeModule:
 
 @pytest.fixture
 def fake_npus(monkeypatch: pytest.MonkeyPatch) -> FakeModule:
-    """Two NPUs that compute nothing."""
+    """Two NPUs without computation."""
     module = FakeModule(bf16=False)
     accelerator = types.SimpleNamespace(
         current_accelerator=lambda check_available: torch.device("npu"),

@@ -1,4 +1,4 @@
-"""Profiles: those of the repository are whole and say where their numbers are from; mistakes get one sentence."""
+"""Hardware profiles: those of the repository are complete with sources; mistakes are reported in one sentence."""
 
 import dataclasses
 import re
@@ -139,7 +139,7 @@ def broken(tmp_path: Path, changes: dict[str, Any]) -> str:
 def test_mistakes_in_a_profile_are_reported_in_one_sentence(
     tmp_path: Path, changes: dict[str, Any], sentence: str
 ) -> None:
-    """Oracle: the sentence, word for word: it names file, key, value and fix."""
+    """Oracle: the exact message: it names file, key, value and fix."""
     path = broken(tmp_path, changes)
     beginning = f"the hardware profile {path} "
     with pytest.raises(ConfigError, match=f"^{re.escape(beginning + sentence)}$"):
@@ -147,7 +147,7 @@ def test_mistakes_in_a_profile_are_reported_in_one_sentence(
 
 
 def test_unknown_and_unreadable_profiles_are_refused(tmp_path: Path) -> None:
-    """Oracle: the sentences, word for word."""
+    """Oracle: the exact messages."""
     with pytest.raises(ConfigError, match=r"^plan.hardware=h1000 is not a profile; did you mean plan.hardware=h100\?$"):
         load_hardware("h1000")
     with pytest.raises(ConfigError, match=r"^plan.hardware=xyz is not a profile; set plan.hardware=4090 \| a100 \| "):

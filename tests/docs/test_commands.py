@@ -73,7 +73,7 @@ def test_commands_of_the_introductory_pages_run_in_order(
 
 
 def find_mistake(words: list[str], capsys: pytest.CaptureFixture[str]) -> str | None:
-    """Return the error of a command that is not to start anything, or None; the files that it names do not exist."""
+    """Return the error of a command, or None, without starting a run; the files that it names do not exist."""
     command, *rest = words
     if command == "train" and "-m" in rest:
         command, rest = "sweep", [word for word in rest if word != "-m"]

@@ -25,7 +25,7 @@ def test_site_builds_without_a_warning(tmp_path: Path) -> None:
 
 
 def test_links_name_files_and_headings_that_exist() -> None:
-    """Oracle: the file system and the headings, also of files that are not part of the site."""
+    """Oracle: the file system and the headings, including files outside the site."""
     dead = []
     for page in PAGES:
         for target in links(page):

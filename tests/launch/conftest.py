@@ -12,7 +12,7 @@ from tests.launch.launchers import WORKER, Launched, launch
 
 @pytest.fixture
 def launched(tmp_path: Path) -> Iterator[Any]:
-    """Starts ``run_workers`` in a process of its own; whatever is left of it is killed."""
+    """Start ``run_workers`` in a separate process; its remains are killed at the end."""
     (tmp_path / "toy_worker.py").write_text(WORKER)
     processes = []
 

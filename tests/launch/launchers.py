@@ -182,7 +182,7 @@ def again():
 """
 
 INTERPRETERS = ("sleep", "deaf", "environment", "exit", "worse", "semaphores")
-"""Workers that do without torch, for which new interpreters are started; the others are forks of their launcher."""
+"""Workers without torch, which run in new interpreters; the others are forks of their launcher."""
 
 WORKER += f"""
 if sys.argv[1] in {INTERPRETERS}:

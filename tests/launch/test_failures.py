@@ -39,7 +39,7 @@ from fsdptoys.profiler import ExplainedOutOfMemoryError
 def test_root_cause_is_distinguished_from_its_consequences(
     records: dict[int, tuple[str, int]], exitcodes: dict[int, int], by_us: tuple[int, ...], shown: str, tmp_path: Path
 ) -> None:
-    """Oracle: the rank that failed of itself, whichever the launcher saw first."""
+    """Oracle: the rank that failed on its own, regardless of the order in which the launcher saw failures."""
     failures = {}
     for rank, (message, time_ns) in records.items():
         path = tmp_path / str(rank) / "error.json"
@@ -99,7 +99,7 @@ def test_worker_records_its_failure(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Oracle: the record read back from the file; an error that would come again is final, and needs no traceback."""
+    """Oracle: the record read back from the file; an error that would recur is final and has no traceback."""
     first = recorded(error, status, tmp_path, monkeypatch)
     assert (first.status, first.final, first.silent) == (status, final, False)
     assert first.message().startswith(message)
@@ -132,7 +132,7 @@ def recorded(error: Exception, status: int, folder: Path, monkeypatch: pytest.Mo
     ],
 )
 def test_requested_stop_of_a_rank_is_no_failure(exitcodes: dict[int, int], message: str, tmp_path: Path) -> None:
-    """Oracle: the sentence; our side ended rank 0 where it died of SIGTERM, and another rank lost its connection."""
+    """Oracle: the message; our side ended rank 0 where it died of SIGTERM, and another rank lost its connection."""
     extra = {"rank": 3, "time_ns": 1, "timestamp": "0", "py_callstack": "", "config_error": None, "given_up": None}
     record = {"message": "RuntimeError: Connection closed by peer", "extraInfo": extra | {"final": False}}
     (tmp_path / "error.json").write_text(json.dumps({"message": record}))
@@ -143,19 +143,19 @@ def test_requested_stop_of_a_rank_is_no_failure(exitcodes: dict[int, int], messa
 
 
 def test_joint_decision_of_all_ranks_names_no_rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Oracle: the sentence alone, as the launcher prints it."""
+    """Oracle: the exact message that the launcher prints."""
     first = recorded(GivenUpError("stopped after step 6: 5 skipped"), 1, tmp_path, monkeypatch)
     assert (first.message(), first.status, first.final) == ("stopped after step 6: 5 skipped", 1, True)
 
 
 def test_message_suffix_is_appended_to_the_headline() -> None:
-    """Oracle: where they stand."""
+    """Oracle: the exact messages."""
     assert FirstFailure(1, "rank 0 failed", "x", "a\nb").message(", late") == "rank 0 failed, late:\na\nb"
     assert FirstFailure(1, "rank 0 was lost", "x").message(", late") == "rank 0 was lost, late"
 
 
 def test_killed_worker_is_reported_with_the_likely_reason() -> None:
-    """Oracle: the sentence."""
+    """Oracle: the expected message."""
     first = first_failure({2: ProcessFailure(2, 9, -signal.SIGKILL, "nowhere")}, Path("nowhere"))
     assert first.message() == "rank 2 was ended by SIGKILL, as the system does where host memory runs out"
     assert first.silent and not first.final

@@ -1,4 +1,4 @@
-"""Recordings of NCCL's and HCCL's collectives: where they land, and that they are kept."""
+"""Flight recordings of NCCL and HCCL collectives: location and retention."""
 
 import os
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Forks in the place of new interpreters."""
+"""Forks in place of new interpreters."""
 
 import gc
 import os
@@ -17,14 +17,14 @@ os.write(number, b"still open")
 
 
 class Endless:
-    """Refers to itself, so that only a collection ends it, and to a file."""
+    """A reference cycle with an open file, freed only by garbage collection."""
 
     def __init__(self, path: Path) -> None:
         self.itself, self.file = self, path.open("w")
 
 
 def test_garbage_of_the_parent_closes_no_file_of_the_fork(tmp_path: Path) -> None:
-    """Oracle: the fork's output, after a collection, to its own file of the number that its parent's had."""
+    """Oracle: the fork's output after a collection, to a file with the descriptor number of the parent's file."""
     (tmp_path / "writes.py").write_text(MODULE)
     gc.disable()
     try:

@@ -1,4 +1,4 @@
-"""A machine's hardware, and the environment that it wants."""
+"""Hardware of a machine, and its environment variables."""
 
 import os
 

@@ -1,4 +1,4 @@
-"""The launcher: which run a command line asks for, on the hardware that is there."""
+"""The launcher: resolution of a command line to a run on the present hardware."""
 
 from types import SimpleNamespace
 
@@ -46,14 +46,14 @@ TORCHRUN = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "4", "LOCAL_WORLD_SIZE
 def test_world_size_follows_device_settings_and_torchrun(
     words: list[str], present: dict[str, str], world_size: int, local_ranks: int
 ) -> None:
-    """Oracle: two ranks on a CPU, one for ``single``, what is asked for, and above all torchrun's numbers."""
+    """Oracle: two ranks on a CPU, one for ``single``, the configured number, and torchrun's numbers first of all."""
     run = resolve_run([*words, "launch.device=cpu"], present)
     assert (run.world_size, run.local_ranks) == (world_size, local_ranks)
 
 
 @pytest.mark.parametrize("words", [[], ["experiment=cpu_text"]])
 def test_reference_to_the_device_has_its_final_value(words: list[str]) -> None:
-    """Oracle: the device that the run is on."""
+    """Oracle: the device of the run."""
     run = resolve_run([*words, "metrics.run_dir=runs/${launch.device}", "launch.nproc_per_node=1"], {})
     assert run.composition.config.metrics.run_dir == f"runs/DeviceChoice.{run.hardware.device_type}"
 
@@ -81,7 +81,7 @@ def test_node_fsdp_size_equals_the_ranks_per_node(words: list[str], present: dic
     ],
 )
 def test_node_fsdp_size_requires_known_equal_ranks_per_node(present: dict[str, str], sentence: str) -> None:
-    """Oracle: the sentence; ranks that cut the mesh differently would wait for each other."""
+    """Oracle: the expected message; ranks that cut the mesh differently would wait for each other."""
     environment = {name: value for name, value in (TORCHRUN | present).items() if value}
     with pytest.raises(ConfigError, match=sentence):
         resolve_run(["mesh.fsdp_size=node", "launch.device=cpu"], environment)
@@ -91,7 +91,7 @@ def test_node_fsdp_size_requires_known_equal_ranks_per_node(present: dict[str, s
 def test_shard_groups_across_nodes_are_reported(
     parallel: str, printed: bool, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Oracle: the sentence, beneath the line on what was found."""
+    """Oracle: the expected message after the hardware line."""
     size = 2 if parallel == "fsdp2" else -1
     where = ["launch.nproc_per_node=3", "launch.nnodes=2", "launch.rdzv_endpoint=x:1", "launch.device=cpu"]
     print_run(resolve_run([f"parallel={parallel}", f"mesh.fsdp_size={size}", *where], {}), {})
@@ -122,7 +122,7 @@ def test_shard_groups_across_nodes_are_reported(
     ],
 )
 def test_invalid_rank_and_thread_variables_are_refused(present: dict[str, str], sentence: str) -> None:
-    """Oracle: the sentence; without LOCAL_RANK every rank would take the first device."""
+    """Oracle: the expected message; without LOCAL_RANK every rank would take the first device."""
     with pytest.raises(ConfigError, match=f"^{sentence}"):
         resolve_run(["launch.device=cpu"], present)
 
@@ -143,7 +143,7 @@ def test_valid_openmp_thread_counts_are_accepted(threads: str) -> None:
     ],
 )
 def test_invalid_master_address_or_port_is_refused(present: dict[str, str], sentence: str) -> None:
-    """Oracle: the sentence; one rank needs no place to meet."""
+    """Oracle: the expected message; one rank needs no place to meet."""
     with pytest.raises(ConfigError, match=f"^{sentence}"):
         check_master(TORCHRUN | present)
     check_master({"WORLD_SIZE": "1"} | present)
@@ -151,7 +151,7 @@ def test_invalid_master_address_or_port_is_refused(present: dict[str, str], sent
 
 @pytest.mark.parametrize("typed", ["plan.world_size=64", "plan.memory_gib=80.0", "plan.exact=true", "plan.rows=3"])
 def test_planner_settings_are_refused_in_a_run(typed: str) -> None:
-    """Oracle: the sentence."""
+    """Oracle: the expected message."""
     with pytest.raises(ConfigError) as caught:
         resolve_run([typed, "launch.device=cpu"], {})
     assert str(caught.value) == f"{typed} is for fsdptoys plan and does nothing in a run; leave it out"
@@ -171,14 +171,14 @@ def test_planner_settings_are_refused_in_a_run(typed: str) -> None:
     ],
 )
 def test_hardware_setting_without_a_prediction_is_refused(words: list[str], sentence: str) -> None:
-    """Oracle: the sentence."""
+    """Oracle: the expected message."""
     with pytest.raises(ConfigError) as caught:
         resolve_run([*words, "launch.device=cpu"], {})
     assert str(caught.value) == sentence
 
 
 def test_too_many_ranks_on_a_cpu_are_refused() -> None:
-    """Oracle: the sentence."""
+    """Oracle: the expected message."""
     with pytest.raises(ConfigError, match=r"launch.nproc_per_node=100000 is over 32 for each of \d+ cores; set"):
         resolve_run(["launch.device=cpu", "launch.nproc_per_node=100000"], {})
 
@@ -241,7 +241,7 @@ def test_run_description_names_hardware_and_choices() -> None:
 
 
 def test_unexpected_world_size_across_nodes_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Oracle: the sentence; a launcher takes it that the other machines start as many ranks as it does."""
+    """Oracle: the expected message; a launcher assumes equal numbers of ranks on all machines."""
     words = ["launch.nproc_per_node=2", "launch.nnodes=2", "launch.rdzv_endpoint=x:1", "launch.device=cpu"]
     run = resolve_run(words, {})
     request = WorkerRequest(run.composition.config, run.hardware, run.local_ranks, run.world_size)

@@ -174,7 +174,7 @@ def backend(store: Any, token: bytes | None = None) -> SignedBackend:
 
 @pytest.mark.parametrize("token", [None, TOKEN], ids=["without token", "with token"])
 def test_state_round_trips_and_stale_writers_are_fenced(token: bytes | None) -> None:
-    """Oracle: the state itself; torch's own rule that a state is set only by a machine that knows the last one."""
+    """Oracle: the state itself; torch's rule that only a machine that knows the latest state can replace it."""
     store = HashStore()
     one, other = backend(store, token), backend(store, token)
     assert one.get_state() is None
@@ -199,7 +199,7 @@ def test_state_round_trips_and_stale_writers_are_fenced(token: bytes | None) -> 
     ],
 )
 def test_token_mismatch_is_refused(writes: Any, reads: Any, message: str) -> None:
-    """Oracle: the sentence."""
+    """Oracle: the expected message."""
     store = HashStore()
     backend(store, writes).set_state(pickle.dumps(state()))
     with pytest.raises(ForeignStateError, match=message):
@@ -277,7 +277,7 @@ def test_pickle_in_place_of_the_state_is_not_executed(tmp_path: Path) -> None:
     ],
 )
 def test_invalid_token_file_is_refused(content: bytes | None, mode: int, message: str, tmp_path: Path) -> None:
-    """Oracle: the sentence."""
+    """Oracle: the expected message."""
     path = tmp_path / "token"
     if content is not None:
         path.write_bytes(content)
@@ -320,7 +320,7 @@ def test_loopback_host_name_listens_on_all_interfaces(
 
 
 def test_missing_network_interface_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Oracle: the sentence, with the interfaces of this machine; an existing one is none."""
+    """Oracle: the expected message, with the interfaces of this machine; an existing one is none."""
     present = [name for _, name in socket.if_nameindex()]
     monkeypatch.setenv(rank_store.GLOO_INTERFACE, present[0])
     rank_store.check_interface()
@@ -345,7 +345,7 @@ def set_limit(files: int) -> Any:
 
 @pytest.mark.parametrize("files", [16, 24])
 def test_low_open_file_limit_is_refused(files: int) -> None:
-    """Oracle: stderr, whole, of a launcher under this limit."""
+    """Oracle: the full stderr, of a launcher under this limit."""
     code = "from fsdptoys.launch.supervisor import run_workers\nfrom fsdptoys.errors import ConfigError\n"
     code += "from fsdptoys.config.schema import LaunchConfig\n"
     code += "try: run_workers('json.tool', [], 2, LaunchConfig(), {})\nexcept ConfigError as error: print(error)"
@@ -357,7 +357,7 @@ def test_low_open_file_limit_is_refused(files: int) -> None:
 
 
 def test_invalid_log_level_is_refused() -> None:
-    """Oracle: stderr, whole; torch itself would end with a traceback as it is imported."""
+    """Oracle: the full stderr; the import of torch itself would end with a traceback."""
     environment = {**os.environ, "LOGLEVEL": "NOPE", "PYTHONPATH": str(ROOT)}
     done = subprocess.run(
         [sys.executable, "-m", "fsdptoys", "train"], env=environment, capture_output=True, text=True, timeout=120

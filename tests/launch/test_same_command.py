@@ -61,7 +61,7 @@ def test_train_starts_ranks_and_writes_a_run_directory(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     """Oracle: exit status, the one line of hardware, one line of metrics a step, the rank's share of the cores, which a
-    fork of the launcher does not have by itself; the same words again are refused."""
+    fork of the launcher does not have by default; repeating the same arguments is refused."""
     done, folder = plain
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout.count("fsdptoys: ") == 1 and "with fsdp2 on 2 ranks" in done.stdout

@@ -1,4 +1,4 @@
-"""Workers as processes: their ends, stops and restarts, and the messages about them."""
+"""Workers as processes: exits, stops and restarts, and their messages."""
 
 import os
 import re
@@ -32,7 +32,7 @@ def test_worker_exception_is_shown_once_and_ends_all_workers(launched: Any) -> N
 
 @pytest.mark.launcher
 def test_config_error_is_reported_in_one_sentence_without_a_restart(launched: Any) -> None:
-    """Oracle: stderr, whole; both ranks find it, and three restarts are allowed."""
+    """Oracle: the full stderr; both ranks find it, and three restarts are allowed."""
     message = "fsdptoys: train.steps=0 must be at least 1; set train.steps=1\n"
     assert launched("mistake", max_restarts=3).result() == (2, message)
 
@@ -40,7 +40,7 @@ def test_config_error_is_reported_in_one_sentence_without_a_restart(launched: An
 @pytest.mark.launcher
 @pytest.mark.parametrize("forks", [False, True])
 def test_worker_has_the_environment_of_a_new_interpreter(launched: Any, forks: bool) -> None:
-    """Oracle: the output of the two workers: threads, rank, a session of its own, its words; signals as ever, no
+    """Oracle: the output of the two workers: threads, rank, a new session, arguments; default signals, no
     open files but the listing's, and of the paths the working directory once, which is in PYTHONPATH here."""
     run = launched("environment", forks=forks)
     assert run.result() == (0, "")
@@ -51,7 +51,7 @@ def test_worker_has_the_environment_of_a_new_interpreter(launched: Any, forks: b
 
 @pytest.mark.launcher
 def test_status_of_a_worker_without_a_record_is_reported(launched: Any) -> None:
-    """Oracle: stderr, whole."""
+    """Oracle: the full stderr."""
     assert launched("exit").result() == (1, "fsdptoys: rank 1 ended with status 7 and left no traceback\n")
 
 
@@ -193,7 +193,7 @@ def test_killed_rank_is_reported_with_the_last_heartbeats(launched: Any) -> None
 
 @pytest.mark.launcher
 def test_occupied_rendezvous_port_is_reported_in_one_sentence(launched: Any) -> None:
-    """Oracle: a service that takes connections and says nothing, for which torch's rendezvous would wait for ever."""
+    """Oracle: the message, for a service that accepts connections silently; torch's rendezvous would wait forever."""
     with socket.create_server(("127.0.0.1", 0)) as taken:
         endpoint = f"127.0.0.1:{taken.getsockname()[1]}"
         assert launched("environment", nnodes=2, rdzv_endpoint=endpoint).result() == (

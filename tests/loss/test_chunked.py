@@ -1,4 +1,4 @@
-"""The head's loss: the chunked way gives the plain way's numbers, and does no more work than it says."""
+"""The head's loss: the chunked loss has the values of the plain one, and the documented amount of work."""
 
 import math
 import os
@@ -73,7 +73,7 @@ def relative_errors(got: list[Tensor], expected: list[Tensor]) -> list[float]:
 
 
 def on_device_path(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Take on the CPU the path of an accelerator without Triton."""
+    """Use the path of an accelerator without Triton on the CPU."""
     monkeypatch.setattr(chunked_loss, "choose_products", lambda *_: head_products.DeviceProducts())
     monkeypatch.setattr(chunked_loss, "_leaves_out_rows", lambda _: False)
     monkeypatch.setattr(softmax, "softmax_cpu_", softmax.softmax_device_)
@@ -133,7 +133,7 @@ def test_bf16_error_is_at_most_1_5_times_that_of_the_plain_loss(
 
 @pytest.mark.parametrize("chunks, stated", [(1, 0.9), (8, 1.25), (32, 1.9)])
 def test_bf16_accumulation_error_grows_with_chunks_as_documented(chunks: int, stated: float) -> None:
-    """Oracle: float64; the error of the weight's gradient in units of the plain way's."""
+    """Oracle: float64; the error of the weight's gradient relative to that of the plain loss."""
     inputs = make_inputs(1024, 64, 2500, torch.bfloat16)
     expected = exact(*inputs)
     plain = relative_errors(outcome(cross_entropy_sum, *inputs), expected)
@@ -156,7 +156,7 @@ def test_bf16_accumulation_supports_a_float32_weight() -> None:
 def test_retained_graph_gives_the_same_gradients(
     dtype: torch.dtype, private_function: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Oracle: one backward of a fresh graph, bit for bit; with and without PyTorch telling that the graph is kept."""
+    """Oracle: one backward of a fresh graph, bitwise; with and without PyTorch's report that the graph is retained."""
     if not private_function:
         monkeypatch.delattr(torch._C._autograd, "_get_current_graph_task_keep_graph")
     inputs = make_inputs(dtype=dtype)
@@ -169,7 +169,7 @@ def test_retained_graph_gives_the_same_gradients(
 
 
 def test_second_derivative_is_refused() -> None:
-    """Oracle: the message, which names the way out."""
+    """Oracle: the message, which suggests the plain loss."""
     hidden_ND, weight_VD, labels_N = make_inputs()
     loss = build_loss(True, 16)(hidden_ND, weight_VD, labels_N)
     with pytest.raises(RuntimeError, match=r"second derivative; use the plain loss, memory\.chunk_loss=false"):
@@ -177,7 +177,7 @@ def test_second_derivative_is_refused() -> None:
 
 
 class Work(TorchDispatchMode):
-    """Multiply-adds of matrix products, and the largest tensor that an operator returned."""
+    """Counts multiply-adds of matmuls, and records the largest tensor returned by an operator."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -199,7 +199,7 @@ class Work(TorchDispatchMode):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("needs, products", [((1, 1), 3), ((1, 0), 2), ((0, 1), 2), ((0, 0), 1), ("no_grad", 1)])
 def test_unneeded_gradients_and_ignored_labels_cost_no_matmul(needs: Any, products: int, dtype: torch.dtype) -> None:
-    """Oracle: the multiply-adds of the rows that count; and no tensor comes near the size of the logits."""
+    """Oracle: the multiply-adds of the valid rows; no tensor is nearly as large as the logits."""
     hidden_ND, weight_VD, labels_N = make_inputs(n=200, dtype=dtype, ignored=0.5)
     for tensor, wanted in zip((hidden_ND, weight_VD), (1, 1) if needs == "no_grad" else needs, strict=True):
         tensor.requires_grad_(bool(wanted))
@@ -216,7 +216,7 @@ def test_unneeded_gradients_and_ignored_labels_cost_no_matmul(needs: Any, produc
 
 
 def test_ignored_rows_are_not_read() -> None:
-    """Oracle: the batch without them; NaN in their hidden states would reach everything it is multiplied with."""
+    """Oracle: the batch without them; NaN in their hidden states would propagate through every matmul."""
     hidden_ND, weight_VD, labels_N = make_inputs(ignored=0.4)
     valid = labels_N != IGNORE_INDEX
     loss, hidden_gradient_ND, weight_gradient_VD = outcome(
@@ -235,7 +235,7 @@ def test_ignored_rows_are_not_read() -> None:
 def test_chunked_loss_never_synchronizes_with_the_device(
     chunk_tokens: int | None, grad_dtype: torch.dtype, dtype: torch.dtype
 ) -> None:
-    """Oracle: the meta device, whose values cannot be read; reading one would make the host wait."""
+    """Oracle: the meta device, whose values cannot be read; reading one would synchronize the host."""
     inputs = [x.detach().to("meta") for x in make_inputs(dtype=dtype, ignored=0.4)]
     with pytest.raises((RuntimeError, NotImplementedError)):
         inputs[2].sum().item()
@@ -245,7 +245,7 @@ def test_chunked_loss_never_synchronizes_with_the_device(
 
 
 def test_large_logits_keep_the_precision_of_the_loss() -> None:
-    """Oracle: float64; logits near 1e4, whose logsumexp has no digit of the loss left in float32."""
+    """Oracle: float64; logits near 1e4, whose logsumexp in float32 has no correct digit of the loss."""
     logits_CV = torch.linspace(0, 3, 40).repeat(3, 1) + 1e4
     labels_C = torch.tensor([5, IGNORE_INDEX, 39])
     expected = F.cross_entropy(logits_CV.double(), labels_C, reduction="none")
@@ -270,7 +270,7 @@ def test_large_logits_keep_the_precision_of_the_loss() -> None:
 def test_auto_chunks_follow_the_documented_rule(
     n_tokens: int, weight: tuple[int, int, torch.dtype], device: str, sum_bytes: int, expected: int
 ) -> None:
-    """Oracle: the rule, worked out by hand; accelerators are stood for by the meta device."""
+    """Oracle: the rule, computed by hand; the meta device stands for accelerators."""
     vocab_size, dim, dtype = weight
     weight_VD = torch.empty(1, device=device, dtype=dtype).expand(vocab_size, dim)
     assert auto_chunk_tokens(n_tokens, weight_VD, sum_bytes) == expected

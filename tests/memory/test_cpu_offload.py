@@ -1,4 +1,4 @@
-"""Overlapped CPU offload: the bits of PyTorch's own, worker threads, and the low-precision mirror."""
+"""Overlapped CPU offload: bitwise equality with PyTorch's own, worker threads, and the low-precision mirror."""
 
 from dataclasses import replace
 from typing import Any
@@ -123,7 +123,7 @@ def losses_of_written_mirrors(config: Config) -> dict[str, tuple[float, bool]]:
 
 
 def test_forward_uses_the_mirror_which_follows_the_master() -> None:
-    """Oracle: the loss changes with the mirror alone, likewise with the master, and back when the weights are
+    """Oracle: the loss changes with the mirror alone, also with the master, and back when the weights are
     loaded.
     """
     losses = run_ranks(2, losses_of_written_mirrors, config())[0]

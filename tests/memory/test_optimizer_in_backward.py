@@ -68,7 +68,7 @@ def built(model: ModelConfig) -> list[nn.Parameter]:
 
 
 def test_gradients_of_several_simulated_ranks_are_refused() -> None:
-    """Oracle: the sentence."""
+    """Oracle: the expected message."""
     with pytest.raises(ConfigError) as caught:
         config(SingleConfig(simulated_ranks=2), 1, True)
     assert str(caught.value) == (

@@ -1,4 +1,4 @@
-"""What the console shows."""
+"""Console output of a run."""
 
 import io
 import os
@@ -147,7 +147,7 @@ def test_busiest_expert_fits_80_characters(metrics, width, cells):
 
 
 def test_column_positions_do_not_depend_on_the_numbers():
-    """Oracle: headings are the same line whatever the numbers below."""
+    """Oracle: the heading line, which is the same for all numbers."""
     other = replace(GPU_STEP, loss=11.25, grad_norm=100.123, tokens_per_second=12.0, step_time_seconds=3.0)
     assert rich_lines(100, GPU_STEP)[-3:-1] == rich_lines(100, other)[-3:-1]
 
@@ -172,7 +172,7 @@ def test_console_follows_the_config(monkeypatch, capsys):
 
 
 def test_control_characters_in_model_text_are_escaped():
-    """Oracle: escapes in place of control characters, and of what the stream's encoding lacks; lines stay."""
+    """Oracle: escapes of control characters and of characters missing from the stream's encoding; line breaks stay."""
     ascii_stream = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
     assert printable("a\x1b[2Jb\n\tc\r", io.StringIO()) == "a\\x1b[2Jb\n\tc\\r"
     assert printable("\u4e2d", ascii_stream) == "\\u4e2d"
@@ -205,7 +205,7 @@ else:
 
 @pytest.mark.parametrize("end", ["close", "killed"])
 def test_terminal_of_another_session_is_supported_and_keeps_its_cursor(end):
-    """Oracle: the bytes on a real pseudo-terminal that is not the process's own: the cursor is shown last."""
+    """Oracle: the bytes on a pseudo-terminal of another session: the cursor is shown last."""
     mine, theirs = pty.openpty()
     environment = os.environ | {"TERM": "xterm-256color", "COLUMNS": "100", "LINES": "40"}
     process = subprocess.Popen(

@@ -34,7 +34,7 @@ FILES = [name for name in RUN_FILES if name not in RUN_FOLDERS]
 
 @pytest.fixture(autouse=True)
 def in_a_folder_with_a_bound(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """A pipe that is opened blocks for good: the whole process ends then."""
+    """Opening a pipe blocks forever; then the process must end."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "precious").write_bytes(PRECIOUS)
     faulthandler.dump_traceback_later(120, exit=True)
@@ -71,7 +71,7 @@ def record(resumed: ResumePoint | None, *steps: int, finish: bool = True) -> dic
 
 @pytest.fixture
 def resumed() -> ResumePoint:
-    """Two steps of a run that is there."""
+    """Take two steps of a run."""
     return ResumePoint(2, record(None, 1, 2, finish=False), "step-00000002")
 
 
@@ -122,7 +122,7 @@ def test_profile_folder_may_be_a_link_to_a_folder_only(resumed: ResumePoint) -> 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_lock_must_be_a_regular_file(kind: str) -> None:
-    """Oracle: one sentence, with and without the check of the launcher, for a run that is new and one that resumes."""
+    """Oracle: one sentence, with and without the launcher's check, for new and for resumed runs."""
     Path("run").mkdir()
     put(kind, Path("run", LOCK_FILE))
     for attempt in (
@@ -193,7 +193,7 @@ LINE = json.loads(STEP.to_json())
     ids=["deep", "deep value", "huge loss", "infinite loss", "huge tokens", "huge step", "0 s", "-1 s", "nan s", "-5"],
 )
 def test_invalid_metrics_line_is_reported_and_omitted(line: str, resumed: ResumePoint) -> None:
-    """Oracle: the sentence for such a line; the run ends well, with the steps that can be read."""
+    """Oracle: the expected message for such a line; the run ends well, with the steps that can be read."""
     path = Path("run/metrics.jsonl")
     text = path.read_text()
     path.write_text(f"{line}\n{text}")
@@ -252,7 +252,7 @@ GOOD = {
     ids=str,
 )  # fmt: skip
 def test_invalid_resume_line_is_omitted(change: dict, resumed: ResumePoint) -> None:
-    """Oracle: the run that resumes after such a line, and after one that is nested deeply, ends with its summary."""
+    """Oracle: the summary of a run that resumes after such a line and after a deeply nested one."""
     path = Path("run/resumes.jsonl")
     path.write_text("\n".join([json.dumps(GOOD | change), DEEP, json.dumps(GOOD)]) + "\n")
     assert [each.step for each in read_resumes(path)] == [1]
@@ -297,7 +297,7 @@ def test_lines_survive_the_loss_of_their_file(
 
 
 def test_lines_survive_the_loss_of_their_file_in_a_failed_run() -> None:
-    """Oracle: the steps that were taken, after an exception."""
+    """Oracle: the completed steps, after an exception."""
     with (
         pytest.raises(ZeroDivisionError),
         RunRecorder(MetricsConfig(run_dir="run", console=Console.none), "tiny", {}, ENVIRONMENT, 4, {}) as recorder,
@@ -309,7 +309,7 @@ def test_lines_survive_the_loss_of_their_file_in_a_failed_run() -> None:
 
 
 def test_removed_lock_file_admits_no_second_writer() -> None:
-    """Oracle: the sentence for a second writer, until the first has let go; readers see the lock."""
+    """Oracle: the expected message for a second writer until the first releases the lock; readers see the lock."""
     Path("run").mkdir()
     first = FolderLock(Path("run"))
     Path("run", LOCK_FILE).unlink()

@@ -1,4 +1,4 @@
-"""Which losses stand out."""
+"""Detection of loss spikes."""
 
 import json
 import math
@@ -59,7 +59,7 @@ def test_constant_loss_has_the_minimum_deviation():
 
 
 def test_spikes_are_excluded_from_the_window_until_a_new_level():
-    """Oracle: the same score for the same jump again; after as many spikes as make a beginning there are no more."""
+    """Oracle: the same score for the same jump; after enough spikes for a new window there are no more."""
     detector = SpikeDetector(8.0)
     for loss in falling(300, 0.02)[200:]:
         detector.score(loss)
@@ -70,7 +70,7 @@ def test_spikes_are_excluded_from_the_window_until_a_new_level():
 
 @pytest.mark.parametrize("loss", [math.nan, math.inf, -math.inf])
 def test_non_finite_losses_are_neither_scored_nor_kept(loss):
-    """Oracle: the state as it was."""
+    """Oracle: the unchanged state."""
     detector = SpikeDetector(8.0)
     for other in falling(40, 0.05):
         detector.score(other)
@@ -79,14 +79,14 @@ def test_non_finite_losses_are_neither_scored_nor_kept(loss):
 
 
 def test_threshold_of_zero_disables_detection():
-    """Oracle: no score whatever comes."""
+    """Oracle: no score for any loss."""
     detector = SpikeDetector(0.0)
     assert {detector.score(loss) for loss in [1.0] * 50 + [100.0]} == {None}
 
 
 @pytest.mark.parametrize("steps", [0, 5, 70, 130])
 def test_resumed_detector_equals_an_uninterrupted_one(steps):
-    """Oracle: the scores of the other, in every bit, with the state taken through JSON amid spikes."""
+    """Oracle: the scores of the other, bitwise, with the state taken through JSON amid spikes."""
     losses = falling(200, 0.03)
     for number in range(125, 133):
         losses[number] += 5.0

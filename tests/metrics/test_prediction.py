@@ -1,4 +1,4 @@
-"""Predictions beside measurements."""
+"""Predictions compared with measurements."""
 
 import dataclasses
 import json

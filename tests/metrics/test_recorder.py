@@ -253,7 +253,7 @@ def test_sample_cannot_close_its_code_block(sample):
     ],
 )
 def test_loss_plot_has_the_documented_size(tmp_path, steps):
-    """Oracle: matplotlib reads it back as 9 by 6 inches at 150 points each, with no warning on the way."""
+    """Oracle: matplotlib reads 9 by 6 inches at 150 dpi, without warnings."""
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         draw_loss(tmp_path / "loss.png", "a $title$ " * 20, steps, REFERENCES | {"_$x": 1.0})
@@ -278,7 +278,7 @@ def test_loss_plot_has_the_documented_size(tmp_path, steps):
     ],
 )
 def test_expert_plot_height_follows_the_number_of_layers(tmp_path, steps, inches):
-    """Oracle: matplotlib reads it back as 9 inches by that many, 150 points each, with no warning on the way."""
+    """Oracle: matplotlib reads 9 inches by the expected height at 150 dpi, without warnings."""
     counts = steps[-1].routing.counts
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -307,7 +307,7 @@ def test_non_finite_loss_is_bold_in_the_summary(tmp_path):
 
 
 def test_removed_folder_becomes_a_config_error(tmp_path):
-    """Oracle: the sentence, with the system's own words."""
+    """Oracle: the expected message, with the system's own words."""
     import shutil
 
     with make_recorder(tmp_path) as recorder:

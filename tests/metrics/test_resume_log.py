@@ -56,7 +56,7 @@ def start(
 
 
 def record(recorder: RunRecorder, first: int, last: int, experts: bool = False, save_after: int | None = None) -> dict:
-    """Take steps; the offsets are those after one of them."""
+    """Take steps; return the file offsets after the saved one."""
     offsets: dict[str, int] = {}
     for metrics in steps_between(first, last, experts):
         recorder.step(metrics)
@@ -94,7 +94,7 @@ def test_resumed_run_has_the_files_of_an_uninterrupted_run(experts, lost):
 
 
 def test_offsets_are_bytes_on_the_disk():
-    """Oracle: file sizes of the system while the run is open; 0 for a file that is not there."""
+    """Oracle: the file sizes while the run is open; 0 for a missing file."""
     with start(None) as recorder:
         assert record(recorder, 1, 3, save_after=3) == {
             "metrics.jsonl": os.path.getsize("run/metrics.jsonl"),
@@ -116,7 +116,7 @@ def test_medians_exclude_the_warmup_of_every_start():
     [([], [0]), ([20], [0, 20]), ([20, 20, 30], [0, 20, 30]), ([30, 20], [0, 20]), ([20, 0], [0])],
 )
 def test_start_counts_until_its_steps_are_repeated(resumed_after, expected):
-    """Oracle: by hand."""
+    """Oracle: hand-computed values."""
     assert starts([Resume("", step, None, 1, 1, {}, None) for step in resumed_after]) == expected
 
 
@@ -157,7 +157,7 @@ def test_each_resume_records_checkpoint_and_changed_settings(capsys):
 
 
 def test_settings_are_compared_by_their_dotted_keys():
-    """Oracle: by hand; a setting that is not there is None."""
+    """Oracle: computed by hand; missing settings are None."""
     before = {"a": {"b": 1, "c": [1]}, "gone": True, "same": None}
     assert changed_settings(before, {"a": {"b": 2, "c": [1]}, "same": None, "new": {"x": 0}}) == {
         "a.b": [1, 2],
@@ -187,7 +187,7 @@ def test_files_of_an_attempt_without_a_checkpoint_are_moved_not_overwritten():
 
 @pytest.mark.parametrize("run_dir", ["fork", None])
 def test_run_from_another_folder_s_checkpoint_starts_its_own_files(run_dir, capsys):
-    """Oracle: steps 21 to 23 alone; the other folder stays as it was; the end counts the steps before."""
+    """Oracle: steps 21 to 23 only; the other folder is unchanged; the final line counts earlier steps."""
     with start(None) as recorder:
         offsets = record(recorder, 1, 20, save_after=20)
     before = Path("run/metrics.jsonl").read_bytes()
@@ -279,7 +279,7 @@ def hold_the_lock(sender) -> None:
 
 @pytest.mark.parametrize("resumed", [None, ResumePoint(0, {}, None)])
 def test_run_locked_by_another_process_is_rejected(resumed):
-    """Oracle: the sentence with the other's number; once it is killed, the run can resume."""
+    """Oracle: the message with the other's number; once it is killed, the run can resume."""
     Path("run").mkdir()
     context = multiprocessing.get_context("fork")
     receiver, sender = context.Pipe(duplex=False)
@@ -329,7 +329,7 @@ def test_file_system_without_locks_is_supported(monkeypatch):
 
 
 def test_files_of_an_earlier_start_pass_the_check_only_for_a_resume():
-    """Oracle: the sentence without ``resumes``, and for a path that is not a folder also with it."""
+    """Oracle: the message without ``resumes``, and for a path other than a folder also with it."""
     with start(None) as recorder:
         record(recorder, 1, 1)
     check_run_dir(MetricsConfig(run_dir="run"), resumes=True)

@@ -1,4 +1,4 @@
-"""The folder of a run, and the sentences for what can be wrong with it."""
+"""The run directory, and messages about its problems."""
 
 import json
 import os
@@ -55,7 +55,7 @@ def append(directory: RunDirectory, step: int = 1) -> list[str]:
     ],
 )
 def test_invalid_values_are_rejected_in_one_sentence(field, value, sentence):
-    """Oracle: the sentence."""
+    """Oracle: the expected message."""
     with pytest.raises(ConfigError) as error:
         MetricsConfig(**{field: value})
     assert str(error.value) == sentence
@@ -102,7 +102,7 @@ def test_each_step_is_on_disk_before_the_next():
 
 
 def test_default_run_directories_are_unique():
-    """Oracle: as many folders as runs, though all start within seconds and have one title."""
+    """Oracle: one folder per run, although all start within seconds under one title."""
     paths = [open_run(None, "Llama 2/tiny: fsdp2").path for _ in range(4)]
     assert len(set(paths)) == 4
     for path in paths:
@@ -126,7 +126,7 @@ def test_tilde_expands_to_the_home_directory(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("name", list(RUN_FILES))
 def test_new_run_never_overwrites_existing_files(name):
-    """Oracle: the sentence, before the run and at its start, and the file as it was."""
+    """Oracle: the expected message, before the run and at its start, and the unchanged file."""
     folder = Path("taken")
     folder.mkdir()
     (folder / name).write_text("mine")
@@ -142,7 +142,7 @@ def test_new_run_never_overwrites_existing_files(name):
 
 
 def test_second_of_two_concurrent_runs_in_one_folder_is_rejected(monkeypatch):
-    """Oracle: the sentence, with the earlier check passed by both as in a race."""
+    """Oracle: the expected message, with the earlier check passed by both as in a race."""
     monkeypatch.setattr("fsdptoys.metrics.run_directory.check_run_dir", lambda config, resumes: None)
     open_run("run")
     with pytest.raises(ConfigError, match=r"^metrics\.run_dir=run already contains metrics\.jsonl, which"):
@@ -151,7 +151,7 @@ def test_second_of_two_concurrent_runs_in_one_folder_is_rejected(monkeypatch):
 
 @pytest.mark.parametrize("run_dir", ["file", "file/below", "link"])
 def test_non_folder_path_is_rejected(run_dir):
-    """Oracle: the sentence names the obstacle; the same for a file, a path through it, and a dead link."""
+    """Oracle: the message names the obstacle; the same for a file, a path through it, and a dead link."""
     Path("file").write_text("")
     Path("link").symlink_to("nowhere")
     with pytest.raises(
@@ -162,7 +162,7 @@ def test_non_folder_path_is_rejected(run_dir):
 
 @pytest.mark.parametrize(("run_dir", "key"), [("locked/a/b", "locked/a/b"), (None, "null")])
 def test_unwritable_folder_is_rejected(run_dir, key, tmp_path, monkeypatch):
-    """Oracle: the sentence; the system's answer is set by hand, since root may write anywhere."""
+    """Oracle: the expected message; the system's answer is set by hand, since root may write anywhere."""
     Path("locked").mkdir()
     monkeypatch.setattr(os, "access", lambda path, mode: Path(path).resolve() not in (tmp_path, tmp_path / "locked"))
     with pytest.raises(ConfigError, match=rf"^metrics\.run_dir={key} needs write access to .*; "):
@@ -178,14 +178,14 @@ def test_usable_folders_pass_the_check_without_being_created(run_dir, tmp_path):
 
 @pytest.mark.skipif(not Path("/proc/self").exists(), reason="needs /proc")
 def test_system_error_becomes_a_config_error():
-    """Oracle: the sentence for a folder in /proc, where not even root makes one."""
+    """Oracle: the expected message for a folder in /proc, where not even root makes one."""
     with pytest.raises(ConfigError, match=r"^metrics\.run_dir=/proc/none/run cannot be written \(.+\); set metrics"):
         open_run("/proc/none/run")
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
 def test_full_disk_is_reported_once():
-    """Oracle: the sentence with the system's own words, once, from a device that is always full."""
+    """Oracle: one message with the system's error text, from a device that is always full."""
     directory = open_run("run")
     directory._lines = {"metrics.jsonl": LineFile(Path("run/metrics.jsonl"))}
     directory._lines["metrics.jsonl"]._file = open("/dev/full", "ab", buffering=0)  # noqa: SIM115

@@ -97,7 +97,7 @@ def test_cpu_reports_only_the_resident_set():
 
 
 def test_resident_set_peak_includes_freed_memory():
-    """Oracle: 64 MiB of ones on top of what was resident, which are freed again before the step is measured."""
+    """Oracle: 64 MiB of ones above the previous resident set, freed before the step is measured."""
     before = resident_set_bytes()
     held = torch.ones(2**24)
     expected = before + 0.8 * held.nbytes
@@ -119,7 +119,7 @@ def test_cuda_device_reports_its_allocator():
 
 
 def test_json_line_has_exactly_the_published_keys_and_round_trips():
-    """Oracle: the published list of keys, and the step that was written."""
+    """Oracle: the published list of keys, and the written step."""
     metrics = measure(AcceleratorOnPaper(), peak_flops=24e12, eval_loss=2.75)
     line = metrics.to_json()
     assert "\n" not in line
@@ -128,7 +128,7 @@ def test_json_line_has_exactly_the_published_keys_and_round_trips():
 
 
 def test_json_line_of_an_moe_model_ends_with_routing_numbers():
-    """Oracle: the published list of keys, and the routing that was given; its table of tokens is not in the line."""
+    """Oracle: the published list of keys, and the given routing, without its table of tokens."""
     metrics = dataclasses.replace(measure(Device("cpu"), None), routing=ROUTING)
     values = json.loads(metrics.to_json())
     assert list(values) == [*KEYS, *ROUTING_KEYS]
@@ -176,7 +176,7 @@ def test_lines_of_other_versions_are_read():
     ids=str,
 )  # fmt: skip
 def test_line_with_an_invalid_value_is_rejected(change):
-    """Oracle: ``ValueError``; so are a missing key, half a line, and a constant that is not JSON."""
+    """Oracle: ``ValueError``, also for a missing key, half a line, and a non-JSON constant."""
     values = json.loads(measure(Device("cpu"), None).to_json())
     missing = {name: value for name, value in values.items() if name not in change} if change == {"step": None} else {}
     for line in (json.dumps(values | change), json.dumps(missing), json.dumps(values)[:-1], '{"loss": NaN}', "[]"):

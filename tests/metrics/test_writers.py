@@ -1,4 +1,4 @@
-"""TensorBoard and Weights & Biases get what the run's own files get, and cannot end a run."""
+"""TensorBoard and Weights & Biases receive the values of the run's own files, and cannot end a run."""
 
 import contextlib
 import importlib.machinery
@@ -154,7 +154,7 @@ def records_of(path: Path) -> list:
 
 
 def test_wandb_has_both_starts_under_one_id(left: Left) -> None:
-    """Oracle: the steps that were recorded, settings and results, read from its files by its own record type."""
+    """Oracle: the recorded steps, settings and results, read from its files by its own record type."""
     files = sorted((left.folder / "wandb").glob("offline-run-*/*.wandb"), key=lambda path: path.stat().st_mtime_ns)
     assert len(files) == 2
     histories, summary = [], {}
@@ -188,7 +188,7 @@ def test_wandb_has_both_starts_under_one_id(left: Left) -> None:
 
 
 def test_offline_makes_no_request_and_prints_nothing(left: Left) -> None:
-    """Oracle: a proxy that is named for every request, and the console's lines, which are all our own."""
+    """Oracle: a proxy set for every request, and the console's lines, which are all our own."""
     assert left.requests == 0
     assert "wandb" not in left.printed.lower() and "tensorboard" not in left.printed.lower()
     assert "resuming after step 4" in left.printed
@@ -224,7 +224,7 @@ def test_writer_that_cannot_open_its_folder_is_reported_and_disabled(name: str, 
 
 
 class Fragile:
-    """A writer that notes what it is asked for, and fails at one of these."""
+    """A writer that records its calls and fails at one of them."""
 
     label = "Fragile"
 
@@ -290,7 +290,7 @@ NO_KEY = (
     ],
 )
 def test_going_online_needs_a_key(mode, variables, netrc, sentence, tmp_path) -> None:
-    """Oracle: the sentence, or none, over the places in which wandb keeps keys."""
+    """Oracle: the expected message, or none, over the places in which wandb keeps keys."""
     pytest.importorskip("wandb")
     present = {"HOME": str(tmp_path)} | {name: value for name, value in variables.items() if name.isupper()}
     (tmp_path / ".netrc").write_text(netrc)
@@ -315,7 +315,7 @@ def test_wandb_mode_setting_precedes_the_environment() -> None:
 
 @pytest.mark.parametrize("name", ["tensorboard", "wandb"])
 def test_missing_package_is_reported_before_the_start(name: str, monkeypatch) -> None:
-    """Oracle: the sentence, in an interpreter that finds none but its built-in modules."""
+    """Oracle: the expected message, in an interpreter that finds none but its built-in modules."""
     monkeypatch.delitem(sys.modules, name, raising=False)
     monkeypatch.setattr(sys, "meta_path", [importlib.machinery.BuiltinImporter])
     with pytest.raises(ConfigError) as error:

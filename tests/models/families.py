@@ -1,4 +1,4 @@
-"""One small model of every family, with all that the family has: dense blocks beside experts, chunks, scaling, ties."""
+"""One small model of every family, with all of its features: dense and expert blocks, chunks, scaling, ties."""
 
 from fsdptoys.models import GPT2Config, Llama4Config, LlamaConfig, ModelConfig, Qwen3Config, Qwen3MoEConfig
 from fsdptoys.models.rotary import RopeScaling

@@ -1,4 +1,4 @@
-"""Models that are given a few tokens at a time, against the same models given all at once."""
+"""Models that read a few tokens at a time, compared with the same models on all tokens."""
 
 import pytest
 import torch
@@ -13,7 +13,7 @@ PIECES = {
     "a prompt that ends with a chunk": [24] + [1] * 29,
     "pieces that cross chunks": [5, 31, 2, 15],
 }
-"""How 53 tokens are given; chunks of the models that have some are 24 long."""
+"""Splits of 53 tokens; models with chunked attention have chunks of 24."""
 
 
 @pytest.mark.parametrize("pieces", PIECES)
@@ -32,7 +32,7 @@ def test_cached_logits_equal_those_of_the_full_sequence(case: str, pieces: str) 
 
 @torch.no_grad()
 def test_chunked_attention_caches_only_its_chunk() -> None:
-    """Oracle: the shapes; the last block of four sees everything."""
+    """Oracle: the shapes; the last block of four has full attention."""
     model = build(SMALL["llama4"])
     cache = KeyValueCache()
     for piece in torch.randint(0, 96, (1, 60)).split([50, 5, 5], dim=1):

@@ -1,4 +1,4 @@
-"""Documents that share a sequence, against the same documents each by itself."""
+"""Documents packed into one sequence, compared with the same documents alone."""
 
 from collections.abc import Iterator
 
@@ -14,11 +14,11 @@ from tests.models.families import SMALL
 
 END = 7
 LENGTHS = [1, 30, 11, 1, 1, 49, 7]
-"""Of the documents of a sequence, the last without its end; chunks of the models that have some are 24 long."""
+"""Lengths of a sequence's documents, the last without its end; models with chunked attention have chunks of 24."""
 
 
 def packed(vocab_size: int) -> Tensor:
-    """Two sequences, in the second of which the documents come the other way round."""
+    """Two sequences; the second has the documents in reverse order."""
     rows = []
     for lengths in (LENGTHS, LENGTHS[::-1]):
         documents = [torch.randint(END + 1, vocab_size, (length,)) for length in lengths]
@@ -29,7 +29,7 @@ def packed(vocab_size: int) -> Tensor:
 
 
 def pieces(tokens_BT: Tensor) -> Iterator[tuple[int, int, int]]:
-    """Row, start and stop of each document, by walking over the tokens."""
+    """Row, start and stop of each document, by a loop over the tokens."""
     for row, tokens in enumerate(tokens_BT.tolist()):
         start = 0
         for place, token in enumerate(tokens):
@@ -40,7 +40,7 @@ def pieces(tokens_BT: Tensor) -> Iterator[tuple[int, int, int]]:
 
 @pytest.mark.parametrize("case", SMALL)
 def test_packed_documents_have_the_logits_and_gradients_of_separate_ones(case: str) -> None:
-    """Oracle: the same model without masks, given one document at a time; and masks do make a difference."""
+    """Oracle: the same model without masks on one document at a time; without masks the pack differs."""
     model = build(SMALL[case])
     tokens_BT = packed(model.config.vocab_size)
     weights_BTV = torch.randn(*tokens_BT.shape, model.config.vocab_size)

@@ -20,7 +20,7 @@ PRODUCTS = {
     "padded onednn": (LoopedOneDNN(row_multiple=32), torch.float32),
     "torch's grouped": (Grouped, torch.float32),
 }
-"""Name → product, and the most precise dtype that it knows; a type is made when it is needed, as torch may lack it."""
+"""Name → implementation and its most precise dtype; constructed on demand, since torch may lack it."""
 
 Inputs = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
 """hidden_ND, experts_NK, weights_NK, gate_up_EHD, down_EDF."""
@@ -161,9 +161,9 @@ def test_bfloat16_error_is_at_most_twice_that_of_the_plain_formula(scale_input: 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
 def test_results_are_bitwise_reproducible(dtype: torch.dtype) -> None:
-    """Oracle: its own first run; then at other addresses, with deterministic algorithms demanded, and in autocast.
+    """Oracle: its own first run; repeated at other addresses, with deterministic algorithms, and in autocast.
 
-    Addresses are multiples of 16 bytes, as allocators and FSDP give; else MKL's float64 products differ by themselves.
+    Addresses are multiples of 16 bytes, as from allocators and FSDP; MKL's float64 matmuls differ otherwise.
     """
     inputs = make_inputs(70, 3, 6, dtype=dtype)
     product = choose_product("cpu", dtype)
@@ -199,7 +199,7 @@ def test_checkpointed_backward_equals_the_plain_one_bitwise(dtype: torch.dtype) 
 
 
 def test_saved_tensors_have_the_documented_size() -> None:
-    """Oracle: the formula N·D + N·K·(2F + 1) numbers beside the parameters, and 3·N·K ints; none in no_grad."""
+    """Oracle: the formula: N·D + N·K·(2F + 1) floats besides the parameters, and 3·N·K ints; none in no_grad."""
     tokens, top_k = 48, 2
     inputs = make_inputs(tokens, top_k, 4)
     experts, kept = build(inputs), []
@@ -237,7 +237,7 @@ def test_uneven_loads_allocate_no_larger_tensors() -> None:
 
 
 def test_empty_batch_gives_zero_gradients() -> None:
-    """A rank may get an empty batch; its parameters still need a gradient."""
+    """Oracle: zeros; a rank may get an empty batch, and its parameters still need a gradient."""
     products: list[Product] = [Looped(), LoopedOneDNN(32)]
     if hasattr(torch, "_grouped_mm"):  # from torch 2.8 on
         products.append(Grouped())
@@ -270,7 +270,7 @@ def test_meta_device_gives_shapes() -> None:
 
 
 def test_invalid_expert_ids_and_mixed_dtypes_are_refused() -> None:
-    """An id beyond the last expert and mixed dtypes get a sentence, not wrong numbers."""
+    """Oracle: the expected messages."""
     hidden_ND, experts_NK, weights_NK, *matrices = make_inputs(3, 2, 4)
     with pytest.raises(ValueError, match="give ids below 4"):
         apply_experts(hidden_ND, experts_NK + 4, weights_NK, *matrices, Looped())
@@ -279,7 +279,7 @@ def test_invalid_expert_ids_and_mixed_dtypes_are_refused() -> None:
 
 
 def test_probe_rejects_wrong_and_raising_implementations() -> None:
-    """Oracle: the plain loop, which passes; one that forgets the empty group's place and one that raises do not."""
+    """Oracle: the plain loop passes; one with a wrong expert and one that raises do not."""
 
     class Wrong(Looped):
         def linear(self, a_MI, weight_OI, piece, out_MO=None):  # type: ignore[no-untyped-def]
@@ -297,7 +297,7 @@ def test_probe_rejects_wrong_and_raising_implementations() -> None:
 def test_widths_unsupported_by_grouped_mm_use_the_loop(
     dim: int, ffn_dim: int, wanted: type, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Oracle: torch itself, which refuses rows that do not begin at multiples of 16 bytes."""
+    """Oracle: torch itself, which refuses rows that are not aligned to 16 bytes."""
     monkeypatch.setattr(grouped, "_fastest", lambda *_: Grouped())
     assert type(choose_product("cpu", torch.float32, dim, ffn_dim)) is wanted
     experts = Experts(dim, ffn_dim, 3)

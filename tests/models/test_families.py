@@ -1,4 +1,4 @@
-"""Every family against transformers' implementation, with weights that went through transformers' own files."""
+"""Every family compared with transformers, with weights imported from transformers' own files."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -62,7 +62,7 @@ def test_logits_and_gradients_equal_transformers(case: str, seq_len: int, tmp_pa
     torch.testing.assert_close(loss, oracle_loss, rtol=1e-5, atol=1e-6)
     loss.backward()
     oracle_loss.backward()
-    # Their gradients come to our names the way their weights did.
+    # Convert their gradients to our names through files, like the weights.
     with torch.no_grad():
         for param in oracle.parameters():
             param.copy_(torch.zeros_like(param) if param.grad is None else param.grad)
@@ -81,7 +81,7 @@ def test_logits_and_gradients_equal_transformers(case: str, seq_len: int, tmp_pa
 @pytest.mark.parametrize("case", SMALL)
 def test_flops_per_token_match_torchs_counter(case: str) -> None:
     """Oracle: torch's FlopCounterMode to 1%, which counts the full square of attention: twice our count."""
-    # The counter knows torch's own products only, and counts the rows that another may be padded with.
+    # The counter supports torch's own matmuls only, and counts padding rows of other implementations.
     model, seq_len = build(SMALL[case]), 96  # four whole chunks
     use_kernels(model, replace(choose_kernels({}), grouped_matmul=lambda *_: Looped()))
     tokens_BT = torch.randint(0, 96, (2, seq_len))
@@ -103,7 +103,7 @@ def test_chunked_attention_flops_count_pairs_within_the_chunk() -> None:
 
 @pytest.mark.parametrize("case", SMALL)
 def test_parameter_counts_match_the_model(case: str) -> None:
-    """Oracle: gradients: of one token's loss, parameters of experts it was not sent to have none."""
+    """Oracle: gradients of one token's loss, which are zero for the experts that it was not routed to."""
     model = build(SMALL[case])
     counts = model.parameter_counts()
     assert counts.total == sum(param.numel() for param in model.parameters())
@@ -136,12 +136,12 @@ def test_initial_values_follow_the_config(case: str) -> None:
 
 
 def test_cases_cover_all_families() -> None:
-    """Every family needs a case, or it would not be compared."""
+    """Oracle: the registry of families."""
     assert {config.family for config in SMALL.values()} == set(MODELS)
 
 
 def test_labels_without_a_loss_function_are_refused() -> None:
-    """The head cannot guess which loss is meant."""
+    """Oracle: the message; the head has no default loss."""
     model = build(LLAMA2)
     with pytest.raises(ValueError, match="without a loss_fn"):
         model(torch.zeros(1, 2, dtype=torch.int64), torch.zeros(1, 2, dtype=torch.int64))

@@ -37,7 +37,7 @@ def test_temperature_zero_takes_the_most_likely_token() -> None:
 
 
 def test_tokens_within_the_context_are_read_once() -> None:
-    """Oracle: sums by hand, and a count of the model's inputs; then two tokens for each."""
+    """Oracle: sums by hand, and the number of the model's input tokens; beyond the context, two per token."""
     model = Counting(1.0)
     assert generate(model, torch.tensor([1, 2]), 4, 5, GREEDY).tolist() == [1, 2, 3, 6, 2, 4]
     assert model.read == 5
@@ -47,7 +47,7 @@ def test_tokens_within_the_context_are_read_once() -> None:
 
 
 def test_samples_depend_on_the_seed_and_the_temperature() -> None:
-    """Oracle: the same call again; a low temperature is as good as none, a high one is not."""
+    """Oracle: the repeated call; a low temperature equals greedy sampling, a high one does not."""
     prompt = torch.tensor([1, 2])
     first, again, other = (generate(Counting(1.0), prompt, 50, 2, Draw(1.0, seed=seed)).tolist() for seed in (0, 0, 1))
     assert first == again != other
@@ -91,7 +91,7 @@ def test_non_finite_logits_stop_generation() -> None:
 def test_greedy_text_equals_generation_without_a_cache(
     case: str, context: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Oracle: a loop that reads all tokens within the context for each; prompts are read in several pieces."""
+    """Oracle: a loop that reads the full context for every token; prompts are read in several pieces."""
     monkeypatch.setattr(sampling, "PROMPT_TOKENS", 7)
     model = build(SMALL[case])
     prompt_T = torch.randint(0, 96, (20,))

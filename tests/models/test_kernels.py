@@ -44,7 +44,7 @@ def _tables(length: int, width: int) -> tuple[Tensor, Tensor]:
 
 
 def _qkv(batch: int, heads: int, groups: int, length: int, width: int) -> list[Tensor]:
-    """As ``Attention`` hands them over: views whose heads were moved in front of positions."""
+    """Inputs as ``Attention`` passes them: views with the head dim moved before positions."""
     return [torch.randn(batch, length, n, width).transpose(1, 2) for n in (heads, groups, groups)]
 
 
@@ -75,7 +75,7 @@ def _run(function: Callable[..., Tensor], leaves: list[Tensor], rest: tuple[Any,
 
 
 COMPILED_CASES = ("norm of the stream", "norm without a weight", "halves", "neighbors", "gate")
-"""Few, since each is compiled in some seconds."""
+"""Few variants, since each takes seconds to compile."""
 
 VARIANTS = [("npu", case, dtype) for case in CASES for dtype in (torch.float32, torch.bfloat16)]
 VARIANTS += [("compiled", case, torch.float32) for case in COMPILED_CASES]
@@ -85,7 +85,7 @@ VARIANTS += [("compiled", case, torch.float32) for case in COMPILED_CASES]
 def test_implementations_have_the_values_and_gradients_of_the_plain_one(
     name: str, case: str, dtype: torch.dtype
 ) -> None:
-    """Oracle: the plain function, to some roundings of the format, in whose format all results are."""
+    """Oracle: the plain function, to a few roundings of the dtype, which all results have."""
     operation, make, rest = CASES[case]
     torch.manual_seed(0)
     leaves = [leaf.to(DEVICE, dtype) for leaf in make()]
@@ -98,7 +98,7 @@ def test_implementations_have_the_values_and_gradients_of_the_plain_one(
 
 
 def test_norm_with_a_weight_of_another_dtype_falls_back_to_pytorch() -> None:
-    """Oracle: the plain function in every bit; torch_npu's kernel refuses such a weight, and so does its stand-in."""
+    """Oracle: the plain function bitwise; torch_npu's kernel refuses such a weight, and so does its stand-in."""
     x, weight = torch.randn(3, 8, dtype=torch.bfloat16).to(DEVICE), torch.randn(8).to(DEVICE)
     assert torch.equal(npu_kernels.rms_norm(x, weight, 1e-5), F.rms_norm(x, (8,), weight, 1e-5))
 
@@ -135,14 +135,14 @@ def test_kernels_save_the_documented_number_of_tensors(operation: str, name: str
         out = function(*arguments[operation])
     assert out.requires_grad
     size = x.untyped_storage().nbytes()
-    # Two tables of a head's half width are small beside what all heads have.
+    # Two tables of half a head's width are small compared with all heads.
     assert sum(nbytes // size for nbytes in saved.values()) == kept
     assert sum(nbytes % size for nbytes in saved.values()) <= size / 4
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_npu_grouped_matmul_is_correct_and_chosen(dtype: torch.dtype) -> None:
-    """Oracle: multiplying and adding one by one, with an empty group (``works``)."""
+    """Oracle: multiply-adds one by one, with an empty group (``works``)."""
     assert works(npu_kernels.NPUGrouped(), DEVICE.type, dtype)
     assert isinstance(npu_kernels.choose_product(DEVICE.type, dtype, 16, 24), npu_kernels.NPUGrouped)
 
@@ -207,11 +207,11 @@ def test_model_has_equal_loss_and_gradients_with_other_kernels(
 def test_selective_checkpointing_recomputes_neither_attention_nor_matmuls(
     mode: GradientCheckpointing, attended: int, multiplied: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Oracle: calls a layer, by hand: one attention; two products of experts in the forward, four in the backward."""
+    """Oracle: calls per layer, by hand: one attention; two expert matmuls in the forward, four in the backward."""
     for name, operator in (("attention", "npu_fusion_attention"), ("grouped_mm", "npu_grouped_matmul")):
         kept = (*SAVED_OPERATORS[name], getattr(torch.ops.npu, operator).default)
         monkeypatch.setitem(SAVED_OPERATORS, name, kept)
-    _loss_and_gradients("qwen3_moe", NPU, torch.float32, GradientCheckpointing.none)  # tries the product
+    _loss_and_gradients("qwen3_moe", NPU, torch.float32, GradientCheckpointing.none)  # probes the matmul
     CALLS.clear()
     _loss_and_gradients("qwen3_moe", NPU, torch.float32, mode)
     layers = SMALL["qwen3_moe"].n_layers
@@ -220,7 +220,7 @@ def test_selective_checkpointing_recomputes_neither_attention_nor_matmuls(
 
 
 def test_selective_checkpointing_saves_the_operators_of_torch_npu() -> None:
-    """Oracle: a process in which they exist before ``memory`` is imported, as where torch_npu loads itself."""
+    """Oracle: a process in which they exist before ``memory`` is imported, as with the autoloaded torch_npu."""
     program = """
 from tests.npu_stand_ins import CALLS, DEVICE, IS_REAL, npu_operators
 with npu_operators():
@@ -255,7 +255,7 @@ def test_layers_of_two_models_have_their_own_kernels() -> None:
 
 
 def test_compiled_kernels_join_the_graph_of_a_compiled_block() -> None:
-    """Oracle: the compiler's own count: one graph, in which the functions are, and the same result."""
+    """Oracle: the compiler's own count: one graph that includes the functions, and the same result."""
     model = build(SMALL["qwen3"])
     tokens_BT = torch.zeros(1, 8, dtype=torch.int64)
     hidden, rotations = model.embed(tokens_BT), model.rotations(8)

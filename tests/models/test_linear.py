@@ -1,4 +1,4 @@
-"""Linear layers by way of float32: the same numbers as torch's own bf16 products, forward and backward."""
+"""Linear layers computed in float32: the values of torch's own bf16 matmuls, forward and backward."""
 
 import pytest
 import torch
@@ -60,13 +60,13 @@ def test_attention_computed_in_float32_equals_torch_bfloat16(monkeypatch: pytest
 
 
 def test_float32_loop_of_expert_matmuls_is_correct() -> None:
-    """Oracle: multiplying and adding, with an empty group."""
+    """Oracle: multiply-adds, with an empty group."""
     assert works(LoopedFloat32(), "cpu", torch.bfloat16)
 
 
 @pytest.mark.usefixtures("no_bfloat16")
 def test_plain_loss_multiplies_in_float32(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Oracle: torch's own product must not be asked for bf16 factors."""
+    """Oracle: the dtypes passed to torch's own matmul, none of them bf16."""
     asked = []
     own = torch.nn.functional.linear
 

@@ -94,7 +94,7 @@ def test_scout_is_the_default_llama4_of_transformers_except_its_context() -> Non
 
 
 def test_every_preset_is_named_after_its_file() -> None:
-    """Titles of runs carry the name."""
+    """Oracle: the file names; titles of runs use the preset's name."""
     files = list((CONFIGS / "model").glob("*.yaml"))
     assert len(files) > 20
     for file in files:

@@ -25,7 +25,7 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 def run(kept: OptimStateDType, implementation: Implementation) -> tuple[list[nn.Parameter], torch.optim.Optimizer]:
-    """A few steps; other states are rounded to bfloat16 by hand."""
+    """Take a few steps; float32 states are rounded to bfloat16 by hand."""
     generator = torch.Generator().manual_seed(0)
     params = [nn.Parameter(torch.randn(shape, generator=generator)) for shape in ((70, 9), (5,))]
     config = AdamWConfig(lr=1e-2, state_dtype=kept, implementation=implementation)
@@ -44,7 +44,7 @@ def run(kept: OptimStateDType, implementation: Implementation) -> tuple[list[nn.
 
 @pytest.mark.parametrize("implementation", list(Implementation), ids=lambda each: each.value)
 def test_step_equals_float32_adamw_with_states_rounded_to_bfloat16(implementation: Implementation) -> None:
-    """Oracle: torch.optim.AdamW, or VectorAdamW for its fused form on a CPU, and rounding by hand: in every bit."""
+    """Oracle: torch.optim.AdamW, or VectorAdamW for its fused form on a CPU, and rounding by hand: bitwise."""
     (mine, kept), (theirs, wanted) = (
         run(dtype, implementation) for dtype in (OptimStateDType.bfloat16, OptimStateDType.float32)
     )

@@ -17,7 +17,7 @@ from tests.parallel.runs import WITH_BLOCKS, make_config
 
 LOW_BITS = [OptimStateDType.int8, OptimStateDType.float8, OptimStateDType.int4]
 SHAPES = {"layers.0": (20, 256), "layers.1": (512, 32), "layers.2": (16, 8), "layers.3": (4100,)}
-"""Rows of whole blocks, of smaller ones, of none, and a vector: matrices of few bits are the first two."""
+"""Rows of full blocks, of smaller ones, of none, and a vector: the first two have low-bit states."""
 
 
 def make_params(names: Iterable[str] = SHAPES) -> dict[str, nn.Parameter]:
@@ -37,7 +37,7 @@ def take_steps(optimizers: list[torch.optim.Optimizer], params: dict[str, nn.Par
 def ours(
     kept: OptimStateDType, implementation: Implementation, names: Iterable[str] = SHAPES
 ) -> tuple[dict[str, nn.Parameter], torch.optim.Optimizer]:
-    """After a few steps."""
+    """Parameters and optimizer after a few steps."""
     params = make_params(names)
     config = AdamWConfig(lr=1e-2, state_dtype=kept, implementation=implementation)
     optimizer = build_optimizer(config, params.items(), {name for name in params if name != "layers.3"})
@@ -47,7 +47,7 @@ def ours(
 
 @pytest.mark.parametrize("kept", LOW_BITS, ids=lambda each: each.value)
 def test_matrices_match_torchao_and_other_parameters_match_pytorch(kept: OptimStateDType) -> None:
-    """Oracle: torchao's optimizers, uncompiled, with the same blocks, and torch.optim.AdamW: in every bit."""
+    """Oracle: torchao's optimizers, uncompiled, with the same blocks, and torch.optim.AdamW: bitwise."""
     from torchao.optim import AdamW4bit, AdamW8bit, AdamWFp8
 
     mine, optimizer = ours(kept, Implementation.for_loop)
@@ -84,7 +84,7 @@ def test_compiled_step_equals_the_eager_step_up_to_rounding() -> None:
     start = make_params(names)
     for name, param in compiled.items():
         assert (param - start[name]).abs().max() > 1e-2
-        # A mean near the middle between two codes may become either: a few of the numbers.
+        # A moment near the middle between two codes may round to either: a few elements.
         far = (param - plain[name]).abs() > 1e-5
         assert far.float().mean() < 1e-3
 

@@ -1,4 +1,4 @@
-"""Muon against PyTorch's, its products against a singular value decomposition, and the layouts against each other."""
+"""Muon compared with PyTorch's, its matmuls with a singular value decomposition, and layouts with one process."""
 
 from typing import Any
 
@@ -59,7 +59,7 @@ def take_steps(optimizer: torch.optim.Optimizer, params: list[nn.Parameter], ste
 @pytest.mark.parametrize("nesterov", [True, False], ids=lambda on: f"nesterov={on}")
 @pytest.mark.parametrize("scale", list(UpdateScale), ids=lambda scale: scale.value)
 def test_muon_matches_torch_optim_muon_bitwise(scale: UpdateScale, nesterov: bool) -> None:
-    """Oracle: torch.optim.Muon, in bfloat16 as it is."""
+    """Oracle: torch.optim.Muon, which computes in bfloat16."""
     settings: dict[str, Any] = {"lr": 0.02, "weight_decay": 0.1, "momentum": 0.9, "nesterov": nesterov, "ns_steps": 4}
     named = matrices()
     config = MuonConfig(**settings, ns_dtype=MatmulDType.bfloat16, update_scale=scale)
@@ -75,7 +75,7 @@ def test_muon_matches_torch_optim_muon_bitwise(scale: UpdateScale, nesterov: boo
 
 @pytest.mark.parametrize("implementation", [Implementation.fused, Implementation.foreach], ids=lambda each: each.value)
 def test_parameters_other_than_block_matrices_use_adamw_with_its_own_rate(implementation: Implementation) -> None:
-    """Oracle: torch.optim.AdamW over the same parameters, and the momentum that a matrix alone has as its state."""
+    """Oracle: torch.optim.AdamW over the same parameters; matrices have a momentum buffer as their only state."""
 
     def model() -> dict[str, nn.Parameter]:
         generator = torch.Generator().manual_seed(0)
@@ -139,7 +139,7 @@ LAYOUTS: dict[str, tuple[ParallelConfig, int, int]] = {
 def test_muon_matches_a_single_process_bitwise_under_every_layout(family: str, dtype: MatmulDType) -> None:
     """Oracle: one process that runs the same micro-batches in turn; deterministic mode, on real gloo ranks.
 
-    Odd sizes, so that shards are uneven; the three experts of qwen3_moe are cut along another dim than the first on two
+    Odd sizes, so that shards are uneven; the three experts of qwen3_moe are sharded along another dim than 0 on two
     ranks, and matrix by matrix elsewhere.
     """
     options: dict[str, Any] = {

@@ -1,4 +1,4 @@
-"""Fused AdamW on a CPU: the same bits wherever a tensor is cut, and PyTorch's own numbers."""
+"""Fused AdamW on a CPU: bitwise equal for any split of a tensor, with PyTorch's own values."""
 
 from collections.abc import Sequence
 
@@ -13,7 +13,7 @@ SETTINGS = {"lr": 3e-3, "betas": (0.9, 0.95), "weight_decay": 0.1}
 
 
 def train(kind: type[torch.optim.Optimizer], sizes: Sequence[int], dtype: torch.dtype, **options: bool) -> Tensor:
-    """The same numbers after five steps, split into parameters of these sizes, the last of which has the rest."""
+    """The same elements after five steps, split into parameters of these sizes; the last one has the rest."""
     generator = torch.Generator().manual_seed(0)
     start = torch.randn(ELEMENTS, generator=generator).to(dtype)
     cut = [*sizes, ELEMENTS - sum(sizes)]
@@ -30,7 +30,7 @@ def train(kind: type[torch.optim.Optimizer], sizes: Sequence[int], dtype: torch.
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_results_do_not_depend_on_tensor_splits_or_threads(dtype: torch.dtype) -> None:
-    """Oracle: one tensor of all numbers; PyTorch's own fused update of it is the same up to its last vector."""
+    """Oracle: one tensor of all elements; PyTorch's own fused step is equal up to its last vector."""
     whole = train(VectorAdamW, [], dtype, fused=True)
     before = torch.get_num_threads()
     try:

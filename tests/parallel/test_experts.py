@@ -57,7 +57,7 @@ def test_fewer_experts_than_ranks_are_sharded_evenly() -> None:
 
 
 def only_the_first(self: Router, hidden_ND: Tensor) -> tuple[Tensor, Tensor]:
-    """A router that sends every token to expert 0 and still has a gradient."""
+    """A router that routes every token to expert 0 and still has a gradient."""
     probabilities_NE = torch.nn.functional.linear(hidden_ND, self.weight).softmax(-1)
     experts_N1 = torch.zeros(len(hidden_ND), 1, dtype=torch.int64)
     sums = torch.cat([probabilities_NE.sum(0), torch.zeros(1)])
@@ -83,7 +83,7 @@ def first_updates(config: Config) -> list[float]:
 
 @pytest.mark.usefixtures("unmeasured")
 def test_idle_experts_neither_hang_nor_change_gradients() -> None:
-    """Oracle: one process; every token goes to expert 0, so the others are not updated at all, on any rank."""
+    """Oracle: one process; every token is routed to expert 0, so no rank updates the others."""
 
     def config(parallel: ParallelConfig, world_size: int, fsdp_size: int = -1) -> Config:
         model = Qwen3MoEConfig(**{**vars(TINY["qwen3_moe"]), "top_k": 1, "n_experts": 3})

@@ -253,7 +253,7 @@ def test_shards_of_different_sizes_are_refused_with_a_float8_gather() -> None:
 
 
 def test_devices_and_environments_without_float8_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Oracle: the sentence, with the device found; a plan skips this check, since it predicts other devices."""
+    """Oracle: the expected message, with the device found; a plan skips this check, since it predicts other devices."""
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (8, 0))
     with pytest.raises(ConfigError, match=r"8\.9 or more, and this one has 8\.0; set train\.float8=none"):
         check_float8_here(Float8.tensorwise, "cuda")

@@ -31,21 +31,21 @@ def test_mesh_has_a_second_axis_only_with_replicas() -> None:
 
 @pytest.mark.parametrize(("size", "world_size", "fix"), [(6, 8, 4), (3, 4, 2), (16, 8, 8), (2, 1, 1)])
 def test_indivisible_fsdp_size_is_refused_with_a_divisor(size: int, world_size: int, fix: int) -> None:
-    """Oracle: the largest divisor that is not larger."""
+    """Oracle: the largest divisor up to that size."""
     with pytest.raises(ConfigError, match=f"mesh.fsdp_size={size} must divide .* set mesh.fsdp_size={fix} or"):
         MeshConfig(size).shard_ranks(world_size)
 
 
 @pytest.mark.parametrize(("world_size", "node_ranks", "size"), [(16, 8, 8), (8, 8, 8), (4, 8, 4), (6, 1, 1)])
 def test_node_fsdp_size_is_the_ranks_per_node(world_size: int, node_ranks: int, size: int) -> None:
-    """Oracle: the table; a partly used node has all of the ranks."""
+    """Oracle: the table; a partially used node has all ranks."""
     config = MeshConfig("node")
     config.resolve(world_size, node_ranks)
     assert config.shard_ranks(world_size) == size
 
 
 def test_node_fsdp_size_needs_equal_ranks_per_node() -> None:
-    """Oracle: the sentence."""
+    """Oracle: the expected message."""
     with pytest.raises(
         ConfigError, match=r"mesh.fsdp_size=node needs equally many .* 12 ranks are no multiple of the 8"
     ):
@@ -58,7 +58,7 @@ def test_node_fsdp_size_needs_equal_ranks_per_node() -> None:
      (1, 12, 6, False)],
 )  # fmt: skip
 def test_shard_group_across_nodes_is_reported(shard_ranks: int, world_size: int, node_ranks: int, warns: bool) -> None:
-    """Oracle: groups laid out one by one; with as many nodes as they could have met without the border."""
+    """Oracle: groups enumerated one by one, and the number of nodes of each."""
     groups = [range(start, start + shard_ranks) for start in range(0, world_size, shard_ranks)]
     machines = [len({rank // node_ranks for rank in group}) for group in groups]
     assert warns == (shard_ranks < world_size and max(machines) * min(node_ranks, shard_ranks) > shard_ranks)

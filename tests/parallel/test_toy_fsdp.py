@@ -133,7 +133,7 @@ REFUSALS: dict[str, tuple[Callable[[], Any], str]] = {
 
 @pytest.mark.parametrize("name", REFUSALS)
 def test_unsupported_settings_are_refused_in_one_sentence(name: str) -> None:
-    """Oracle: the sentence."""
+    """Oracle: the expected message."""
     call, sentence = REFUSALS[name]
     with pytest.raises(ConfigError) as mistake:
         call()

@@ -1,4 +1,4 @@
-"""Toys against their native counterparts: losses, norms and parameters, in every bit if the sums are the same."""
+"""Toys compared with their native counterparts: losses, norms and parameters, bitwise if the sums are the same."""
 
 from contextlib import closing
 from typing import Any
@@ -53,7 +53,7 @@ def pairs(ranks: int) -> dict[str, tuple[ParallelConfig, ParallelConfig, dict[st
     made["ddp bf16"] = (DDPConfig(**half), ToyDDPConfig(**half), {"memory": EVERYTHING, **default})
     for toy in (ToyZero1Config, ToyZero2Config):
         made[f"{toy.name} deterministic"] = (DDPConfig(), toy(), {**SMALL, "tie_embeddings": True})
-        # Small buckets would be added in another order over four ranks.
+        # Small buckets would be summed in another order over four ranks.
         alike = {**default, "grad_accum": 1, "model": MODELS["gpt2"]}
         if ranks < 4 or toy is ToyZero1Config:
             made[f"{toy.name} default"] = (DDPConfig(), toy(), alike)
@@ -80,7 +80,7 @@ def test_toys_match_their_native_counterparts_bitwise(ranks: int, request: pytes
 
 
 def test_planner_refuses_toys() -> None:
-    """Oracle: the sentence; a prediction of the wrong strategy would be worse than none."""
+    """Oracle: the expected message; a prediction of the wrong strategy would be worse than none."""
     with pytest.raises(ConfigError, match="parallel=toy_ddp cannot be predicted; set parallel=ddp"):
         validate_switches(compose_config(["parallel=toy_ddp"]), 2, "cpu")
 

@@ -1,4 +1,4 @@
-"""Patches are chosen by name or version, refused in a sentence, and undone by the last who holds them."""
+"""Patches are chosen by name or version, refused in one sentence, and undone by their last holder."""
 
 import itertools
 
@@ -72,7 +72,7 @@ def test_undo_keeps_later_replacements_by_other_libraries(monkeypatch: pytest.Mo
     """Oracle: identity; other libraries replace the same methods when they are first used."""
 
     def around(*args: object) -> None:
-        """Stand for another library's."""
+        """Stands for another library's replacement."""
 
     monkeypatch.setattr(FSDPCommContext, "lazy_init", FSDPCommContext.lazy_init)  # comes back after this test
     patches = apply_patches(["fsdp2_stream_reuse"], "fsdp2")

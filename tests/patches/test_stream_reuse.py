@@ -111,7 +111,7 @@ def step(strategy: str, hybrid: bool, patched: bool, order: str) -> tuple[int, l
 
 
 def test_streams_without_a_readable_priority_are_shared() -> None:
-    """Held against the first root's stream; torch_npu's raise RuntimeError where they are asked."""
+    """Oracle: the first root's stream; torch_npu's streams raise RuntimeError on access to the priority."""
 
     class Stream(torch.cpu.Stream):
         @property
@@ -142,7 +142,7 @@ def test_streams_without_a_readable_priority_are_shared() -> None:
 def test_two_roots_share_streams_with_bitwise_equal_gradients(
     strategy: str, hybrid: bool, streams_of_a_root: int
 ) -> None:
-    """Oracle: unpatched PyTorch, one root after the other; every gradient in every bit, and streams seen in use."""
+    """Oracle: unpatched PyTorch, one root after the other; every gradient bitwise, and streams seen in use."""
     ranks = 4 if hybrid else 2
     alone = run_ranks(ranks, step, strategy, hybrid, False, "aAbB")
     assert alone[0][0] == 2 * streams_of_a_root
@@ -157,7 +157,7 @@ def test_two_roots_share_streams_with_bitwise_equal_gradients(
 
 
 def mixed_roots() -> list[list[int]]:
-    """For each root, numbers that stand for its streams; the first and the last are not hybrid, the two between are."""
+    """For each root, its streams as numbers; the first and the last root are not hybrid, the two between are."""
     record_streams()
     numbers: dict[Any, int] = {}
     found = []
@@ -178,7 +178,7 @@ def test_plain_and_hybrid_roots_share_only_the_default_stream() -> None:
 
 
 def runs_in_turn() -> tuple[bool, bool, bool]:
-    """Whether two patched runs share streams, whether an unpatched one does, and whether each undid its patch."""
+    """Whether two patched runs share streams, whether an unpatched run does, and whether each undid its patch."""
     from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPCommContext
 
     original, streams, undone = FSDPCommContext.lazy_init, [], True
@@ -217,5 +217,5 @@ def interleave_with_share_comm_ctx() -> str:
 
 @pytest.mark.skipif(not hasattr(torch.distributed.fsdp, "share_comm_ctx"), reason="came with torch 2.10")
 def test_share_comm_ctx_breaks_interleaved_backwards() -> None:
-    """A control: where this fails, PyTorch keeps the order of prefetching apart and the patch may go."""
+    """Oracle: PyTorch's error; once this fails, PyTorch separates the prefetch orders and the patch is obsolete."""
     assert run_ranks(2, interleave_with_share_comm_ctx) == ["list index out of range"] * 2

@@ -18,7 +18,7 @@ def _forget_server() -> None:
     forkserver._forkserver._forkserver_pid = None  # type: ignore[attr-defined]
 
 
-# Ranks that later tests fork from here start servers of their own, and would ask for this one as if it were theirs.
+# Ranks forked by later tests start servers of their own, and must not contact this one.
 os.register_at_fork(after_in_child=_forget_server)
 
 

@@ -51,7 +51,7 @@ def test_advice_falls_back_to_pairs_and_then_to_the_largest_savings() -> None:
 
 
 def test_invalid_plot_paths_are_refused(tmp_path: Path) -> None:
-    """Oracle: the sentences, word for word."""
+    """Oracle: the exact messages."""
     check_picture(tmp_path / "plan.png")
     (tmp_path / "folder.png").mkdir()
     for path, sentence in (

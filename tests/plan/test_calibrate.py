@@ -49,7 +49,7 @@ def step_of(
     *, tflops: float = 1, gb: float = 1, small: int = 0, gathered_gb: float = 0, size: int = 8, copied_gb: float = 0,
     copies: int = 1, updated: int = 0,
 ) -> Callable[[Hardware], float]:  # fmt: skip
-    """Seconds of one step as a replay of a made-up trace: products, traffic, small kernels, a gather, copies, AdamW."""
+    """Seconds of one step as a replay of a made-up trace: matmuls, traffic, small kernels, a gather, copies, AdamW."""
     events: list[Any] = [Mark(1, "forward")]
     events += [Kernel("mm", 0, KernelKind.matmul, tflops * 1e12, 0, "bfloat16")]
     events += [Kernel("attention", 0, KernelKind.attention, tflops * 1e11, 0, "bfloat16")]
@@ -96,7 +96,7 @@ def cases(*names: str, truth: Hardware = TRUTH) -> list[Case]:
 
 @pytest.mark.usefixtures("unmeasured")
 def test_runs_that_determine_all_rates_recover_them() -> None:
-    """Oracle: the rates that made the measurements."""
+    """Oracle: the rates behind the measurements."""
     result = calibrate(cases(*RUNS), H100, today=TODAY)
     for parameter in PARAMETERS:
         for field in parameter.fields:
@@ -135,7 +135,7 @@ def test_one_run_is_fitted_with_the_smallest_change() -> None:
 
 
 def test_only_requested_parameters_are_fitted() -> None:
-    """Oracle: the one that is asked for."""
+    """Oracle: the requested parameter."""
     result = calibrate(cases("copies", "host"), H100, choose_parameters(["transfers"]), today=TODAY)
     assert set(result.changes) == {"transfer_bandwidth"} and not result.unknown
 
@@ -157,7 +157,7 @@ def test_contradictory_runs_share_the_error() -> None:
 
 
 def test_fitted_values_name_their_runs_as_source() -> None:
-    """Oracle: the words, and a profile that can be read again."""
+    """Oracle: the exact source."""
     result = calibrate(cases("compute", "traffic"), H100, today=TODAY)
     source = result.hardware.matmul_efficiency.source
     assert source == "calibrated from compute, traffic on 2026-01-31; before that 0.72"
@@ -199,7 +199,7 @@ def predictor(config: Config, hardware: Hardware, world_size: int) -> Callable[[
 
 
 def test_run_directory_is_read_with_synthetic_data(tmp_path: Path, config: Config) -> None:
-    """Oracle: what was written; the median leaves out the warm-up of two steps; the data is what any machine has."""
+    """Oracle: the written files; the median excludes the warm-up of two steps; the data becomes synthetic."""
     run = read_run(write_run(tmp_path / "run", config, [9.0, 9.0, 0.5, 0.7, 0.6]))
     assert (run.world_size, run.device_type, run.step_seconds) == (8, "cuda", 0.6)
     read = run.config.to_dict()
@@ -231,7 +231,7 @@ def test_command_prints_errors_and_writes_a_profile(tmp_path: Path, config: Conf
 
 
 def test_mistakes_are_reported_in_one_sentence(tmp_path: Path, config: Config) -> None:
-    """Oracle: the sentences."""
+    """Oracle: the expected messages."""
     console = Console(file=io.StringIO())
     run = write_run(tmp_path / "run", config, [1.0, 1.0, 1.0])
     short = write_run(tmp_path / "short", config, [1.0, 1.0])
@@ -276,7 +276,7 @@ def test_mistakes_are_reported_in_one_sentence(tmp_path: Path, config: Config) -
     ],
 )
 def test_unreadable_settings_are_named(config: Config, section: str, key: str, value: object, sentence: str) -> None:
-    """Oracle: the sentences."""
+    """Oracle: the expected messages."""
     tree = config.to_dict()
     tree[section][key] = value
     with pytest.raises(ConfigError, match=re.escape(sentence)):

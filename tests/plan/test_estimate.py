@@ -1,4 +1,4 @@
-"""The closed form compared with formulas, with itself for monotony, and with traces of the real code."""
+"""The closed form: formulas, monotony, and comparison with traces of the real code."""
 
 import copy
 import dataclasses
@@ -71,7 +71,7 @@ def _config(*words: str, world_size: int = 8, hardware: str = "h100") -> Config:
 
 
 def _read(before: Any, value: str) -> Any:
-    """A value as the field's own type has it."""
+    """A value converted to the type of the field."""
     if isinstance(before, Enum):
         return type(before)(value)
     if value == "null":
@@ -93,7 +93,7 @@ def _parameters(config: Config) -> int:
     ("words", "world_size", "bytes_each", "ranks"),
     [
         # Parameters 4, states 8, DDP's buckets 4, copies that a cast forward leaves 2; with the model's own parameters
-        # FSDP1 lets go of gradients, 4, in the next forward.
+        # FSDP1 frees gradients, 4, in the next forward.
         (("parallel=fsdp2",), 8, 12, 8),
         (("parallel=fsdp2", "mesh.fsdp_size=4"), 16, 12, 4),
         (("parallel=fsdp1", "parallel.use_orig_params=false", "optim.weight_decay_on=all"), 8, 12, 8),
@@ -161,7 +161,7 @@ def test_memory_time_and_flops_grow_with_the_work(key: str, values: tuple[int, .
 
 
 def test_sharded_memory_falls_with_the_number_of_ranks() -> None:
-    """Oracle: what is sharded is divided by the ranks, and replicas do not change it."""
+    """Oracle: sharded memory is divided by the ranks, and independent of replicas."""
     sizes = [_predict(*LLAMA, FULL, world_size=world).memory.end_bytes for world in (2, 4, 8, 64, 1024)]
     assert sorted(sizes, reverse=True) == sizes
     hybrid = _predict(*LLAMA, FULL, "mesh.fsdp_size=8", world_size=64).memory
@@ -191,7 +191,7 @@ def test_each_memory_switch_saves_memory(without: str, with_: str) -> None:
 
 
 def test_collective_volumes_match_the_strategy() -> None:
-    """Oracle: by hand: bf16 parameters gathered twice but for embedding and head, float32 gradients reduced once."""
+    """Oracle: by hand: bf16 parameters gathered twice except embedding and head, float32 gradients reduced once."""
     config = _config(*LLAMA)
     total = _parameters(config)
     once = 2 * config.model.vocab_size * config.model.dim + config.model.dim
@@ -207,7 +207,7 @@ def test_collective_volumes_match_the_strategy() -> None:
 
 @pytest.mark.parametrize("grad_accum", [1, 2, 3, 7])
 def test_time_and_gathers_are_linear_in_micro_batches(grad_accum: int) -> None:
-    """Oracle: middle micro-batches are alike, so seconds lie on a line, and gathers are counted once for each."""
+    """Oracle: middle micro-batches are equal, so time is linear, and gathers are counted once for each."""
     words = ("model=llama3_1b", "parallel.param_dtype=bfloat16", "train.seq_len=2048", "train.batch_size=4")
 
     def predict(count: int) -> Prediction:
@@ -243,7 +243,7 @@ def test_categories_sum_to_the_peak() -> None:
     ("kind", "kernels"), [*((kind, "") for kind in AttentionKind), ("npu", "npu"), ("flash", "compiled")]
 )
 def test_kept_activations_of_a_llama_block(kind: AttentionKind | str, kernels: str) -> None:
-    """Oracle: by hand, tensors in bf16: nine of width D where normalization is fused, statistics, and of width F
+    """Oracle: by hand, tensors in bf16: nine of width D with fused normalization, statistics, and of width F
     four, or three (gate, up, their product) with fused kernels."""
     kind = AttentionKind(kind)
     device_type = "npu" if kernels == "npu" else "cuda"
@@ -267,7 +267,7 @@ def test_kept_activations_of_a_llama_block(kind: AttentionKind | str, kernels: s
 
 
 def test_native_segments_reserve_at_least_the_allocated_memory() -> None:
-    """Oracle: the allocator's invariant, and that the closed form says what it leaves out."""
+    """Oracle: the allocator's invariant, and the caveat on fragmentation."""
     native = _predict(*LLAMA, FULL, "plan.allocator=native")
     assert native.memory.reserved_bytes >= native.memory.peak_bytes
     assert any("fragmentation" in doubt for doubt in native.doubts)
@@ -288,7 +288,7 @@ def test_native_segments_reserve_at_least_the_allocated_memory() -> None:
     ],
 )
 def test_every_parameter_is_in_one_unit(words: tuple[str, ...]) -> None:
-    """Oracle: counting; and what is predicted is positive and finite for every family and mode."""
+    """Oracle: parameter counts; predictions are positive and finite for every family and mode."""
     config = _config(*words, "parallel.param_dtype=bfloat16")
     with torch.device("meta"):
         model = config.model.build()
@@ -346,7 +346,7 @@ TRACED = [
 @pytest.mark.usefixtures("unmeasured")
 @pytest.mark.parametrize(("name", "words"), TRACED)
 def test_closed_form_agrees_with_the_trace(name: str, words: tuple[str, ...]) -> None:
-    """Oracle: the real trainer, traced and replayed, within the tenth from which on the two contradict each other."""
+    """Oracle: the real trainer, traced and replayed, within the 10% above which a disagreement is reported."""
     model = ("model=llama3_1b", "model.n_layers=4", "parallel.param_dtype=bfloat16", "train.seq_len=2048")
     config = _config(*model, *words, hardware=name)
     hardware = _hardware(name)
@@ -368,7 +368,7 @@ def test_closed_form_agrees_with_the_trace(name: str, words: tuple[str, ...]) ->
 @pytest.mark.usefixtures("unmeasured")
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_ddp_buckets_match_the_trace(dtype: str) -> None:
-    """Oracle: the real reducer's all-reduces, beside which a trace has up to three of single numbers."""
+    """Oracle: the real reducer's all-reduces; a trace has up to three more, of single numbers."""
     config = _config("model=llama3_1b", "model.n_layers=4", f"parallel.param_dtype={dtype}", "parallel=ddp")
     hardware = _hardware("h100")
     formula = closed_form(config, hardware, 8).time

@@ -17,7 +17,7 @@ from fsdptoys.plan.trace.extrapolate_layers import choose_depths, extrapolate
         (["model=llama2_7b", "plan.allocator=native"], [32]),
         # Every fourth layer of Scout attends to all positions, the others to chunks.
         (["model=llama4_scout"], [8, 16]),
-        # 5 layers that are not checkpointed, then turns of 3: 14 is three of them, and 80 are 22 more than that.
+        # 5 layers without checkpointing, then periods of 3: 14 has three of them, and 80 has 22 more.
         (
             [
                 "model=llama3_70b",
@@ -32,7 +32,7 @@ from fsdptoys.plan.trace.extrapolate_layers import choose_depths, extrapolate
     ],
 )
 def test_traced_depths_differ_by_full_periods_of_the_model(words: list[str], depths: list[int]) -> None:
-    """Oracle: the table; the last depth and the model's differ by whole turns."""
+    """Oracle: the table; the last depth and the model's differ by full periods."""
     assert choose_depths(compose_config(words)) == depths
 
 
@@ -54,5 +54,5 @@ def figures(n_layers: int) -> Figures:
 
 
 def test_extrapolation_is_exact_for_linear_values() -> None:
-    """Oracle: the same linear formulas at that depth; a key that the shallow one lacks counts as zero there."""
+    """Oracle: the same linear formulas at that depth; a key missing at the shallow depth counts as zero."""
     assert extrapolate(figures(4), figures(6), (4, 6), 32) == figures(32)

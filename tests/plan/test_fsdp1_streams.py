@@ -30,7 +30,7 @@ def test_fsdp1_concatenates_gradients_on_the_all_gather_stream(strategy: str) ->
         assert not joins
         return
     assert [event.name for event in joins] == ["aten::cat"] * 3
-    # Of the gathering stream: a unit's parameters again but for the root's, which were kept, and its joined gradient.
+    # On the gathering stream: a unit's parameters again, except the root's, which stayed, and its joined gradient.
     sizes = sorted(event.bytes for event in events if isinstance(event, Alloc) and event.stream == gathering)
     assert sizes == sorted([2 * BLOCK] * 4 + [2 * REST])
     # Its single gradients, nine a block and three of the rest, are used there too, and the joined one by the reduction.

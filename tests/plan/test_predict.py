@@ -24,7 +24,7 @@ def composed(*words: str, device_type: str = "cuda", world_size: int = 8) -> Con
     [
         (["plan.hardware=cpu"], True),
         (["plan.predict=false"], False),
-        # A processor's name tells no speed, and what is offloaded on it stays where it was.
+        # A CPU's name does not determine its speed, and offload on a CPU moves no memory.
         ([], False),
         (["plan.hardware=cpu", "memory.optimizer_offload=true"], False),
     ],
@@ -80,7 +80,7 @@ def test_world_size_defaults_to_the_ranks_of_one_node(words: list[str], ranks: i
     ],
 )
 def test_caveats_are_reported_only_where_they_apply(words: tuple[str, ...], ranks: int, expected: str) -> None:
-    """Oracle: the sentence is there; without the setting it is not."""
+    """Oracle: the expected message is there; without the setting it is not."""
     hardware = load_hardware("h100")
     found = doubts(composed(*words), hardware, ranks)
     plain = doubts(composed(), hardware, 8)
@@ -90,7 +90,7 @@ def test_caveats_are_reported_only_where_they_apply(words: tuple[str, ...], rank
 
 
 def test_shard_groups_across_nodes_have_a_caveat() -> None:
-    """Oracle: the sentence, for nodes of eight; its costs start every group at a node."""
+    """Oracle: the expected message, for nodes of eight; its costs start every group at a node."""
     config = compose_config(["experiment=null", "plan.hardware=h100", "mesh.fsdp_size=12"])
     config.validate(24, "cuda")
     (found,) = [sentence for sentence in doubts(config, load_hardware("h100"), 24) if "across two" in sentence]
@@ -110,7 +110,7 @@ def test_node_fsdp_size_uses_the_devices_of_the_hardware_profile(words: list[str
 
 @pytest.mark.parametrize(("words", "expected"), [((), False), (("kernels.grouped_matmul=torch",), True)])
 def test_npu_without_grouped_matmul_has_a_caveat(words: tuple[str, ...], expected: bool) -> None:
-    """Oracle: the sentence; an NPU uses torch_npu's grouped matmul by default."""
+    """Oracle: the expected message; an NPU uses torch_npu's grouped matmul by default."""
     config = composed("model=qwen3_moe_debug", *words, device_type="npu")
     assert any("multiplied one by one" in each for each in doubts(config, load_hardware("a2"), 8)) is expected
 

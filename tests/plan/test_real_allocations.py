@@ -4,7 +4,7 @@ The oracle is PyTorch's profiler on a real run of the same configuration: gloo r
 collectives. It records every block of PyTorch's CPU allocator with the operators around it. The trace is made for a
 CPU, with the same paths and kernels.
 
-Further blocks of the profiler must lie within an operator whose CPU kernel takes scratch memory (``SCRATCH``) or within
+Further blocks of the profiler must belong to an operator whose CPU kernel takes scratch memory (``SCRATCH``) or to
 a collective (gloo copies). Left out on both sides: blocks below 64 bytes, most of which hold a number that C++ wraps;
 PyTorch's random state, which checkpointing keeps; DDP's second set of buckets, which replaces the first one in the
 second step (``REBUILT``); the phase that reads data, whose memory is NumPy's. Under the chunked loss a CPU reads the
@@ -97,12 +97,12 @@ Seen = tuple[dict[Phase, list[Allocation]], dict[int, list[Allocation]]]
 
 def runs_for_real(cases: dict[str, tuple[str, ...]], world_size: int) -> dict[str, Seen]:
     """On every rank: run each case and return the profiler's records."""
-    grouped.choose_product("cpu", torch.float32)  # tries products the first time
+    grouped.choose_product("cpu", torch.float32)  # probes matmuls on the first call
     return {name: run_for_real(words_of(words), world_size) for name, words in cases.items()}
 
 
 def words_of(case: tuple[str, ...]) -> list[str]:
-    """The whole configuration of a case."""
+    """The full configuration of a case."""
     model = [] if any(word.startswith("model=") for word in case) else ["model=llama_debug"]
     return [*RUN, *model, *case]
 
@@ -195,7 +195,7 @@ def test_trace_has_the_allocations_of_a_real_run_in_order(case: str) -> None:
     for step in (1, 2):
         for phase in ("forward", "backward", "optimizer"):
             expected = [size for size in trace[step, phase] if size >= smallest]
-            met = {0}  # how many of them may have come: scratch can be of a size that is expected
+            met = {0}  # possible numbers of matched blocks: scratch memory can have an expected size
             for size, operators in real.get((step, phase), []):
                 if size < smallest or size == RANDOM_STATE_BYTES:
                     continue

@@ -183,7 +183,7 @@ def test_switches_are_reversible() -> None:
     ],
 )
 def test_shard_axis_sizes(world_size: int, devices: int, every: bool, sizes: list[int]) -> None:
-    """Oracle: by hand; powers of two, the machine and its doubles, as far as they divide the world."""
+    """Oracle: computed by hand; powers of two, the machine and its doubles, as far as they divide the world."""
     assert shard_sizes(world_size, devices, every) == sizes
 
 
@@ -209,7 +209,7 @@ def test_shard_axis_sizes(world_size: int, devices: int, every: bool, sizes: lis
     ],
 )
 def test_failed_search_gives_the_reason(words: list[str], world_size: int, gib: float, sentence: str) -> None:
-    """Oracle: the sentence, word for word."""
+    """Oracle: the exact message."""
     typed = [*words, *(word for word in MODEL if not word.startswith(tuple(w.partition("=")[0] for w in words)))]
     with pytest.raises(ConfigError, match=sentence):
         find(typed, world_size, gib)

@@ -206,7 +206,7 @@ def test_excess_memory_and_advice_are_printed(config: Config) -> None:
 
 
 def test_narrow_terminal_wraps_text_without_truncating_numbers(config: Config) -> None:
-    """Oracle: every number of the wide page is in the narrow one, whole; nothing is wider than the terminal."""
+    """Oracle: every number of the wide page is complete in the narrow one; no line is wider than the terminal."""
     narrow = prediction_page(config, width=60)
     assert all(len(line) <= 60 for line in narrow.splitlines())
     assert set(PAGE.replace("#", "").split()) - set(narrow.split()) <= {"memory.gradient_checkpointing=none"}
@@ -265,8 +265,8 @@ def search_result(config: Config) -> SearchResult:
 
 
 def test_search_is_printed_word_for_word(config: Config) -> None:
-    """Oracle: the page, word for word; the line to run is one line, however long, and each combination stands in its
-    best batch alone."""
+    """Oracle: the page, word for word; the command is one line of any length, and each combination is listed with its
+    best batch only."""
     result = search_result(config)
     assert printed(lambda console: print_search(result, 10, console)) == SEARCH_PAGE
     one_row = printed(lambda console: print_search(result, 1, console))
@@ -290,7 +290,7 @@ def test_search_is_printed_word_for_word(config: Config) -> None:
 def test_printed_command_starts_the_predicted_number_of_ranks(
     config: Config, ranks: int, words: tuple[str, ...], more: str
 ) -> None:
-    """Oracle: by hand, for machines of eight devices; what was typed is not typed twice."""
+    """Oracle: computed by hand, for machines of eight devices; typed settings are not repeated."""
     prediction = dataclasses.replace(PREDICTION, world_size=ranks)
     candidate = Candidate((*WORDS, *words), config, prediction, 0)
     line = printed(lambda console: print_command(candidate, HARDWARE, console)).splitlines()[-1]
@@ -298,7 +298,7 @@ def test_printed_command_starts_the_predicted_number_of_ranks(
 
 
 def test_colors_are_printed_to_terminals_only(config: Config) -> None:
-    """Oracle: escape sequences are there or not; without them the words are the same."""
+    """Oracle: escape sequences on a terminal, and none otherwise."""
     assert "\x1b" not in prediction_page(config)
     colored = prediction_page(config, force_terminal=True)
     assert "\x1b[1mMemory of a rank\x1b[0m" in colored

@@ -1,4 +1,4 @@
-"""Traces of small models on a device that does not exist, compared with formulas, and through the child process."""
+"""Traces of small models on an imagined device, compared with formulas, and through the child process."""
 
 import dataclasses
 from collections import Counter
@@ -87,7 +87,7 @@ def test_memory_at_the_end_of_a_step_is_the_sharded_state(
 
 @pytest.mark.parametrize(("strategy", "param_bytes"), [("fsdp1", 2), ("fsdp2", 2), ("fsdp2", 4)])
 def test_collective_volumes_match_zero_3(strategy: str, param_bytes: int) -> None:
-    """Oracle: blocks and embedding are gathered twice but for FSDP2's embedding, the head once; all reduced once."""
+    """Oracle: blocks and embedding are gathered twice except FSDP2's embedding, the head once; all reduced once."""
     words = [BF16] if param_bytes == 2 else []
     moved: Counter[tuple[str, str]] = Counter()
     for event in of_step(traced([*LLAMA, f"parallel={strategy}", *words]), Collective):
@@ -110,7 +110,7 @@ def test_replicas_all_reduce_each_shard() -> None:
 
 
 def test_chunked_loss_matmuls_have_the_dtype_of_their_operands() -> None:
-    """Oracle: bf16 factors, also where the gradient of the weight is added up in float32."""
+    """Oracle: bf16 operands, also where the weight's gradient is accumulated in float32."""
     made = traced([*LLAMA, "parallel=fsdp2", BF16, "memory.chunk_loss=true", "memory.chunk_tokens=32"])
     products = [event for event in of_step(made, Kernel) if event.kind is KernelKind.matmul]
     assert len(products) > 20 and {event.dtype for event in products} == {"bfloat16"}
@@ -122,7 +122,7 @@ def test_ddp_all_reduces_concurrently_with_the_backward() -> None:
     reduced = [event for event in of_step(made, Collective) if event.stream != 0]
     assert sum(event.bytes for event in reduced) == PARAMETERS * 4
     assert {made.streams[event.stream] for event in reduced} == {"communication"}
-    # The model is one bucket of 25 MiB, and several of one MiB, of which the first leaves while the backward goes on.
+    # The model fits one bucket of 25 MiB; of several 1 MiB buckets the first is reduced during the backward.
     small = traced([*LLAMA, "parallel=ddp", "parallel.bucket_cap_mb=1"])
     buckets = [index for index, event in enumerate(small.events) if isinstance(event, Collective) and event.stream != 0]
     in_step = [index for index in buckets if index > small.events.index(Mark(2, "backward"))]
@@ -188,7 +188,7 @@ def test_chosen_kernels_are_traced(device_type: str, kernels: tuple[str, ...], c
 
 
 def test_npu_layers_share_one_attention_mask() -> None:
-    """Oracle: 2048 x 2048 booleans once, beside the rotary frequencies; PyTorch's function makes one a layer."""
+    """Oracle: 2048 x 2048 booleans once, besides the rotary frequencies; PyTorch's function needs one per layer."""
     for words, masks in (((), 1), (("kernels.attention=torch",), 0)):
         made = traced([*LLAMA, "parallel=fsdp2", BF16, *words], device_type="npu")
         assert live_bytes(made, 2, "end")[Category.buffers] // 2048**2 == masks
@@ -197,7 +197,7 @@ def test_npu_layers_share_one_attention_mask() -> None:
 
 
 def test_flops_of_a_traced_step_match_the_model() -> None:
-    """Oracle: 6 FLOPs a weight and token, attention over half the square with its forward's product once more."""
+    """Oracle: 6 FLOPs per weight and token, attention over half the square with its forward's matmul once more."""
     made = traced([*LLAMA, "parallel=fsdp2", BF16])
     kernels = of_step(made, Kernel)
     weights = PARAMETERS - VOCAB * DIM - (2 * LAYERS + 1) * DIM
@@ -237,7 +237,7 @@ def test_traces_of_families_and_switches_complete_and_repeat(words: tuple[str, .
 
 
 def test_expert_flops_follow_from_routed_tokens() -> None:
-    """Oracle: three matrices an expert, K experts a token: 6 FLOPs a weight met, one product of which is made again."""
+    """Oracle: three matrices per expert, K experts per token: 6 FLOPs per used weight."""
     made = traced(["model=qwen3_moe_debug", "parallel=fsdp2", BF16])
     config = configured(["model=qwen3_moe_debug"], 8, "cuda")
     model: Any = config.model

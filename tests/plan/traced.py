@@ -18,7 +18,7 @@ ATTENTION = {"cuda": AttentionKind.flash, "npu": AttentionKind.npu, "cpu": Atten
 
 
 def hardware(device_type: str) -> Hardware:
-    """Hardware of which only the kind matters."""
+    """Hardware of a device type; its numbers do not matter."""
     numbers: dict[str, Any] = {field.name: Quantity(1.0, "none") for field in dataclasses.fields(Hardware)}
     names = {"name": "any", "title": "any", "matches": ("any",), "peak_flops": {}}
     return Hardware(**numbers | names | {"device_type": device_type, "attention": ATTENTION[device_type]})
@@ -61,7 +61,7 @@ def trace_steps(config: Config, world_size: int, device_type: str) -> Trace:
 
 
 def live_bytes(trace: Trace, step: int, phase: str) -> dict[Category, int]:
-    """Bytes of each category that are allocated when a phase begins."""
+    """Allocated bytes of each category at the start of a phase."""
     blocks: dict[int, Alloc] = {}
     for event in trace.events:
         if isinstance(event, Alloc):

@@ -226,12 +226,12 @@ def test_ring_bytes_follow_the_documented_formulas(ranks: int) -> None:
 
 @pytest.mark.parametrize(("first", "last", "step"), [(1, 10, 3), (1, 2, 2), (1, 1, 1), (7, 20, 9)])
 def test_third_or_last_step_is_traced(first: int, last: int, step: int) -> None:
-    """Oracle: by hand."""
+    """Oracle: hand-computed values."""
     assert traced_step(first, last) == step
 
 
 def test_partially_moved_blocks_are_marked() -> None:
-    """Oracle: by hand."""
+    """Oracle: hand-computed values."""
     names = ["embed_tokens.weight", "layers.0.a.weight", "layers.0.b.weight", "norm.weight"]
     assert describe(names[:2], names) == "embed_tokens, layers.0~"
     assert describe(names[1:3], names) == block_of(names[1]) == "layers.0"

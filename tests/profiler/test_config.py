@@ -32,7 +32,7 @@ from fsdptoys.profiler import NPULevel, ProfileConfig
     ],
 )
 def test_invalid_and_ineffective_values_are_refused(values, sentence):
-    """Oracle: the sentence."""
+    """Oracle: the expected message."""
     with pytest.raises(ConfigError) as error:
         ProfileConfig(**values)
     assert str(error.value) == sentence
@@ -78,7 +78,7 @@ def test_invalid_and_ineffective_values_are_refused(values, sentence):
     ],
 )
 def test_values_unsupported_by_the_run_are_refused(values, device_type, sentence):
-    """Oracle: the sentence, for a run of 8 steps on 4 ranks."""
+    """Oracle: the expected message, for a run of 8 steps on 4 ranks."""
     with pytest.raises(ConfigError) as error:
         ProfileConfig(**values).validate(world_size=4, device_type=device_type, steps=8)
     assert str(error.value) == sentence

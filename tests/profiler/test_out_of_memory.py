@@ -78,7 +78,7 @@ def advised(switches: Switches, phase: str = "backward", live: LiveBytes = LIVE,
 
 
 def test_savings_follow_from_the_sizes():
-    """Oracle: by hand, for DDP on four ranks in float32."""
+    """Oracle: computed by hand, for DDP on four ranks in float32."""
     assert advised(DDP) == {
         "memory.gradient_checkpointing=full": REST - 4 * 1024 * 512 * 8 * 4,
         "memory.chunk_loss=true": 4 * 1024 * 32_000 * 12,

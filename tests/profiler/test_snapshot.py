@@ -111,7 +111,7 @@ def test_torch_has_the_private_functions_in_use():
 
 
 def test_timeline_includes_allocations_older_than_the_history():
-    """Oracle: by hand; the norm asked for 512 bytes less than its block, which the history does not know."""
+    """Oracle: computed by hand; the norm asked for 512 bytes less than its block, which the history does not know."""
     timeline = read_timeline(make_snapshot(), 1)
     mib = [round(count / MIB, 2) for count in timeline.live_bytes]
     assert mib == [8, 32, 34, 10, 2, 3, 3]

@@ -229,7 +229,7 @@ def test_job_of_a_sweep_is_found_by_its_folder(tmp_path: Path) -> None:
 
 
 def test_invalid_comparisons_are_refused_in_a_sentence(tmp_path: Path) -> None:
-    """Oracle: the sentences, word for word."""
+    """Oracle: the exact messages."""
     (tmp_path / "sweep").mkdir()
     (tmp_path / "sweep" / "sweep.json").write_text(json.dumps({}))
     (tmp_path / "empty").mkdir()

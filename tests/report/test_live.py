@@ -181,7 +181,7 @@ def test_lowest_held_out_loss_is_finite(run: WrittenRun, losses: list[float], se
 
 
 def test_other_folders_are_refused(tmp_path: Path) -> None:
-    """Oracle: the sentences."""
+    """Oracle: the expected messages."""
     console = Console(file=io.StringIO())
     with pytest.raises(ConfigError, match=r"none does not exist; start the run first, with metrics\.run_dir="):
         follow(tmp_path / "none", console)

@@ -119,7 +119,7 @@ def test_rows_without_steps_render(tmp_path: Path) -> None:
     ],
 )
 def test_invalid_page_path_is_reported_in_one_sentence(tmp_path: Path, name: str, problem: str) -> None:
-    """Oracle: the sentence names the file and the fix, and no option that the user did not type."""
+    """Oracle: the message names the file and the fix, and no option that the user did not type."""
     (tmp_path / "folder.html").mkdir()
     with pytest.raises(ConfigError, match=f"^--out .*{problem}$"):
         check_page(tmp_path / name)

@@ -181,7 +181,7 @@ def test_damaged_job_keeps_its_recorded_status_and_reason(tmp_path: Path) -> Non
 
 
 def test_finished_job_without_settings_is_reported(tmp_path: Path) -> None:
-    """Oracle: the sentence names the missing file; a job without any folder has the status of its own file."""
+    """Oracle: the message names the missing file; a job without any folder has the status of its own file."""
     sweep = sweep_in(tmp_path / "s1", "01", "02")
     (sweep.run_dir(sweep.jobs[0]) / "config.yaml").unlink()
     shutil.rmtree(sweep.run_dir(sweep.jobs[1]))

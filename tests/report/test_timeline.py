@@ -158,7 +158,7 @@ def test_pickle_that_would_run_code_is_refused(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("content", [b"", b"not gzip", gzip.compress(b'{"traceEvents": [{"name": "[memory]"}]}')])
 def test_unreadable_trace_is_reported_in_one_sentence(tmp_path: Path, content: bytes) -> None:
-    """Oracle: the sentence names the file and a fix."""
+    """Oracle: the message names the file and a fix."""
     path = tmp_path / "rank0.json.gz"
     path.write_bytes(content)
     with pytest.raises(ConfigError, match=r"rank0\.json\.gz cannot be read .*profile\.memory=true"):

@@ -70,7 +70,7 @@ def test_failed_row_gives_its_reason(failure: str, said: str) -> None:
 
 
 def test_row_predicted_to_exceed_device_memory_is_left_out(tmp_path: Path) -> None:
-    """Oracle: the sentence, of ours; the planner says nothing of a peer."""
+    """Oracle: the expected message, of ours; the planner says nothing of a peer."""
     bench = Bench("cuda", tmp_path, sys.executable, 989e12, 79.6, 0.0)
     for planned, reason in ((93.7, "left out: 94 GiB are planned, and the device has 80"), (79.0, "the call's time")):
         assert reason in str(bench.run(SHAPE, COMPILED, 1e9, planned).failure)

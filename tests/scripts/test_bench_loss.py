@@ -37,7 +37,7 @@ def test_wrong_loss_ends_the_script_before_timing() -> None:
 
 
 def test_peak_memory_of_a_known_step() -> None:
-    """Oracle: by hand; 3 MiB made, 1 MiB let go, 1 MiB made, and a gradient of 4 MiB at the end."""
+    """Oracle: computed by hand; 3 MiB made, 1 MiB let go, 1 MiB made, and a gradient of 4 MiB at the end."""
     hidden = torch.zeros(2**20, requires_grad=True)
 
     class Known(torch.autograd.Function):

@@ -41,7 +41,7 @@ def test_different_loss_ends_the_script() -> None:
 
 
 def test_step_time_is_that_of_the_slower_rank_and_ratios_are_per_turn() -> None:
-    """Oracle: by hand; two ranks, two turns."""
+    """Oracle: computed by hand; two ranks, two turns."""
     ranks = [
         [Measured([1.0, 4.0], [1.0, 1.0], [3.0, 2.0]), Measured([2.0, 2.0], [1.0, 2.0], [3.0, 2.0])],
         [Measured([2.0, 1.0], [3.0, 3.0], [5.0, 2.0]), Measured([1.0, 6.0], [1.0, 4.0], [5.0, 2.0])],
@@ -53,6 +53,6 @@ def test_step_time_is_that_of_the_slower_rank_and_ratios_are_per_turn() -> None:
 
 
 def test_overlapping_intervals_count_once() -> None:
-    """Oracle: by hand."""
+    """Oracle: hand-computed values."""
     assert bench_toys.covered([(5.0, 6.0), (0.0, 2.0), (1.0, 3.0), (1.5, 1.75)]) == 4.0
     assert bench_toys.covered([]) == 0.0

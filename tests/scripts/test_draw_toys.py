@@ -74,6 +74,6 @@ def test_every_strategy_has_a_picture(steps: Any, tmp_path: Path) -> None:
 
 
 def test_overlapping_bars_get_separate_lanes() -> None:
-    """Oracle: by hand."""
+    """Oracle: hand-computed values."""
     bars = [Bar("reduce", "", *span) for span in ((0.0, 2.0), (1.0, 3.0), (2.0, 4.0), (2.5, 2.6), (3.0, 5.0))]
     assert draw_toys._lanes(bars) == ([0, 1, 0, 2, 1], 3)

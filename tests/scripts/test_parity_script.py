@@ -88,7 +88,7 @@ def test_bitwise_parity_requires_equally_frequent_reductions() -> None:
 
 
 def test_float32_only_strategies_refuse_bfloat16() -> None:
-    """Oracle: the sentence that refuses it."""
+    """Oracle: the expected message that refuses it."""
     for name in parity.FLOAT32_ONLY:
         words = ["model=gpt2_debug", *parity.STRATEGIES[name], "parallel.param_dtype=bfloat16"]
         with pytest.raises(ConfigError, match=r"parallel\.param_dtype=bfloat16 is not an option"):
@@ -103,13 +103,13 @@ def test_float32_only_strategies_refuse_bfloat16() -> None:
     ],
 )
 def test_unsupported_world_sizes_are_refused(world_sizes: list[int], device: str, sentence: str) -> None:
-    """Oracle: the sentence."""
+    """Oracle: the expected message."""
     with pytest.raises(ConfigError, match=sentence):
         parity.check_world_sizes(world_sizes, device)
 
 
 def test_default_modes_follow_the_dtypes_of_the_devices_collectives() -> None:
-    """Oracle: the sentence that refuses the deterministic mode without float64."""
+    """Oracle: the expected message that refuses the deterministic mode without float64."""
     assert parity.parse_arguments(["--device", "npu"]).modes == [ROUNDED]
     assert parity.parse_arguments(["--device", "cuda"]).modes == [EXACT, USUAL]
     words = {mode: [*parity.overrides(arguments(), "gpt2_debug", mode, "float32"), "parallel=fsdp2"] for mode in MODES}
@@ -121,7 +121,7 @@ def test_default_modes_follow_the_dtypes_of_the_devices_collectives() -> None:
 
 
 def test_missing_device_and_comparison_of_the_cpu_with_itself_are_refused() -> None:
-    """Oracle: the sentences."""
+    """Oracle: the expected messages."""
     with pytest.raises(ConfigError, match=r"--against-cpu has nothing to compare with --device cpu; leave it out"):
         parity.check_device("cpu", True)
     with pytest.raises(ConfigError, match=r"launch.device=npu (needs torch_npu|finds no device)"):

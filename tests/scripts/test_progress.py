@@ -57,7 +57,7 @@ def test_every_finished_unit_is_reported_with_the_remaining_time(command: str, u
 
 
 def test_remaining_time_is_extrapolated_from_finished_units() -> None:
-    """Oracle: by hand: units of ten seconds, of which one takes longer, and the text between units."""
+    """Oracle: computed by hand: units of ten seconds, of which one takes longer, and the text between units."""
     printer = Printer(4, 100.0)
     assert printer.beat(105.0) == "[1/4] starting … running for 0:05, elapsed 0:05, time left not known yet"
     printer.begin("a", 100.0)

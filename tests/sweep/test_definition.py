@@ -43,7 +43,7 @@ MISTAKES = {
 
 @pytest.mark.parametrize("text", MISTAKES)
 def test_file_mistakes_are_reported_in_one_sentence(tmp_path: Path, text: str) -> None:
-    """Oracle: the sentences above, each of which names file, key and fix."""
+    """Oracle: the expected messages above, each of which names file, key and fix."""
     path = tmp_path / "mine.yaml"
     path.write_text(text)
     with pytest.raises(ConfigError) as mistake:
@@ -70,7 +70,7 @@ def test_file_values_parse_as_on_the_command_line(tmp_path: Path) -> None:
     }.items(),
 )
 def test_unknown_names_are_reported_with_the_closest_match(name: str, sentence: str) -> None:
-    """Oracle: the sentence."""
+    """Oracle: the expected message."""
     with pytest.raises(ConfigError) as mistake:
         read_definition(name)
     assert str(mistake.value) == sentence

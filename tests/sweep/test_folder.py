@@ -51,7 +51,7 @@ def test_sweep_files_round_trip(sweep: Sweep) -> None:
     ],
 )
 def test_hostile_sweep_file_is_reported_in_one_sentence(sweep: Sweep, key: str, value: Any, reason: str) -> None:
-    """Oracle: the sentence, on one line."""
+    """Oracle: the expected message, on one line."""
     change(sweep.path / "sweep.json", key, value)
     with pytest.raises(ConfigError) as caught:
         read_sweep(sweep.path)
@@ -70,7 +70,7 @@ def test_hostile_sweep_file_is_reported_in_one_sentence(sweep: Sweep, key: str, 
     ],
 )
 def test_hostile_job_file_is_reported_in_one_sentence(sweep: Sweep, key: str, value: Any, reason: str) -> None:
-    """Oracle: the sentence, on one line."""
+    """Oracle: the expected message, on one line."""
     change(sweep.job_folder(sweep.jobs[0]) / "job.json", key, value)
     with pytest.raises(ConfigError) as caught:
         read_sweep(sweep.path)
@@ -79,7 +79,7 @@ def test_hostile_job_file_is_reported_in_one_sentence(sweep: Sweep, key: str, va
 
 @pytest.mark.parametrize("text", ["[" * 200_000, "{", "[]", '{"launcher": 1, "jobs": []}', None])
 def test_hostile_submission_is_reported_in_one_sentence(sweep: Sweep, text: str | None) -> None:
-    """Oracle: the sentence, which names the file; None stands for a pipe without a writer."""
+    """Oracle: the expected message, which names the file; None stands for a pipe without a writer."""
     path = sweep.path / "queue" / "1" / "jobs.json"
     path.parent.mkdir(parents=True)
     if text is None:

@@ -121,7 +121,7 @@ MISTAKES = {
 
 @pytest.mark.parametrize("words", MISTAKES)
 def test_syntax_mistakes_are_reported_in_one_sentence(words: str) -> None:
-    """Oracle: the sentences above, each of which names argument and fix."""
+    """Oracle: the expected messages above, each of which names argument and fix."""
     with pytest.raises(ConfigError) as mistake:
         axes(*words.split())
     assert str(mistake.value) == MISTAKES[words]

@@ -87,7 +87,7 @@ def test_unwritable_outcome_is_ignored(tmp_path: Path, monkeypatch: pytest.Monke
 
 
 def test_mistake_before_the_start_is_recorded_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Oracle: the sentence on stderr."""
+    """Oracle: the expected message on stderr."""
     monkeypatch.setenv(EXIT_RECORD_VARIABLE, str(tmp_path / "outcome.json"))
     assert main(["train", "train.step=1"]) == 2
     outcome = read_exit_record(tmp_path / "outcome.json")

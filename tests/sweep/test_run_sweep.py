@@ -267,7 +267,7 @@ MISTAKES = {
 
 @pytest.mark.parametrize("words", MISTAKES)
 def test_mistakes_are_reported_in_one_sentence(words: str, capsys: pytest.CaptureFixture[str]) -> None:
-    """Oracle: the sentences above on stderr, status 2, and no file written."""
+    """Oracle: the expected messages above on stderr, status 2, and no file written."""
     Path("something").write_text("in the way")
     assert main(["sweep", *words.split()]) == 2
     assert capsys.readouterr().err == f"fsdptoys: {MISTAKES[words]}\n"
@@ -277,7 +277,7 @@ def test_mistakes_are_reported_in_one_sentence(words: str, capsys: pytest.Captur
 def test_under_torchrun_the_right_command_is_suggested(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Oracle: the sentence; each rank would start a sweep of its own."""
+    """Oracle: the expected message; each rank would start a sweep of its own."""
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "4")
     before = signal.getsignal(signal.SIGINT)

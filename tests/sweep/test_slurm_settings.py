@@ -118,7 +118,7 @@ from tests.sweep.jobs import CUDA, ON_SLURM
 def test_invalid_submissions_are_reported_in_one_sentence(
     words: tuple[str, ...], launcher_words: tuple[str, ...], message: str | None, slurm_commands: Path
 ) -> None:
-    """Oracle: the sentences as a user should read them."""
+    """Oracle: the expected messages as a user should read them."""
     with pytest.raises(ConfigError) as refusal:
         launcher = read_launcher(launcher_words)
         plugin_options(find_needs(launching_words(words), launcher.name), launcher, 600)
@@ -130,7 +130,7 @@ def test_invalid_submissions_are_reported_in_one_sentence(
 
 
 def test_machine_without_slurm_is_reported(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Oracle: the sentence, with an empty PATH."""
+    """Oracle: the expected message, with an empty PATH."""
     read_launcher.cache_clear()
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(ConfigError, match=r"^hydra/launcher=submitit_slurm needs sbatch, which is not on this machine"):

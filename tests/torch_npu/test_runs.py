@@ -62,7 +62,7 @@ def test_float64_sums_are_refused_before_the_start(environment: Path, tmp_path: 
 
 @pytest.mark.parametrize("strategy", ["fsdp1", "fsdp2"])
 def test_resumed_run_equals_the_uninterrupted_one_bitwise(environment: Path, tmp_path: Path, strategy: str) -> None:
-    """Oracle: the uninterrupted run; weights in every bit."""
+    """Oracle: the uninterrupted run; weights bitwise."""
     words = [f"parallel={strategy}", "train.steps=4", "checkpoint.every=2"]
     whole = run(environment, tmp_path / "whole", "npu", words)
     assert whole.status == 0, whole.output

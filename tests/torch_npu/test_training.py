@@ -80,7 +80,7 @@ def on_cpu(environment: Path, tmp_path_factory: pytest.TempPathFactory) -> OnCPU
 def test_training_on_an_npu_matches_the_cpu_bitwise(
     environment: Path, tmp_path: Path, on_cpu: OnCPU, words: list[str], oracle: list[str]
 ) -> None:
-    """Oracle: a run with launch.device=cpu; losses and weights in every bit, gradient norms to float32's rounding."""
+    """Oracle: a run with launch.device=cpu; losses and weights bitwise, gradient norms to float32's rounding."""
     npu = run(environment, tmp_path / "npu", "npu", words, ranks_of(words))
     assert npu.status == 0, npu.output
     assert differences(npu.weights(), on_cpu(oracle).weights()) == []

@@ -39,7 +39,7 @@ def message_of_a_rank(monkeypatch: pytest.MonkeyPatch, **variables: str) -> str:
 
 
 def test_missing_ranks_are_reported(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Oracle: the sentence, where no other rank comes."""
+    """Oracle: the expected message, where no other rank comes."""
     message = message_of_a_rank(monkeypatch, RANK="0", MASTER_ADDR="localhost", MASTER_PORT="0")
     assert message.startswith(
         "not all 2 ranks joined the process group within launch.timeout_seconds=1 [Timed out after "
@@ -47,7 +47,7 @@ def test_missing_ranks_are_reported(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_unreachable_or_taken_master_port_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Oracle: the sentence, for a free port, and for one where something else than rank 0 listens."""
+    """Oracle: the expected message, for a free port, and for one where something else than rank 0 listens."""
     with socket.socket() as other:
         other.bind(("localhost", 0))
         port = str(other.getsockname()[1])

@@ -77,7 +77,7 @@ def test_flops_count_only_visible_keys(case: str) -> None:
     ],
 )
 def test_flex_attention_is_refused_where_unused_or_unsupported(words: tuple[str, ...], sentence: str) -> None:
-    """Oracle: the sentence, on CUDA."""
+    """Oracle: the expected message, on CUDA."""
     config = compose_config(["experiment=null", *words])
     with pytest.raises(ConfigError) as caught:
         config.validate(2, "cuda")

@@ -188,7 +188,7 @@ def test_other_errors_propagate_unchanged(tmp_path: Path) -> None:
 
 
 def test_last_heartbeats_cover_only_the_requested_workers(tmp_path: Path) -> None:
-    """Oracle: the sentence; a record of another start of the run is not in it."""
+    """Oracle: the expected message; a record of another start of the run is not in it."""
     for rank, (step, start) in enumerate([(5, "now"), (4, "now"), (5, "now"), (9, "before")]):
         heartbeat = HeartbeatWriter(tmp_path, rank)
         heartbeat._fixed["start"] = start

@@ -184,7 +184,7 @@ def test_use_json_needs_no_process_group(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_torch_without_replaceable_picklers_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Oracle: the sentence; without it ranks would go back to pickles unnoticed."""
+    """Oracle: the expected message; without it ranks would go back to pickles unnoticed."""
     module: Any = dist.distributed_c10d
     for name in ("_pickler", "_unpickler"):
         monkeypatch.setattr(module, name, getattr(module, name))

@@ -91,7 +91,7 @@ def test_incompatible_states_fall_back_to_the_seed(case: str) -> None:
 
 @pytest.mark.parametrize("position", [625, -5, -1, 100_000, 2 * 10**9, -(10**8), 1.0, True, None, "1"])
 def test_out_of_range_numpy_position_is_refused(position: object) -> None:
-    """Oracle: the sentence; numpy takes such places, and crashes or returns foreign memory."""
+    """Oracle: the expected message; numpy takes such places, and crashes or returns foreign memory."""
     states = random_states(DEVICE)
     states["numpy"]["position"] = position
     with pytest.raises(ForeignError, match=r"^numpy\.position is .*, not an integer from 0 to 624$"):
@@ -109,7 +109,7 @@ def test_out_of_range_numpy_position_is_refused(position: object) -> None:
     ],
 )
 def test_invalid_numpy_states_are_refused(key: str, value: object, sentence: str) -> None:
-    """Oracle: the sentence."""
+    """Oracle: the expected message."""
     states = random_states(DEVICE)
     states["numpy"][key] = value
     with pytest.raises(ForeignError, match=f"^{sentence}$"):

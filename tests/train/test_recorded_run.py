@@ -92,7 +92,7 @@ def test_folder_is_locked_while_its_run_holds_the_lock(tmp_path: Path) -> None:
     ],
 )
 def test_invalid_run_files_are_named(tmp_path: Path, config: Config, name: str, text: str, message: str) -> None:
-    """Oracle: the sentence names the file and the fault."""
+    """Oracle: the message names the file and the fault."""
     record(tmp_path / "run", config, None, steps=1, finish=False)
     (tmp_path / "run" / name).write_text(text)
     with pytest.raises(ConfigError, match=message) as mistake:
@@ -101,6 +101,6 @@ def test_invalid_run_files_are_named(tmp_path: Path, config: Config, name: str, 
 
 
 def test_missing_run_directory_is_reported(tmp_path: Path) -> None:
-    """Oracle: the sentence names a folder to give instead."""
+    """Oracle: the message names a folder to give instead."""
     with pytest.raises(ConfigError, match="is no run directory; give one that fsdptoys train has written"):
         read_recorded_run(tmp_path / "none")

@@ -228,7 +228,7 @@ def refused(*configs: Config) -> list[str]:
 
 
 def test_incompatible_checkpoint_is_refused(tmp_path: Path) -> None:
-    """Oracle: the sentences."""
+    """Oracle: the expected messages."""
     config = kept(make_config(SingleConfig(), 1, steps=2), tmp_path, every=1)
     run_ranks(1, train_and_hash_samples, config, None)
     more = dataclasses.replace(config, train=dataclasses.replace(config.train, steps=4))

@@ -298,7 +298,7 @@ def test_mistakes_are_reported_in_one_sentence(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Oracle: the sentence, word for word; the existing run is unchanged."""
+    """Oracle: the exact message; the existing run is unchanged."""
     monkeypatch.chdir(tmp_path)
     shutil.copytree(finished, "run")
     size = (NEWEST / "rank-00000.json").stat().st_size

@@ -56,7 +56,7 @@ def test_lock_has_one_holder(tmp_path: Path) -> None:
 
 
 def test_lock_file_of_prepared_data_must_be_regular(tmp_path: Path) -> None:
-    """Oracle: the sentence, and the file that the link leads to."""
+    """Oracle: the expected message, and the file that the link leads to."""
     (tmp_path / "precious").write_text("precious")
     (tmp_path / "lock").symlink_to("precious")
     with pytest.raises(ConfigError) as caught, hold_lock(tmp_path / "lock", "data.cache=x", None):

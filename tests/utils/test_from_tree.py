@@ -79,7 +79,7 @@ def test_plain_values_are_converted_to_the_annotated_types() -> None:
     ],
 )
 def test_values_of_the_wrong_type_are_named(change: dict[str, Any], reason: str) -> None:
-    """Oracle: the sentence, on one line without control characters."""
+    """Oracle: the expected message, on one line without control characters."""
     with pytest.raises(ForeignError) as caught:
         build(Outer, {**WHOLE, **change})
     assert reason in str(caught.value) and str(caught.value).isprintable()

@@ -49,7 +49,7 @@ def test_requests_are_rounded_to_512_bytes(kind: type[Allocator]) -> None:
 
 
 def test_large_native_block_keeps_a_remainder_of_up_to_1_mib() -> None:
-    """Oracle: the rule, by hand: of 20 MiB, 19 leave 1 MiB that is given along; 512 bytes fewer leave a block."""
+    """Oracle: the rule, by hand: 19 of 20 MiB leave 1 MiB, which stays in the block; 512 bytes fewer split it."""
     whole, split = NativeAllocator(), NativeAllocator()
     for allocator, requested in ((whole, 19 * MIB), (split, 19 * MIB - 512)):
         allocator.free(allocator.allocate(20 * MIB, stream=0))
@@ -60,7 +60,7 @@ def test_large_native_block_keeps_a_remainder_of_up_to_1_mib() -> None:
 
 
 def test_best_fit_prefers_the_smallest_then_the_lowest() -> None:
-    """Oracle: by hand, over free segments of 32, 24 and 24 MiB."""
+    """Oracle: computed by hand, over free segments of 32, 24 and 24 MiB."""
     allocator = NativeAllocator()
     blocks = [allocator.allocate(size * MIB, stream=0) for size in (32, 24, 24)]
     for block in blocks:
@@ -82,7 +82,7 @@ def test_pools_of_streams_and_sizes_are_separate(kind: type[Allocator]) -> None:
 
 
 def test_native_segments_are_never_merged() -> None:
-    """Oracle: by hand: two free segments of 100 MiB serve no request for 200, which an expandable one does."""
+    """Oracle: computed by hand: two free segments of 100 MiB serve no request for 200, which an expandable one does."""
     requests = [100 * MIB, 100 * MIB]
     native, expandable = NativeAllocator(), ExpandableAllocator()
     for allocator in (native, expandable):
@@ -94,7 +94,7 @@ def test_native_segments_are_never_merged() -> None:
 
 
 def test_expandable_segment_grows_by_the_missing_pages() -> None:
-    """Oracle: by hand: 90 MiB stay, 30 are free at the end of 120, so 100 more need 70: four pages."""
+    """Oracle: computed by hand: 90 MiB stay, 30 are free at the end of 120, so 100 more need 70: four pages."""
     allocator = ExpandableAllocator()
     allocator.allocate(90 * MIB, stream=0)
     allocator.free(allocator.allocate(30 * MIB, stream=0))
@@ -105,7 +105,7 @@ def test_expandable_segment_grows_by_the_missing_pages() -> None:
 
 
 def test_expandable_segment_end_is_used_last() -> None:
-    """Oracle: the rule: 10 MiB fit the 15 at the end tightest, but that could grow, so the hole of 40 is taken."""
+    """Oracle: the rule: 10 MiB fit the 15 at the end best, but the end can grow, so the hole of 40 is used."""
     allocator = ExpandableAllocator()
     hole = allocator.allocate(40 * MIB, stream=0)
     allocator.allocate(5 * MIB, stream=0)
@@ -115,7 +115,7 @@ def test_expandable_segment_end_is_used_last() -> None:
 
 
 def test_native_releases_free_segments_before_it_fails() -> None:
-    """Oracle: by hand, under 100 MiB: a free segment of 60 makes room, half of one does not."""
+    """Oracle: computed by hand, under 100 MiB: a free segment of 60 makes room, half of one does not."""
     allocator = NativeAllocator(memory_limit_bytes=100 * MIB)
     allocator.free(allocator.allocate(60 * MIB, stream=0))
     allocator.allocate(80 * MIB, stream=1)
@@ -141,7 +141,7 @@ def test_expandable_unmaps_free_pages_and_remaps_them() -> None:
 
 
 def test_allocator_waits_for_the_device_before_it_releases_segments() -> None:
-    """Oracle: PyTorch's order: deferred frees happen, then segments go back; without them nothing would fit."""
+    """Oracle: PyTorch's order: deferred frees first, then segments are released; without them no request fits."""
     deferred: list[Block] = []
 
     def wait() -> None:
@@ -158,7 +158,7 @@ def test_allocator_waits_for_the_device_before_it_releases_segments() -> None:
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("seed", range(3))
 def test_invariants_hold_over_random_requests(kind: type[Allocator], seed: int, limit: int | None) -> None:
-    """Oracle: what must be so whatever the rules: no overlap, sums that fit, and nothing lost when all is freed."""
+    """Oracle: invariants: no overlap, consistent sums, and no lost bytes after all blocks are freed."""
     generator = random.Random(seed)
     allocator = kind(limit)
     live: list[Block] = []
@@ -188,7 +188,7 @@ def test_invariants_hold_over_random_requests(kind: type[Allocator], seed: int, 
 
 @pytest.mark.parametrize("seed", range(3))
 def test_native_agrees_with_a_slow_reference_implementation(seed: int) -> None:
-    """Oracle: ``_SlowNative``, which keeps whole lists and searches them; addresses and totals must be the same."""
+    """Oracle: ``_SlowNative``, which scans plain lists; addresses and totals must be equal."""
     generator = random.Random(seed)
     ours, slow = NativeAllocator(), _SlowNative()
     live: list[tuple[Block, tuple[int, int]]] = []
@@ -210,7 +210,7 @@ def test_native_agrees_with_a_slow_reference_implementation(seed: int) -> None:
 
 @pytest.mark.parametrize("seed", range(5))
 def test_expandable_wastes_at_most_one_page_per_pool(seed: int) -> None:
-    """Oracle: for a stream that only grows, one range of addresses has no gaps: at most a page a pool is unused."""
+    """Oracle: a stream that only grows has one address range without gaps: at most one page per pool is unused."""
     generator = random.Random(seed)
     native, expandable = NativeAllocator(), ExpandableAllocator()
     for _ in range(300):
@@ -224,7 +224,7 @@ def test_expandable_wastes_at_most_one_page_per_pool(seed: int) -> None:
 
 @pytest.mark.parametrize("kind", AllocatorKind)
 def test_build_allocator_applies_the_limit(kind: AllocatorKind) -> None:
-    """Oracle: a request of the limit fits, one above it does not."""
+    """Oracle: a request of the limit succeeds, a larger one fails."""
     build_allocator(kind, 40 * MIB).allocate(40 * MIB, stream=0)
     with pytest.raises(OutOfMemory):
         build_allocator(kind, 40 * MIB).allocate(40 * MIB + 1, stream=0)

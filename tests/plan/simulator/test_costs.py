@@ -37,7 +37,7 @@ def h100(**changes: float) -> Hardware:
         (KernelKind.matmul, 60.0, 10, "float8_e4m3fn", 240.0),  # the slowest dtype that has a peak
         (KernelKind.attention, 60.0, 10, "bfloat16", 240.0),  # a quarter
         (KernelKind.matmul, 1.0, 10, "bfloat16", 12.5),  # memory-bound: 0.8 bytes a second
-        (KernelKind.memory, 60.0, 10, "bfloat16", 12.5),  # whatever it computes
+        (KernelKind.memory, 60.0, 10, "bfloat16", 12.5),  # independent of its FLOPs
         (KernelKind.memory, 0.0, 1, "bfloat16", 3.0),  # no kernel is shorter
     ],
 )
@@ -110,7 +110,7 @@ def test_spread_counts_nodes_and_members_per_node(size: int, stride: int, nodes:
     ],
 )
 def test_bus_bandwidth_is_that_of_the_slowest_link(name: str, size: int, stride: int, bus_bandwidth: float) -> None:
-    """Oracle: what nccl-tests would show, worked out from the links by hand."""
+    """Oracle: bus bandwidths as nccl-tests reports them, computed from the links by hand."""
     bytes = 1024 * MIB
     seconds = collective_seconds(h100(), name, bytes, size, stride)
     assert sent_bytes(name, bytes, size) / seconds == pytest.approx(bus_bandwidth)
@@ -135,7 +135,7 @@ def test_latency_follows_the_steps_of_ring_and_tree(name: str, size: int, stride
 
 
 def test_all_to_all_leaves_the_node_over_the_ranks_own_nic() -> None:
-    """Oracle: by hand: of 16 ranks' shares, 8 leave by 50 GB/s while 7 stay at 450."""
+    """Oracle: computed by hand: of 16 ranks' shares, 8 leave by 50 GB/s while 7 stay at 450."""
     assert collective_seconds(h100(), "all_to_all", 16_000_000_000, 16, 1) == pytest.approx(8 / 50)
 
 

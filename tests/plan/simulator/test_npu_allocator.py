@@ -20,7 +20,7 @@ def test_npu_adds_32_bytes_before_rounding(kind: AllocatorKind, bytes: int, size
 
 
 def test_one_mebibyte_counts_as_large_on_an_npu() -> None:
-    """Oracle: the padded size exceeds what is small, so that a page of 20 MiB is mapped and not one of 2."""
+    """Oracle: the padded size exceeds the limit of small blocks, so a page of 20 MiB is mapped, not one of 2 MiB."""
     for device_type, reserved in (("cuda", 2 * MIB), ("npu", 20 * MIB)):
         allocator = build_allocator(AllocatorKind.expandable, device_type=device_type)
         allocator.allocate(MIB, 0)
@@ -28,7 +28,7 @@ def test_one_mebibyte_counts_as_large_on_an_npu() -> None:
 
 
 def test_large_expandable_blocks_of_an_npu_are_aligned_to_16_kib() -> None:
-    """Oracle: by hand: 4 MiB take 512 bytes more, so the next block begins 16 KiB on; 15.5 KiB stay between them."""
+    """Oracle: by hand: 4 MiB take 512 bytes more, so the next block starts 16 KiB later, with 15.5 KiB between them."""
     allocator = build_allocator(AllocatorKind.expandable, device_type="npu")
     first, second = (allocator.allocate(4 * MIB, 0) for _ in range(2))
     assert second.address - first.address == 4 * MIB + 16 * KIB
@@ -42,7 +42,7 @@ def test_large_expandable_blocks_of_an_npu_are_aligned_to_16_kib() -> None:
 
 
 def test_native_segments_of_an_npu_are_not_aligned() -> None:
-    """Oracle: the alignment is asked for with expandable segments only."""
+    """Oracle: alignment applies to expandable segments only."""
     allocator = build_allocator(AllocatorKind.native, device_type="npu")
     first, second = (allocator.allocate(4 * MIB, 0) for _ in range(2))
     assert second.address - first.address == 4 * MIB + 512

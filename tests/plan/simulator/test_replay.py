@@ -40,7 +40,7 @@ def compute(seconds: float) -> Kernel:
 
 
 def test_phases_of_the_last_step_have_peak_end_and_categories() -> None:
-    """Oracle: by hand; the second step's phases count, and later categories override earlier ones."""
+    """Oracle: computed by hand; the second step's phases count, and later categories override earlier ones."""
     parameters = [Mark(0, "construction"), block(0, 40, Category.parameters)]
     step = []
     for number in (1, 2):
@@ -119,7 +119,7 @@ def test_recording_the_blocks_own_stream_does_not_delay_reuse() -> None:
 
 
 def test_replay_waits_for_the_device_before_out_of_memory() -> None:
-    """Oracle: PyTorch waits for the device and frees what waited for streams before it gives up, which takes time."""
+    """Oracle: PyTorch waits for the device and frees blocks in use by streams before it fails, which takes time."""
     events = [
         Mark(1, "forward"),
         block(0, 30, stream=1),
@@ -138,7 +138,7 @@ def test_replay_waits_for_the_device_before_out_of_memory() -> None:
 
 
 def test_step_time_is_that_of_the_last_step_with_matching_parts() -> None:
-    """Oracle: by hand: the first step takes 20; of the second's 9 a gather of 4 is exposed."""
+    """Oracle: computed by hand: the first step takes 20; of the second's 9 a gather of 4 is exposed."""
     result = replay_of(
         compute(7),
         Mark(1, "forward"),

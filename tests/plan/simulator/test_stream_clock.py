@@ -44,25 +44,25 @@ def waits(clock: Clock) -> dict[str, float]:
 
 
 def test_streams_run_concurrently() -> None:
-    """Oracle: by hand: 10 seconds of compute hide 4 of a collective."""
+    """Oracle: computed by hand: 10 seconds of compute hide 4 of a collective."""
     clock = run(compute(10), gather(4))
     assert (clock.now, clock.tail(0), clock.tail(1), waits(clock)) == (10, 10, 4, {})
 
 
 def test_waiting_stream_starts_when_its_event_completes() -> None:
-    """Oracle: by hand: a gather of 4 is needed after 1 of compute, so 3 are exposed."""
+    """Oracle: computed by hand: a gather of 4 is needed after 1 of compute, so 3 are exposed."""
     clock = run(gather(4), RecordEvent(0, 1), compute(1), WaitEvent(0, 0), compute(2))
     assert clock.now == 6 and waits(clock) == {"communication": 3}
 
 
 def test_event_covers_only_work_issued_before_it() -> None:
-    """Oracle: by hand: the second gather comes after the event and is not waited for."""
+    """Oracle: computed by hand: the second gather comes after the event and is not waited for."""
     clock = run(gather(4), RecordEvent(0, 1), gather(4), WaitEvent(0, 0), compute(2))
     assert clock.now == 6 and clock.tail(1) == 8
 
 
 def test_host_executes_the_kernels_on_a_cpu() -> None:
-    """Oracle: by hand: two operators of 3 seconds, each after 2 of host time."""
+    """Oracle: computed by hand: two operators of 3 seconds, each after 2 of host time."""
     clock = Clock(imagined_hardware("cpu", host_operator_seconds=2))
     clock.advance(compute(3))
     clock.advance(compute(3))
@@ -71,17 +71,17 @@ def test_host_executes_the_kernels_on_a_cpu() -> None:
 
 
 def test_wait_for_a_completed_event_is_free() -> None:
-    """Oracle: by hand: the event is at 0, the stream at 5."""
+    """Oracle: computed by hand: the event is at 0, the stream at 5."""
     assert run(RecordEvent(0, 1), compute(5), WaitEvent(0, 0), compute(1)).now == 6
 
 
 def test_final_host_wait_counts() -> None:
-    """Oracle: by hand: nothing computes after the gather of 4."""
+    """Oracle: computed by hand: nothing computes after the gather of 4."""
     assert waits(run(compute(1), gather(4), HostWaitStream(1))) == {"communication": 3}
 
 
 def test_slow_host_determines_the_step_time() -> None:
-    """Oracle: by hand: three operators issued 2 seconds apart, of one second each."""
+    """Oracle: computed by hand: three operators issued 2 seconds apart, of one second each."""
     clock = run(compute(1), compute(1), compute(1), host_operator_seconds=2)
     assert clock.now == 7 and clock.host == 6 and waits(clock) == {"host": 4}
 
@@ -107,19 +107,19 @@ def test_idle_time_is_attributed_to_its_causes() -> None:
 
 
 def test_kernels_of_a_communication_stream_count_as_communication() -> None:
-    """Oracle: by hand: a reduction of 3 and a division of 2 after it, both waited for."""
+    """Oracle: computed by hand: a reduction of 3 and a division of 2 after it, both waited for."""
     clock = run(gather(3), compute(2, stream=1), RecordEvent(0, 1), WaitEvent(0, 0), compute(1))
     assert clock.now == 6 and waits(clock) == {"communication": 5}
 
 
 def test_collectives_of_one_group_are_serialized() -> None:
-    """Oracle: by hand: the second gather is on another stream and ready at once, and still comes second."""
+    """Oracle: computed by hand: the second gather is on another stream and ready at once, and still comes second."""
     clock = run(gather(4, stream=1), gather(3, stream=2))
     assert (clock.tail(1), clock.tail(2)) == (4, 7)
 
 
 def test_groups_on_different_links_run_concurrently() -> None:
-    """Oracle: by hand: machines of two, so stride 2 is between machines only."""
+    """Oracle: computed by hand: machines of two, so stride 2 is between machines only."""
     clock = run(gather(4, stream=1), gather(3, stream=2, axis="replicate", stride=2))
     assert (clock.tail(1), clock.tail(2)) == (4, 3)
 
@@ -135,34 +135,34 @@ def test_another_group_uses_gaps_of_a_shared_link() -> None:
 
 
 def test_copies_run_concurrently_only_in_opposite_directions() -> None:
-    """Oracle: by hand: two copies up follow each other, one down runs beside them; each has 1 of latency."""
+    """Oracle: computed by hand: two uploads are serialized, one download runs concurrently; each has 1 of latency."""
     up = [Transfer(stream, 3, to_device=True, blocking=False) for stream in (1, 2)]
     clock = run(*up, Transfer(3, 3, to_device=False, blocking=False), transfer_latency_seconds=1)
     assert [clock.tail(stream) for stream in (1, 2, 3)] == [4, 8, 4]
 
 
 def test_blocking_copy_stalls_the_host() -> None:
-    """Oracle: by hand: on the computing stream, behind 2 of compute."""
+    """Oracle: computed by hand: on the computing stream, behind 2 of compute."""
     clock = run(compute(2), Transfer(0, 3, to_device=False, blocking=True), compute(1))
     assert clock.host == 5 and clock.now == 6 and waits(clock) == {"transfer": 3}
 
 
 @pytest.mark.parametrize("wait", [HostWaitEvent(0), HostWaitStream(1), HostWaitStream(None)])
 def test_host_wait_delays_later_work(wait: Event) -> None:
-    """Oracle: by hand: work issued after the wait starts after the gather of 4, the cause of the wait."""
+    """Oracle: computed by hand: work issued after the wait starts after the gather of 4, the cause of the wait."""
     clock = run(gather(4), RecordEvent(0, 1), wait, compute(1), host_operator_seconds=1)
     assert clock.host == 5 and clock.now == 6 and waits(clock) == {"communication": 4, "host": 1}
 
 
 def test_worker_threads_run_concurrently_with_the_host() -> None:
-    """Oracle: by hand: updates of 3 and 4; the host waits for the first, and goes on beside the second."""
+    """Oracle: computed by hand: updates of 3 and 4; the host waits for the first and continues during the second."""
     jobs = [HostWork("adam", 0, 3, worker=True), HostWork("adam", 0, 4, worker=True)]
     clock = run(*jobs, HostWaitWorkers(1), compute(1), HostWaitWorkers(2), compute(1))
     assert clock.host == 7 and clock.now == 8 and waits(clock) == {"host": 6}
 
 
 def test_volumes_add_up_by_collective_and_axis() -> None:
-    """Oracle: by hand: two gathers send half of 8 and of 4 bytes, an all-reduce of 6 sends 6."""
+    """Oracle: computed by hand: two gathers send half of 8 and of 4 bytes, an all-reduce of 6 sends 6."""
     clock = run(gather(4), gather(2), Collective("all_reduce", 2, 6, 2, 2, "replicate"))
     volumes = clock.parts.volumes
     gathers, reduction = volumes["all_gather", "shard", 2], volumes["all_reduce", "replicate", 2]
@@ -171,7 +171,7 @@ def test_volumes_add_up_by_collective_and_axis() -> None:
 
 
 def test_window_counts_only_work_after_its_start() -> None:
-    """Oracle: by hand: of two kernels of 5 with a window begun between them, one counts."""
+    """Oracle: computed by hand: of two kernels of 5 with a window started between them, one counts."""
     clock = Clock(imagined_hardware())
     clock.advance(compute(5))
     clock.begin_window()
@@ -181,7 +181,7 @@ def test_window_counts_only_work_after_its_start() -> None:
 
 
 def test_lane_intervals_never_overlap() -> None:
-    """Oracle: a list of all that was taken."""
+    """Oracle: a list of all reserved intervals."""
     lane, taken = Lane(), []
     for ready, seconds in [(3, 2), (0, 3), (0, 1), (4, 1), (0, 0.5), (6, 4), (0, 2), (5, 0)]:
         start = lane.free_from(ready, seconds)
