@@ -1,10 +1,10 @@
-"""torch_npu's operators on a CPU: the schemas of its wheel, computed by plain products.
+"""torch_npu's operators on a CPU: the schemas of its wheel, computed by plain matmuls.
 
 They are registered with PyTorch's dispatcher as torch_npu registers its own, with a gradient where torch_npu has one,
-and refuse what its documents refuse: another dtype, layout or length. So what is held against them is how they are
+and refuse the dtypes, layouts and lengths that its documentation excludes. So tests check how they are
 called. Where the real torch_npu is imported (over a stub of CANN, ``tests/torch_npu``), its schemas and its autograd
-are the real ones, and only what the device would compute is put in. Not what the hardware computes: nothing here has
-run on an NPU.
+are the real ones, and only the device's computation is replaced. The hardware's results are not tested: no test here
+runs on an NPU.
 """
 
 import functools
@@ -43,12 +43,12 @@ SCHEMAS = {
 
 
 IS_REAL = torch._C._dispatch_has_kernel("npu::npu_rms_norm")
-"""Whether torch_npu is here."""
+"""Whether torch_npu is installed."""
 DEVICE = torch.device("npu", 0) if IS_REAL else torch.device("cpu")
-"""Where its operators take tensors."""
+"""Device of the operators' tensors."""
 
 CALLS: Counter[str] = Counter()
-"""Operator → how often it has run."""
+"""Operator → number of calls."""
 
 
 def _count(name: str, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -57,7 +57,7 @@ def _count(name: str, function: Callable[..., Any], *args: Any, **kwargs: Any) -
 
 
 def _attend(query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
-    """Causal from the upper left corner, each token with all before it: what ``sparse_mode=2`` says."""
+    """Causal attention aligned to the upper left corner, as with ``sparse_mode=2``."""
     heads, groups, length = query.shape[1], key.shape[1], query.shape[2]
     keys, values = (x.float().repeat_interleave(heads // groups, dim=1) for x in (key, value))
     hidden = torch.ones(length, length, dtype=torch.bool, device=query.device).triu(1)
@@ -97,7 +97,7 @@ def _fusion_attention_grad(
 
 
 def _gradients(function: Callable[..., Tensor], inputs: tuple[Tensor, ...], grad: Tensor) -> tuple[Tensor, ...]:
-    """Of plain arithmetic on the host, wherever the tensors are."""
+    """Gradients by plain arithmetic on the host, for tensors on any device."""
     with torch.enable_grad():
         leaves = [x.detach().cpu().requires_grad_() for x in inputs]
         made = torch.autograd.grad(function(*leaves), leaves, grad.cpu())
@@ -122,11 +122,11 @@ def _keep_norm(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> No
 def _norm_gradient(ctx: Any, grad: Tensor, _: Any) -> tuple[Any, ...]:
     x, gamma, _ = ctx.saved_tensors
     made = _gradients(lambda *leaves: _normalize(*leaves, ctx.epsilon)[0], (x, gamma), grad)
-    return made[0], made[1].float(), None  # the gradient of gamma is float32 whatever gamma is
+    return made[0], made[1].float(), None  # the gradient of gamma is float32 for any dtype of gamma
 
 
 def _rms_norm_backward(dy: Tensor, x: Tensor, gamma: Tensor, rstd: Tensor) -> tuple[Tensor, Tensor]:
-    """By the formula: the operator is not told epsilon, only what came of it."""
+    """By the formula; the operator receives rstd instead of epsilon."""
     wide, grad = x.float() * rstd, dy.float()
     scaled = grad * gamma.float()
     made = rstd * (scaled - wide * (scaled * wide).mean(-1, keepdim=True))
@@ -191,7 +191,7 @@ BACKWARDS: dict[str, Callable[..., Any]] = {
     "npu_rms_norm_backward": _rms_norm_backward,
     "npu_swiglu_backward": _gate_backward,
 }
-"""Which torch_npu's autograd calls."""
+"""Operators called by torch_npu's autograd."""
 
 
 def _define(library: torch.library.Library) -> None:

@@ -1,4 +1,4 @@
-"""The package is whole in every form in which it is passed on: wheel, editable install, bare checkout, source zip."""
+"""The package is complete in every form of distribution: wheel, editable install, bare checkout, source zip."""
 
 import json
 import os
@@ -38,11 +38,11 @@ print(json.dumps({
     "missing": [name for name in modules if importlib.util.find_spec(name) is None],
 }))
 """
-"""Run with -S: an fsdptoys that is installed where the tests run must not stand in for the one that is looked at."""
+"""Run with -S: an fsdptoys installed in the environment of the tests must not replace the tested one."""
 
 
 def module_names(tree: Path) -> list[str]:
-    """The name by which every module of a source tree is to be imported."""
+    """Import names of all modules of a source tree."""
     files = [path for folder in ("fsdptoys", "models", "patches", "configs") for path in (tree / folder).rglob("*.py")]
     parts = {path.relative_to(tree).with_suffix("").parts for path in files}
     names = {".".join(part if part[0] == "fsdptoys" else ("fsdptoys", *part)) for part in parts}
@@ -50,7 +50,7 @@ def module_names(tree: Path) -> list[str]:
 
 
 def make_source_zip(archive: Path) -> None:
-    """A zip as GitHub makes it, links kept as links: of the last commit, or of the files here where git has none."""
+    """Write a zip like GitHub's, with links as links: of the last commit, or of the files here without git."""
     git = ["git", "-C", str(ROOT), "archive", "--format=zip", "-o", str(archive), "HEAD"]
     try:
         if (ROOT / ".git").exists() and subprocess.run(git, capture_output=True).returncode == 0:
@@ -80,7 +80,7 @@ def unpack(archive: Path, folder: Path, links: bool) -> None:
 
 
 def run(*command: str) -> str:
-    """Run to the end in a folder without any sources; return what was written to stdout."""
+    """Run a command in a folder without sources; return its stdout."""
     done = subprocess.run([sys.executable, *command], cwd="/", capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout

@@ -1,4 +1,4 @@
-"""run_fsdp.sh: which Python it takes, what it passes on, and what it says when it cannot."""
+"""run_fsdp.sh: choice of Python, passing of arguments, and error messages."""
 
 import json
 import os
@@ -34,12 +34,12 @@ case "$1 $2" in
     ;;
 esac
 """
-"""A Python that answers the script's question from NAME.state, makes copies of itself and notes its arguments."""
+"""A Python stub that answers the script's query from NAME.state, copies itself and records its arguments."""
 
 
 @dataclass
 class Sandbox:
-    """A checkout whose fsdptoys only reports how it was started, and a folder that comes first on PATH."""
+    """A checkout whose fsdptoys only reports how it was started, and a folder first on PATH."""
 
     checkout: Path
     path: Path
@@ -54,7 +54,7 @@ class Sandbox:
     def start(
         self, *arguments: str, script: Path | None = None, cwd: Path | None = None, **variables: str
     ) -> subprocess.CompletedProcess[str]:
-        """Run the script with bash; variables of a virtual environment around the tests are taken away."""
+        """Run the script with bash, without the variables of a virtual environment around the tests."""
         environment = {k: v for k, v in os.environ.items() if k not in ("PYTHON", "VIRTUAL_ENV", "PYTHONPATH")}
         environment |= {"PATH": f"{self.path}:{os.environ['PATH']}", "LOG": str(self.log), **variables}
         return subprocess.run(
@@ -66,7 +66,7 @@ class Sandbox:
         )
 
     def calls(self) -> list[str]:
-        """What the stubs were called with, but for questions that change nothing."""
+        """Calls of the stubs, except queries without effect."""
         return self.log.read_text().splitlines() if self.log.exists() else []
 
 
@@ -134,7 +134,7 @@ def test_symbolic_links_to_the_script_run_the_checkout(kind: str, sandbox: Sandb
 def test_python_is_chosen_in_the_documented_order(
     states: dict[str, str], variables: dict[str, str], taken: str, sandbox: Sandbox
 ) -> None:
-    """Oracle: the name under which the stub was called, and that it alone was started."""
+    """Oracle: the name of the only called stub."""
     for name, state in states.items():
         name = name.replace("checkout", str(sandbox.checkout))
         (sandbox.path / name).parent.mkdir(parents=True, exist_ok=True)
@@ -197,7 +197,7 @@ def test_own_environment_is_installed_once_and_repaired(sandbox: Sandbox) -> Non
 def test_missing_python_or_venv_is_reported_in_one_sentence(
     states: dict[str, str], variables: dict[str, str], sentence: str, sandbox: Sandbox
 ) -> None:
-    """Oracle: exit status 2, one line that says what to do, nothing started."""
+    """Oracle: exit status 2, one line with a fix, and no started process."""
     for name, state in states.items():
         name = name.replace("checkout", str(sandbox.checkout))
         (sandbox.path / name).parent.mkdir(parents=True, exist_ok=True)

@@ -1,8 +1,8 @@
-"""``python -m MODULE WORDS`` as forks of this process, which has imported what takes a new interpreter seconds.
+"""``python -m MODULE WORDS`` as forks of this process, which has already done the slow imports.
 
-For tests whose claim is what processes do, and not that an interpreter starts: each is a process of its own with the
-words, variables, streams, session and signals that a new interpreter would get, and ends as one. What it has beyond
-those are modules that are imported already. Other commands are started as ever.
+For tests of the behavior of processes, not of interpreter startup: each is a separate process with the
+arguments, variables, streams, session and signals of a new interpreter, and exits like one. The only difference
+are the imported modules. Other commands start as usual.
 """
 
 import inspect
@@ -58,12 +58,12 @@ class WarmPopen(subprocess.Popen):
 
 
 def become_measured_interpreter(streams: Sequence[int], environment: Mapping[str, str]) -> None:
-    """Have in this fork what a new interpreter would have, these streams (-1: as they are), and coverage of rank 0."""
+    """Give this fork the state of a new interpreter, these streams (-1: unchanged), and coverage of rank 0."""
     for target, source in enumerate(streams):
         if source >= 0:
             os.dup2(source, target)
     become_interpreter(environment)
     measured = any(name.startswith("COVERAGE_PROCESS_") for name in os.environ)
     if not measured or os.environ.get("RANK", "0") != "0":
-        sys.settrace(None)  # coverage hears the same from rank 0, and slows down what it follows
+        sys.settrace(None)  # rank 0 covers the same lines, and coverage slows down its process
         threading.settrace(None)  # type: ignore[arg-type]

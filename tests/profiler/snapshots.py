@@ -1,8 +1,8 @@
 """A caching allocator's history, made by hand in the form of ``torch.cuda.memory._snapshot()``.
 
 Device 1 has a segment of 64 MiB: 8 MiB of weights from before the history, then 24 MiB of logits and 2 MiB of a norm in
-the forward, of which the logits are freed in the backward, then the weights, then 1 MiB comes in the
-place of the logits, and 40 MiB more are asked for in vain.
+the forward, of which the logits are freed in the backward, then the weights, then 1 MiB is allocated in
+place of the logits, and a request for 40 MiB fails.
 """
 
 from typing import Any

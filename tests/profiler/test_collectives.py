@@ -1,4 +1,4 @@
-"""The trace of a step's collectives, against what each strategy's formulas say it sends."""
+"""The trace of a step's collectives, compared with the communication formulas of each strategy."""
 
 import json
 from collections import Counter
@@ -54,7 +54,7 @@ STRATEGIES["toy_zero2 twice"] = (ToyZero2Config(), {"grad_accum": 2})
 
 
 def train_traced(folder: Path, cases: list[tuple[ParallelConfig, dict[str, Any]]], traces: bool) -> list[Any]:
-    """Train each case with or without the trace; its losses, and on rank 0 what is in the file."""
+    """Train each case with or without the trace; return its losses, and on rank 0 the file's content."""
     found: list[Any] = []
     for number, (parallel, more) in enumerate(cases):
         config = make_config(parallel, dist.get_world_size(), **{**STEPS, **more})
@@ -112,7 +112,7 @@ def test_ddp_all_reduces_every_gradient_once(outcomes: Any, label: str) -> None:
 
 @pytest.mark.parametrize(("label", "backwards"), [("toy_zero1", 0), ("toy_zero2", 1), ("toy_zero2 twice", 2)])
 def test_zero1_and_zero2_gather_parameters_after_the_optimizer_step(outcomes: Any, label: str, backwards: int) -> None:
-    """Oracle: the pages of ZeRO-1 and -2: 4 bytes a parameter and less than an element a rank of padding a bucket."""
+    """Oracle: the pages of ZeRO-1 and -2: 4 bytes per parameter, and padding below one element per rank and bucket."""
     calls, _, _, elements = outcomes[label]
     whole = 4 * sum(elements.values())
     for collective, phase, times in (("all_gather", "optimizer", 1), ("reduce_scatter", "backward", backwards)):
@@ -123,7 +123,7 @@ def test_zero1_and_zero2_gather_parameters_after_the_optimizer_step(outcomes: An
 
 
 def test_zero3_broadcasts_blocks_twice_and_other_parameters_once(outcomes: Any) -> None:
-    """Oracle: the page of ZeRO-3; owners give what the others get, and reduce what the owner keeps."""
+    """Oracle: the page of ZeRO-3; owners broadcast their parameters and receive their reduced gradients."""
     calls, _, _, elements = outcomes["toy_zero3"]
     blocks = {name: size for name, size in elements.items() if name.startswith("layers.")}
     assert total(calls, "broadcast", "forward") == total(calls, "reduce", "backward") == 4 * sum(elements.values())
@@ -140,7 +140,7 @@ def test_zero3_broadcasts_blocks_twice_and_other_parameters_once(outcomes: Any) 
 
 @pytest.mark.parametrize("label", ["fsdp2", "toy_fsdp", "fsdp1"])
 def test_fsdp_gathers_units_in_forward_and_backward_and_reduces_them_once(outcomes: Any, label: str) -> None:
-    """Oracle: the units; the head stays for the backward, and FSDP2's embedding is not needed there."""
+    """Oracle: the units; the head stays gathered for the backward, and FSDP2's embedding is not needed there."""
     calls, _, _, elements = outcomes[label]
     counts = Counter((call.phase, call.collective) for call in calls)
     root = label == "fsdp1"  # a unit of its own, of the norm alone
@@ -181,7 +181,7 @@ def test_collectives_are_assigned_to_their_micro_batch(outcomes: Any, label: str
 
 
 def test_trainer_collectives_are_labeled_with_phase_and_call_site(outcomes: Any) -> None:
-    """Oracle: the trainer: labels are counted, sharded norms added up, and the loss agreed on."""
+    """Oracle: the trainer: the count of labels, the norm of shards, and the loss are reduced."""
     for label, (calls, *_) in outcomes.items():
         small = [(call.phase, call.site) for call in calls if not call.parameters]
         clips = [("clip", "strategy.total_norm")] if "ddp" not in label else []
@@ -206,7 +206,7 @@ def test_repeated_collectives_are_folded_without_loss() -> None:
 
 
 def test_one_rank_sends_no_bytes(tmp_path: Path) -> None:
-    """Oracle: one process sends nothing, though its program calls what it would call among others."""
+    """Oracle: one process sends no bytes, although it calls the same collectives."""
     _, lines, _ = run_ranks(1, train_traced, tmp_path, [(SingleConfig(), {})], True)[0][0]
     rows = [json.loads(line) for line in lines]
     assert {row["ranks"] for row in rows} == {1} and {row["sends_bytes"] for row in rows} == {0}
@@ -216,7 +216,7 @@ def test_one_rank_sends_no_bytes(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("ranks", [2, 3, 8])
 def test_ring_bytes_follow_the_documented_formulas(ranks: int) -> None:
-    """Oracle: an all-reduce is a reduce-scatter and an all-gather; of a broadcast all but one rank get all."""
+    """Oracle: an all-reduce is a reduce-scatter and an all-gather; in a broadcast all ranks but one receive all."""
     size = 840
     scatter, gather = (ring_bytes(kind, size, ranks) for kind in ("reduce_scatter", "all_gather"))
     assert ring_bytes("all_reduce", size, ranks) == scatter + gather == 2 * size * (ranks - 1) / ranks

@@ -1,4 +1,4 @@
-"""The sentences for settings that cannot be, and for those that would do nothing."""
+"""Messages for invalid settings, and for those without effect."""
 
 import pytest
 from omegaconf import OmegaConf
@@ -85,13 +85,13 @@ def test_values_unsupported_by_the_run_are_refused(values, device_type, sentence
 
 
 def test_disabled_profiler_is_always_valid():
-    """Oracle: a run of one step on one rank, which has no room for any window."""
+    """Oracle: no error for a run of one step on one rank, which is too short for any window."""
     for device_type in ("cuda", "npu", "cpu"):
         ProfileConfig().validate(world_size=1, device_type=device_type, steps=1)
 
 
 def test_config_is_a_schema_for_omegaconf():
-    """Oracle: OmegaConf builds the dataclass from text as it stands in YAML."""
+    """Oracle: OmegaConf builds the dataclass from YAML text."""
     schema = OmegaConf.structured(ProfileConfig)
     config = OmegaConf.to_object(OmegaConf.merge(schema, {"enabled": True, "ranks": [0, 1], "npu_level": "level0"}))
     assert config == ProfileConfig(enabled=True, ranks=[0, 1], npu_level=NPULevel.level0)

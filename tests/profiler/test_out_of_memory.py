@@ -1,4 +1,4 @@
-"""Out of memory: which errors are turned, what the report counts, and which switches it advises."""
+"""Out of memory: converted errors, the numbers of the report, and the advised switches."""
 
 import dataclasses
 import types
@@ -136,12 +136,12 @@ def test_enabled_switches_are_not_advised_and_may_be_replaced(change, gone, come
 
 
 def test_optimizer_step_advice_excludes_activation_switches():
-    """Oracle: in the optimizer's step only what it keeps is live."""
+    """Oracle: no activations are live in the optimizer step."""
     assert set(advised(FSDP, phase="optimizer")) == {"memory.cpu_offload=true", "memory.optimizer_offload=true"}
 
 
 def test_states_not_yet_allocated_count_only_in_the_optimizer_step():
-    """Oracle: 6 GiB in all, of which none is there; offloading them makes no room in the forward before."""
+    """Oracle: 6 GiB in total, none of it allocated; offloading them frees no memory in the forward before."""
     live = dataclasses.replace(LIVE, states=PlacedBytes())
     switches = dataclasses.replace(FSDP, states_bytes=6 * GIB)
     assert advised(switches, "optimizer", live)["memory.optimizer_offload=true"] == 6 * GIB
@@ -192,7 +192,7 @@ def test_host_memory_is_reported_separately():
 
 
 def test_exhausted_host_memory_advises_disabling_offload():
-    """Oracle: the states that are in host memory."""
+    """Oracle: the states in host memory."""
     live = LiveBytes(PlacedBytes(GIB), PlacedBytes(GIB), PlacedBytes(0, 4 * GIB))
     failure = Failure(True, None, None, 6 * GIB, None)
     switches = dataclasses.replace(FSDP, optimizer_offload=True)
@@ -202,14 +202,14 @@ def test_exhausted_host_memory_advises_disabling_offload():
 
 
 def test_report_without_advice_is_explicit():
-    """Oracle: one process with everything on, in the optimizer's step."""
+    """Oracle: one process with CPU offload, in the optimizer step."""
     switches = dataclasses.replace(FSDP, cpu_offload=True)
     report = out_of_memory_report(Failure(False, None, None, GIB, None), oom_context(switches, "optimizer"), "cuda")
     assert report.splitlines()[-1].startswith("no other switch saves memory")
 
 
 def test_failed_torch_allocation_on_the_cpu_is_explained():
-    """Oracle: PyTorch's own allocator, asked for a petabyte; no switch may send anything to host memory."""
+    """Oracle: a failed request of 1 PiB from PyTorch's own allocator; no switch may move tensors to host memory."""
     live = LiveBytes(PlacedBytes(0, MIB), PlacedBytes(0, MIB), PlacedBytes(0, 2 * MIB))
     device = Device("cpu")
     with (
@@ -236,7 +236,7 @@ def test_failed_numpy_allocation_is_explained():
 
 @pytest.mark.parametrize("error", [RuntimeError("size mismatch"), ValueError("out of memory"), KeyboardInterrupt()])
 def test_other_errors_propagate_unchanged(error):
-    """Oracle: the very object."""
+    """Oracle: the same object."""
     with pytest.raises(type(error)) as caught, explain_out_of_memory(Device("cpu"), oom_context):
         raise error
     assert caught.value is error and not is_out_of_memory(error)
@@ -255,7 +255,7 @@ def test_explained_error_is_not_explained_again():
 
 
 def test_shared_storages_are_counted_once_in_full():
-    """Oracle: the sizes of the tensors; two parameters are views of one storage, and a third has no gradient."""
+    """Oracle: the tensors' sizes; two parameters are views of one storage, and a third has no gradient."""
     flat = torch.zeros(100)
     first, second = (torch.nn.Parameter(part) for part in (flat[:60], flat[60:]))
     frozen, planned = torch.nn.Parameter(torch.zeros(10)), torch.nn.Parameter(torch.zeros(10, device="meta"))
@@ -281,7 +281,7 @@ def _count_sharded() -> LiveBytes:
 
 
 def test_sharded_parameters_count_as_their_local_shard():
-    """Oracle: half of 64 x 32 float32 numbers on each of two real ranks; states have the number of the step too."""
+    """Oracle: half of 64 x 32 float32 elements on each of two real ranks; states include the step count."""
     shard = 64 * 32 * 4 // 2
     counted = run_ranks(2, _count_sharded)
     assert [live.parameters.host_bytes for live in counted] == [shard] * 2
@@ -290,7 +290,7 @@ def test_sharded_parameters_count_as_their_local_shard():
 
 
 def test_loss_peak_memory_matches_the_advice():
-    """Oracle: the loss's own peak, as the profiler counts allocations: 12 bytes a logit in both number formats."""
+    """Oracle: the loss's own peak by the profiler's allocations: 12 bytes per logit in both dtypes."""
     from fsdptoys.loss import cross_entropy_sum
 
     tokens, dim, vocab = 256, 16, 4000

@@ -1,6 +1,6 @@
-"""Memory snapshots: when they are recorded and written, and what the page makes of one.
+"""Memory snapshots: the time of recording and writing, and the rendered page.
 
-There is no accelerator here, so the allocator's two functions are stand-ins that hold every call against the signatures
+There is no accelerator here, so the allocator's two functions are stand-ins that check every call by the signatures
 of PyTorch's own; the history is made by hand, and PyTorch's own visualizer runs on it.
 """
 
@@ -21,7 +21,7 @@ from tests.profiler.snapshots import MIB, make_snapshot, summary_of
 
 
 class Memory:
-    """The functions of ``torch.cuda.memory``, which note when they were called."""
+    """Stand-in for the functions of ``torch.cuda.memory``; records the order of calls."""
 
     def __init__(self) -> None:
         self.calls: list[str] = []
@@ -83,7 +83,7 @@ def test_early_end_writes_the_history_or_reports_its_absence(tmp_path, last, wor
 
 @pytest.mark.parametrize("step", [1, 4])
 def test_out_of_memory_writes_a_snapshot_inside_and_outside_the_window(tmp_path, step):
-    """Oracle: the files, and that the error itself goes on."""
+    """Oracle: the files, and the original error."""
     with pytest.raises(torch.OutOfMemoryError, match="tried"):
         take_steps(tmp_path, 6, fail_in=step, error="tried")
     assert (tmp_path / "profile" / "memory-rank0-out-of-memory.pickle").exists()
@@ -99,7 +99,7 @@ def test_failed_snapshot_write_keeps_the_original_error(tmp_path):
 
 
 def test_torch_has_the_private_functions_in_use():
-    """Oracle: the installed torch: signatures of the history, and of the visualizer's functions."""
+    """Oracle: signatures of the history's and the visualizer's functions in the installed torch."""
     assert set(inspect.signature(torch.cuda.memory._record_memory_history).parameters) >= {
         "enabled",
         "context",
@@ -111,7 +111,7 @@ def test_torch_has_the_private_functions_in_use():
 
 
 def test_timeline_includes_allocations_older_than_the_history():
-    """Oracle: computed by hand; the norm asked for 512 bytes less than its block, which the history does not know."""
+    """Oracle: computed by hand; the norm's request was 512 bytes below its block, which the history does not record."""
     timeline = read_timeline(make_snapshot(), 1)
     mib = [round(count / MIB, 2) for count in timeline.live_bytes]
     assert mib == [8, 32, 34, 10, 2, 3, 3]
@@ -121,7 +121,7 @@ def test_timeline_includes_allocations_older_than_the_history():
 
 
 class Page(HTMLParser):
-    """Collects what a browser would load, and the text."""
+    """Collects the resources that a browser would load, and the text."""
 
     def __init__(self, source: str) -> None:
         super().__init__()
@@ -165,7 +165,7 @@ def test_page_lists_holders_of_memory_and_loads_no_resources():
 
 
 def test_empty_history_renders():
-    """Oracle: an allocator that was never asked for anything."""
+    """Oracle: an allocator without requests."""
     page = Page(render_snapshot({"segments": [], "device_traces": [[]]}, 0, "nothing", "a", "b"))
     assert "Nothing is live." in page.text
 

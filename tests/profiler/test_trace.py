@@ -1,4 +1,4 @@
-"""Traces of real loops on the CPU: what is in them, what is not, and what an early end leaves."""
+"""Traces of real loops on the CPU: their content, and the result of an early end."""
 
 import gzip
 import json
@@ -19,7 +19,7 @@ from tests.profiler.snapshots import summary_of
 
 
 def take_steps(profiler: Profiler, first: int, last: int, fail_in: int | None = None) -> None:
-    """Steps that differ in what they call: each multiplies matrices, and adds as often as its number says."""
+    """Take steps with distinct calls: each multiplies matrices once, and step n adds n times."""
     a = torch.randn(32, 32)
     with profiler:
         for step in range(first, last + 1):
@@ -41,7 +41,7 @@ def count(events: list[dict], name: str) -> int:
 
 
 def marks(events: list[dict]) -> set[int]:
-    """Numbers of the steps that the trace has marks of."""
+    """Step numbers with marks in the trace."""
     return {int(event["name"].split("#")[1]) for event in events if event.get("name", "").startswith("ProfilerStep#")}
 
 
@@ -122,7 +122,7 @@ def test_failed_trace_write_does_not_end_the_run(tmp_path):
 
 
 def test_symbolic_link_in_place_of_a_trace_is_replaced(tmp_path):
-    """Oracle: the file that the link leads to, and a trace under its name."""
+    """Oracle: the unchanged target of the link, and a trace under its name."""
     (tmp_path / "precious").write_text("precious")
     (tmp_path / "rank0.json.gz").symlink_to("precious")
     config = ProfileConfig(enabled=True, skip_steps=0, warmup_steps=0, active_steps=1)
@@ -166,7 +166,7 @@ MatMulV2,AI_CORE,2,100.25,50,50.125,50.25,92.2
 def test_npu_trace_uses_the_names_and_keywords_of_torch_npu(tmp_path, monkeypatch):
     """Oracle: keyword-only stand-ins with torch_npu 2.13.0's parameter names; they trace with torch's own profiler.
 
-    What it does not show: that torch_npu accepts the values and writes what its analysis is read for.
+    Not tested: that torch_npu accepts the values and writes the analysis that is read.
     """
     levels: list[str] = []
 
@@ -215,7 +215,7 @@ def test_npu_trace_uses_the_names_and_keywords_of_torch_npu(tmp_path, monkeypatc
 
 
 def test_missing_analysis_of_an_npu_trace_is_reported(tmp_path):
-    """Oracle: the files that torch_npu 2.13.0 left where CANN's profiler recorded nothing; one message."""
+    """Oracle: the files of torch_npu 2.13.0 if CANN's profiler records nothing; one message."""
     reported: list[str] = []
     trace = Trace(ProfileConfig(enabled=True), "npu", 0, tmp_path, 1, reported.append)
     left = tmp_path / "rank0_1_2_ascend_pt"

@@ -167,7 +167,7 @@ def test_table_fits_its_terminal_and_names_omitted_columns(two: list[Record], wi
 
 
 def test_markdown_shows_special_characters_literally(tmp_path: Path) -> None:
-    """Oracle: as many cells in each line as there are columns, and no special character unescaped."""
+    """Oracle: one cell per column in each line, and no unescaped special character."""
     write_run(tmp_path / "a|b*c", run_of(3))
     write_run(tmp_path / "x", run_of(3), {"data.files": "[a|b](c)<d>_e_"})
     write_run(tmp_path / "y", run_of(3), {"data.files": "plain_text"})

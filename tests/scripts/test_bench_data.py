@@ -1,4 +1,4 @@
-"""The data benchmark measures its rows, and can fail."""
+"""The data benchmark: measured rows, and missed targets."""
 
 from pathlib import Path
 
@@ -34,7 +34,7 @@ def test_written_shards_pass_the_check_and_hold_the_requested_tokens(tmp_path: P
 
 
 def test_read_rate_is_tokens_over_elapsed_seconds(tmp_path: Path, monkeypatch) -> None:
-    """Oracle: a clock that advances one second per read: a stretch of 4.5 has 4 batches of 8 rows, in 5 seconds."""
+    """Oracle: a clock that advances one second per read: an interval of 4.5 has 4 batches of 8 rows, in 5 seconds."""
     folder = bench_data.write_shards(tmp_path / "out", 64_000, 1, wide=True)
     seconds = iter(range(1000))
     monkeypatch.setattr(bench_data.time, "process_time", lambda: next(seconds))

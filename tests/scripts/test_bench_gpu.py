@@ -65,12 +65,12 @@ def test_different_first_loss_is_reported() -> None:
     ],
 )
 def test_failed_row_gives_its_reason(failure: str, said: str) -> None:
-    """Oracle: PyTorch's and Python's words."""
+    """Oracle: messages of PyTorch and Python."""
     assert why(Measured(failure=failure)) == said
 
 
 def test_row_predicted_to_exceed_device_memory_is_left_out(tmp_path: Path) -> None:
-    """Oracle: the expected message, of ours; the planner says nothing of a peer."""
+    """Oracle: the expected message, for our rows only; the planner does not predict peers."""
     bench = Bench("cuda", tmp_path, sys.executable, 989e12, 79.6, 0.0)
     for planned, reason in ((93.7, "left out: 94 GiB are planned, and the device has 80"), (79.0, "the call's time")):
         assert reason in str(bench.run(SHAPE, COMPILED, 1e9, planned).failure)
@@ -93,7 +93,7 @@ print("note continued", continued)
 
 @pytest.mark.parametrize("stops", [True, False])
 def test_run_without_turns_is_never_stopped(stops: bool, tmp_path: Path) -> None:
-    """Oracle: signals that the run counts; its steps, losses and note are there either way."""
+    """Oracle: signals counted by the run; steps, losses and note are recorded in both cases."""
     run = Run([sys.executable, "-c", TRAINER], {}, tmp_path, 4, 60.0, stops=stops)
     take_within(run, 60.0)
     result = run.result

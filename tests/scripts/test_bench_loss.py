@@ -1,4 +1,4 @@
-"""The loss benchmark measures its rows, and can fail."""
+"""The loss benchmark: measured rows, and missed targets."""
 
 from pathlib import Path
 
@@ -29,7 +29,7 @@ def test_script_lists_every_loss_and_exit_status_follows_the_targets(
 
 
 def test_wrong_loss_ends_the_script_before_timing() -> None:
-    """Oracle: the check itself, given a loss that counts one token less."""
+    """Oracle: the check, given a loss that counts one token less."""
     inputs = bench_loss.make_inputs("cpu", (64, 8, 50), torch.float32)
     losses = {"short": lambda hidden_ND, weight_VD, labels_N: cross_entropy_sum(hidden_ND[1:], weight_VD, labels_N[1:])}
     with pytest.raises(SystemExit, match="loss of short is off"):
@@ -37,7 +37,7 @@ def test_wrong_loss_ends_the_script_before_timing() -> None:
 
 
 def test_peak_memory_of_a_known_step() -> None:
-    """Oracle: computed by hand; 3 MiB made, 1 MiB let go, 1 MiB made, and a gradient of 4 MiB at the end."""
+    """Oracle: computed by hand; 3 MiB allocated, 1 MiB freed, 1 MiB allocated, and a gradient of 4 MiB at the end."""
     hidden = torch.zeros(2**20, requires_grad=True)
 
     class Known(torch.autograd.Function):

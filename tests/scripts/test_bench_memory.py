@@ -1,4 +1,4 @@
-"""The benchmark of the memory switches: its rows really run, and its targets can be missed."""
+"""The benchmark of the memory switches: measured rows, and missed targets."""
 
 import subprocess
 import sys
@@ -13,7 +13,7 @@ ROOT = Path(__file__).parents[2]
 
 @pytest.mark.usefixtures("unmeasured")
 def test_rows_run_on_the_cpu_or_give_their_reason(tmp_path: Path) -> None:
-    """Oracle: the table that the real command writes; of its rows a CPU cannot run one."""
+    """Oracle: the table of the real command; a CPU cannot run one of its rows."""
     page = tmp_path / "table.md"
     words = ["--device=cpu", "--model=llama_debug", "--seq-len=32", "--steps=3", "--warmup-steps=1"]
     words += ["--strategies", "fsdp1", "fsdp2"]

@@ -33,7 +33,7 @@ MIB = 2**20
 
 
 def run_of(startup: float, step: float, peak_mib: float, loss: float = 2.0) -> Measured:
-    """A run of three steps as it would have been measured."""
+    """Measurements of a run of three steps."""
     seconds = [startup, step, step]
     return Measured(seconds, [loss] * 3, [2 * each for each in seconds], int(peak_mib * MIB))
 
@@ -82,9 +82,9 @@ def test_tables_show_speeds_and_ratios_within_a_round(tmp_path: Path) -> None:
 
 
 def test_run_is_measured_from_its_launcher_process(tmp_path: Path) -> None:
-    """Oracle: the process below the launcher: 64 MiB held for a moment, two lines, a word to keep."""
+    """Oracle: the process below the launcher: 64 MiB for a moment, two lines, a note."""
     child = "import time\nx = bytearray(64 * 2**20); time.sleep(.4)\nprint('note a word', flush=True)\ndel x\n"
-    # Sleeps while it is stopped, too, so that on a busy machine a part of this second is before the next step.
+    # The sleep continues while the run is stopped, so on a busy machine a part of this second precedes the next step.
     child += "print('step 1/2  loss 2.5', flush=True); time.sleep(1); print('step 2/2  loss 2.25', flush=True)"
     launcher = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {child!r}], check=True)"
     run = Run([sys.executable, "-c", launcher], os.environ, tmp_path, steps=2, limit_seconds=60)
@@ -98,7 +98,7 @@ def test_run_is_measured_from_its_launcher_process(tmp_path: Path) -> None:
 
 
 def test_runs_alternate_step_by_step(tmp_path: Path) -> None:
-    """Oracle: times written at the begin of each step; without turns, waiting peers would write them together."""
+    """Oracle: names written at the start of each step, in alternating order."""
 
     def run_of(name: str) -> Run:
         code = f"""if True:
@@ -117,7 +117,7 @@ def test_runs_alternate_step_by_step(tmp_path: Path) -> None:
 
 
 def test_failed_run_reports_its_output_and_hanging_run_is_killed(tmp_path: Path) -> None:
-    """Oracle: the process's own words and status."""
+    """Oracle: the process's own output and status."""
     run = Run([sys.executable, "-c", "print('no such folder'); raise SystemExit(3)"], os.environ, tmp_path, 2, 60)
     take_turns([run])
     assert run.result.failure == "status 3 after 0 of 2 steps\nno such folder\n"
@@ -150,7 +150,7 @@ def test_peer_batches_are_shifted_labels_distinct_per_rank_and_step(bench: Bench
 
 
 def train_ours(words: list[str]) -> list[float]:
-    """Losses of the run that a command line asks for."""
+    """Losses of the run of a command line."""
     config = compose_config(words)
     config.validate(2, "cpu")
     trainer = Trainer(config)
@@ -179,7 +179,7 @@ def test_fsdp2_losses_equal_those_of_the_plain_script(bench: Bench) -> None:
 
 
 def test_gpu_commands_use_full_sharding_on_one_rank(bench: Bench) -> None:
-    """Oracle: the words of the commands."""
+    """Oracle: the arguments of the commands."""
     gpu = Bench(Work(**vars(bench.work) | {"device": "cuda", "ranks": 1}), MODEL, bench.folder, Path("bin"), 1)
     commands = {each.name: " ".join(gpu.command(each, Path("run"))) for each in contestants(gpu=True)}
     assert list(commands) == [ACCELERATE, FABRIC, PLAIN, "FSDPToys fsdp2", OURS_FSDP2]

@@ -1,4 +1,4 @@
-"""The benchmark that holds the planner against a device: its bars can be missed."""
+"""The benchmark of the planner against a device: its tolerances can be missed."""
 
 import dataclasses
 
@@ -13,7 +13,7 @@ MEASURED = Result(seconds=2.0, end_gib=9.72, peak_gib=15.0, reserved_gib=18.0)
 
 
 def prediction(seconds: float, end: float, peak: float, reserved: float) -> Prediction:
-    """Of one row."""
+    """Prediction of one row."""
     memory = MemoryPrediction(round(end * GIB), round(peak * GIB), round(reserved * GIB), "backward")
     time = TimePrediction(seconds, seconds, 0.0, 0.0, 0.0)
     return Prediction("traced", "h100", 8, 1, 1.0, None, memory, time)

@@ -1,4 +1,4 @@
-"""The toys' benchmark measures its rows, and can fail."""
+"""The toys' benchmark: measured rows, and missed targets."""
 
 import dataclasses
 

@@ -1,4 +1,4 @@
-"""Real runs killed and stopped: the chaos script, and the signals that it does not send."""
+"""Real runs that are killed and stopped: the chaos script, and the signals that it does not send."""
 
 import os
 import signal
@@ -21,7 +21,7 @@ CAMPAIGN = Campaign(2, ("parallel=fsdp2", "checkpoint.async_save=true"), restart
 def wait_for_step(attempt: Attempt, step: int) -> list[int]:
     """Wait for a step of a running attempt; returns the ranks' processes.
 
-    They are read on the way: a heartbeat that is being rewritten names none, and the end of the run removes all.
+    Process ids are read during the wait: a heartbeat under rewrite has none, and the end of the run removes all.
     """
     deadline, pids = time.monotonic() + 120, []
     while attempt.last_step() < step or len(pids) < CAMPAIGN.ranks:

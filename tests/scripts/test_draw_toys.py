@@ -30,7 +30,7 @@ def test_memory_at_the_optimizer_step_matches_the_formula(steps: Any, name: str)
     """Oracle: bytes of parameters, gradients and AdamW's states; the batch and rotary tables are within a percent."""
     for rank in steps[name]:
         formula = KEPT[name](2) * rank.parameters
-        off = 0.001 if name == "toy_zero3" else 0.0  # to which its whole tensors are balanced
+        off = 0.001 if name == "toy_zero3" else 0.0  # balance of its unsplit tensors
         before = [size for moment, size in rank.memory if moment <= rank.phases["optimizer"]]
         at_update = [before[-1], *(size for moment, size in rank.memory if moment > rank.phases["optimizer"])]
         assert any((1 - off) * formula <= size < (1.02 + off) * formula for size in at_update)

@@ -16,19 +16,19 @@ from scripts.fuzz_edits import EDITS, edits
 
 @pytest.mark.usefixtures("unmeasured")
 def test_all_damage_is_detected(capsys: pytest.CaptureFixture[str]) -> None:
-    """Oracle: the saved values; all kinds of damage take turns."""
+    """Oracle: the saved values; all kinds of damage alternate."""
     assert main(["--damages", "60", "--seed", "1"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert [line.split("|")[1].strip() for line in lines[2:]] == [*DAMAGES, *EDITS, "all"]
     assert all(line.startswith(f"| {kind} | 3 |") for kind, line in zip([*DAMAGES, *EDITS], lines[2:], strict=False))
-    # The newest is damaged for good by most of them.
+    # Most of them damage the newest checkpoint permanently.
     detected = int(lines[-1].split("|")[3])
     assert 30 <= detected <= 57
 
 
 @pytest.mark.usefixtures("unmeasured")
 def test_undetected_damage_is_counted(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    """Oracle: a reader that trusts sizes alone."""
+    """Oracle: a reader that checks sizes only."""
     monkeypatch.setattr(reading, "verify_file", lambda *args: None)
     monkeypatch.setattr(fuzz_checkpoint, "EDITS", {})
     counts = fuzz(4 * len(DAMAGES), seed=0)
@@ -38,7 +38,7 @@ def test_undetected_damage_is_counted(monkeypatch: pytest.MonkeyPatch, capsys: p
 
 @pytest.mark.usefixtures("unmeasured")
 def test_tracebacks_and_dead_processes_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Oracle: a reader that takes facts as they are, of which numpy's place is one; and a process that kills itself."""
+    """Oracle: a reader without validation of facts, such as numpy's position; and a process that kills itself."""
     monkeypatch.setattr(fuzz_edits, "FACTS", Schema())
     outcomes = [outcome for _, outcome, _ in edits(["edited state", "edited rank"] * 30, seed=0)]
     assert len(outcomes) == 60 and outcomes.count("missed") > 4

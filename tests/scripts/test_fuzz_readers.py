@@ -1,4 +1,4 @@
-"""The fuzzer of readers: that readers hold, and that it would see if they did not."""
+"""The fuzzer of readers: readers are robust, and the fuzzer detects those that are not."""
 
 from pathlib import Path
 
@@ -60,7 +60,7 @@ def test_failing_reader_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 
 def test_cases_are_distributed_over_all_readers() -> None:
-    """Oracle: one of each at least, about so many in all, the same each time."""
+    """Oracle: at least one case of each reader, about the requested number, reproducibly."""
     cases = plan_cases(1000, None)
     assert {name for name, _ in cases} == set(READERS) and len(set(cases)) == len(cases)
     assert abs(len(cases) - 1000) < 50 and cases == plan_cases(1000, None)

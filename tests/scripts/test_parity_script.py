@@ -1,4 +1,4 @@
-"""The parity script keeps its word, and can fail."""
+"""The parity script: no breaches in real runs, and detection of artificial ones."""
 
 import argparse
 import io

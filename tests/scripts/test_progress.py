@@ -1,4 +1,4 @@
-"""Scripts that take long say how far they are."""
+"""Progress reports of long scripts."""
 
 import ast
 import os
@@ -24,7 +24,7 @@ def test_long_scripts_report_progress(name: str) -> None:
     tree = ast.parse((ROOT / "scripts" / f"{name}.py").read_text())
     called = {node.func.id for node in ast.walk(tree) if isinstance(node, ast.Call) and isinstance(node.func, ast.Name)}
     used = {node.name for each in ast.walk(tree) if isinstance(each, ast.ImportFrom) for node in each.names}
-    turns = {"take_turns"} if name == "bench_peers" else {"unit"}  # it takes the turns of peers/measure.py
+    turns = {"take_turns"} if name == "bench_peers" else {"unit"}  # bench_peers uses peers/measure.py
     assert {"progress"} | turns <= called & used
 
 
@@ -41,7 +41,7 @@ def test_long_scripts_report_progress(name: str) -> None:
     ],
 )
 def test_every_finished_unit_is_reported_with_the_remaining_time(command: str, units: int | None) -> None:
-    """Oracle: the numbers of the lines, from the first to the last of as many as they say."""
+    """Oracle: the numbers of the lines, from the first to the announced last."""
     script, *words = command.split()
     environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
@@ -99,7 +99,7 @@ def run_slow(tmp_path: Path, redirection: str) -> "subprocess.CompletedProcess[s
 
 
 def test_slow_unit_reports_periodically(tmp_path: Path) -> None:
-    """Oracle: lines while it runs, between those of finished units; no escape sequence comes through."""
+    """Oracle: lines during the unit, between those of finished units; no escape sequences."""
     done = run_slow(tmp_path, "")
     beats = [line for line in done.stderr.splitlines() if "running for" in line]
     assert len(beats) >= 2 and "slow" in beats[-1], done.stderr

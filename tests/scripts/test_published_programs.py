@@ -1,4 +1,4 @@
-"""The programs behind published tables: they train for real, and their traces end where arithmetic says."""
+"""The programs behind published tables: real training, and the final memory of their traces."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -35,7 +35,7 @@ class Unmarked:
 
 
 def fill(values: Tensor) -> None:
-    """The same numbers for the same size, however it is sharded."""
+    """Fill a tensor with values that depend on its size only, not on its sharding."""
     generator = torch.Generator().manual_seed(values.numel())
     with torch.no_grad():
         values.copy_(torch.randn(values.shape, generator=generator) * 0.05)
@@ -73,7 +73,7 @@ def test_all_published_rows_have_equal_losses(strategy: str) -> None:
     ids=["llama2_7b", "llama3_8b"],
 )
 def test_models_have_the_published_parameter_count(model: Any, parameters: int) -> None:
-    """Oracle: the counts that the models' makers give."""
+    """Oracle: the published counts."""
     with torch.device("meta"):
         assert sum(parameter.numel() for parameter in model().parameters()) == parameters
 
@@ -91,17 +91,17 @@ def test_traced_row_ends_with_parameters_states_and_outputs(strategy: str, name:
     resident = 0 if switches.cpu_offload else 4 if switches.optimizer_offload else 12
     expected = resident * (2 * block + rest) // 8
     expected += 65536 * 128 * 4 + 2 * 4096 * 4096 + 2 * 4096 * 32000 * (not switches.chunk_loss)
-    # Besides: tokens, labels, the loss, the optimizer's counts of its steps.
+    # Also tokens, labels, the loss, and the optimizer's step counts.
     assert 0 <= end_bytes - expected < 2**20
 
 
 class ProductCount(TorchDispatchMode):
-    """Counts matrix products."""
+    """Counts matmuls."""
 
     products = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Count and go on."""
+        """Count, then call the operator."""
         self.products += func is torch.ops.aten.mm.default
         return func(*args, **(kwargs or {}))
 
@@ -113,7 +113,7 @@ def torchtitan_products() -> int:
 
 
 def test_selective_checkpointing_recomputes_every_other_matmul() -> None:
-    """Oracle: 7 products a block, of which the second, fourth and sixth are recomputed, and one in the head."""
+    """Oracle: 7 matmuls per block, of which the second, fourth and sixth are recomputed, and one in the head."""
     blocks = TINY["n_layers"]
     assert run_ranks(1, torchtitan_products) == [3 * (7 * blocks + 1) + 3 * blocks]
 

@@ -10,7 +10,7 @@ from tests.simulated_npu.ranks import build_extension
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark them, for ``pytest -m npu``; without the extension's build tools there is no device."""
+    """Mark the tests for ``pytest -m npu``; skip them without the build tools of the extension."""
     missing = None
     if shutil.which("g++") is None:
         missing = "g++ is not installed (Debian, Ubuntu: apt install g++)"
@@ -25,5 +25,5 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(scope="session", autouse=True)
 def extension() -> None:
-    """Built once, not by each of the ranks that want it, where any test is to run."""
+    """Build the extension once before the first test, not in each rank."""
     build_extension()

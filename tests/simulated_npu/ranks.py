@@ -1,4 +1,4 @@
-"""Ranks on simulated NPUs: forks that get the device for themselves, so that the process of the tests stays without.
+"""Ranks on simulated NPUs: forks that install the device, which the process of the tests does not have.
 
 They are forks of a server that has imported their modules and used none: PyTorch's autograd counts devices
 once, and in a fork of a process that has run a backward there would be none.
@@ -14,7 +14,7 @@ from typing import Any
 from scripts.ranks import run_ranks
 
 SITE = Path(__file__).parent / "site"
-"""On ``PYTHONPATH``, it gives every process the device."""
+"""On ``PYTHONPATH``, it installs the device in every process."""
 
 sys.path.append(str(SITE))
 
@@ -25,7 +25,7 @@ PRELOADED = ["scripts.parity", "tests.memory.offloaded", "tests.parallel.runs", 
 PRELOADED += ["fsdptoys.parallel.fsdp1", "fsdptoys.parallel.fsdp2", "fsdptoys.checkpoint.dcp_io"]
 
 MODES = ("immediate", "delayed")
-"""Whether streams do their work at once, or when somebody waits for it."""
+"""Whether streams work immediately or only on a wait."""
 
 
 def run_npu_ranks(

@@ -85,7 +85,7 @@ def unwaited(waits: bool) -> bool:
 
 
 def test_unwaited_collective_leaves_old_values_visible() -> None:
-    """Oracle: the sum; only delayed mode is sure to show the mistake."""
+    """Oracle: the sum; only delayed mode exposes the mistake reliably."""
     assert run_npu_ranks(RANKS, unwaited, True, mode="delayed") == [True, True]
     assert run_npu_ranks(RANKS, unwaited, False, mode="delayed") == [False, False]
 
@@ -104,5 +104,5 @@ def one_rank_waits_elsewhere(folder: str) -> float:
 
 
 def test_host_waiting_elsewhere_does_not_block_collectives(tmp_path: Any) -> None:
-    """Oracle: 3; without it the ranks would wait for each other for ever."""
+    """Oracle: the value 3; blocking would deadlock the ranks."""
     assert run_npu_ranks(RANKS, one_rank_waits_elsewhere, str(tmp_path), mode="delayed") == [3.0, 3.0]

@@ -1,4 +1,4 @@
-"""Whole runs through the command line and ``scripts/parity.py``, in processes that load the device by themselves."""
+"""Complete runs through the command line and ``scripts/parity.py``, in processes that autoload the device."""
 
 import json
 import os
@@ -17,7 +17,7 @@ pytestmark = pytest.mark.launcher
 
 
 def run(words: list[str], cwd: Path, status: int = 0, **variables: str) -> str:
-    """Output of a command with four simulated NPUs, which must end with this status."""
+    """Run a command with four simulated NPUs, check its exit status, and return its output."""
     unset = ("RANK", "WORLD_SIZE", "COVERAGE_PROCESS_")
     present = {name: value for name, value in os.environ.items() if not name.startswith(unset)}
     present |= {

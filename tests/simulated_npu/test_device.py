@@ -1,4 +1,4 @@
-"""The simulated device supports PyTorch's and this project's calls, and fails where hardware would."""
+"""The simulated device supports the calls of PyTorch and this project, and fails where hardware would."""
 
 from typing import Any
 
@@ -70,7 +70,7 @@ def mistakes() -> list[str]:
 
 
 def test_invalid_operations_fail_as_on_hardware() -> None:
-    """Oracle: the words of PyTorch, CUDA and HCCL for the same."""
+    """Oracle: error messages of PyTorch, CUDA and HCCL."""
     devices, ordinal, backend, double, numpy = run_on_npu(mistakes)
     assert "Expected all tensors to be on the same device" in devices
     assert "invalid device ordinal" in ordinal
@@ -102,7 +102,7 @@ def memory_use() -> dict[str, Any]:
 
 
 def test_allocator_rounds_to_512_bytes_and_reuses_freed_blocks() -> None:
-    """Oracle: arithmetic; blocks are multiples of 512 bytes, and a freed one is given out again."""
+    """Oracle: arithmetic; blocks are multiples of 512 bytes, and freed ones are reused."""
     use = run_on_npu(memory_use, capacity_mib=16)
     assert use["during"] == use["peak"] == 4 * MIB + 512
     assert use["after"] == MIB
@@ -124,7 +124,7 @@ def run_out() -> tuple[str, int, int]:
 
 @pytest.mark.parametrize("mode", MODES)
 def test_out_of_memory_message_has_the_form_of_torch_npu(mode: str) -> None:
-    """Oracle: torch_npu's words, which ``profiler/out_of_memory.py`` reads, and arithmetic."""
+    """Oracle: torch_npu's message, which ``profiler/out_of_memory.py`` parses, and arithmetic."""
     message, failures, _ = run_on_npu(run_out, mode=mode, capacity_mib=8)
     assert message.startswith(
         "NPU out of memory. Tried to allocate 0.00 GiB (NPU 0; 0.01 GiB total capacity; 0.01 GiB already allocated; "
@@ -146,7 +146,7 @@ def two_streams(waits: bool) -> list[float]:
 
 
 def test_missing_stream_wait_reads_stale_data() -> None:
-    """Oracle: 3; hardware is merely likely to show the mistake."""
+    """Oracle: the value 3; hardware only exposes the mistake sometimes."""
     expected = [3.0] * 1000
     for mode in MODES:
         assert run_on_npu(two_streams, True, mode=mode) == expected
@@ -171,7 +171,7 @@ def freed_on_one_stream(recorded: bool) -> list[float]:
 
 
 def test_unrecorded_use_on_another_stream_corrupts_memory() -> None:
-    """Oracle: 2, the value that a stream reads if its memory was not reused."""
+    """Oracle: the value 2, which a stream reads if its memory was not reused."""
     assert run_on_npu(freed_on_one_stream, True, mode="delayed") == [2.0] * 1000
     assert run_on_npu(freed_on_one_stream, False, mode="delayed") != [2.0] * 1000
 
@@ -218,7 +218,7 @@ def event_order() -> list[Any]:
 
 
 def test_events_complete_after_earlier_work_and_polling_advances() -> None:
-    """Oracle: an event at once is there at once; a delayed one takes a question for each thing before it."""
+    """Oracle: immediate events are complete; a delayed one needs one query for each operation before it."""
     assert run_on_npu(event_order) == [0, True, True]
     polls, ordered, right = run_on_npu(event_order, mode="delayed")
     assert polls > 0 and ordered and right
@@ -238,7 +238,7 @@ def history() -> dict[str, Any]:
 
 
 def test_memory_history_has_the_format_of_pytorch_with_stacks() -> None:
-    """Oracle: PyTorch's own renderer takes it; the entries of an allocation and a free."""
+    """Oracle: PyTorch's own renderer accepts it; the entries of an allocation and a free."""
     snapshot = run_on_npu(history)
     entries = [entry for entry in snapshot["device_traces"][0] if not entry["action"].startswith("segment")]
     assert [entry["action"] for entry in entries] == ["alloc", "free_requested", "free_completed", "alloc"]
@@ -269,5 +269,5 @@ def undelayed() -> dict[str, int]:
 
 
 def test_delayed_mode_delays_all_operators_of_a_training_step() -> None:
-    """Oracle: only operators that return a number to the host, or that the kernel reshapes, run at once."""
+    """Oracle: only operators that return a number to the host, or choose a kernel, run immediately."""
     assert set(run_on_npu(undelayed, mode="delayed")) <= {"aten::_local_scalar_dense", "aten::_fused_sdp_choice"}

@@ -1,4 +1,4 @@
-"""The patches of streams and of prefetching on a device that has streams, and FSDP1's settings that need one."""
+"""The patches of streams and prefetching on a device with streams, and FSDP1's settings that need one."""
 
 from typing import Any
 
@@ -76,7 +76,7 @@ def test_patched_roots_share_streams_with_gradients_of_cpu_ranks(strategy: str, 
     for (_, theirs), (own, unpatched), (same, patched) in zip(expected, stock, shared, strict=True):
         assert theirs == unpatched == patched
         assert own[0] != own[1] and same[0] == same[1]
-        assert len(set(same[0])) == len(set(own[0]))  # no two of a root's streams became one
+        assert len(set(same[0])) == len(set(own[0]))  # a root's streams stay distinct
 
 
 def prefetch(device: str, options: dict[str, Any]) -> list[Any]:
@@ -103,21 +103,21 @@ FSDP1_OPTIONS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("name", FSDP1_OPTIONS)
 def test_fsdp1_prefetching_and_offload_keep_gradients(name: str, mode: str) -> None:
-    """Oracle: CPU ranks, without offload, which PyTorch does not do there."""
+    """Oracle: CPU ranks without offload, which PyTorch does not support there."""
     ours = run_npu_ranks(2, prefetch, "npu", FSDP1_OPTIONS[name], mode=mode)
     on_cpu = {key: value for key, value in FSDP1_OPTIONS[name].items() if key != "cpu_offload"}
     assert ours == run_ranks(2, prefetch, "cpu", on_cpu)
 
 
 def careless(strategy: str) -> list[Any]:
-    """Gradients where no stream waits for another one, as under a careless patch."""
+    """Gradients without any waits between streams, as under a faulty patch."""
     simulated_npu.extension.set_waits(False)
     return two_roots(strategy, "npu", False, False)[1]
 
 
 @pytest.mark.parametrize("strategy", ["fsdp1", "fsdp2"])
 def test_delayed_streams_expose_missing_waits(strategy: str) -> None:
-    """Oracle: the gradients with all waits in place; streams that work at once do not show it."""
+    """Oracle: the gradients with all waits; immediate streams do not expose missing ones."""
     right = [gradients for _, gradients in run_npu_ranks(2, two_roots, strategy, "npu", False, False)]
     assert run_npu_ranks(2, careless, strategy) == right
     assert run_npu_ranks(2, careless, strategy, mode="delayed") != right

@@ -1,4 +1,4 @@
-"""On simulated NPUs all strategies and switches of memory train as on a CPU, in every bit, however late streams run.
+"""Training on simulated NPUs equals a CPU bitwise, for all strategies and memory switches, with delayed streams too.
 
 Immediate mode is compared with CPU ranks, delayed mode with immediate mode.
 """
@@ -74,7 +74,7 @@ _IMMEDIATE: dict[tuple[Any, ...], list[Outcome]] = {}
 
 
 def assert_trains_alike(ranks: int, mode: str, rows: dict[str, tuple[ParallelConfig, dict[str, Any]]]) -> None:
-    """Train every row in a mode, and as its oracle does."""
+    """Train every row in a mode, and compare it with its oracle."""
     configs = {
         device: [config_for(device, parallel, ranks, **options) for parallel, options in rows.values()]
         for device in ("cpu", "npu")
@@ -91,7 +91,7 @@ def assert_trains_alike(ranks: int, mode: str, rows: dict[str, tuple[ParallelCon
 def assert_same(
     names: Iterable[str], outcomes: list[Outcome], expected: list[Outcome], close: tuple[str, ...] = ()
 ) -> None:
-    """Every bit is equal; where a name has a word of ``close``, losses are within 1e-6."""
+    """Assert bitwise equality, or losses within 1e-6 for names with a word of ``close``."""
     for name, outcome, oracle in zip(names, outcomes, expected, strict=True):
         if any(word in name for word in close):
             assert outcome.losses == pytest.approx(oracle.losses, rel=1e-6), name
@@ -103,14 +103,14 @@ def assert_same(
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("family", ["llama", *TINY])
 def test_every_family_on_one_npu_matches_the_cpu(family: str, mode: str) -> None:
-    """Oracle: the same training on the CPU, and on an NPU that does its work at once."""
+    """Oracle: the same training on the CPU, and on an NPU in immediate mode."""
     options = {"model": TINY.get(family)}
     assert_trains_alike(1, mode, {family: (SingleConfig(simulated_ranks=2), options)})
 
 
 @pytest.mark.parametrize("mode", MODES)
 def test_document_masking_matches_cpu_ranks(mode: str) -> None:
-    """Oracle: the same training on CPU ranks, and on NPUs that do their work at once."""
+    """Oracle: the same training on CPU ranks, and on NPUs in immediate mode."""
     options = {"data": SyntheticConfig(branching=60, mask_documents=True)}
     assert_trains_alike(2, mode, {"documents": (FSDP2Config(), options)})
 
@@ -137,7 +137,7 @@ SWITCHES: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("mode", MODES)
 def test_every_memory_switch_matches_cpu_ranks(mode: str) -> None:
-    """Oracle: the same switch on CPU ranks, and on NPUs that do their work at once."""
+    """Oracle: the same switch on CPU ranks, and on NPUs in immediate mode."""
     rows: dict[str, tuple[ParallelConfig, dict[str, Any]]] = {}
     for name, memory in SWITCHES.items():
         for parallel in (FSDP1Config(), FSDP2Config()):

@@ -57,7 +57,7 @@ NAMES: dict[str, Call | None] = {
     f"{PROFILER}.schedule": Call(keywords=("skip_first", "wait", "warmup", "active", "repeat")),
     f"{PROFILER}.tensorboard_trace_handler": Call(keywords=("dir_name", "worker_name", "analyse_flag")),
 }
-"""None for names that are not called."""
+"""None for uncalled names."""
 
 NOT_READ = {
     *(f"{NPU}.Event.{method}" for method in ("record", "synchronize")),
@@ -78,10 +78,10 @@ OPERATORS = {
 }
 
 NAMED_ONLY = {"npu_fusion_attention_v2", "npu_fusion_attention_v3"}
-"""Operators that a run would meet if others called them; the latter came after 2.7.1."""
+"""Operators that a run meets if other code calls them; the latter exists since a version after 2.7.1."""
 
 NOT_TORCH_NPU = {"npu_level", "npu_kernels", "npu_fusion_attention_backward", "npu_swiglu_backward"}
-"""Texts of ours that look like operators: a key, a module, and the planner's stand-ins."""
+"""Texts in our sources that look like operators: a key, a module, and the planner's stand-ins."""
 
 VARIABLES = {
     "ASCEND_LAUNCH_BLOCKING",
@@ -101,7 +101,7 @@ CANN_VARIABLES = {"ASCEND_RT_VISIBLE_DEVICES", "HCCL_BUFFSIZE", "HCCL_DETERMINIS
 """Environment variables read by CANN, which is not installed here."""
 
 NOT_VARIABLES = {"ASCEND_PROFILER_OUTPUT"}
-"""Texts of ours that look like variables: a folder of a trace, which torch_npu's Python names."""
+"""Texts in our sources that look like variables: a folder of a trace, named in torch_npu's Python."""
 
 TEXTS = ("NPU out of memory", " total capacity", "already allocated", "reserved in total", "op_statistic", "_ascend_pt")
 """Texts of errors and files that our code looks for."""

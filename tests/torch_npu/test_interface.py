@@ -1,4 +1,4 @@
-"""Our calls of torch_npu exist in its wheels, with the parameters that we pass; nothing of them is run.
+"""Our calls of torch_npu exist in its wheels, with the parameters that we pass; no code of the wheels runs.
 
 Every name used in our sources, found by parsing them, has its line in ``interface.py``; every line is in both
 wheels.

@@ -1,4 +1,4 @@
-"""Other parts of a run on the real torch_npu: collectives, checkpoints, the profiler, memory histories, running out."""
+"""Other parts of a run on the real torch_npu: collectives, checkpoints, profiler, memory histories, out of memory."""
 
 import json
 import pickle
@@ -54,7 +54,7 @@ def test_fused_operators_of_torch_npu_are_used_by_default(
 
 
 def test_float64_sums_are_refused_before_the_start(environment: Path, tmp_path: Path) -> None:
-    """Oracle: the exit status of a mistake, and no run directory."""
+    """Oracle: exit status 2, and no run directory."""
     refused = run(environment, tmp_path / "run", "npu", ["parallel=fsdp2", "train.sum_dtype=float64"])
     assert refused.status == 2, refused.output
     assert "train.sum_dtype=float64" in refused.output and not refused.folder.exists()
@@ -98,7 +98,7 @@ def test_memory_history_has_the_stacks_of_torch_npu(environment: Path, tmp_path:
 
 
 def test_out_of_memory_is_explained_with_the_numbers_of_torch_npu(environment: Path, tmp_path: Path) -> None:
-    """Oracle: the stub's capacity of 40 MiB, and the report's own words."""
+    """Oracle: the stub's capacity of 40 MiB, and the report's text."""
     words = ["parallel=fsdp2", "train.batch_size=64", "profile.snapshot=true"]
     done = run(environment, tmp_path / "run", "npu", words, variables={"STUB_DEVICE_MIB": "40"})
     assert done.status == 1

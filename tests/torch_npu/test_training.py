@@ -48,7 +48,7 @@ CLOSE = {
     "chunked loss": [*PLAIN, "memory.chunk_loss=true"],
     "experts": [*PLAIN, "model=qwen3_moe_debug"],
 }
-"""Runs that add in another order: gloo; the chunked loss and the experts, whose matmuls the device chooses."""
+"""Runs with another order of summation: gloo; the chunked loss and the experts, whose matmuls the device chooses."""
 THREE_BLOCKS = [*PLAIN, "model.n_layers=3"]
 OFFLOADED = [*THREE_BLOCKS, "memory.gradient_checkpointing=full", "memory.activation_offload=true"]
 CASES = {name: (words, PLAIN) for name, words in EXACT.items()} | {name: (words, words) for name, words in OWN.items()}

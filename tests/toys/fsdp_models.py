@@ -1,4 +1,4 @@
-"""Small modules of awkward sizes, and a training loop that takes ``fully_shard`` from either library."""
+"""Small modules of odd sizes, and a training loop for ``fully_shard`` of either library."""
 
 import functools
 import traceback
@@ -109,7 +109,7 @@ def shard_tied(library: Any, model: Model, mesh: DeviceMesh) -> None:
 
 @dataclass
 class Case:
-    """A way to train."""
+    """A training case."""
 
     shard: Shard = shard_blocks
     options: dict[str, Any] = field(default_factory=dict)
@@ -158,7 +158,7 @@ def build(library: types.ModuleType, case: Case) -> Any:
 
 
 def backward(model: Any, tokens_BT: Tensor) -> Tensor:
-    """Forward and backward; by chunks of the head where the model has them."""
+    """Forward and backward, by chunks of the head if the model has them."""
     output = model(tokens_BT)
     if not model.chunks:
         loss = nn.functional.cross_entropy(output.float().flatten(0, 1), tokens_BT.flatten())

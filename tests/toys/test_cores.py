@@ -1,4 +1,4 @@
-"""The core of each toy is short, imports none of the extensions, and trains by itself."""
+"""The core of each toy is short, imports none of the extensions, and trains on its own."""
 
 import ast
 import importlib
@@ -24,7 +24,7 @@ LIMIT = 500
 
 
 def imported_files(file: Path) -> Iterator[Path]:
-    """Files of the toys that a file imports anywhere: at its top, in functions, or under TYPE_CHECKING."""
+    """Toy files imported by a file: at its top, in functions, or under TYPE_CHECKING."""
     package = ["fsdptoys", "toys", *file.relative_to(TOYS).parent.parts]
     for node in ast.walk(ast.parse(file.read_text())):
         if isinstance(node, ast.Import):
@@ -45,7 +45,7 @@ def imported_files(file: Path) -> Iterator[Path]:
 
 
 def core_files(core: str) -> set[Path]:
-    """The core and all files that it imports, directly or not; packages whose ``__init__`` it does not import aside."""
+    """The core and all files that it imports, directly or indirectly, without the ``__init__`` files of packages."""
     found: set[Path] = set()
     ahead = [TOYS / f"{core}.py"]
     while ahead:
@@ -83,7 +83,7 @@ def loaded_files() -> set[str]:
 
 
 def follow(model: Any, params: list[nn.Parameter], attach: Callable[[Any], None] = lambda _: None) -> list[float]:
-    """Losses of five steps."""
+    """Train five steps; return their losses."""
     optimizer = torch.optim.AdamW(params, lr=1e-2)
     attach(optimizer)
     losses = []
@@ -145,7 +145,7 @@ def train_fsdp() -> tuple[list[str], list[str], set[str]]:
 
 @pytest.mark.parametrize("toy", CORES)
 def test_core_alone_trains_bitwise_equal_to_pytorch(toy: str) -> None:
-    """Oracle: PyTorch's DDP, and for FSDP its ``fully_shard``; the modules that the core has loaded."""
+    """Oracle: PyTorch's DDP, or ``fully_shard`` for FSDP; and the loaded modules."""
     for ours, theirs, loaded in run_ranks(2, train_fsdp) if toy == "fsdp" else run_ranks(2, differing_losses, toy):
         assert ours == theirs
         assert loaded == {str(file) for file in core_files(CORES[toy])}

@@ -1,4 +1,4 @@
-"""The toy DDP is PyTorch's, bit for bit: gradients, parameters, buffers, buckets; and it rejects the same mistakes."""
+"""The toy DDP equals PyTorch's bitwise: gradients, parameters, buffers and buckets."""
 
 import copy
 import functools
@@ -34,7 +34,7 @@ SWITCHES = [
 
 
 class Shared(nn.Module):
-    """A weight used twice, a frozen one, running statistics, and layouts and number formats of several kinds."""
+    """A weight used twice, a frozen one, running statistics, and several layouts and dtypes."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -55,7 +55,7 @@ class Shared(nn.Module):
 
 
 class Branches(nn.Module):
-    """Each rank uses another branch in each step; one branch is used by none."""
+    """Each rank uses another branch in each step; one branch is unused."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -146,7 +146,7 @@ def test_every_setting_equals_native_ddp_bitwise(ranks: int) -> None:
 
 
 class Sparse(nn.Module):
-    """A look-up with sparse gradients, beside dense ones."""
+    """An embedding with sparse gradients, and a dense layer."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -173,7 +173,7 @@ def averaged_gradients(make: Callable[..., nn.Module], hook: Any) -> list[Tensor
 
 
 def wrong_sum(state: object, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
-    """A hook that doubles instead of communicating, and gives a list as older ones do."""
+    """A hook that doubles instead of communicating, and returns a list like older hooks."""
     future: torch.futures.Future[Any] = torch.futures.Future()
     future.set_result([bucket.buffer() * 2])
     return future.then(lambda done: done.value()[0])
@@ -192,7 +192,7 @@ def two_forwards(make: Callable[..., nn.Module]) -> list[Tensor]:
 
 
 def recomputed(make: Callable[..., nn.Module]) -> list[Tensor]:
-    """Gradients where the wrapped module of a static graph is checkpointed from outside."""
+    """Gradients of a static graph whose wrapped module is checkpointed from outside."""
     torch.manual_seed(6)
     model, seen = make(nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6)), static_graph=True), []
     for step in range(3):
@@ -257,7 +257,7 @@ def test_hooks_sparse_gradients_and_join_equal_native_ddp_bitwise() -> None:
 
 
 def lives() -> list[str]:
-    """Claims about a wrapped module, besides training, that do not hold."""
+    """Failed claims about a wrapped module outside training."""
     torch.manual_seed(0)
     model = Toy(Shared())
     names = {f"module.{name}" for name in model.module.state_dict()}
@@ -287,13 +287,13 @@ def lives() -> list[str]:
 
 
 def test_wrapped_module_behaves_as_documented_besides_training() -> None:
-    """Oracle: PyTorch's documentation of its class, as in each check's name."""
+    """Oracle: PyTorch's documentation of its class; each check is named after its claim."""
     warnings.simplefilter("ignore")
     assert run_ranks(2, lives) == [[], []]
 
 
 def dead_reducers() -> bool:
-    """Whether a reducer goes with its module, so that hooks on parameters that live on do nothing."""
+    """Whether a reducer is freed with its module, so that hooks on surviving parameters have no effect."""
     module = nn.Linear(2, 2)
     first = Toy(module)
     first(torch.ones(1, 2)).sum().backward()
@@ -305,5 +305,5 @@ def dead_reducers() -> bool:
 
 
 def test_reducer_is_collected_with_its_module() -> None:
-    """Oracle: the garbage collector's list of living objects; the bare module trains on as if never wrapped."""
+    """Oracle: the garbage collector's list of live objects; the bare module trains as if never wrapped."""
     assert run_ranks(1, dead_reducers) == [True]

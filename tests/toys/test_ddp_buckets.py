@@ -17,7 +17,7 @@ from tests.toys.test_ddp import MANY_BUCKETS, Shared
 
 @pytest.mark.parametrize("seed", range(20))
 def test_bucket_assignment_equals_pytorch(seed: int) -> None:
-    """Oracle: PyTorch's own assignment, over random sizes, two number formats, sparse ones and limits."""
+    """Oracle: PyTorch's own assignment, over random sizes, two dtypes, sparse tensors and limits."""
     generator = torch.Generator().manual_seed(seed)
     sizes = torch.randint(1, 300, (30,), generator=generator).tolist()
     tensors = [torch.zeros(size, dtype=torch.float64 if size % 5 == 0 else torch.float32) for size in sizes]
@@ -28,7 +28,7 @@ def test_bucket_assignment_equals_pytorch(seed: int) -> None:
 
 
 def test_bucket_views_keep_dense_layouts_and_do_not_overlap() -> None:
-    """Oracle: writing a different number through each view leaves each number as often as the tensor has elements."""
+    """Oracle: a different number written through each view occurs once per element of its tensor."""
     tensors = [
         torch.zeros(2, 3, 4, 5).to(memory_format=torch.channels_last),
         torch.zeros(4, 6)[:, ::2],
@@ -60,7 +60,7 @@ def differing_logs() -> list[str]:
     differing = []
     for theirs, ours in zip(logging_data(Native), logging_data(Toy), strict=True):
         times = {name for name in theirs if "_time" in name}
-        for log in (theirs, ours):  # the toy has buckets of two number formats in the order in which they are full
+        for log in (theirs, ours):  # the toy orders buckets of two dtypes by the time at which they are full
             log.update({name: sorted(log[name].split(", ")) for name in log if name.startswith("rebuilt_")})
         differing += [name for name in theirs if name not in times and theirs[name] != ours.get(name)]
         differing += [name for name in times if not ours.get(name, -1) >= 0]
@@ -76,7 +76,7 @@ def test_logging_data_equals_pytorch() -> None:
 
 
 def differing_lists() -> list[tuple[Any, ...]]:
-    """Sizes of buckets before and after they are rebuilt, with a list of limits; and deprecations."""
+    """Bucket sizes before and after the rebuild, with a list of limits; and deprecations."""
     differing = []
     for sizes in ([MANY_BUCKETS], [MANY_BUCKETS, 1], [2 * MANY_BUCKETS, MANY_BUCKETS / 4]):
         logs = []
@@ -101,7 +101,7 @@ def test_list_of_bucket_sizes_gives_the_buckets_of_pytorch() -> None:
 
 
 class Alone(dist.ProcessGroup):
-    """A group of one rank that ``torch.distributed`` has not heard of."""
+    """A group of one rank, unknown to ``torch.distributed``."""
 
     def broadcast(self, tensors: list[Tensor], options: Any) -> Any:
         """There is no other rank."""
@@ -129,7 +129,7 @@ class Alone(dist.ProcessGroup):
 
 
 def trains_alone() -> bool:
-    """Whether a group that is not registered leaves one rank its own gradients."""
+    """Whether an unregistered group leaves one rank its own gradients."""
     module = nn.Linear(2, 3)
     wrapped = Toy(module, process_group=Alone(0, 1))
     grads = []

@@ -1,4 +1,4 @@
-"""The toy DDP rejects the mistakes that PyTorch's rejects, in its words."""
+"""The toy DDP rejects the same mistakes as PyTorch's, with the same messages."""
 
 from collections.abc import Callable
 from typing import Any
@@ -14,7 +14,7 @@ from tests.toys.test_ddp import Native, Reentrant, Tuple, wrong_sum
 
 
 def raised(attempt: Callable[[Any], object], make: Any) -> tuple[str, str]:
-    """Kind of the error, and the first words of it."""
+    """Class of the error, and the start of its message."""
     try:
         attempt(make)
     except Exception as error:
@@ -55,7 +55,7 @@ def register_twice(make: Any) -> None:
 
 
 class Changing(nn.Module):
-    """One layer or the other, by the sign of the input."""
+    """One of two layers, chosen by the sign of the input."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -108,7 +108,7 @@ def differing_mistakes() -> dict[str, Any]:
 
 
 def test_mistakes_raise_the_errors_of_native_ddp() -> None:
-    """Oracle: PyTorch's class; the same kind of error and the same first words."""
+    """Oracle: PyTorch's class; the same error class and start of the message."""
     assert run_ranks(2, differing_mistakes) == [{}, {}]
 
 
@@ -126,6 +126,6 @@ def differing_shapes() -> list[str]:
 
 
 def test_models_that_differ_across_ranks_are_refused_on_all_ranks() -> None:
-    """Oracle: the documented check of shapes; every rank reports the difference, and none waits."""
+    """Oracle: the documented check of shapes; every rank reports the difference without waiting."""
     for messages in run_ranks(2, differing_shapes):
         assert "appears not to match sizes" in messages[0] and "DDP expects same model across all ranks" in messages[1]

@@ -1,4 +1,4 @@
-"""The exercises: that there is an answer to each, and that their checks notice wrong ones."""
+"""The exercises: each has a solution, and their checks detect wrong answers."""
 
 import importlib.util
 import sys
@@ -29,7 +29,7 @@ WRONG = {
         "is kept for the backward",
     ),
 }
-"""Exercise → replacements in its solution, and the message of its check then."""
+"""Exercise → replacements in its solution, and the resulting message of its check."""
 
 
 @pytest.fixture(scope="module")
@@ -44,7 +44,7 @@ def check() -> ModuleType:
 
 @pytest.mark.parametrize("ranks", [2, 3, 4])
 def test_solutions_pass_and_unanswered_exercises_are_reported(check: ModuleType, ranks: int) -> None:
-    """Oracle: the checks, which hold answers against PyTorch's collectives, Adam, chunk and linear."""
+    """Oracle: the checks, which compare answers with PyTorch's collectives, Adam, chunk and linear."""
 
     def both() -> tuple[dict[str, str], dict[str, str]]:
         return check.check(SOLUTIONS, list(check.CHECKS)), check.check(EXERCISES, list(check.CHECKS))
@@ -71,7 +71,7 @@ def test_checks_detect_wrong_answers(check: ModuleType, tmp_path: Path) -> None:
 def test_command_reports_right_wrong_and_hanging_answers(
     check: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    """Oracle: status and output for a solution, for a question, and for ranks that wait for each other."""
+    """Oracle: status and output for a solution, for an unanswered exercise, and for deadlocked ranks."""
     monkeypatch.setattr(check, "WORLD_SIZES", (2,))
     monkeypatch.setattr(sys, "argv", ["check.py", "owners", "--folder", str(SOLUTIONS)])
     assert check.main() == 0

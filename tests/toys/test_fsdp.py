@@ -1,4 +1,4 @@
-"""The toy FSDP trains as PyTorch's does, bit for bit."""
+"""The toy FSDP trains bitwise equal to PyTorch's."""
 
 import functools
 from collections.abc import Callable
@@ -42,7 +42,7 @@ def last(model: Any, index: int, count: int) -> None:
 
 
 def wide(param: nn.Parameter) -> Shard | None:
-    """Along the second dim where it divides."""
+    """Shard along the second dim if divisible."""
     return Shard(1) if param.ndim == 2 and param.shape[1] % dist.get_world_size() == 0 else None
 
 
@@ -81,7 +81,7 @@ CASES: dict[str, Case] = {
     "more reductions on their way": Case(configure=lambda model: model.set_reduce_scatter_max_input_buffers(3)),
     "more ranks than rows": Case(model={"dim": 1}),
 }
-"""Name → way to train, which PyTorch's implementation takes too."""
+"""Name → training case, which PyTorch's implementation supports too."""
 
 CASES_OF_FOUR = {
     "by default": Case(clips=True),
@@ -116,7 +116,7 @@ def reshards_other_dims_to_fewer_ranks() -> None:
 def test_training_matches_pytorch_bitwise(ranks: int) -> None:
     """Oracle: PyTorch's ``fully_shard`` with the same arguments; losses, norms and parameters after some steps.
 
-    On one rank some cases of two; on four the cases that need four.
+    One rank runs some cases of two ranks; four ranks run the cases that need four.
     """
     cases = CASES_OF_FOUR if ranks == 4 else CASES
     if ranks == 1:

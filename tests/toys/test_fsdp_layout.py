@@ -10,7 +10,7 @@ SHAPES = [((6, 3), 0), ((2,), 0), ((1, 5), 0), ((4, 8, 3), 1), ((4, 3, 8), 2), (
 
 @pytest.mark.parametrize("ranks", [1, 2, 4])
 def test_flat_layout_matches_torch_chunk_with_zero_padding(ranks: int) -> None:
-    """Oracle: ``torch.chunk``, which DTensors are cut by."""
+    """Oracle: ``torch.chunk``, which DTensor uses for sharding."""
     pieces, numel = lay_out([shape for shape, _ in SHAPES], [dim for _, dim in SHAPES], ranks)
     flat_RS = torch.full((ranks, numel), torch.nan)
     wholes = [torch.rand(shape) for shape, _ in SHAPES]

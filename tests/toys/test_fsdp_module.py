@@ -1,4 +1,4 @@
-"""The toy FSDP behaves for its users as PyTorch documents its own."""
+"""The toy FSDP behaves as PyTorch documents its own."""
 
 import copy
 from typing import Any
@@ -90,7 +90,7 @@ def build_plain() -> dict[str, Tensor]:
 
 
 def trace(library: Any, case: Case, steps: int) -> list[str]:
-    """Events in the last of some steps: begins of blocks' forwards and of collectives."""
+    """Events of the last step: starts of blocks' forwards and of collectives."""
     model, events = build(library, case), []  # type: ignore[var-annotated]
     for index, block in enumerate(model.blocks):
         block.norm.register_forward_hook(lambda *_, index=index: events.append(f"forward {index}"))
@@ -290,7 +290,7 @@ def reduces_for_several_roots_in_one_queue() -> None:
 
 
 def keeps_shards_on_the_cpu_where_the_mesh_is() -> None:
-    # Where the ranks are CPUs anyway, PyTorch's policy of offloading to them asks for nothing more.
+    # On CPU ranks, PyTorch's CPU offload policy has no further effect.
     outcomes = []
     for library in (TOY, NATIVE):
         policy = library.CPUOffloadPolicy(pin_memory=False)
@@ -327,5 +327,5 @@ CLAIMS = [
 
 
 def test_fully_shard_behaves_as_pytorch_documents() -> None:
-    """Oracle: the documentation of ``torch.distributed.fsdp.fully_shard``; its values where values are compared."""
+    """Oracle: the documentation of ``torch.distributed.fsdp.fully_shard``, and its values."""
     assert_hold(2, {claim.__name__: claim for claim in CLAIMS})

@@ -22,7 +22,7 @@ def meshes(tensor: int) -> DeviceMesh:
 
 
 class Stack(nn.Module):
-    """Feed-forwards, of which some are tensor parallel, and a norm that is not."""
+    """Feed-forwards, some of them tensor parallel, and a replicated norm."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -42,7 +42,7 @@ class Stack(nn.Module):
 def parallel(library: Any, width: int, **options: Any) -> Any:
     torch.manual_seed(0)
     model, mesh = Stack(width), meshes(2)
-    # To DTensors throughout, since tensor parallelism cannot hand on local tensors of unequal sizes.
+    # DTensors throughout, since tensor parallelism cannot pass on local tensors of unequal sizes.
     plan = {"0": ColwiseParallel(use_local_output=False), "2": RowwiseParallel()}
     for layer in model.layers:
         parallelize_module(layer, mesh[TP], plan)

@@ -1,4 +1,4 @@
-"""The toy FSDP rejects by name the options that it leaves out, and impossible ones."""
+"""The toy FSDP rejects unsupported and impossible options by name."""
 
 from collections.abc import Callable
 from typing import Any
@@ -21,7 +21,7 @@ class Traveling(nn.Module):
 
 
 class Extended(Tensor):
-    """Of PyTorch's extension of the all-gather."""
+    """A tensor with PyTorch's all-gather extension."""
 
     def fsdp_pre_all_gather(self) -> None:
         """Never called."""
@@ -84,5 +84,5 @@ def refuses_what_it_leaves_out_by_name() -> None:
 
 
 def test_unsupported_options_are_refused_by_name() -> None:
-    """Oracle: the table in the package's docstring; PyTorch's words where PyTorch refuses as well."""
+    """Oracle: the table in the package's docstring; PyTorch's messages where PyTorch refuses too."""
     assert_hold(2, {"refusals": refuses_what_it_leaves_out_by_name})

@@ -1,4 +1,4 @@
-"""Values of the toy FSDP come and go: state dicts, checkpoints, initialization, other number formats."""
+"""Parameters of the toy FSDP: state dicts, checkpoints, initialization, other dtypes."""
 
 import tempfile
 
@@ -83,7 +83,7 @@ def is_made_on_the_meta_device() -> None:
 
 
 def draws_the_values_of_an_ordinary_construction() -> None:
-    # In all forms of units; a shared weight is that of the first module.
+    # With all unit layouts; a shared weight belongs to the first module.
     for shard, tied in ((shard_blocks, False), (shard_groups, False), (shard_tied, True)):
         expected = build(TOY, Case(shard=shard, model={"tied": tied}))
         with torch.device("meta"):

@@ -1,4 +1,4 @@
-"""Bytes that a rank of each toy keeps, and the peak of a step against PyTorch's FSDP2."""
+"""Bytes held by a rank of each toy, and the peak of a step compared with PyTorch's FSDP2."""
 
 import json
 import tempfile
@@ -23,7 +23,7 @@ from tests.toys.fsdp_models import NATIVE, Case, Model, backward, batches, build
 
 KINDS = ("ddp", "zero1", "zero2", "zero3", "fsdp")
 SMALL_BUCKETS = 0.002
-"""MiB: several buckets, of sizes that neither 2 nor 4 ranks divide."""
+"""MiB: several buckets, with sizes not divisible by 2 or 4 ranks."""
 PEAK_TOLERANCE = 1.05
 STEP = "the step"
 
@@ -69,7 +69,7 @@ def all_held() -> dict[str, Held]:
 
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_sharded_memory_is_divided_by_the_ranks_plus_padding(ranks: int) -> None:
-    """Oracle: P and P/N with the padding of each way to cut, from the shapes alone, to the byte; sums over ranks."""
+    """Oracle: P and P/N with the padding of each layout, computed from the shapes, to the byte; sums over ranks."""
     shapes = [param.shape for param in Model().parameters()]
     whole = FLOAT_BYTES * sum(shape.numel() for shape in shapes)
     found = run_ranks(ranks, all_held)
@@ -96,7 +96,7 @@ def test_memory_of_a_gpt2_xl_rank_matches_the_formulas(capsys: pytest.CaptureFix
 
 
 def step_peak(library: Any) -> tuple[int, int]:
-    """Bytes that this rank holds before a step, and the most that the step adds; gloo's threads aside."""
+    """Bytes held by this rank before a step, and the step's peak above them, without gloo's threads."""
     model = build(library, Case(model={"dim": 64, "blocks": 6}))
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
 

@@ -21,7 +21,7 @@ CPU = torch.device("cpu")
 
 
 class Blocks(nn.Module):
-    """Blocks between two layers that share a weight, and unused layers; one block may be rank 0's alone."""
+    """Blocks between two layers with a shared weight, and unused layers; one block may be used by rank 0 only."""
 
     def __init__(self, all_alike: bool = True) -> None:
         super().__init__()
@@ -46,7 +46,7 @@ OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "adagrad": lambda params: torch.optim.Adagrad(params, lr=0.01),
     "rmsprop": lambda params: torch.optim.RMSprop(params, lr=0.01, centered=True),
     "nadam": lambda params: torch.optim.NAdam(params, lr=0.01),
-    # Looks at rows and columns, so that only whole tensors will do.
+    # Uses rows and columns, so it needs unsplit tensors.
     "adafactor": lambda params: torch.optim.Adafactor(params, lr=0.01),
 }
 
@@ -106,7 +106,7 @@ def test_any_optimizer_matches_ddp_over_full_parameters() -> None:
 
 
 def gathered_at_most() -> int:
-    """Most units of other ranks' tensors at a time in a step, besides the rest of the model."""
+    """Largest number of gathered units at a time in a step, except the rest of the model."""
     module = Blocks()
     three = Zero3(module, list(module.blocks), CPU)
     most = 0
@@ -132,12 +132,12 @@ def _exists(share: Share) -> bool:
 
 
 def test_at_most_two_blocks_are_gathered_at_a_time() -> None:
-    """Oracle: the storages' sizes, whenever one changes: the block that computes and the one ahead."""
+    """Oracle: the storages' sizes on every change: the computing block and the prefetched one."""
     assert run_ranks(2, gathered_at_most) == [2, 2]
 
 
 def filled_names() -> tuple[list[str], list[str], bool]:
-    """Which parameters a rank filled, which it owns, and whether all have their values then."""
+    """The parameters that a rank filled, those that it owns, and whether all have their values afterwards."""
     with torch.device("meta"):
         module = Blocks()
     filled: list[str] = []
@@ -156,7 +156,7 @@ def filled_names() -> tuple[list[str], list[str], bool]:
 
 
 def test_deferred_parameters_are_initialized_by_their_owners_only() -> None:
-    """Oracle: the names that the fill was called with, and a value that follows from each name."""
+    """Oracle: the names passed to the fill, and values derived from them."""
     results = run_ranks(2, filled_names)
     assert all(filled == owned and right for filled, owned, right in results)
     assert len(results[0][0]) + len(results[1][0]) == len(dict(Blocks().named_parameters()))
@@ -165,7 +165,7 @@ def test_deferred_parameters_are_initialized_by_their_owners_only() -> None:
 @pytest.mark.parametrize("evenness", Evenness)
 @pytest.mark.parametrize("seed", range(10))
 def test_owner_loads_differ_by_at_most_the_largest_tensor(evenness: Evenness, seed: int) -> None:
-    """Oracle: the bound of taking the largest first: no rank is over the mean by more than the largest tensor."""
+    """Oracle: the bound of largest-first assignment: no rank exceeds the mean by more than the largest tensor."""
     generator = torch.Generator().manual_seed(seed)
     units = [torch.randint(1, 1000, (1 + int(n),), generator=generator).tolist() for n in range(12)]
     owners = assign_owners(units, 4, evenness)

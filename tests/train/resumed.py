@@ -17,11 +17,11 @@ KEPT = ("step", "loss", "grad_norm", "learning_rate", "valid_tokens", "skipped",
 
 
 class Killed(BaseException):
-    """Stands for the end of the process."""
+    """Stands for a kill of the process."""
 
 
 def kept(config: Config, folder: Path, every: int = 3, url: str | None = None, **checkpoint: Any) -> Config:
-    """The configuration with checkpoints, in a run directory or at a URL; going on where it can."""
+    """The configuration with checkpoints and automatic resume, in a run directory or at a URL."""
     if url is not None:
         checkpoint["folder"] = f"{url}{folder}/elsewhere"
     return dataclasses.replace(
@@ -39,7 +39,7 @@ def run_to_the_end(config: Config, prepare: Callable[[Trainer], None] = lambda t
 
 
 def run_until(config: Config, killed_in: int, prepare: Callable[[Trainer], None] = lambda trainer: None) -> None:
-    """Take steps and end at the beginning of the one numbered ``killed_in``."""
+    """Take steps and end at the start of step ``killed_in``."""
     trainer = Trainer(config)
     prepare(trainer)
     run = Run(trainer)

@@ -62,7 +62,7 @@ def test_new_shape_is_reported_as_a_recompilation_with_its_reason() -> None:
 
 
 def test_first_evaluation_recompiles_without_a_message() -> None:
-    """Oracle: the difference, the gradient mode."""
+    """Oracle: the changed gradient mode."""
     model = build(LLAMA)
     compile_blocks(model.layers, backend="aot_eager")
     watch = CompilationWatch()
@@ -124,7 +124,7 @@ def train(configs: list[Config]) -> list[tuple[list[float], list[Compilations]]]
 
 
 def draw(trainer: Trainer) -> None:
-    """``sample``, without keeping the compiler away."""
+    """``sample``, without its compiler stance."""
     trainer.strategy.model.eval()
     generate(trainer.strategy.model, torch.zeros(5, dtype=torch.long), 1, 16, Draw(1.0, seed=0))
 
@@ -147,14 +147,14 @@ def test_blocks_compile_once_for_training_and_evaluation_never_for_samples(
 
 
 def record(config: Config) -> None:
-    """A run in its directory, whose compiler gives up on the second compilation."""
+    """Train in a run directory, with a recompilation limit of one."""
     compiling = functools.partial(compile_blocks, backend="aot_eager")
     with mock.patch.object(prepare, "compile_blocks", compiling), torch._dynamo.config.patch(recompile_limit=1):
         run_in_directory(config)
 
 
 def test_console_and_summary_report_compilations(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    """Oracle: PyTorch's limit, so low that the evaluation goes on in eager mode."""
+    """Oracle: PyTorch's limit, set so low that the evaluation runs in eager mode."""
     (tmp_path / "text.txt").write_text("the quick brown fox jumps over the lazy dog. " * 60)
     config = text_config(str(tmp_path / "text.txt"), compiles=True)
     config.metrics = MetricsConfig(console=Console.plain, run_dir=str(tmp_path / "run"))

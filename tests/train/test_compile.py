@@ -18,7 +18,7 @@ from tests.models.families import SMALL
 
 NONE, FULL, SELECTIVE = GradientCheckpointing
 BACKEND = "aot_eager_decomp_partition"
-"""Partitions as inductor does, and generates no code."""
+"""Partitions graphs like inductor, without code generation."""
 
 
 def run(model: DecoderModel) -> tuple[dict[str, Tensor], int]:
@@ -108,6 +108,6 @@ def test_lower_memory_budget_saves_fewer_bytes_with_equal_gradients(family: str)
     ids=["experts", "offload", "inner hooks"],
 )
 def test_selective_checkpointing_refuses_unsupported_compiled_blocks(family: str, options: dict[str, Any]) -> None:
-    """Oracle: the words of the configuration."""
+    """Oracle: the message with the configuration key."""
     with pytest.raises(ConfigError, match=r"memory\.gradient_checkpointing=selective .*; set"):
         compiled(family, SELECTIVE, **options)

@@ -1,4 +1,4 @@
-"""This process as a rank: its group."""
+"""Joining the process group."""
 
 import multiprocessing
 import os
@@ -26,7 +26,7 @@ def join(answers: Connection) -> None:
 
 
 def message_of_a_rank(monkeypatch: pytest.MonkeyPatch, **variables: str) -> str:
-    """The sentence of one rank of two, over the real store."""
+    """The error message of one of two ranks, over the real store."""
     for name, value in {"WORLD_SIZE": "2", **variables}.items():
         monkeypatch.setenv(name, value)
     receiver, sender = multiprocessing.Pipe(duplex=False)
@@ -39,7 +39,7 @@ def message_of_a_rank(monkeypatch: pytest.MonkeyPatch, **variables: str) -> str:
 
 
 def test_missing_ranks_are_reported(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Oracle: the expected message, where no other rank comes."""
+    """Oracle: the expected message, without another rank."""
     message = message_of_a_rank(monkeypatch, RANK="0", MASTER_ADDR="localhost", MASTER_PORT="0")
     assert message.startswith(
         "not all 2 ranks joined the process group within launch.timeout_seconds=1 [Timed out after "

@@ -1,4 +1,4 @@
-"""Training with documents kept apart: the same bits under every strategy, and the FLOPs really needed."""
+"""Training with masked documents: bitwise equal under every strategy, and FLOPs of visible keys."""
 
 import itertools
 
@@ -24,7 +24,7 @@ DATA = SyntheticConfig(branching=60, mask_documents=True)
 @pytest.mark.usefixtures("unmeasured")
 @pytest.mark.parametrize("model", [tiny_model(), TINY["gpt2"], TINY["llama4"]], ids=["llama", "gpt2", "llama4"])
 def test_masked_documents_train_bitwise_equal_under_every_strategy(model: ModelConfig) -> None:
-    """Oracle: one process that runs the same micro-batches; documents in one another's sight train others."""
+    """Oracle: one process that runs the same micro-batches; training without masks differs."""
 
     def config(parallel: ParallelConfig, ranks: int, data: SyntheticConfig = DATA) -> object:
         memory = MemoryConfig(gradient_checkpointing=GradientCheckpointing.selective, chunk_loss=True)
@@ -40,7 +40,7 @@ def test_masked_documents_train_bitwise_equal_under_every_strategy(model: ModelC
 
 @pytest.mark.parametrize("case", ["llama2", "llama4"])
 def test_flops_count_only_visible_keys(case: str) -> None:
-    """Oracle: each document counted as a sequence of its own; without an end in the data, the whole sequences."""
+    """Oracle: each document counted as a separate sequence; without ends in the data, full sequences."""
     model = build(SMALL[case])
     batches = BatchStream(SyntheticConfig(branching=60).build(64, 96, 0).train, 3, 2, range(1), 1, 0).next_step()
     counter = DocumentCounter(model, END, 64)

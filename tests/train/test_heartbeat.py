@@ -1,4 +1,4 @@
-"""Heartbeats: where a rank was, and whom a broken collective waited for."""
+"""Heartbeats: the position of a rank, and the ranks missing from a failed collective."""
 
 import multiprocessing
 import os
@@ -31,7 +31,7 @@ from scripts.ranks import run_ranks
 
 
 def test_heartbeat_round_trips(tmp_path: Path) -> None:
-    """Oracle: the written values; a record has one size, whatever its content."""
+    """Oracle: the written values; all records have one size."""
     heartbeat = HeartbeatWriter(tmp_path / "beats", 3)
     for step, phase in ((1, "forward"), (120, "forward"), (120, "a phase of a very long name " * 9)):
         heartbeat.beat(step, phase)
@@ -43,7 +43,7 @@ def test_heartbeat_round_trips(tmp_path: Path) -> None:
 
 
 def test_damaged_heartbeat_files_are_ignored(tmp_path: Path) -> None:
-    """Oracle: the one whole record; one mixes two, as a torn write would, and is JSON nevertheless; one is a copy."""
+    """Oracle: the one complete record; others are torn, of which one is still valid JSON, or copies."""
     for rank in range(4):
         heartbeat = HeartbeatWriter(tmp_path, rank)
         heartbeat.beat(1234, "forward")
@@ -104,7 +104,7 @@ def test_timeout_messages_are_recognized(message: str) -> None:
 
 
 def lose_ranks(folder: Path, how: str) -> str:
-    """Ranks 1 and 2 do not arrive where rank 0 waits, and rank 3 neither; rank 0's message."""
+    """Rank 0's message when ranks 1, 2 and 3 do not join its collective."""
     rank = dist.get_rank()
     group = dist.new_group(timeout=timedelta(seconds=1.5))
     if rank != 3:
@@ -121,7 +121,7 @@ def lose_ranks(folder: Path, how: str) -> str:
     dist.barrier()
     pid = 0
     if rank == 1 and how in ("SIGKILL", "SIGSTOP"):
-        pid = os.fork()  # its own sign would be read while it is alive, so another process stands for it
+        pid = os.fork()  # this process would read its own heartbeat as alive, so another process stands for it
         if pid == 0:
             HeartbeatWriter(folder, 1).beat(7, "forward")
             os.kill(os.getpid(), signal.Signals[how])
@@ -166,7 +166,7 @@ def lose_ranks(folder: Path, how: str) -> str:
     ],
 )
 def test_ranks_missing_from_a_collective_are_named(tmp_path: Path, how: str, expected: str) -> None:
-    """Oracle: the ranks that did not come, in phases that repeat within a step, under gloo's real timeout."""
+    """Oracle: the missing ranks, in phases that repeat within a step, under gloo's real timeout."""
     old = HeartbeatWriter(tmp_path, 3)
     old._fixed["start"] = "another"  # a rank of an earlier start of the run was further on
     old.beat(9, "forward")
@@ -200,12 +200,12 @@ def test_last_heartbeats_cover_only_the_requested_workers(tmp_path: Path) -> Non
 
 
 def test_long_lists_of_ranks_are_shortened() -> None:
-    """Oracle: the words."""
+    """Oracle: the exact text."""
     assert format_ranks(list(range(100))) == "ranks 0, 1, 2, 3, 4, 5, 6, 7 and 92 more"
 
 
 def test_full_disk_does_not_end_a_run(tmp_path: Path) -> None:
-    """Oracle: the system's own limit on the size of files, of nothing."""
+    """Oracle: the system's own limit on file sizes, set to zero."""
     heartbeat = HeartbeatWriter(tmp_path, 0)
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (0, limits[1]))
@@ -218,7 +218,7 @@ def test_full_disk_does_not_end_a_run(tmp_path: Path) -> None:
 
 
 def test_symbolic_link_in_place_of_a_heartbeat_is_replaced(tmp_path: Path) -> None:
-    """Oracle: the content of the file that the link names."""
+    """Oracle: the content of the link's target."""
     (tmp_path / "precious").write_text("precious")
     heartbeat_path(tmp_path, 0).symlink_to("precious")
     heartbeat = HeartbeatWriter(tmp_path, 0)

@@ -1,4 +1,4 @@
-"""Auxiliary losses of routers over the global batch: their values, and the gradients that they give."""
+"""Auxiliary losses of routers over the global batch: values and gradients."""
 
 import math
 from dataclasses import replace
@@ -39,7 +39,7 @@ def config_of(family: str, parallel: object, world_size: int, grad_accum: int, c
 
 
 def routed_forward(model: DecoderModel, tokens_BT: Tensor) -> tuple[Tensor, list[Tensor]]:
-    """Logits, and each router's inputs, recomputed outside of it."""
+    """Logits, and the inputs of each router."""
     inputs: list[Tensor] = []
     hooks = [
         router.register_forward_pre_hook(lambda router, args: inputs.append(F.linear(args[0], router.weight)))
@@ -52,7 +52,7 @@ def routed_forward(model: DecoderModel, tokens_BT: Tensor) -> tuple[Tensor, list
 
 
 def gradients(trainer: Trainer) -> tuple[dict[str, Tensor], float, float]:
-    """Gradients that the definition gives in one plain module, and both auxiliary losses of the step."""
+    """Gradients by the definition in one plain module, and both auxiliary losses of the step."""
     model, config = plain_model(trainer), trainer.config
     train, moe = config.train, config.model
     assert isinstance(moe, MoEConfig)
@@ -201,7 +201,7 @@ def test_balancing_loss_reduces_the_maximum_load() -> None:
 
 
 def test_dense_model_has_no_routing_metrics() -> None:
-    """Dense models pay nothing and report nothing."""
+    """Oracle: no routing metrics."""
     assert run_ranks(1, metrics_of, make_config(SingleConfig(), 1, steps=1))[0] == [None]
 
 

@@ -1,4 +1,4 @@
-"""Objects sent between ranks: the same objects on the other side, and no pickles."""
+"""Objects sent between ranks arrive equal, without pickles."""
 
 import base64
 import enum
@@ -76,7 +76,7 @@ def test_objects_arrive_equal_with_the_same_type(value: Any) -> None:
     ids=repr,
 )
 def test_exceptions_arrive_with_their_class_or_its_builtin_base(error: BaseException, expected: Any) -> None:
-    """Oracle: class and words."""
+    """Oracle: class and message."""
     arrived = sent(error)
     if isinstance(expected, type):
         assert type(arrived) is expected
@@ -94,7 +94,7 @@ def test_tensors_arrive_bitwise_equal(tensor: torch.Tensor) -> None:
 
 
 def test_checkpoint_failures_arrive_with_rank_and_stack_frame() -> None:
-    """Oracle: the objects sent, which torch.distributed.checkpoint shows."""
+    """Oracle: the sent objects, which torch.distributed.checkpoint prints."""
     from torch.distributed.checkpoint.api import CheckpointException
 
     stack = traceback.StackSummary.from_list([("f.py", 3, "f", "x = 1")])
@@ -133,20 +133,20 @@ FOREIGN = [
 
 @pytest.mark.parametrize("words", FOREIGN, ids=lambda words: repr(words[:50]))
 def test_malformed_messages_are_refused(words: bytes) -> None:
-    """Oracle: one kind of error, and no instance of anything else."""
+    """Oracle: one error class, and no other object."""
     with pytest.raises(WireError, match="received an object that no rank of this run has sent"):
         JsonReader(io.BytesIO(words)).load()
 
 
 @pytest.mark.parametrize("value", [object(), Runs("true"), os.system, torch.nn.Linear(1, 1), enum.Enum], ids=repr)
 def test_objects_of_unsupported_classes_are_not_sent(value: Any) -> None:
-    """Oracle: an error where it is sent, not where it arrives."""
+    """Oracle: an error at the sender, not at the receiver."""
     with pytest.raises(WireError, match="cannot be sent between ranks"):
         JsonWriter(io.BytesIO()).dump(value)
 
 
 def receive_pickles(pwned: str) -> list[str]:
-    """Rank 0 sends, as a stranger would, bytes of its own in the place of each object; the others take them."""
+    """Rank 0 sends crafted bytes in place of each object; the others receive them."""
     torch_module: Any = dist.distributed_c10d
     if dist.get_rank() == 0:
 
@@ -184,7 +184,7 @@ def test_use_json_needs_no_process_group(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_torch_without_replaceable_picklers_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Oracle: the expected message; without it ranks would go back to pickles unnoticed."""
+    """Oracle: the expected message; without the check ranks would silently use pickles."""
     module: Any = dist.distributed_c10d
     for name in ("_pickler", "_unpickler"):
         monkeypatch.setattr(module, name, getattr(module, name))

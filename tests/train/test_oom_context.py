@@ -18,7 +18,7 @@ from tests.parallel.runs import make_config
 
 
 def run_out_of_memory(config: Config, part: str) -> str:
-    """The report of a run whose second step allocates more memory than there is, in the given part."""
+    """The report of a run whose second step runs out of memory in the given part."""
     trainer = Trainer(config)
     owner, name = {
         "forward": (trainer.strategy.model, "forward"),
@@ -67,7 +67,7 @@ def test_out_of_memory_in_construction_reports_the_planned_bytes() -> None:
 
 
 def memory_of_a_lazy_run(config: Config) -> tuple[int, int]:
-    """Bytes of gradients in the report after a step whose updates are pending, and those of the local parameters."""
+    """Bytes of gradients in the report after a deferred step, and of the local parameters."""
     trainer = Trainer(config)
     trainer._train_step(1, 0.0)
     parameters = live_bytes((param for _, param in trainer.strategy.named_parameters()), None).parameters
@@ -75,7 +75,7 @@ def memory_of_a_lazy_run(config: Config) -> tuple[int, int]:
 
 
 def test_gradients_of_deferred_steps_count_as_gradients() -> None:
-    """Oracle: as many bytes as there are parameters."""
+    """Oracle: the bytes of the parameters."""
     gradients, parameters = run_ranks(
         1, memory_of_a_lazy_run, make_config(SingleConfig(), 1, memory=MemoryConfig(optimizer_offload=True))
     )[0]
@@ -83,7 +83,7 @@ def test_gradients_of_deferred_steps_count_as_gradients() -> None:
 
 
 def test_out_of_memory_reports_phase_live_bytes_and_advice() -> None:
-    """Oracle: a real allocation of 1 PiB that fails there; activations are live in forward and backward alone."""
+    """Oracle: a failed allocation of 1 PiB in that part; activations are live in forward and backward only."""
     parts = ("forward", "backward", "optimizer", "evaluation")
     config = make_config(FSDP2Config(), 2, grad_accum=1, eval_every=2)
     for part, report in zip(parts, run_ranks(2, run_out_of_memory_in, config, parts)[1], strict=True):

@@ -1,4 +1,4 @@
-"""Random number generators come back as they were, or start from the seed with a reason; none reads foreign memory."""
+"""Random number generators are restored, or restart from the seed with a reason; none reads foreign memory."""
 
 import base64
 import json
@@ -19,7 +19,7 @@ DEVICE = Device("cpu")
 
 
 def draws() -> list[float]:
-    """More of each generator than it keeps ahead."""
+    """Draw more numbers of each generator than it buffers."""
     return [
         *(random.random() for _ in range(700)),
         *np.random.random(700).tolist(),
@@ -36,7 +36,7 @@ def seed_all(seed: int) -> None:
 
 @pytest.mark.parametrize("count", [0, 1, 311, 623, 624, 625])
 def test_generators_resume_from_their_saved_states(count: int) -> None:
-    """Oracle: the numbers that they give without it, from every kind of place in their arrays."""
+    """Oracle: the numbers without saving and restoring, from several positions in their arrays."""
     seed_all(5)
     for _ in range(count):
         random.random()
@@ -65,7 +65,7 @@ OTHERS: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
     "a place beyond Python's": (lambda states: states["python"]["internal"].__setitem__(-1, 625), "invalid state"),
     "another torch's": (lambda states: states.update(torch="AAAA"), "torch's state holds 3 bytes, and this version's"),
     "none of torch's": (lambda states: states.update(torch=""), "torch's state holds 1 bytes"),
-    # Both of these torch takes itself, and reads behind its numbers at the next draws.
+    # Torch itself accepts both of these, and reads out of bounds at the next draws.
     "a place at the end of torch's": (place_torch(16, 624), "numbers left from 624 on, of 624"),
     "too many left of torch's": (place_torch(8, 624), "624 numbers left from 10 on, of 624"),
     "a place beyond torch's": (place_torch(16, 10**9), "left from 1000000000 on"),
@@ -91,7 +91,7 @@ def test_incompatible_states_fall_back_to_the_seed(case: str) -> None:
 
 @pytest.mark.parametrize("position", [625, -5, -1, 100_000, 2 * 10**9, -(10**8), 1.0, True, None, "1"])
 def test_out_of_range_numpy_position_is_refused(position: object) -> None:
-    """Oracle: the expected message; numpy takes such places, and crashes or returns foreign memory."""
+    """Oracle: the expected message; numpy accepts such positions, and crashes or returns foreign memory."""
     states = random_states(DEVICE)
     states["numpy"]["position"] = position
     with pytest.raises(ForeignError, match=r"^numpy\.position is .*, not an integer from 0 to 624$"):

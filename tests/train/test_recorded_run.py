@@ -1,4 +1,4 @@
-"""Run directories read back, compared with the values that the recorder got."""
+"""Run directories read back, compared with the recorded values."""
 
 import dataclasses
 import json
@@ -63,7 +63,7 @@ def test_prediction_round_trips_through_json(prediction: Prediction) -> None:
 
 
 def test_killed_run_is_read_up_to_its_last_complete_line(tmp_path: Path, config: Config) -> None:
-    """Oracle: three whole lines and a torn one; an unreadable prediction."""
+    """Oracle: three complete lines and a torn one; an unreadable prediction."""
     record(tmp_path / "run", config, None, steps=3, finish=False)
     with open(tmp_path / "run" / "metrics.jsonl", "a") as file:
         file.write('{"step": 4, "lo')
@@ -75,7 +75,7 @@ def test_killed_run_is_read_up_to_its_last_complete_line(tmp_path: Path, config:
 
 
 def test_folder_is_locked_while_its_run_holds_the_lock(tmp_path: Path) -> None:
-    """Oracle: the lock's own state, before, while and after it is held."""
+    """Oracle: the state of the lock before, during and after its use."""
     before = is_locked(tmp_path)
     lock = FolderLock(tmp_path)
     held = is_locked(tmp_path)

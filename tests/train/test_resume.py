@@ -34,7 +34,7 @@ pytestmark = pytest.mark.usefixtures("without_pictures")
 
 STEPS = 6
 SHORT = 4
-"""Steps where a run is made for each of many configurations: half of them are saved, and one is taken twice."""
+"""Steps of runs with many configurations: every second one is saved, and one is repeated."""
 SMALL: dict[str, Any] = {
     "model": dataclasses.replace(tiny_model(), n_layers=2),
     "steps": SHORT,
@@ -44,7 +44,7 @@ SMALL: dict[str, Any] = {
 
 
 def resumed_and_uninterrupted(rows: dict[str, tuple[Config, dict[str, Any]]], folder: Path) -> dict[str, Any]:
-    """For each row, steps and parameters of a run without checkpoints and of one killed in its last step."""
+    """Steps and parameters, for each row, of a run without checkpoints and of one killed in its last step."""
     outcomes = {}
     for label, (config, checkpoint) in rows.items():
         whole, killed = folder / label / "whole", folder / label / "killed"
@@ -121,7 +121,7 @@ def one_rank() -> dict[str, tuple[Config, dict[str, Any]]]:
 def test_resumed_run_equals_the_uninterrupted_one_bitwise(
     ranks: int, rows: Any, tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:
-    """Oracle: the same run in one go: losses, norms, learning rates, tokens, final parameters."""
+    """Oracle: the uninterrupted run: losses, norms, learning rates, tokens, final parameters."""
     if ranks > 1:
         request.getfixturevalue("unmeasured")
     outcomes = run_ranks(ranks, resumed_and_uninterrupted, rows(), tmp_path)
@@ -287,7 +287,7 @@ def weights_of(folder: Path) -> bytes:
 
 
 def test_final_weights_are_kept_until_a_resumed_run_takes_a_step(tmp_path: Path) -> None:
-    """Oracle: the files: kept where no step is taken, set aside where one is."""
+    """Oracle: the files: kept without further steps, moved aside otherwise."""
     run = tmp_path / "run"
     config = kept(make_config(SingleConfig(), 1, steps=2), run)
     config.checkpoint.final_weights = True
@@ -303,7 +303,7 @@ def test_final_weights_are_kept_until_a_resumed_run_takes_a_step(tmp_path: Path)
 
 
 def test_second_start_does_not_modify_a_running_run(tmp_path: Path) -> None:
-    """Oracle: the folder as it was, in which a checkpoint is being written."""
+    """Oracle: the unchanged folder, with a partially written checkpoint."""
     partial = tmp_path / "run" / "checkpoints" / ".step-00000009.partial"
     partial.mkdir(parents=True)
     lock = FolderLock(tmp_path / "run")
@@ -318,7 +318,7 @@ def test_second_start_does_not_modify_a_running_run(tmp_path: Path) -> None:
 
 
 def fail_while_saving(config: Config) -> list[str]:
-    """Fail in the step after a save in the background began, whose last act takes a while; the checkpoints then."""
+    """Fail in the step after an asynchronous save with a slow commit started; return the checkpoints."""
     commit = Series.commit
 
     def commit_late(*given: Any) -> None:
@@ -336,6 +336,6 @@ def fail_while_saving(config: Config) -> list[str]:
 
 
 def test_failure_during_an_asynchronous_save_keeps_the_checkpoint(tmp_path: Path) -> None:
-    """Oracle: the folder, when the exception comes out."""
+    """Oracle: the folder after the exception."""
     config = kept(make_config(SingleConfig(), 1, steps=4), tmp_path / "run", 2, async_save=True)
     assert run_ranks(1, fail_while_saving, config)[0] == ["step-00000002"]

@@ -1,4 +1,4 @@
-"""Checkpoints and folders from which a run must not resume: one sentence each, before any worker starts."""
+"""Checkpoints and folders from which a run must not resume: one message each, before any worker starts."""
 
 import json
 import shutil
@@ -42,7 +42,7 @@ def drop_manifests() -> None:
 
 
 def edit(file: str, key: str, *value: object) -> Callable[[], None]:
-    """Set a value of a checkpoint, or remove its key, and write the sums again."""
+    """Set a value of a checkpoint, or remove its key, and update the checksums."""
 
     def damage() -> None:
         tree = json.loads((NEWEST / file).read_text())
@@ -313,7 +313,7 @@ def test_mistakes_are_reported_in_one_sentence(
 
 
 def test_valid_resume_settings_are_accepted(finished: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Oracle: no error, where the mistakes above are changes of these words."""
+    """Oracle: no error; the mistakes above are changes of these arguments."""
     monkeypatch.chdir(tmp_path)
     shutil.copytree(finished, "run")
     for typed in (

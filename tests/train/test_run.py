@@ -24,7 +24,7 @@ FILES = {"config.yaml", "environment.json", "loss.png", "metrics.jsonl", "result
 
 
 def run_in(folder: Path, configs: dict[str, Config]) -> dict[str, list[str]]:
-    """Train each configuration; the names of the files that this rank sees in its run directory at the end."""
+    """Train each configuration; return the files in the run directory that this rank sees at the end."""
     seen = {}
     for name, config in configs.items():
         config.metrics.run_dir = str(folder / name)
@@ -88,7 +88,7 @@ def weights_before_the_sample(config: Config) -> list[str]:
 
 
 def test_weights_are_saved_before_a_sample_is_generated(tmp_path: Path) -> None:
-    """Oracle: the folder, as the sampling finds it: sampling may take minutes, and be broken off."""
+    """Oracle: the folder at the start of sampling, which may take minutes and be interrupted."""
     config = make_config(SingleConfig(), 1, steps=1)
     config.metrics.run_dir, config.checkpoint.final_weights = str(tmp_path / "run"), True
     assert run_ranks(1, weights_before_the_sample, config)[0] == ["checksums.json", "weights.safetensors"]
@@ -104,14 +104,14 @@ def profiled(folder: Path, config: Config) -> list[str]:
 def test_chosen_ranks_write_their_traces_into_the_run_directory(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """Oracle: the run directory's listing; rank 1, which does not know the directory's name, was chosen."""
+    """Oracle: the run directory's listing; the chosen rank 1 does not know the directory's name."""
     assert run_ranks(2, profiled, tmp_path, make_config(FSDP2Config(), 2))[1] == ["rank1.json.gz"]
     assert "`profile/` has the profiles of ranks 1;" in (tmp_path / "run" / "summary.md").read_text()
     assert "rank 1: trace of steps 3 to 4" in capfd.readouterr().out
 
 
 def patched(config: Config) -> tuple[dict[str, str], bool]:
-    """The run's report on its patches, and whether PyTorch is as before after it."""
+    """The run's report on its patches, and whether PyTorch is restored after it."""
     before = FSDPCommContext.lazy_init
     trainer = run_module.train(config)
     return dict(trainer.patches.report), FSDPCommContext.lazy_init is before
@@ -129,7 +129,7 @@ def test_patches_are_listed_in_the_summary_and_undone_after_the_run(tmp_path: Pa
 
 
 def train_with_slow_data(config: Config) -> list[dict[str, Any]]:
-    """Rank 0's lines on steps of which the third waits for its batches."""
+    """Rank 0's metrics lines; the third step waits for its batches."""
     trainer = Trainer(config)
     next_step, taken = trainer.batches.next_step, []
 
@@ -145,7 +145,7 @@ def train_with_slow_data(config: Config) -> list[dict[str, Any]]:
 
 
 def test_step_records_its_data_wait(tmp_path: Path) -> None:
-    """Oracle: a sleep before the third step's batches, which is part of its step time and of no other's."""
+    """Oracle: a sleep before the third step's batches, which counts toward its step time only."""
     config = make_config(SingleConfig(), 1, steps=4)
     config.metrics.run_dir = str(tmp_path / "run")
     config.validate(1, "cpu")

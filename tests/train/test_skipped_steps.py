@@ -1,4 +1,4 @@
-"""Steps without update: non-finite losses and gradients."""
+"""Skipped optimizer steps: non-finite losses and gradients."""
 
 import math
 import warnings
@@ -24,7 +24,7 @@ pytestmark = pytest.mark.usefixtures("without_pictures")
 
 
 def poisoned(config: Config, steps: set[int], rank: int) -> tuple[Trainer, list[bool]]:
-    """Train with non-finite gradients of one rank in some steps; return whether these left the parameters."""
+    """Train with non-finite gradients of one rank in some steps; return whether these kept the parameters."""
     trainer = Trainer(config)
     clip, same, before = trainer._clip, [], [""]
 
@@ -49,7 +49,7 @@ def poisoned(config: Config, steps: set[int], rank: int) -> tuple[Trainer, list[
 
 
 def poison_all(rows: dict[str, Config], folder: Path) -> dict[str, Any]:
-    warnings.simplefilter("error")  # PyTorch's schedules do not expect a first step without an update
+    warnings.simplefilter("error")  # PyTorch's schedules warn about a first step without an optimizer step
     outcomes = {}
     for label, config in rows.items():
         trainer, same = poisoned(kept(config, folder / label, every=0), {1, 4}, rank=1)

@@ -1,4 +1,4 @@
-"""Requests to stop: remembered by the rank that they reach, obeyed at once when they come again."""
+"""Stop requests: recorded by the rank that receives them; a second one takes effect immediately."""
 
 import multiprocessing
 import os
@@ -34,7 +34,7 @@ def await_request(request: StopRequest) -> None:
 
 @pytest.mark.parametrize("number", STOP_SIGNALS)
 def test_first_signal_is_recorded_and_repeats_within_a_second_are_ignored(number: signal.Signals) -> None:
-    """Oracle: the received signal; the handlers of before stand again afterwards."""
+    """Oracle: the received signal; the previous handlers are restored."""
     before = {number: signal.getsignal(number) for number in STOP_SIGNALS}
     with StopRequest() as request:
         assert request.received is None
@@ -47,7 +47,7 @@ def test_first_signal_is_recorded_and_repeats_within_a_second_are_ignored(number
 
 
 def test_signal_outside_training_ends_the_process() -> None:
-    """Oracle: the exit code of a process that dies of it; once before the loop, once after it."""
+    """Oracle: the exit code of a process killed by the signal, before and after the loop."""
 
     def before() -> None:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
@@ -90,13 +90,13 @@ def state(pid: int) -> str:
 
 
 def test_second_signal_ends_a_rank_inside_a_collective(tmp_path: Path) -> None:
-    """Oracle: the system's word on the rank, which waits in gloo's C++ for one that never comes."""
+    """Oracle: the exit of the rank, which waits in gloo's C++ for one that never joins."""
     with pytest.raises(RuntimeError, match="rank 0 died without a word"):
         run_ranks(2, hang, tmp_path)
 
 
 def test_signals_of_a_forked_child_do_not_reach_the_parent() -> None:
-    """Oracle: a child, as a data loader's, forked in the loop dies of SIGTERM, and its parent goes on."""
+    """Oracle: a child forked in the loop, like a data loader's, dies of SIGTERM, and its parent continues."""
     before = signal.signal(signal.SIGTERM, signal.SIG_DFL)
     try:
         with StopRequest() as request:

@@ -1,4 +1,4 @@
-"""The loop: the meaning of a step's numbers, on which all ranks agree."""
+"""The training loop: the numbers of a step, equal on all ranks."""
 
 import math
 from typing import Any
@@ -78,7 +78,7 @@ def test_label_smoothing_and_z_loss_are_part_of_the_training_loss(chunk_loss: bo
 
 
 def test_evaluation_is_plain_cross_entropy_for_any_training_loss() -> None:
-    """Oracle: a run whose learning rate is 0, too, and that minimizes cross entropy alone."""
+    """Oracle: a run that minimizes plain cross entropy, also with learning rate 0."""
     sizes = {"eval_every": 1, "steps": 1, "optim": AdamWConfig(lr=0.0, weight_decay=0.0)}
     changed = {"label_smoothing": 0.2, "z_loss_coef": 0.01, "memory": MemoryConfig(chunk_loss=True)}
     configs = [make_config(SingleConfig(), 1, **sizes, **more) for more in ({}, changed)]
@@ -88,7 +88,7 @@ def test_evaluation_is_plain_cross_entropy_for_any_training_loss() -> None:
 
 
 def whole_losses(config: Config) -> int:
-    """How often a run with evaluations makes its logits whole."""
+    """Number of full-logits losses of a run with evaluations."""
     calls, original = 0, F.cross_entropy
 
     def counted(*args: Any, **options: Any) -> torch.Tensor:
@@ -103,7 +103,7 @@ def whole_losses(config: Config) -> int:
 
 @pytest.mark.parametrize("chunk_loss", [False, True], ids=["whole", "chunks"])
 def test_evaluation_uses_the_chunked_loss_if_training_does(chunk_loss: bool) -> None:
-    """Oracle: calls of F.cross_entropy, which wants whole logits: two steps of two micro-batches, two evaluations."""
+    """Oracle: calls of F.cross_entropy on full logits: two steps of two micro-batches, two evaluations."""
     memory = MemoryConfig(chunk_loss=chunk_loss)
     config = make_config(SingleConfig(), 1, steps=2, eval_every=1, eval_batches=1, memory=memory)
     assert run_ranks(1, whole_losses, config)[0] == (0 if chunk_loss else 6)
@@ -144,7 +144,7 @@ def test_sums_over_ranks_round_in_their_dtype() -> None:
 
 @pytest.mark.parametrize("dtype, expected", [("auto", "float32"), ("float32", "float32"), ("float64", None)])
 def test_sum_dtype_defaults_to_float64_where_collectives_support_it(dtype: str, expected: str | None) -> None:
-    """Oracle: HCCL's types, among which float64 is not for reductions."""
+    """Oracle: HCCL's dtypes, which exclude float64 reductions."""
     for device_type, chosen in (("npu", expected), ("cuda", "float64" if dtype == "auto" else dtype)):
         config = compose_config(["model=llama_debug", "parallel=fsdp2", f"train.sum_dtype={dtype}"])
         if chosen is None:
@@ -194,7 +194,7 @@ def test_loss_falls_to_the_entropy_of_the_data() -> None:
 
 
 def test_all_ranks_stop_after_the_step_that_exceeds_the_time_limit() -> None:
-    """Oracle: the first rank's number of steps; a limit that the first step exceeds stops after it, evaluated."""
+    """Oracle: the first rank's number of steps; a limit exceeded by the first step stops after it and an evaluation."""
     configs = [make_config(parallel, 2, max_seconds=1e-9, eval_every=100, steps=100) for parallel in STRATEGIES]
     first, second = run_ranks(2, histories, configs)
     assert first == second
@@ -202,7 +202,7 @@ def test_all_ranks_stop_after_the_step_that_exceeds_the_time_limit() -> None:
 
 
 def test_deterministic_kernels_restore_the_settings() -> None:
-    """Oracle: PyTorch's own flags before."""
+    """Oracle: PyTorch's own flags."""
     before = torch.are_deterministic_algorithms_enabled()
     with deterministic_kernels(True, "cpu"):
         assert torch.are_deterministic_algorithms_enabled()
@@ -218,7 +218,7 @@ def failing(rank: int) -> None:
 
 
 def test_run_ranks_raises_the_traceback_of_the_failed_rank() -> None:
-    """Oracle: the exception of rank 1, while rank 0 waits for it in a collective."""
+    """Oracle: the exception of rank 1; rank 0 waits in a collective."""
     with pytest.raises(RuntimeError, match=r"rank 1: Traceback(.|\n)*ConfigError: this rank fails"):
         run_ranks(2, failing, 1)
 
@@ -234,7 +234,7 @@ def seeds(configs: list[Config]) -> list[tuple[float, Any]]:
 
 @pytest.mark.usefixtures("unmeasured")
 def test_each_seed_affects_its_purpose_and_the_common_seed_all() -> None:
-    """Oracle: which of data (loss of the first step) and initial values change."""
+    """Oracle: changes of the data (loss of the first step) and of the initial values."""
     base, same, data, init, common = run_ranks(
         1,
         seeds,
@@ -260,7 +260,7 @@ def hashes_before_and_after_an_evaluation(configs: list[Config]) -> list[tuple[d
 
 
 def test_parameters_are_readable_after_a_forward_without_backward() -> None:
-    """Oracle: the parameters before; units that stay gathered for a backward that never comes are no hindrance."""
+    """Oracle: the parameters before the forward, which leaves units gathered for a backward."""
     configs = [make_config(parallel, 2) for parallel in STRATEGIES]
     for before, after in run_ranks(2, hashes_before_and_after_an_evaluation, configs)[0]:
         assert after == before

@@ -41,7 +41,7 @@ from fsdptoys.utils.foreign import MAX_DEPTH, MAX_YAML_BYTES, ForeignError, pars
     ],
 )
 def test_hostile_text_raises_one_printable_sentence(parse: Callable[[str], Any], text: str, reason: str) -> None:
-    """Oracle: one line that names the reason; the plain parsers end in RecursionError, or take all memory."""
+    """Oracle: one line with the reason; the plain parsers raise RecursionError or exhaust memory."""
     with pytest.raises(ForeignError) as caught:
         parse(text)
     assert reason in str(caught.value)
@@ -52,7 +52,7 @@ def test_hostile_text_raises_one_printable_sentence(parse: Callable[[str], Any],
     ("parse", "text", "key"), [(parse_json, '{"a": 1, "a": 2}', "a"), (parse_yaml, "{x: {b: 1, b: 2}}", "b")]
 )
 def test_duplicate_keys_are_refused_on_request(parse: Callable[..., Any], text: str, key: str) -> None:
-    """Oracle: without the option the last one counts, as Python and PyYAML have it."""
+    """Oracle: the message; without the option the last value wins, as in Python and PyYAML."""
     parse(text)
     with pytest.raises(ForeignError, match=f"{key} occurs twice"):
         parse(text, unique_keys=True)
@@ -66,7 +66,7 @@ def test_valid_json_is_parsed_like_python() -> None:
 
 
 def test_yaml_of_a_run_round_trips() -> None:
-    """Oracle: ``yaml.safe_dump``; values that plain YAML takes for numbers in base 60, dates or booleans are quoted."""
+    """Oracle: ``yaml.safe_dump``; values that plain YAML reads as base-60 numbers, dates or booleans are quoted."""
     tree = {
         "a": 1e-05,
         "b": "1:30",

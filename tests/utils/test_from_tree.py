@@ -11,7 +11,7 @@ from fsdptoys.utils.from_tree import build
 
 
 class Color(Enum):
-    """Two."""
+    """An enum of two values."""
 
     red = "red"
     one = 1
@@ -19,14 +19,14 @@ class Color(Enum):
 
 @dataclass(frozen=True)
 class Inner:
-    """Part of the other."""
+    """A nested dataclass."""
 
     value: float
 
 
 @dataclass(frozen=True)
 class Outer:
-    """One field of each kind."""
+    """A dataclass with one field of each kind."""
 
     number: int
     words: tuple[str, ...]

@@ -1,4 +1,4 @@
-"""One way to read files that someone else may have written."""
+"""Foreign files are parsed by one module only."""
 
 import re
 from pathlib import Path
@@ -25,7 +25,7 @@ OWN_FILES = {
 
 
 def test_foreign_text_is_parsed_in_one_place() -> None:
-    """Oracle: the source; parsers of the standard library and of PyYAML have no bounds."""
+    """Oracle: the source files; parsers of the standard library and PyYAML are unbounded."""
     calls = {}
     for path in ROOT.rglob("*.py"):
         found = CALLS.search(path.read_text(encoding="utf-8"))

@@ -1,4 +1,4 @@
-"""Files that are opened only where they are regular."""
+"""Opening of regular files only."""
 
 import os
 import socket
@@ -28,7 +28,7 @@ def make_entry(path: Path, kind: str) -> None:
 
 @pytest.mark.parametrize("kind", ["a named pipe", "a folder", "a device", "a socket"])
 def test_irregular_files_are_not_read(kind: str, tmp_path: Path) -> None:
-    """Oracle: the kind in the message, at once; ``open`` waits for ever for a pipe, and reads a device without end."""
+    """Oracle: the kind in the message, without blocking; ``open`` waits forever for a pipe, and a device has no end."""
     make_entry(tmp_path / "file", kind)
     with pytest.raises(NotRegularFileError, match=kind):
         read_regular(tmp_path / "file", 100)
@@ -37,7 +37,7 @@ def test_irregular_files_are_not_read(kind: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("mode", WRITES)
 @pytest.mark.parametrize("kind", ["a named pipe", "a folder", "a device", "a socket", "a symbolic link"])
 def test_irregular_files_are_not_written(kind: str, mode: str, tmp_path: Path) -> None:
-    """Oracle: an error, and the link's target as it was."""
+    """Oracle: an error, and the unchanged target of the link."""
     make_entry(tmp_path / "file", kind)
     with pytest.raises(OSError) as caught:
         open_regular(tmp_path / "file", mode)
@@ -47,7 +47,7 @@ def test_irregular_files_are_not_written(kind: str, mode: str, tmp_path: Path) -
 
 
 def test_dangling_link_creates_no_file(tmp_path: Path) -> None:
-    """Oracle: the folder holds the link alone."""
+    """Oracle: the folder contains only the link."""
     (tmp_path / "file").symlink_to("elsewhere")
     for mode in WRITES:
         with pytest.raises(OSError):
@@ -56,7 +56,7 @@ def test_dangling_link_creates_no_file(tmp_path: Path) -> None:
 
 
 def test_links_are_followed_for_reading_and_in_folders(tmp_path: Path) -> None:
-    """Oracle: the content; a run directory may lie on another disk."""
+    """Oracle: the content; a run directory may link to another disk."""
     (tmp_path / "disk").mkdir()
     (tmp_path / "runs").symlink_to("disk")
     with open_regular(tmp_path / "runs" / "log", "a", encoding="utf-8") as file:

@@ -1,4 +1,4 @@
-"""Text that is printed, and consoles that are gone."""
+"""Escaping of printed text, and lost consoles."""
 
 import io
 import os
@@ -29,7 +29,7 @@ PRINT_STATUS = (
 
 @pytest.mark.parametrize("stream", ["full", "broken", "closed", "fine"])
 def test_lost_console_does_not_end_the_program(stream: str) -> None:
-    """Oracle: the exit status that the program chose, and nothing on stderr."""
+    """Oracle: the program's own exit status, and an empty stderr."""
     command = [sys.executable, "-c", PRINT_STATUS]
     if stream == "closed":
         command = ["sh", "-c", 'exec "$@" >&-', "sh", *command]

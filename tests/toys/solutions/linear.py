@@ -15,11 +15,11 @@ def gather(shard: Tensor) -> Tensor:
 
 
 class GatheredLinear(torch.autograd.Function):
-    """A linear map whose weight is whole while it is used."""
+    """A linear map that gathers its full weight for each use."""
 
     @staticmethod
     def forward(ctx: Any, inputs: Tensor, shard: Tensor) -> Tensor:
-        """Keep the small tensors."""
+        """Save the inputs and the shard."""
         ctx.save_for_backward(inputs, shard)
         return inputs @ gather(shard).T
 
@@ -40,5 +40,5 @@ class ShardedLinear(nn.Module):
         self.shard = nn.Parameter(weight.chunk(dist.get_world_size())[dist.get_rank()].clone())
 
     def forward(self, inputs: Tensor) -> Tensor:
-        """By the whole weight."""
+        """Multiply by the full weight."""
         return GatheredLinear.apply(inputs, self.shard)  # type: ignore[no-any-return]

@@ -1,4 +1,4 @@
-"""Each part travels the ring twice: once to be added up, once to be shared."""
+"""Each part passes the ring twice: once for the sum, once to distribute it."""
 
 import torch
 import torch.distributed as dist
@@ -6,7 +6,7 @@ from torch import Tensor
 
 
 def all_reduce(tensor: Tensor) -> None:
-    """N−1 rounds of adding, after which rank r has the whole sum of part r+1; N−1 rounds of passing sums on."""
+    """N−1 rounds of adding, after which rank r has the full sum of part r+1; N−1 rounds of forwarding sums."""
     rank, ranks = dist.get_rank(), dist.get_world_size()
     parts = list(tensor.tensor_split(ranks))
     for turn in range(2 * (ranks - 1)):

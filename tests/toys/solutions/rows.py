@@ -1,4 +1,4 @@
-"""All ranks have as many rows as the first, the last of them filled up."""
+"""All ranks have as many rows as the first; the last ones are padded."""
 
 import torch.distributed as dist
 from torch import Tensor
@@ -12,7 +12,7 @@ def own_rows(rows: int, rank: int, ranks: int) -> tuple[int, int]:
 
 
 def gather_rows(shard: Tensor, rows: int) -> Tensor:
-    """What was filled up comes last, since only the last ranks have fewer."""
+    """Padding comes last, since only the last ranks have fewer rows."""
     ranks = dist.get_world_size()
     most = -(-rows // ranks)
     whole = shard.new_empty(most * ranks, shard.shape[1])

@@ -5,16 +5,16 @@ statistics and a history, streams and events, pinned memory, random numbers, aut
 processes. Not real: every operator is the CPU's kernel on the same bytes, and every collective is gloo's. So training
 here gives a CPU's losses to the last bit, and failures here would be failures on hardware: tensors on two devices, a
 CPU tensor in a collective of ``hccl``, memory that runs out, and, in delayed mode, a stream that did not wait for
-another one. It says nothing about speed, about Ascend's kernels, or about torch_npu's own functions.
+another one. It does not test speed, Ascend's kernels, or torch_npu's own functions.
 
 With this folder's parent on ``PYTHONPATH``, ``import torch`` loads the device as it loads torch_npu, by an entry point;
 variables set it up:
 
-- ``SIMULATED_NPU_DEVICES``: how many there are, 8 by default;
+- ``SIMULATED_NPU_DEVICES``: number of devices, 8 by default;
 - ``SIMULATED_NPU_MIB``: memory of each, 65536 by default;
-- ``SIMULATED_NPU_DELAYED=1``: delayed mode, in which work runs when it is waited for (``csrc/streams.h``).
+- ``SIMULATED_NPU_DELAYED=1``: delayed mode, in which work runs on a wait only (``csrc/streams.h``).
 
-The extension is built by the first process that wants it and kept in ``tests/simulated_npu/build``.
+The extension is built by the first process that needs it and kept in ``tests/simulated_npu/build``.
 """
 
 import os
@@ -28,7 +28,7 @@ extension: Any = None
 
 
 def load() -> None:
-    """Have the device in this process, as the environment says: the entry point that ``import torch`` calls."""
+    """Install the device in this process by the environment's settings: the entry point that ``import torch`` calls."""
     install(
         int(os.environ.get("SIMULATED_NPU_DEVICES", DEFAULT_DEVICES)),
         int(os.environ.get("SIMULATED_NPU_MIB", DEFAULT_MIB)) * 2**20,
@@ -37,12 +37,12 @@ def load() -> None:
 
 
 def install(devices: int = DEFAULT_DEVICES, capacity_bytes: int = DEFAULT_MIB * 2**20, delayed: bool = False) -> None:
-    """Have the device in this process, for as long as it lives.
+    """Install the device in this process, for its lifetime.
 
     Args:
-        devices: how many.
-        capacity_bytes: memory of each.
-        delayed: whether work runs only when it is waited for.
+        devices: number of devices.
+        capacity_bytes: memory of each device.
+        delayed: whether work runs only on a wait.
     """
     global extension
     import torch
@@ -72,7 +72,7 @@ def _composed_elsewhere() -> list[str]:
     """Operators that have a kernel for CPUs and a composition of others for every other device."""
     import torch
 
-    # Views and queries of a tensor are the same either way; these we have, or must not have.
+    # Views and queries of a tensor are the same in both forms; these exist already, or must not be replaced.
     own = {"record_stream", "set_.source_Storage", "set_.source_Tensor", "set_.source_Storage_storage_offset"}
     own |= {"empty.memory_format", "empty_strided", "_copy_from", "_copy_from_and_resize", "copy_"}
     own |= {"_has_compatible_shallow_copy_type"}

@@ -31,7 +31,7 @@ def load_extension() -> Any:
 
 
 def build_extension() -> Path:
-    """The extension's library, built where there is none of these sources and this PyTorch.
+    """The extension's library, built if missing for these sources and this PyTorch.
 
     Raises:
         RuntimeError: with the output of g++.

@@ -1,4 +1,4 @@
-"""``torch.npu``: torch_npu's functions of that name, as far as used here and in PyTorch."""
+"""``torch.npu``: torch_npu's functions of that name that this project and PyTorch use."""
 
 import types
 from typing import Any
@@ -7,7 +7,7 @@ import torch
 
 
 def build_module(extension: Any) -> types.ModuleType:
-    """The module that ``torch.npu`` is to be."""
+    """Build the module for ``torch.npu``."""
     accelerator = torch.accelerator
     module = types.ModuleType("torch.npu")
 
