@@ -26,7 +26,7 @@ from torch.distributed.elastic.rendezvous import api
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRendezvousHandler, RendezvousTimeout
 from torch.distributed.launcher import LaunchConfig
 
-from fsdptoys.train.rank_store import name_file_store, name_network_store
+from fsdptoys.train.launch_env import name_file_store, name_network_store
 
 from .rendezvous_server import RendezvousEndpoint
 from .rendezvous_state import ForeignStateError, SignedBackend

@@ -38,8 +38,7 @@ from torch.distributed.elastic.rendezvous import RendezvousError
 from torch.distributed.launcher import LaunchConfig
 
 from fsdptoys.config import schema
-from fsdptoys.train.launch_env import LAUNCH_FOLDER, LAUNCHED, RESTARTS
-from fsdptoys.train.rank_store import check_interface, loopback_environment
+from fsdptoys.train.launch_env import LAUNCH_FOLDER, LAUNCHED, RESTARTS, check_interface, loopback_environment
 from fsdptoys.train.stop import SAME_REQUEST_SECONDS, STOP_SIGNALS
 from fsdptoys.utils.text import print_status
 

@@ -103,11 +103,7 @@ class MetricsConfig:
     """Whether to upload the run; null for WANDB_MODE or, if unset, online."""
 
     def __post_init__(self) -> None:
-        """Check each value.
-
-        Raises:
-            ConfigError: for a value out of range, or a wandb setting without the wandb writer.
-        """
+        """Check each value; ConfigError for one out of range, or a wandb setting without the wandb writer."""
         check_bounds("metrics", self)
         self._check_writers()
         if self.run_dir is not None and not self.run_dir.strip():

@@ -121,11 +121,7 @@ class Prediction:
 
     @classmethod
     def from_dict(cls, tree: dict[str, Any]) -> "Prediction":
-        """Construct a prediction from the output of ``to_dict``.
-
-        Raises:
-            ForeignError: if ``tree`` is from another version, or a number is out of range.
-        """
+        """Construct a prediction from the output of ``to_dict``; ForeignError if of another version or out of range."""
         return build(cls, {name: tree[name] for name in tree if name not in ("tokens_per_second", "mfu")})
 
 

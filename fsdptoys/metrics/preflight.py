@@ -61,11 +61,10 @@ def check_run_dir(config: MetricsConfig, resumes: bool = False) -> None:
         pass
     except OSError as error:
         raise ConfigError(f"{key} cannot be used ({error.strerror}); set metrics.run_dir to another folder") from error
-    if config.run_dir is not None and not resumes:
-        for name in RUN_FILES:
-            if os.path.lexists(path / name):
-                raise ConfigError(already_holds(config.run_dir, name))
     if config.run_dir is not None:
+        held = next((name for name in RUN_FILES if os.path.lexists(path / name)), None)
+        if held is not None and not resumes:
+            raise ConfigError(already_holds(config.run_dir, held))
         check_files(path)
     if not nearest.is_dir():
         raise ConfigError(f"{key} needs a folder at {nearest}, which is not a folder; set metrics.run_dir=runs/NAME")
@@ -75,13 +74,10 @@ def check_run_dir(config: MetricsConfig, resumes: bool = False) -> None:
 
 def check_files(path: Path) -> None:
     """Check that the files that a run reads, appends to or replaces are regular files, and ``profile`` a folder
-    or a link to one.
+    or a link to one; ConfigError for the first file of another type.
 
     The run directory may have another author: a named pipe would block the run forever, and a symbolic link would let
     the run write to any file of its user.
-
-    Raises:
-        ConfigError: for the first file of another type.
     """
     try:
         for name in (LOCK_FILE, *RUN_FILES):
@@ -105,20 +101,15 @@ def already_holds(run_dir: object, name: str) -> str:
 
 
 def check_writers(config: MetricsConfig, environment: Mapping[str, str]) -> None:
-    """Check that the packages of the writers are installed, and that wandb has credentials for online mode.
-
-    Raises:
-        ConfigError: if a package or the credentials are missing.
-    """
+    """Check that the packages of the writers are installed, and that wandb has credentials for online mode."""
     for name in config.writers:
         if importlib.util.find_spec(name) is None:
             raise ConfigError(
                 f"metrics.writers=[{','.join(config.writers)}] needs the package {name}, which is not installed; "
                 f"run pip install 'fsdptoys[{name}]' or leave {name} out"
             )
-    if WANDB_FOLDER not in config.writers or wandb_mode(config, environment) is not WandbMode.online:
-        return
-    if not _has_wandb_key(environment):
+    online = WANDB_FOLDER in config.writers and wandb_mode(config, environment) is WandbMode.online
+    if online and not _has_wandb_key(environment):
         raise ConfigError(
             "metrics.wandb_mode=online needs an API key for Weights & Biases, and there is none; set WANDB_API_KEY, "
             "run wandb login, or set metrics.wandb_mode=offline"
@@ -126,11 +117,7 @@ def check_writers(config: MetricsConfig, environment: Mapping[str, str]) -> None
 
 
 def wandb_mode(config: MetricsConfig, environment: Mapping[str, str]) -> WandbMode:
-    """The mode of Weights & Biases, from the config or WANDB_MODE.
-
-    Raises:
-        ConfigError: if the mode comes from WANDB_MODE, with an unknown value.
-    """
+    """The mode of Weights & Biases, from the config or WANDB_MODE; ConfigError for an unknown value of the latter."""
     if config.wandb_mode is not None:
         return config.wandb_mode
     mode = environment.get("WANDB_MODE") or "online"
@@ -147,9 +134,8 @@ def _has_wandb_key(environment: Mapping[str, str]) -> bool:
     if environment.get("WANDB_API_KEY") or environment.get("WANDB_IDENTITY_TOKEN_FILE"):
         return True
     home = Path(environment.get("HOME") or Path.home())
-    names = (
-        [Path(environment["NETRC"]).expanduser()] if environment.get("NETRC") else [home / ".netrc", home / "_netrc"]
-    )
+    named = environment.get("NETRC")
+    names = [Path(named).expanduser()] if named else [home / ".netrc", home / "_netrc"]
     host = urlsplit(environment.get("WANDB_BASE_URL") or _wandb_url(home, environment)).netloc
     for name in names:
         with suppress(OSError, netrc.NetrcParseError):

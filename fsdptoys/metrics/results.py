@@ -58,7 +58,7 @@ class RunResults:
     mean_last_steps: int
     """Number of steps in ``mean_last_loss``, at most ``LAST_STEPS``."""
     eval_loss: Number | None
-    """Loss of the last evaluation, in nats per token."""
+    """Of the last evaluation."""
     eval_step: int | None
     step_time_seconds: Spread | None
     tokens_per_second: Spread | None
@@ -77,21 +77,13 @@ class RunResults:
     routing: RoutingMetrics | None
     """Routing of the last step; None for a model without experts."""
     skipped_steps: int
-    """Steps with a skipped optimizer step."""
     spikes: int
-    """Steps with a loss spike."""
     data_stall: float | None
     """Fraction of the step time after the warmup that rank 0 waited for its batches; None if not recorded."""
 
 
 def summarize(steps: Sequence[StepMetrics], warmup_steps: int, starts: Sequence[int] = (0,)) -> RunResults:
-    """Reduce a run's steps to its results.
-
-    Args:
-        steps: all steps, in order.
-        warmup_steps: first steps of each start to exclude from percentiles.
-        starts: last step before each start; 0 for the first start.
-    """
+    """Reduce a run's steps, in order, to its results; the parameters are fields of ``RunResults``."""
     updated = [metrics for metrics in steps if not metrics.skipped]
     measured = [
         metrics for metrics in updated if not any(start < metrics.step <= start + warmup_steps for start in starts)
@@ -142,24 +134,16 @@ def prediction_errors(prediction: Prediction, results: RunResults) -> list[Predi
 
     Measurements of 0, such as tokens/s of steps without valid tokens, are skipped, since the difference is relative.
     """
-    found: list[PredictionError] = []
-    if results.step_time_seconds is not None:
-        median = results.step_time_seconds.median
-        found.append(PredictionError("step time", prediction.time.step_seconds * 1e3, median * 1e3, "ms"))
-    if results.tokens_per_second is not None:
-        median = results.tokens_per_second.median
-        found.append(PredictionError("tokens/s, all ranks", prediction.tokens_per_second, median, ""))
-    if results.mfu is not None and prediction.mfu is not None:
-        found.append(PredictionError("MFU", prediction.mfu * 100, results.mfu.median * 100, "%"))
-    memory = prediction.memory
-    for quantity, predicted, measured in (
-        ("device memory after a step", memory.end_bytes, results.memory_allocated_gib),
-        ("peak device memory", memory.peak_bytes, results.memory_peak_gib),
-        ("reserved device memory", memory.reserved_bytes, results.memory_reserved_gib),
-    ):
-        if measured is not None:
-            found.append(PredictionError(quantity, predicted / GIB, measured, "GiB"))
-    return [each for each in found if each.measured]
+    time, tokens, mfu, memory = results.step_time_seconds, results.tokens_per_second, results.mfu, prediction.memory
+    rows = (
+        ("step time", prediction.time.step_seconds * 1e3, time.median * 1e3 if time else None, "ms"),
+        ("tokens/s, all ranks", prediction.tokens_per_second, tokens.median if tokens else None, ""),
+        ("MFU", (prediction.mfu or 0) * 100, mfu.median * 100 if mfu and prediction.mfu is not None else None, "%"),
+        ("device memory after a step", memory.end_bytes / GIB, results.memory_allocated_gib, "GiB"),
+        ("peak device memory", memory.peak_bytes / GIB, results.memory_peak_gib, "GiB"),
+        ("reserved device memory", memory.reserved_bytes / GIB, results.memory_reserved_gib, "GiB"),
+    )
+    return [PredictionError(name, predicted, measured, unit) for name, predicted, measured, unit in rows if measured]
 
 
 class RunStatus(Enum):
@@ -194,7 +178,6 @@ class ProfileResult:
 
     rank: int
     ranks: tuple[int, ...]
-    """Profiled ranks."""
     trace_file: str | None = None
     traced_steps: str | None = None
     """Such as "steps 5 to 7"."""
@@ -243,11 +226,7 @@ class RunResult:
 
 
 def read_result(run_dir: Path) -> RunResult | None:
-    """Read the results of a run; None without the file.
-
-    Raises:
-        ForeignError: if the file is invalid, or has a later format version.
-    """
+    """Read the results of a run; None without the file, ForeignError if it is invalid or of a later format version."""
     try:
         tree = parse_json(read_regular(run_dir / RESULT_FILE, LARGEST_RESULT_BYTES), surrogates=True)
     except FileNotFoundError:

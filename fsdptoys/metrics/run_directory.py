@@ -2,9 +2,12 @@
 
 import contextlib
 import dataclasses
+import errno
+import itertools
 import json
 import os
 import re
+from collections import deque
 from collections.abc import Callable, Iterator
 from datetime import datetime
 from pathlib import Path
@@ -13,9 +16,9 @@ from typing import Any
 import yaml
 
 from fsdptoys.errors import ConfigError
-from fsdptoys.utils.atomic_write import write_atomically
+from fsdptoys.utils.atomic_write import sync_to_disk, write_atomically
 from fsdptoys.utils.file_lock import FolderLock
-from fsdptoys.utils.regular_file import NotRegularFileError, open_descriptor, open_regular
+from fsdptoys.utils.regular_file import NotRegularFileError, open_regular
 
 from .config import (
     CONFIG_FILE,
@@ -28,7 +31,6 @@ from .config import (
     MetricsConfig,
     run_dir_path,
 )
-from .line_file import NO_ROOM, LineFile
 from .preflight import REMOVE_IT, already_holds, check_run_dir
 from .resume_log import (
     LINE_FILES,
@@ -40,6 +42,9 @@ from .resume_log import (
     truncate_or_move,
 )
 from .step import StepMetrics
+
+NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+"""Error numbers of a full disk or quota, which may be temporary."""
 
 
 class RunDirectory:
@@ -156,12 +161,13 @@ class RunDirectory:
 
     def offsets(self) -> dict[str, int]:
         """JSON Lines file → its bytes, flushed to the disk; call ``restore`` before."""
-        sizes = {}
+        sizes = dict.fromkeys(LINE_FILES, 0)
         with writing(self.path):
-            for name in LINE_FILES:
-                path = self.path / name
-                sizes[name] = _size_on_disk(open_descriptor(path, os.O_RDONLY)) if path.exists() else 0
-            _size_on_disk(os.open(self.path, os.O_RDONLY))
+            for name in filter(lambda name: (self.path / name).exists(), LINE_FILES):
+                with open_regular(self.path / name) as file:
+                    os.fsync(file.fileno())
+                    sizes[name] = os.fstat(file.fileno()).st_size
+            sync_to_disk(self.path)
         return sizes
 
     def close(self) -> None:
@@ -207,10 +213,69 @@ def writing(path: Path) -> Iterator[None]:
         ) from error
 
 
-def _size_on_disk(descriptor: int) -> int:
-    """Flush a file or folder to the disk, close it, and return its size in bytes."""
-    try:
-        os.fsync(descriptor)
-        return os.fstat(descriptor).st_size
-    finally:
-        os.close(descriptor)
+class LineFile:
+    """Appends lines to a file, created if missing.
+
+    Raises:
+        OSError: from the system, here and in all methods; also if the path is no regular file.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._file = open_regular(path, "ab+", buffering=0)
+        self._waiting: deque[bytes] = deque()
+
+    def add(self, line: str) -> None:
+        """Queue a line, given without its newline."""
+        self._waiting.append(f"{line}\n".encode())
+
+    def write(self) -> None:
+        """Write all queued lines to the system, each completely or not at all."""
+        while self._waiting:
+            before, left = os.fstat(self._file.fileno()).st_size, self._waiting[0]
+            try:
+                while left:
+                    left = left[self._file.write(left) :]
+            except OSError:
+                with contextlib.suppress(OSError):
+                    os.ftruncate(self._file.fileno(), before)
+                raise
+            self._waiting.popleft()
+
+    def restore(self) -> str | None:
+        """Write the lines again if the file was removed, moved or replaced; the open file still has them.
+
+        A replacement is renamed to ``<name>.replaced-<n>``, not overwritten.
+
+        Returns:
+            A message if the file was written again.
+        """
+        try:
+            found = os.lstat(self._path)
+        except FileNotFoundError:
+            found = None
+        if found is not None and os.path.samestat(found, os.fstat(self._file.fileno())):
+            return None
+        sentence = f"{self._path} was removed during the run; its lines have been written again"
+        if found is not None:
+            names = (self._path.with_name(f"{self._path.name}.replaced-{number}") for number in itertools.count(1))
+            aside = next(name for name in names if not os.path.lexists(name))
+            os.rename(self._path, aside)
+            sentence = (
+                f"{self._path} was replaced during the run; the other file is now {aside.name}, and the lines of the "
+                "run have been written again"
+            )
+        self._file.seek(0)
+        write_atomically(self._path, self._file.read())
+        renewed = open_regular(self._path, "ab+", buffering=0)
+        self._file.close()
+        self._file = renewed
+        return sentence
+
+    def close(self) -> None:
+        """Close the file without its queued lines; may be called twice."""
+        if not self._file.closed:
+            with contextlib.suppress(OSError):
+                self.restore()
+            with contextlib.suppress(OSError):
+                self._file.close()

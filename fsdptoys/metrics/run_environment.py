@@ -42,6 +42,7 @@ def environment(device: Device, world_size: int, command: Sequence[str]) -> dict
         command: arguments of the command line.
     """
     host = Device("cpu")
+    own_cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     return {
         "started_at": datetime.now(timezone.utc).isoformat(timespec="seconds"),
         "command": shlex.join(command),
@@ -66,7 +67,7 @@ def environment(device: Device, world_size: int, command: Sequence[str]) -> dict
             "platform": platform.platform(),
             "cpu": host.name,
             "cpu_cores": os.cpu_count(),
-            "cpu_cores_of_this_process": _own_cores(),
+            "cpu_cores_of_this_process": own_cores,
             "torch_threads": torch.get_num_threads(),
             "memory_gib": round(host.total_memory_bytes / GIB, 2),
         },
@@ -98,7 +99,3 @@ def _package_version(name: str) -> str | None:
     with contextlib.suppress(importlib.metadata.PackageNotFoundError):
         return importlib.metadata.version(name)
     return None
-
-
-def _own_cores() -> int | None:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()

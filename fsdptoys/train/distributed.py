@@ -15,8 +15,8 @@ from fsdptoys.errors import ConfigError, LostRanksError
 from fsdptoys.parallel.precision import DType
 
 from .heartbeat import is_lost
+from .launch_env import check_interface, open_rank_store
 from .object_collectives import use_json
-from .rank_store import check_interface, open_rank_store
 
 
 @contextmanager

@@ -31,23 +31,19 @@ class RoutingBalance:
     """Balances the routers of a model; methods are listed in the order in which a step calls them.
 
     Args:
-        model: as constructed, before anything wraps it.
-        config: coefficients of the auxiliary losses.
+        model: with experts, as constructed, before anything wraps it.
         device: of the model.
         local_ranks: simulated ranks whose micro-batches this process runs in turn.
         sum_dtype: of the sums over ranks.
     """
 
-    def __init__(
-        self, model: DecoderModel, config: MoEConfig, device: torch.device, local_ranks: int, sum_dtype: torch.dtype
-    ) -> None:
+    def __init__(self, model: DecoderModel, device: torch.device, local_ranks: int, sum_dtype: torch.dtype) -> None:
+        config = model.config
+        assert isinstance(config, MoEConfig)
         self._routers = routers(model)
-        self._aux_coef = config.router_aux_loss_coef
-        self._z_coef = config.router_z_loss_coef
+        self._aux_coef, self._z_coef = config.router_aux_loss_coef, config.router_z_loss_coef
         self._top_k = config.top_k
-        self._device = device
-        self._local_ranks = local_ranks
-        self._sum_dtype = sum_dtype
+        self._device, self._local_ranks, self._sum_dtype = device, local_ranks, sum_dtype
 
     def begin_step(self, tokens: int, loss_scale: float) -> None:
         """Reset the sums, for a global batch of ``tokens`` (with or without labels) and the strategy's loss factor."""
@@ -115,11 +111,3 @@ class RoutingBalance:
 
 def _no_loss(hidden_ND: Tensor, weight_VD: Tensor, labels_N: Tensor) -> Tensor:
     return hidden_ND.new_zeros(())
-
-
-def build_routing_balance(
-    model: DecoderModel, device: torch.device, local_ranks: int, sum_dtype: torch.dtype
-) -> RoutingBalance | None:
-    """Return the ``RoutingBalance`` of an MoE model; None for a dense one."""
-    config = model.config
-    return RoutingBalance(model, config, device, local_ranks, sum_dtype) if isinstance(config, MoEConfig) else None

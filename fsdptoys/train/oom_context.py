@@ -8,7 +8,7 @@ from fsdptoys.config.schema import Config
 from fsdptoys.memory import Updates
 from fsdptoys.optim.matrix_optimizer import MATRICES
 from fsdptoys.profiler import LiveBytes, OOMContext, PlacedBytes, Switches, live_bytes
-from fsdptoys.utils.dtensor import is_dtensor
+from fsdptoys.utils.dtensor import local_tensor
 
 
 def oom_context(
@@ -34,7 +34,8 @@ def oom_context(
     groups = updates.optimizer.param_groups if updates else []
     in_blocks = {param for group in groups if group.get(MATRICES) for param in group["params"]}
     states_bytes = sum(
-        sum(config.optim.state_bytes(param.shape, _local_elements(param), param in in_blocks)) for param in parameters
+        sum(config.optim.state_bytes(param.shape, local_tensor(param).numel(), param in in_blocks))
+        for param in parameters
     )
     offloads = memory.optimizer_offload or memory.cpu_offload
     switches = Switches(
@@ -63,7 +64,3 @@ def oom_context(
     else:
         live = live_bytes(parameters, updates.optimizer if updates else None, updates.held_gradients if updates else ())
     return OOMContext(step, phase, rank, live, switches)
-
-
-def _local_elements(param: Tensor) -> int:
-    return (param.to_local() if is_dtensor(param) else param).numel()

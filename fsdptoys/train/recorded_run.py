@@ -114,7 +114,11 @@ def read_recorded_run(path: Path) -> RecordedRun:
         raise ConfigError(f"{path} is no run directory; give one that fsdptoys train has written, as runs/NAME")
     environment = read_tree(path / ENVIRONMENT_FILE)
     try:
-        world_size, device_type, device_name = _read_place(environment)
+        world_size: int = typed(int, environment.get("world_size"), "world_size")
+        device: dict[str, Any] = typed(dict[str, Any], environment.get("device"), "device")
+        if not 1 <= world_size <= MOST_RANKS:
+            raise ForeignError(f"world_size is {world_size}")
+        device_type, device_name = (typed(str, device.get(key), f"device.{key}") for key in ("type", "name"))
     except ForeignError as mistake:
         raise ConfigError(
             f"{path / ENVIRONMENT_FILE} does not describe the machine of the run ({mistake}); leave {path} out"
@@ -137,18 +141,8 @@ def read_recorded_run(path: Path) -> RecordedRun:
         result = read_result(path)
     except ForeignError as mistake:
         notes = [*notes, f"{path / RESULT_FILE} cannot be read ({mistake}) and is left out"]
-    return RecordedRun(
-        path, tree, environment, world_size, device_type, device_name, steps, results, prediction, result, tuple(notes)
-    )
-
-
-def _read_place(environment: Mapping[str, Any]) -> tuple[int, str, str]:
-    """Return world size, device type and device name; ForeignError if one of them is missing or invalid."""
-    world_size: int = typed(int, environment.get("world_size"), "world_size")
-    device: dict[str, Any] = typed(dict[str, Any], environment.get("device"), "device")
-    if not 1 <= world_size <= MOST_RANKS:
-        raise ForeignError(f"world_size is {world_size}")
-    return world_size, typed(str, device.get("type"), "device.type"), typed(str, device.get("name"), "device.name")
+    place = world_size, device_type, device_name
+    return RecordedRun(path, tree, environment, *place, steps, results, prediction, result, tuple(notes))
 
 
 def read_warmup(tree: Mapping[str, Any]) -> int:

@@ -97,8 +97,7 @@ def checkpoint_folder(config: Config, run_dir: Path | None) -> str | None:
 def check_resume(config: Config, restarted: bool) -> None:
     """Check the checkpoint from which the run would resume, before any worker starts.
 
-    Raises:
-        ConfigError: if it is missing, damaged, or belongs to another model or optimizer.
+    ConfigError if it is missing, damaged, or belongs to another model or optimizer.
     """
     named = config.metrics.run_dir
     folder = checkpoint_folder(config, run_dir_path(named) if named is not None else None)
@@ -123,11 +122,7 @@ def check_restart(config: Config) -> None:
 def check_same_run(config: Config, facts: dict[str, Any]) -> list[str]:
     """Check that model, optimizer, state dtypes and number of steps of a run fit a checkpoint's metadata.
 
-    Returns:
-        Sentences about changes that the user may not expect.
-
-    Raises:
-        ConfigError: if the run cannot resume from the checkpoint.
+    ConfigError if the run cannot resume from it; returns sentences about changes that the user may not expect.
     """
     where = f"the checkpoint of step {facts['step']}"
     before = facts["config"]
@@ -153,13 +148,12 @@ def check_same_run(config: Config, facts: dict[str, Any]) -> list[str]:
             f"train.steps={config.train.steps} is behind {where}; set train.steps={before['train']['steps']}, or more "
             "to continue"
         )
-    notes = []
-    if before["train"]["steps"] != config.train.steps:
-        notes.append(
-            f"train.steps was {before['train']['steps']} and is {config.train.steps}: the schedule continues as if "
-            "it had been so from the start"
-        )
-    return notes
+    if before["train"]["steps"] == config.train.steps:
+        return []
+    return [
+        f"train.steps was {before['train']['steps']} and is {config.train.steps}: the schedule continues as if it had "
+        "been so from the start"
+    ]
 
 
 def run_facts(config: Config, world_size: int) -> dict[str, Any]:

@@ -51,12 +51,11 @@ LAST_WAIT_SECONDS = 5.0
 def train(config: Config, prediction: Prediction | None = None) -> Trainer:
     """Train in this process, as the rank that the environment names; return the trainer with its history.
 
+    GivenUpError if too many steps were skipped, or the last checkpoint could not be saved.
+
     Args:
         config: validated for the world size in the environment.
         prediction: predicted memory and time, which rank 0 records with the measured values.
-
-    Raises:
-        GivenUpError: if too many steps were skipped, or the last checkpoint could not be saved.
     """
     with process_group(config):
         trainer = Trainer(config)
@@ -114,24 +113,26 @@ class Run:
                 self.checkpoints.wait(LAST_WAIT_SECONDS)
                 raise
             heartbeat.beat(trainer.steps_done, "end")
-            try:
-                self._finish(stop, profiler)
-            except GivenUpError:
-                _remove_heartbeat_file(heartbeat)
-                raise
-            _remove_heartbeat_file(heartbeat)
+            problem = self._finish(stop, profiler)
+            with suppress(OSError):  # the folder has heartbeats of other ranks
+                heartbeat.path.unlink()
+                heartbeat.path.parent.rmdir()
+            if problem is not None:
+                raise GivenUpError(problem)
 
-    def _finish(self, stop: Stop, profiler: Profiler) -> None:
-        """Write final weights, sample and summary; after a signal or too many skipped steps, the summary only."""
+    def _finish(self, stop: Stop, profiler: Profiler) -> str | None:
+        """Write final weights, sample and summary; after a signal or too many skipped steps, the summary only.
+
+        Returns:
+            An error message if the run gave up, or its last checkpoint is missing.
+        """
         if not self.checkpoints.finish():
             self._saved = False
-        self._report()
+        self._say(*self.checkpoints.report())
         reason, sample = stop.reason, None
         if stop.signal or stop.gave_up:
             newest = self.checkpoints.last_step
-            reason += (
-                f"; the newest checkpoint is that of step {newest}" if newest is not None else "; nothing is saved"
-            )
+            reason += "; nothing is saved" if newest is None else f"; the newest checkpoint is that of step {newest}"
         try:
             if not (stop.signal or stop.gave_up):
                 if self.config.checkpoint.final_weights:
@@ -146,12 +147,11 @@ class Run:
                 profile = build(ProfileResult, findings) if findings is not None else None
                 self._recorder.finish(reason, status, sample, profile, compilation)
         if stop.gave_up:
-            raise GivenUpError(
+            return (
                 f"stopped after step {self.trainer.steps_done}: {reason}; lower optim.lr or look at the data of these "
                 "steps, and to go back to an older checkpoint, move the newer ones away"
             )
-        if not self._saved:
-            raise GivenUpError(self._broadcast(self._problem) or "the last checkpoint was not saved")
+        return None if self._saved else self._broadcast(self._problem) or "the last checkpoint was not saved"
 
     def _claim_run_dir(self) -> Path:
         """Choose and lock the run directory on rank 0, and broadcast it."""
@@ -199,8 +199,7 @@ class Run:
                 if self.rank == 0:
                     self._set_weights_aside()
             return
-        for sentence in check_same_run(config, found.facts):
-            self._say(sentence)
+        self._say(*check_same_run(config, found.facts))
         before, now = found.facts["global_batch"], trainer.batches.global_batch
         if before != now:
             self._say(
@@ -284,9 +283,9 @@ class Run:
     def _on_step(self, metrics: StepMetrics) -> None:
         if self._recorder:
             self._recorder.step(metrics)
-            for sentence in self.trainer.compilation.take_messages() if self.trainer.compilation else ():
-                self._recorder.message(sentence)
-        self._report()
+            if self.trainer.compilation:
+                self._recorder.message(*self.trainer.compilation.take_messages())
+        self._say(*self.checkpoints.report())
 
     def _save(self, stop: Stop | None) -> None:
         """Save a checkpoint, or begin an async save; all ranks call this after the same step."""
@@ -301,10 +300,6 @@ class Run:
             seconds = time.perf_counter() - started
             how = "being written; training paused for" if self.config.checkpoint.async_save else "saved in"
             self._say(f"checkpoint of step {trainer.steps_done} {how} {seconds:.2f} s")
-
-    def _report(self) -> None:
-        for sentence in self.checkpoints.report():
-            self._say(sentence)
 
     def _save_weights(self) -> None:
         """Gather the trained weights and write them from rank 0. A collective."""
@@ -327,11 +322,12 @@ class Run:
         self._problem = sentence
         self._say(sentence)
 
-    def _say(self, text: str) -> None:
-        if self._recorder:
-            self._recorder.message(text)
-        elif self.rank == 0:
-            print(f"fsdptoys: {text}", file=sys.stderr, flush=True)
+    def _say(self, *texts: str) -> None:
+        for text in texts:
+            if self._recorder:
+                self._recorder.message(text)
+            elif self.rank == 0:
+                print(f"fsdptoys: {text}", file=sys.stderr, flush=True)
 
 
 def run_status(stop: Stop, done: int, planned: int) -> RunStatus:
@@ -339,10 +335,3 @@ def run_status(stop: Stop, done: int, planned: int) -> RunStatus:
     if stop.gave_up:
         return RunStatus.failed
     return RunStatus.stopped if stop.signal and done < planned else RunStatus.done
-
-
-def _remove_heartbeat_file(heartbeat: HeartbeatWriter) -> None:
-    """Remove the heartbeat of a rank that has finished, and the folder with the last one."""
-    with suppress(OSError):
-        heartbeat.path.unlink()
-        heartbeat.path.parent.rmdir()

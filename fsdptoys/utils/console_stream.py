@@ -52,7 +52,8 @@ def let_stdout_end() -> None:
 
 def lost_output() -> dict[str, str]:
     """Name of each stream with lost output → the first reason, in the system's words."""
-    return {NAMES[number]: _reason(code) for number, code in sorted(_lost.items())}
+    reasons = {number: "it is closed" if code == errno.EBADF else os.strerror(code) for number, code in _lost.items()}
+    return {NAMES[number]: reason for number, reason in sorted(reasons.items())}
 
 
 def hold_descriptors() -> set[int]:
@@ -125,7 +126,3 @@ def _number_of(stream: io.TextIOWrapper) -> int | None:
         return stream.fileno()
     except (OSError, ValueError):
         return None
-
-
-def _reason(code: int) -> str:
-    return "it is closed" if code == errno.EBADF else os.strerror(code)

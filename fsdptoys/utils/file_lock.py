@@ -47,9 +47,7 @@ class FolderLock:
     """
 
     def __init__(self, folder: Path) -> None:
-        self._path = folder / LOCK_FILE
-        self._descriptor: int | None = None
-        self._folder: int | None = None
+        self._held = contextlib.ExitStack()
         for attempt in range(1, ATTEMPTS + 1):
             try:
                 self._acquire(folder)
@@ -63,25 +61,17 @@ class FolderLock:
             time.sleep(ATTEMPT_SECONDS)
 
     def _acquire(self, folder: Path) -> None:
-        try:
-            descriptor = lock_file(self._path)
-        except NoLocksError:
-            return
-        try:
-            self._folder = lock_folder(folder)
-        except BaseException:
-            unlock_file(self._path, descriptor)
-            raise
-        self._descriptor = descriptor
+        path = folder / LOCK_FILE
+        with contextlib.ExitStack() as stack, contextlib.suppress(NoLocksError):
+            stack.callback(unlock_file, path, lock_file(path))
+            descriptor = lock_folder(folder)
+            if descriptor is not None:
+                stack.callback(os.close, descriptor)
+            self._held = stack.pop_all()
 
     def release(self) -> None:
         """Release the lock; may be called twice."""
-        if self._descriptor is not None:
-            unlock_file(self._path, self._descriptor)
-            self._descriptor = None
-        if self._folder is not None:
-            os.close(self._folder)
-            self._folder = None
+        self._held.close()
 
 
 def is_locked(folder: Path) -> bool:
@@ -128,20 +118,18 @@ def lock_file(path: Path) -> int:
     """
     while True:
         descriptor = open_descriptor(path, os.O_RDWR | os.O_CREAT)
-        try:
-            _lock(descriptor)
-            if _is_at(descriptor, path):
+        with contextlib.ExitStack() as stack:
+            stack.callback(os.close, descriptor)
+            try:
+                _lock(descriptor)
+            except HeldError:
+                holder = os.pread(descriptor, 32, 0).decode("ascii", "replace").strip()
+                raise HeldError(holder or "unknown") from None
+            if _is_at(descriptor, path):  # else the previous holder has removed this file meanwhile
                 os.ftruncate(descriptor, 0)
                 os.pwrite(descriptor, f"{os.getpid()}\n".encode(), 0)
+                stack.pop_all()
                 return descriptor
-        except HeldError:
-            holder = os.pread(descriptor, 32, 0).decode("ascii", "replace").strip()
-            os.close(descriptor)
-            raise HeldError(holder or "unknown") from None
-        except BaseException:
-            os.close(descriptor)
-            raise
-        os.close(descriptor)  # the previous holder has removed this file meanwhile
 
 
 def unlock_file(path: Path, descriptor: int) -> None:
@@ -157,14 +145,12 @@ def lock_folder(path: Path) -> int | None:
     if fcntl is None:
         return None
     descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
+    with contextlib.ExitStack() as stack, contextlib.suppress(NoLocksError):
+        stack.callback(os.close, descriptor)
         _lock(descriptor)
-    except BaseException as error:
-        os.close(descriptor)
-        if isinstance(error, NoLocksError):
-            return None
-        raise
-    return descriptor
+        stack.pop_all()
+        return descriptor
+    return None
 
 
 def is_held(path: Path) -> bool:
@@ -178,10 +164,8 @@ def is_held(path: Path) -> bool:
         return False
     try:
         _lock(descriptor, shared=True)
-    except HeldError:
-        return True
-    except NoLocksError:
-        return False
+    except (HeldError, NoLocksError) as error:
+        return isinstance(error, HeldError)
     finally:
         os.close(descriptor)
     return False

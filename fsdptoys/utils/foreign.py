@@ -172,15 +172,11 @@ class _UniqueLoader(_Loader):
         return made
 
 
-def _read_number(loader: Any, node: yaml.ScalarNode, construct: Any) -> Any:
+def _without_base_60(construct: Any) -> Any:
     """Keep numbers in base 60 as text: 600 KB of ``1:59:59…`` take minutes."""
-    return node.value if ":" in node.value else construct(loader, node)
+    return lambda loader, node: node.value if ":" in node.value else construct(loader, node)
 
 
-_Loader.add_constructor(
-    "tag:yaml.org,2002:int", lambda loader, node: _read_number(loader, node, yaml.SafeLoader.construct_yaml_int)
-)
-_Loader.add_constructor(
-    "tag:yaml.org,2002:float", lambda loader, node: _read_number(loader, node, yaml.SafeLoader.construct_yaml_float)
-)
+_Loader.add_constructor("tag:yaml.org,2002:int", _without_base_60(yaml.SafeLoader.construct_yaml_int))
+_Loader.add_constructor("tag:yaml.org,2002:float", _without_base_60(yaml.SafeLoader.construct_yaml_float))
 _Loader.add_constructor("tag:yaml.org,2002:timestamp", lambda loader, node: node.value)

@@ -9,6 +9,7 @@ parent folders.
 import errno
 import os
 import stat
+from functools import partial
 from pathlib import Path
 from typing import IO, Any
 
@@ -41,14 +42,7 @@ class NotRegularFileError(OSError):
 def open_regular(path: "str | os.PathLike[str]", mode: str = "rb", **options: Any) -> IO[Any]:
     """``open`` for regular files, else NotRegularFileError; modes that write refuse a symbolic link at ``path``."""
     writes = any(letter in mode for letter in "wax+")
-    opened = -1
-
-    def opener(name: str, flags: int) -> int:
-        nonlocal opened
-        opened = open_descriptor(name, flags, follow=not writes)
-        return opened
-
-    return open(path, mode, opener=opener, **options)
+    return open(path, mode, opener=partial(open_descriptor, follow=not writes), **options)
 
 
 def open_descriptor(

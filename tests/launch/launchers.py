@@ -52,7 +52,7 @@ def worse():
 def group(seconds=600):
     import torch.distributed as dist
     from datetime import timedelta
-    from fsdptoys.train.rank_store import open_rank_store
+    from fsdptoys.train.launch_env import open_rank_store
     world_size, timeout = int(os.environ["WORLD_SIZE"]), timedelta(seconds=seconds)
     store = open_rank_store(world_size)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=timeout)

@@ -25,7 +25,7 @@ from fsdptoys.errors import ConfigError
 from fsdptoys.launch.launch_folder import PREFIX, LaunchFolder
 from fsdptoys.launch.rendezvous_server import RendezvousEndpoint
 from fsdptoys.launch.rendezvous_state import KEY, ForeignStateError, SignedBackend, read_token
-from fsdptoys.train import rank_store
+from fsdptoys.train import launch_env
 from tests.launch.stranger import Touches, attack, listening_sockets
 
 ROOT = Path(__file__).parents[2]
@@ -44,7 +44,7 @@ on_linux = pytest.mark.skipif(not Path("/proc/net/tcp").exists(), reason="socket
 @contextmanager
 def started(words: Sequence[str], output: Path, **environment: str) -> Iterator[Any]:
     """``fsdptoys train`` as a process, which is killed in the end."""
-    left_out = ("RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", rank_store.GLOO_INTERFACE)
+    left_out = ("RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", launch_env.GLOO_INTERFACE)
     present = {key: value for key, value in os.environ.items() if key not in left_out}
     present |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)} | environment
     with output.open("w") as file:
@@ -322,21 +322,21 @@ def test_loopback_host_name_listens_on_all_interfaces(
 def test_missing_network_interface_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """Oracle: the expected message, with the interfaces of this machine; an existing one is none."""
     present = [name for _, name in socket.if_nameindex()]
-    monkeypatch.setenv(rank_store.GLOO_INTERFACE, present[0])
-    rank_store.check_interface()
-    monkeypatch.setenv(rank_store.GLOO_INTERFACE, "nope0")
+    monkeypatch.setenv(launch_env.GLOO_INTERFACE, present[0])
+    launch_env.check_interface()
+    monkeypatch.setenv(launch_env.GLOO_INTERFACE, "nope0")
     message = (
         f"GLOO_SOCKET_IFNAME=nope0 names no network interface of this machine; set it to one of {', '.join(present)}"
     )
     with pytest.raises(ConfigError, match=re.escape(message)):
-        rank_store.check_interface()
+        launch_env.check_interface()
 
 
 def test_user_defined_network_interfaces_are_kept() -> None:
     """Oracle: no value for a variable already set."""
     chosen = {"GLOO_SOCKET_IFNAME": "eth0", "NCCL_SOCKET_IFNAME": "eth0"}
-    assert rank_store.loopback_environment(chosen) == {}
-    assert set(rank_store.loopback_environment({})) in (set(), set(chosen))
+    assert launch_env.loopback_environment(chosen) == {}
+    assert set(launch_env.loopback_environment({})) in (set(), set(chosen))
 
 
 def set_limit(files: int) -> Any:

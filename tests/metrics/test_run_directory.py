@@ -15,7 +15,7 @@ from fsdptoys.device import Device
 from fsdptoys.errors import ConfigError
 from fsdptoys.metrics import Console, MetricsConfig, RunDirectory, StepMetrics, check_run_dir, environment
 from fsdptoys.metrics.config import RUN_FILES
-from fsdptoys.metrics.line_file import LineFile
+from fsdptoys.metrics.run_directory import LineFile
 from fsdptoys.metrics.run_environment import checkout_commit, hardware_line
 
 STEP = StepMetrics(1, 5.5, 1.0, 1e-3, 0.1, 512, 5120.0, 0.1, None, None, None, None, 0.5)
