@@ -59,11 +59,9 @@ class CompilationWatch:
         self._reported = 0
 
     def record_pass(self, phase: str, step: int) -> None:
-        """Record the compilations of one pass.
+        """Record the compilations of one pass at or after ``step``.
 
-        Args:
-            phase: type of pass, such as training; its first pass is expected to compile.
-            step: optimizer step of the pass, or before it.
+        The first pass of a ``phase``, such as training, is expected to compile.
         """
         records = _records()
         new, self._seen = records[self._seen :], len(records)

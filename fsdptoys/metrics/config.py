@@ -105,14 +105,6 @@ class MetricsConfig:
     def __post_init__(self) -> None:
         """Check each value; ConfigError for one out of range, or a wandb setting without the wandb writer."""
         check_bounds("metrics", self)
-        self._check_writers()
-        if self.run_dir is not None and not self.run_dir.strip():
-            raise ConfigError(
-                f"metrics.run_dir={self.run_dir!r} must name a folder; set metrics.run_dir=null for one named by time "
-                "and title"
-            )
-
-    def _check_writers(self) -> None:
         for name in self.writers:
             if name not in WRITERS:
                 raise ConfigError(
@@ -131,6 +123,11 @@ class MetricsConfig:
                 raise ConfigError(f"metrics.{key}={shown} does nothing as set; set metrics=wandb or leave it out")
             if isinstance(value, str) and not value.strip():
                 raise ConfigError(f"metrics.{key}={value!r} must not be empty; leave it out")
+        if self.run_dir is not None and not self.run_dir.strip():
+            raise ConfigError(
+                f"metrics.run_dir={self.run_dir!r} must name a folder; set metrics.run_dir=null for one named by time "
+                "and title"
+            )
 
 
 def run_dir_path(run_dir: str) -> Path:

@@ -25,10 +25,9 @@ LEAST_SIGMA_NATS = 0.01
 
 
 class SpikeDetector:
-    """Scores the losses of a run in order; deterministic, so ranks with equal losses agree.
+    """Scores the losses of a run in order; a score above the threshold is a spike, and a threshold of 0 disables it.
 
-    Args:
-        threshold: a higher score is a spike; 0 to disable.
+    It is deterministic, so ranks with equal losses agree.
     """
 
     def __init__(self, threshold: float) -> None:

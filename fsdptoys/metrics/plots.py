@@ -27,13 +27,9 @@ REFERENCE_COLORS = ("#2a9d6f", "#b07d12", "#7b5ea7", "#3b8ea5")
 
 
 def draw_loss(path: Path, title: str, steps: Sequence[StepMetrics], references: dict[str, float]) -> None:
-    """Draw the curves of a run, without a display and without pyplot's global state.
+    """Draw the curves of a run as a PNG, without a display and without pyplot's global state.
 
-    Args:
-        path: of the PNG.
-        title: name of the run, drawn above the plot.
-        steps: of the run; non-finite values leave a gap.
-        references: label → nats per token, drawn as dashed lines.
+    Non-finite values leave a gap; ``references``, label → nats per token, are dashed lines.
     """
     from matplotlib.figure import Figure  # 0.7 s to import, needed once a run
     from matplotlib.ticker import LogLocator, NullFormatter
@@ -121,14 +117,7 @@ NUMBERED_LAYERS, NUMBERED_EXPERTS = 24, 16
 
 
 def draw_experts(path: Path, title: str, steps: Sequence[StepMetrics], counts: Sequence[Sequence[int]]) -> None:
-    """Draw the expert routing of a run as a PNG.
-
-    Args:
-        path: of the PNG.
-        title: name of the run, drawn above the plot.
-        steps: of the run; non-finite values leave a gap.
-        counts: tokens sent to each expert in the last step, [MoE layers][experts].
-    """
+    """Draw the expert routing of a run; ``counts`` are the tokens of the last step, [MoE layers][experts]."""
     from matplotlib.figure import Figure  # 0.7 s to import, needed once a run
 
     tokens_LE = np.array(counts, dtype=float)

@@ -150,14 +150,11 @@ class PredictionError:
 
 
 def prediction_line(prediction: Prediction, memory_bytes: float) -> str:
-    """One line with the prediction, shown before the model is built.
-
-    Args:
-        prediction: of the run.
-        memory_bytes: device memory available to the allocator.
-    """
+    """One line with the prediction, shown before the model is built; ``memory_bytes`` are those of the allocator."""
     memory, where = prediction.memory, f"({prediction.method}, plan.hardware={prediction.hardware})"
-    text = f"predicted {_seconds(prediction.time.step_seconds)} per step, {prediction.tokens_per_second:,.0f} tokens/s"
+    seconds = prediction.time.step_seconds
+    duration = f"{seconds * 1e3:,.1f} ms" if seconds < 1 else f"{seconds:.2f} s"
+    text = f"predicted {duration} per step, {prediction.tokens_per_second:,.0f} tokens/s"
     if prediction.device_type == "cpu":
         return f"{text} {where}"
     peak, reserved = memory.peak_bytes / GIB, memory.reserved_bytes / GIB
@@ -181,7 +178,3 @@ def prediction_rows(comparisons: Sequence[PredictionError]) -> list[tuple[str, s
 def _number(value: float, unit: str) -> str:
     text = f"{value:,.0f}" if value >= 1000 else f"{value:.2f}"
     return f"{text} {unit}".strip()
-
-
-def _seconds(value: float) -> str:
-    return f"{value * 1e3:,.1f} ms" if value < 1 else f"{value:.2f} s"

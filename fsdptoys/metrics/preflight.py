@@ -40,13 +40,8 @@ WANDB_URL = "https://api.wandb.ai"
 def check_run_dir(config: MetricsConfig, resumes: bool = False) -> None:
     """Check that the run directory can be created or written, without creating it, and check the writers.
 
-    Args:
-        config: names the folder.
-        resumes: whether the folder may hold files of an earlier run, to be continued.
-
-    Raises:
-        ConfigError: if the run directory is a file, contains files that a run would overwrite or links or pipes in
-            their place, or is not writable; if a writer's package or credentials are missing.
+    ConfigError if it is a file or not writable, has links or pipes in place of a run's files or, unless the run
+    ``resumes``, files that a run would overwrite; or if a writer's package or credentials are missing.
     """
     check_writers(config, os.environ)
     path = RUNS_FOLDER if config.run_dir is None else run_dir_path(config.run_dir)

@@ -1,7 +1,6 @@
 """The trainer's interface to the metrics on rank 0: sends steps and messages to console, run directory and writers."""
 
 import json
-import os
 import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
@@ -26,28 +25,24 @@ from .config import (
     ROUTING_FILE,
     RUN_FILES,
     SUMMARY_FILE,
-    TENSORBOARD_FOLDER,
-    WANDB_FOLDER,
     WRITERS,
     MetricsConfig,
-    WandbMode,
 )
 from .console import Reporter, build_reporter
 from .prediction import Prediction, PredictionError
-from .preflight import wandb_mode
 from .results import ProfileResult, RunResult, RunResults, RunStatus, plain_tree, prediction_errors, summarize
 from .resume_log import ResumePoint, starts
 from .run_directory import RunDirectory, writing
 from .run_environment import hardware_line
 from .step import StepMetrics
 from .summary import definitions, render_summary
-from .tensorboard_writer import TensorBoardWriter
-from .wandb_writer import WandbWriter
-from .writers import RunStart, Writer, Writers
+from .writers import RunStart, Writers, build_writers
 
 
 class RunRecorder(AbstractContextManager["RunRecorder"]):
     """Context manager for one run; an exit without ``finish`` keeps all recorded steps.
+
+    All methods raise ConfigError if the run directory cannot be created or written.
 
     Args:
         config_tree: all settings, as plain values.
@@ -56,9 +51,6 @@ class RunRecorder(AbstractContextManager["RunRecorder"]):
         references: label → nats per token, shown with the loss.
         resumed: the state from which the run resumes, in a folder that may contain earlier steps; None for a new run.
         make_room: called if the disk is full; returns whether it may have room now.
-
-    Raises:
-        ConfigError: if the run directory cannot be created or written, here and in all methods.
     """
 
     def __init__(
@@ -116,11 +108,7 @@ class RunRecorder(AbstractContextManager["RunRecorder"]):
         self._writers.each(lambda writer: writer.step(metrics))
 
     def offsets(self) -> dict[str, int]:
-        """Flush all files, and return ``ResumePoint.offsets`` for a checkpoint after the last recorded step.
-
-        Returns:
-            File of the run directory → its bytes, flushed to the disk.
-        """
+        """Flush all files to the disk, and return ``ResumePoint.offsets`` for a checkpoint after the last step."""
         self._writers.each(lambda writer: writer.flush())
         self.message(*self._directory.restore())
         return self._directory.offsets()
@@ -140,9 +128,7 @@ class RunRecorder(AbstractContextManager["RunRecorder"]):
     ) -> None:
         """Write the plots, ``result.json`` and ``summary.md``, and print the results.
 
-        Args:
-            stop_reason: reason of the run's end, to complete "15 of 20 steps; …".
-            compilation: compilations of this rank, if the model is compiled.
+        ``stop_reason`` completes "15 of 20 steps; …"; ``compilation`` is that of this rank, if the model is compiled.
         """
         resumes = self._directory.resumes
         self._directory.flush()
@@ -219,15 +205,6 @@ class RunRecorder(AbstractContextManager["RunRecorder"]):
             line = json.dumps({"step": step, "expert_tokens": self._last_counts})
             self.message(*self._directory.append(ROUTING_FILE, line))
             self._counts_step = step
-
-
-def build_writers(config: MetricsConfig) -> list[Writer]:
-    """Construct the configured writers; their packages are imported when they start."""
-    found: list[Writer] = [TensorBoardWriter()] if TENSORBOARD_FOLDER in config.writers else []
-    mode = wandb_mode(config, os.environ) if WANDB_FOLDER in config.writers else WandbMode.disabled
-    if mode is not WandbMode.disabled:
-        found.append(WandbWriter(config.wandb_project, config.wandb_entity, mode))
-    return found
 
 
 def closing_lines(

@@ -66,8 +66,7 @@ class Resume:
 def truncate_or_move(folder: Path, resumed: ResumePoint) -> tuple[str | None, list[str]]:
     """Truncate the JSON Lines files of an existing folder to their sizes at the checkpoint, or move all files away.
 
-    Returns:
-        The subfolder with the moved files, or None, and sentences for the user.
+    Return the subfolder with the moved files, or None, and sentences for the user.
     """
     if not resumed.step:
         return move_aside(folder), []
@@ -179,11 +178,8 @@ def describe_resume(
 def changed_settings(before: dict[str, Any], after: dict[str, Any]) -> dict[str, list[Any]]:
     """Dotted key → [old, new] of each changed setting, with None for an absent one."""
     old, new = dict(flatten(before)), dict(flatten(after))
-    return {
-        key: [old.get(key), new.get(key)]
-        for key in [*old, *(key for key in new if key not in old)]
-        if old.get(key) != new.get(key) or (key in old) != (key in new)
-    }
+    changed = [key for key in old | new if old.get(key) != new.get(key) or (key in old) != (key in new)]
+    return {key: [old.get(key), new.get(key)] for key in changed}
 
 
 def flatten(tree: dict[str, Any], prefix: str = "") -> list[tuple[str, Any]]:

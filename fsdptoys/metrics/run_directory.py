@@ -50,15 +50,13 @@ NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 class RunDirectory:
     """Creates the folder, writes ``config.yaml`` and ``environment.json``, and opens ``metrics.jsonl``.
 
+    ConfigError if the folder cannot be created, is being written by another process, or has a run that is not resumed.
+
     Args:
         title: part of the folder's name if the config does not name it.
         resumed: the state from which the run resumes; None for a new run, whose folder must not contain another.
         lock: of the folder, if already held; released by ``close``.
         make_room: called if the disk is full; returns whether it may have room now.
-
-    Raises:
-        ConfigError: if the folder cannot be created, is being written by another process, or contains a run and
-            ``resumed`` is None.
     """
 
     def __init__(
@@ -115,13 +113,9 @@ class RunDirectory:
             append_resume(self.path / RESUMES_FILE, dataclasses.replace(resume, moved_to=moved_to))
 
     def append(self, name: str, line: str) -> list[str]:
-        """Append a line to a JSON Lines file, created if missing, unbuffered.
+        """Append a line to a JSON Lines file, created if missing, unbuffered; ConfigError if it cannot be written.
 
-        Returns:
-            A message when the disk becomes full; the line is written once there is room.
-
-        Raises:
-            ConfigError: for any other failure to write.
+        A full disk is no error: the line is written once there is room, and a message is returned at first.
         """
         if name not in self._lines:
             with writing(self.path):
@@ -214,11 +208,7 @@ def writing(path: Path) -> Iterator[None]:
 
 
 class LineFile:
-    """Appends lines to a file, created if missing.
-
-    Raises:
-        OSError: from the system, here and in all methods; also if the path is no regular file.
-    """
+    """Appends lines to a file, created if missing; all methods raise OSError, also if the path is no regular file."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -243,12 +233,9 @@ class LineFile:
             self._waiting.popleft()
 
     def restore(self) -> str | None:
-        """Write the lines again if the file was removed, moved or replaced; the open file still has them.
+        """Write the lines again if the file was removed, moved or replaced, and return a message.
 
-        A replacement is renamed to ``<name>.replaced-<n>``, not overwritten.
-
-        Returns:
-            A message if the file was written again.
+        The open file still has them; a replacement is renamed to ``<name>.replaced-<n>``, not overwritten.
         """
         try:
             found = os.lstat(self._path)

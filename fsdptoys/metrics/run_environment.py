@@ -34,13 +34,7 @@ ENVIRONMENT_VARIABLES = (
 
 
 def environment(device: Device, world_size: int, command: Sequence[str]) -> dict[str, Any]:
-    """Describe the environment of a run as plain values; absent ones are None.
-
-    Args:
-        device: the device of rank 0.
-        world_size: ranks over all nodes.
-        command: arguments of the command line.
-    """
+    """Describe the environment of a run as plain values, with the device of rank 0; absent ones are None."""
     host = Device("cpu")
     own_cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     return {

@@ -134,10 +134,7 @@ class StepMetrics:
         """Parse a line written by ``to_json``, in this version or another.
 
         Non-finite values are read as nan, unknown keys are ignored, and optional keys may be missing. ``counts`` of
-        the routing are empty.
-
-        Raises:
-            ValueError: if a required key is missing, or a value has the wrong type or is out of range.
+        the routing are empty. ValueError for a missing key, or a value of the wrong type or out of range.
         """
         values = parse_json(line)
         if not isinstance(values, dict) or not isinstance(values.get("non_finite", []), list):
@@ -173,18 +170,14 @@ def measure_step(
     device: Device,
     peak_flops: float | None,
 ) -> dict[str, Any]:
-    """Compute a step's rates and read the memory of this process.
+    """Compute a step's rates and read the memory of this process; return these fields of ``StepMetrics``.
 
     Args:
         step_time_seconds: a field of ``StepMetrics``, like ``valid_tokens``.
-        valid_tokens: global number.
+        valid_tokens: over all ``world_size`` ranks.
         flops_per_token: model FLOPs of forward and backward per token.
-        world_size: number of ranks.
         device: source of the memory statistics.
         peak_flops: peak FLOP/s of one device in the dtype of the run; None if unknown.
-
-    Returns:
-        These fields of ``StepMetrics``.
     """
     assert step_time_seconds > 0
     flops_per_second_per_rank = flops_per_token * valid_tokens / step_time_seconds / world_size

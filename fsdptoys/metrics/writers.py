@@ -2,16 +2,49 @@
 
 A writer that fails at its start or later (full disk, no network) is reported once and removed; the run continues.
 The packages are optional dependencies, imported only on rank 0 and only if configured.
+
+Weights & Biases: the run directory keeps wandb's run id, so that a resumed run continues the same run there. The x-axis
+of the charts is our own ``step``, since wandb drops values logged again for its built-in step. A resumed run repeats
+the steps after the checkpoint, maybe with other results; this way, both are kept in order. wandb's service process
+sends error reports to its vendor, even offline; they are disabled here, so offline mode makes no request. Source code,
+git state and console output are not uploaded.
 """
 
+import dataclasses
+import os
+import secrets
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
+import yaml
+
+from fsdptoys.utils.atomic_write import write_atomically
+from fsdptoys.utils.regular_file import read_regular
+
+from .config import TENSORBOARD_FOLDER, WANDB_FOLDER, MetricsConfig, WandbMode
+from .preflight import wandb_mode
 from .results import RunResults
 from .step import StepMetrics
+
+if TYPE_CHECKING:
+    import wandb
+    from torch.utils.tensorboard import SummaryWriter
+
+LARGEST_ID_BYTES = 1024
+
+ID_FILE = "run_id.txt"
+"""Name of the file with the run id, in ``wandb/`` of the run directory."""
+
+LONGEST_NAME = 128
+
+INIT_TIMEOUT_SECONDS = 30.0
+"""Timeout of the start, after which the run continues without wandb; the other ranks wait meanwhile."""
+
+FINISH_TIMEOUT_SECONDS = 120.0
+"""Timeout of the final upload, after which the rest stays on the disk; the other ranks wait meanwhile."""
 
 
 @dataclass(frozen=True)
@@ -51,18 +84,10 @@ class Writer(Protocol):
 
 
 class Writers:
-    """The writers of a run; each is removed when it fails.
+    """The writers of a run; each is removed when it fails, with a ``message`` to the user on the ``last_step``."""
 
-    Args:
-        writers: the configured writers.
-        message: shows a message to the user.
-        step: last step, for messages.
-    """
-
-    def __init__(self, writers: Sequence[Writer], message: Callable[[str], None], step: int) -> None:
-        self._writers = list(writers)
-        self._message = message
-        self.last_step = step
+    def __init__(self, writers: Sequence[Writer], message: Callable[[str], None], last_step: int) -> None:
+        self._writers, self._message, self.last_step = list(writers), message, last_step
 
     def each(self, call: Callable[[Writer], None]) -> None:
         """Call a method of all writers."""
@@ -78,3 +103,141 @@ class Writers:
                     f"{writer.label} failed after step {self.last_step} ({reason}) and is disabled; "
                     "metrics.jsonl has every step"
                 )
+
+
+def build_writers(config: MetricsConfig) -> list[Writer]:
+    """Construct the configured writers; their packages are imported when they start."""
+    found: list[Writer] = [TensorBoardWriter()] if TENSORBOARD_FOLDER in config.writers else []
+    mode = wandb_mode(config, os.environ) if WANDB_FOLDER in config.writers else WandbMode.disabled
+    if mode is not WandbMode.disabled:
+        found.append(WandbWriter(config.wandb_project, config.wandb_entity, mode))
+    return found
+
+
+class TensorBoardWriter:
+    """Writes event files into ``tensorboard/``: scalars of each step, the settings as text, and the plot of the loss.
+
+    ``purge_step`` makes TensorBoard discard the repeated steps of a resumed run from older event files.
+    """
+
+    label = "TensorBoard"
+
+    def __init__(self) -> None:
+        self._writer: SummaryWriter | None = None
+
+    def start(self, run: RunStart) -> None:
+        """Open an event file, and write the settings and the environment as text."""
+        from torch.utils.tensorboard import SummaryWriter  # takes a second to import
+
+        done = run.done
+        self._writer = SummaryWriter(run.run_dir / TENSORBOARD_FOLDER, purge_step=done + 1 if done else None)
+        for tag, tree in (("config", run.config_tree), ("environment", run.environment)):
+            text = yaml.safe_dump(tree, sort_keys=False, allow_unicode=True)
+            # In Markdown, lines with four leading spaces are a code block.
+            self._writer.add_text(tag, "".join(f"    {line}\n" for line in text.splitlines()), done)
+
+    def step(self, metrics: StepMetrics) -> None:
+        """Write the numbers of ``metrics.jsonl``, under the same names."""
+        assert self._writer is not None
+        for name, value in metrics.numbers().items():
+            if name != "step":
+                self._writer.add_scalar(name, value, metrics.step)
+
+    def flush(self) -> None:
+        """Flush all events to the system."""
+        assert self._writer is not None
+        self._writer.flush()
+
+    def finish(self, results: RunResults, stop_reason: str, picture: Path) -> None:
+        """Write the stop reason and the plot of the loss."""
+        from matplotlib.image import imread
+
+        assert self._writer is not None
+        self._writer.add_text("ended", stop_reason, results.steps)
+        self._writer.add_image("loss_curve", imread(picture)[..., :3], results.steps, dataformats="HWC")
+        self._writer.flush()
+
+    def close(self) -> None:
+        """Close the event file."""
+        if self._writer is not None:
+            self._writer.close()
+            self._writer = None
+
+
+class WandbWriter:
+    """Writes steps and results to Weights & Biases; ``project`` and ``entity`` are None for wandb's defaults."""
+
+    label = "Weights & Biases"
+
+    def __init__(self, project: str | None, entity: str | None, mode: WandbMode) -> None:
+        self._project, self._entity, self._mode = project, entity, mode
+        self._run: wandb.Run | None = None
+        self._finished = False
+
+    def start(self, run: RunStart) -> None:
+        """Start a wandb run, or resume the one whose id is in the run directory."""
+        # Read when wandb is imported and when its service process starts.
+        os.environ.setdefault("WANDB_ERROR_REPORTING", "false")
+        os.environ.setdefault("WANDB_SILENT", "true")
+        import wandb  # takes seconds
+
+        run_id, resumes = _claim_id(run.run_dir / WANDB_FOLDER, run.done)
+        settings: dict[str, Any] = {
+            "silent": True,
+            "console": "off",
+            "disable_code": True,
+            "disable_git": True,
+            "disable_job_creation": True,
+            "init_timeout": INIT_TIMEOUT_SECONDS,
+            "finish_timeout": FINISH_TIMEOUT_SECONDS,
+        }
+        known = wandb.Settings.model_fields
+        self._run = wandb.init(
+            project=self._project,
+            entity=self._entity,
+            mode=self._mode.value,
+            id=run_id,
+            # Offline, the id alone identifies the resumed run.
+            resume="allow" if resumes and self._mode is WandbMode.online else None,
+            name=str(run.run_dir)[-LONGEST_NAME:],
+            dir=str(run.run_dir),
+            config={"title": run.title, **run.config_tree, "environment": run.environment},
+            allow_val_change=True,
+            settings=wandb.Settings(**{name: value for name, value in settings.items() if name in known}),
+        )
+        self._run.define_metric("*", step_metric="step")
+
+    def step(self, metrics: StepMetrics) -> None:
+        """Log the numbers of ``metrics.jsonl``, under the same names."""
+        assert self._run is not None
+        self._run.log(metrics.numbers())
+
+    def flush(self) -> None:
+        """Do nothing: wandb's service process has every step already, and outlives this process."""
+
+    def finish(self, results: RunResults, stop_reason: str, picture: Path) -> None:
+        """Write the results into the run's summary; wandb draws its own charts instead of ``picture``."""
+        assert self._run is not None
+        values: dict[str, Any] = dataclasses.asdict(results)
+        for name in ("routing", "starts"):
+            del values[name]
+        known = {name: value for name, value in values.items() if value is not None}
+        self._run.summary.update({"results": known, "stop_reason": stop_reason})
+        self._finished = True
+
+    def close(self) -> None:
+        """End the wandb run, as failed unless ``finish`` was called."""
+        if self._run is not None:
+            run, self._run = self._run, None
+            run.finish(exit_code=0 if self._finished else 1)
+
+
+def _claim_id(folder: Path, done: int) -> tuple[str, bool]:
+    """The run id, and whether it existed before."""
+    path = folder / ID_FILE
+    if done and path.exists() and (known := read_regular(path, LARGEST_ID_BYTES).decode().strip()):
+        return known, True
+    folder.mkdir(parents=True, exist_ok=True)
+    run_id = secrets.token_hex(4)
+    write_atomically(path, f"{run_id}\n")
+    return run_id, False

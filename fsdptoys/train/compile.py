@@ -55,14 +55,11 @@ def compile_blocks(
 ) -> None:
     """Compile each block's forward at its first call; run after ``checkpoint_blocks``, before anything wraps blocks.
 
+    ConfigError if ``selective`` checkpointing would have to wrap compiled functions.
+
     Args:
-        blocks: of one model.
         budget: share of the activations that the partitioner may keep, 0 to 1; None for its default.
         inner_hooks: whether the strategy will register hooks on submodules of a block.
-        backend: of ``torch.compile``.
-
-    Raises:
-        ConfigError: if ``selective`` checkpointing would have to wrap compiled functions.
     """
     for block in blocks:
         # Routers receive gradients between forward and backward. Compiled with a low budget, they read the buffer's

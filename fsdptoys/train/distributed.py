@@ -23,9 +23,8 @@ from .object_collectives import use_json
 def process_group(config: Config) -> Iterator[None]:
     """Initialize the process group from torchrun's environment variables, unless one exists already.
 
-    Raises:
-        LostRanksError: if not all ranks join in time, or the node of rank 0 does not answer.
-        ConfigError: if MASTER_PORT is taken, or gloo's network interface does not exist.
+    LostRanksError if not all ranks join in time, or the node of rank 0 does not answer; ConfigError if MASTER_PORT is
+    taken, or gloo's network interface does not exist.
     """
     if dist.is_initialized():
         yield

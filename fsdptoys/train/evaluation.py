@@ -26,7 +26,6 @@ def sum_losses(
         model: in evaluation mode, on ``device``.
         loss_fn: sums the loss over valid labels.
         batches: (tokens_BT, labels_BT) of this rank; if the model is sharded, every rank needs the same number.
-        device: of the model.
         zero: scalar of the results' device and dtype.
     """
     loss_sum, valid = zero.clone(), zero.clone()
@@ -51,13 +50,7 @@ def sample_text(
 ) -> str:
     """Return the prompt and the model's continuation. A collective if the model is sharded.
 
-    Args:
-        model: as prepared by the strategy.
-        sample: prompt, length and temperature.
-        seq_len: maximum context length.
-        seed: of the sampling.
-        device: of the model.
-        compiled: whether parts of the model are compiled; they run eagerly here, since each length would recompile.
+    The context has at most ``seq_len`` tokens. Compiled parts run eagerly here, since each length would recompile.
     """
     model.eval()
     draw = Draw(sample.temperature, seed=seed)

@@ -213,9 +213,7 @@ def describe_heartbeat(folder: Path, rank: int, pid: int) -> str | None:
 def describe_last_heartbeats(folder: Path, pids: Mapping[int, int]) -> str | None:
     """Describe the last progress of all ranks after the run has ended; None without heartbeats.
 
-    Args:
-        folder: contains the heartbeats.
-        pids: process ids of this machine's ranks; they identify the start whose files count.
+    ``pids``, the process ids of this machine's ranks, identify the start whose files count.
     """
     signs, now = read_heartbeats(folder), time.time()
     starts = {sign.start for rank, sign in signs.items() if pids.get(rank) == sign.pid and sign.host == _host()}

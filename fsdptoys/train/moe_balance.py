@@ -32,7 +32,6 @@ class RoutingBalance:
 
     Args:
         model: with experts, as constructed, before anything wraps it.
-        device: of the model.
         local_ranks: simulated ranks whose micro-batches this process runs in turn.
         sum_dtype: of the sums over ranks.
     """

@@ -36,7 +36,6 @@ _TORCH_MODULES = (
 _MORE_THAN_TEXT = (UnicodeDecodeError, UnicodeEncodeError, UnicodeTranslateError)
 _NAMED = (torch.dtype, torch.layout, torch.memory_format)
 
-
 _bytes = functools.partial(base64.b64decode, validate=True)
 
 
@@ -73,10 +72,7 @@ def use_json() -> None:
     """Make torch's object collectives in this process write and read JSON.
 
     Replaces the private ``_pickler`` and ``_unpickler`` of distributed_c10d (tested with torch 2.13; 2.7 has both), and
-    checks that torch's functions look these names up, so that no version can silently use pickle.
-
-    Raises:
-        WireError: if this version of torch does not use these names.
+    checks that torch's functions look these names up, so that no version can silently use pickle: WireError otherwise.
     """
     module: Any = distributed_c10d
     module._pickler, module._unpickler = JsonWriter, JsonReader
@@ -230,22 +226,22 @@ def _is_own_error(kind: type) -> bool:
 
 def _is_known(kind: Any) -> bool:
     """Whether a class holds plain data only, and may be created from untrusted input."""
-    if not (kind.__module__ in _TORCH_MODULES or kind.__module__.startswith("fsdptoys.")):
-        return False
-    return dataclasses.is_dataclass(kind) or issubclass(kind, enum.Enum) or _is_named_tuple(kind)
+    is_named_tuple = issubclass(kind, tuple) and hasattr(kind, "_fields")
+    is_plain = dataclasses.is_dataclass(kind) or issubclass(kind, enum.Enum) or is_named_tuple
+    return _is_allowed(kind.__module__) and is_plain
 
 
-def _is_named_tuple(kind: Any) -> bool:
-    return issubclass(kind, tuple) and hasattr(kind, "_fields")
+def _is_allowed(module: Any) -> bool:
+    return isinstance(module, str) and (module in _TORCH_MODULES or module.startswith("fsdptoys."))
 
 
 def _fields(kind: Any) -> tuple[str, ...]:
-    return tuple(kind._fields if _is_named_tuple(kind) else (field.name for field in dataclasses.fields(kind)))
+    return tuple(kind._fields if issubclass(kind, tuple) else (field.name for field in dataclasses.fields(kind)))
 
 
 def _loaded(module: Any) -> Any:
     """An allowed module, imported already; untrusted input never causes an import."""
-    if not (isinstance(module, str) and (module in _TORCH_MODULES or module.startswith("fsdptoys."))):
+    if not _is_allowed(module):
         raise ForeignError("it names another module")
     return sys.modules[module]
 

@@ -7,20 +7,19 @@ from torch import Tensor
 from fsdptoys.config.schema import Config
 from fsdptoys.memory import Updates
 from fsdptoys.optim.matrix_optimizer import MATRICES
+from fsdptoys.parallel import ParallelContext
 from fsdptoys.profiler import LiveBytes, OOMContext, PlacedBytes, Switches, live_bytes
 from fsdptoys.utils.dtensor import local_tensor
 
 
 def oom_context(
     config: Config,
-    world_size: int,
-    rank: int,
+    context: ParallelContext,
     step: int,
     phase: str,
     parameters: Iterable[Tensor] = (),
     updates: Updates | None = None,
     *,
-    on_cpu: bool = False,
     parameter_count: int = 0,
 ) -> OOMContext:
     """Count live bytes, and collect the settings that affect memory.
@@ -29,7 +28,7 @@ def oom_context(
     ``parameter_count`` parameters is reported instead. ``phase`` is ``construction``, ``forward``, ``backward``,
     ``optimizer`` or ``evaluation``.
     """
-    parameters = list(parameters)
+    parameters, world_size = list(parameters), context.world_size
     model, memory, train = config.model, config.memory, config.train
     groups = updates.optimizer.param_groups if updates else []
     in_blocks = {param for group in groups if group.get(MATRICES) for param in group["params"]}
@@ -59,8 +58,8 @@ def oom_context(
     )
     if phase == "construction":
         planned = 4 * -(-parameter_count // switches.fsdp_size)
-        on_host = on_cpu or memory.cpu_offload
+        on_host = memory.cpu_offload or not context.device.is_accelerator
         live = LiveBytes(parameters=PlacedBytes(device_bytes=0 if on_host else planned, host_bytes=planned * on_host))
     else:
         live = live_bytes(parameters, updates.optimizer if updates else None, updates.held_gradients if updates else ())
-    return OOMContext(step, phase, rank, live, switches)
+    return OOMContext(step, phase, context.rank, live, switches)

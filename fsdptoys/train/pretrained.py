@@ -57,14 +57,11 @@ def open_weights(source: str, say: Any = print) -> RunWeights | CheckpointWeight
 
 
 class TrainedModel:
-    """Configuration and location of a trained model, before its weights are loaded.
+    """Configuration and location of a trained model, before its weights are loaded; ConfigError if incomplete.
 
     Args:
         source: as for ``open_weights``, or a folder in Hugging Face format.
         say: receives messages for the user.
-
-    Raises:
-        ConfigError: if the model is missing or incomplete.
     """
 
     config: ModelConfig
@@ -165,11 +162,7 @@ class TrainedModel:
 
 
 def read_device(device_type: str | None, dtype: str | None) -> tuple[Device, torch.dtype]:
-    """Return the device and dtype named by ``--device`` and ``--dtype``.
-
-    Raises:
-        ConfigError: if the device or dtype does not exist.
-    """
+    """Return the device and dtype named by ``--device`` and ``--dtype``; ConfigError if one does not exist."""
     dtype = dtype or "float32"
     if dtype not in DTYPES:
         raise ConfigError(f"--dtype {dtype} must be one of {', '.join(DTYPES)}; write --dtype float32")

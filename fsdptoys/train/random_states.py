@@ -85,10 +85,8 @@ def random_states(device: Device) -> dict[str, Any]:
 def restore_random_states(states: dict[str, Any] | None, device: Device, seed: int, step: int, rank: int) -> str | None:
     """Restore the states from :func:`random_states`, or seed the generators if they are None or incompatible.
 
-    The seed is mixed with ``step``, after which the states were saved, and ``rank``.
-
-    Returns:
-        The reason why the states could not be restored; None if they were, or if ``states`` is None.
+    The seed is mixed with ``step``, after which the states were saved, and ``rank``. Return the reason why the states
+    are incompatible, else None.
     """
     if states is not None:
         try:

@@ -51,11 +51,8 @@ LAST_WAIT_SECONDS = 5.0
 def train(config: Config, prediction: Prediction | None = None) -> Trainer:
     """Train in this process, as the rank that the environment names; return the trainer with its history.
 
-    GivenUpError if too many steps were skipped, or the last checkpoint could not be saved.
-
-    Args:
-        config: validated for the world size in the environment.
-        prediction: predicted memory and time, which rank 0 records with the measured values.
+    The config must be validated for the world size in the environment; rank 0 records the prediction with the measured
+    values. GivenUpError if too many steps were skipped, or the last checkpoint could not be saved.
     """
     with process_group(config):
         trainer = Trainer(config)
@@ -123,8 +120,7 @@ class Run:
     def _finish(self, stop: Stop, profiler: Profiler) -> str | None:
         """Write final weights, sample and summary; after a signal or too many skipped steps, the summary only.
 
-        Returns:
-            An error message if the run gave up, or its last checkpoint is missing.
+        Return an error message if the run gave up, or its last checkpoint is missing.
         """
         if not self.checkpoints.finish():
             self._saved = False

@@ -117,12 +117,8 @@ def agreed_stop(
 ) -> Stop | None:
     """Return the reason to stop after a step; None if no rank has one.
 
-    Args:
-        train: contains the limits.
-        votes: number of ranks that received each of ``STOP_SIGNALS``, then number of ranks out of time.
-        skipped: whether the step's update was skipped.
-        in_a_row: consecutive skipped steps, including this one.
-        in_all: skipped steps in the run.
+    ``votes`` are the number of ranks that received each of ``STOP_SIGNALS``, then the number of ranks out of time;
+    ``in_a_row`` and ``in_all`` count skipped steps, including this one.
     """
     for number, ranks in zip(STOP_SIGNALS, votes, strict=False):
         if ranks:

@@ -97,16 +97,8 @@ class Trainer:
         if fill is None:
             drawn = seeded(model.init_rows, train.init_seed)
             fill = open_init_from(model).fill if config.model.init_from else drawn
-        constructing = functools.partial(
-            oom_context,
-            config,
-            self.world_size,
-            self.rank,
-            0,
-            "construction",
-            on_cpu=not self.device.is_accelerator,
-            parameter_count=self.parameter_count,
-        )
+        count = self.parameter_count
+        constructing = functools.partial(oom_context, config, context, 0, "construction", parameter_count=count)
         with explain_out_of_memory(self.device, constructing):
             self.strategy.parallelize(model, fill)
 
@@ -369,4 +361,4 @@ class Trainer:
 
     def _oom_context(self, step: int) -> OOMContext:
         params = (param for _, param in self.strategy.named_parameters())
-        return oom_context(self.config, self.world_size, self.rank, step, self._phase, params, self.updates)
+        return oom_context(self.config, self.strategy.context, step, self._phase, params, self.updates)

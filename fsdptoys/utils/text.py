@@ -14,8 +14,7 @@ LONGEST_LINE = 300
 
 def near_miss(word: str, names: Sequence[str], cutoff: float = 0.6) -> str | None:
     """The closest of the names, if its similarity (0 to 1) is at least ``cutoff``."""
-    matches = difflib.get_close_matches(word, names, n=1, cutoff=cutoff)
-    return matches[0] if matches else None
+    return next(iter(difflib.get_close_matches(word, names, n=1, cutoff=cutoff)), None)
 
 
 def value_text(value: Any, *, quote: bool = False) -> str:
