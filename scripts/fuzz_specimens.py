@@ -131,7 +131,7 @@ def _make_data(folder: Path) -> None:
     encoder = open_encoder(str(folder / "tokenizer"), None, "--tokenizer", "--document-end")
     prepare_folder(Request("FILE", find_sources("FILE", [str(folder / "a.txt")]), encoder, folder / "out"))
     index = read_index(str(folder / "out"), "data.folder=out")
-    pack_rows(folder / "cache", str(folder / "out"), index, "train", SEQ_LEN)
+    pack_rows(folder / "cache", str(folder / "out"), index, "train", SEQ_LEN, report=lambda sentence: None)
     writer = ShardsWriter(folder / "half", "request", "uint16", 1000)
     writer.add("train", torch.arange(9).numpy().astype("uint16"), torch.tensor([4, 5]).numpy())
     writer.read(2, 0)

@@ -171,7 +171,7 @@ def read_data(copy: Path) -> None:
     """A prepared folder and its packed rows."""
     index = read_index(str(copy / "out"), "data.folder=out")
     check_folder(str(copy / "out"))
-    packed = pack_rows(copy / "cache", str(copy / "out"), index, "train", SEQ_LEN)
+    packed = pack_rows(copy / "cache", str(copy / "out"), index, "train", SEQ_LEN, report=lambda sentence: None)
     for number in range(min(len(packed), 3)):
         packed.row(number)
 

@@ -94,7 +94,7 @@ class SafetensorsReader(_UnplannedIO, dcp.StorageReader):
     def __init__(self, storage: Storage, folder: str, index: dict[str, StoredTensor]) -> None:
         self._storage, self._folder, self._index = storage, folder, index
         self._chunks = {(name, chunk.offsets): chunk for name, tensor in index.items() for chunk in tensor.chunks}
-        self._places: dict[Chunk, ChunkPlace] = {}
+        self._places: dict[tuple[str, str], ChunkPlace] = {}  # by file and key
 
     def read_metadata(self, *args: Any) -> Metadata:
         """Return the index in the form PyTorch's planner expects."""
@@ -111,15 +111,13 @@ class SafetensorsReader(_UnplannedIO, dcp.StorageReader):
         """Locate the chunks, so that all ranks learn of a damaged header (a ConfigError) before any tensor is read."""
         items = [item for item in plan.items if math.prod(item.lengths)]
         wanted: dict[str, dict[str, ChunkForm]] = {}
-        found: dict[str, dict[str, ChunkPlace]] = {}
         for item in items:
             chunk = self._chunk(item.storage_index)
-            wanted.setdefault(chunk.file, {})[chunk.key] = self._index[item.storage_index.fqn].form(chunk)
+            dtype = CHUNK_DTYPES[self._index[item.storage_index.fqn].dtype]
+            wanted.setdefault(chunk.file, {})[chunk.key] = ChunkForm(dtype, chunk.sizes)
         for file, forms in wanted.items():
-            found[file] = shard_format.read_places(self._storage, f"{self._folder}/{file}", forms)
-        for item in items:
-            chunk = self._chunk(item.storage_index)
-            self._places[chunk] = found[chunk.file][chunk.key]
+            places = shard_format.read_places(self._storage, f"{self._folder}/{file}", forms)
+            self._places |= {(file, key): place for key, place in places.items()}
         return dataclasses.replace(plan, items=items)
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
@@ -127,7 +125,7 @@ class SafetensorsReader(_UnplannedIO, dcp.StorageReader):
         by_file: dict[str, list[tuple[ChunkPlace, Any]]] = {}
         for item in plan.items:
             chunk = self._chunk(item.storage_index)
-            by_file.setdefault(chunk.file, []).append((self._places[chunk], item))
+            by_file.setdefault(chunk.file, []).append((self._places[chunk.file, chunk.key], item))
         for file, items in by_file.items():
             with self._storage.reading(f"{self._folder}/{file}") as opened:
                 for place, item in sorted(items, key=lambda pair: pair[0].start):
@@ -171,5 +169,6 @@ def _form(item: WriteItem) -> ChunkForm:
 
 
 def _key(item: WriteItem) -> str:
-    data = _data(item)
-    return shard_format.chunk_key(item.index.fqn, _form(item), data.chunk.offsets, data.size)
+    """A chunk's name in its file: the tensor's name, plus offsets for a part, as in ``weight@128,0``."""
+    data, name = _data(item), item.index.fqn
+    return name if data.chunk.sizes == data.size else f"{name}@{','.join(map(str, data.chunk.offsets))}"

@@ -86,7 +86,11 @@ class HuggingFaceFolder:
         try:
             fields = family.hugging_face.read_config(tree)
         except TypeError as error:
-            _find_wrong_type(family, tree, path)
+            hints = typing.get_type_hints(family)
+            for name, key in family.hugging_face.keys.items():
+                # A family may read a number into a bool field.
+                if hints[name] is not bool and tree.get(key) is not None:
+                    check_type(tree[key], hints[name], str(path), key)
             raise ConfigError(
                 f"{path} holds a value of a type that no such file has ({one_line(error)}); {AGAIN}"
             ) from error
@@ -113,8 +117,10 @@ class HuggingFaceFolder:
         }
         reader = f"a {model.config.family} model as configured"
         tensors.require(self._needed, reader)
+        drops = [re.escape(self._stored_name(drop)).replace(r"\{\}", r"\d+") for drop in style.drops]
         for name, stored in tensors.stored.items():
-            if name not in self._needed and not self._is_dropped(name, model.config):
+            tied = name == HEAD and model.config.tie_embeddings
+            if name not in self._needed and not tied and not any(re.fullmatch(drop, name) for drop in drops):
                 raise ConfigError(
                     f"{self.path / stored.file} holds {one_line(name)}, for which {reader} has no place; use a folder "
                     f"whose {CONFIG_FILE} fits its weights"
@@ -166,10 +172,6 @@ class HuggingFaceFolder:
 
     def _stored_name(self, tensor: str) -> str:
         return tensor.removeprefix(self._missing_prefix)
-
-    def _is_dropped(self, name: str, config: ModelConfig) -> bool:
-        drops = [re.escape(self._stored_name(drop)).replace(r"\{\}", r"\d+") for drop in config.hugging_face.drops]
-        return (name == HEAD and config.tie_embeddings) or any(re.fullmatch(drop, name) for drop in drops)
 
 
 def open_init_from(model: DecoderModel) -> HuggingFaceFolder:
@@ -252,15 +254,6 @@ def _check_rotary_numbers(tree: Mapping[str, Any], path: Path) -> None:
             for name, kind in ROTARY_NUMBERS.items():
                 if name in section:
                     check_type(section[name], kind, str(path), f"{key}.{name}")
-
-
-def _find_wrong_type(family: type[ModelConfig], tree: Mapping[str, Any], path: Path) -> None:
-    """Reject the first key whose value does not have its field's type."""
-    hints = typing.get_type_hints(family)
-    for name, key in family.hugging_face.keys.items():
-        # A family may read a number into a bool field.
-        if hints[name] is not bool and tree.get(key) is not None:
-            check_type(tree[key], hints[name], str(path), key)
 
 
 def _blocks(shape: tuple[int, ...]) -> Iterator[Bounds]:

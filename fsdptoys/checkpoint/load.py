@@ -82,8 +82,7 @@ class Checkpoint:
     @property
     def step(self) -> int:
         """Number of steps completed when it was saved."""
-        step: int = self.facts["step"]
-        return step
+        return int(self.facts["step"])
 
     def load(self, tensors: dict[str, Tensor]) -> None:
         """Fill tensors, all or some of the checkpoint's, in place from any saved layout; collective.

@@ -242,9 +242,17 @@ def read_header(path: Path) -> dict[str, StoredTensor]:
     for name, entry in header.items():
         if name == "__metadata__":
             continue
-        tensor, span = _read_entry(path, name, entry)
-        tensors[name] = tensor
-        spans.append(span)
+        try:
+            dtype, shape, (start, stop) = entry["dtype"], tuple(entry["shape"]), entry["data_offsets"]
+            is_form = isinstance(dtype, str) and all(type(each) is int and each >= 0 for each in (*shape, start, stop))
+            if not is_form or stop < start or (dtype in BYTES and stop - start != math.prod(shape) * BYTES[dtype]):
+                raise ValueError
+        except (TypeError, KeyError, ValueError) as error:
+            raise ConfigError(
+                f"{path} is damaged: its header describes {one_line(name)} wrongly, as {entry!r:.200}; {AGAIN}"
+            ) from error
+        tensors[name] = StoredTensor(path.name, dtype, shape)
+        spans.append((start, stop))
     spans.sort()
     ends = [0, *(stop for _, stop in spans)]
     if any(start != end for (start, _), end in zip(spans, ends, strict=False)):
@@ -270,20 +278,6 @@ def parse_header(file: BinaryIO, size: int) -> tuple[dict[str, Any], int]:
     if not isinstance(header, dict):
         raise ValueError("its header is not an object")
     return header, 8 + length
-
-
-def _read_entry(path: Path, name: str, entry: Any) -> tuple[StoredTensor, tuple[int, int]]:
-    try:
-        dtype, shape, (start, stop) = entry["dtype"], tuple(entry["shape"]), entry["data_offsets"]
-        if not isinstance(dtype, str) or any(type(value) is not int or value < 0 for value in (*shape, start, stop)):
-            raise ValueError
-        if stop < start or (dtype in BYTES and stop - start != math.prod(shape) * BYTES[dtype]):
-            raise ValueError
-    except (TypeError, KeyError, ValueError) as error:
-        raise ConfigError(
-            f"{path} is damaged: its header describes {one_line(name)} wrongly, as {entry!r:.200}; {AGAIN}"
-        ) from error
-    return StoredTensor(path.name, dtype, shape), (start, stop)
 
 
 def _read_index(index: Path) -> dict[str, str]:

@@ -109,8 +109,8 @@ def read_places(storage: Storage, path: str, forms: Mapping[str, ChunkForm]) -> 
         size = storage.size(path)
         with storage.reading(path) as file:
             header, data = parse_header(file, size)
-        starts = {key: _start(header, key, form, size - data) for key, form in forms.items()}
-        return {key: ChunkPlace(where, form, data + starts[key]) for key, form in forms.items()}
+        places = ((key, form, _start(header, key, form, size - data)) for key, form in forms.items())
+        return {key: ChunkPlace(where, form, data + start) for key, form, start in places}
     except FileNotFoundError as error:
         raise ConfigError(f"{where} is missing, though the checkpoint's index lists it; {OLDER}") from error
     except ValueError as error:
@@ -182,15 +182,6 @@ class StoredTensor:
     dtype: str  # the safetensors name: ``F32``, ``BF16``
     shape: tuple[int, ...]
     chunks: tuple[Chunk, ...]  # cover the tensor without overlap
-
-    def form(self, chunk: Chunk) -> ChunkForm:
-        """Return the dtype and shape of one of its chunks."""
-        return ChunkForm(CHUNK_DTYPES[self.dtype], chunk.sizes)
-
-
-def chunk_key(name: str, form: ChunkForm, offsets: Iterable[int], shape: Iterable[int]) -> str:
-    """Return a chunk's name in its file: the tensor's name, plus offsets for a part, as in ``weight@128,0``."""
-    return name if form.shape == tuple(shape) else f"{name}@{','.join(map(str, offsets))}"
 
 
 def write_index(storage: Storage, folder: str, tensors: Mapping[str, StoredTensor]) -> None:

@@ -7,6 +7,7 @@ tables, other files one document of text in UTF-8; all except tables may be comp
 Not covered: one JSON array a file, nested fields, compressed tables.
 """
 
+import codecs
 import gzip
 import io
 import itertools
@@ -133,31 +134,24 @@ def _text(owner: str, source: SourceFile, long_texts: bool) -> Read:
     with _open(source)[0] as file:
         while block := file.read(BLOCK_BYTES):  # reading a gzip file at once holds its content twice
             content += block
-    start = 0
+    decoder, start, pending = codecs.getincrementaldecoder("utf-8")(), 0, 0
     try:
         if not long_texts or len(content) < LONG_BYTES:
             text = content.decode("utf-8")
             del content
             yield text, 1.0
             return
-        while start < len(content):
-            stop = _character_start(content, start + BLOCK_BYTES)
-            str(content[start:stop], "utf-8")
-            start = stop
+        for start in range(0, len(content), BLOCK_BYTES):
+            pending = len(decoder.getstate()[0])  # bytes of a character that the last block has begun
+            decoder.decode(content[start : start + BLOCK_BYTES], final=start + BLOCK_BYTES >= len(content))
     except UnicodeDecodeError as error:
+        place = start - pending + error.start
         raise ConfigError(
-            f"{owner} holds no text in UTF-8 (byte {start + error.start}); write it in UTF-8 or leave it out"
+            f"{owner} holds no text in UTF-8 (byte {place}); write it in UTF-8 or leave it out"
         ) from error
     long = LongText(content)
     del content
     yield long, 1.0
-
-
-def _character_start(content: bytearray, place: int) -> int:
-    """The last start of a UTF-8 character up to a place."""
-    if place >= len(content):
-        return len(content)
-    return next((start for start in range(place, place - 4, -1) if content[start] & 0xC0 != 0x80), place)
 
 
 def _lines(owner: str, source: SourceFile, field: str) -> Read:

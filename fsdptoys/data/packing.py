@@ -161,12 +161,7 @@ class PackedSamples:
 
 
 def pack_rows(
-    cache: Path,
-    folder: str,
-    index: Index,
-    split: str,
-    seq_len: int,
-    report: Callable[[str], object] = lambda text: None,
+    cache: Path, folder: str, index: Index, split: str, seq_len: int, report: Callable[[str], object]
 ) -> PackedRows:
     """The rows of a split (``train`` or ``eval``) of a folder, packed unless the folder ``cache`` holds them.
 

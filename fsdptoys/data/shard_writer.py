@@ -212,7 +212,6 @@ class _OpenShard:
         self.documents += len(stops)
 
     def flush(self) -> None:
-        """Flush it to the disk."""
         for file in self._files:
             if not file.closed:
                 file.flush()
@@ -230,10 +229,8 @@ class _OpenShard:
             file.close()
 
     def progress(self) -> ShardProgress:
-        """The argument of ``reopen``."""
         return ShardProgress(self.name, self.split, self.tokens, self.documents, self.closed)
 
     def entry(self) -> Shard:
-        """Its entry in the index."""
         sha256, ends_sha256 = (digest.hexdigest() for digest in self._sums)
         return Shard(self.name, self.split, self.tokens, self.documents, sha256, ends_sha256)
