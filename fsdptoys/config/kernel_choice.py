@@ -84,16 +84,13 @@ class KernelConfig:
         """Replace every ``auto``, and check the choices against the device, compiled blocks and deterministic mode."""
         for operation, name in self.names().items():
             # Experts are not compiled.
-            seen = compiles and operation != "grouped_matmul"
+            seen, fix = compiles and operation != "grouped_matmul", f"set kernels.{operation}=auto"
             if name == "npu" and device_type != "npu":
-                raise ConfigError(
-                    f"kernels.{operation}=npu is torch_npu's, and this run is on {device_type}; set "
-                    f"kernels.{operation}=auto"
-                )
+                raise ConfigError(f"kernels.{operation}=npu is torch_npu's, and this run is on {device_type}; {fix}")
             if name == "npu" and seen:
                 raise ConfigError(
                     f"kernels.{operation}=npu is a kernel that train.compile=true cannot see into, which torch_npu "
-                    f"documents for attention as not to be compiled; set kernels.{operation}=auto"
+                    f"documents for attention as not to be compiled; {fix}"
                 )
             if name == "flex" and (device_type != "cuda" or deterministic):
                 where = f"this run is on {device_type}" if device_type != "cuda" else "train.deterministic=true"

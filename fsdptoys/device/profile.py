@@ -99,7 +99,7 @@ def load_hardware(name_or_path: str | Path) -> Hardware:
     where = f"the hardware profile {path}"
     fields = {field.name: field.type for field in dataclasses.fields(Hardware) if field.name != "name"}
     _check_keys(tree, fields, where)
-    values: dict[str, Any] = {"name": path.stem}
+    values = {**tree, "name": path.stem}
     for key, kind in fields.items():
         value = tree[key]
         if kind is Quantity:
@@ -116,10 +116,8 @@ def load_hardware(name_or_path: str | Path) -> Hardware:
             if not isinstance(value, list) or not all(isinstance(words, str) and words.strip() for words in value):
                 raise ConfigError(f"{where} has matches={value}; give a list of words, which may be empty: []")
             values[key] = tuple(value)
-        else:
-            if not isinstance(value, str) or not value.strip():
-                raise ConfigError(f"{where} has {key}={value}; give a text")
-            values[key] = value
+        elif not isinstance(value, str) or not value.strip():
+            raise ConfigError(f"{where} has {key}={value}; give a text")
     hardware = Hardware(**values)
     if hardware.usable_bytes <= 0:
         raise ConfigError(
