@@ -145,15 +145,11 @@ def _read_rank_variable(
     present: Mapping[str, str], name: str, least: int = 0, most: int = MOST_RANKS, where: str = ""
 ) -> int:
     value = present.get(name, "")
+    typed = f"{name}={one_line(value) or 'nothing'} in the environment"
     if not re.fullmatch(r"\d+", value, re.ASCII):
-        raise ConfigError(
-            f"{name}={one_line(value) or 'nothing'} in the environment must be a number, as torchrun sets it; "
-            f"{AS_TORCHRUN}"
-        )
+        raise ConfigError(f"{typed} must be a number, as torchrun sets it; {AS_TORCHRUN}")
     if len(value) > 9 or not least <= int(value) <= most:
-        raise ConfigError(
-            f"{name}={one_line(value)} in the environment must be from {least} to {most}{where}; {AS_TORCHRUN}"
-        )
+        raise ConfigError(f"{typed} must be from {least} to {most}{where}; {AS_TORCHRUN}")
     return int(value)
 
 
@@ -180,9 +176,7 @@ def _check_machines(present: Mapping[str, str]) -> None:
 
 def choose_experiment(device_type: str, world_size: int) -> str:
     """Return the experiment of a command line that names none."""
-    if device_type == "cpu":
-        return "cpu_text"
-    return "llama2_7b" if world_size >= 8 else "llama3_1b"
+    return "cpu_text" if device_type == "cpu" else "llama2_7b" if world_size >= 8 else "llama3_1b"
 
 
 def _ranks_on_this_machine(launch: LaunchConfig, hardware: FoundHardware, single: bool) -> int:

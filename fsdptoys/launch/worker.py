@@ -82,13 +82,11 @@ def run_as_worker(work: Callable[[], None]) -> int:
     A failure ends the process here, since leaving the interpreter may wait for other ranks.
     """
     _end_with_launcher()
-    handler = ErrorHandler()
-    handler.initialize()
+    ErrorHandler().initialize()
     try:
         work()
     except Exception as failure:
         error = explain_elsewhere(failure)
-        mistake = isinstance(error, ConfigError)
         # The messages of these name the phase of the run.
         explained = isinstance(error, (ExplainedOutOfMemoryError, LostRanksError, LostWorkerError))
         alone = isinstance(error, (ConfigError, GivenUpError))
@@ -101,7 +99,7 @@ def run_as_worker(work: Callable[[], None]) -> int:
             print(printable(shown, sys.stderr), file=sys.stderr)
         sys.stdout.flush()
         sys.stderr.flush()
-        os._exit(2 if mistake else 1)
+        os._exit(2 if isinstance(error, ConfigError) else 1)
     return 0
 
 
