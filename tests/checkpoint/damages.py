@@ -150,7 +150,7 @@ DAMAGED_CONFIGS: dict[str, tuple[Damage, str]] = {
         edit_json("config.json", architectures=...),
         f"{{}}/config.json says architectures=null, which is not supported; use weights of {OURS}",
     ),
-    "architecture that is no list": (
+    "architecture not a list": (
         edit_json("config.json", architectures="LlamaForCausalLM"),
         f"{{}}/config.json says architectures='LlamaForCausalLM', which is not supported; use weights of {OURS}",
     ),
@@ -174,7 +174,7 @@ DAMAGED_CONFIGS: dict[str, tuple[Damage, str]] = {
         edit_json("config.json", rms_norm_eps="1e-5"),
         "{}/config.json: rms_norm_eps is '1e-5', not a finite number above 0; correct it",
     ),
-    "number that is not finite": (
+    "non-finite number": (
         edit_json("config.json", rms_norm_eps=float("nan")),
         "{}/config.json: rms_norm_eps is nan, not a finite number above 0; correct it",
     ),
@@ -202,7 +202,7 @@ DAMAGED_CONFIGS: dict[str, tuple[Damage, str]] = {
         "{}/config.json says rope_type='yarn', which llama models here do not compute (only 'default' and 'llama3'); "
         "use weights of another model",
     ),
-    "rotary settings that are a list": (
+    "rotary settings as a list": (
         edit_json("config.json", rope_parameters=[1]),
         "{}/config.json: rope_parameters is [1], not an object or null; correct it",
     ),
@@ -240,20 +240,20 @@ DAMAGED_FILES: dict[str, tuple[Damage, str]] = {
         lambda folder: (folder / SECOND).unlink(),
         f"{{}}/{SECOND} is missing, though {INDEX} lists it; {AGAIN}",
     ),
-    "index that is no JSON": (
+    "index with invalid JSON": (
         lambda folder: (folder / INDEX).write_text("x"),
         f"{{}}/{INDEX} cannot be read as JSON (Expecting value: line 1 column 1 (char 0)); {AGAIN}",
     ),
-    "index without places": (
+    "index without files": (
         edit_json(INDEX, weight_map=...),
         f"{{}}/{INDEX} lacks weight_map, which maps tensors to files; {AGAIN}",
     ),
-    "index that leads outside": (
+    "index with a path outside": (
         edit_place("../x.safetensors"),
         f"{{}}/{INDEX} says that {NORM} is in '../x.safetensors', which is not the name of a file in that "
         f"folder; {AGAIN}",
     ),
-    "index that leads to the root": (
+    "index with an absolute path": (
         edit_place("/etc/passwd"),
         f"{{}}/{INDEX} says that {NORM} is in '/etc/passwd', which is not the name of a file in that folder; {AGAIN}",
     ),
@@ -277,18 +277,18 @@ DAMAGED_FILES: dict[str, tuple[Damage, str]] = {
         edit_bytes(lambda content: content + b"12"),
         f"{{}}/{THIRD} is damaged: it holds 3938 bytes, and its header asks for 3936; {AGAIN}",
     ),
-    "header that is no text": (
+    "header with invalid UTF-8": (
         edit_bytes(lambda content: content[:8] + bytes([255] * 16) + content[24:]),
         f"{{}}/{THIRD} is no safetensors file or is damaged: its header cannot be read "
         f"('utf-8' codec can't decode byte 0xff in position 0: "
         f"invalid start byte); {AGAIN}",
     ),
-    "header that is no JSON": (
+    "header with invalid JSON": (
         edit_bytes(lambda content: content[:8] + b"x" + content[9:]),
         f"{{}}/{THIRD} is no safetensors file or is damaged: its header cannot be read "
         f"(Expecting value: line 1 column 1 (char 0)); {AGAIN}",
     ),
-    "header that is a list": (
+    "header as a list": (
         edit_bytes(lambda content: struct.pack("<Q", 2) + b"[]"),
         f"{{}}/{THIRD} is no safetensors file or is damaged: its header is not an object; {AGAIN}",
     ),
@@ -300,7 +300,7 @@ DAMAGED_FILES: dict[str, tuple[Damage, str]] = {
         edit_bytes(lambda content: struct.pack("<Q", len(content) - 7) + content[8:]),
         f"{{}}/{THIRD} is no safetensors file or is damaged: its header does not fit into its 3936 bytes; {AGAIN}",
     ),
-    "header that describes half a tensor": (
+    "header that covers half a tensor": (
         edit_header(lambda header: header.update({NORM: {"dtype": "F32"}})),
         f"{{}}/{THIRD} is damaged: its header describes {NORM} wrongly, as {{'dtype': 'F32'}}; {AGAIN}",
     ),
@@ -314,7 +314,7 @@ DAMAGED_FILES: dict[str, tuple[Damage, str]] = {
         f"{{}}/{THIRD} is damaged: its header describes {NORM} wrongly, as {{'dtype': 'F32', 'shape': [-4, -4], "
         f"'data_offsets': [3584, 3648]}}; {AGAIN}",
     ),
-    "tensors over one another": (
+    "overlapping tensors": (
         edit_header(lambda header: header[NORM].update(data_offsets=[0, 64])),
         f"{{}}/{THIRD} is damaged: its header places tensors that overlap or leave gaps; {AGAIN}",
     ),
@@ -326,7 +326,7 @@ DAMAGED_FILES: dict[str, tuple[Damage, str]] = {
         edit_tensors(lambda tensors: tensors.pop(NORM)),
         f"{{}}/{INDEX} says that {THIRD} holds {NORM}, which it does not; {AGAIN}",
     ),
-    "tensor twice": (
+    "duplicate tensor": (
         edit_tensors(lambda tensors: tensors.update({NORM: torch.zeros(16)}), FIRST),
         f"{{}} holds {NORM} twice, in {FIRST} and {THIRD}; {AGAIN}",
     ),
@@ -335,7 +335,7 @@ DAMAGED_FILES: dict[str, tuple[Damage, str]] = {
         f"{{}}/{THIRD} holds extra, for which a llama model as configured has no place; use a folder whose config.json "
         "fits its weights",
     ),
-    "extra tensor whose name steers a terminal": (
+    "extra tensor with control characters in its name": (
         edit_tensors(lambda tensors: tensors.update({"\x1b]0;title\x07": torch.zeros(2)})),
         f"{{}}/{THIRD} holds \\x1b]0;title\\x07, for which a llama model as configured has no place; use a folder "
         "whose config.json fits its weights",

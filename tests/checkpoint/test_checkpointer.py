@@ -220,12 +220,12 @@ REFUSALS: dict[str, tuple[str, str]] = {
         f"checkpoint.resume={{other}} starts a run in {{own}}, which already holds {THREE} of another one; set "
         "checkpoint.resume=auto to resume from that, or another folder",
     ),
-    "nothing there": (
+    "an empty folder": (
         "{new}",
         "checkpoint.resume={new} holds no checkpoint; set it to never, auto or must, or to the folder of a checkpoint, "
         "of several, or of a run",
     ),
-    "a step that is not there": (
+    "a missing step": (
         "{own}/step-00000009",
         "checkpoint.resume={own}/step-00000009 holds no checkpoint; set it to never, auto or must, or to the "
         "folder of a checkpoint, of several, or of a run",
@@ -235,7 +235,7 @@ REFUSALS: dict[str, tuple[str, str]] = {
         "checkpoint.resume={other}/best holds a checkpoint under another name than its own, step-…; give it the name "
         "that its manifest.json says",
     ),
-    "a URL of no kind": ("no://such", "no://such is of a kind unknown .*"),
+    "an unknown URL scheme": ("no://such", "no://such is of a kind unknown .*"),
 }
 
 

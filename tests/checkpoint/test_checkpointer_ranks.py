@@ -63,8 +63,8 @@ class Cases:
         self.agrees_on_a_failure()
         self.agrees_on_damage()
         self.agrees_on_a_refusal()
-        self.agrees_on_what_cannot_be_read()
-        self.sees_one_folder()
+        self.agrees_on_unreadable_files()
+        self.requires_a_shared_folder()
 
     def make(self, folder: Path, messages: list[str] | None = None, **config: Any) -> Checkpointer:
         """A checkpointer that saves after every step."""
@@ -155,7 +155,7 @@ class Cases:
         with pytest.raises(ConfigError, match="must finds no complete"):
             self.make(self.folder / "none", resume="must").resume()
 
-    def agrees_on_what_cannot_be_read(self) -> None:
+    def agrees_on_unreadable_files(self) -> None:
         """If one rank cannot read a file, all stop with one message, or all continue after a successful retry."""
         folder, last = self.folder / "unreadable", self.size - 1
         assert save(self.make(folder), 1) and save(self.make(folder), 2)
@@ -180,7 +180,7 @@ class Cases:
                 assert bool(sentence) == (times > 1), (name, times, loads, sentence)
                 assert not sentence or (f"{folder} cannot be read (" in sentence and "Stale file handle" in sentence)
 
-    def sees_one_folder(self) -> None:
+    def requires_a_shared_folder(self) -> None:
         """A folder local to each node is rejected before the first step, unless no periodic saves are configured."""
         folder = self.folder / f"of rank {self.rank}"
         on_first(folder.mkdir)

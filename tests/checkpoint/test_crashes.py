@@ -54,7 +54,7 @@ def newest(storage: Storage, monkeypatch: pytest.MonkeyPatch) -> tuple[int, floa
     return found.step, values.pop()
 
 
-def go_on(storage: Storage, found: tuple[int, float] | None, monkeypatch: pytest.MonkeyPatch) -> None:
+def check_next_saves(storage: Storage, found: tuple[int, float] | None, monkeypatch: pytest.MonkeyPatch) -> None:
     """Check that saves succeed after the crash and that no leftovers of it remain."""
     checkpoints = make_checkpoints(storage, monkeypatch)
     checkpoints.resume()
@@ -68,8 +68,8 @@ def go_on(storage: Storage, found: tuple[int, float] | None, monkeypatch: pytest
 # Earlier saves as (step, value), the save during the crash, and the possible checkpoints afterwards.
 CASES: dict[str, tuple[list[tuple[int, float]], tuple[int, float], list[tuple[int, float] | None]]] = {
     "the first": ([], (1, 1.0), [None, (1, 1.0)]),
-    "one that makes another go": ([(1, 1.0), (2, 2.0)], (3, 3.0), [(2, 2.0), (3, 3.0)]),
-    "one in the place of another": ([(1, 1.0), (2, 2.0)], (2, 9.0), [(2, 2.0), (2, 9.0)]),
+    "one that deletes another": ([(1, 1.0), (2, 2.0)], (3, 3.0), [(2, 2.0), (3, 3.0)]),
+    "one that replaces another": ([(1, 1.0), (2, 2.0)], (2, 9.0), [(2, 2.0), (2, 9.0)]),
 }
 
 
@@ -94,7 +94,7 @@ def test_kill_at_any_operation_preserves_the_newest_checkpoint(
         found = newest(storage, monkeypatch)
         assert found in allowed, (moment, found)
         outcomes.append(found)
-        go_on(storage, found, monkeypatch)
+        check_next_saves(storage, found, monkeypatch)
         moment += 1
     _check_outcomes(outcomes, allowed)
 
@@ -127,7 +127,7 @@ def test_power_loss_at_any_operation_preserves_the_newest_checkpoint(
             assert found in allowed, (moment, found)
             assert not done or found == saving
             outcomes.append(found)
-            go_on(disk, found, monkeypatch)
+            check_next_saves(disk, found, monkeypatch)
             moment += 1
     if keeps != "any":
         _check_outcomes(outcomes, allowed)

@@ -87,7 +87,7 @@ DAMAGES: dict[str, tuple[Damage, str]] = {
         lambda f: (shutil.rmtree(f / THREE), (f / THREE).mkdir()),
         "is incomplete: it has no manifest.json",
     ),
-    "a file in its place": (
+    "a file in place of the folder": (
         lambda f: (shutil.rmtree(f / THREE), (f / THREE).touch()),
         "is incomplete: it has no manifest.json",
     ),
@@ -95,18 +95,18 @@ DAMAGES: dict[str, tuple[Damage, str]] = {
         lambda f: (f / THREE / "manifest.json").write_bytes(b""),
         "is damaged: its manifest.json holds 0 bytes",
     ),
-    "a manifest that is a pipe": (link(f"{THREE}/manifest.json", None), "is damaged: its manifest.json holds 0 bytes"),
-    "a manifest that is a folder": (
+    "a pipe as the manifest": (link(f"{THREE}/manifest.json", None), "is damaged: its manifest.json holds 0 bytes"),
+    "a folder as the manifest": (
         lambda f: ((f / THREE / "manifest.json").unlink(), (f / THREE / "manifest.json").mkdir()),
         "is damaged: (its )?manifest.json .*",
     ),
-    "a file that is missing": (lambda f: (f / THREE / TENSORS).unlink(), f"is damaged: {TENSORS} is missing"),
-    "a file that is too short": (
+    "a missing file": (lambda f: (f / THREE / TENSORS).unlink(), f"is damaged: {TENSORS} is missing"),
+    "a truncated file": (
         lambda f: os.truncate(f / THREE / TENSORS, 20),
         f"is damaged: {TENSORS} holds 20 bytes, and manifest.json says [0-9]+",
     ),
-    "a file that is a pipe": (link(f"{THREE}/state.json", None), "is damaged: state.json holds 0 bytes, and .*"),
-    "a link to elsewhere": (link(f"{THREE}/{TENSORS}", b"secret"), OTHER_SUM.format(TENSORS)),
+    "a pipe as a file": (link(f"{THREE}/state.json", None), "is damaged: state.json holds 0 bytes, and .*"),
+    "a link to another file": (link(f"{THREE}/{TENSORS}", b"secret"), OTHER_SUM.format(TENSORS)),
     "a manifest with other spaces": (edit(f"{THREE}/manifest.json", lambda tree: None), MANIFEST_DAMAGED),
     "a newer format": (
         edit(f"{THREE}/manifest.json", lambda tree: tree.update(format=2)),
@@ -136,8 +136,8 @@ DAMAGES: dict[str, tuple[Damage, str]] = {
         "is damaged: its manifest.json lists files that no checkpoint has, or too few",
     ),
     "a state of another step": (replace_by('{"step": 2}'), "is damaged: state.json is that of step 2"),
-    "a state that is no JSON": (replace_by('{"step": NaN}'), "is damaged: state.json is not JSON .*"),
-    "a state of endless depth": (replace_by("[" * 100_000), "is damaged: state.json is not JSON .*"),
+    "a state with invalid JSON": (replace_by('{"step": NaN}'), "is damaged: state.json is not JSON .*"),
+    "a deeply nested state": (replace_by("[" * 100_000), "is damaged: state.json is not JSON .*"),
 }
 
 

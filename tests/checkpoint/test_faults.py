@@ -32,7 +32,7 @@ numbers = itertools.count()
 
 
 @pytest.fixture(autouse=True)
-def hurried(monkeypatch: pytest.MonkeyPatch) -> None:
+def without_retry_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
     """Retry without pauses."""
     monkeypatch.setattr(manifest, "RETRY_PAUSES_SECONDS", (0.0, 0.0))
 
@@ -87,12 +87,12 @@ def damage_newest(storage: Storage) -> None:
         file.write(b"x" * 100)
 
 
-def set_newest_aside(storage: Storage) -> None:
+def move_newest_aside(storage: Storage) -> None:
     """Reproduce the state after a kill between the two renames."""
     storage.move("step-00000003", ".step-00000003.old")
 
 
-def leave_as_it_is(storage: Storage) -> None:
+def leave_unchanged(storage: Storage) -> None:
     pass
 
 
@@ -133,7 +133,7 @@ def start(storage: FaultyStorage, monkeypatch: pytest.MonkeyPatch) -> tuple[list
     return messages, may_go, resumed
 
 
-PREPARED = {"whole": leave_as_it_is, "newest damaged": damage_newest, "newest set aside": set_newest_aside}
+PREPARED = {"whole": leave_unchanged, "newest damaged": damage_newest, "newest set aside": move_newest_aside}
 
 
 @pytest.mark.usefixtures("unmeasured")
@@ -164,7 +164,7 @@ def test_no_single_os_error_loses_a_checkpoint(
         lost = [name for name, digest in whole.items() if digest not in left and name not in may_go]
         assert not lost, (faulty.refused, os.strerror(code), lost, messages, storage.names())
         # A missing checkpoint is skipped or cannot be restored; an unreadable one is never skipped.
-        is_gone = code == errno.ENOENT or (lasting and prepare is set_newest_aside)
+        is_gone = code == errno.ENOENT or (lasting and prepare is move_newest_aside)
         assert is_gone or resumed in (newest, None), (faulty.refused, os.strerror(code), resumed, messages)
         storage.remove("")
         return faulty

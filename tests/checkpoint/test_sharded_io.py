@@ -21,7 +21,7 @@ from tests.models.families import SMALL
 from tests.parallel.test_init_weights import status_bytes
 
 
-def made_odd(config: ModelConfig) -> ModelConfig:
+def with_odd_sizes(config: ModelConfig) -> ModelConfig:
     """With sizes of which none divides evenly over 4 ranks, and fewer experts than make 2 for each."""
     sizes = {"dim": 30, "n_heads": 3, "ffn_dim": 50, "vocab_size": 67, "max_seq_len": 33}
     sizes |= {"n_kv_heads": 1, "head_dim": 6, "n_experts": 5, "expert_ffn_dim": 22, "top_k": 1}
@@ -29,7 +29,7 @@ def made_odd(config: ModelConfig) -> ModelConfig:
     return dataclasses.replace(config, **{name: size for name, size in sizes.items() if name in names})
 
 
-def shards_equal_the_whole(config: ModelConfig, folder: Path) -> None:
+def check_shards_of_full_parameters(config: ModelConfig, folder: Path) -> None:
     model = build(config)
     source = HuggingFaceFolder(folder)
     source.check(model)
@@ -57,11 +57,11 @@ def test_shards_equal_parts_of_the_full_parameters(tmp_path: Path) -> None:
     """Oracle: the full parameters; sharded along every dim and along two, unevenly, with empty shards."""
     cases = ["llama3 scaled tied", "llama4", "qwen3", "qwen3_moe", "gpt2"]
     for case in cases:
-        write(tmp_path / case, build(made_odd(SMALL[case])), max_file_bytes=20_000)
+        write(tmp_path / case, build(with_odd_sizes(SMALL[case])), max_file_bytes=20_000)
 
     def body() -> None:
         for case in cases:
-            shards_equal_the_whole(made_odd(SMALL[case]), tmp_path / case)
+            check_shards_of_full_parameters(with_odd_sizes(SMALL[case]), tmp_path / case)
 
     run_ranks(4, body)
 
@@ -86,11 +86,11 @@ def test_every_strategy_starts_from_the_folders_weights(parallel: ParallelConfig
     """Oracle: the written parameters."""
     cases = ["qwen3_moe", "llama3 scaled tied", "gpt2"]
     for case in cases:
-        write(tmp_path / case, build(made_odd(SMALL[case])))
+        write(tmp_path / case, build(with_odd_sizes(SMALL[case])))
 
     def body() -> None:
         for case in cases:
-            strategy_starts_from(parallel, made_odd(SMALL[case]), tmp_path / case)
+            strategy_starts_from(parallel, with_odd_sizes(SMALL[case]), tmp_path / case)
 
     run_ranks(2, body)
 

@@ -223,7 +223,7 @@ def test_partial_and_empty_checkpoints_load(checkpoints: Any, tmp_path: Path) ->
     load_tensors(storage, "a", {}, None)
 
 
-def save_beside_training(folder: str) -> bool:
+def save_during_training(folder: str) -> bool:
     rank, group = dist.get_rank(), dist.new_group(backend="gloo")
     mesh = init_device_mesh("cpu", (2,))
     tensors = laid_out("rows", {1: mesh})
@@ -247,7 +247,7 @@ def save_beside_training(folder: str) -> bool:
 def test_saving_and_loading_do_not_use_the_default_group(tmp_path: Path) -> None:
     """A save and a load in a thread end while the default group's only collective waits for them."""
     (tmp_path / "a").mkdir()
-    assert run_ranks(2, save_beside_training, str(tmp_path), timeout_seconds=60) == [True, True]
+    assert run_ranks(2, save_during_training, str(tmp_path), timeout_seconds=60) == [True, True]
 
 
 class Interrupting(LocalStorage):
@@ -286,7 +286,7 @@ class Limited(LocalStorage):
             resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
-def gather_whole(tensors: dict[str, Tensor]) -> Iterator[tuple[str, Tensor | None]]:
+def gather_full(tensors: dict[str, Tensor]) -> Iterator[tuple[str, Tensor | None]]:
     """Gather one tensor at a time on rank 0, as a strategy does."""
     for name in sorted(tensors):
         tensor = tensors[name]
@@ -294,7 +294,7 @@ def gather_whole(tensors: dict[str, Tensor]) -> Iterator[tuple[str, Tensor | Non
         yield name, whole if dist.get_rank() == 0 else None
 
 
-def fail_and_go_on(folder: str, error: BaseException | None, file: str, whole: bool) -> list[str]:
+def fail_and_save_again(folder: str, error: BaseException | None, file: str, whole: bool) -> list[str]:
     """Save where a file cannot be written, then where all can, over the same group."""
     group, mesh = dist.new_group(backend="gloo"), init_device_mesh("cpu", (2,))
     tensors = {name: tensor for name, tensor in laid_out("rows", {1: mesh}).items() if name != "float8"}
@@ -302,7 +302,7 @@ def fail_and_go_on(folder: str, error: BaseException | None, file: str, whole: b
 
     def save(where: str) -> list[str]:
         if whole:
-            return save_full_tensors(storage, where, tensors, gather_whole, group)
+            return save_full_tensors(storage, where, tensors, gather_full, group)
         return save_tensors(storage, where, tensors, group)
 
     try:
@@ -323,7 +323,7 @@ def fail_in_turn(folder: Path, cases: list[tuple[BaseException | None, str, bool
             (folder / str(number) / name).mkdir(parents=True)
 
     def body() -> list[list[str]]:
-        return [fail_and_go_on(str(folder / str(number)), *case) for number, case in enumerate(cases)]
+        return [fail_and_save_again(str(folder / str(number)), *case) for number, case in enumerate(cases)]
 
     return [list(of_ranks) for of_ranks in zip(*run_ranks(2, body), strict=True)]
 

@@ -237,7 +237,7 @@ BROKEN: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
         lambda model: model["rope_scaling"].update(factor=[1, 2]),
         ": model.rope_scaling.factor is [1, 2], not a finite number from 1 to 1e+30; correct it",
     ),
-    "section that is none": (edit(rope_scaling=3), ": model.rope_scaling is 3, not a mapping; correct it"),
+    "section not a mapping": (edit(rope_scaling=3), ": model.rope_scaling is 3, not a mapping; correct it"),
     "impossible": (
         edit(n_kv_heads=3),
         " describes a model that cannot be built: model.n_kv_heads=3 must divide model.n_heads=4; set "

@@ -5,7 +5,7 @@ the machine that this runs on is not touched. Processes enter a host after the f
 its /etc/hosts (mount namespace). Hosts share memory, cores, process numbers and disks, which is a shared file
 system of the best kind; different clocks and late packets are not simulated.
 
-Needs root; ``why_not`` names the missing part.
+Needs root; ``missing_requirement`` names the missing part.
 """
 
 import ctypes
@@ -58,7 +58,7 @@ class Host:
         _ip("-n", self.switch, "link", "set", self.port, "master", "bridge")
 
 
-def why_not() -> str | None:
+def missing_requirement() -> str | None:
     """The reason why this machine cannot create hosts, or None."""
     if shutil.which("ip", path=_PATH) is None:
         return "there is no ip command (iproute2)"

@@ -22,7 +22,7 @@ from fsdptoys.train.run import Run
 from fsdptoys.train.trainer import Trainer
 from scripts.chaos import count_wrong, read_resumes, read_steps
 from scripts.ranks import run_ranks
-from tests.cluster.hosts import CARD, Host, connected_hosts, why_not
+from tests.cluster.hosts import CARD, Host, connected_hosts, missing_requirement
 
 ROOT = Path(__file__).parents[2]
 RANKS, STEPS, EVERY = 2, 44, 10
@@ -42,7 +42,7 @@ pytestmark = [pytest.mark.launcher, pytest.mark.usefixtures("unmeasured", "warm"
 @pytest.fixture(scope="module")
 def hosts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Host]]:
     """Two hosts."""
-    reason = why_not()
+    reason = missing_requirement()
     if reason is not None:
         pytest.skip(reason)
     with connected_hosts(2, tmp_path_factory.mktemp("hosts")) as found:

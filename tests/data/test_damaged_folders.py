@@ -45,20 +45,20 @@ def replace_by(make: Callable[[Path], object], name: str = "index.json") -> Call
 
 DAMAGES: dict[str, Callable[[Path], object]] = {
     "index emptied": write("index.json", b""),
-    "index cut": cut("index.json"),
+    "index truncated": cut("index.json"),
     "index of noise": write("index.json", os.urandom(5000)),
     "index too deep": write("index.json", DEEP),
     "index of another kind": write("index.json", b"[1, 2]"),
     "count out of range": edit(left_out=-1),
     "share out of range": edit(eval_fraction=7),
-    "index gone": lambda folder: (folder / "index.json").unlink(),
-    "index a pipe": replace_by(os.mkfifo),
-    "index a folder": replace_by(Path.mkdir),
-    "shard cut": cut("shard-00000.bin"),
-    "ends cut": cut("shard-00000.ends"),
-    "shard gone": lambda folder: (folder / "shard-00000.bin").unlink(),
-    "shard a pipe": replace_by(os.mkfifo, "shard-00000.bin"),
-    "folder a file": lambda folder: (shutil.rmtree(folder), folder.write_bytes(b"")),
+    "index missing": lambda folder: (folder / "index.json").unlink(),
+    "index as a pipe": replace_by(os.mkfifo),
+    "index as a folder": replace_by(Path.mkdir),
+    "shard truncated": cut("shard-00000.bin"),
+    "ends truncated": cut("shard-00000.ends"),
+    "shard missing": lambda folder: (folder / "shard-00000.bin").unlink(),
+    "shard as a pipe": replace_by(os.mkfifo, "shard-00000.bin"),
+    "folder as a file": lambda folder: (shutil.rmtree(folder), folder.write_bytes(b"")),
 }
 
 
@@ -156,10 +156,10 @@ PLAN_DAMAGES: dict[str, Callable[[Path], object]] = {
     "of another kind": write("plan.json", b"[]"),
     "a float": write("plan.json", b'{"rows": 1.5, "pieces": 1, "ids": 1}'),
     "negative": write("plan.json", b'{"rows": -1, "pieces": 1, "ids": 1}'),
-    "gone": lambda folder: (folder / "plan.json").unlink(),
+    "missing": lambda folder: (folder / "plan.json").unlink(),
     "a pipe": replace_by(os.mkfifo, "plan.json"),
-    "starts cut": cut("starts"),
-    "rows gone": lambda folder: (folder / "rows").unlink(),
+    "starts truncated": cut("starts"),
+    "rows missing": lambda folder: (folder / "rows").unlink(),
 }
 
 

@@ -73,7 +73,7 @@ def test_data_is_prepared_again_only_after_changes():
     assert times_prepared() == len(list(Path("cache").iterdir())) == 4
 
 
-def prepare_and_look(config: HFConfig) -> str:
+def prepare_and_fingerprint(config: HFConfig) -> str:
     config.prepare(16, 256)
     return config.build(16, 256, 0).fingerprint
 
@@ -81,7 +81,7 @@ def prepare_and_look(config: HFConfig) -> str:
 @pytest.mark.usefixtures("corpus")
 def test_concurrent_ranks_prepare_once():
     """Oracle: the log of the preparing processes; all ranks see the same data."""
-    assert len(set(run_ranks(4, prepare_and_look, config()))) == 1
+    assert len(set(run_ranks(4, prepare_and_fingerprint, config()))) == 1
     assert times_prepared() == 1
 
 

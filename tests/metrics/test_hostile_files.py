@@ -33,8 +33,8 @@ FILES = [name for name in RUN_FILES if name not in RUN_FOLDERS]
 
 
 @pytest.fixture(autouse=True)
-def in_a_folder_with_a_bound(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Opening a pipe blocks forever; then the process must end."""
+def folder_with_timeout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Run in a temporary folder, with a timeout, since opening a pipe may block forever."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "precious").write_bytes(PRECIOUS)
     faulthandler.dump_traceback_later(120, exit=True)

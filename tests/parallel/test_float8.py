@@ -113,7 +113,7 @@ def test_float8_all_gather_communicates_one_byte_per_element() -> None:
     assert (wide - wide_float8, half - half_float8) == (elements * (4 - 1), elements * (2 - 1))
 
 
-def go_on(configs: list[Config]) -> list[list[float]]:
+def train_in_sequence(configs: list[Config]) -> list[list[float]]:
     """Losses of successive runs, each resumed from the end of the previous one."""
     losses: list[list[float]] = []
     facts: dict[str, Any] = {}
@@ -147,7 +147,7 @@ def test_run_resumes_with_and_without_float8_from_plain_checkpoints() -> None:
         ]
         for ranks, parallel in ((1, SingleConfig(simulated_ranks=2)), (2, FSDP2Config()))
     )
-    assert run_ranks(2, go_on, two)[0] == run_ranks(1, go_on, one)[0]
+    assert run_ranks(2, train_in_sequence, two)[0] == run_ranks(1, train_in_sequence, one)[0]
 
 
 def test_optimizer_in_backward_gathers_float8_with_current_scales() -> None:
@@ -167,7 +167,7 @@ def test_optimizer_in_backward_gathers_float8_with_current_scales() -> None:
         ]
         for early in (False, True)
     )
-    assert run_ranks(2, go_on, in_backward)[0] == run_ranks(2, go_on, ordinary)[0]
+    assert run_ranks(2, train_in_sequence, in_backward)[0] == run_ranks(2, train_in_sequence, ordinary)[0]
 
 
 def train_on_graphs(configs: list[Config]) -> Any:

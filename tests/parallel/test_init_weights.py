@@ -27,7 +27,7 @@ def initialized(param: torch.Tensor) -> torch.Tensor:
     return param
 
 
-def shards_unlike_the_whole(shapes: list[tuple[int, ...]], sizes: list[int]) -> list[Any]:
+def shards_unlike_the_full_parameter(shapes: list[tuple[int, ...]], sizes: list[int]) -> list[Any]:
     """All combinations of shape, block size and placement whose shards are not slices of the full parameter."""
     flat = init_device_mesh("cpu", (4,))
     grid = init_device_mesh("cpu", (2, 2))
@@ -55,7 +55,7 @@ def shards_unlike_the_whole(shapes: list[tuple[int, ...]], sizes: list[int]) -> 
 def test_shards_are_slices_of_the_full_parameter_for_any_block_size() -> None:
     """Oracle: the parameter initialized in full; uneven shards, empty shards, blocks across shard borders."""
     shapes, sizes = [(23, 5), (5, 8, 12), (3, 7, 4)], [1, 5, 12, 40, 2**22]
-    assert run_ranks(4, shards_unlike_the_whole, shapes, sizes) == [[]] * 4
+    assert run_ranks(4, shards_unlike_the_full_parameter, shapes, sizes) == [[]] * 4
 
 
 def test_seeds_depend_on_seed_name_and_block() -> None:

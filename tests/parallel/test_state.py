@@ -134,7 +134,7 @@ def differing(got: dict[str, numpy.ndarray], expected: dict[str, numpy.ndarray])
     return sorted(names | got.keys() ^ expected.keys())
 
 
-def go_on(rows: list[tuple[Config, Saved, bool]]) -> list[dict[str, Any]]:
+def resume_rows(rows: list[tuple[Config, Saved, bool]]) -> list[dict[str, Any]]:
     """Load into a trainer, possibly after some steps, and take the second half of the steps."""
     results = []
     for each, saved, used in rows:
@@ -177,7 +177,7 @@ def test_every_strategy_resumes_from_the_state_of_one_process_bitwise(ranks: int
                 state,
                 model == "tied",
             )
-    results = run_ranks(ranks, go_on, list(rows.values()))[0]
+    results = run_ranks(ranks, resume_rows, list(rows.values()))[0]
     wrong = {key: result for key, result in zip(rows, results, strict=True) if any(result["loaded"] + result["end"])}
     assert wrong == {}
     assert [key for key, result in zip(rows, results, strict=True) if not result["same"]] == []
@@ -208,7 +208,7 @@ def test_other_optimizers_resume_on_another_number_of_ranks_bitwise(optim: Optim
         if name in strategies_on(ranks):
             parallel, fsdp_size = STRATEGIES[name]
             rows.append((config(parallel, ranks, fsdp_size=fsdp_size, **options), saved, True))
-    results = run_ranks(ranks, go_on, rows)[0]
+    results = run_ranks(ranks, resume_rows, rows)[0]
     assert results == [{"loaded": [], "same": True, "end": []}] * len(rows)
 
 

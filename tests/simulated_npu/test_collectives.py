@@ -90,7 +90,7 @@ def test_unwaited_collective_leaves_old_values_visible() -> None:
     assert run_npu_ranks(RANKS, unwaited, False, mode="delayed") == [False, False]
 
 
-def one_rank_waits_elsewhere(folder: str) -> float:
+def reduce_while_one_host_waits(folder: str) -> float:
     x = torch.ones(3, device="npu")
     dist.broadcast(x, src=0)
     path = os.path.join(folder, "done")
@@ -105,4 +105,4 @@ def one_rank_waits_elsewhere(folder: str) -> float:
 
 def test_host_waiting_elsewhere_does_not_block_collectives(tmp_path: Any) -> None:
     """Oracle: the value 3; blocking would deadlock the ranks."""
-    assert run_npu_ranks(RANKS, one_rank_waits_elsewhere, str(tmp_path), mode="delayed") == [3.0, 3.0]
+    assert run_npu_ranks(RANKS, reduce_while_one_host_waits, str(tmp_path), mode="delayed") == [3.0, 3.0]

@@ -109,7 +109,7 @@ def test_fsdp1_prefetching_and_offload_keep_gradients(name: str, mode: str) -> N
     assert ours == run_ranks(2, prefetch, "cpu", on_cpu)
 
 
-def careless(strategy: str) -> list[Any]:
+def gradients_without_waits(strategy: str) -> list[Any]:
     """Gradients without any waits between streams, as under a faulty patch."""
     simulated_npu.extension.set_waits(False)
     return two_roots(strategy, "npu", False, False)[1]
@@ -119,5 +119,5 @@ def careless(strategy: str) -> list[Any]:
 def test_delayed_streams_expose_missing_waits(strategy: str) -> None:
     """Oracle: the gradients with all waits; immediate streams do not expose missing ones."""
     right = [gradients for _, gradients in run_npu_ranks(2, two_roots, strategy, "npu", False, False)]
-    assert run_npu_ranks(2, careless, strategy) == right
-    assert run_npu_ranks(2, careless, strategy, mode="delayed") != right
+    assert run_npu_ranks(2, gradients_without_waits, strategy) == right
+    assert run_npu_ranks(2, gradients_without_waits, strategy, mode="delayed") != right

@@ -256,7 +256,7 @@ def test_hooks_sparse_gradients_and_join_equal_native_ddp_bitwise() -> None:
     assert run_ranks(2, differing_features) == [[], []]
 
 
-def lives() -> list[str]:
+def failed_claims() -> list[str]:
     """Failed claims about a wrapped module outside training."""
     torch.manual_seed(0)
     model = Toy(Shared())
@@ -289,7 +289,7 @@ def lives() -> list[str]:
 def test_wrapped_module_behaves_as_documented_besides_training() -> None:
     """Oracle: PyTorch's documentation of its class; each check is named after its claim."""
     warnings.simplefilter("ignore")
-    assert run_ranks(2, lives) == [[], []]
+    assert run_ranks(2, failed_claims) == [[], []]
 
 
 def dead_reducers() -> bool:

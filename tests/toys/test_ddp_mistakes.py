@@ -72,7 +72,7 @@ def change_a_static_graph(make: Any, *signs: int) -> None:
         model(torch.full((2, 6), float(sign))).sum().backward()
 
 
-def be_static_too_late(make: Any) -> None:
+def set_a_static_graph_too_late(make: Any) -> None:
     model = make(Tuple())
     sum(output.sum() for output in model(torch.ones(2, 6))).backward()
     model._set_static_graph()
@@ -92,7 +92,7 @@ MISTAKES: dict[str, Callable[[Any], object]] = {
     "two hooks": register_twice,
     "a parameter without gradient": forget_a_parameter,
     "a layer of two reentrant checkpoints": share_a_checkpoint,
-    "a static graph, said too late": be_static_too_late,
+    "a static graph, said too late": set_a_static_graph_too_late,
     "more of a static graph": lambda make: change_a_static_graph(make, -1, 1),
     "less of a static graph": lambda make: change_a_static_graph(make, 1, -1, -1),
 }

@@ -26,7 +26,7 @@ from tests.toys.fsdp_models import (
 )
 
 
-def shows_sharded_parameters_but_in_the_forward() -> None:
+def exposes_sharded_parameters_outside_the_forward() -> None:
     seen: list[bool] = []
     model = build(TOY, Case())
     block = model.blocks[0]
@@ -38,7 +38,7 @@ def shows_sharded_parameters_but_in_the_forward() -> None:
     assert all(isinstance(param, DTensor) and isinstance(param.grad, DTensor) for param in model.parameters())
 
 
-def keeps_one_storage_for_whole_parameters() -> None:
+def keeps_one_storage_for_full_parameters() -> None:
     model = build(TOY, Case())
     block, seen = model.blocks[0], []
     for _ in range(2):
@@ -54,7 +54,7 @@ def keeps_one_storage_for_whole_parameters() -> None:
     assert seen[0] is seen[1]
 
 
-def holds_its_share_of_parameters_and_gradients() -> None:
+def holds_only_its_shard_of_parameters_and_gradients() -> None:
     model, ranks = build(TOY, Case()), dist.get_world_size()
     backward(model, batches(1)[0])
     full = Model()
@@ -66,7 +66,7 @@ def holds_its_share_of_parameters_and_gradients() -> None:
         assert sum(each.untyped_storage().nbytes() for each in storages.values()) == padded
 
 
-def unshards_beside_other_work() -> None:
+def unshards_asynchronously() -> None:
     model = build(TOY, Case())
     handle = model.blocks[0].unshard(async_op=True)
     assert isinstance(model.blocks[0].up.weight, DTensor)
@@ -76,7 +76,7 @@ def unshards_beside_other_work() -> None:
     assert torch.equal(whole(model)["blocks.0.up.weight"], build_plain()["blocks.0.up.weight"])
 
 
-def unshards_what_is_whole_already() -> None:
+def supports_unshard_of_full_parameters() -> None:
     model = build(TOY, Case(options={"reshard_after_forward": False}))
     for tokens_BT in batches(2):
         model(tokens_BT)
@@ -134,7 +134,7 @@ def gathers_as_often_as_pytorch() -> None:
         ]
 
 
-def forgets_a_wrong_guess() -> None:
+def reshards_after_a_wrong_prefetch() -> None:
     model, tokens_BT = build(TOY, Case()), batches(1)[0]
     backward(model, tokens_BT)
     removed = model.blocks[1]
@@ -145,7 +145,7 @@ def forgets_a_wrong_guess() -> None:
     assert not isinstance(removed.up.weight, DTensor)
 
 
-def begins_anew_after_an_exception() -> None:
+def recovers_after_an_exception() -> None:
     def fails(*_: Any) -> None:
         raise KeyError("meant")
 
@@ -177,7 +177,7 @@ def calls_hooks_of_accumulated_gradients() -> None:
     assert sorted(called) == sorted((name, True) for name, _ in model.named_parameters())
 
 
-def divides_by_the_factor_of_the_user() -> None:
+def divides_by_a_custom_factor() -> None:
     grads = []
     for factor in (None, 8.0):
         model = build(TOY, Case())
@@ -226,7 +226,7 @@ def trains_after_inference_mode() -> None:
     assert backward(model, tokens_BT) == backward(build(TOY, Case()), tokens_BT)
 
 
-def runs_a_part_by_itself() -> None:
+def runs_a_submodule_alone() -> None:
     model = build(TOY, Case())
     hidden = model.blocks[0](torch.ones(2, 13))
     hidden.sum().backward()
@@ -243,7 +243,7 @@ def slices_into_plain_modules() -> None:
         copy.deepcopy(model)
 
 
-def lives_beside_replicated_parts() -> None:
+def coexists_with_replicated_modules() -> None:
     # ``replicate`` leaves sharded parts alone, and ``fully_shard`` replicated ones, in either order.
     for first in ("shard", "replicate"):
         torch.manual_seed(0)
@@ -264,7 +264,7 @@ def lives_beside_replicated_parts() -> None:
         assert torch.equal(model[1].weight.grad * dist.get_world_size(), expected[1].weight.grad)
 
 
-def ignores_the_parameters_of_the_user() -> None:
+def ignores_the_given_parameters() -> None:
     model = Model()
     kept = set(model.blocks[0].norm.parameters())
     TOY.fully_shard(model, mesh=mesh_of(), ignored_params=kept)
@@ -289,7 +289,7 @@ def reduces_for_several_roots_in_one_queue() -> None:
         assert TOY.fully_shard.state(part[0]) is part[0]._get_fsdp_state() and TOY.fully_shard.state(other) is None
 
 
-def keeps_shards_on_the_cpu_where_the_mesh_is() -> None:
+def supports_the_cpu_offload_policy_on_a_cpu_mesh() -> None:
     # On CPU ranks, PyTorch's CPU offload policy has no further effect.
     outcomes = []
     for library in (TOY, NATIVE):
@@ -302,27 +302,27 @@ def keeps_shards_on_the_cpu_where_the_mesh_is() -> None:
 
 
 CLAIMS = [
-    shows_sharded_parameters_but_in_the_forward,
-    keeps_one_storage_for_whole_parameters,
-    holds_its_share_of_parameters_and_gradients,
-    unshards_beside_other_work,
-    unshards_what_is_whole_already,
+    exposes_sharded_parameters_outside_the_forward,
+    keeps_one_storage_for_full_parameters,
+    holds_only_its_shard_of_parameters_and_gradients,
+    unshards_asynchronously,
+    supports_unshard_of_full_parameters,
     reduces_for_several_roots_in_one_queue,
-    keeps_shards_on_the_cpu_where_the_mesh_is,
+    supports_the_cpu_offload_policy_on_a_cpu_mesh,
     gathers_the_next_unit_before_this_one_computes,
     gathers_as_often_as_pytorch,
-    forgets_a_wrong_guess,
-    begins_anew_after_an_exception,
+    reshards_after_a_wrong_prefetch,
+    recovers_after_an_exception,
     calls_hooks_of_accumulated_gradients,
-    divides_by_the_factor_of_the_user,
+    divides_by_a_custom_factor,
     calls_the_hook_with_reduced_gradients,
     reduces_zeros_where_only_one_rank_used_a_unit,
     runs_other_methods_as_a_forward,
     trains_after_inference_mode,
-    runs_a_part_by_itself,
+    runs_a_submodule_alone,
     slices_into_plain_modules,
-    lives_beside_replicated_parts,
-    ignores_the_parameters_of_the_user,
+    coexists_with_replicated_modules,
+    ignores_the_given_parameters,
 ]
 
 

@@ -88,7 +88,7 @@ def shows_both_meshes_to_the_optimizer() -> None:
     layer.reshard()
 
 
-def refuses_what_it_cannot_by_name() -> None:
+def refuses_unsupported_options_by_name() -> None:
     mesh = meshes(2)
     refusals: list[tuple[str, type[Exception], Callable[[Any], Any]]] = [
         ("other axes", NotImplementedError, lambda layer: TOY.fully_shard(layer, mesh=mesh[TP])),
@@ -120,7 +120,7 @@ CLAIMS: dict[str, Callable[[], None]] = {
         mp_policy={"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32},
     ),
     "both meshes": shows_both_meshes_to_the_optimizer,
-    "refusals": refuses_what_it_cannot_by_name,
+    "refusals": refuses_unsupported_options_by_name,
 }
 
 

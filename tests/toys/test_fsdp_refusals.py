@@ -27,7 +27,7 @@ class Extended(Tensor):
         """Never called."""
 
 
-def refuses_what_it_leaves_out_by_name() -> None:
+def refuses_unsupported_options_by_name() -> None:
     mesh, policy = mesh_of(), NATIVE.CPUOffloadPolicy()
     mixed = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4).half())
     refusals: list[tuple[str, type[Exception], Callable[[], Any]]] = [
@@ -85,4 +85,4 @@ def refuses_what_it_leaves_out_by_name() -> None:
 
 def test_unsupported_options_are_refused_by_name() -> None:
     """Oracle: the table in the package's docstring; PyTorch's messages where PyTorch refuses too."""
-    assert_hold(2, {"refusals": refuses_what_it_leaves_out_by_name})
+    assert_hold(2, {"refusals": refuses_unsupported_options_by_name})

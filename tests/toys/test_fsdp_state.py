@@ -65,7 +65,7 @@ def exchanges_checkpoints_with_pytorch() -> None:
         )
 
 
-def is_made_on_the_meta_device() -> None:
+def initializes_from_the_meta_device() -> None:
     for shard in (shard_blocks, shard_groups):
         with torch.device("meta"):
             model = Model()
@@ -82,7 +82,7 @@ def is_made_on_the_meta_device() -> None:
         assert backward(model, batches(1)[0]) == backward(build(TOY, Case(shard=shard)), batches(1)[0])
 
 
-def draws_the_values_of_an_ordinary_construction() -> None:
+def draws_the_values_of_a_regular_construction() -> None:
     # With all unit layouts; a shared weight belongs to the first module.
     for shard, tied in ((shard_blocks, False), (shard_groups, False), (shard_tied, True)):
         expected = build(TOY, Case(shard=shard, model={"tied": tied}))
@@ -103,7 +103,7 @@ def draws_the_values_of_an_ordinary_construction() -> None:
         assert torch.equal(backward(model, batches(1)[0]), backward(expected, batches(1)[0]))
 
 
-def changes_its_number_format_between_steps() -> None:
+def changes_its_dtype_between_steps() -> None:
     # PyTorch's can before its first step.
     (tokens_BT,) = batches(1)
     expected = [
@@ -119,9 +119,9 @@ def changes_its_number_format_between_steps() -> None:
 CLAIMS = [
     exchanges_state_dicts_with_pytorch,
     exchanges_checkpoints_with_pytorch,
-    is_made_on_the_meta_device,
-    draws_the_values_of_an_ordinary_construction,
-    changes_its_number_format_between_steps,
+    initializes_from_the_meta_device,
+    draws_the_values_of_a_regular_construction,
+    changes_its_dtype_between_steps,
 ]
 
 

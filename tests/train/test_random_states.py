@@ -64,12 +64,12 @@ OTHERS: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
     "a shorter one of Python's": (lambda states: states["python"].update(internal=[1, 2]), "state vector"),
     "a place beyond Python's": (lambda states: states["python"]["internal"].__setitem__(-1, 625), "invalid state"),
     "another torch's": (lambda states: states.update(torch="AAAA"), "torch's state holds 3 bytes, and this version's"),
-    "none of torch's": (lambda states: states.update(torch=""), "torch's state holds 1 bytes"),
+    "no state of torch": (lambda states: states.update(torch=""), "torch's state holds 1 bytes"),
     # Torch itself accepts both of these, and reads out of bounds at the next draws.
     "a place at the end of torch's": (place_torch(16, 624), "numbers left from 624 on, of 624"),
     "too many left of torch's": (place_torch(8, 624), "624 numbers left from 10 on, of 624"),
     "a place beyond torch's": (place_torch(16, 10**9), "left from 1000000000 on"),
-    "a torch that was not seeded": (place_torch(12, 0), "mt19937"),
+    "an unseeded torch state": (place_torch(12, 0), "mt19937"),
 }
 
 

@@ -16,7 +16,7 @@ from fsdptoys.train.stop import STOP_SIGNALS, StopRequest
 from scripts.ranks import run_ranks
 
 
-def in_a_process(work: Callable[[], None]) -> int:
+def exit_code_of_fork(work: Callable[[], None]) -> int:
     """Exit code of ``work`` in a fork of this process."""
     process = multiprocessing.get_context("fork").Process(target=work)
     process.start()
@@ -59,7 +59,7 @@ def test_signal_outside_training_ends_the_process() -> None:
             pass
         os.kill(os.getpid(), signal.SIGTERM)
 
-    assert [in_a_process(before), in_a_process(after)] == [-signal.SIGTERM] * 2
+    assert [exit_code_of_fork(before), exit_code_of_fork(after)] == [-signal.SIGTERM] * 2
 
 
 def hang(folder: Path) -> str | None:
@@ -100,7 +100,7 @@ def test_signals_of_a_forked_child_do_not_reach_the_parent() -> None:
     before = signal.signal(signal.SIGTERM, signal.SIG_DFL)
     try:
         with StopRequest() as request:
-            code = in_a_process(lambda: (os.kill(os.getpid(), signal.SIGTERM), time.sleep(20)))  # type: ignore[arg-type, func-returns-value]
+            code = exit_code_of_fork(lambda: (os.kill(os.getpid(), signal.SIGTERM), time.sleep(20)))  # type: ignore[arg-type, func-returns-value]
             time.sleep(0.1)
             assert (code, request.received) == (-signal.SIGTERM, None)
             os.kill(os.getpid(), signal.SIGTERM)

@@ -87,7 +87,7 @@ def test_evaluation_is_plain_cross_entropy_for_any_training_loss() -> None:
     assert smoothed[0] > plain[0]
 
 
-def whole_losses(config: Config) -> int:
+def count_full_losses(config: Config) -> int:
     """Number of full-logits losses of a run with evaluations."""
     calls, original = 0, F.cross_entropy
 
@@ -106,7 +106,7 @@ def test_evaluation_uses_the_chunked_loss_if_training_does(chunk_loss: bool) -> 
     """Oracle: calls of F.cross_entropy on full logits: two steps of two micro-batches, two evaluations."""
     memory = MemoryConfig(chunk_loss=chunk_loss)
     config = make_config(SingleConfig(), 1, steps=2, eval_every=1, eval_batches=1, memory=memory)
-    assert run_ranks(1, whole_losses, config)[0] == (0 if chunk_loss else 6)
+    assert run_ranks(1, count_full_losses, config)[0] == (0 if chunk_loss else 6)
 
 
 def histories(configs: list[Config]) -> list[list[tuple[float, float | None]]]:
