@@ -169,10 +169,7 @@ class RunRecorder(AbstractContextManager["RunRecorder"]):
         self._writers.each(lambda writer: writer.close())
         if sample is not None:
             self.message(f"sample of the trained model:\n{sample}\n")
-        lines = closing_lines(results, self._planned_steps, stop_reason, self._references, errors)
-        if compilation is not None:
-            lines.append(compilation_line(compilation))
-        self.message("\n".join([*lines, f"run directory: {self.run_dir}"]))
+        self.message("\n".join([*closing_lines(result), f"run directory: {self.run_dir}"]))
 
     def _files(
         self, results: RunResults, profile: ProfileResult | None, errors: Sequence[PredictionError]
@@ -207,20 +204,15 @@ class RunRecorder(AbstractContextManager["RunRecorder"]):
             self._counts_step = step
 
 
-def closing_lines(
-    results: RunResults,
-    planned_steps: int,
-    stop_reason: str,
-    references: dict[str, float],
-    errors: Sequence[PredictionError] = (),
-) -> list[str]:
-    """Last lines on the console: losses, speed, and inaccurate predictions."""
-    lines = [f"{results.steps} of {planned_steps} steps; {stop_reason}"]
+def closing_lines(run: RunResult) -> list[str]:
+    """Last lines on the console: losses, speed, inaccurate predictions, and compilations."""
+    results = run.steps
+    lines = [f"{results.steps} of {run.planned_steps} steps; {run.stop_reason}"]
     if results.last_loss is not None:
         losses = [f"last loss {results.last_loss:.4f}"]
         if results.eval_loss is not None:
             losses.append(f"held-out loss {results.eval_loss:.4f}")
-        losses += [f"{label} {nats:.4f}" for label, nats in references.items()]
+        losses += [f"{label} {nats:.4f}" for label, nats in run.references_nats.items()]
         lines.append(", ".join(losses) + " (nats per token)")
     if results.step_time_seconds is not None and results.tokens_per_second is not None:
         stall = f", {results.data_stall:.2%} of the time waiting for data" if results.data_stall is not None else ""
@@ -231,7 +223,7 @@ def closing_lines(
         )
     lines += [
         f"predicted {each.quantity} differs by {each.difference:+.0%} from the measurement"
-        for each in errors
+        for each in run.prediction
         if each.flagged
     ]
-    return lines
+    return lines + ([compilation_line(run.compilation)] if run.compilation is not None else [])
