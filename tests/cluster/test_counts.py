@@ -49,7 +49,7 @@ STEPS = {
     "toy_ddp": ([*SMALL, "parallel=toy_ddp"], 8, 1024),
     "toy_zero1": ([*SMALL, "parallel=toy_zero1"], 8, 1024),
 }
-"""Name → words, and two world sizes in which a rank's shards are alike."""
+"""Name → overrides, and two world sizes with equal shards per rank."""
 
 
 def numbers_of_a_step(words: Sequence[str], world_size: int) -> tuple[dict[str, int], dict[str, int], list[Any]]:

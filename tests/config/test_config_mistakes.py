@@ -161,7 +161,7 @@ def test_defaults_are_valid() -> None:
     ],
 )
 def test_command_prints_one_line_and_exits_with_2(words: list[str], sentence: str, tmp_path: Path) -> None:
-    """Oracle: stderr of the real command, whole."""
+    """Oracle: the full stderr of the real command."""
     done = subprocess.run(
         [sys.executable, "-m", "fsdptoys", *words],
         cwd=tmp_path,

@@ -101,7 +101,7 @@ def test_damaged_user_folder_is_named_and_left_unchanged(damage: Callable[[Path]
 
 
 def test_unreadable_cache_folder_is_not_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Oracle: the expected message, which names the folder: an error of the system says nothing about its contents."""
+    """Oracle: the expected message, which names the folder: a system error does not prove damage."""
     lines = write_lines(tmp_path / "a.jsonl", documents(50))
     config = HFConfig(files=[str(lines)], cache=str(tmp_path / "cache"), processes=1)
     config.prepare(16, 256)

@@ -120,7 +120,7 @@ def losses(config: Config) -> list[float]:
 
 @pytest.mark.usefixtures("corpus")
 def test_two_ranks_have_the_losses_of_one():
-    """Oracle: one process with the whole global batch, which sums in another order."""
+    """Oracle: one process with the full global batch, which sums in another order."""
     found = []
     for ranks, batch_size in ((1, 4), (2, 2)):
         wanted = make_config(FSDP2Config(), ranks, steps=3, grad_accum=1, batch_size=batch_size, eval_every=3)

@@ -96,7 +96,7 @@ def find_mistake(words: list[str], capsys: pytest.CaptureFixture[str]) -> str | 
 
 
 def arguments(line: str) -> list[str]:
-    """Words after ``fsdptoys`` in a command line, without placeholders and files that exist here."""
+    """Arguments after ``fsdptoys`` in a command line, without placeholders and files that exist here."""
     words = [word.replace("stdlib", "absent.txt") for word in shlex.split(line) if word != "…" and word[0] != "["]
     start = next(place for place, word in enumerate(words) if word in ("fsdptoys", "run_fsdp.sh"))
     rest = [word for word in words[start + 1 :] if word != "--"]

@@ -68,7 +68,7 @@ def test_signal_before_training_ends_all_workers(launched: Any, number: signal.S
 
 @pytest.mark.launcher
 def test_signal_during_training_ends_with_status_0(launched: Any) -> None:
-    """Oracle: the signal of each rank; the signal is sent three times at once, as a batch system may do."""
+    """Oracle: the signal of each rank; it is sent three times in a row, as a batch system may do."""
     run = launched("stop", max_restarts=2)
     pids = run.workers()
     for pid in (run.pid, pids[0], run.pid):
@@ -79,7 +79,7 @@ def test_signal_during_training_ends_with_status_0(launched: Any) -> None:
 
 @pytest.mark.launcher
 def test_second_signal_kills_all_workers(launched: Any) -> None:
-    """Oracle: workers that ignore both; the first signal, and one that follows at once, must change nothing."""
+    """Oracle: workers that ignore both; the first signal, and one immediately after it, must have no effect."""
     run = launched("deaf", max_restarts=2)
     pids = run.workers()
     for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGTERM):

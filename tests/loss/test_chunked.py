@@ -277,7 +277,7 @@ def test_auto_chunks_follow_the_documented_rule(
 
 
 def head_gradients(wrapping: str, dtype: torch.dtype, chunk_loss: bool) -> list[Any]:
-    """One of two ranks: loss and hidden states' gradient of its half of the batch, and the weight's whole gradient."""
+    """One of two ranks: loss and hidden states' gradient of its half of the batch, and the weight's full gradient."""
     rank = torch.distributed.get_rank()
     hidden_ND, weight_VD, labels_N = make_inputs(n=48, ignored=0.2)
     hidden_BTD = hidden_ND.detach()[rank * 24 :][:24].view(2, 12, D).to(dtype).requires_grad_()

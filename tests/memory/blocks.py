@@ -41,7 +41,7 @@ def gradients(model: DecoderModel) -> dict[str, Tensor]:
 
 
 def assert_equal(got: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
-    """Assert equality in every bit."""
+    """Assert bitwise equality."""
     assert got.keys() == expected.keys()
     for name, gradient in expected.items():
         assert torch.equal(got[name], gradient), name

@@ -21,7 +21,7 @@ ATEN = torch.ops.aten
     ("start", "every", "twice"), [(0, 1, {0, 1, 2, 3}), (3, 1, {3}), (0, 2, {0, 2}), (1, 2, {1, 3}), (1, 3, {1})]
 )
 def test_every_kth_block_from_the_start_index_runs_twice(start: int, every: int, twice: set[int]) -> None:
-    """Oracle: forwards counted by hooks, and the same model without checkpointing, bit for bit."""
+    """Oracle: forwards counted by hooks, and the same model without checkpointing, bitwise."""
     expected = build()
     forward(expected).backward()
     model = build()
@@ -41,7 +41,7 @@ def test_every_kth_block_from_the_start_index_runs_twice(start: int, every: int,
 def test_checkpointing_keeps_gradients_and_routing_of_every_family(
     family: str, mode: GradientCheckpointing, offload: bool
 ) -> None:
-    """Oracle: the same model without checkpointing, bit for bit; two micro-batches, with losses of the routers."""
+    """Oracle: the same model without checkpointing, bitwise; two micro-batches, with losses of the routers."""
     results = []
     for checkpointing in (NONE, mode):
         model = build(SMALL[family])
@@ -60,7 +60,7 @@ def test_checkpointing_keeps_gradients_and_routing_of_every_family(
 def test_first_selective_step_saves_nothing_of_the_matmul_probe(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Oracle: the same model without checkpointing, bit for bit, with the trial inside a checkpointed block."""
+    """Oracle: the same model without checkpointing, bitwise, with the trial inside a checkpointed block."""
     monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "AVX512")  # the trial runs only there
     results = []
     for mode in (SELECTIVE, NONE):
@@ -130,7 +130,7 @@ class NoisyBlock(nn.Module):
 @pytest.mark.parametrize("offload", [False, True], ids=["device", "offload"])
 @pytest.mark.parametrize("mode", [FULL, SELECTIVE], ids=lambda mode: mode.value)
 def test_recomputed_random_operators_draw_the_same_numbers(mode: GradientCheckpointing, offload: bool) -> None:
-    """Oracle: the same blocks and seed without checkpointing, bit for bit, and the generator's state afterwards."""
+    """Oracle: the same blocks and seed without checkpointing, bitwise, and the generator's state afterwards."""
     results = []
     for checkpointing in (NONE, mode):
         torch.manual_seed(0)

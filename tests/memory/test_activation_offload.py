@@ -181,7 +181,7 @@ def test_writing_in_place_to_saved_tensors_is_refused(writes_to_input: bool) -> 
 
 @pytest.mark.parametrize("fails_in", ["forward", "backward"])
 def test_step_after_a_failure_is_correct_and_reuses_buffers(fails_in: str) -> None:
-    """Oracle: the same model without checkpointing, bit for bit."""
+    """Oracle: the same model without checkpointing, bitwise."""
     model, copies = offloaded(SELECTIVE)
     forward(model).backward()
     made = len(copies.buffers)

@@ -149,7 +149,7 @@ def test_resuming_with_or_without_offload_is_bitwise_equal(name: str, optim: str
 
 @pytest.mark.usefixtures("unmeasured")
 def test_bfloat16_states_are_close_reproducible_and_resumable() -> None:
-    """Oracles: float32 states to 1%; the same run again and the uninterrupted run bit for bit."""
+    """Oracles: float32 states to 1%; the same run again and the uninterrupted run bitwise."""
 
     def config() -> Config:
         return make_config(FSDP2Config(), 2, steps=20, seq_len=8, model=SMALL, deterministic=False)

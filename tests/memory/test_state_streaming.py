@@ -130,7 +130,7 @@ def test_events_order_asynchronous_copies_correctly(
 
 @dataclass
 class Logged(Transfers):
-    """Copies at once and records the calls; slabs identify the buckets."""
+    """Copies immediately and records the calls; slabs identify the buckets."""
 
     log: list[str] = field(default_factory=list)
     slabs: dict[int, int] = field(default_factory=dict)
@@ -308,7 +308,7 @@ def test_state_dict_of_other_groups_is_refused() -> None:
 
 
 class PretendedStreams:
-    """A device's module on a CPU: streams that record their waits and run at once."""
+    """A device module on a CPU: streams that record their waits and run immediately."""
 
     def __init__(self) -> None:
         self.log: list[str] = []

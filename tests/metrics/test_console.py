@@ -83,7 +83,7 @@ def test_plain_lines_are_printed_every_log_every_steps_and_for_the_last(planned,
 
 
 def test_evaluations_and_non_finite_values_are_shown():
-    """Oracle: the words nan and inf in both consoles; an evaluation has its line though its step has none."""
+    """Oracle: nan and inf in both consoles; an evaluation has a line although its step has none."""
     for lines in (plain_lines(100, 1, [BROKEN_STEP]), rich_lines(100, BROKEN_STEP)):
         text = "\n".join(lines)
         assert "nan" in text and "inf" in text

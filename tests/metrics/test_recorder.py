@@ -139,7 +139,7 @@ def test_stall_fraction_excludes_the_warmup(tmp_path, capsys):
 
 @pytest.mark.parametrize("count", [0, 1, 2])
 def test_run_shorter_than_its_warmup_reports_no_medians(tmp_path, capsys, count):
-    """Oracle: the summary says so, and all files are written."""
+    """Oracle: the summary's text, and all files."""
     with make_recorder(tmp_path, Console.plain) as recorder:
         for metrics in run_of(count):
             recorder.step(metrics)
@@ -212,7 +212,7 @@ def test_run_of_an_moe_model_writes_its_routing(tmp_path, count, written):
 
 
 def test_summary_of_a_dense_model_does_not_mention_experts(tmp_path):
-    """Oracle: the page's words."""
+    """Oracle: the page's text."""
     with make_recorder(tmp_path) as recorder:
         recorder.step(STEP)
         recorder.finish("all done")
@@ -306,7 +306,7 @@ def test_non_finite_loss_is_bold_in_the_summary(tmp_path):
 
 
 def test_removed_folder_becomes_a_config_error(tmp_path):
-    """Oracle: the expected message, with the system's own words."""
+    """Oracle: the expected message, with the system's error text."""
     import shutil
 
     with make_recorder(tmp_path) as recorder:

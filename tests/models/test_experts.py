@@ -136,7 +136,7 @@ def test_module_passes_gradcheck(scale_input: bool) -> None:
 
 @pytest.mark.parametrize("wanted", range(4))
 def test_each_gradient_can_be_computed_alone(wanted: int) -> None:
-    """Oracle: the same gradient where all are asked for."""
+    """Oracle: the same gradient computed together with the others."""
     inputs = make_inputs(11, 2, 4)
     expected = value_and_gradients(apply_experts(*inputs, Looped()), inputs)[1 + wanted]
     floats = [tensor for tensor in inputs if tensor.requires_grad]

@@ -211,7 +211,7 @@ def test_all_memory_switches_together_are_bitwise_equal(dtype: DType, request: p
 @pytest.mark.usefixtures("unmeasured")
 @pytest.mark.parametrize("tie_embeddings", [False, True], ids=["untied", "tied"])
 def test_bf16_parameters_and_checkpointing_combine_under_every_strategy(tie_embeddings: bool) -> None:
-    """Oracle: one process without checkpointing, bit for bit; recomputation must see the same low-precision copies."""
+    """Oracle: one process without checkpointing, bitwise; recomputation must see the same low-precision copies."""
     options = {"tie_embeddings": tie_embeddings, "steps": 2}
     plain = single(2, param_dtype=DType.bfloat16, **options)
     assert single(2, param_dtype=DType.bfloat16, memory=CHECKPOINTED, **options) == plain
@@ -345,7 +345,7 @@ def train_offloaded(configs: list[Config]) -> list[Outcome]:
 @pytest.mark.parametrize("grad_accum", [1, 2])
 @pytest.mark.parametrize("use_orig_params", [True, False], ids=["own", "flat"])
 def test_fsdp1_cpu_offload_matches_training_without_offload(use_orig_params: bool, grad_accum: int) -> None:
-    """Oracle: the same training without offload, bit for bit."""
+    """Oracle: the same training without offload, bitwise."""
 
     def config() -> Config:
         parallel = FSDP1Config(use_orig_params=use_orig_params)

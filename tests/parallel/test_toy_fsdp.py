@@ -1,4 +1,4 @@
-"""The readable FSDP in the trainer: the runs of ``parallel=fsdp2``, bit for bit."""
+"""The readable FSDP in the trainer: the runs of ``parallel=fsdp2``, bitwise."""
 
 from collections.abc import Callable
 from typing import Any

@@ -168,7 +168,7 @@ def test_only_named_patches_are_applied(monkeypatch: pytest.MonkeyPatch) -> None
 def test_invalid_and_ineffective_patch_names_are_refused(
     names: list[str] | str, strategy: str, sentence: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Oracle: written by hand; the check and the application say the same."""
+    """Oracle: written by hand; the check and the application raise the same message."""
     monkeypatch.setattr(torch, "__version__", "2.13.0+cpu")
     before = targets()
     for call in (check_patches, apply_patches):

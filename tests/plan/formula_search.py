@@ -76,7 +76,7 @@ def formula(config: Config, hardware: Hardware, world_size: int) -> Prediction:
 
 @functools.cache
 def find_once(world_size: int, gib: float) -> SearchResult:
-    """Of the whole space, for ``MODEL``; nothing here may change it."""
+    """Shared result over the full space for ``MODEL``, not to be changed."""
     return find(MODEL, world_size, gib)
 
 

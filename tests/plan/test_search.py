@@ -236,7 +236,7 @@ def test_host_memory_limits_candidates() -> None:
 
 
 def test_best_candidates_are_checked_and_recommended_only_if_they_fit() -> None:
-    """Oracle: a second prediction that says the first candidate takes more than there is."""
+    """Oracle: a second prediction, by which the first candidate exceeds the memory."""
     first = find(MODEL, 8, 40, SMALL)
     asked = []
 
@@ -281,7 +281,7 @@ def test_frontier_is_the_set_of_undominated_points() -> None:
 
 @pytest.mark.usefixtures("unmeasured")
 def test_largest_fitting_preset_has_composable_overrides() -> None:
-    """Oracle: every larger preset fits in no combination of the same space; Hydra composes the words."""
+    """Oracle: no larger preset fits in any combination of the same space; Hydra composes the overrides."""
     names = ["llama3_1b", "gpt2_xl", "llama3_8b", "llama2_13b", "llama2_7b", "llama3_70b", "gpt2"]
     words = ["experiment=llama2_7b", "train.steps=5"]
     presets = compose_presets(names)
@@ -304,7 +304,7 @@ def test_largest_fitting_preset_has_composable_overrides() -> None:
 
 @pytest.mark.usefixtures("unmeasured")
 def test_overrides_of_the_best_candidate_reproduce_its_prediction() -> None:
-    """Oracle: the closed form of the configuration that Hydra composes from the best candidate's words."""
+    """Oracle: the closed form of the configuration that Hydra composes from the best candidate's overrides."""
     hardware = load_hardware("h100")
     words = ["model=llama3_1b", "train.seq_len=2048", "parallel.param_dtype=bfloat16"]
     result = search(compose(words), words, hardware, 8, 40 * GIB, closed_form, space=SENSIBLE)

@@ -259,7 +259,7 @@ def test_streamed_states_are_copied_both_ways_asynchronously() -> None:
 
 
 def test_worker_threads_update_every_offloaded_parameter_once() -> None:
-    """Oracle: fused AdamW updates this rank's parameters in a step, and pads the shards of norms to whole vectors."""
+    """Oracle: fused AdamW updates this rank's parameters in a step, and pads the shards of norms to full vectors."""
     made = traced([*LLAMA, "parallel=fsdp2", "memory.cpu_offload=true", "memory.cpu_offload_executor=overlapped", BF16])
     updates = [event for event in of_step(made, HostWork) if event.elements]
     padding = (2 * LAYERS + 1) * (VECTOR_ELEMENTS - DIM // 8)

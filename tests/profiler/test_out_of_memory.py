@@ -223,7 +223,7 @@ def test_failed_torch_allocation_on_the_cpu_is_explained():
 
 
 def test_failed_numpy_allocation_is_explained():
-    """Oracle: NumPy's own error for a pebibyte, whose type and words are not PyTorch's."""
+    """Oracle: NumPy's own error for 1 PiB, whose class and message differ from PyTorch's."""
     live = LiveBytes(PlacedBytes(0, MIB), PlacedBytes(0, MIB), PlacedBytes(0, 2 * MIB))
     with (
         pytest.raises(ExplainedOutOfMemoryError) as caught,

@@ -134,7 +134,7 @@ def test_damaged_prediction_is_omitted_with_a_note(runs: Path, text: str) -> Non
 def test_control_characters_of_a_run_are_escaped_on_the_terminal(
     runs: Path, form: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Oracle: no control character in the output, of keys and of values; their names are there, escaped."""
+    """Oracle: no control character in the output, of keys and of values; their names are escaped."""
     hostile = "\x1b[2J\x1b]0;owned\x07\r\u202e"
     for name, value in (("good", "a"), ("bad", hostile)):
         path = runs / name / "config.yaml"

@@ -32,7 +32,7 @@ def run(tmp_path: Path) -> Iterator[WrittenRun]:
 
 
 def test_lines_appear_when_written_and_a_partial_line_is_waited_for(run: WrittenRun) -> None:
-    """Oracle: the written steps, each once; half a line shows nothing until its end is there."""
+    """Oracle: the written steps, each once; a partial line is ignored until it is complete."""
     run.add(*(step_of(number) for number in range(1, 4)))
     watching = Watching(run.path)
     watching.wait_for_text("step  3/20")
@@ -232,7 +232,7 @@ def test_terminal_is_redrawn_and_keeps_the_last_state(run: WrittenRun) -> None:
 
 
 def test_rank_that_falls_behind_is_named(run: WrittenRun) -> None:
-    """Oracle: the heartbeats' own files of two ranks, seen at once and a minute later."""
+    """Oracle: heartbeat files of two ranks, read immediately and a minute later."""
     for rank, (step, phase) in enumerate([(7, "forward"), (6, "backward")]):
         heartbeat = HeartbeatWriter(run.path / HEARTBEATS_FOLDER, rank)
         heartbeat.beat(step, phase)

@@ -156,7 +156,7 @@ def test_headings_sort_by_numbers_and_by_keyboard(wide: Loaded) -> None:
 
 @needs_browser
 def test_filter_hides_rows(wide: Loaded) -> None:
-    """Oracle: the jobs that contain the words, as written; a minus leaves out."""
+    """Oracle: the jobs that contain the terms; a minus excludes."""
     field_ = wide.page.get_by_label("Filter rows").first
     field_.fill("fsdp2 full")
     assert column(wide, "rows", 1) == ["05", "06"]

@@ -19,7 +19,7 @@ from tests.report.recorded_runs import GPU_STEP, STEP, record_of, run_of, write_
 
 @pytest.fixture
 def without_pngs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Pages alone, for tests of their words."""
+    """Skip the PNGs, for tests of the pages' text."""
     monkeypatch.setattr("fsdptoys.report.html_page.draw_png", lambda picture, path: None)
 
 

@@ -39,7 +39,7 @@ def run_here(config: Config) -> None:
 @pytest.mark.launcher
 @pytest.mark.usefixtures("unmeasured", "warm")
 def test_run_stopped_by_signals_resumes_to_identical_results(tmp_path: Path) -> None:
-    """Oracle: the undisturbed run, in every bit of steps and final weights; status 0 at each stop."""
+    """Oracle: the undisturbed run, bitwise in steps and final weights; status 0 at each stop."""
     whole, stopped = tmp_path / "whole", tmp_path / "stopped"
     config = compose_config(words_of(CAMPAIGN, whole, STEPS))
     config.validate(CAMPAIGN.ranks, "cpu")

@@ -117,13 +117,13 @@ def test_document_masking_matches_cpu_ranks(mode: str) -> None:
 
 @pytest.mark.parametrize("mode", MODES)
 def test_every_strategy_on_two_npus_matches_cpu_ranks(mode: str) -> None:
-    """Oracle: the same strategy on CPU ranks with gloo, and on NPUs that do their work at once."""
+    """Oracle: the same strategy on CPU ranks with gloo, and on NPUs in immediate mode."""
     assert_trains_alike(2, mode, {name: (parallel, {}) for name, parallel in STRATEGIES.items()})
 
 
 @pytest.mark.parametrize("mode", MODES)
 def test_hybrid_sharding_on_four_npus_matches_cpu_ranks(mode: str) -> None:
-    """Oracle: the same strategy on CPU ranks with gloo, and on NPUs that do their work at once."""
+    """Oracle: the same strategy on CPU ranks with gloo, and on NPUs in immediate mode."""
     assert_trains_alike(4, mode, {name: (parallel, {"fsdp_size": 2}) for name, parallel in HYBRID.items()})
 
 

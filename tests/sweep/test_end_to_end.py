@@ -57,7 +57,7 @@ def ended(tmp_path_factory: pytest.TempPathFactory) -> Sweep:
 
 
 def test_each_kind_of_end_is_recognized(ended: Sweep) -> None:
-    """Oracle: the end that each run was configured for, in the launcher's own words."""
+    """Oracle: the configured end of each run, in the launcher's message."""
     good, out_of_memory, endless = ended.jobs
     assert (good.status, good.exit_status, good.reason) == (JobStatus.done, 0, None)
     assert out_of_memory.status is JobStatus.out_of_memory

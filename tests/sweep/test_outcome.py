@@ -50,7 +50,7 @@ def test_sigkill_from_outside_counts_as_out_of_memory(
 def test_exception_is_reported_by_its_class_and_first_line(
     tmp_path: Path, message: str, reason: str, out_of_memory: bool
 ) -> None:
-    """Oracle: the class that the rank recorded decides, not words of its message."""
+    """Oracle: the recorded error class decides, not the text of its message."""
     failure = recorded(tmp_path, message, "Traceback …\n" + message)
     outcome = make_exit_record(1, "a message", None, first_failure({0: failure}, tmp_path))
     assert (outcome.reason, outcome.out_of_memory) == (reason, out_of_memory)

@@ -299,7 +299,7 @@ def test_folder_is_locked_against_a_second_sweep(capsys: pytest.CaptureFixture[s
 
 
 def test_sweep_with_a_running_job_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
-    """Oracle: its file says running and its run directory is locked: another process started it."""
+    """Oracle: its recorded status is running and its run directory is locked: another process started it."""
     assert sweep(*SMALL, "train.seed=0") == 0
     found = the_sweep()
     job = found.jobs[0]

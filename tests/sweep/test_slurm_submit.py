@@ -92,7 +92,7 @@ def test_local_job_ends_with_the_command_that_waits_for_it(
 
 
 def test_local_job_with_a_killed_task_counts_as_stopped(tmp_path: Path) -> None:
-    """Oracle: the file, which says running: a terminal's signals may end the task before it writes."""
+    """Oracle: the recorded status running becomes stopped: a terminal's signals may end the task before it writes."""
     sweep = make_sweep(tmp_path, [()])
     write_job(sweep.job_folder(sweep.jobs[0]), Job("01", TINY, {}, "run 1", JobStatus.running))
     over = threading.Thread(target=lambda: None)

@@ -126,5 +126,5 @@ CLAIMS: dict[str, Callable[[], None]] = {
 
 @pytest.mark.skipif(not hasattr(DeviceMesh, "_concatenate"), reason="meshes of this torch cannot be joined")
 def test_tensor_parallelism_matches_pytorch_bitwise() -> None:
-    """Oracle: PyTorch's ``fully_shard`` on two data-parallel times two tensor-parallel ranks, bit for bit."""
+    """Oracle: PyTorch's ``fully_shard`` on two data-parallel times two tensor-parallel ranks, bitwise."""
     assert_hold(4, CLAIMS)

@@ -100,7 +100,7 @@ def differing_optimizers() -> list[str]:
 
 
 def test_any_optimizer_matches_ddp_over_full_parameters() -> None:
-    """Oracle: PyTorch's DDP and the same optimizer, bit for bit where a reduction adds two numbers; shared weights, and
+    """Oracle: PyTorch's DDP and the same optimizer, bitwise where a reduction adds two numbers; shared weights, and
     a block that one rank does not use; Adafactor, which is not elementwise, over whole tensors only."""
     assert run_ranks(2, differing_optimizers) == [[], []]
 

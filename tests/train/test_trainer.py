@@ -57,7 +57,7 @@ def first_step_and_oracle(configs: list[Config]) -> list[tuple[float, float, flo
 
 @pytest.mark.parametrize("deterministic", [False, True], ids=["default", "deterministic"])
 def test_loss_is_the_mean_over_valid_tokens_of_the_global_batch(deterministic: bool) -> None:
-    """Oracle: F.cross_entropy's mean over the whole ragged global batch at once, in one plain module."""
+    """Oracle: F.cross_entropy's mean over the full ragged global batch, in one plain module."""
     configs = [make_config(parallel, 2, steps=1, grad_accum=3, deterministic=deterministic) for parallel in STRATEGIES]
     for loss, norm, oracle_loss, oracle_norm in run_ranks(2, first_step_and_oracle, configs)[0]:
         assert loss == pytest.approx(oracle_loss, rel=1e-6)
@@ -128,7 +128,7 @@ def sums(configs: list[Config]) -> list[list[tuple[float, float]]]:
 
 
 def test_sums_over_ranks_round_in_their_dtype() -> None:
-    """Oracle: in float64 DDP and FSDP2 agree in every bit where a reduction adds two numbers; in float32 they do not,
+    """Oracle: in float64 DDP and FSDP2 agree bitwise where a reduction adds two numbers; in float32 they do not,
     since each adds up the squares of its own pieces of the gradients, and all are as close as float32 is.
     """
     configs = [

@@ -126,7 +126,7 @@ def test_native_releases_free_segments_before_it_fails() -> None:
 
 
 def test_expandable_unmaps_free_pages_and_remaps_them() -> None:
-    """Oracle: by hand: 50 free MiB between 10 and 20 that stay hold two whole pages; 70 more fit nowhere but after."""
+    """Oracle: by hand: 50 free MiB between live 10 and 20 contain two full pages; 70 more only fit at the end."""
     allocator = ExpandableAllocator(memory_limit_bytes=120 * MIB)
     first, hole, last = (allocator.allocate(size * MIB, stream=0) for size in (10, 50, 20))
     assert allocator.reserved_bytes == 80 * MIB

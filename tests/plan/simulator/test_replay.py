@@ -113,7 +113,7 @@ def test_only_work_issued_before_the_free_delays_reuse(later: Kernel) -> None:
 
 
 def test_recording_the_blocks_own_stream_does_not_delay_reuse() -> None:
-    """Oracle: ``recordStream`` in PyTorch's allocator returns at once for the stream of the block."""
+    """Oracle: ``recordStream`` in PyTorch's allocator returns immediately for the stream of the block."""
     result = replay_of(Mark(1, "forward"), block(0, 30), RecordStream(0, 0), compute(10), Free(0), block(1, 30))
     assert result.memory().reserved_bytes == 30 * MIB
 

@@ -113,7 +113,7 @@ def test_kernels_of_a_communication_stream_count_as_communication() -> None:
 
 
 def test_collectives_of_one_group_are_serialized() -> None:
-    """Oracle: computed by hand: the second gather is on another stream and ready at once, and still comes second."""
+    """Oracle: computed by hand: the second gather is on another stream and ready immediately, but runs second."""
     clock = run(gather(4, stream=1), gather(3, stream=2))
     assert (clock.tail(1), clock.tail(2)) == (4, 7)
 
