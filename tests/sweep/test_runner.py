@@ -88,7 +88,7 @@ def test_interrupted_job_is_stopped(tmp_path: Path, twice: bool) -> None:
 
 
 def test_exception_of_the_caller_ends_the_job(tmp_path: Path) -> None:
-    """Oracle: a batch system's handler may raise: the process ends, the recorded status is stopped, the exception propagates."""
+    """Oracle: a batch system's handler may raise: the job is recorded as stopped, and the exception propagates."""
     folder = make_job(tmp_path / "01", 5)
 
     def leave(number: int, frame: object) -> None:
