@@ -36,7 +36,7 @@ def convert_command(words: list[str]) -> int:
     """Run the command with the words after ``convert``, at least one; return the exit status 0."""
     direction, *rest = words
     if direction == "to-hf":
-        _to_hf(*_read_to_hf_words(rest))
+        _to_hf(rest)
     elif direction == "from-hf":
         if len(rest) != 1 or rest[0].startswith("-"):
             raise ConfigError(f"fsdptoys convert from-hf takes one folder, not {_joined(rest)}; write {FROM_HF}")
@@ -48,27 +48,23 @@ def convert_command(words: list[str]) -> int:
     return 0
 
 
-def _read_to_hf_words(words: list[str]) -> tuple[str, str, torch.dtype]:
+def _to_hf(words: list[str]) -> None:
     options = [word for word in words if re.match(r"\w+=", word)]
     paths = [word for word in words if word not in options]
     if len(paths) != 2 or any(path.startswith("-") for path in paths):
         raise ConfigError(f"fsdptoys convert to-hf takes a run and a new folder, not {_joined(paths)}; write {TO_HF}")
-    dtype = "float32"
+    name = "float32"
     for word in options:
-        key, _, dtype = word.partition("=")
+        key, _, name = word.partition("=")
         if key != "dtype":
             raise ConfigError(f"{word} is not a setting of fsdptoys convert to-hf; write {TO_HF}")
-        if dtype not in DTYPES:
+        if name not in DTYPES:
             raise ConfigError(f"{word} must be one of {', '.join(DTYPES)}; set dtype=float32")
     if len(options) > 1:
         raise ConfigError(f"{' and '.join(options)} exclude each other; keep one of them")
-    return paths[0], paths[1], DTYPES[dtype]
-
-
-def _to_hf(source: str, target: str, dtype: torch.dtype) -> None:
-    out_dir = Path(target).expanduser()
+    out_dir, dtype = Path(paths[1]).expanduser(), DTYPES[name]
     check_new_folder(out_dir)
-    weights = open_weights(source)
+    weights = open_weights(paths[0])
     written = write_hugging_face(out_dir, weights.config, weights.read, dtype)
     files = f"{len(written.files)} files" if len(written.files) > 1 else written.files[0]
     print(

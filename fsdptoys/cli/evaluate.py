@@ -26,8 +26,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fsdptoys.data import DataConfig, Samples, TokenDataset
-from fsdptoys.data.tokenizer import Tokenizer, check_ids
+from fsdptoys.data import Samples
+from fsdptoys.data.tokenizer import check_ids
 from fsdptoys.device import Device
 from fsdptoys.errors import ConfigError
 from fsdptoys.loss import build_loss
@@ -94,7 +94,11 @@ def evaluate_command(words: Sequence[str]) -> int:
             raise ConfigError(
                 f"{options.text} has {len(ids)} tokens, of which none can be predicted; give a longer text"
             )
-        bytes_count = _bytes_of(ids, content, tokenizer)
+        bytes_count = None
+        if tokenizer.has_bytes:
+            # A first byte alone may not decode to text; a special first id has no bytes.
+            first = 1 if len(ids) == len(content) else len(tokenizer.decode(ids[:1]).encode())
+            bytes_count = len(content) - first
         batches = _windows(ids, context, options.batch)
         found = evaluate(trained.load(device, dtype), batches, context, device, bytes_count)
     if options.json:
@@ -146,8 +150,13 @@ def _evaluate_held_out(
     data, source = trained.data(), trained.source
     if data is None:
         raise ConfigError(f"there is no text to predict; write fsdptoys evaluate {source} --text FILE")
-    try:
-        dataset = _open(data, context, trained.config.vocab_size, trained.data_seed())
+    try:  # as the trainer does
+        data.check_documents()
+        data.validate(context, trained.config.vocab_size)
+        data.prepare(context, trained.config.vocab_size)
+        dataset = data.build(context, trained.config.vocab_size, trained.data_seed())
+        if data.mask_documents:
+            dataset.end_labels_with_documents()
     except ConfigError as error:  # its fix is about training settings
         raise ConfigError(
             f"the held-out part of {source} cannot be opened in windows of {context} tokens "
@@ -168,32 +177,12 @@ def _evaluate_held_out(
     return found
 
 
-def _open(data: DataConfig, seq_len: int, vocab_size: int, seed: int) -> TokenDataset:
-    """Open a run's data as its trainer does."""
-    data.check_documents()
-    data.validate(seq_len, vocab_size)
-    data.prepare(seq_len, vocab_size)
-    dataset = data.build(seq_len, vocab_size, seed)
-    if data.mask_documents:
-        dataset.end_labels_with_documents()
-    return dataset
-
-
 def _held_out(samples: Samples, count: int, batch_size: int) -> Iterator[Batch]:
     """Yield the first samples in batches."""
     for first in range(0, count, batch_size):
         rows = [samples[index] for index in range(first, min(first + batch_size, count))]
         tokens_BT, labels_BT = (torch.from_numpy(np.stack(part)) for part in zip(*rows, strict=True))
         yield tokens_BT, labels_BT
-
-
-def _bytes_of(ids: Sequence[int], content: bytes, tokenizer: Tokenizer) -> int | None:
-    """Return the number of bytes of all tokens except the first, or None."""
-    if not tokenizer.has_bytes:
-        return None
-    # A first byte alone may not decode to text; a special first id has no bytes.
-    first = 1 if len(ids) == len(content) else len(tokenizer.decode(ids[:1]).encode())
-    return len(content) - first
 
 
 def _describe(found: Evaluation) -> str:

@@ -67,7 +67,7 @@ def _keys() -> list[str]:
             # parallel=fsdp1 selects FSDP1Config, parallel=toy_fsdp ToyFSDPConfig.
             choice = re.sub(r"^toy", "toy_", name.removesuffix("Config").lower())
             if found.family:
-                presets = ", ".join(_presets(section, found.family))
+                presets = ", ".join(each for each in choices[section] if schema_name(section, each) == found.family)
                 heading = f"a {found.family} model" + (f" ({presets})" if presets else "")
             elif choice in choices.get(section, ()):
                 heading = f"{section}={choice}"
@@ -76,11 +76,6 @@ def _keys() -> list[str]:
             own = _fields(classes, name, section, without=annotation)
             lines += [f" with {heading}: {found.doc}", *own] if own else []
     return ["", *roots, *lines] if roots else lines
-
-
-def _presets(group: str, family: str) -> list[str]:
-    """Return the names of the YAML files with a family's schema."""
-    return [name for name in list_choices()[group] if schema_name(group, name) == family]
 
 
 def _fields(classes: dict[str, Declaration], name: str, prefix: str, without: str | None = None) -> list[str]:

@@ -24,7 +24,11 @@ def train_command(words: list[str]) -> int:
     options = parse("train", [re.sub("^-c(?==|$)", "--cfg", word) for word in words])
     words = options.words
     if options.cfg is not None:
-        _show(words)
+        run = resolve_run(words, os.environ, choose_largest)
+        _check_places(run.composition.config)
+        chosen = " ".join(f"{group}={name or 'null'}" for group, name in run.composition.choices.items())
+        print(f"# {chosen}\n# validated for {run.world_size} ranks on {run.hardware.device_type}")
+        print(yaml.safe_dump(run.composition.config.to_dict(), sort_keys=False, allow_unicode=True), end="")
         return 0
     let_stdout_end()
     if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
@@ -109,14 +113,6 @@ def _prepare_data(config: Config, local_ranks: int) -> None:
     check_shared_memory(config.data.workers, config.step_bytes, local_ranks)
     config.data.prepare(config.train.seq_len, config.model.vocab_size)
     config.check_evaluation()  # again: a split of few documents may be empty
-
-
-def _show(words: list[str]) -> None:
-    run = resolve_run(words, os.environ, choose_largest)
-    _check_places(run.composition.config)
-    chosen = " ".join(f"{group}={name or 'null'}" for group, name in run.composition.choices.items())
-    print(f"# {chosen}\n# validated for {run.world_size} ranks on {run.hardware.device_type}")
-    print(yaml.safe_dump(run.composition.config.to_dict(), sort_keys=False, allow_unicode=True), end="")
 
 
 def choose_largest(experiment: str, device_type: str, world_size: int) -> list[str]:

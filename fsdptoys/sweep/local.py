@@ -89,9 +89,8 @@ def _numbers(sweep: Sweep, job: Job) -> list[str]:
     parts = []
     if results.step_time_seconds is not None:
         parts.append(f"{results.step_time_seconds.median:.3g} s a step")
-    peak_gib = results.memory_peak_gib
-    if peak_gib is not None:
-        parts.append(f"{peak_gib:.2f} GiB at the peak")
+    if results.memory_peak_gib is not None:
+        parts.append(f"{results.memory_peak_gib:.2f} GiB at the peak")
     elif results.resident_set_peak_gib is not None:
         parts.append(f"{results.resident_set_peak_gib:.2f} GiB of host memory at the peak")
     if results.last_loss is not None:

@@ -15,7 +15,6 @@ import contextlib
 import dataclasses
 import json
 import re
-import shlex
 import shutil
 import subprocess
 import threading
@@ -31,7 +30,7 @@ from fsdptoys.utils.file_lock import is_locked
 from fsdptoys.utils.foreign import parse_json
 from fsdptoys.utils.from_tree import build
 from fsdptoys.utils.regular_file import read_regular
-from fsdptoys.utils.text import one_line, print_status, printable
+from fsdptoys.utils.text import one_line, printable
 
 from .folder import Job, JobStatus, Sweep, read_job, write_job
 from .local import describe_end
@@ -131,10 +130,8 @@ def jobs_in_queue(sweep: Sweep) -> dict[str, str]:
     Raises:
         ConfigError: if SLURM was given jobs that have not ended, and ``squeue`` does not answer.
     """
-    ids: dict[str, str] = {}
-    for submission in read_submissions(sweep):
-        if submission.launcher == SLURM:
-            ids.update(submission.ids())
+    submissions = (one for one in read_submissions(sweep) if one.launcher == SLURM)
+    ids = {name: identity for one in submissions for name, identity in one.ids().items()}
     held = {job.name: "" for job in sweep.jobs if is_locked(sweep.job_folder(job))}
     pending = {job.name: ids[job.name] for job in sweep.jobs if job.name in ids and not job.status.ended}
     if not pending:
@@ -163,9 +160,7 @@ def ask_queue(ids: Iterable[str]) -> dict[str, str] | None:
     base = ["squeue", "--noheader", "--states=all", "--array", "--format=%i %T"]
     for which in (f"--jobs={','.join(arrays)}", "--me"):
         with contextlib.suppress(OSError, subprocess.SubprocessError):
-            answer = subprocess.run(
-                [*base, which], capture_output=True, text=True, check=True, timeout=ANSWER_SECONDS
-            ).stdout
+            answer = subprocess.check_output([*base, which], stderr=subprocess.PIPE, text=True, timeout=ANSWER_SECONDS)
             pairs = (line.split() for line in answer.splitlines())
             return {pair[0]: pair[1] for pair in pairs if len(pair) == 2 and re.match(r"\d", pair[0])}
     return None
@@ -213,17 +208,6 @@ def still_queued(sweep: Sweep, queued: Mapping[str, str]) -> list[WatchedSubmiss
         for one in read_submissions(sweep)
     ]
     return [one for one in watched if one.jobs]
-
-
-def print_queued_jobs(sweep: Sweep, submissions: Sequence[WatchedSubmission]) -> None:
-    """Print that jobs in SLURM's queue continue after this command, and how to end or collect them."""
-    ids = [identity for one in submissions if one.submission.launcher == SLURM for identity in one.ids.values()]
-    if ids:
-        numbers = sorted({identity.partition("_")[0] for identity in ids})
-        print_status(
-            f"the jobs in the queue continue; scancel {' '.join(numbers)} ends them, and fsdptoys sweep --resume "
-            f"{shlex.quote(str(sweep.path))} collects finished ones"
-        )
 
 
 def watch_jobs(sweep: Sweep, submissions: Sequence[WatchedSubmission], after_job: Callable[[], None]) -> None:

@@ -14,8 +14,8 @@ import io
 import logging
 import os
 import re
+import shlex
 import signal
-import sys
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -35,32 +35,14 @@ from fsdptoys.config.compose import CONFIG_MODULE
 from fsdptoys.errors import ConfigError
 from fsdptoys.utils.file_lock import LOCK_FILE, is_locked
 from fsdptoys.utils.regular_file import read_regular
+from fsdptoys.utils.text import print_status
 
 from .folder import JOBS_FOLDER, RUN_FOLDER, Job, JobStatus, Sweep, read_job, write_job
 from .job_list import still_running
 from .runner import handle_signals, heeded_signals, quote, set_aside
 from .slurm_node import run_on_node
-from .slurm_queue import (
-    SLURM,
-    WatchedSubmission,
-    begin_submission,
-    first_line,
-    jobs_in_queue,
-    print_queued_jobs,
-    still_queued,
-    watch_jobs,
-)
-from .slurm_settings import (
-    LAUNCHER_GROUP,
-    LAUNCHER_SECTION,
-    LOCAL,
-    QueueLauncher,
-    SlurmNeeds,
-    find_needs,
-    launching_words,
-    plugin_options,
-    read_launcher,
-)
+from .slurm_queue import SLURM, WatchedSubmission, begin_submission, first_line, jobs_in_queue, still_queued, watch_jobs
+from .slurm_settings import LOCAL, QueueLauncher, SlurmNeeds, find_needs, launching_words, plugin_options, read_launcher
 
 GRACE_SECONDS = 15.0
 """A local job still running so long after SIGTERM gets SIGINT; after three times as long it is left running."""
@@ -127,7 +109,13 @@ def submit(
                     watch_jobs(sweep, watched[-1:], after_job)
             watch_jobs(sweep, [one for one in watched if one.submission.launcher == SLURM], after_job)
     except KeyboardInterrupt:
-        print_queued_jobs(sweep, watched)
+        ids = [identity for one in watched if one.submission.launcher == SLURM for identity in one.ids.values()]
+        if ids:
+            numbers = sorted({identity.partition("_")[0] for identity in ids})
+            print_status(
+                f"the jobs in the queue continue; scancel {' '.join(numbers)} ends them, and fsdptoys sweep --resume "
+                f"{shlex.quote(str(sweep.path))} collects finished ones"
+            )
         for one in watched:
             if one.submission.launcher == LOCAL:
                 _end_local(sweep, one)
@@ -157,8 +145,7 @@ def _end_local(sweep: Sweep, watched: WatchedSubmission) -> None:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(*asked)
         if waited > 3 * GRACE_SECONDS:
-            message = f"; kill -9 {process} ends it" if process else ""
-            print(f"fsdptoys: job {name} has not ended{message}", file=sys.stderr, flush=True)
+            print_status(f"job {name} has not ended" + (f"; kill -9 {process} ends it" if process else ""))
             return
         time.sleep(POLL_SECONDS)
     job = read_job(folder)
@@ -221,9 +208,7 @@ def _submit_jobs(
             time.sleep(0.05)
     if not watched.ids:
         message = first_line(watched.error) if watched.error is not None else "it took none of them"
-        raise ConfigError(
-            f"{LAUNCHER_GROUP}={launcher.name} refuses the jobs ({message}); change {LAUNCHER_SECTION}KEY"
-        )
+        raise ConfigError(f"hydra/launcher={launcher.name} refuses the jobs ({message}); change hydra.launcher.KEY")
 
 
 def _make_launcher(sweep: Sweep, launcher: QueueLauncher, asked: Mapping[str, Any]) -> Any:

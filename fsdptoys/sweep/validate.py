@@ -113,51 +113,50 @@ def validate_combinations(
     Raises:
         ConfigError: for a word invalid by itself, or if no combination can run.
     """
-    planner = _Validator(where or LocalMachine())
-    validated = [planner.plan(combination) for combination in combinations]
+    found: dict[tuple[str, ...], JobHardware] = {}
+    checked: set[tuple[str, ...]] = set()
+    validated = [_validate(one, where or LocalMachine(), found, checked) for one in combinations]
     _refuse_mistakes(validated)
     refused = [one for one in validated if isinstance(one, InvalidJob)]
     if len(refused) == len(validated):
-        first = refused[0].reason
-        reasons = len({one.reason for one in refused})
+        first, reasons = refused[0].reason, len({one.reason for one in refused})
         of = f", of which the first is refused for this, and others for {reasons - 1} more reasons" * (reasons > 1)
         count = f"none of the {len(refused)} combinations can be run{of}: " if len(refused) > 1 else ""
         raise ConfigError(count + first)
     return validated
 
 
-class _Validator:
-    def __init__(self, where: LocalMachine) -> None:
-        self._where = where
-        self._found: dict[tuple[str, ...], JobHardware] = {}
-        self._checked: set[tuple[str, ...]] = set()
-
-    def plan(self, combination: Combination) -> ValidJob | InvalidJob:
-        words = [*combination.words, *self._where.extra_words]
-        launching = launching_words(combination.words)
-        by_composition = True
-        try:
-            if launching not in self._found:
-                settings = compose_config([*launching, *self._where.extra_words])
-                by_composition = False
-                self._found[launching] = self._where.find(launching, settings)
-                by_composition = True
-            place = self._found[launching]
-            if not any(word.startswith("experiment=") for word in words):
-                words.insert(0, f"experiment={choose_experiment(place.device_type, place.world_size)}")
-            config = compose_config(words)
+def _validate(
+    combination: Combination,
+    where: LocalMachine,
+    found: dict[tuple[str, ...], JobHardware],
+    checked: set[tuple[str, ...]],
+) -> ValidJob | InvalidJob:
+    """Compose and validate a combination; ``found`` and ``checked`` are caches by words."""
+    words, launching = [*combination.words, *where.extra_words], launching_words(combination.words)
+    by_composition = True
+    try:
+        if launching not in found:
+            settings = compose_config([*launching, *where.extra_words])
             by_composition = False
-            # The checks that only the launcher makes.
-            key = tuple(word for word in combination.words if word.startswith("plan."))
-            if place.unusual or (key and key not in self._checked):
-                self._where.check(combination.words, config)
-                self._checked.add(key)
-            config.validate(place.world_size, place.device_type, place.node_ranks)
-            check_writers(config.metrics, os.environ)
-            number = fingerprint(config, place.world_size, place.device_name)
-            return ValidJob(combination, config, place.world_size, number)
-        except ConfigError as reason:
-            return InvalidJob(combination, str(reason), tuple(words), by_composition)
+            found[launching] = where.find(launching, settings)
+            by_composition = True
+        place = found[launching]
+        if not any(word.startswith("experiment=") for word in words):
+            words.insert(0, f"experiment={choose_experiment(place.device_type, place.world_size)}")
+        config = compose_config(words)
+        by_composition = False
+        # The checks that only the launcher makes.
+        key = tuple(word for word in combination.words if word.startswith("plan."))
+        if place.unusual or (key and key not in checked):
+            where.check(combination.words, config)
+            checked.add(key)
+        config.validate(place.world_size, place.device_type, place.node_ranks)
+        check_writers(config.metrics, os.environ)
+        number = fingerprint(config, place.world_size, place.device_name)
+        return ValidJob(combination, config, place.world_size, number)
+    except ConfigError as reason:
+        return InvalidJob(combination, str(reason), tuple(words), by_composition)
 
 
 def _refuse_mistakes(validated: Sequence[ValidJob | InvalidJob]) -> None:
@@ -169,8 +168,7 @@ def _refuse_mistakes(validated: Sequence[ValidJob | InvalidJob]) -> None:
     broken = [one for one in validated if isinstance(one, InvalidJob) and one.by_composition]
     valid = (one for one in validated if not (isinstance(one, InvalidJob) and one.by_composition))
     fine = {word for one in valid for word in one.combination.words}
-    choices = list_choices()
-    fine_alone: set[tuple[str, ...]] = set()
+    choices, fine_alone = list_choices(), set()
     for one in broken:
         groups = [word for word in one.words if word.partition("=")[0] in choices]
         for word in one.combination.words:
