@@ -12,21 +12,8 @@ import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from fsdptoys.data import (
-    MOST_PROCESSES,
-    SHARD_TOKENS,
-    TOKENIZER_FILE,
-    Display,
-    Index,
-    Request,
-    check_folder,
-    files_of,
-    find_sources,
-    open_encoder,
-    prepare_folder,
-    read_index,
-)
-from fsdptoys.data.dataset_index import SPLITS
+from fsdptoys.data import MOST_PROCESSES, SHARD_TOKENS, Display, Request, find_sources, open_encoder, prepare_folder
+from fsdptoys.data.dataset_index import SPLITS, TOKENIZER_FILE, Index, check_folder, files_of, read_index
 from fsdptoys.device import available_cores
 from fsdptoys.errors import ConfigError
 from fsdptoys.utils.text import near_miss

@@ -128,11 +128,9 @@ def print_table(facts: Sequence[ModelFacts], console: Console) -> None:
     table = Table.grid(padding=(0, GAP, 0, 0), pad_edge=False)
     for column in columns:
         table.add_column(justify=column.justify, no_wrap=True, min_width=column.width)
-    for heading in zip(*(column.heading for column in columns), strict=True):
-        if any(heading):
-            table.add_row(*heading, style="dim")
-    for row in zip(*(column.cells for column in columns), strict=True):
-        table.add_row(*row)
+    for number, row in enumerate(zip(*((*column.heading, *column.cells) for column in columns), strict=True)):
+        if any(row):
+            table.add_row(*row, style="dim" if number < 2 else None)
     console.print(table, highlight=False)
     console.print()
     if left_out:

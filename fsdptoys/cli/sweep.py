@@ -94,7 +94,6 @@ def make_tables(path: Path, console: Console | None = None) -> None:
         path: the sweep's folder.
         console: also print the table there.
     """
-
     table = make_table(gather([path]))
     try:
         for name, export in {"table.md": to_markdown, "table.csv": to_csv, "table.json": to_json}.items():

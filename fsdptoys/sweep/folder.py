@@ -133,7 +133,8 @@ class Sweep:
                 write_job(self.job_folder(job), job)
         jobs = [job.name for job in self.jobs]
         content = _SweepFile(self.title, self.command, self.time_limit_seconds, jobs, self.skipped, self.words)
-        _replace(self.path / SWEEP_FILE, dataclasses.asdict(content))
+        text = json.dumps(dataclasses.asdict(content), indent=2, ensure_ascii=False)
+        write_atomically(self.path / SWEEP_FILE, text + "\n")
 
 
 @dataclass(frozen=True)
@@ -207,7 +208,8 @@ def _check_name(name: str) -> None:
 def write_job(folder: Path, job: Job) -> None:
     """Write a job's file atomically."""
     folder.mkdir(parents=True, exist_ok=True)
-    _replace(folder / JOB_FILE, {**dataclasses.asdict(job), "status": job.status.value})
+    tree = {**dataclasses.asdict(job), "status": job.status.value}
+    write_atomically(folder / JOB_FILE, json.dumps(tree, indent=2, ensure_ascii=False) + "\n")
 
 
 def _read(path: Path) -> dict[str, Any]:
@@ -224,7 +226,3 @@ def _read(path: Path) -> dict[str, Any]:
     if not isinstance(tree, dict):
         raise ConfigError(f"{path} holds no object; give a folder that fsdptoys sweep has written")
     return tree
-
-
-def _replace(path: Path, tree: dict[str, Any]) -> None:
-    write_atomically(path, json.dumps(tree, indent=2, ensure_ascii=False) + "\n")

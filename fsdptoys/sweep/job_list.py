@@ -4,16 +4,14 @@ Jobs with equal fingerprints are the same run. If only the words are equal, the 
 changed, so the earlier result is moved aside and the job runs again.
 """
 
-import contextlib
 import dataclasses
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 from fsdptoys.errors import ConfigError
 
 from .axes import Combination
-from .folder import JOBS_FOLDER, SWEEP_FILE, Job, JobStatus, Skipped, Sweep, read_sweep, write_job
+from .folder import JOBS_FOLDER, Job, JobStatus, Skipped, Sweep, write_job
 from .runner import set_aside
 
 
@@ -101,13 +99,3 @@ def write_arrangement(sweep: Sweep, arrangement: Arrangement, queued: Collection
             job = job.restarted()
         write_job(sweep.job_folder(job), job)
     sweep.write()
-
-
-def newest_with_words(folder: Path, words: Sequence[str]) -> Path | None:
-    """Return the sweep folder below ``folder`` most recently started or resumed with the same words, or None."""
-    found = []
-    for file in filter(Path.is_file, folder.glob(f"*/{SWEEP_FILE}")):
-        with contextlib.suppress(ConfigError):
-            if read_sweep(file.parent).words == tuple(words):
-                found.append((file.stat().st_mtime, file.parent))
-    return max(found)[1] if found else None

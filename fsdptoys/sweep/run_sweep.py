@@ -26,8 +26,8 @@ from fsdptoys.utils.regular_file import NotRegularFileError, read_regular
 
 from .axes import Combination, combine, read_axes, read_base
 from .definition import is_file_name, list_sweeps, read_definition
-from .folder import SWEEP_FILE, JobStatus, Skipped, Sweep, is_sweep_dir, read_sweep
-from .job_list import Arrangement, arrange, newest_with_words, still_running, write_arrangement
+from .folder import SWEEP_FILE, Job, JobStatus, Skipped, Sweep, is_sweep_dir, read_sweep
+from .job_list import Arrangement, arrange, still_running, write_arrangement
 from .local import duration, print_status, run_jobs
 from .runner import TRAIN
 from .slurm_queue import jobs_in_queue
@@ -36,6 +36,9 @@ from .validate import BatchQueue, InvalidJob, LocalMachine, ValidJob, validate_c
 
 SWEEPS_FOLDER = Path("sweeps")
 """Default parent of sweep folders, below the current directory."""
+
+MakeTables = Callable[[Path, Console | None], None]
+"""Writes the tables of a sweep's folder, and prints them to a console if given."""
 
 
 @dataclass(frozen=True)
@@ -95,14 +98,12 @@ def with_recorded_words(arguments: SweepArguments, sweep: Sweep) -> SweepArgumen
     )
 
 
-def run_sweep(
-    asked: SweepArguments, make_tables: Callable[[Path, Console | None], None], train: Sequence[str] = TRAIN
-) -> int:
+def run_sweep(asked: SweepArguments, make_tables: MakeTables, train: Sequence[str] = TRAIN) -> int:
     """Run a sweep.
 
     Args:
         asked: the arguments.
-        make_tables: writes the tables of a sweep's folder after each job, and prints them to a console if given.
+        make_tables: called after each job.
         train: the command of a job on this machine, before its words.
 
     Returns:
@@ -152,7 +153,7 @@ def run_sweep(
                 )
         write_arrangement(sweep, arrangement, queued)
         _print_plan(sweep, arrangement, briefly=True)
-        return _run(sweep, arrangement, asked.launcher_words, make_tables, train)
+        return _run(sweep, arrangement.to_run, asked.launcher_words, make_tables, train)
     except OSError as error:
         raise ConfigError(
             f"{path} cannot be written ({error.strerror or error}); make room, and continue with fsdptoys sweep "
@@ -163,7 +164,7 @@ def run_sweep(
 
 
 def _before(asked: SweepArguments) -> Sweep | None:
-    """Return the sweep to resume, or None."""
+    """Return the sweep to resume, of several with the same words the newest; None for a new sweep."""
     if not asked.resume:
         return None
     if asked.resume_dir is not None:
@@ -177,13 +178,17 @@ def _before(asked: SweepArguments) -> Sweep | None:
         raise ConfigError(
             "--resume names neither a folder nor the words of the sweep; write fsdptoys sweep --resume sweeps/NAME"
         )
-    found = newest_with_words(SWEEPS_FOLDER, asked.words)
-    if found is None:
+    found = []
+    for file in filter(Path.is_file, SWEEPS_FOLDER.glob(f"*/{SWEEP_FILE}")):
+        with contextlib.suppress(ConfigError):
+            if read_sweep(file.parent).words == asked.words:
+                found.append((file.stat().st_mtime, file.parent))
+    if not found:
         raise ConfigError(
             f"--resume finds no sweep below {SWEEPS_FOLDER} that was started with {shlex.join(asked.words)}; leave "
             f"--resume out to start it, or write --resume {SWEEPS_FOLDER}/NAME"
         )
-    return read_sweep(found)
+    return read_sweep(max(found)[1])
 
 
 def _combinations(asked: SweepArguments) -> tuple[str, list[Combination], float | None]:
@@ -272,11 +277,7 @@ def _print_plan(sweep: Sweep, arrangement: Arrangement, briefly: bool = False) -
 
 
 def _run(
-    sweep: Sweep,
-    arrangement: Arrangement,
-    launcher_words: Sequence[str],
-    make_tables: Callable[[Path, Console | None], None],
-    train: Sequence[str],
+    sweep: Sweep, to_run: Sequence[Job], launcher_words: Sequence[str], make_tables: MakeTables, train: Sequence[str]
 ) -> int:
     """Run jobs, keep the tables up to date, and print the last one."""
     after_job = functools.partial(make_tables, sweep.path, None)
@@ -285,22 +286,18 @@ def _run(
         from .slurm_submit import submit
 
         try:
-            submit(sweep, arrangement.to_run, launcher_words, after_job)
+            submit(sweep, to_run, launcher_words, after_job)
         except KeyboardInterrupt as request:
             number = getattr(request, "number", signal.SIGINT)
     else:
-        number = run_jobs(sweep, arrangement.to_run, after_job, train=train)
+        number = run_jobs(sweep, to_run, after_job, train=train)
     make_tables(sweep.path, Console())
-    now = read_sweep(sweep.path)
+    jobs = read_sweep(sweep.path).jobs
+    resume = f"fsdptoys sweep --resume {shlex.quote(str(sweep.path))}"
     if number is not None:
-        name = signal.Signals(number).name
-        command = f"fsdptoys sweep --resume {shlex.quote(str(sweep.path))}"
-        print_status(f"fsdptoys: stopped by {name}; {command} continues it")
+        print_status(f"fsdptoys: stopped by {signal.Signals(number).name}; {resume} continues it")
         return 128 + number
-    bad = [job for job in now.jobs if job.status is not JobStatus.done]
+    bad = [job for job in jobs if job.status is not JobStatus.done]
     if bad:
-        print_status(
-            f"fsdptoys: {len(bad)} of {len(now.jobs)} jobs are not done; fsdptoys sweep --resume "
-            f"{shlex.quote(str(sweep.path))} --retry runs them again"
-        )
+        print_status(f"fsdptoys: {len(bad)} of {len(jobs)} jobs are not done; {resume} --retry runs them again")
     return 1 if bad else 0

@@ -50,9 +50,6 @@ ENDED_ELSEWHERE = "another machine ended the run"
 LIMIT_SIGNALS = (signal.SIGUSR1, signal.SIGUSR2)
 """Signals that a queue sends before its time limit."""
 
-RESTARTS_VARIABLE = "SLURM_RESTART_COUNT"
-"""Environment variable with SLURM's count of restarts; unset before the first."""
-
 
 class QueueRequest(Interruption):
     """Forwards a queue's signals to the running launcher."""
@@ -88,8 +85,8 @@ def run_on_node(folder: Path, node: int, hosts: Sequence[str], job_number: int, 
     train = list(train)
     if len(hosts) > 1:
         train.append(f"launch.rdzv_endpoint={hosts[0]}:{FIRST_PORT + job_number % PORTS}")
-    # A restarted job keeps its id.
-    start = ".".join(filter(None, [str(job_number), os.environ.get(RESTARTS_VARIABLE)]))
+    # A restarted job keeps its id; SLURM's count is unset before the first restart.
+    start = ".".join(filter(None, [str(job_number), os.environ.get("SLURM_RESTART_COUNT")]))
     with QueueRequest() as request:
         if node == 0:
             _lead(folder, request, train, start if len(hosts) > 1 else None)
