@@ -212,9 +212,8 @@ class Checkpointer:
             sentence = invalid_checkpoint(self._config, place, str(problem))
             raise ConfigError(self._ranks.broadcast(sentence)) from problem
         if place.own:
-            self._series.resume_from(
-                place.name, self._ranks.ask_first(lambda: listing(self._series.names, self._storage))
-            )
+            names = self._ranks.ask_first(lambda: listing(self._series.names, self._storage))
+            self._series.resume_from(place.name, names)
             self._saver.committed = self.last_step = found.step
         return found
 

@@ -14,12 +14,8 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
-from torch.distributed.checkpoint.metadata import (
-    ChunkStorageMetadata,
-    Metadata,
-    TensorProperties,
-    TensorStorageMetadata,
-)
+from torch.distributed.checkpoint import metadata as dcp_metadata
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, SavePlan, SavePlanner, WriteItem
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
@@ -100,10 +96,9 @@ class SafetensorsReader(_UnplannedIO, dcp.StorageReader):
         """Return the index in the form PyTorch's planner expects."""
         metadata: dict[str, Any] = {}
         for name, tensor in self._index.items():
-            chunks = [
-                ChunkStorageMetadata(torch.Size(chunk.offsets), torch.Size(chunk.sizes)) for chunk in tensor.chunks
-            ]
-            properties = TensorProperties(dtype=CHUNK_DTYPES[tensor.dtype])
+            places = [(torch.Size(chunk.offsets), torch.Size(chunk.sizes)) for chunk in tensor.chunks]
+            chunks = [dcp_metadata.ChunkStorageMetadata(*place) for place in places]
+            properties = dcp_metadata.TensorProperties(dtype=CHUNK_DTYPES[tensor.dtype])
             metadata[name] = TensorStorageMetadata(properties, torch.Size(tensor.shape), chunks)
         return Metadata(metadata)
 

@@ -49,10 +49,7 @@ EMBEDDING, HEAD = "embed_tokens.weight", "lm_head.weight"
 BLOCK_ELEMENTS = 2**22  # elements checked at a time: 16 MiB of float32
 
 ROTARY_NUMBERS = {
-    "rope_theta": float,
-    "factor": float,
-    "low_freq_factor": float,
-    "high_freq_factor": float,
+    **dict.fromkeys(("rope_theta", "factor", "low_freq_factor", "high_freq_factor"), float),
     "original_max_position_embeddings": int,
 }
 """Supported rotary settings → their types."""

@@ -174,7 +174,7 @@ class Series:
         ``keep_every``. Checkpoints that cannot be read now are neither counted nor deleted, and are left to a later
         call.
         """
-        kept, name = 0, ""
+        kept, name, where = 0, "", self.storage.where
         deleted: list[str] = []
         problems: list[str] = []
         try:
@@ -189,9 +189,7 @@ class Series:
                         continue
                 except UnreadableError as problem:
                     if name not in self._reported:
-                        problems.append(
-                            f"{name} {problem.reason}, in {self.storage.where}, and is neither counted nor deleted"
-                        )
+                        problems.append(f"{name} {problem.reason}, in {where}, and is neither counted nor deleted")
                     self._reported.add(name)
                     continue
                 if kept < keep:
@@ -206,7 +204,7 @@ class Series:
                     self.discard(name)
                 deleted.append(name)
         except OSError as error:
-            problems.append(f"old checkpoints could not be deleted: {reason_of(error)} at {self.storage.where}/{name}")
+            problems.append(f"old checkpoints could not be deleted: {reason_of(error)} at {where}/{name}")
         return deleted, problems
 
     def _reason(self, name: str) -> str:

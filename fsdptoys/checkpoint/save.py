@@ -65,10 +65,18 @@ class Saver:
                 self._report(sentence)
             self._series.aside.clear()
         if problems:
-            self._report_failure(step, problems)
+            if ranks.rank == 0:
+                self._report_failure(step, problems)
             return False
         if wrote and ranks.rank == 0:
-            self._tidy(step, prunes)
+            name = step_name(step)
+            self._series.damaged.discard(name)
+            try:
+                self._series.point_to(name)
+            except OSError as error:
+                self._report(f"{LATEST_FILE} does not name {name}: {self._place_of(error)}")
+            if prunes:
+                self._prune(step)
         self.committed = step
         return True
 
@@ -124,16 +132,6 @@ class Saver:
             problems.append(f"the incomplete checkpoint could not be removed: {self._place_of(error)}")
         return problems
 
-    def _tidy(self, step: int, prunes: bool) -> None:
-        name = step_name(step)
-        self._series.damaged.discard(name)
-        try:
-            self._series.point_to(name)
-        except OSError as error:
-            self._report(f"{LATEST_FILE} does not name {name}: {self._place_of(error)}")
-        if prunes:
-            self._prune(step)
-
     def _prune(self, step: int) -> bool:
         """Delete old checkpoints; return whether any was deleted."""
         deleted, problems = self._series.prune(step, self._config.keep, self._config.keep_every)
@@ -142,8 +140,6 @@ class Saver:
         return bool(deleted)
 
     def _report_failure(self, step: int, problems: list[str]) -> None:
-        if self._ranks.rank != 0:
-            return
         newest = self._series.newest_readable()
         have = f"the newest one is {newest}" if newest else "there is none yet"
         is_full = any(words in problem for words in FULL for problem in problems)

@@ -27,14 +27,13 @@ from .shard_format import DTYPE_NAMES, INDEX_FILE, Chunk, ChunkForm, StoredTenso
 from .storage import Storage
 
 T = TypeVar("T")
+Group = dist.ProcessGroup | None  # None for one process
 
 GatherFull = Callable[[dict[str, Tensor]], Iterator[tuple[str, Tensor | None]]]
 """Gathers tensors one by one: yields the name, and the full CPU tensor on rank 0, None elsewhere."""
 
 
-def save_tensors(
-    storage: Storage, folder: str, tensors: dict[str, Tensor], group: dist.ProcessGroup | None
-) -> list[str]:
+def save_tensors(storage: Storage, folder: str, tensors: dict[str, Tensor], group: Group) -> list[str]:
     """Write tensors into an existing folder, each rank its shards; return the names of this rank's files. Collective.
 
     The folder has no other writers. ``tensors`` have the same names on all ranks: DTensors, or plain tensors equal on
@@ -49,14 +48,12 @@ def save_tensors(
     writer = SafetensorsWriter(storage, folder, dist.get_rank(group) if group is not None else 0)
     planner = dcp.DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
     with _plain_errors():
-        dcp.save(
-            dict(tensors), storage_writer=writer, planner=planner, process_group=group, no_dist=_one_process(group)
-        )
+        dcp.save(dict(tensors), storage_writer=writer, planner=planner, process_group=group, no_dist=_is_alone(group))
     return writer.files
 
 
 def save_full_tensors(
-    storage: Storage, folder: str, tensors: dict[str, Tensor], gather_full: GatherFull, group: dist.ProcessGroup | None
+    storage: Storage, folder: str, tensors: dict[str, Tensor], gather_full: GatherFull, group: Group
 ) -> list[str]:
     """Write full tensors, one by one, into an existing folder on rank 0. Collective.
 
@@ -87,7 +84,7 @@ def save_full_tensors(
     return _on_all_ranks(group, write)
 
 
-def load_tensors(storage: Storage, folder: str, tensors: dict[str, Tensor], group: dist.ProcessGroup | None) -> None:
+def load_tensors(storage: Storage, folder: str, tensors: dict[str, Tensor], group: Group) -> None:
     """Fill tensors in place from a folder that any number of ranks saved. Collective; ``group`` as in ``save_tensors``.
 
     ``tensors`` have the same names on all ranks, the saved dtypes and shapes, and any layout; the folder may hold more.
@@ -103,9 +100,7 @@ def load_tensors(storage: Storage, folder: str, tensors: dict[str, Tensor], grou
     reader = SafetensorsReader(storage, folder, index)
     planner = dcp.DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
     with _plain_errors():
-        dcp.load(
-            dict(tensors), storage_reader=reader, planner=planner, process_group=group, no_dist=_one_process(group)
-        )
+        dcp.load(dict(tensors), storage_reader=reader, planner=planner, process_group=group, no_dist=_is_alone(group))
 
 
 def _read_index_of(storage: Storage, folder: str, tensors: dict[str, Tensor]) -> dict[str, StoredTensor]:
@@ -146,7 +141,7 @@ def _in_file_order(tensors: dict[str, Tensor], gather_full: GatherFull) -> Itera
         )
 
 
-def _one_process(group: dist.ProcessGroup | None) -> bool:
+def _is_alone(group: Group) -> bool:
     if group is None:
         # Running without a group is intended. The filter stays set: restoring filters is not thread-safe.
         warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
@@ -164,7 +159,7 @@ def _plain_errors() -> Iterator[None]:
         raise _first([error for _, (error, _) in sorted(bundle.failures.items())]) from bundle
 
 
-def _on_all_ranks(group: dist.ProcessGroup | None, step: Callable[[], T]) -> T:
+def _on_all_ranks(group: Group, step: Callable[[], T]) -> T:
     """Call ``step`` on every rank; if it fails on any, raise the first failed rank's error on all."""
     failure: BaseException | None = None
     try:

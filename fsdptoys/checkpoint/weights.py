@@ -35,20 +35,18 @@ STEM = "weights"
 LARGEST_CONFIG_BYTES = 2**20
 
 
-def save_weights(
-    folder: Path, parameters: Iterator[tuple[str, Tensor]], max_file_bytes: int = MAX_FILE_BYTES
-) -> Written:
+def save_weights(folder: Path, params: Iterator[tuple[str, Tensor]], max_file_bytes: int = MAX_FILE_BYTES) -> Written:
     """Write a model's parameters atomically, on one rank, while all others exhaust their iterators.
 
-    ``parameters`` are full CPU tensors, each in its own unchanging memory; the iterator is exhausted even after a write
+    ``params`` are full CPU tensors, each in its own unchanging memory; the iterator is exhausted even after a write
     error, since every step is collective. ``max_file_bytes`` is also roughly the peak memory. ConfigError if the folder
     is taken or cannot be written.
     """
     try:
         with new_folder(folder) as temporary:
-            return write_tensors(temporary, STEM, parameters, max_file_bytes)
+            return write_tensors(temporary, STEM, params, max_file_bytes)
     except ConfigError:
-        for _ in parameters:
+        for _ in params:
             pass
         raise
 
@@ -75,7 +73,8 @@ class RunWeights:
         self.settings = _read_settings(where)
         self.config = model_config_of(self.settings.get("model"), str(where), "use the file that the run wrote")
         self.tensors = TensorFolder(self.path, STEM)
-        model = self.build()
+        with torch.device("meta"):
+            model: DecoderModel = self.config.build()
         shapes = {name: tuple(param.shape) for name, param in model.named_parameters()}
         reader = f"the model of {CONFIG_FILE}"
         self.tensors.require(shapes, reader)
@@ -85,11 +84,6 @@ class RunWeights:
                     f"{self.path / stored.file} holds {one_line(name)}, for which {reader} has no place; use the "
                     f"{CONFIG_FILE} that the run wrote"
                 )
-
-    def build(self) -> DecoderModel:
-        """Build the model on the meta device."""
-        with torch.device("meta"):
-            return self.config.build()
 
     def read(self, name: str, region: Bounds) -> Tensor:
         """Read a part of a parameter. Opens the file on each call, so that pages read do not stay in memory."""

@@ -145,10 +145,8 @@ def _text(owner: str, source: SourceFile, long_texts: bool) -> Read:
             pending = len(decoder.getstate()[0])  # bytes of a character that the last block has begun
             decoder.decode(content[start : start + BLOCK_BYTES], final=start + BLOCK_BYTES >= len(content))
     except UnicodeDecodeError as error:
-        place = start - pending + error.start
-        raise ConfigError(
-            f"{owner} holds no text in UTF-8 (byte {place}); write it in UTF-8 or leave it out"
-        ) from error
+        byte = start - pending + error.start
+        raise ConfigError(f"{owner} holds no text in UTF-8 (byte {byte}); write it in UTF-8 or leave it out") from error
     long = LongText(content)
     del content
     yield long, 1.0

@@ -126,9 +126,8 @@ class HFConfig(DataConfig):
     def _request(self) -> Request:
         if not self.files:
             raise ConfigError("data.files=[] names no file; set data.files=[corpus/*.jsonl]")
-        encoder = open_encoder(
-            self.tokenizer, self.document_end, f"data.tokenizer={self.tokenizer}", "data.document_end"
-        )
+        owner = f"data.tokenizer={self.tokenizer}"
+        encoder = open_encoder(self.tokenizer, self.document_end, owner, "data.document_end")
         request = self._request_of(encoder)
         return dataclasses.replace(request, folder=cache_folder(self.cache) / request.fingerprint[:KEY_LENGTH])
 

@@ -113,7 +113,11 @@ def _places(weights: Sequence[float]) -> list[int]:
         if all(abs(share * size - round(share * size)) < 1e-9 * size for share in shares)
     )
     for size in (next(exact, BLOCK), BLOCK):
-        counts = _rounded(shares, size)
+        # Integers that add up to ``size``, by the largest remainder.
+        counts = [math.floor(share * size + 1e-9 * size) for share in shares]
+        excess = [count - share * size for count, share in zip(counts, shares, strict=True)]
+        for number in sorted(range(len(shares)), key=excess.__getitem__)[: size - sum(counts)]:
+            counts[number] += 1
         if all(counts):
             return counts
     smallest = min(range(len(shares)), key=shares.__getitem__)
@@ -121,12 +125,3 @@ def _places(weights: Sequence[float]) -> list[int]:
         f"data.weights gives source {smallest + 1} a share of {shares[smallest]:.2g}, less than one sample in {BLOCK}; "
         "give it more, or leave it out"
     )
-
-
-def _rounded(shares: Sequence[float], size: int) -> list[int]:
-    """Integers that add up to ``size``, by the largest remainder."""
-    counts = [math.floor(share * size + 1e-9 * size) for share in shares]
-    behind = sorted(range(len(shares)), key=lambda number: counts[number] - shares[number] * size)
-    for number in behind[: size - sum(counts)]:
-        counts[number] += 1
-    return counts

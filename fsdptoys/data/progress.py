@@ -21,28 +21,21 @@ class Display:
 
     def __enter__(self) -> "Display":
         if self._stream is not None and self._stream.isatty():
+            from rich import progress
             from rich.console import Console
-            from rich.progress import (
-                BarColumn,
-                DownloadColumn,
-                Progress,
-                TextColumn,
-                TimeRemainingColumn,
-                TransferSpeedColumn,
-            )
             from rich.table import Column
 
             console, whole = Console(file=self._stream), Column(no_wrap=True)
             columns = (
-                TextColumn("{task.description}", table_column=whole),
-                BarColumn(bar_width=None, table_column=Column(ratio=1)),
-                DownloadColumn(table_column=whole),
-                TransferSpeedColumn(table_column=whole),
-                TextColumn("{task.fields[detail]}", table_column=whole),
-                TimeRemainingColumn(table_column=whole),
+                progress.TextColumn("{task.description}", table_column=whole),
+                progress.BarColumn(bar_width=None, table_column=Column(ratio=1)),
+                progress.DownloadColumn(table_column=whole),
+                progress.TransferSpeedColumn(table_column=whole),
+                progress.TextColumn("{task.fields[detail]}", table_column=whole),
+                progress.TimeRemainingColumn(table_column=whole),
             )
             # Refreshed by the caller: a thread must not run when processes are forked.
-            self._bar = Progress(*columns, console=console, auto_refresh=False, expand=True)
+            self._bar = progress.Progress(*columns, console=console, auto_refresh=False, expand=True)
             self._task = self._bar.add_task(self.title, total=None, detail="")
             self._bar.start()
             console.show_cursor(True)

@@ -77,7 +77,8 @@ class FileEncoder(Encoder):
         path = Path(choice).expanduser()
         file = path / TOKENIZER_FILE if path.is_dir() else path
         missing = f"{owner} names no existing tokenizer.json ({file}); name one, its folder, or bytes"
-        self._reader = read_tokenizer(file, owner, "data", "take bytes for the tokenizer", missing, plain=True)
+        instead = "take bytes for the tokenizer"
+        self._reader, self.file = read_tokenizer(file, owner, "data", instead, missing, plain=True)
         self._owner = owner
         self.name = file.name
         ids = self._reader.get_vocab(with_added_tokens=True).values()
@@ -89,7 +90,6 @@ class FileEncoder(Encoder):
             mistake = f"has no token {end!r}" if end else "names no token that ends a document"
             raise ConfigError(f"{owner} {mistake}; set {end_owner} to one of its tokens")
         self.document_end = int(self._reader.token_to_id(end))
-        self.file = read_file(file)
         self.sha256 = hashlib.sha256(self.file + end.encode()).hexdigest()
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -120,16 +120,6 @@ def explain_package_errors(failure: str, fix: str = "name another tokenizer, or 
         raise ConfigError(f"{failure} ({one_line(error) or type(error).__name__}); {fix}") from None
 
 
-def read_file(file: Path) -> bytes:
-    """Content of a tokenizer's file; ConfigError if it cannot be read, is not a regular file, or is too large."""
-    try:
-        return read_regular(file, MOST_TOKENIZER_BYTES)
-    except OSError as error:
-        raise ConfigError(f"{file} cannot be read ({error.strerror or error}); restore it") from error
-    except ValueError as error:
-        raise ConfigError(f"{file} cannot be a tokenizer ({error}); name another") from error
-
-
 @contextmanager
 def _one_thread() -> Iterator[None]:
     """Disable the package's threads: processes share the work, and ranks may be forked from this one."""
@@ -144,8 +134,8 @@ def _one_thread() -> Iterator[None]:
             os.environ["TOKENIZERS_PARALLELISM"] = before
 
 
-def read_tokenizer(file: Path, owner: str, extra: str, instead: str, missing: str, *, plain: bool) -> Any:
-    """Read a ``tokenizers.Tokenizer`` for ``owner``, the tokenizer as the user named it.
+def read_tokenizer(file: Path, owner: str, extra: str, instead: str, missing: str, *, plain: bool) -> tuple[Any, bytes]:
+    """Read a ``tokenizers.Tokenizer``, and its file, for ``owner``, the tokenizer as the user named it.
 
     ``extra`` of this project installs the package, and ``instead`` is the alternative, an imperative; ``missing`` is
     the sentence for a missing file. ``plain`` ignores special tokens in the text, and the file's truncation and
@@ -160,14 +150,19 @@ def read_tokenizer(file: Path, owner: str, extra: str, instead: str, missing: st
         ) from error
     if not file.is_file():
         raise ConfigError(missing)
-    content = read_file(file)
+    try:
+        content = read_regular(file, MOST_TOKENIZER_BYTES)
+    except OSError as error:
+        raise ConfigError(f"{file} cannot be read ({error.strerror or error}); restore it") from error
+    except ValueError as error:
+        raise ConfigError(f"{file} cannot be a tokenizer ({error}); name another") from error
     with explain_package_errors(f"{file} cannot be read as a tokenizer", "download it again"):
         reader = Tokenizer.from_buffer(content)
     if plain:
         reader.no_truncation()
         reader.no_padding()
         reader.encode_special_tokens = True
-    return reader
+    return reader, content
 
 
 def open_encoder(choice: str, end: str | None, owner: str, end_owner: str) -> Encoder:

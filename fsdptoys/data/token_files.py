@@ -9,7 +9,7 @@ import glob
 import itertools
 import os
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -92,12 +92,7 @@ class FileStream:
     """
 
     def __init__(
-        self,
-        key: str,
-        files: Sequence[SourceFile],
-        dtype: "np.dtype[Any]",
-        vocab_size: int,
-        separator: int | None = None,
+        self, key: str, files: list[SourceFile], dtype: "np.dtype[Any]", vocab_size: int, separator: int | None = None
     ) -> None:
         self.key = key
         self.files = files

@@ -58,7 +58,7 @@ def open_tokenizer(choice: str, vocab_size: int, *, plain: bool = False) -> Toke
     path = Path(choice).expanduser()
     file = path / TOKENIZER_FILE if path.is_dir() else path
     missing = f"{file} is missing, which maps the ids to text; write {CHOICE}"
-    reader = read_tokenizer(file, str(file), "generate", "write --tokenizer ids", missing, plain=plain)
+    reader, _ = read_tokenizer(file, str(file), "generate", "write --tokenizer ids", missing, plain=plain)
 
     def encode(text: str) -> list[int]:
         with explain_package_errors(f"{file} cannot turn the text into ids"):
