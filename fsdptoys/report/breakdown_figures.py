@@ -4,17 +4,27 @@ A run measures totals only; the parts come from its prediction. Runs without a p
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from fsdptoys.device import GIB
 from fsdptoys.metrics.prediction import Category, TimePrediction
 from fsdptoys.plan.simulator.events import KernelKind
+from fsdptoys.train.recorded_run import RecordedRun
 
 from .figures import Axis, Picture, Series, Shape
-from .plot_inputs import PlottedRun
 
 MIB = 2**20
-LEAST_SHARE = 1e-6
-"""Share of the longest bar below which a part is dropped as rounding noise."""
+LEAST_SHARE = 1e-6  # Share of the longest bar below which a part is dropped as rounding noise
+
+
+@dataclass(frozen=True)
+class PlottedRun:
+    """A run with steps and its label in figures."""
+
+    name: str
+    run: RecordedRun
+    settings: tuple[str, ...]  # ``key=value`` of the settings that differ among the runs
+    done: bool = True  # Whether it finished; unfinished runs are drawn but not ranked
 
 
 def draw_time_split(runs: Sequence[PlottedRun]) -> Picture | None:
@@ -58,7 +68,7 @@ def draw_memory_split(runs: Sequence[PlottedRun]) -> Picture | None:
             Axis("resident set", "GiB", from_zero=True),
             runs,
             [None] * len(runs),
-            [None if size is None else (size, None, None) for size in sets],
+            [None if size is None else (size,) for size in sets],
             "measured, not split",
             "",
             "The resident set of the process, including Python.",
@@ -82,7 +92,7 @@ def draw_memory_split(runs: Sequence[PlottedRun]) -> Picture | None:
             {kind.value: memory.categories.get(kind, 0) / size for kind in Category} if memory else None
             for memory in predictions
         ],
-        [None if peak is None else (peak * GIB / size, None, None) for peak in peaks],
+        [None if peak is None else (peak * GIB / size,) for peak in peaks],
         "measured peak",
         f"Bars: predicted before the run, by category. {measured}",
         "Bars: the measured peak of allocated memory.",
@@ -95,14 +105,14 @@ def _split_picture(
     axis: Axis,
     runs: Sequence[PlottedRun],
     predicted: Sequence[dict[str, float] | None],
-    measured: Sequence[tuple[float, float | None, float | None] | None],
+    measured: Sequence[Sequence[float] | None],
     measured_name: str,
     caption: str,
     measured_caption: str,
 ) -> Picture | None:
     """Draw predictions as stacked bars and measurements as marks, or as bars where a run has no prediction.
 
-    ``predicted`` has the parts of each run, ``measured`` its value with the ends of the spread, None if unknown;
+    ``predicted`` has the parts of each run, ``measured`` its value and the ends of a spread, None if unknown;
     ``measured_caption`` replaces ``caption`` if no run has a prediction.
     """
     split = {one.name: parts for one, parts in zip(runs, predicted, strict=True) if parts}
@@ -113,13 +123,13 @@ def _split_picture(
         if max(sizes) > LEAST_SHARE * highest:
             series.append(Series(part, Shape.bars, sizes, list(split), look))
     values = {one.name: value for one, value in zip(runs, measured, strict=True) if value}
-    bare = {run: value for run, (value, _, _) in values.items() if run not in split}
+    bare = {run: value[0] for run, value in values.items() if run not in split}
     if bare:
         series.append(Series("measured, not split", Shape.bars, list(bare.values()), list(bare), None))
     marked = {run: value for run, value in values.items() if run in split}
     if marked:
         marks, *ends = zip(*marked.values(), strict=True)
-        low, high = (() if None in each else each for each in ends)
+        low, high = ends or ((), ())
         series.append(Series(measured_name, Shape.points, marks, list(marked), None, (), low, high, ink=True))
     if not series:
         return None

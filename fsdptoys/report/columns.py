@@ -15,24 +15,19 @@ from fsdptoys.utils.text import value_text
 from .runs_table import Record
 from .setting_diff import Settings, heading, own_key
 
-MISSING = "–"
-"""Shown in cells without a value."""
+MISSING = "–"  # Shown in cells without a value
 
 
-STAYS = 100
-"""Weight of columns that are never dropped."""
+STAYS = 100  # Weight of columns that are never dropped
 
 
 @dataclass(frozen=True)
 class TableCell:
     """One value of a row."""
 
-    value: Any
-    """Raw, in the unit given by the column's name; None if the row has none."""
-    text: str
-    """Formatted, in the unit of the heading."""
-    brief: str | None = None
-    """Shorter text for narrow terminals."""
+    value: Any  # Raw, in the unit given by the column's name; None if the row has none
+    text: str  # Formatted, in the unit of the heading
+    brief: str | None = None  # Shorter text for narrow terminals
 
 
 EMPTY = TableCell(None, MISSING)
@@ -42,16 +37,12 @@ EMPTY = TableCell(None, MISSING)
 class TableColumn:
     """One cell per row, in row order."""
 
-    name: str
-    """Key in CSV and JSON; its suffix is the unit of the raw values."""
-    heading: str
-    """Displayed; names the unit of the formatted texts."""
+    name: str  # Key in CSV and JSON; its suffix is the unit of the raw values
+    heading: str  # Displayed; names the unit of the formatted texts
     cells: list[TableCell]
     numeric: bool
-    weight: int
-    """Narrow terminals drop the lightest columns first, and never those of ``STAYS`` or more."""
-    setting: bool = False
-    """Whether it holds a setting and not a measurement."""
+    weight: int  # Narrow terminals drop the lightest columns first, and never those of ``STAYS`` or more
+    setting: bool = False  # Whether it holds a setting and not a measurement
 
     @property
     def values(self) -> list[Any]:
@@ -68,42 +59,41 @@ class TableColumn:
 class Measure:
     """A measured quantity of a run."""
 
-    name: str
-    """Attribute of :class:`~fsdptoys.metrics.results.RunResults`."""
+    name: str  # Attribute of :class:`~fsdptoys.metrics.results.RunResults`
     heading: str
     weight: int
-    factor: float = 1.0
-    """Converts the raw unit to the unit of the heading."""
+    factor: float = 1.0  # Converts the raw unit to the unit of the heading
     shows_spread: bool = False
 
-    def read(self, run: RecordedRun) -> float | Spread | None:
+    def read(self, run: RecordedRun | None) -> float | Spread | None:
         """The value of a run, in the raw unit."""
-        value: float | Spread | None = getattr(run.results, self.name)
-        return value
+        return getattr(run.results, self.name) if run is not None else None
 
 
 @dataclass(frozen=True)
 class PredictedMeasure:
     """A predicted quantity of a run and its measured counterpart."""
 
-    name: str
+    measure: str  # Name of the measured counterpart
     heading: str
-    read: Callable[[Prediction], float]
-    measure: str
-    """Name of the measured counterpart."""
     weight: int
+    read: Callable[[Prediction], float]
     factor: float = 1.0
 
-    def predicted(self, run: RecordedRun) -> float | None:
+    @property
+    def name(self) -> str:
+        """Name of the prediction in CSV and JSON."""
+        return f"predicted_{self.measure}"
+
+    def predicted(self, run: RecordedRun | None) -> float | None:
         """The prediction for a run; None without one, and for device memory on a CPU."""
-        applies = run.prediction is not None and not (self.name.endswith("_gib") and run.device_type == "cpu")
-        return self.read(run.prediction) if run.prediction is not None and applies else None
+        if run is None or run.prediction is None or (self.name.endswith("_gib") and run.device_type == "cpu"):
+            return None
+        return self.read(run.prediction)
 
     def difference(self, run: RecordedRun | None) -> float | None:
         """Relative error, ``predicted / measured - 1``."""
-        if run is None:
-            return None
-        predicted, measured = self.predicted(run), _median(getattr(run.results, self.measure))
+        predicted, measured = self.predicted(run), _median(getattr(run and run.results, self.measure, None))
         return predicted / measured - 1 if predicted is not None and measured else None
 
 
@@ -120,43 +110,17 @@ MEASURES = (
 )
 
 PREDICTED_MEASURES = (
+    PredictedMeasure("step_time_seconds", "Predicted step (ms)", 40, lambda each: each.time.step_seconds, 1e3),
+    PredictedMeasure("memory_peak_gib", "Predicted peak (GiB)", 30, lambda each: each.memory.peak_bytes / GIB),
     PredictedMeasure(
-        "predicted_step_time_seconds",
-        "Predicted step (ms)",
-        lambda prediction: prediction.time.step_seconds,
-        "step_time_seconds",
-        40,
-        1e3,
-    ),
-    PredictedMeasure(
-        "predicted_memory_peak_gib",
-        "Predicted peak (GiB)",
-        lambda prediction: prediction.memory.peak_bytes / GIB,
-        "memory_peak_gib",
-        30,
-    ),
-    PredictedMeasure(
-        "predicted_memory_reserved_gib",
-        "Predicted reserved (GiB)",
-        lambda prediction: prediction.memory.reserved_bytes / GIB,
-        "memory_reserved_gib",
-        35,
+        "memory_reserved_gib", "Predicted reserved (GiB)", 35, lambda each: each.memory.reserved_bytes / GIB
     ),
 )
 
 
-def name_column(records: Sequence[Record]) -> TableColumn:
-    """Names of the rows."""
-    return TableColumn(
-        "run", "Run", [TableCell(record.name, value_text(record.name)) for record in records], False, STAYS
-    )
-
-
-def status_column(records: Sequence[Record]) -> TableColumn:
-    """Status of each row."""
-    return TableColumn(
-        "status", "Status", [TableCell(each.status.value, each.status.value) for each in records], False, STAYS
-    )
+def text_column(name: str, heading: str, texts: Sequence[str]) -> TableColumn:
+    """Names or statuses of the rows."""
+    return TableColumn(name, heading, [TableCell(text, value_text(text)) for text in texts], False, STAYS)
 
 
 def setting_column(key: str, settings: Sequence[Settings], records: Sequence[Record]) -> TableColumn:
@@ -168,14 +132,19 @@ def setting_column(key: str, settings: Sequence[Settings], records: Sequence[Rec
         if value is None and not (record.run is not None and key in row):
             cells.append(EMPTY)
         else:
-            cells.append(TableCell(value if value is not None else "null", _shown(value)))
+            text = ("yes" if value else "no") if isinstance(value, bool) else value_text(value)
+            cells.append(TableCell(value if value is not None else "null", text))
     numeric = all(isinstance(cell.value, (int, float)) and not isinstance(cell.value, bool) for cell in cells)
     return TableColumn(key, heading(key), cells, numeric, STAYS, setting=True)
 
 
 def measured_columns(records: Sequence[Record]) -> list[TableColumn]:
     """Medians and memory; resident set columns only if a run uses a CPU device or offloads to the host."""
-    columns = {measure.name: _measured(measure, records) for measure in MEASURES}
+    columns = {}
+    for measure in MEASURES:
+        values = [measure.read(record.run) for record in records]
+        values = values if measure.shows_spread else list(map(_median, values))
+        columns[measure.name] = _number_column(measure, values, [None] * len(values))
     runs = [record.run for record in records if record.run is not None]
     if not any(run.device_type == "cpu" or _offloads(run) for run in runs):
         del columns["resident_set_gib"], columns["resident_set_peak_gib"]
@@ -186,7 +155,11 @@ def measured_columns(records: Sequence[Record]) -> list[TableColumn]:
 
 def predicted_columns(records: Sequence[Record]) -> list[TableColumn]:
     """Predictions, each with its relative error."""
-    return [_predicted(measure, records) for measure in PREDICTED_MEASURES]
+    runs = [record.run for record in records]
+    return [
+        _number_column(measure, list(map(measure.predicted, runs)), list(map(measure.difference, runs)))
+        for measure in PREDICTED_MEASURES
+    ]
 
 
 def loss_columns(records: Sequence[Record], step: int | None) -> list[TableColumn]:
@@ -224,34 +197,24 @@ def _offloads(run: RecordedRun) -> bool:
     )
 
 
-def _measured(measure: Measure, records: Sequence[Record]) -> TableColumn:
-    values = [measure.read(record.run) if record.run is not None else None for record in records]
-    digits = _digits([_median(value) for value in values], measure.factor)
+def _number_column(
+    measure: Measure | PredictedMeasure, values: Sequence[float | Spread | None], differences: Sequence[float | None]
+) -> TableColumn:
+    """Numbers or medians, each followed by the ends of its spread or its relative difference in brackets."""
+    medians = list(map(_median, values))
+    digits = _digits(medians, measure.factor)
     cells = []
-    for value in values:
-        median = _median(value)
+    for value, median, difference in zip(values, medians, differences, strict=True):
         if median is None:
             cells.append(EMPTY)
             continue
-        brief = _number(median * measure.factor, digits)
-        if measure.shows_spread and isinstance(value, Spread):
+        brief, bracket = _number(median * measure.factor, digits), ""
+        if isinstance(value, Spread):
             low, high = (_number(part * measure.factor, digits) for part in (value.p10, value.p90))
-            cells.append(TableCell(median, f"{brief} ({low}–{high})", brief))
-        else:
-            cells.append(TableCell(median, brief))
-    return TableColumn(measure.name, measure.heading, cells, True, measure.weight)
-
-
-def _predicted(measure: PredictedMeasure, records: Sequence[Record]) -> TableColumn:
-    values = [measure.predicted(record.run) if record.run is not None else None for record in records]
-    digits = _digits(values, measure.factor)
-    cells = []
-    for record, value in zip(records, values, strict=True):
-        if value is None:
-            cells.append(EMPTY)
-            continue
-        brief, difference = _number(value * measure.factor, digits), measure.difference(record.run)
-        cells.append(TableCell(value, f"{brief} ({difference:+.0%})" if difference is not None else brief, brief))
+            bracket = f" ({low}–{high})"
+        elif difference is not None:
+            bracket = f" ({difference:+.0%})"
+        cells.append(TableCell(median, brief + bracket, brief))
     return TableColumn(measure.name, measure.heading, cells, True, measure.weight)
 
 
@@ -276,7 +239,3 @@ def _digits(values: Sequence[float | None], factor: float) -> int:
 
 def _number(value: float, digits: int) -> str:
     return f"{value:,.{digits}f}" if math.isfinite(value) else str(value)
-
-
-def _shown(value: Any) -> str:
-    return ("yes" if value else "no") if isinstance(value, bool) else value_text(value)

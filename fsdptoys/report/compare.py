@@ -15,12 +15,12 @@ from typing import Any
 from fsdptoys.errors import ConfigError
 from fsdptoys.metrics import StepMetrics
 from fsdptoys.metrics.config import METRICS_FILE
-from fsdptoys.metrics.resume_log import changed_settings, flatten
+from fsdptoys.metrics.resume_log import changed_settings
 from fsdptoys.sweep import is_sweep_dir
 from fsdptoys.sweep.folder import RUN_FOLDER
 from fsdptoys.train.recorded_run import RecordedRun, is_run_dir, read_recorded_run
 
-from .loss_agreement import HELD_OUT, QUANTITIES, relative_difference
+from .loss_agreement import HELD_OUT, QUANTITIES
 from .setting_diff import EXCLUDED, RANKS, effective
 from .setting_effects import USUAL_FORMATS, Effect, Stage, effect_of, global_batch, held_out_samples, stage_of
 
@@ -43,8 +43,11 @@ class Difference:
 
     @property
     def relative(self) -> float:
-        """Difference relative to the larger magnitude."""
-        return relative_difference(self.first, self.second)
+        """Difference relative to the larger magnitude; 0 for two NaNs, infinite if otherwise not both are finite."""
+        if self.first == self.second or (math.isnan(self.first) and math.isnan(self.second)):
+            return 0.0
+        largest = max(abs(self.first), abs(self.second))
+        return self.absolute / largest if math.isfinite(largest) else math.inf
 
 
 @dataclass(frozen=True)
@@ -52,15 +55,11 @@ class Course:
     """One quantity over the common steps."""
 
     quantity: str
-    steps: int
-    """Number of steps compared."""
-    differing: int
-    """Number of steps beyond the tolerance."""
+    steps: int  # Number of steps compared
+    differing: int  # Number of steps beyond the tolerance
     first: Difference | None
-    largest: Difference | None
-    """Largest relative difference over all steps; None if all are bitwise equal."""
-    not_finite: tuple[int, int]
-    """Number of NaN or infinite values of the first and the second run."""
+    largest: Difference | None  # Largest relative difference over all steps; None if all are bitwise equal
+    not_finite: tuple[int, int]  # Number of NaN or infinite values of the first and the second run
 
 
 @dataclass(frozen=True)
@@ -79,27 +78,18 @@ class RunComparison:
 
     tolerance: float
     courses: list[Course]
-    only_first: list[int]
-    """Steps missing in the second run."""
+    only_first: list[int]  # Steps missing in the second run
     only_second: list[int]
-    changes: list[Change]
-    """Most likely causes first."""
-    environment: list[tuple[str, Any, Any]]
-    """Key, value of the first run, value of the second."""
-    notes: list[str]
-    """Sentences about unreadable lines and quantities left out."""
-    unread: bool
-    """Whether a run has unreadable metrics lines."""
+    changes: list[Change]  # Most likely causes first
+    environment: list[tuple[str, Any, Any]]  # Key, value of the first run, value of the second
+    notes: list[str]  # Sentences about unreadable lines and quantities left out
+    unread: bool  # Whether a run has unreadable metrics lines
 
     @property
     def first_difference(self) -> tuple[Course, Difference] | None:
         """The earliest differing step; at equal steps, the quantity that comes first in ``QUANTITIES``."""
-        found = [(course.first.step, index) for index, course in enumerate(self.courses) if course.first is not None]
-        if not found:
-            return None
-        course = self.courses[min(found)[1]]
-        assert course.first is not None
-        return course, course.first
+        found = [(course, course.first) for course in self.courses if course.first is not None]
+        return min(found, key=lambda pair: pair[1].step, default=None)
 
     @property
     def same(self) -> bool:
@@ -143,23 +133,23 @@ def compare_runs(first: RecordedRun, second: RecordedRun, tolerance: float = 0.0
     pairs = [(ours[step], theirs[step]) for step in common]
     held_out = [held_out_samples(run.tree, run.world_size) for run in (first, second)]
     same_samples = held_out[0] is not None and held_out[0] == held_out[1]
-    found = [
-        _course(quantity, read, pairs, tolerance)
+    courses = [
+        course
         for quantity, read in QUANTITIES.items()
-        if quantity != HELD_OUT or same_samples
+        if (quantity != HELD_OUT or same_samples) and (course := _course(quantity, read, pairs, tolerance))
     ]
-    courses = [course for course in found if course is not None]
     notes = [f"{note.removesuffix('.')}." for run in (first, second) for note in run.notes]
     evaluates = [any(pair[run].eval_loss is not None for pair in pairs) for run in (0, 1)]
     if all(evaluates) and not same_samples:
         notes.append("Their held-out losses are over different samples and were not compared.")
+    environment = changed_settings(first.environment, second.environment)
     return RunComparison(
         tolerance=tolerance,
         courses=courses,
         only_first=sorted(ours.keys() - theirs.keys()),
         only_second=sorted(theirs.keys() - ours.keys()),
         changes=_changes(first, second, courses),
-        environment=_environment_changes(first, second),
+        environment=[(key, *pair) for key, pair in environment.items() if key not in EXCLUDED_FROM_ENVIRONMENT],
         notes=list(dict.fromkeys(notes)),
         unread=any(note.startswith(str(run.path / METRICS_FILE)) for run in (first, second) for note in run.notes),
     )
@@ -210,14 +200,6 @@ def _stage(courses: Sequence[Course]) -> Stage:
         for course in courses
         if course.first is not None and course.quantity != HELD_OUT  # evaluated after the optimizer step
     }
-    if "learning rate" in steps and steps["learning rate"] <= min(steps.values()):
-        return Stage.update
-    if 1 not in steps.values():
+    if 1 not in steps.values() or steps.get("learning rate") == 1:
         return Stage.update
     return Stage.forward if steps.get("loss") == 1 or steps.get("valid tokens") == 1 else Stage.gradient
-
-
-def _environment_changes(first: RecordedRun, second: RecordedRun) -> list[tuple[str, Any, Any]]:
-    ours, theirs = (dict(flatten(run.environment)) for run in (first, second))
-    changes = changed_settings(ours, theirs).items()
-    return [(key, old, new) for key, (old, new) in changes if key not in EXCLUDED_FROM_ENVIRONMENT]

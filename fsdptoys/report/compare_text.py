@@ -26,8 +26,7 @@ COURSE_HEAD = ("", "first", "A", "B", "apart", "relative", "steps", "most", "at 
 DISPENSABLE = ("apart", "steps", "relative", "at step", "most")
 """Columns to drop, in this order, from lines wider than the terminal; numbers are never wrapped."""
 
-GAP = 2
-"""Spaces between columns."""
+GAP = 2  # Spaces between columns
 
 
 def print_comparison(found: RunComparison, names: tuple[str, str], console: Console) -> None:

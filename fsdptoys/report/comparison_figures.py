@@ -6,17 +6,24 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from fsdptoys.device import GIB
 from fsdptoys.metrics.plots import SMOOTH_FROM_STEPS
 from fsdptoys.plan.search.ranking import unbeaten
 
-from .breakdown_figures import draw_memory_split, draw_time_split
+from .breakdown_figures import PlottedRun, draw_memory_split, draw_time_split
 from .figures import Axis, Label, Picture, Series, Shape, place_labels
-from .plot_inputs import PlottedRun, common_measure
 from .run_figures import STEP, finite_values, is_wide, mean_loss_series, step_series, step_times
 
-SAME_WORK = 0.01
-"""Relative difference in tokens a step up to which step times are compared directly."""
+SAME_WORK = 0.01  # Relative difference in tokens a step up to which step times are compared directly
+
+MEASURES = {
+    "memory_reserved_gib": ("device memory reserved", "the maximum reserved by the device's allocator on rank 0"),
+    "resident_set_peak_gib": ("peak resident set", "the peak resident set of rank 0's process, including Python"),
+    "resident_set_gib": (
+        "largest resident set after a step",
+        "the largest resident set of rank 0's process after a step",
+    ),
+}
+"""Memory measure of :class:`~fsdptoys.metrics.results.RunResults` → title and description."""
 
 
 def draw_comparison(runs: Sequence[PlottedRun]) -> list[Picture]:
@@ -27,21 +34,28 @@ def draw_comparison(runs: Sequence[PlottedRun]) -> list[Picture]:
         draw_memory_split(runs),
         _losses(runs),
         step_times([(one.name, one.run) for one in runs]),
-        _predicted_time(runs),
-        _predicted_memory(runs),
+        _predictions(runs, "step time", "predicted_time", "Step time", "step time"),
+        _predictions(runs, "reserved device memory", "predicted_memory", "Reserved memory", "device memory reserved"),
     ]
     return [picture for picture in found if picture is not None]
 
 
+def measured_memory(runs: Sequence[PlottedRun]) -> tuple[str | None, list[float | None]]:
+    """The measure that most runs have, device memory first, and its value in each run; None if no run has any."""
+    values = {name: [getattr(one.run.results, name) for one in runs] for name in MEASURES}
+    measure = min(MEASURES, key=lambda name: values[name].count(None))
+    return (measure if any(value is not None for value in values[measure]) else None), values[measure]
+
+
 def draw_tradeoff(runs: Sequence[PlottedRun]) -> Picture | None:
     """Draw memory against time with the Pareto frontier; time per 1,000 tokens if tokens a step differ."""
-    measure = common_measure([one.run for one in runs])
+    measure, memories = measured_memory(runs)
     timed = [one for one in runs if one.run.results.step_time_seconds is not None]
     if measure is None or not timed:
         return None
+    memory_title, description = MEASURES[measure]
     same_work = _same_work(timed)
     axis = Axis("median step time", "ms") if same_work else Axis("time for 1,000 tokens", "ms")
-    memories = [measure.of(one.run.results) for one in runs]
     unit, size = ("GiB", 1.0) if max(filter(None, memories), default=0.0) >= 1 else ("MiB", 1024.0)
     points: list[Series] = []
     left_out = []
@@ -58,7 +72,7 @@ def draw_tradeoff(runs: Sequence[PlottedRun]) -> Picture | None:
         hover = [
             one.name,
             f"{axis.title}: {time:,.4g} ms",
-            f"{measure.title}: {memory * size:,.4g} {unit}",
+            f"{memory_title}: {memory * size:,.4g} {unit}",
             f"{speed.median:,.0f} tokens/s",
             *one.settings,
         ]
@@ -67,28 +81,24 @@ def draw_tradeoff(runs: Sequence[PlottedRun]) -> Picture | None:
         )
     if not points:
         return None
-    best = [points[index] for index in unbeaten([(point.x[0], float(point.y[0])) for point in points])]
-    names = tuple(point.name for point in best)
-    frontier = Series(
-        "nothing is both faster and smaller",
-        Shape.steps,
-        [point.x[0] for point in best],
-        [float(point.y[0]) for point in best],
-        None,
-        names,
-    )
+    places = [(point.x[0], float(point.y[0])) for point in points]
+    best = unbeaten(places)
+    names = tuple(points[index].name for index in best)
+    corners = [places[index] for index in best]
+    x, y = ([corner[dim] for corner in corners] for dim in (0, 1))
+    frontier = Series("nothing is both faster and smaller", Shape.steps, x, y, None, names)
     picture = Picture(
         "memory_against_time",
         "Memory against time",
         [
             "Lower and further left is better; bars show the 10th to the 90th percentile of the steps after warm-up.",
-            measure.caption,
+            f"Memory: {description}.",
             "" if same_work else "Steps of these runs have different numbers of tokens, so times are for 1,000 tokens.",
             f"Omitted, since one of the two or the tokens are missing: {', '.join(left_out)}." if left_out else "",
         ],
         f"A point for each of {len(points)} runs; on the frontier lie {', '.join(names)}.",
         axis,
-        Axis(measure.title, unit),
+        Axis(memory_title, unit),
         (frontier, *points),
     )
     return _with_labels(picture, set(names))
@@ -157,56 +167,36 @@ def _losses(runs: Sequence[PlottedRun]) -> Picture | None:
     )
 
 
-def _predicted_time(runs: Sequence[PlottedRun]) -> Picture | None:
-    pairs = []
-    for look, one in enumerate(runs):
-        spread, prediction = one.run.results.step_time_seconds, one.run.prediction
-        if spread is not None and spread.median > 0 and prediction is not None:
-            pairs.append((look, one, spread.median * 1e3, prediction.time.step_seconds * 1e3))
-    return _predictions("predicted_time", "Step time, predicted and measured", "step time", "ms", pairs)
-
-
-def _predicted_memory(runs: Sequence[PlottedRun]) -> Picture | None:
-    pairs = []
-    for look, one in enumerate(runs):
-        measured, prediction = one.run.results.memory_reserved_gib, one.run.prediction
-        if measured and prediction is not None:
-            pairs.append((look, one, measured, prediction.memory.reserved_bytes / GIB))
-    title = "Reserved memory, predicted and measured"
-    return _predictions("predicted_memory", title, "device memory reserved", "GiB", pairs)
-
-
-def _predictions(
-    name: str, title: str, axis: str, unit: str, pairs: Sequence[tuple[int, PlottedRun, float, float]]
-) -> Picture | None:
-    """Draw measured and predicted values of runs, each with the look of its point."""
-    if not pairs:
+def _predictions(runs: Sequence[PlottedRun], quantity: str, name: str, title: str, axis: str) -> Picture | None:
+    """Draw the predicted and measured values of a quantity."""
+    found = [
+        (look, one.name, error)
+        for look, one in enumerate(runs)
+        for error in one.run.prediction_errors()
+        if error.quantity == quantity
+    ]
+    if not found:
         return None
-    values = np.array([pair[2:] for pair in pairs])
+    unit = found[0][2].unit
+    values = np.array([(error.measured, error.predicted) for _, _, error in found])
     log = is_wide(values.ravel()) and bool((values > 0).all())
-    errors = [predicted / measured - 1 for _, _, measured, predicted in pairs]
-    worst = max(range(len(pairs)), key=lambda index: abs(errors[index]))
+    _, furthest, worst = max(found, key=lambda entry: abs(entry[2].difference))
+    series = []
+    for look, run, error in found:
+        shown = f"measured {error.measured:,.4g} {unit}\npredicted {error.predicted:,.4g} {unit}"
+        hover = f"{run}\n{shown} ({error.difference:+.1%})"
+        series.append(Series(run, Shape.points, [error.measured], [error.predicted], look, (hover,)))
     return Picture(
         name,
-        title,
+        f"{title}, predicted and measured",
         [
             "On the line prediction and measurement are equal; below it the prediction was too low.",
             "Both axes are logarithmic." if log else "",
         ],
-        f"A point for each of {len(pairs)} runs, predicted against measured; furthest off is {pairs[worst][1].name}, "
-        f"by {errors[worst]:+.0%}.",
+        f"A point for each of {len(found)} runs, predicted against measured; furthest off is {furthest}, "
+        f"by {worst.difference:+.0%}.",
         Axis(f"measured {axis}", unit, log=log),
         Axis(f"predicted {axis}", unit, log=log),
-        tuple(
-            Series(
-                one.name,
-                Shape.points,
-                [measured],
-                [predicted],
-                look,
-                (f"{one.name}\nmeasured {measured:,.4g} {unit}\npredicted {predicted:,.4g} {unit} ({error:+.1%})",),
-            )
-            for (look, one, measured, predicted), error in zip(pairs, errors, strict=True)
-        ),
+        tuple(series),
         diagonal=True,
     )

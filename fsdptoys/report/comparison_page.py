@@ -11,7 +11,8 @@ from fsdptoys.train.recorded_run import RecordedRun
 from fsdptoys.utils.text import value_text
 
 from . import columns
-from .comparison_figures import draw_comparison
+from .breakdown_figures import PlottedRun
+from .comparison_figures import MEASURES, draw_comparison, measured_memory
 from .figures import Picture
 from .html import HtmlCell, escape, table
 from .page_parts import (
@@ -24,7 +25,6 @@ from .page_parts import (
     notes_html,
     prediction_table,
 )
-from .plot_inputs import PlottedRun, common_measure
 from .runs_table import Collection, Record
 from .setting_diff import as_word, differing, own_key
 from .table import MARK, Table, make_table
@@ -121,11 +121,11 @@ def _glance(collection: Collection, shown: Sequence[PlottedRun]) -> str:
         fastest = max(timed, key=lambda one: one.run.results.tokens_per_second.median)  # type: ignore[union-attr]
         speed = fastest.run.results.tokens_per_second
         entries.append(("fastest", f"{speed.median:,.0f} tokens/s", fastest.name))  # type: ignore[union-attr]
-    measure = common_measure([one.run for one in shown])
+    measure, memories = measured_memory(shown)
     if measure is not None:
-        read = [(measure.of(one.run.results), one.name) for one in shown]
-        least, name = min((memory, name) for memory, name in read if memory is not None)
-        entries.append((f"least memory: {measure.title}", f"{least:.3f} GiB", name))
+        pairs = zip(memories, shown, strict=True)
+        least, name = min((memory, one.name) for memory, one in pairs if memory is not None)
+        entries.append((f"least memory: {MEASURES[measure][0]}", f"{least:.3f} GiB", name))
     losses = [(one.run.results.mean_last_loss, one) for one in shown if one.run.results.mean_last_loss is not None]
     finite = [pair for pair in losses if pair[0] == pair[0]]
     if finite:
@@ -189,11 +189,7 @@ def _differences(names: Sequence[str], settings: Sequence[dict], keys: Sequence[
 
 def _failed(collection: Collection, names: Sequence[str]) -> str:
     rows: list[list[HtmlCell | str]] = [
-        [
-            name,
-            HtmlCell(record.status.value, record.status.value, "warn"),
-            record.reason or "no reason recorded",
-        ]
+        [name, HtmlCell(record.status.value, record.status.value, "warn"), record.reason or "no reason recorded"]
         for record, name in zip(collection.records, names, strict=True)
         if record.status is not JobStatus.done
     ]

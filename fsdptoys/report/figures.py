@@ -18,8 +18,7 @@ MARKERS = ("circle", "square", "diamond", "triangle-up", "cross", "triangle-down
 DASHES = ("solid", "dash", "dot", "dashdot")
 HATCHES = ("", "/", ".", "x", "-", "\\", "+", "|")
 
-MOST_POINTS = 1200
-"""Points of one line; see :func:`thin`."""
+MOST_POINTS = 1200  # Points of one line; see :func:`thin`
 
 Numbers = Sequence[float] | np.ndarray
 
@@ -28,13 +27,10 @@ class Shape(Enum):
     """How a series is drawn."""
 
     line = "line"
-    steps = "steps"
-    """A staircase: horizontal first, then vertical."""
+    steps = "steps"  # A staircase: horizontal first, then vertical
     points = "points"
-    bars = "bars"
-    """Horizontal; bars of one category are stacked."""
-    area = "area"
-    """Stacked on the previous areas."""
+    bars = "bars"  # Horizontal; bars of one category are stacked
+    area = "area"  # Stacked on the previous areas
 
 
 @dataclass(frozen=True)
@@ -44,10 +40,8 @@ class Axis:
     title: str
     unit: str = ""
     log: bool = False
-    integer: bool = False
-    """Whether ticks are integers only."""
-    categories: tuple[str, ...] = ()
-    """Names that replace numbers, from the top."""
+    integer: bool = False  # Whether ticks are integers only
+    categories: tuple[str, ...] = ()  # Names that replace numbers, from the top
     from_zero: bool = False
 
     @property
@@ -63,21 +57,14 @@ class Series:
     name: str
     shape: Shape
     x: Numbers
-    y: Numbers | Sequence[str]
-    """Numbers, or categories of a bar chart."""
-    look: int | None
-    """Index of color, marker and dashes; None for gray."""
-    hover: tuple[str, ...] = ()
-    """Text of each point, of one or more lines."""
+    y: Numbers | Sequence[str]  # Numbers, or categories of a bar chart
+    look: int | None  # Index of color, marker and dashes; None for gray
+    hover: tuple[str, ...] = ()  # Text of each point, of one or more lines
     low: tuple[float, ...] = ()
-    high: tuple[float, ...] = ()
-    """Ends of each point's spread along x."""
-    faint: bool = False
-    """Whether it is background of a clearer series, as raw losses behind their running mean."""
-    ink: bool = False
-    """Whether it is drawn as diamonds in the text color."""
-    window: int = 1
-    """Number of consecutive points of which two are drawn; see :func:`thin`."""
+    high: tuple[float, ...] = ()  # Ends of each point's spread along x
+    faint: bool = False  # Whether it is background of a clearer series, as raw losses behind their running mean
+    ink: bool = False  # Whether it is drawn as diamonds in the text color
+    window: int = 1  # Number of consecutive points of which two are drawn; see :func:`thin`
 
     @property
     def color(self) -> str:
@@ -106,53 +93,31 @@ class Series:
 
 
 @dataclass(frozen=True)
-class Rule:
-    """A horizontal line across the figure."""
-
-    at: float
-    text: str
-
-
-@dataclass(frozen=True)
-class Band:
-    """A shaded interval of the x axis."""
-
-    start: float
-    end: float
-
-
-@dataclass(frozen=True)
 class Label:
     """Text next to a point."""
 
     x: float
     y: float
     text: str
-    side: str
-    """``right``, ``left``, ``above`` or ``below`` the point."""
+    side: str  # ``right``, ``left``, ``above`` or ``below`` the point
 
 
 @dataclass(frozen=True)
 class Picture:
     """One figure."""
 
-    name: str
-    """File name without the suffix."""
+    name: str  # File name without the suffix
     title: str
-    sentences: Sequence[str]
-    """Caption: content, method and omissions; empty ones are skipped."""
-    alt: str
-    """Text alternative for screen readers."""
+    sentences: Sequence[str]  # Caption: content, method and omissions; empty ones are skipped
+    alt: str  # Text alternative for screen readers
     x: Axis
     y: Axis
     series: tuple[Series, ...]
-    rules: tuple[Rule, ...] = ()
-    bands: tuple[Band, ...] = ()
-    bands_text: str = ""
-    """Legend of the bands."""
+    rules: tuple[tuple[float, str], ...] = ()  # Place on the y axis and text of each horizontal line
+    bands: tuple[tuple[float, float], ...] = ()  # Ends of each shaded interval of the x axis
+    bands_text: str = ""  # Legend of the bands
     labels: tuple[Label, ...] = ()
-    diagonal: bool = False
-    """Whether to draw the line y = x."""
+    diagonal: bool = False  # Whether to draw the line y = x
 
     @property
     def caption(self) -> str:
@@ -225,8 +190,7 @@ def thinned_line(name: str, x: np.ndarray, y: np.ndarray, look: int, faint: bool
     return Series(name, Shape.line, x, y, look, faint=faint, window=window)
 
 
-Box = tuple[float, float, float, float]
-"""Left, bottom, right and top."""
+Box = tuple[float, float, float, float]  # Left, bottom, right and top
 
 
 def place_labels(

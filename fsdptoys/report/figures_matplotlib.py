@@ -2,6 +2,7 @@
 
 import dataclasses
 import io
+from itertools import compress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -25,8 +26,7 @@ OFFSETS = {
     "below": ((0, -8), "center", "top"),
 }
 LONGEST_NAME = 48
-MOST_BARS = 250
-"""Rows of one PNG: more are unreadable, and matplotlib cannot draw the height of 1,214 or more."""
+MOST_BARS = 250  # Rows of one PNG: more are unreadable, and matplotlib cannot draw the height of 1,214 or more
 
 
 def draw_png(picture: Picture, path: Path) -> None:
@@ -41,8 +41,8 @@ def draw_png(picture: Picture, path: Path) -> None:
     figure = Figure(figsize=(9, height), dpi=150, layout="constrained")
     axes = figure.subplots()
     axes.set_title(picture.title, loc="left", fontsize=12, fontweight="bold", parse_math=False, color=INK)
-    for index, band in enumerate(picture.bands):
-        axes.axvspan(band.start, band.end, color=SHADE, zorder=0, label=None if index else picture.bands_text)
+    for index, (start, end) in enumerate(picture.bands):
+        axes.axvspan(start, end, color=SHADE, zorder=0, label=None if index else picture.bands_text)
     lefts: dict[str, float] = dict.fromkeys(picture.y.categories, 0.0)
     top: np.ndarray = np.zeros(1)
     for series in picture.series:
@@ -52,8 +52,8 @@ def draw_png(picture: Picture, path: Path) -> None:
             top = _draw_area(axes, series, top)
         else:
             _draw_line(axes, series, picture.y.categories)
-    for rule in picture.rules:
-        axes.axhline(rule.at, color=INK, linestyle=(0, (5, 3)), linewidth=1.1, label=rule.text)
+    for at, text in picture.rules:
+        axes.axhline(at, color=INK, linestyle=(0, (5, 3)), linewidth=1.1, label=text)
     _set_axes(axes, picture)
     for label in picture.labels:
         offset, across, up = OFFSETS[label.side]
@@ -62,9 +62,9 @@ def draw_png(picture: Picture, path: Path) -> None:
     if names + len(picture.rules) > 1:
         columns = 2 if max(len(series.name) for series in picture.series) > 34 else 3
         legend = figure.legend(loc="outside lower center", ncols=columns, frameon=False, fontsize=8.5)
-        for text in legend.get_texts():
-            text.set_parse_math(False)
-            text.set_text(shorten(text.get_text(), LONGEST_NAME))
+        for entry in legend.get_texts():
+            entry.set_parse_math(False)
+            entry.set_text(shorten(entry.get_text(), LONGEST_NAME))
     buffer = io.BytesIO()
     figure.savefig(buffer, format="png")
     write_atomically(path, buffer.getvalue())
@@ -85,28 +85,17 @@ def _first_bars(picture: Picture) -> Picture:
 
 
 def _of_rows(series: Series, rows: frozenset[str]) -> Series:
-    at = [index for index, name in enumerate(series.y) if name in rows]
-
-    def pick(values: Any) -> Any:
-        return tuple(values[index] for index in at) if len(values) else ()
-
-    parts = {part: pick(getattr(series, part)) for part in ("x", "y", "hover", "low", "high")}
+    kept = [name in rows for name in series.y]
+    by_row = ("x", "y", "hover", "low", "high")
+    parts: dict[str, Any] = {part: tuple(compress(getattr(series, part), kept)) for part in by_row}
     return dataclasses.replace(series, **parts)
 
 
 def _draw_bars(axes: "Axes", series: Series, categories: tuple[str, ...], lefts: dict[str, float]) -> None:
     names = [str(name) for name in series.y]
-    axes.barh(
-        [categories.index(name) for name in names],
-        np.asarray(series.x, dtype=float),
-        left=[lefts[name] for name in names],
-        height=0.62,
-        color=series.color,
-        hatch=series.hatch * 2,
-        edgecolor="white",
-        linewidth=0.5,
-        label=series.name,
-    )
+    rows, sizes = [categories.index(name) for name in names], np.asarray(series.x, dtype=float)
+    look: dict[str, Any] = {"color": series.color, "edgecolor": "white", "hatch": series.hatch * 2, "linewidth": 0.5}
+    axes.barh(rows, sizes, left=[lefts[name] for name in names], height=0.62, label=series.name, **look)
     for name, size in zip(names, series.x, strict=True):
         lefts[name] += size
 
@@ -133,27 +122,17 @@ def _draw_line(axes: "Axes", series: Series, categories: tuple[str, ...]) -> Non
         axes.plot(x, y, symbol, color=color, label=series.name, **look)
         return
     steps = series.shape is Shape.steps
-    look = {"marker": symbol, "markersize": 3.5} if series.marked and not steps else {}
-    axes.plot(
-        x,
-        y,
-        color=color,
-        alpha=0.4 if series.faint else 1.0,
-        linewidth=0.9 if series.faint else 1.6,
-        linestyle=STYLES["solid" if series.faint else series.dash],
-        drawstyle="steps-post" if steps else "default",
-        label=series.name,
-        **look,
-    )
+    style, width, alpha = ("solid", 0.9, 0.4) if series.faint else (series.dash, 1.6, 1.0)
+    look = {"color": color, "alpha": alpha, "linewidth": width, "linestyle": STYLES[style]}
+    if series.marked and not steps:
+        look |= {"marker": symbol, "markersize": 3.5}
+    axes.plot(x, y, drawstyle="steps-post" if steps else "default", label=series.name, **look)
 
 
 def _set_axes(axes: "Axes", picture: Picture) -> None:
     from matplotlib.ticker import LogLocator, MaxNLocator, NullFormatter
 
-    for axis, given, set_scale in (
-        (axes.xaxis, picture.x, axes.set_xscale),
-        (axes.yaxis, picture.y, axes.set_yscale),
-    ):
+    for axis, given, set_scale in ((axes.xaxis, picture.x, axes.set_xscale), (axes.yaxis, picture.y, axes.set_yscale)):
         axis.set_label_text(given.text, color=INK, parse_math=False)
         if given.log:
             set_scale("log")

@@ -13,10 +13,8 @@ from fsdptoys.errors import ConfigError
 
 from .figures import Axis, Picture, Series, Shape
 
-HEIGHT, BAR_HEIGHT = 420, 30
-"""Pixels: height of a figure, and of each bar."""
-INK = "black"
-"""Placeholder that the page's script replaces with the text color."""
+HEIGHT, BAR_HEIGHT = 420, 30  # Pixels: height of a figure, and of each bar
+INK = "black"  # Placeholder that the page's script replaces with the text color
 SIDES = {
     "right": {"xanchor": "left", "xshift": 9},
     "left": {"xanchor": "right", "xshift": -9},
@@ -87,16 +85,12 @@ def _trace(go: Any, picture: Picture, series: Series) -> Any:
         line = {"width": 0.6, "color": color, "shape": "hv"}
         return go.Scatter(stackgroup="one", line=line, fillpattern=pattern, **common)
     steps = series.shape is Shape.steps
+    dash, width, opacity = ("solid", 1, 0.4) if series.faint else (series.dash, 2, 1.0)
     return go.Scatter(
         mode="lines+markers" if series.marked and not steps else "lines",
-        line={
-            "color": color,
-            "dash": "solid" if series.faint else series.dash,
-            "width": 1 if series.faint else 2,
-            "shape": "hv" if steps else "linear",
-        },
+        line={"color": color, "dash": dash, "width": width, "shape": "hv" if steps else "linear"},
         marker={"symbol": series.marker, "size": 6},
-        opacity=0.4 if series.faint else 1.0,
+        opacity=opacity,
         connectgaps=False,
         **common,
     )
@@ -113,31 +107,24 @@ def _hover(picture: Picture, series: Series) -> str:
 
 
 def _layout(picture: Picture) -> dict[str, Any]:
-    ranges = picture.ranges
     dashed = {"type": "line", "line": {"dash": "dash", "width": 1.3}}
     shapes: list[dict[str, Any]] = []
     annotations: list[dict[str, Any]] = [
-        {
-            "x": label.x,
-            "y": label.y,
-            "text": html.escape(label.text),
-            "name": "label",
-            "showarrow": False,
-            **SIDES[label.side],
-        }
+        {"x": label.x, "y": label.y, "text": html.escape(label.text), "name": "label", "showarrow": False}
+        | SIDES[label.side]
         for label in picture.labels
     ]
-    for rule in picture.rules:
-        shapes.append({**dashed, "layer": "below", "y0": rule.at, "y1": rule.at, "x0": 0, "x1": 1, "xref": "paper"})
-        corner = {"x": 1, "xref": "paper", "y": rule.at, "xanchor": "right", "yanchor": "bottom"}
-        annotations.append({**corner, "text": html.escape(rule.text), "showarrow": False})
-    for band in picture.bands:
-        place = {"x0": band.start, "x1": band.end, "y0": 0, "y1": 1, "yref": "paper"}
+    for at, text in picture.rules:
+        shapes.append({**dashed, "layer": "below", "y0": at, "y1": at, "x0": 0, "x1": 1, "xref": "paper"})
+        corner = {"x": 1, "xref": "paper", "y": at, "xanchor": "right", "yanchor": "bottom"}
+        annotations.append({**corner, "text": html.escape(text), "showarrow": False})
+    for start, end in picture.bands:
+        place = {"x0": start, "x1": end, "y0": 0, "y1": 1, "yref": "paper"}
         shapes.append({"type": "rect", **place, "line": {"width": 0}, "layer": "below", "name": "band"})
-    if picture.diagonal and ranges is not None:
-        low, high = ranges[0]
+    x_range, y_range = picture.ranges or (None, None)
+    if picture.diagonal and x_range is not None:
+        low, high = x_range
         shapes.append({**dashed, "x0": low, "x1": high, "y0": low, "y1": high})
-    x_range, y_range = ranges or (None, None)
     bars = len(picture.y.categories)
     return {
         "height": max(220, 110 + BAR_HEIGHT * bars) if bars else HEIGHT,
@@ -167,14 +154,8 @@ def _axis(axis: Axis, ends: tuple[float, float] | None, fixed: bool) -> dict[str
     made: dict[str, Any] = {"title": {"text": html.escape(axis.text), "standoff": 8}, "automargin": True}
     if axis.categories:
         names = [html.escape(name) for name in axis.categories]
-        return {
-            **made,
-            "type": "category",
-            "categoryorder": "array",
-            "categoryarray": names,
-            "range": [len(names) - 0.4, -0.6],
-            "fixedrange": True,
-        }
+        made |= {"type": "category", "categoryorder": "array", "categoryarray": names}
+        return made | {"range": [len(names) - 0.4, -0.6], "fixedrange": True}
     made |= {"type": "log" if axis.log else "linear", "exponentformat": "none", "separatethousands": True}
     if axis.log and ends is not None:
         made |= _log_ticks(*ends)

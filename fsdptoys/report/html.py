@@ -13,10 +13,8 @@ class HtmlCell:
     """Text and sort key of one cell."""
 
     text: str
-    sort: float | str | None = None
-    """Sort key; None sorts last in either direction."""
-    mark: str = ""
-    """CSS classes: ``warn`` highlights, ``quiet`` dims, ``nowrap`` keeps the text on one line."""
+    sort: float | str | None = None  # Sort key; None sorts last in either direction
+    mark: str = ""  # CSS classes: ``warn`` highlights, ``quiet`` dims, ``nowrap`` keeps the text on one line
 
 
 def escape(text: object) -> str:

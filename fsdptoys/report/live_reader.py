@@ -31,13 +31,11 @@ from fsdptoys.train.recorded_run import MOST_RANKS, is_written, newest_heartbeat
 from fsdptoys.utils.file_lock import is_locked
 from fsdptoys.utils.regular_file import open_regular
 
-LARGEST_READ_BYTES = 2**26
-"""Bytes read at once, and the limit of a line's length."""
+LARGEST_READ_BYTES = 2**26  # Bytes read at once, and the limit of a line's length
 
 MOST_STEPS = 2**53
 
-LATE_SECONDS = 5.0
-"""A rank is late if it stays behind the others for this long and for three step times."""
+LATE_SECONDS = 5.0  # A rank is late if it stays behind the others for this long and for three step times
 
 
 class State(Enum):
@@ -46,8 +44,7 @@ class State(Enum):
     starting = "starting"
     running = "running"
     ended = "ended"
-    gone = "ended without a summary"
-    """Killed or failed."""
+    gone = "ended without a summary"  # Killed or failed
 
 
 @dataclass(frozen=True)

@@ -157,10 +157,7 @@ def _rank_lines(run: FollowedRun, state: State, console: Console) -> list[Text]:
     if state is State.ended or not signs:
         return []
     late = run.late_ranks(signs, now).values()
-    return [
-        Text(_places(signs, now)),
-        *(Text(printable(text, console.file), style="bold red") for text in late),
-    ]
+    return [Text(_places(signs, now)), *(Text(printable(text, console.file), style="bold red") for text in late)]
 
 
 def _places(signs: dict[int, Heartbeat], now: float) -> str:

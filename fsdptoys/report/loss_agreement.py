@@ -37,8 +37,7 @@ class Tolerance:
 
     loss: float
     grad_norm: float
-    grows_over: float
-    """Steps after which the initial tolerance is added again."""
+    grows_over: float  # Steps after which the initial tolerance is added again
     most_loss: float
     most_grad_norm: float
 
@@ -46,15 +45,11 @@ class Tolerance:
         """Tolerance of a quantity at a step; 0 for learning rates and valid tokens."""
         if quantity == HELD_OUT:
             quantity, step = "loss", step + 1  # evaluated after the optimizer step
-        base, most = {
-            "loss": (self.loss, self.most_loss),
-            "gradient norm": (self.grad_norm, self.most_grad_norm),
-        }.get(quantity, (0.0, 0.0))
-        return min(most, base * (1 + step / self.grows_over))
+        growth = 1 + step / self.grows_over
+        if quantity == "gradient norm":
+            return min(self.most_grad_norm, self.grad_norm * growth)
+        return min(self.most_loss, self.loss * growth) if quantity == "loss" else 0.0
 
-
-EXACT = Tolerance(0.0, 0.0, 1.0, 0.0, 0.0)
-"""Zero tolerance, for runs that must be bitwise equal (see :func:`~fsdptoys.report.setting_effects.bits_of`)."""
 
 FINE = Tolerance(loss=1e-5, grad_norm=1e-4, grows_over=5.0, most_loss=0.01, most_grad_norm=0.1)
 """For sums in float32.
@@ -87,15 +82,12 @@ class Disagreement:
     """First difference between a row and the reference that it should agree with."""
 
     name: str
-    reference: str
-    """Name of the first row with which most others agree."""
+    reference: str  # Name of the first row with which most others agree
     quantity: str
     step: int
     value: float
-    expected: float
-    """Value of the reference."""
-    difference: float
-    """Relative; infinite if one value is not finite."""
+    expected: float  # Value of the reference
+    difference: float  # Relative; infinite if one value is not finite
     allowed: float
 
     @property
@@ -116,22 +108,12 @@ class _Row:
 
     name: str
     steps: dict[int, StepMetrics]
-    bits: str | None
-    """Equal for rows that must be bitwise equal; None without ``train.deterministic``."""
+    bits: str | None  # Equal for rows that must be bitwise equal; None without ``train.deterministic``
     quantities: tuple[str, ...]
-    numbers: npt.NDArray[np.int64]
-    """Step numbers, ascending."""
-    values: npt.NDArray[np.float64]
-    """[steps, quantities]; NaN for a missing value."""
-    known: npt.NDArray[np.bool_]
-    """[steps, quantities]: whether there is a value."""
-    allowed: npt.NDArray[np.float64]
-    """[steps, quantities]: tolerance for rows that need not be bitwise equal."""
-
-    @property
-    def content(self) -> tuple[object, ...]:
-        """Equal for rows with identical comparisons to all others."""
-        return self.bits, self.numbers.tobytes(), self.values.tobytes(), self.known.tobytes()
+    numbers: npt.NDArray[np.int64]  # Step numbers, ascending
+    values: npt.NDArray[np.float64]  # [steps, quantities]; NaN for a missing value
+    known: npt.NDArray[np.bool_]  # [steps, quantities]: whether there is a value
+    allowed: npt.NDArray[np.float64]  # [steps, quantities]: tolerance for rows that need not be bitwise equal
 
 
 def find_disagreements(records: Sequence[Record]) -> list[Disagreement]:
@@ -140,29 +122,19 @@ def find_disagreements(records: Sequence[Record]) -> list[Disagreement]:
     held_out: dict[tuple[str, tuple[Any, Any]], list[_Row]] = {}
     training = tuple(quantity for quantity in QUANTITIES if quantity != HELD_OUT)
     for record in records:
-        if record.run is not None and record.run.steps:
-            key = _key(record.run)
-            if key is None:
-                continue
-            groups.setdefault(key, []).append(_row(record.name, record.run, training))
-            samples = held_out_samples(record.run.tree, record.run.world_size)
-            if samples is not None and any(metrics.eval_loss is not None for metrics in record.run.steps):
-                held_out.setdefault((key, samples), []).append(_row(record.name, record.run, (HELD_OUT,)))
+        run = record.run
+        if run is None or not run.steps or (key := _key(run)) is None:
+            continue
+        groups.setdefault(key, []).append(_row(record.name, run, training))
+        samples = held_out_samples(run.tree, run.world_size)
+        if samples is not None and any(metrics.eval_loss is not None for metrics in run.steps):
+            held_out.setdefault((key, samples), []).append(_row(record.name, run, (HELD_OUT,)))
     found = {each.name: each for group in groups.values() for each in _in_group(group)}
     for rows in held_out.values():
         # Grouped separately: a row without held-out losses on these samples would agree with all rows.
         rest = [row for row in rows if row.name not in found]
         found |= {each.name: each for each in (_in_group(rest) if rest else [])}
     return [found[record.name] for record in records if record.name in found]
-
-
-def relative_difference(value: float, expected: float) -> float:
-    """Difference relative to the larger magnitude; 0 for two NaNs, infinite if otherwise not both are finite."""
-    if value == expected or (math.isnan(value) and math.isnan(expected)):
-        return 0.0
-    if not (math.isfinite(value) and math.isfinite(expected)):
-        return math.inf
-    return abs(value - expected) / max(abs(value), abs(expected))
 
 
 def _key(run: RecordedRun) -> str | None:
@@ -173,11 +145,11 @@ def _key(run: RecordedRun) -> str | None:
     versions = run.environment.get("versions")
     # Python's version matters because its library can be training data (data.files=[stdlib]).
     parts = [versions.get(name) for name in ("torch", "python")] if isinstance(versions, dict) else []
-    return repr(([*sorted(_texts(settings))], run.device_type, run.device_name, parts))
+    return repr((_texts(settings), run.device_type, run.device_name, parts))
 
 
 def _texts(settings: Settings) -> list[tuple[str, str]]:
-    return [(key, value_text(value)) for key, value in settings.items()]
+    return sorted((key, value_text(value)) for key, value in settings.items())
 
 
 def _keeps_its_training(run: RecordedRun) -> bool:
@@ -201,10 +173,10 @@ def _row(name: str, run: RecordedRun, quantities: tuple[str, ...]) -> _Row:
     return _Row(
         name=name,
         steps=steps,
-        bits=repr(sorted(_texts(bits))) if bits is not None else None,
+        bits=repr(_texts(bits)) if bits is not None else None,
         quantities=quantities,
         numbers=np.array(list(steps), dtype=np.int64),
-        values=np.array([[math.nan if value is None else value for value in line] for line in read], dtype=np.float64),
+        values=np.array(read, dtype=np.float64),  # None becomes NaN
         known=np.array([[value is not None for value in line] for line in read], dtype=np.bool_),
         allowed=np.array([[tolerance.at(quantity, step) for quantity in quantities] for step in steps]),
     )
@@ -212,9 +184,10 @@ def _row(name: str, run: RecordedRun, quantities: tuple[str, ...]) -> _Row:
 
 def _in_group(group: Sequence[_Row]) -> list[Disagreement]:
     """Compare rows that should all agree with the one that most others agree with."""
-    alike: dict[tuple[object, ...], list[_Row]] = {}
+    alike: dict[tuple[object, ...], list[_Row]] = {}  # rows with identical comparisons to all others
     for row in group:
-        alike.setdefault(row.content, []).append(row)
+        content = row.bits, row.numbers.tobytes(), row.values.tobytes(), row.known.tobytes()
+        alike.setdefault(content, []).append(row)
     classes = list(alike.values())
     agreeing = [len(each) for each in classes]
     for one, rows in enumerate(classes):
@@ -235,23 +208,22 @@ def _first_difference(row: _Row, reference: _Row) -> Disagreement | None:
     exact = row.bits is not None and row.bits == reference.bits
     allowed = np.zeros_like(row.allowed[ours]) if exact else row.allowed[ours]
     known = row.known[ours] & reference.known[theirs]
-    over = known & (_relative_differences(row.values[ours], reference.values[theirs]) > allowed)
+    differences = _relative_differences(row.values[ours], reference.values[theirs])
+    over = known & (differences > allowed)
     if not over.any():
         return None
     line, column = divmod(int(over.argmax()), len(row.quantities))
     step, quantity = int(common[line]), row.quantities[column]
-    read = QUANTITIES[quantity]
-    value, expected = read(row.steps[step]), read(reference.steps[step])
+    value, expected = (QUANTITIES[quantity](each.steps[step]) for each in (row, reference))
     assert value is not None and expected is not None
-    difference = relative_difference(value, expected)
-    return Disagreement(
-        row.name, reference.name, quantity, step, value, expected, difference, float(allowed[line, column])
-    )
+    sizes = float(differences[line, column]), float(allowed[line, column])
+    return Disagreement(row.name, reference.name, quantity, step, value, expected, *sizes)
 
 
 def _relative_differences(
     values: npt.NDArray[np.float64], expected: npt.NDArray[np.float64]
 ) -> npt.NDArray[np.float64]:
+    """Relative to the larger magnitudes; 0 for two NaNs, infinite if otherwise not both are finite."""
     with np.errstate(all="ignore"):
         shares = np.abs(values - expected) / np.maximum(np.abs(values), np.abs(expected))
     shares[~(np.isfinite(values) & np.isfinite(expected))] = math.inf

@@ -29,15 +29,13 @@ from fsdptoys.utils.foreign import parse_json
 from fsdptoys.utils.regular_file import open_regular
 from fsdptoys.utils.text import one_line, short_text
 
-LARGEST_TRACE_BYTES = 2**26
-"""Limit of the compressed file; larger ones take minutes to read."""
+LARGEST_TRACE_BYTES = 2**26  # Limit of the compressed file; larger ones take minutes to read
 
 LARGEST_UNPACKED_BYTES = 2**30
 
 LARGEST_SNAPSHOT_BYTES = 2**29
 
-LARGEST_NUMBER = 2**62
-"""Limit of bytes and of microseconds since 1970."""
+LARGEST_NUMBER = 2**62  # Limit of bytes and of microseconds since 1970
 
 
 class Lifetime(Enum):
@@ -57,8 +55,7 @@ class Block:
 
     bytes: int
     begin: float
-    end: float
-    """Infinite if the block outlives the history; ``begin`` is -infinite if it predates it."""
+    end: float  # Infinite if the block outlives the history; ``begin`` is -infinite if it predates it
 
 
 @dataclass(frozen=True)
@@ -80,15 +77,11 @@ class Timeline:
 
     file: str
     moments: np.ndarray
-    unit: str
-    """``ms``, or empty if moments are event numbers."""
+    unit: str  # ``ms``, or empty if moments are event numbers
     layers: dict[Lifetime, np.ndarray]
-    backwards: list[tuple[float, float]]
-    """Start and end of each backward."""
-    device: str
-    """Kind of memory, as an axis title."""
-    knows_before: bool
-    """Whether memory allocated before the history is included."""
+    backwards: list[tuple[float, float]]  # Start and end of each backward
+    device: str  # Kind of memory, as an axis title
+    knows_before: bool  # Whether memory allocated before the history is included
 
     @property
     def total(self) -> np.ndarray:

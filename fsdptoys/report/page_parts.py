@@ -17,8 +17,7 @@ NOT_PREDICTED = (
     "of its device or one that plan.hardware names.</p>"
 )
 
-OF_EACH_RUN = ("started_at", "command")
-"""Keys of an environment that always differ and are not compared."""
+OF_EACH_RUN = ("started_at", "command")  # Keys of an environment that always differ and are not compared
 
 
 @dataclass(frozen=True)
@@ -27,8 +26,7 @@ class Section:
 
     name: str
     heading: str
-    body: str
-    """HTML."""
+    body: str  # HTML
 
 
 def cards(entries: Sequence[tuple[str, str, str]]) -> str:

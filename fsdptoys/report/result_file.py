@@ -19,8 +19,7 @@ from fsdptoys.utils.text import one_line
 
 LARGEST_FILE_BYTES = 2**24
 
-RESULTS_HEADINGS = "Results|What came out"
-"""Heading in ``summary.md`` of this version, and of earlier ones."""
+RESULTS_HEADINGS = "Results|What came out"  # Heading in ``summary.md`` of this version, and of earlier ones
 PROFILE_HEADINGS = "Profile|Where the time and the memory went"
 
 STEPS = re.compile(r"(?P<done>[0-9]{1,16}) of (?P<planned>[0-9]{1,16}); (?P<why>.+)")
@@ -33,8 +32,7 @@ class Ending:
     """How a run with results ended."""
 
     status: JobStatus
-    text: str | None
-    """Steps and reason; None if unknown."""
+    text: str | None  # Steps and reason; None if unknown
 
 
 def read_ending(run_dir: Path) -> Ending:

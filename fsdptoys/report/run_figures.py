@@ -12,14 +12,13 @@ from fsdptoys.metrics.config import PROFILE_FOLDER
 from fsdptoys.metrics.plots import SMOOTH_FROM_STEPS, running_mean
 from fsdptoys.train.recorded_run import RecordedRun
 
-from .figures import Axis, Band, Picture, Rule, Series, Shape, thin, thinned_line
+from .figures import Axis, Picture, Series, Shape, thin, thinned_line
 from .memory_timeline import Lifetime, Timeline, read_timeline
 from .result_file import references
 
 MIB = 2**20
 STEP = Axis("optimizer step", integer=True)
-WIDE = 20
-"""Ratio of the highest to the lowest value above which an axis is logarithmic."""
+WIDE = 20  # Ratio of the highest to the lowest value above which an axis is logarithmic
 
 
 def draw_run(run: RecordedRun, timeline: Timeline | None) -> list[Picture]:
@@ -30,11 +29,7 @@ def draw_run(run: RecordedRun, timeline: Timeline | None) -> list[Picture]:
         _curve(run, "learning_rate", "Learning rate", "learning rate", "Of the update."),
         step_times([("this run", run)]),
         _curve(
-            run,
-            "tokens_per_second",
-            "Speed",
-            "tokens/s of all ranks",
-            "Valid tokens of all ranks over the step time.",
+            run, "tokens_per_second", "Speed", "tokens/s of all ranks", "Valid tokens of all ranks over the step time."
         ),
         _memory(run),
         _routing(run),
@@ -74,7 +69,7 @@ def _loss(run: RecordedRun) -> Picture:
     if held_out:
         numbers, values = zip(*held_out, strict=True)
         series.append(Series("held-out loss, after the update", Shape.line, numbers, values, 1))
-    rules = tuple(Rule(nats, f"{label}: {nats:.3f}") for label, nats in references(run.result, run.path).items())
+    rules = tuple((nats, f"{label}: {nats:.3f}") for label, nats in references(run.result, run.path).items())
     caption = "Dashed: entropies of simple models of the same data; a loss below one has learned more than it."
     first, last = ("nothing" if v is None else f"{v:.4f}" for v in (run.results.first_loss, run.results.last_loss))
     return Picture(
@@ -141,7 +136,7 @@ def step_times(runs: Sequence[tuple[str, RecordedRun]]) -> Picture | None:
         STEP,
         Axis("step time", "ms", log=log),
         tuple(series),
-        bands=tuple(Band(start, end) for start, end in sorted(bands)),
+        bands=tuple(sorted(bands)),
         bands_text="warm-up, excluded from medians",
     )
 
@@ -191,7 +186,7 @@ def _routing(run: RecordedRun) -> Picture | None:
         STEP,
         Axis("relative to the layer mean", from_zero=True),
         tuple(_all_series(routed, attributes)),
-        (Rule(1.0, "balance"),),
+        ((1.0, "balance"),),
     )
 
 
@@ -223,7 +218,7 @@ def draw_timeline(timeline: Timeline) -> Picture:
             for kind, layer in zip(timeline.layers, layers, strict=True)
             if layer.max() > 0.002 * total.max()
         ),
-        bands=tuple(Band(start, end) for start, end in timeline.backwards),
+        bands=tuple(timeline.backwards),
         bands_text="backward",
     )
 

@@ -38,9 +38,7 @@ def run_page(record: Record, run: RecordedRun, folder: str) -> tuple[list[Sectio
     sections = [
         Section("glance", "At a glance", _glance(record, run) + notes_html([run])),
         Section(
-            "curves",
-            "Curves",
-            figures_html(loss, folder) + f'<div class="pair">{figures_html(curves, folder)}</div>',
+            "curves", "Curves", figures_html(loss, folder) + f'<div class="pair">{figures_html(curves, folder)}</div>'
         ),
         Section("memory-by-category", "Memory by category", problem + _memory(run, memory, folder)),
         Section("prediction", "Predicted and measured", prediction_table([(record.name, run)]) or NOT_PREDICTED),

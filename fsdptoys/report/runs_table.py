@@ -19,15 +19,11 @@ from .result_file import read_ending
 class Record:
     """One configuration with its status and its recorded run."""
 
-    name: str
-    """Unique in the collection: a job's number, or a run's folder, with parent folders if needed."""
-    path: Path
-    """The run directory; may be missing if a job failed early."""
+    name: str  # Unique in the collection: a job's number, or a run's folder, with parent folders if needed
+    path: Path  # The run directory; may be missing if a job failed early
     status: JobStatus
-    run: RecordedRun | None
-    """None if nothing was written, or it cannot be read."""
-    reason: str | None = None
-    """Why it is not done."""
+    run: RecordedRun | None  # None if nothing was written, or it cannot be read
+    reason: str | None = None  # Why it is not done
     varied: dict[str, str] | None = None
     """Key → value, as typed, of the settings that a sweep varies; None for a single run."""
 
@@ -38,10 +34,8 @@ class Collection:
 
     title: str
     records: list[Record]
-    skipped: list[Skipped]
-    """Combinations that the sweeps skipped."""
-    commands: list[str]
-    """Commands that started the sweeps."""
+    skipped: list[Skipped]  # Combinations that the sweeps skipped
+    commands: list[str]  # Commands that started the sweeps
 
 
 def gather(paths: Sequence[Path]) -> Collection:

@@ -19,25 +19,18 @@ GLOBAL_BATCH = "sequences of a step"
 class Effect(IntEnum):
     """Largest effect of changing a setting, strongest first."""
 
-    training = 0
-    """Other losses: another model, data or optimizer."""
-    format = 1
-    """Another dtype: losses are close, within its rounding."""
-    rounding = 2
-    """Another order of summation or kernel: the last bits."""
-    none = 3
-    """Bitwise equal losses."""
+    training = 0  # Other losses: another model, data or optimizer
+    format = 1  # Another dtype: losses are close, within its rounding
+    rounding = 2  # Another order of summation or kernel: the last bits
+    none = 3  # Bitwise equal losses
 
 
 class Stage(IntEnum):
     """Stage of a step in which a setting first acts."""
 
-    forward = 0
-    """Shows in the loss of the first step."""
-    gradient = 1
-    """Shows in the gradient of the first step, not in its loss."""
-    update = 2
-    """Shows in the second step."""
+    forward = 0  # Shows in the loss of the first step
+    gradient = 1  # Shows in the gradient of the first step, not in its loss
+    update = 2  # Shows in the second step
 
 
 FORMATS = (
@@ -189,15 +182,10 @@ def bits_of(tree: dict[str, Any], world_size: int, device_type: str) -> Settings
     ranks = _product([world_size, settings.get("parallel.simulated_ranks", 1)])
     if settings.get("train.deterministic") is not True or ranks is None or ranks & (ranks - 1):
         return None  # only a power of two divides without rounding
-    keys = [
-        key for key in ROUNDING if key not in (RANKS, "mesh.fsdp_size", "parallel.name", "parallel.simulated_ranks")
-    ]
-    kept = {key: settings.get(key) for key in keys if key not in ("memory.cpu_threads", "patches")}
-    if device_type == "cpu":
-        kept.pop("memory.cpu_offload", None)
-    for decided in ("parallel.reduce_dtype", "train.sum_dtype"):  # set by the deterministic mode and the device
-        kept.pop(decided, None)
-    return kept | {RANKS: ranks}
+    left_out = {"mesh.fsdp_size", "parallel.name", "parallel.simulated_ranks", "memory.cpu_threads", "patches"}
+    left_out |= {"parallel.reduce_dtype", "train.sum_dtype"}  # set by the deterministic mode and the device
+    left_out |= {"memory.cpu_offload"} if device_type == "cpu" else set()
+    return {key: settings.get(key) for key in ROUNDING if key not in left_out} | {RANKS: ranks}
 
 
 def _product(parts: Sequence[Any]) -> int | None:

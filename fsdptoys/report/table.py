@@ -17,19 +17,16 @@ from .columns import (
     loss_columns,
     measured_columns,
     measured_steps,
-    name_column,
     predicted_columns,
     setting_column,
-    status_column,
+    text_column,
 )
-from .comparability import source_notes
 from .loss_agreement import Disagreement, find_disagreements
 from .run_figures import is_profiled
 from .runs_table import Collection, Record
-from .setting_diff import HEADINGS, Settings, as_word, differing, own_key, settings_of
+from .setting_diff import HEADINGS, Settings, as_word, differing, own_key, settings_of, source_notes
 
-MARK = " ≠"
-"""Appended to the name of a row whose losses disagree with its reference."""
+MARK = " ≠"  # Appended to the name of a row whose losses disagree with its reference
 
 
 @dataclass(frozen=True)
@@ -38,18 +35,12 @@ class Table:
 
     title: str
     records: list[Record]
-    settings: list[Settings]
-    """All effective settings of each row."""
-    columns: list[TableColumn]
-    """Displayed columns."""
-    everything: list[TableColumn]
-    """All columns, including empty ones and those equal in all rows."""
-    everywhere: list[str]
-    """Values equal in all rows, as texts."""
-    loss_step: int | None
-    """Step of the loss column; None if no row has steps."""
-    notes: list[str]
-    """Sentences on definitions, comparability, disagreements and failures."""
+    settings: list[Settings]  # All effective settings of each row
+    columns: list[TableColumn]  # Displayed columns
+    everything: list[TableColumn]  # All columns, including empty ones and those equal in all rows
+    everywhere: list[str]  # Values equal in all rows, as texts
+    loss_step: int | None  # Step of the loss column; None if no row has steps
+    notes: list[str]  # Sentences on definitions, comparability, disagreements and failures
     disagreements: dict[str, Disagreement] = field(default_factory=dict)
     """Row name → first difference from its reference."""
     skipped: list[Skipped] = field(default_factory=list)
@@ -65,13 +56,18 @@ def make_table(collection: Collection) -> Table:
     varied = list(dict.fromkeys(own_key(key) for record in records for key in record.varied or {}))
     chosen = _chosen(settings, varied, records)
     measured = [*measured_columns(records), *loss_columns(records, step), *predicted_columns(records)]
-    everything = [name_column(records), *chosen, status_column(records), *measured]
+    names = text_column("run", "Run", [record.name for record in records])
+    statuses = text_column("status", "Status", [record.status.value for record in records])
+    everything = [names, *chosen, statuses, *measured]
     shown, everywhere = _fold(everything, records)
+    shown[0] = replace(
+        names, cells=[replace(cell, text=cell.text + MARK * (cell.value in disagreements)) for cell in names.cells]
+    )
     return Table(
         title=value_text(collection.title),
         records=list(records),
         settings=settings,
-        columns=[_mark(column, records, disagreements) for column in shown],
+        columns=shown,
         everything=everything,
         everywhere=everywhere,
         loss_step=step,
@@ -125,16 +121,6 @@ def _fold(columns: Sequence[TableColumn], records: Sequence[Record]) -> tuple[li
 def _counts(cell: TableCell, record: Record) -> bool:
     """Whether a row counts in comparisons: one without a recorded run and without a value does not."""
     return cell.value is not None or record.run is not None
-
-
-def _mark(column: TableColumn, records: Sequence[Record], disagreements: dict[str, Disagreement]) -> TableColumn:
-    if column.name != "run":
-        return column
-    cells = [
-        replace(cell, text=cell.text + MARK * (record.name in disagreements))
-        for cell, record in zip(column.cells, records, strict=True)
-    ]
-    return replace(column, cells=cells)
 
 
 def _definitions(

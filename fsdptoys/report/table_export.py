@@ -13,12 +13,10 @@ from fsdptoys.train.recorded_run import RecordedRun
 from fsdptoys.utils.text import printable, value_text
 
 from .columns import MEASURES, PREDICTED_MEASURES, TableColumn, measured_steps
-from .comparability import source_fingerprint, source_of
-from .setting_diff import as_word, words_of
+from .setting_diff import as_word, source_fingerprint, source_of, words_of
 from .table import Table
 
-WITH_SPREAD = ("step_time_seconds", "tokens_per_second", "mfu")
-"""Measures with percentiles."""
+WITH_SPREAD = ("step_time_seconds", "tokens_per_second", "mfu")  # Measures with percentiles
 
 
 def to_markdown(table: Table) -> str:
@@ -109,14 +107,14 @@ def _measured(run: RecordedRun | None) -> dict[str, Any]:
         "warmup_steps": run.results.warmup_steps if run else None,
     }
     for measure in MEASURES:
-        value = measure.read(run) if run else None
+        value = measure.read(run)
         if measure.name in WITH_SPREAD:
             for part in ("median", "p10", "p90"):
                 numbers[f"{measure.name}_{part}"] = getattr(value, part, None)
         else:
             numbers[measure.name] = value
     for predicted in PREDICTED_MEASURES:
-        numbers[predicted.name] = predicted.predicted(run) if run else None
+        numbers[predicted.name] = predicted.predicted(run)
         numbers[f"{predicted.name}_difference"] = predicted.difference(run)
     return numbers
 

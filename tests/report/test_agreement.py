@@ -17,13 +17,14 @@ from fsdptoys.parallel import DDPConfig, FSDP1Config, FSDP2Config, ParallelConfi
 from fsdptoys.parallel.fsdp2 import FSDP2
 from fsdptoys.parallel.precision import DType
 from fsdptoys.report import setting_effects as numerics
-from fsdptoys.report.loss_agreement import COARSE, EXACT, FINE, find_disagreements
+from fsdptoys.report.loss_agreement import COARSE, FINE, Tolerance, find_disagreements
 from fsdptoys.report.runs_table import Record
 from scripts.ranks import run_ranks
 from tests.measuring import without_coverage
 from tests.parallel.runs import make_config
 from tests.report.recorded_runs import STEP, changed, record_of, run_of, train_into, write_run
 
+EXACT = Tolerance(0.0, 0.0, 1.0, 0.0, 0.0)
 ADAMW = AdamWConfig(lr=1e-2, weight_decay_on=WeightDecayOn.all)
 CHUNKED = MemoryConfig(chunk_loss=True, chunk_tokens="20", gradient_checkpointing=GradientCheckpointing.full)
 BF16 = DType.bfloat16

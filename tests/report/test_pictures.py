@@ -12,11 +12,11 @@ from PIL import Image
 from fsdptoys.metrics.results import summarize
 from fsdptoys.plan.search.ranking import unbeaten
 from fsdptoys.report import figures_matplotlib as png
+from fsdptoys.report.breakdown_figures import PlottedRun
 from fsdptoys.report.comparison_figures import draw_comparison, draw_tradeoff
 from fsdptoys.report.figures import COLORS, GRAY, Axis, Picture, Series, place_labels, thin
 from fsdptoys.report.figures_matplotlib import draw_png
 from fsdptoys.report.figures_plotly import figure
-from fsdptoys.report.plot_inputs import PlottedRun
 from fsdptoys.report.result_file import operators, references
 from fsdptoys.report.run_figures import draw_run, run_timeline
 from fsdptoys.train.recorded_run import read_recorded_run
