@@ -10,20 +10,21 @@ from fsdptoys.sweep import JobStatus
 from fsdptoys.train.recorded_run import RecordedRun
 from fsdptoys.utils.text import value_text
 
-from . import columns
 from .breakdown_figures import PlottedRun
+from .columns import TableCell
 from .comparison_figures import MEASURES, draw_comparison, measured_memory
 from .figures import Picture
-from .html import HtmlCell, escape, table
 from .page_parts import (
-    NOT_PREDICTED,
+    HtmlCell,
     Section,
     cards,
     definitions_section,
     environment_section,
+    escape,
     figures_html,
     notes_html,
-    prediction_table,
+    prediction_section,
+    table,
 )
 from .runs_table import Collection, Record
 from .setting_diff import as_word, differing, own_key
@@ -41,12 +42,12 @@ def comparison_page(collection: Collection, folder: str) -> tuple[list[Section],
     names = short_names(collection.records)
     shown = [
         PlottedRun(
-            names[index],
+            name,
             record.run,
-            tuple(as_word(key, settings[index][key]) for key in keys if key in settings[index]),
+            tuple(as_word(key, own[key]) for key in keys if key in own),
             record.status is JobStatus.done,
         )
-        for index, (record, own) in enumerate(zip(collection.records, settings, strict=True))
+        for name, record, own in zip(names, collection.records, settings, strict=True)
         if record.run is not None and record.run.steps
     ]
     runs = [(one.name, one.run) for one in shown]
@@ -63,13 +64,7 @@ def comparison_page(collection: Collection, folder: str) -> tuple[list[Section],
         Section("tradeoff", "Memory and time", figures("memory_against_time") or nothing),
         Section("splits", "Breakdown of time and memory", figures("time_split", "memory_split") or nothing),
         Section("curves", "Curves", figures("losses", "step_time") or nothing),
-        Section(
-            "prediction",
-            "Predicted and measured",
-            f'<div class="pair">{figures("predicted_time", "predicted_memory")}</div>{prediction_table(runs)}'
-            if any(run.prediction_errors() for _, run in runs)
-            else NOT_PREDICTED,
-        ),
+        prediction_section(runs, f'<div class="pair">{figures("predicted_time", "predicted_memory")}</div>'),
         Section("differences", "Settings that differ", _differences(names, settings, keys)),
     ]
     failed = _failed(collection, names)
@@ -130,9 +125,8 @@ def _glance(collection: Collection, shown: Sequence[PlottedRun]) -> str:
     finite = [pair for pair in losses if pair[0] == pair[0]]
     if finite:
         loss, one = min(finite, key=lambda pair: pair[0])
-        entries.append(
-            ("lowest loss", f"{loss:.4f}", f"{one.name}, mean of its last {one.run.results.mean_last_steps} steps")
-        )
+        over = f"{one.name}, mean of its last {one.run.results.mean_last_steps} steps"
+        entries.append(("lowest loss", f"{loss:.4f}", over))
     commands = "".join(f"<pre>{escape(command)}</pre>" for command in collection.commands)
     return cards(entries) + commands
 
@@ -147,8 +141,7 @@ def _others(collection: Collection) -> str:
 def _rows(rows: Table) -> str:
     headings = [column.heading for column in rows.columns]
     cells = [
-        [_shown(column.cells[index], record, rows) for column in rows.columns]
-        for index, record in enumerate(rows.records)
+        [_shown(column.cells[index], record) for column in rows.columns] for index, record in enumerate(rows.records)
     ]
     everywhere = "".join(f"<li>{escape(text)}</li>" for text in rows.everywhere)
     same = f"<details><summary>Equal in all rows</summary><ul>{everywhere}</ul></details>" if everywhere else ""
@@ -158,7 +151,7 @@ def _rows(rows: Table) -> str:
     return f"{made}{same}<ul class=soft>{notes}</ul>"
 
 
-def _shown(cell: columns.TableCell, record: Record, rows: Table) -> HtmlCell:
+def _shown(cell: TableCell, record: Record) -> HtmlCell:
     value = cell.value
     if isinstance(value, bool) or not isinstance(value, (int, float, str, type(None))):
         value = cell.text
@@ -175,10 +168,10 @@ def _key(value: object) -> float | str:
 def _differences(names: Sequence[str], settings: Sequence[dict], keys: Sequence[str]) -> str:
     if not keys:
         return "<p>All settings are the same.</p>"
-    rows: list[list[HtmlCell | str]] = []
-    for name, own in zip(names, settings, strict=True):
-        cells = (HtmlCell(value_text(own[key]), _key(own[key])) if key in own else MISSING_SETTING for key in keys)
-        rows.append([name, *cells])
+    rows: list[list[HtmlCell | str]] = [
+        [name, *(HtmlCell(value_text(own[key]), _key(own[key])) if key in own else MISSING_SETTING for key in keys)]
+        for name, own in zip(names, settings, strict=True)
+    ]
     count = len({key for own in settings for key in own})
     caption = (
         f"The {len(keys)} settings that differ, out of {count:,}; "
@@ -197,8 +190,5 @@ def _failed(collection: Collection, names: Sequence[str]) -> str:
         [" ".join(f"{key}={value}" for key, value in one.varied.items()), HtmlCell("skipped", "skipped"), one.reason]
         for one in collection.skipped
     ]
-    if not rows:
-        return ""
-    return table(
-        "failed-table", "Configurations without a result, with the reason.", ("configuration", "status", "reason"), rows
-    )
+    caption = "Configurations without a result, with the reason."
+    return table("failed-table", caption, ("configuration", "status", "reason"), rows) if rows else ""

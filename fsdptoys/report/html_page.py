@@ -18,8 +18,7 @@ from .comparison_page import comparison_page
 from .figures import Picture
 from .figures_matplotlib import draw_png
 from .figures_plotly import check_plotly, figure, plotly_script
-from .html import escape
-from .page_parts import Section
+from .page_parts import Section, escape
 from .run_page import run_page
 from .runs_table import Collection
 

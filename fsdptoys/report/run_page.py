@@ -8,16 +8,17 @@ from fsdptoys.train.recorded_run import RecordedRun
 from fsdptoys.utils.text import value_text
 
 from .figures import Picture
-from .html import HtmlCell, escape, table
 from .page_parts import (
-    NOT_PREDICTED,
+    HtmlCell,
     Section,
     cards,
     definitions_section,
     environment_section,
+    escape,
     figures_html,
     notes_html,
-    prediction_table,
+    prediction_section,
+    table,
 )
 from .result_file import operators
 from .run_figures import draw_run, is_profiled, run_timeline
@@ -32,16 +33,14 @@ def run_page(record: Record, run: RecordedRun, folder: str) -> tuple[list[Sectio
     except ConfigError as mistake:
         timeline, problem = None, f'<p class="note">{escape(mistake)}.</p>'
     pictures = draw_run(run, timeline)
-    curves = [picture for picture in pictures if picture.name not in ("loss", "memory_timeline")]
-    loss = [picture for picture in pictures if picture.name == "loss"]
+    loss, *curves = (picture for picture in pictures if picture.name != "memory_timeline")
+    curves_html = f'{figures_html([loss], folder)}<div class="pair">{figures_html(curves, folder)}</div>'
     memory = [picture for picture in pictures if picture.name == "memory_timeline"]
     sections = [
         Section("glance", "At a glance", _glance(record, run) + notes_html([run])),
-        Section(
-            "curves", "Curves", figures_html(loss, folder) + f'<div class="pair">{figures_html(curves, folder)}</div>'
-        ),
+        Section("curves", "Curves", curves_html),
         Section("memory-by-category", "Memory by category", problem + _memory(run, memory, folder)),
-        Section("prediction", "Predicted and measured", prediction_table([(record.name, run)]) or NOT_PREDICTED),
+        prediction_section([(record.name, run)]),
         Section("operators", "Where the time goes", _operators(run)),
         Section("starts", "Starts and checkpoints", _starts(run)),
         Section("settings", "Settings", _settings(run)),
@@ -132,28 +131,21 @@ def _size(text: str) -> float | str | None:
 
 
 def _starts(run: RecordedRun) -> str:
-    resumes = read_resumes(run.path / RESUMES_FILE)
-    parts = []
-    if resumes:
+    html = "<p>The run had one start.</p>"
+    if rows := [_resume_row(resume) for resume in read_resumes(run.path / RESUMES_FILE)]:
+        caption = "Each time that the run resumed, or restarted over earlier files."
         headings = ("time", "resumed", "from", "ranks", "settings changed", "earlier files moved to")
-        rows = [_resume_row(resume) for resume in resumes]
-        parts.append(
-            table("resumes", "Each time that the run resumed, or restarted over earlier files.", headings, rows)
-        )
-    else:
-        parts.append("<p>The run had one start.</p>")
+        html = table("resumes", caption, headings, rows)
     checkpoint = run.tree.get("checkpoint")
-    if isinstance(checkpoint, dict):
-        every = checkpoint.get("every")
-        parts.append(
-            f"<p>Checkpoints: every {every:,} steps, {escape(value_text(checkpoint.get('form')))}.</p>"
-            if isinstance(every, int) and every
-            else "<p>Checkpoints: only on a signal (checkpoint.every=0).</p>"
-        )
-    return "".join(parts)
+    if not isinstance(checkpoint, dict):
+        return html
+    every = checkpoint.get("every")
+    if isinstance(every, int) and every:
+        return f"{html}<p>Checkpoints: every {every:,} steps, {escape(value_text(checkpoint.get('form')))}.</p>"
+    return f"{html}<p>Checkpoints: only on a signal (checkpoint.every=0).</p>"
 
 
-def _resume_row(resume: Resume) -> list[HtmlCell | str]:
+def _resume_row(resume: Resume) -> list[str]:
     changed = "; ".join(
         f"{key}: {value_text(old)} → {value_text(new)}" for key, (old, new) in (resume.changed or {}).items()
     )

@@ -11,8 +11,8 @@ import pytest
 from rich.console import Console
 
 from fsdptoys.cli.main import main
-from fsdptoys.report.html import escape
 from fsdptoys.report.live import follow
+from fsdptoys.report.page_parts import escape
 from fsdptoys.report.runs_table import gather
 from fsdptoys.report.table import make_table
 from fsdptoys.report.table_export import to_csv, to_json, to_markdown
