@@ -6,12 +6,12 @@ from typing import Any
 
 from rich.console import Console
 from rich.table import Table as Grid
-from rich.text import Text
 
-from fsdptoys.utils.text import encodable, printable, value_text
+from fsdptoys.utils.text import align_columns, value_text
 
 from .compare import Course, Difference, RunComparison
 from .setting_effects import Effect
+from .table_terminal import GAP, print_line, terminal_text
 
 REASONS = {
     Effect.training: "Settings that change the training",
@@ -20,34 +20,29 @@ REASONS = {
     Effect.none: "Settings that change no bit",
 }
 
-
 COURSE_HEAD = ("", "first", "A", "B", "apart", "relative", "steps", "most", "at step")
 
 DISPENSABLE = ("apart", "steps", "relative", "at step", "most")
 """Columns to drop, in this order, from lines wider than the terminal; numbers are never wrapped."""
 
-GAP = 2  # Spaces between columns
-
 
 def print_comparison(found: RunComparison, names: tuple[str, str], console: Console) -> None:
     """Print the verdict, the numbers behind it, and possible causes; ``names`` are those of the runs."""
-    _line(verdict(found), console, "bold")
+    print_line(verdict(found), console, "bold")
     for sentence in [*_ends(found, names), *_not_finite(found), *map(value_text, found.notes)]:
-        _line(sentence, console)
+        print_line(sentence, console)
     console.print()
     for letter, name in zip("AB", names, strict=True):
-        _line(f"{letter}: {value_text(name)}", console)
+        print_line(f"{letter}: {value_text(name)}", console)
     console.print()
     _print_courses([COURSE_HEAD, *map(_course_row, found.courses)], console)
-    changes = [(effect, [each for each in found.changes if each.effect is effect]) for effect in Effect]
-    for effect, group in changes:
-        _print_changes(
-            REASONS[effect], [(each.key.removesuffix(".name"), each.first, each.second) for each in group], console
-        )
+    for effect, title in REASONS.items():
+        changes = [each for each in found.changes if each.effect is effect]
+        _print_changes(title, [(each.key.removesuffix(".name"), each.first, each.second) for each in changes], console)
     _print_changes("Environments", found.environment, console)
     if not found.changes and not found.environment:
         console.print()
-        _line("All settings, versions and machines are equal.", console)
+        print_line("All settings, versions and machines are equal.", console)
 
 
 def verdict(found: RunComparison) -> str:
@@ -125,12 +120,8 @@ def _print_courses(rows: Sequence[Sequence[str]], console: Console) -> None:
         if sum(widths.values()) + GAP * (len(widths) - 1) > console.width:
             del widths[name]
     kept = [column for column in columns if column[0] in widths]
-    for index, row in enumerate(zip(*kept, strict=True)):
-        cells = [
-            text.rjust(width) if place else text.ljust(width)
-            for place, (text, width) in enumerate(zip(row, widths.values(), strict=True))
-        ]
-        _line((" " * GAP).join(cells), console, "" if index else "dim")
+    for index, line in enumerate(align_columns(list(zip(*kept, strict=True)), range(1, len(kept)))):
+        print_line(line, console, "" if index else "dim")
 
 
 def _print_changes(title: str, changes: Sequence[tuple[str, Any, Any]], console: Console) -> None:
@@ -138,17 +129,11 @@ def _print_changes(title: str, changes: Sequence[tuple[str, Any, Any]], console:
     if not changes:
         return
     console.print()
-    _line(title, console, "bold")
+    print_line(title, console, "bold")
     rows = [("", "A", "B"), *(tuple(value_text(part) if part is not None else "-" for part in row) for row in changes)]
     table = Grid.grid(padding=(0, GAP, 0, 0), pad_edge=False)
     for _ in range(3):
         table.add_column(overflow="fold")
     for index, row in enumerate(rows):
-        table.add_row(
-            *(Text(encodable(printable(text), console.file)) for text in row), style="dim" if index == 0 else ""
-        )
+        table.add_row(*(terminal_text(text, console) for text in row), style="" if index else "dim")
     console.print(table, highlight=False)
-
-
-def _line(text: str, console: Console, style: str = "") -> None:
-    console.print(encodable(printable(text), console.file), style=style, highlight=False, markup=False, emoji=False)

@@ -68,11 +68,6 @@ class _Follower:
     console: Console
     poll_seconds: float
 
-    @property
-    def draws(self) -> bool:
-        """Whether the console can redraw lines."""
-        return self.console.is_terminal and os.environ.get("TERM") not in ("dumb", "unknown")
-
     def print_line(self, text: str) -> None:
         """Print one line."""
         self.console.print(Text(printable(text, self.console.file)), soft_wrap=True)
@@ -132,16 +127,14 @@ class _Follower:
     def follow_run(
         self, path: Path, heading: str = "", may_restart: Callable[[FollowedRun], bool] = lambda run: False
     ) -> int:
-        """Follow one run; return 0 after the planned end, else 1.
+        """Follow one run, whose name ``heading`` precedes; return 0 after the planned end, else 1.
 
-        Args:
-            path: run directory.
-            heading: prefix of the run's name.
-            may_restart: whether ranks may still (re)start, called once no rank is running.
+        ``may_restart`` is called once no rank is running: whether ranks may still (re)start.
         """
         run = FollowedRun(path)
         run.poll()
-        state = (self._draw if self.draws else self._print_lines)(run, heading, may_restart)
+        redraws = self.console.is_terminal and os.environ.get("TERM") not in ("dumb", "unknown")
+        state = (self._draw if redraws else self._print_lines)(run, heading, may_restart)
         if state is State.ended:
             ending = read_ending(path)
             self.print_line(f"the run has ended: {'; '.join([*filter(None, [ending.text]), str(path / SUMMARY_FILE)])}")
@@ -173,8 +166,11 @@ class _Follower:
         reported: set[object] = set()
         while True:
             state = run.state()
-            shown = self._print_resume(shown, run.poll(), run)
-            for metrics in run.steps[shown:]:
+            valid = run.poll()
+            if valid < shown:
+                after = run.steps[valid - 1].step if valid else 0
+                self.print_line(f"the run resumed after step {after}; later steps are repeated")
+            for metrics in run.steps[min(shown, valid) :]:
                 if reporter is None:
                     settings = run.settings
                     reporter = PlainReporter(settings.planned_steps or 0, settings.log_every, self.console.file)
@@ -189,10 +185,3 @@ class _Follower:
                     reporter.close()
                 return state
             time.sleep(self.poll_seconds)
-
-    def _print_resume(self, shown: int, valid: int, run: FollowedRun) -> int:
-        """Report a return to an earlier step; return how many of the shown steps remain valid."""
-        if valid < shown:
-            after = run.steps[valid - 1].step if valid else 0
-            self.print_line(f"the run resumed after step {after}; later steps are repeated")
-        return min(shown, valid)

@@ -32,9 +32,7 @@ from fsdptoys.utils.file_lock import is_locked
 from fsdptoys.utils.regular_file import open_regular
 
 LARGEST_READ_BYTES = 2**26  # Bytes read at once, and the limit of a line's length
-
 MOST_STEPS = 2**53
-
 LATE_SECONDS = 5.0  # A rank is late if it stays behind the others for this long and for three step times
 
 
@@ -87,7 +85,7 @@ class FollowedRun:
                     self.steps, self._offset, self._last_line = [], 0, b""
                     file.seek(0)
                 added: list[StepMetrics] = []
-                while complete := _complete_lines(file.read(LARGEST_READ_BYTES)):
+                while complete := (content := file.read(LARGEST_READ_BYTES))[: content.rfind(b"\n") + 1]:
                     lines = complete.splitlines(keepends=True)
                     added += [step for line in lines if (step := _step_of(line)) is not None]
                     self._offset += len(complete)
@@ -132,9 +130,7 @@ class FollowedRun:
         """
         if not signs:
             return {}
-        patience = LATE_SECONDS
-        if self.steps:
-            patience = max(patience, 3 * self.steps[-1].step_time_seconds)
+        patience = max(LATE_SECONDS, 3 * self.steps[-1].step_time_seconds) if self.steps else LATE_SECONDS
         foremost = max(sign.progress for sign in signs.values())
         late: dict[object, str] = {}
         for rank, sign in signs.items():
@@ -188,10 +184,6 @@ def _below(tree: dict[str, Any], name: str) -> dict[str, Any]:
 
 def _number(value: Any, most: int = MOST_STEPS) -> int | None:
     return value if type(value) is int and 0 < value <= most else None
-
-
-def _complete_lines(content: bytes) -> bytes:
-    return content[: content.rfind(b"\n") + 1]
 
 
 def _step_of(line: bytes) -> StepMetrics | None:

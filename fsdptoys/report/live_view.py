@@ -32,7 +32,7 @@ def draw_run(run: FollowedRun, state: State, console: Console, heading: str = ""
         return Text(printable(text, console.file), style=style, no_wrap=False)
 
     where = f"{settings.world_size} rank{'s' * (settings.world_size != 1)}" if settings.world_size else ""
-    about = ", ".join(part for part in (where, settings.device or "") if part)
+    about = ", ".join(filter(None, [where, settings.device]))
     parts: list[RenderableType] = [
         Text.assemble(
             (printable(f"{heading}{settings.title}", console.file), "bold"),
@@ -41,24 +41,24 @@ def draw_run(run: FollowedRun, state: State, console: Console, heading: str = ""
         ),
         line(str(run.path), "dim"),
     ]
-    if not run.steps:
+    if run.steps:
+        facts = Table.grid("", "", padding=(0, 2))
+        facts.columns[0].style, facts.columns[0].no_wrap = "dim", True
+        for name, text in fact_rows(run, run.results()):
+            facts.add_row(name, line(text))
+        parts += [_bar(run), Text(), metrics_table(run.steps[-1], width), Text()]
+        parts += map(line, draw_chart([metrics.loss for metrics in run.steps], width, "loss"))
+        parts += [Text(), facts]
+    else:
         planned = f" of {settings.planned_steps} steps" if settings.planned_steps else " step"
         parts.append(line("no step was done" if state is State.ended else f"waiting for the first{planned}"))
-        return Group(*parts, *_rank_lines(run, state, console))
-    results = run.results()
-    parts += [_bar(run), Text(), metrics_table(run.steps[-1], width), Text()]
-    parts += [line(text) for text in draw_chart([metrics.loss for metrics in run.steps], width, "loss")]
-    parts += [Text(), _facts(run, results, console)]
     return Group(*parts, *_rank_lines(run, state, console))
 
 
 def draw_chart(values: Sequence[float], width: int, label: str) -> list[str]:
-    """Draw a curve in block characters, with its highest and lowest value on the left; non-finite values leave gaps.
+    """Draw a curve in lines of ``width`` block characters, with its highest and lowest value on the left.
 
-    Args:
-        values: the curve; if longer than the columns, each column shows the mean of its part.
-        width: characters of a line.
-        label: name of the curve.
+    If there are more values than columns, each column shows the mean of its part; non-finite values leave gaps.
     """
     finite = [value for value in values if math.isfinite(value)]
     if not finite:
@@ -66,8 +66,8 @@ def draw_chart(values: Sequence[float], width: int, label: str) -> list[str]:
     margin = max(len(label), *(len(f"{value:.4g}") for value in (max(finite), min(finite)))) + 1
     columns = max(NARROWEST_CHART, width - margin - 1)
     means = _means(values, columns)
-    low = min(mean for mean in means if mean is not None)
-    high = max(mean for mean in means if mean is not None)
+    known = [mean for mean in means if mean is not None]
+    low, high = min(known), max(known)
     eighths = CHART_LINES * 8
     heights = [
         0 if mean is None else 1 + round((mean - low) / (high - low) * (eighths - 1)) if high > low else eighths // 2
@@ -106,14 +106,6 @@ def _bar(run: FollowedRun) -> RenderableType:
     return bar
 
 
-def _facts(run: FollowedRun, results: RunResults, console: Console) -> Table:
-    table = Table.grid("", "", padding=(0, 2))
-    table.columns[0].style, table.columns[0].no_wrap = "dim", True
-    for name, text in fact_rows(run, results):
-        table.add_row(name, Text(printable(text, console.file)))
-    return table
-
-
 def fact_rows(run: FollowedRun, results: RunResults) -> list[tuple[str, str]]:
     """Summary of the steps so far, as rows of name and text."""
     rows = [
@@ -144,9 +136,8 @@ def fact_rows(run: FollowedRun, results: RunResults) -> list[tuple[str, str]]:
         count = len(run.resumes)
         rows.append(("resumed", f"{count} time{'s' * (count > 1)}, last after step {run.resumes[-1].step}"))
     if run.settings.prediction is not None:
-        for what, predicted, measured, difference in prediction_rows(
-            prediction_errors(run.settings.prediction, results)
-        ):
+        errors = prediction_errors(run.settings.prediction, results)
+        for what, predicted, measured, difference in prediction_rows(errors):
             rows.append(("predicted", f"{what} {predicted}, measured {measured}: {difference.replace('*', '')}"))
     return rows
 

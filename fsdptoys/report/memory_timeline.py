@@ -20,7 +20,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import numpy as np
 
@@ -30,11 +30,8 @@ from fsdptoys.utils.regular_file import open_regular
 from fsdptoys.utils.text import one_line, short_text
 
 LARGEST_TRACE_BYTES = 2**26  # Limit of the compressed file; larger ones take minutes to read
-
 LARGEST_UNPACKED_BYTES = 2**30
-
 LARGEST_SNAPSHOT_BYTES = 2**29
-
 LARGEST_NUMBER = 2**62  # Limit of bytes and of microseconds since 1970
 
 
@@ -108,8 +105,7 @@ def read_timeline(folder: Path, device_type: str) -> Timeline | None:
 
 def read_trace(path: Path, device_type: str) -> Timeline | None:
     """Read a trace of ``torch.profiler``; None if it was taken without ``profile.memory=true``."""
-    with _errors_of(path, "take the trace again with profile.memory=true"), open_regular(path) as packed:
-        _check_size(path, LARGEST_TRACE_BYTES)
+    with _opened(path, LARGEST_TRACE_BYTES, "take the trace again with profile.memory=true") as packed:
         with gzip.open(packed) as file:
             text = file.read(LARGEST_UNPACKED_BYTES + 1)
         if len(text) > LARGEST_UNPACKED_BYTES:
@@ -132,8 +128,7 @@ def read_trace(path: Path, device_type: str) -> Timeline | None:
 
 def read_snapshot(path: Path) -> Timeline | None:
     """Read a memory snapshot; moments are event numbers, since not all events have a time."""
-    with _errors_of(path, "take the snapshot again"), open_regular(path) as file:
-        _check_size(path, LARGEST_SNAPSHOT_BYTES)
+    with _opened(path, LARGEST_SNAPSHOT_BYTES, "take the snapshot again") as file:
         snapshot = _Plain(file).load()
         traces = snapshot["device_traces"]
         device = max(range(len(traces)), key=lambda index: len(traces[index]), default=0)
@@ -160,18 +155,16 @@ def read_snapshot(path: Path) -> Timeline | None:
 
 
 @contextlib.contextmanager
-def _errors_of(path: Path, fix: str) -> Iterator[None]:
-    """Report a malformed file, whose values, maybe millions, are not validated one by one before use."""
+def _opened(path: Path, largest: int, fix: str) -> Iterator[IO[bytes]]:
+    """Open a file; report a malformed one, whose values, maybe millions, are not validated one by one before use."""
     try:
-        yield
+        with open_regular(path) as file:
+            if path.stat().st_size > largest:
+                raise ValueError(f"it is larger than {largest // 2**20} MiB")
+            yield file
     except Exception as mistake:
         reason = one_line(mistake if str(mistake) else type(mistake).__name__)
         raise ConfigError(f"{path} cannot be read ({reason}); {fix}") from None
-
-
-def _check_size(path: Path, largest: int) -> None:
-    if path.stat().st_size > largest:
-        raise ValueError(f"it is larger than {largest // 2**20} MiB")
 
 
 def _checked(value: float) -> float:

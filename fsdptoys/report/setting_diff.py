@@ -3,6 +3,7 @@
 A setting whose switch is off, such as the buckets of a disabled offload, counts as missing.
 """
 
+import contextlib
 import hashlib
 import json
 import re
@@ -89,18 +90,17 @@ def settings_of(record: Record) -> Settings:
 
 def words_of(record: Record) -> list[str]:
     """Overrides that started a job of a sweep; empty for a single run, whose environment records the command."""
-    if record.varied is None:
-        return []
-    try:
-        return list(read_job(record.path.parent).words) if (record.path.parent / JOB_FILE).exists() else []
-    except ConfigError:
-        return []
+    with contextlib.suppress(ConfigError):
+        if record.varied is not None and (record.path.parent / JOB_FILE).exists():
+            return list(read_job(record.path.parent).words)
+    return []
 
 
 def effective(tree: Mapping[str, Any]) -> Settings:
     """Dotted keys and values of a configuration, without settings whose switch is off."""
     flat = dict(flatten(dict(tree)))
-    kept = {key: value for key, value in flat.items() if not any(_is_off(flat, key, *switch) for switch in _SWITCHES)}
+    off = [pattern for pattern, switch in _SWITCHES if flat.get(switch) in (False, "none")]
+    kept = {key: value for key, value in flat.items() if not any(re.fullmatch(pattern, key) for pattern in off)}
     if kept.get("memory.gradient_checkpointing") != "selective":
         kept.pop("memory.checkpointing_save", None)
     return kept
@@ -160,17 +160,8 @@ def source_notes(records: Sequence[Record]) -> list[str]:
             values.setdefault(value_text(str(source[part])), []).append(name)
         if len(values) > 1:
             differences.append(f"{part} " + ", ".join(f"{value} ({', '.join(rows)})" for value, rows in values.items()))
-    if not differences:
-        return []
-    return [
-        "Rows come from different environments, so their times and memory may not be comparable: "
-        + "; ".join(differences)
-        + "."
-    ]
-
-
-def _is_off(flat: Settings, key: str, pattern: str, switch: str) -> bool:
-    return re.fullmatch(pattern, key) is not None and flat.get(switch) in (False, "none")
+    note = "Rows come from different environments, so their times and memory may not be comparable: "
+    return [f"{note}{'; '.join(differences)}."] if differences else []
 
 
 def _differs(rows: Sequence[Settings], key: str) -> bool:

@@ -85,12 +85,11 @@ def _flat_row(table: Table, index: int) -> dict[str, Any]:
     record = table.records[index]
     row: dict[str, Any] = {"run": record.name, "path": str(record.path), "status": record.status.value}
     row["reason"] = record.reason
-    row |= {column.name: _plain_cell(column.cells[index].value) for column in table.everything if column.setting}
+    values = {column.name: column.cells[index].value for column in table.everything}
+    settings = {column.name: values[column.name] for column in table.everything if column.setting}
+    row |= {key: value_text(value) if isinstance(value, (bool, list)) else value for key, value in settings.items()}
     row |= _measured(record.run)
-    row["loss_step"] = table.loss_step
-    for name in ("loss", "eval_loss"):
-        column = next((column for column in table.everything if column.name == name), None)
-        row[name] = column.cells[index].value if column is not None else None
+    row |= {"loss_step": table.loss_step, "loss": values.get("loss"), "eval_loss": values.get("eval_loss")}
     found = table.disagreements.get(record.name)
     row["disagrees_with"] = found.reference if found else None
     row["disagrees_from_step"] = found.step if found else None
@@ -134,10 +133,6 @@ def _deep_row(table: Table, index: int) -> dict[str, Any]:
         "source_parts": source_of(run.environment) if run else None,
         "environment": run.environment if run else None,
     }
-
-
-def _plain_cell(value: Any) -> Any:
-    return value_text(value) if isinstance(value, (bool, list)) else value
 
 
 def _defused(value: Any) -> Any:

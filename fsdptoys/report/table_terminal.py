@@ -25,26 +25,26 @@ SETTINGS = "settings"
 
 def print_table(table: Table, console: Console) -> None:
     """Print title, common values, rows, notes and skipped combinations."""
-    _line(table.title, console, "bold")
+    print_line(table.title, console, "bold")
     if table.everywhere:
-        _line(f"Everywhere: {'; '.join(table.everywhere)}", console)
+        print_line(f"Everywhere: {'; '.join(table.everywhere)}", console)
     columns, left_out = fit(table.columns, console.width)
     brief = width_of(table.columns) > console.width
     if any(column.name == SETTINGS for column in columns):
         usual = _usual_words([column for column in table.columns if column.setting])
-        _line(f"Unless a row states otherwise: {' '.join(usual)}", console)
+        print_line(f"Unless a row states otherwise: {' '.join(usual)}", console)
     if table.records:
         console.print()
         _print_rows(columns, console)
     console.print()
     if brief:
         names = ", ".join(["the numbers in brackets", *(column.heading for column in left_out)])
-        _line(f"No room for {names}; --csv has all columns.", console)
+        print_line(f"No room for {names}; --csv has all columns.", console)
     for sentence in table.notes:
-        _line(sentence, console)
+        print_line(sentence, console)
     for skipped in table.skipped:
         words = " ".join(as_word(key, value) for key, value in skipped.varied.items())
-        _line(f"skipped {words}: {value_text(skipped.reason)}", console)
+        print_line(f"skipped {words}: {value_text(skipped.reason)}", console)
 
 
 def fit(columns: Sequence[TableColumn], width: int) -> tuple[list[TableColumn], list[TableColumn]]:
@@ -112,16 +112,22 @@ def _print_rows(columns: Sequence[TableColumn], console: Console) -> None:
     for column in columns:
         wraps, width = column.name == SETTINGS, _column_width(column)
         grid.add_column(
-            Text(encodable(printable(column.heading), console.file)),
+            terminal_text(column.heading, console),
             justify="right" if column.numeric else "left",
             overflow="fold",
             min_width=max(len(column.heading), width - too_wide) if wraps else width,
             max_width=None if wraps else width,
         )
     for row in range(len(columns[0].cells)):
-        grid.add_row(*(Text(encodable(printable(column.cells[row].text), console.file)) for column in columns))
+        grid.add_row(*(terminal_text(column.cells[row].text, console) for column in columns))
     console.print(grid, highlight=False)
 
 
-def _line(text: str, console: Console, style: str = "") -> None:
+def print_line(text: str, console: Console, style: str = "") -> None:
+    """Print text that any terminal can show, without markup."""
     console.print(encodable(printable(text), console.file), style=style, highlight=False, markup=False, emoji=False)
+
+
+def terminal_text(text: str, console: Console) -> Text:
+    """A cell that any terminal can show, without markup."""
+    return Text(encodable(printable(text), console.file))
