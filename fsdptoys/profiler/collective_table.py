@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass
 
 from fsdptoys.utils.text import align_columns, size_text
 
-from .collectives import Call, over_ranks
+from .collectives import Call
 
 LONGEST_PATTERN = 4
 COLUMNS = ("#", "phase", "collective", "dtype", "size", "this rank gives", "gets", "ranks", "of", "called by")
@@ -52,7 +52,7 @@ def fold(calls: Sequence[Call]) -> list[Fold]:
 
 def render(calls: Sequence[Call], title: str) -> str:
     """The table of a step's calls and the sums, as plain text."""
-    shown = over_ranks(calls)
+    shown = [call for call in calls if call.ranks > 1]
     alone = len(calls) - len(shown)
     left_out = f"{alone} calls over groups of one rank, which send nothing" if alone else ""
     if not shown:
@@ -96,10 +96,8 @@ def _rows(folded: Fold, calls: Sequence[Call]) -> list[tuple[str, ...]]:
     for place in range(folded.period):
         first, last = folded.calls[place], folded.calls[len(folded.calls) - folded.period + place]
         number = str(first.number)
-        if folded.times > 1 and place == 0:
-            number = f"{first.number}-{folded.calls[-1].number}"
-        elif folded.times > 1:
-            number = "+"
+        if folded.times > 1:
+            number = "+" if place else f"{first.number}-{folded.calls[-1].number}"
         phase = f"{first.phase} {first.microbatch}" if several_microbatches and first.microbatch else first.phase
         name = first.collective.replace("_", "-") + (f" × {folded.times}" if folded.times > 1 else "")
         sizes = map(size_text, (first.size_bytes, first.gives_bytes, first.gets_bytes))
@@ -111,10 +109,9 @@ def _rows(folded: Fold, calls: Sequence[Call]) -> list[tuple[str, ...]]:
 
 def _sums(calls: Sequence[Call]) -> list[tuple[str, ...]]:
     kinds = dict.fromkeys(call.collective for call in calls)
-    rows = [_sum(kind.replace("_", "-"), [call for call in calls if call.collective == kind]) for kind in kinds]
-    return [*rows, _sum("together", calls)] if len(rows) > 1 else rows
-
-
-def _sum(label: str, calls: Sequence[Call]) -> tuple[str, ...]:
-    size, sent = sum(call.size_bytes for call in calls), sum(call.sends_bytes for call in calls)
-    return (label, str(len(calls)), size_text(size), size_text(round(sent)))
+    groups = {kind.replace("_", "-"): [call for call in calls if call.collective == kind] for kind in kinds}
+    rows: list[tuple[str, ...]] = []
+    for label, group in [*groups.items(), *([("together", calls)] if len(groups) > 1 else [])]:
+        size, sent = sum(call.size_bytes for call in group), sum(call.sends_bytes for call in group)
+        rows.append((label, str(len(group)), size_text(size), size_text(round(sent))))
+    return rows

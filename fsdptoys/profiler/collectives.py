@@ -14,7 +14,7 @@ Libraries may choose other algorithms with the same result.
 Not covered: the libraries' own rendezvous. Python objects appear as the tensors that carry them.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from types import CodeType
@@ -38,7 +38,6 @@ FUNCTIONAL = {
 """Operators of ``_c10d_functional``, whose variants end in ``_``, ``_out`` or ``_coalesced``."""
 MESSAGES = {"send": "send", "recv_": "receive", "recv_any_source_": "receive", "barrier": "barrier"}
 PHASES = ("forward", "backward")  # Phases taken from the trainer; in its ``optimizer`` phase the caller decides
-OTHER = "other"
 
 
 @dataclass
@@ -72,14 +71,12 @@ class CollectiveTrace(TorchDispatchMode):
         self, step: int, model: nn.Module, within: dict[CodeType, str], done: Callable[[list[Call]], None]
     ) -> None:
         super().__init__()
-        self.step, self.calls = step, []
-        self._model, self._done = model, done
+        self.step, self._done = step, done
+        self.calls: list[Call] = []
         self._origins = Origins(model, within)
-        self._phase, self._microbatch = OTHER, 0
+        self._phase, self._microbatch = "other", 0
         # All-reduces of the backward with their tensors, which may hold gradients after it.
         self._reduced: list[tuple[Call, list[Tensor]]] = []
-
-    calls: list[Call]
 
     @contextmanager
     def around(self, step: int) -> Iterator[None]:
@@ -121,11 +118,10 @@ class CollectiveTrace(TorchDispatchMode):
         root = values.get("root_rank", values.get("src", 0))
         gives, gets = _exchanged(name, size, ranks, rank == root)
         origin = self._origins.find(self._phase)
-        in_microbatch = origin.phase in PHASES
         call = Call(
             number=len(self.calls) + 1,
             phase=origin.phase,
-            microbatch=self._microbatch if in_microbatch else None,
+            microbatch=self._microbatch if origin.phase in PHASES else None,
             collective=name,
             dtype=dtype_name(sets[0][0]) if sets and name != "barrier" else "",
             size_bytes=size if name != "barrier" else 0,
@@ -154,11 +150,8 @@ class CollectiveTrace(TorchDispatchMode):
 def ring_bytes(collective: str, size: int, ranks: int) -> float:
     """Bytes that a rank sends on average in a collective of ``size`` bytes, the full tensor's, on a ring."""
     once = size * (ranks - 1) / ranks
-    if collective == "all_reduce":
-        return 2 * once
-    if collective in ("gather", "scatter"):
-        return once / ranks
-    return {"send": float(size), "receive": 0.0, "barrier": 0.0}.get(collective, once)
+    by_rank = {"all_reduce": 2 * once, "gather": once / ranks, "scatter": once / ranks}
+    return (by_rank | {"send": float(size), "receive": 0.0, "barrier": 0.0}).get(collective, once)
 
 
 def _exchanged(name: str, size: int, ranks: int, is_root: bool) -> tuple[int, int]:
@@ -178,13 +171,12 @@ def _exchanged(name: str, size: int, ranks: int, is_root: bool) -> tuple[int, in
 
 def _collective(func: Any) -> str | None:
     """Name of an operator's collective; None for other operators."""
+    if func.namespace not in ("c10d", "_c10d_functional"):
+        return None
+    name = func._schema.name.partition("::")[2]
     if func.namespace == "c10d":
-        name = func._schema.name.partition("::")[2]
         return COLLECTIVES.get(name) or MESSAGES.get(name)
-    if func.namespace == "_c10d_functional":
-        name = func._schema.name.partition("::")[2].removesuffix("_out").removesuffix("_").removesuffix("_coalesced")
-        return FUNCTIONAL.get(name)
-    return None
+    return FUNCTIONAL.get(name.removesuffix("_out").removesuffix("_").removesuffix("_coalesced"))
 
 
 def _group(values: dict[str, Any]) -> dist.ProcessGroup:
@@ -200,8 +192,3 @@ def traced_step(first: int, last: int) -> int:
     DDP's reducers and FSDP's units learn their order in the first step and at the start of the second.
     """
     return min(first + 2, last)
-
-
-def over_ranks(calls: Sequence[Call]) -> list[Call]:
-    """Calls in groups of several ranks; a group of one rank sends nothing."""
-    return [call for call in calls if call.ranks > 1]

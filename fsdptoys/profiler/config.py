@@ -60,7 +60,18 @@ class ProfileConfig:
                 f"profile.ranks={value_text(self.ranks)} must name at least one rank, each once and from 0; "
                 "set profile.ranks=[0]"
             )
-        self._refuse_without_switch()
+        for spec in dataclasses.fields(self):  # options whose switch is off
+            default = spec.default_factory() if callable(spec.default_factory) else spec.default
+            on, switch = self.enabled, "profile.enabled=true"
+            if spec.name.startswith("snapshot"):
+                on, switch = self.snapshot, "profile.snapshot=true"
+            elif spec.name == "ranks":
+                on, switch = self.enabled or self.snapshot, "profile.enabled=true or profile.snapshot=true"
+            value = getattr(self, spec.name)
+            if not on and value != default:
+                raise ConfigError(
+                    f"profile.{spec.name}={value_text(value)} does nothing as set; set {switch} or leave it out"
+                )
 
     def validate(self, world_size: int, device_type: str, steps: int) -> None:
         """Check ranks, steps and options against the run and its device; a ConfigError names the first mistake."""
@@ -81,10 +92,13 @@ class ProfileConfig:
             )
         before = self.skip_steps + self.warmup_steps
         if self.enabled and before + self.active_steps > steps:
+            active = min(self.active_steps, steps)
+            warmup = min(1, steps - active)
             raise ConfigError(
                 f"profile.skip_steps={self.skip_steps}, warmup_steps={self.warmup_steps} and "
                 f"active_steps={self.active_steps} need {before + self.active_steps} steps, and train.steps={steps}; "
-                + _window_fix(steps, self.active_steps)
+                f"set profile.skip_steps={steps - active - warmup} profile.warmup_steps={warmup} "
+                f"profile.active_steps={active}"
             )
         last = self.snapshot_first_step + self.snapshot_steps - 1
         if self.snapshot and last > steps:
@@ -93,30 +107,6 @@ class ProfileConfig:
                 f"at step {last}, and train.steps={steps}; set profile.snapshot_first_step=1 "
                 f"profile.snapshot_steps={min(self.snapshot_steps, steps)}"
             )
-
-    def _refuse_without_switch(self) -> None:
-        """Refuse options whose switch is off."""
-        for spec in dataclasses.fields(self):
-            default = spec.default_factory() if callable(spec.default_factory) else spec.default
-            on, switch = self.enabled, "profile.enabled=true"
-            if spec.name.startswith("snapshot"):
-                on, switch = self.snapshot, "profile.snapshot=true"
-            elif spec.name == "ranks":
-                on, switch = self.enabled or self.snapshot, "profile.enabled=true or profile.snapshot=true"
-            value = getattr(self, spec.name)
-            if not on and value != default:
-                raise ConfigError(
-                    f"profile.{spec.name}={value_text(value)} does nothing as set; set {switch} or leave it out"
-                )
-
-
-def _window_fix(steps: int, active_steps: int) -> str:
-    """Settings for a window at the end of ``steps``."""
-    active = min(active_steps, steps)
-    warmup = min(1, steps - active)
-    return (
-        f"set profile.skip_steps={steps - active - warmup} profile.warmup_steps={warmup} profile.active_steps={active}"
-    )
 
 
 @dataclass

@@ -48,13 +48,13 @@ def live_bytes(
     seen: set[tuple[torch.device, int]] = set()
     states = optimizer.state.values() if optimizer is not None else ()
     return LiveBytes(
-        parameters=_count(iter(parameters), seen),
-        gradients=_count(iter([*(p.grad for p in parameters if p.grad is not None), *held_gradients]), seen),
+        parameters=_count(parameters, seen),
+        gradients=_count([*(p.grad for p in parameters if p.grad is not None), *held_gradients], seen),
         states=_count(_tensors(states), seen),
     )
 
 
-def _count(tensors: Iterator[Tensor], seen: set[tuple[torch.device, int]]) -> PlacedBytes:
+def _count(tensors: Iterable[Tensor], seen: set[tuple[torch.device, int]]) -> PlacedBytes:
     device_bytes = host_bytes = 0
     for tensor in tensors:
         local = tensor.to_local() if is_dtensor(tensor) else tensor

@@ -143,10 +143,7 @@ def _headline(failure: Failure, context: OOMContext, device_type: str) -> list[s
     return [f"{where} ran out on rank {context.rank} in the {when}", *([", ".join(known)] if known else [])]
 
 
-_SIZE = r"(\d+(?:\.\d+)?)\s*(bytes|[KMGTPE]iB)"
-
-
 def _find_size(text: str, pattern: str) -> int | None:
     """Bytes of the size that SIZE in a pattern matches."""
-    match = re.search(pattern.replace("SIZE", _SIZE), text)
+    match = re.search(pattern.replace("SIZE", r"(\d+(?:\.\d+)?)\s*(bytes|[KMGTPE]iB)"), text)
     return round(float(match[1]) * UNITS[match[2]]) if match else None

@@ -36,7 +36,7 @@ class Profiler:
         self._is_on = config.enabled or config.snapshot
         self._trace: Trace | None = None
         self._snapshot: Snapshot | None = None
-        if rank not in config.ranks or not (config.enabled or config.snapshot):
+        if rank not in config.ranks or not self._is_on:
             return
         assert folder is not None, "a rank that writes needs a folder"
         message = message or (lambda _: None)

@@ -16,8 +16,6 @@ from .runs_table import Record
 from .setting_diff import Settings, heading, own_key
 
 MISSING = "–"  # Shown in cells without a value
-
-
 STAYS = 100  # Weight of columns that are never dropped
 
 
@@ -164,14 +162,16 @@ def predicted_columns(records: Sequence[Record]) -> list[TableColumn]:
 
 def loss_columns(records: Sequence[Record], step: int | None) -> list[TableColumn]:
     """Loss at ``step`` (from :func:`common_step`; None omits the column), and the last held-out loss."""
+    runs = [record.run for record in records]
     columns = []
     if step is not None:
-        losses = [_number_cell(_loss_at(record, step), 4) for record in records]
-        plural = "s" * (step != 1)
-        columns.append(TableColumn("loss", f"Loss after {step} step{plural}", losses, True, 88))
-    held_out = [_number_cell(each.run.results.eval_loss if each.run else None, 4) for each in records]
-    columns.append(TableColumn("eval_loss", "Held-out loss", held_out, True, 50))
-    return columns
+        losses = [
+            next((metrics.loss for metrics in run.steps if metrics.step == step), None) if run else None for run in runs
+        ]
+        heading = f"Loss after {step} step{'s' * (step != 1)}"
+        columns.append(TableColumn("loss", heading, list(map(_loss_cell, losses)), True, 88))
+    held_out = [_loss_cell(run.results.eval_loss if run else None) for run in runs]
+    return [*columns, TableColumn("eval_loss", "Held-out loss", held_out, True, 50)]
 
 
 def common_step(records: Sequence[Record]) -> int | None:
@@ -222,13 +222,8 @@ def _median(value: float | Spread | None) -> float | None:
     return value.median if isinstance(value, Spread) else value
 
 
-def _loss_at(record: Record, step: int) -> float | None:
-    steps = record.run.steps if record.run is not None else []
-    return next((metrics.loss for metrics in steps if metrics.step == step), None)
-
-
-def _number_cell(value: float | None, digits: int) -> TableCell:
-    return EMPTY if value is None else TableCell(value, _number(value, digits))
+def _loss_cell(value: float | None) -> TableCell:
+    return EMPTY if value is None else TableCell(value, _number(value, 4))
 
 
 def _digits(values: Sequence[float | None], factor: float) -> int:

@@ -107,15 +107,17 @@ def _traits(run: RecordedRun | None) -> str:
 
 
 def _glance(collection: Collection, shown: Sequence[PlottedRun]) -> str:
-    records = collection.records
-    done = sum(record.status is JobStatus.done for record in records)
+    counts = Counter(record.status.value for record in collection.records)
+    done = counts.pop(JobStatus.done.value, 0)
+    if collection.skipped:
+        counts["skipped"] = len(collection.skipped)
+    others = ", ".join(f"{count} {what}" for what, count in counts.items())
     shown = [one for one in shown if one.done] or shown
-    entries = [("configurations done", f"{done} of {len(records)}", _others(collection))]
-    timed = [one for one in shown if one.run.results.tokens_per_second is not None]
-    if timed:
-        fastest = max(timed, key=lambda one: one.run.results.tokens_per_second.median)  # type: ignore[union-attr]
-        speed = fastest.run.results.tokens_per_second
-        entries.append(("fastest", f"{speed.median:,.0f} tokens/s", fastest.name))  # type: ignore[union-attr]
+    entries = [("configurations done", f"{done} of {len(collection.records)}", others)]
+    speeds = [(spread.median, one.name) for one in shown if (spread := one.run.results.tokens_per_second) is not None]
+    if speeds:
+        speed, name = max(speeds, key=lambda pair: pair[0])
+        entries.append(("fastest", f"{speed:,.0f} tokens/s", name))
     measure, memories = measured_memory(shown)
     if measure is not None:
         pairs = zip(memories, shown, strict=True)
@@ -129,13 +131,6 @@ def _glance(collection: Collection, shown: Sequence[PlottedRun]) -> str:
         entries.append(("lowest loss", f"{loss:.4f}", over))
     commands = "".join(f"<pre>{escape(command)}</pre>" for command in collection.commands)
     return cards(entries) + commands
-
-
-def _others(collection: Collection) -> str:
-    counts = Counter(record.status.value for record in collection.records if record.status is not JobStatus.done)
-    if collection.skipped:
-        counts["skipped"] = len(collection.skipped)
-    return ", ".join(f"{count} {what}" for what, count in counts.items())
 
 
 def _rows(rows: Table) -> str:

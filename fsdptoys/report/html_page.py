@@ -50,11 +50,10 @@ def pictures_folder(path: Path) -> Path:
 
 
 def write_page(collection: Collection, path: Path, title: str | None = None) -> list[Path]:
-    """Write the page and its PNGs.
+    """Write the page and its PNGs, replacing existing files; a single run with steps gets the page of one run.
 
     Args:
-        collection: runs to report; a single run with steps gets the page of one run.
-        path: path of the page, ending in ``.html`` or ``.htm``; an existing file is replaced.
+        path: path of the page, ending in ``.html`` or ``.htm``.
         title: heading of the page; the collection's title by default.
 
     Raises:

@@ -1,5 +1,6 @@
 """Terminal display of a running run, fitted to the terminal's width."""
 
+import itertools
 import math
 import time
 from collections.abc import Sequence
@@ -85,23 +86,20 @@ def draw_chart(values: Sequence[float], width: int, label: str) -> list[str]:
 def _means(values: Sequence[float], columns: int) -> list[float | None]:
     """Mean of the finite values in each of at most ``columns`` equal parts; None for a part without any."""
     count = min(columns, len(values))
-    means: list[float | None] = []
-    for index in range(count):
-        part = values[index * len(values) // count : (index + 1) * len(values) // count]
-        finite = [value for value in part if math.isfinite(value)]
-        means.append(sum(finite) / len(finite) if finite else None)
-    return means
+    ends = [index * len(values) // count for index in range(count + 1)]
+    parts = ([v for v in values[start:end] if math.isfinite(v)] for start, end in itertools.pairwise(ends))
+    return [sum(part) / len(part) if part else None for part in parts]
 
 
 def _bar(run: FollowedRun) -> RenderableType:
     step, planned = run.steps[-1].step, run.settings.planned_steps
-    spent = sum(metrics.step_time_seconds for metrics in run.steps)
+    spent = timedelta(seconds=round(sum(metrics.step_time_seconds for metrics in run.steps)))
     left = run.seconds_left()
+    times = f"{spent} in steps" + (f", about {timedelta(seconds=round(left))} left" if left else "")
     bar = Table.grid(padding=(0, 1), expand=True)
     bar.add_column(no_wrap=True)
     bar.add_column(ratio=1)
     bar.add_column(no_wrap=True)
-    times = f"{_duration(spent)} in steps" + (f", about {_duration(left)} left" if left else "")
     bar.add_row(f"step {step}/{planned or '?'}", ProgressBar(total=planned or step, completed=step, width=None), times)
     return bar
 
@@ -168,7 +166,3 @@ def _spread(spread: Spread | None, factor: float, digits: int, unit: str) -> str
         return "only warm-up steps so far"
     p10, median, p90 = (f"{value * factor:,.{digits}f}" for value in (spread.p10, spread.median, spread.p90))
     return f"median {median}{unit} (p10 {p10}, p90 {p90})"
-
-
-def _duration(seconds: float) -> str:
-    return str(timedelta(seconds=round(seconds)))

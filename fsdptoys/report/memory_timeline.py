@@ -87,11 +87,7 @@ class Timeline:
 
 
 def read_timeline(folder: Path, device_type: str) -> Timeline | None:
-    """Memory history of the first rank that recorded one, preferring snapshots to traces; None if there is none.
-
-    Args:
-        folder: ``profile`` folder of a run directory.
-        device_type: ``cuda``, ``npu`` or ``cpu``.
+    """Memory history of the first rank that recorded one in ``profile``, preferring snapshots; None if there is none.
 
     Raises:
         ConfigError: for an unreadable file.
@@ -144,9 +140,9 @@ def read_snapshot(path: Path) -> Timeline | None:
         changes = [
             (float(i), e["addr"], signs[e["action"]] * int(_checked(e["size"]))) for i, e in enumerate(events, 1)
         ]
-        names = [phase_of_stack(e.get("frames", [])) for e in events]
         # Only allocations mark the start of a phase: a free inside one can come from anywhere.
-        marks = [(moment, name) for (moment, _, size), name in zip(changes, names, strict=True) if size > 0]
+        stacks = zip(changes, (event.get("frames", []) for event in events), strict=True)
+        marks = [(moment, phase_of_stack(frames)) for (moment, _, size), frames in stacks if size > 0]
         if changes:
             before = live - sum(size for _, _, size in changes)
             phases = _phases([(0.0, name) for _, name in marks[:1]] + marks)
@@ -251,15 +247,14 @@ def _timeline(
     freed = sum(block.bytes for block in blocks if block.begin == -np.inf)
     if before > freed:
         blocks.append(Block(before - freed, -np.inf, np.inf))
-    moments = [moment for moment, _, _ in changes]
-    order = np.unique(np.asarray(moments, dtype=float))
+    order = np.unique(np.array([moment for moment, _, _ in changes], dtype=float))
     sums = {kind: np.zeros(len(order) + 1) for kind in Lifetime}
     for block in blocks:
         kind = sums[lifetime(block, phases)]
         kind[0 if block.begin == -np.inf else np.searchsorted(order, block.begin)] += block.bytes
         kind[len(order) if block.end == np.inf else np.searchsorted(order, block.end)] -= block.bytes
     layers = {kind: np.cumsum(change)[:-1] for kind, change in sums.items() if np.any(change[:-1])}
-    ends = [*phases.moments[1:], moments[-1]]
+    ends = [*phases.moments[1:], changes[-1][0]]
     spans = zip(phases.moments, ends, phases.names, strict=True) if phases.names else ()
     backwards = [(start, end) for start, end, name in spans if name == "backward"]
     return Timeline(file, order, unit, layers, backwards, device, before > 0)

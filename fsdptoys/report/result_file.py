@@ -60,27 +60,23 @@ def operators(result: RunResult | None, run_dir: Path) -> list[list[str]]:
 
 def _summary_ending(run_dir: Path) -> Ending:
     """Ending of a run without ``result.json``; done if the summary states no reason."""
-    lines = [row[1] for row in _summary_table(run_dir, RESULTS_HEADINGS) if len(row) > 1 and row[0] == "steps"]
-    match = STEPS.fullmatch(lines[0]) if lines else None
-    if match is None:
-        return Ending(JobStatus.done, lines[0] if lines else None)
-    if GAVE_UP.search(match["why"]):
+    rows = _summary_table(run_dir, RESULTS_HEADINGS)
+    line = next((row[1] for row in rows if len(row) > 1 and row[0] == "steps"), None)
+    match = STEPS.fullmatch(line) if line is not None else None
+    status = JobStatus.done
+    if match is not None and GAVE_UP.search(match["why"]):
         status = JobStatus.failed
-    elif PLANNED_END.fullmatch(match["why"]) or int(match["done"]) >= int(match["planned"]):
-        status = JobStatus.done
-    else:
+    elif match is not None and not PLANNED_END.fullmatch(match["why"]) and int(match["done"]) < int(match["planned"]):
         status = JobStatus.stopped
-    return Ending(status, lines[0])
+    return Ending(status, line)
 
 
 def _summary_references(run_dir: Path) -> dict[str, float]:
     found = {}
     for row in _summary_table(run_dir, RESULTS_HEADINGS)[1:]:
         if row[0].startswith("reference: ") and len(row) > 1:
-            try:
+            with contextlib.suppress(ValueError, IndexError):
                 found[row[0].removeprefix("reference: ")] = float(row[1].split()[0])
-            except (ValueError, IndexError):
-                continue
     return found
 
 

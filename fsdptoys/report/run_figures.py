@@ -61,8 +61,7 @@ def mean_loss_series(name: str, steps: Sequence[StepMetrics], look: int) -> tupl
 
 def _loss(run: RecordedRun) -> Picture:
     series = [step_series("loss of each step", run.steps, "loss", 0)]
-    smooth = mean_loss_series("", run.steps, 0)
-    if smooth is not None:
+    if (smooth := mean_loss_series("", run.steps, 0)) is not None:
         mean, window = smooth
         series = [replace(series[0], faint=True), replace(mean, name=f"running mean over {window} steps")]
     held_out = [(m.step, m.eval_loss) for m in run.steps if m.eval_loss is not None]

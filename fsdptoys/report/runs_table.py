@@ -76,12 +76,8 @@ def _found(paths: Sequence[Path]) -> dict[Path, bool]:
     found: dict[Path, tuple[Path, bool]] = {}
     for path in paths:
         is_named = is_sweep_dir(path) or is_run_dir(path)
-        if is_named:
-            inside = [path]
-        elif path.is_dir():
-            inside = [each for each in sorted(path.iterdir()) if is_sweep_dir(each) or is_run_dir(each)]
-        else:
-            inside = []
+        inside = [path] if is_named else sorted(path.iterdir()) if path.is_dir() else []
+        inside = [each for each in inside if is_named or is_sweep_dir(each) or is_run_dir(each)]
         if not inside:
             raise ConfigError(
                 f"{path} holds neither a run nor a sweep; give a folder that fsdptoys train or fsdptoys sweep has "
@@ -142,12 +138,10 @@ def _parts(path: Path) -> list[str]:
 
 def _numbered(records: list[Record]) -> list[Record]:
     """Append numbers to duplicate names, as of a run named like a job."""
-    taken: set[str] = set()
-    numbered = []
+    numbered: dict[str, Record] = {}
     for record in records:
         name, number = record.name, 2
-        while name in taken:
+        while name in numbered:
             name, number = f"{record.name} ({number})", number + 1
-        taken.add(name)
-        numbered.append(dataclasses.replace(record, name=name))
-    return numbered
+        numbered[name] = dataclasses.replace(record, name=name)
+    return list(numbered.values())
