@@ -34,7 +34,7 @@ from fsdptoys.metrics.results import read_result
 from fsdptoys.metrics.resume_log import ResumePoint
 from fsdptoys.metrics.run_directory import RunDirectory
 from fsdptoys.metrics.summary import render_summary
-from fsdptoys.plan.measured_runs import read_run
+from fsdptoys.plan.calibrate import read_run
 from fsdptoys.report.figures_plotly import figure
 from fsdptoys.report.html_page import render_page
 from fsdptoys.report.live import follow
@@ -252,7 +252,7 @@ def read_results(copy: Path) -> str:
 
 def read_measured(copy: Path) -> None:
     """A run as ``plan calibrate`` reads it, up to its validation."""
-    read_run(copy).config.validate(1, "cpu")
+    read_run(copy)[1].validate(1, "cpu")
 
 
 RUN_FILES = (

@@ -25,8 +25,8 @@ from fsdptoys.device import GIB
 from fsdptoys.device.profile import Hardware
 from fsdptoys.errors import ConfigError
 from fsdptoys.launch.launch import choose_experiment
+from fsdptoys.plan.calibrate import calibrate_command
 from fsdptoys.plan.estimate.estimate import closed_form
-from fsdptoys.plan.measured_runs import calibrate_command
 from fsdptoys.plan.predict import Predictor, hardware_of, predict, world_size_of
 from fsdptoys.plan.search.advice import advise
 from fsdptoys.plan.search.frontier_plot import check_picture, draw_frontier

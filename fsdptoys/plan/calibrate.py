@@ -1,27 +1,42 @@
-"""Calibration: fit a hardware profile's rates to measured runs.
+"""``fsdptoys plan calibrate``: fit a hardware profile's rates to measured runs.
+
+    fsdptoys plan calibrate runs/a runs/b hardware=h100 out=mine.yaml
 
 A run gives one number, the time of its step, which depends on a handful of rates. Each rate is multiplied by a factor
 so that the logarithms of predicted and measured times agree in the least-squares sense; where runs leave a factor open,
 as a single run always does, it stays as close to 1 as possible. Matmuls and attention share a factor, since runs do not
 separate them. A rate without effect on any prediction is left alone, and all factors are bounded.
 
-Differences between runs separate the rates: little and much communication, with and without offload. Similar runs give
-good predictions for runs like them, and no rates to trust.
+Sources of data, weights and checkpoints are ignored: they do not affect step times and may be gone. Differences between
+runs separate the rates: little and much communication, with and without offload. Similar runs give good predictions for
+runs like them, and no rates to trust.
 
 Not covered: memory (no rate decides it), the spread between steps, rates that depend on message size. Source:
 Levenberg-Marquardt (https://doi.org/10.1137/0111030) in the logarithms of the factors.
 """
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import date
+from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
 
-from fsdptoys.device.profile import Hardware, Quantity
+from fsdptoys.config.schema import Config
+from fsdptoys.device.profile import Hardware, Quantity, dump_hardware, hardware_for, list_hardware, load_hardware
+from fsdptoys.errors import ConfigError
+from fsdptoys.metrics.prediction import Prediction
+from fsdptoys.train.recorded_run import RecordedRun, read_recorded_run
+from fsdptoys.utils.text import printable
+
+OPTIONS = ("hardware", "out")
 
 NOISE = 0.01  # Expected relative error of a measured step time
 SURPRISE = math.log(2.0)  # Expected error of a profile's rate, as the logarithm of a factor
@@ -34,7 +49,8 @@ JUMPS = tuple(math.log(2) * halves / 2 for halves in (-4, -2, -1, 1, 2, 4))
 """Trial moves of single rates: a rate that bounds nothing at the current point has no derivative, but may matter
 further away."""
 
-
+Predictor = Callable[[Config, Hardware, int], Callable[[Hardware], Prediction]]
+"""Returns a function that predicts a run on hardware of the same kind; it is called often."""
 Residuals = Callable[[np.ndarray], np.ndarray]
 
 
@@ -235,3 +251,107 @@ def _descend(
 def _jacobian(residuals: Residuals, limits: np.ndarray, point: np.ndarray, value: np.ndarray) -> np.ndarray:
     steps = np.diag(np.where(point + STEP <= limits[:, 1], STEP, -STEP))
     return np.stack([(residuals(point + step) - value) / step.sum() for step in steps], axis=1)
+
+
+def read_run(path: Path) -> tuple[RecordedRun, Config, float]:
+    """Read a run directory; a ConfigError if it is not one, or has too few steps for a median.
+
+    Returns:
+        The run, its configuration without settings that do not affect step times, and the median seconds of its steps
+        with an update after the warm-up.
+    """
+    run = read_recorded_run(path)
+    config, spread = run.config(), run.results.step_time_seconds
+    if spread is None:
+        raise ConfigError(
+            f"{path} has {len(run.steps)} steps, none after the warm-up of {run.results.warmup_steps}; "
+            "give a longer run"
+        )
+    return run, config, spread.median
+
+
+def calibrate_runs(paths: Sequence[Path], hardware: Hardware | None, predictor: Predictor) -> Calibration:
+    """Calibrate a profile, by default that of the runs' device, by runs on one kind of device."""
+    runs = [read_run(path) for path in paths]
+    first = runs[0][0]
+    for run, _, _ in runs[1:]:
+        if run.device_name != first.device_name:
+            raise ConfigError(
+                f"{run.path} ran on {run.device_name} and {first.path} on {first.device_name}; calibrate one at a time"
+            )
+    hardware = hardware or _profile_of(first)
+    if hardware.device_type != first.device_type:
+        raise ConfigError(
+            f"hardware={hardware.name} is a {hardware.device_type} device, and {first.path} ran on a "
+            f"{first.device_type} device, {first.device_name}; set its profile"
+        )
+    cases = []
+    for run, config, measured in runs:
+        config.validate(run.world_size, run.device_type)
+        predict = predictor(config, hardware, run.world_size)
+        seconds = functools.partial(lambda predict, hardware: predict(hardware).time.step_seconds, predict)
+        cases.append(Case(seconds, measured, run.path.name))
+    return calibrate(cases, hardware)
+
+
+def calibrate_command(words: Sequence[str], predictor: Predictor, console: Console) -> int:
+    """Run ``fsdptoys plan calibrate RUN_DIR... [hardware=NAME] [out=FILE]``; return the exit status."""
+    options, paths = {}, []
+    for word in words:
+        key, equals, value = word.partition("=")
+        if equals and key in OPTIONS:
+            options[key] = value
+        elif equals and not Path(word).exists():
+            raise ConfigError(f"{word} is not an option of fsdptoys plan calibrate; it has hardware=NAME and out=FILE")
+        else:
+            paths.append(Path(word))
+    if not paths:
+        raise ConfigError("fsdptoys plan calibrate needs a run; write fsdptoys plan calibrate runs/NAME")
+    hardware = load_hardware(options["hardware"]) if "hardware" in options else None
+    out = Path(options["out"]) if "out" in options else None
+    if out is not None and (out.exists() or out.suffix not in (".yaml", ".yml")):
+        raise ConfigError(f"out={out} must be a new YAML file; set out={out.stem}_new.yaml")
+    if out is not None and not out.parent.is_dir():
+        fix = f"set out={out.name} or create the folder"
+        raise ConfigError(f"out={out} is in {out.parent}, which is not a folder; {fix}")
+    result = calibrate_runs(paths, hardware, predictor)
+    if out is None:
+        out = Path(f"{result.hardware.name}_calibrated.yaml")
+        if out.exists():
+            raise ConfigError(f"{out} exists; delete it or set out={out.stem}_new.yaml")
+    print_calibration(result, console)
+    try:
+        out.write_text(dump_hardware(result.hardware), encoding="utf-8")
+    except OSError as mistake:
+        raise ConfigError(f"out={out} cannot be written ({mistake.strerror}); name another file") from mistake
+    console.print(f"Written to {out}; plan with plan.hardware={out}.", highlight=False, soft_wrap=True)
+    return 0
+
+
+def print_calibration(result: Calibration, console: Console) -> None:
+    """Print errors before and after, and the changed rates."""
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    table.add_column("run", overflow="fold")
+    for column in ("measured", "before", "", "after", ""):
+        table.add_column(column, justify="right", no_wrap=True)
+    for row in result.fitted:
+        cells = [f"{row.measured_seconds:.3f} s"]
+        for seconds in (row.before_seconds, row.after_seconds):
+            cells += [f"{seconds:.3f} s", f"{error(row, seconds):+.1%}"]
+        table.add_row(Text(printable(row.name, console.file)), *cells)
+    console.print(table)
+    console.print()
+    for field, (before, after) in result.changes.items():
+        console.print(f"{field}: {before:.4g} is now {after:.4g}", highlight=False)
+    if result.unknown:
+        console.print(f"Not fitted, as no run depends on it: {', '.join(result.unknown)}.", highlight=False)
+
+
+def _profile_of(run: RecordedRun) -> Hardware:
+    name = "cpu" if run.device_type == "cpu" else hardware_for(run.device_name, run.device_type)
+    if name is None:
+        raise ConfigError(
+            f"there is no profile of {run.device_name}, on which {run.path} ran; set hardware= to one of "
+            f"{', '.join(list_hardware())}, or to your own YAML file"
+        )
+    return load_hardware(name)

@@ -2,7 +2,6 @@
 
 import copy
 import dataclasses
-import itertools
 
 from fsdptoys.config.kernel_choice import GroupedKernel
 from fsdptoys.config.schema import Config
@@ -75,7 +74,7 @@ class Predictor:
         """Replay the traces on hardware of the traced device type, and extrapolate to the model's depth."""
         config, kind = self.config, self.config.plan.allocator
         allocators = [build_allocator(kind, device_type=hardware.device_type) for _ in self.traces]
-        replays = [replay(*each) for each in zip(self.traces, itertools.repeat(hardware), allocators)]
+        replays = [replay(made, hardware, allocator) for made, allocator in zip(self.traces, allocators, strict=True)]
         result, method = replays[-1], "traced, all layers"
         if len(replays) > 1:
             result = extrapolate(replays[0], result, (self.depths[0], self.depths[1]), config.model.n_layers)
@@ -119,56 +118,36 @@ def doubts(config: Config, hardware: Hardware, world_size: int) -> tuple[str, ..
     experts = isinstance(config.model, MoEConfig)
     single_experts = kernels.grouped_matmul is GroupedKernel.looped
     single_experts |= hardware.device_type == "npu" and kernels.grouped_matmul is not GroupedKernel.npu
-    sentences: tuple[tuple[object, str], ...] = (
-        (
-            world_size > VALIDATED_RANKS,
-            f"time beyond {VALIDATED_RANKS} ranks is not validated: stragglers, congestion and failures are not "
-            "modeled, so the error has no upper bound",
+    profile = f"plan.hardware={hardware.name}"
+    sentences: dict[str, object] = {
+        f"time beyond {VALIDATED_RANKS} ranks is not validated: stragglers, congestion and failures are not modeled, "
+        "so the error has no upper bound": world_size > VALIDATED_RANKS,
+        f"{sharding}; the prediction assumes that each group starts at a node's first rank": sharding,
+        f"plan.memory_gib={plan.memory_gib or 0:g} is over the {hardware.usable_bytes / GIB:.2f} GiB that "
+        f"{hardware.name} leaves the allocator": (plan.memory_gib or 0) * GIB > hardware.usable_bytes,
+        f"{profile} assumes {sizes}; set plan.memory_gib to the memory that your devices leave": sizes,
+        f"{profile} assumes {rates}; {UNCALIBRATED_BAND}, and fsdptoys plan calibrate replaces rates by "
+        "measurements": rates,
+        "only two steps are traced; reserved memory may grow in a third, by up to 2% in measurements": (
+            config.parallel.flattens_parameters or config.memory.optimizer_offload
         ),
-        (sharding, f"{sharding}; the prediction assumes that each group starts at a node's first rank"),
-        (
-            (plan.memory_gib or 0) * GIB > hardware.usable_bytes,
-            f"plan.memory_gib={plan.memory_gib or 0:g} is over the {hardware.usable_bytes / GIB:.2f} GiB that "
-            f"{hardware.name} leaves the allocator",
+        "train.compile=true is predicted as eager: an upper bound of time and memory": config.train.compile,
+        "document lengths are unknown: attention is assumed over full sequences": config.data.mask_documents,
+        f"train.float8={config.train.float8.value} is predicted as bfloat16 matmuls and gathers: an upper bound of "
+        "time if the compiler fuses the casts, without the casts' scratch memory": (
+            config.train.float8 is not Float8.none
         ),
-        (
-            sizes,
-            f"plan.hardware={hardware.name} assumes {sizes}; set plan.memory_gib to the memory that your devices leave",
+        f"kernels.{{{unmeasured}}} are assumed to touch each tensor once, to keep the tensors that their sources "
+        "keep, and to take no scratch memory: not measured on a device": unmeasured,
+        f"optim.state_dtype={config.optim.low_bit_format} is assumed to update in two compiled kernels, with the "
+        "scratch memory of the compiler on a CPU: not measured on other devices": config.optim.low_bit_format,
+        "experts are assumed to receive equal numbers of tokens: an idle or a busy one costs time": experts,
+        "experts are assumed to be one matmul, but are multiplied one by one: a lower bound of time": (
+            experts and single_experts
         ),
-        (
-            rates,
-            f"plan.hardware={hardware.name} assumes {rates}; {UNCALIBRATED_BAND}, and fsdptoys plan calibrate replaces "
-            "rates by measurements",
-        ),
-        (
-            config.parallel.flattens_parameters or config.memory.optimizer_offload,
-            "only two steps are traced; reserved memory may grow in a third, by up to 2% in measurements",
-        ),
-        (config.train.compile, "train.compile=true is predicted as eager: an upper bound of time and memory"),
-        (config.data.mask_documents, "document lengths are unknown: attention is assumed over full sequences"),
-        (
-            config.train.float8 is not Float8.none,
-            f"train.float8={config.train.float8.value} is predicted as bfloat16 matmuls and gathers: an upper bound of "
-            "time if the compiler fuses the casts, without the casts' scratch memory",
-        ),
-        (
-            unmeasured,
-            f"kernels.{{{unmeasured}}} are assumed to touch each tensor once, to keep the tensors that their sources "
-            "keep, and to take no scratch memory: not measured on a device",
-        ),
-        (
-            config.optim.low_bit_format,
-            f"optim.state_dtype={config.optim.low_bit_format} is assumed to update in two compiled kernels, with the "
-            "scratch memory of the compiler on a CPU: not measured on other devices",
-        ),
-        (experts, "experts are assumed to receive equal numbers of tokens: an idle or a busy one costs time"),
-        (
-            experts and single_experts,
-            "experts are assumed to be one matmul, but are multiplied one by one: a lower bound of time",
-        ),
-        (config.data.reads_files, "reading the data is assumed to take no time"),
-    )
-    return tuple(sentence for applies, sentence in sentences if applies)
+        "reading the data is assumed to take no time": config.data.reads_files,
+    }
+    return tuple(sentence for sentence, applies in sentences.items() if applies)
 
 
 def disagreement(traced: Prediction, closed: Prediction) -> tuple[str, ...]:

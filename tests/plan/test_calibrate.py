@@ -20,8 +20,17 @@ from fsdptoys.device.profile import Hardware, Quantity, load_hardware
 from fsdptoys.errors import ConfigError
 from fsdptoys.metrics.prediction import MemoryPrediction, Prediction, TimePrediction
 from fsdptoys.metrics.step import StepMetrics
-from fsdptoys.plan.calibrate import PARAMETERS, Calibration, Case, calibrate, choose_parameters, error
-from fsdptoys.plan.measured_runs import calibrate_command, calibrate_runs, read_run
+from fsdptoys.plan.calibrate import (
+    PARAMETERS,
+    Calibration,
+    Case,
+    calibrate,
+    calibrate_command,
+    calibrate_runs,
+    choose_parameters,
+    error,
+    read_run,
+)
 from fsdptoys.plan.simulator.allocator import NativeAllocator
 from fsdptoys.plan.simulator.events import (
     Collective,
@@ -200,14 +209,14 @@ def predictor(config: Config, hardware: Hardware, world_size: int) -> Callable[[
 
 def test_run_directory_is_read_with_synthetic_data(tmp_path: Path, config: Config) -> None:
     """Oracle: the written files; the median excludes the warm-up of two steps; the data becomes synthetic."""
-    run = read_run(write_run(tmp_path / "run", config, [9.0, 9.0, 0.5, 0.7, 0.6]))
-    assert (run.world_size, run.device_type, run.step_seconds) == (8, "cuda", 0.6)
-    read = run.config.to_dict()
+    run, made, seconds = read_run(write_run(tmp_path / "run", config, [9.0, 9.0, 0.5, 0.7, 0.6]))
+    assert (run.world_size, run.device_type, seconds) == (8, "cuda", 0.6)
+    read = made.to_dict()
     expected = config.to_dict() | {name: read[name] for name in ("data", "checkpoint")}
     expected["train"]["eval_every"] = 0
     expected["profile"]["enabled"] = False
-    assert read == expected and run.config.data.name == "synthetic"
-    run.config.validate(8, "cuda")
+    assert read == expected and made.data.name == "synthetic"
+    made.validate(8, "cuda")
 
 
 def test_command_prints_errors_and_writes_a_profile(tmp_path: Path, config: Config) -> None:

@@ -204,8 +204,6 @@ def test_flops_of_a_traced_step_match_the_model() -> None:
     assert sum(e.flops for e in kernels if e.kind is KernelKind.matmul) == 6 * weights * TOKENS
     attention = 12 * HEADS * HEAD_DIM * TOKENS / 2 * TOKENS * LAYERS
     assert sum(e.flops for e in kernels if e.kind is KernelKind.attention) == attention * 3.5 / 3
-    assert made.model_flops_per_step == 6 * weights * TOKENS + attention
-    assert made.tokens_per_step == TOKENS
 
 
 @pytest.mark.parametrize(
@@ -226,7 +224,7 @@ def test_traces_of_families_and_switches_complete_and_repeat(words: tuple[str, .
     """Oracle: the trace itself: blocks are freed once, and as much is left after the second step as after the first."""
     strategy = () if any(word.startswith("parallel=") for word in words) else ("parallel=fsdp2",)
     made = traced([*words, *strategy])
-    assert made.events[-1] == Mark(2, "end") and made.steps == 2
+    assert made.events[-1] == Mark(2, "end")
     begun = {event.block for event in made.events if isinstance(event, Alloc)}
     ended = [event.block for event in made.events if isinstance(event, Free)]
     assert len(begun) == sum(isinstance(event, Alloc) for event in made.events)

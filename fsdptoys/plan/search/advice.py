@@ -69,8 +69,7 @@ def advise(
             return None
         saved = after.memory.reserved_bytes - before.memory.reserved_bytes
         ratio = after.tokens_per_second / before.tokens_per_second
-        reserved = prediction.memory.reserved_bytes + saved
-        speed = prediction.tokens_per_second * ratio
+        reserved, speed = prediction.memory.reserved_bytes + saved, prediction.tokens_per_second * ratio
         return Advice(tuple(words), reserved, speed, saved, ratio - 1, reserved <= memory_bytes)
 
     changes_of_one = list(_changes(config, prediction.world_size, node_ranks))
@@ -86,9 +85,9 @@ def advise(
     gain = max((one.tokens_per_second for one in enough), default=0.0) * (1 + WORTHWHILE)
     advice += [one for one in map(evaluate, pairs) if one is not None]
     enough += [one for one in advice if one.fits and one.tokens_per_second >= gain]
-    return (
-        _fastest(dict.fromkeys(enough)) if enough else sorted(advice, key=lambda one: one.reserved_bytes)[:MAX_ADVICE]
-    )
+    if enough:
+        return _fastest(dict.fromkeys(enough))
+    return sorted(advice, key=lambda one: one.reserved_bytes)[:MAX_ADVICE]
 
 
 def _fastest(advice: Iterable[Advice]) -> list[Advice]:

@@ -11,7 +11,6 @@ from .ranking import Candidate, frontier, label
 from .search import SearchResult
 
 FRONTIER_COLOR, OTHER_COLOR, LIMIT_COLOR = "#1f5fa8", "#b3bac1", "#b2182b"
-
 MOST_LABELS = 9  # Labels in the plot, on the points of the frontier furthest apart
 LABEL_PLACES = (((7, -9), "left"), ((7, 5), "left"), ((-7, 5), "right"), ((-7, -12), "right"))
 """Offsets of a label from its point, in points, and the alignment; the first free one is used."""
@@ -30,8 +29,7 @@ def draw_frontier(path: Path, title: str, result: SearchResult) -> None:
     """Draw memory against speed of all predicted candidates as a PNG, without pyplot's global state."""
     from matplotlib.figure import Figure  # 0.7 s to import
 
-    best = frontier(result.candidates)
-    others = [*result.candidates, *result.over]
+    best, others = frontier(result.candidates), [*result.candidates, *result.over]
     figure = Figure(figsize=(9, 5.6), dpi=150, layout="constrained")
     axes = figure.subplots()
     axes.set_title(" ".join(title.split()), loc="left", fontsize=12, fontweight="bold", parse_math=False, wrap=True)
@@ -62,13 +60,10 @@ def _label_points(axes: Any, best: Sequence[Candidate]) -> None:
     """Label as many points as have room."""
     from matplotlib.transforms import Bbox
 
-    figure = axes.figure
-    figure.canvas.draw()  # lays the axes out
-    span = (axes.get_xlim()[1], axes.get_ylim()[1])
-    chosen = spread_out(best, MOST_LABELS, span, least=0.0)
+    axes.figure.canvas.draw()  # lays the axes out
+    chosen = spread_out(best, MOST_LABELS, (axes.get_xlim()[1], axes.get_ylim()[1]), least=0.0)
     points = [axes.transData.transform(_place(one)) for one in chosen]
-    taken = [Bbox.from_bounds(x - 5, y - 5, 10, 10) for x, y in points]
-    inside = axes.get_window_extent()
+    taken, inside = [Bbox.from_bounds(x - 5, y - 5, 10, 10) for x, y in points], axes.get_window_extent()
     box = {"facecolor": "white", "alpha": 0.75, "edgecolor": "none", "pad": 1}
     style = {"textcoords": "offset points", "fontsize": 8, "color": FRONTIER_COLOR, "bbox": box, "parse_math": False}
     for one in chosen:

@@ -70,7 +70,7 @@ class SearchResult:
     def best(self) -> Candidate:
         """The fastest that fits by its second prediction too, or else the first."""
         still = [checked for checked in self.checked if checked.fits]
-        fastest = max((checked.prediction.tokens_per_second for checked in still), default=0.0)
+        fastest = max((one.prediction.tokens_per_second for one in still), default=0.0)
         good = [one.candidate for one in still if one.prediction.tokens_per_second * (1 + TIE) >= fastest]
         return [*good, *self.candidates][0]
 
@@ -80,8 +80,7 @@ class SearchResult:
         for one in self.candidates:
             combination = tuple(word for word in one.words if not word.startswith("train.batch_size="))
             ties = [tie for tie in seen.values() if tie.place == one.place]
-            beaten = any(tie.reserved_bytes <= one.reserved_bytes and tie.switches <= one.switches for tie in ties)
-            if not beaten:
+            if not any(tie.reserved_bytes <= one.reserved_bytes and tie.switches <= one.switches for tie in ties):
                 seen.setdefault(combination, one)
             if len(seen) == count:
                 break
@@ -118,9 +117,8 @@ def search(
     if not exploration.fitting:
         raise exploration.why_nothing()
     ranked = rank(exploration.fitting)
-    result = SearchResult(
-        hardware, world_size, memory_bytes, ranked, exploration.over, dict(exploration.refused.most_common())
-    )
+    refused = dict(exploration.refused.most_common())
+    result = SearchResult(hardware, world_size, memory_bytes, ranked, exploration.over, refused)
     if check is not None:
         for candidate in result.leading(CHECKED):
             prediction = check(candidate.config, hardware, world_size)
@@ -143,13 +141,12 @@ def largest_preset(
     """
     failure: ConfigError | None = None
     for preset in sorted(presets, key=count_parameters, reverse=True):
-        more = [f"model={preset.name}"]
-        train = base.train
+        more, train = [f"model={preset.name}"], base.train
         if train.seq_len > preset.max_seq_len:
             more.append(f"train.seq_len={preset.max_seq_len}")
             train = dataclasses.replace(train, seq_len=preset.max_seq_len)
         config = dataclasses.replace(base, model=preset, train=train)
-        others = [word for word in words if not word.startswith(("model=", "train.seq_len="))] + more
+        others = [*(word for word in words if not word.startswith(("model=", "train.seq_len="))), *more]
         try:
             return search(config, others, hardware, world_size, memory_bytes, predict, space=SENSIBLE).best
         except ConfigError as error:
@@ -237,8 +234,7 @@ class _Exploration:
 
     def fits(self, prediction: Prediction) -> bool:
         """Whether device memory, and host memory if known, suffice."""
-        host = self.host_memory_bytes
-        memory = prediction.memory
+        memory, host = prediction.memory, self.host_memory_bytes
         return memory.reserved_bytes <= self.memory_bytes and (host is None or memory.host_bytes <= host)
 
     def why_nothing(self) -> ConfigError:
@@ -261,20 +257,16 @@ class _Exploration:
 
     def _enough_ranks(self, least: Candidate) -> int | None:
         """Number of ranks at which the smallest combination fits, if a few doublings suffice."""
-        for doublings in range(1, 7):
-            ranks = self.world_size << doublings
-            changes: Changes = {"mesh.fsdp_size": -1}
-            if least.config.parallel.single_process:
-                changes = {"mesh.fsdp_size": -1, "parallel": "fsdp2"}
-            if any(key in self.fixed for key in changes):
-                return None
+        changes: dict[str, Any] = {"mesh.fsdp_size": -1}
+        if least.config.parallel.single_process:
+            changes["parallel"] = "fsdp2"
+        if self.fixed.isdisjoint(changes):
             with suppress(ConfigError):
-                more = vary(least.config, changes, self.fixed)
-                validate_switches(more, ranks, self.hardware.device_type)
-                if self.fits(self.quick(more, self.hardware, ranks)):
-                    return ranks
-                continue
-            return None
+                for ranks in (self.world_size << doublings for doublings in range(1, 7)):
+                    more = vary(least.config, changes, self.fixed)
+                    validate_switches(more, ranks, self.hardware.device_type)
+                    if self.fits(self.quick(more, self.hardware, ranks)):
+                        return ranks
         return None
 
 
@@ -283,9 +275,7 @@ def _different(candidates: Sequence[Candidate]) -> list[Candidate]:
     seen: dict[frozenset[tuple[str, Any]], Candidate] = {}
     for candidate in candidates:
         seen.setdefault(frozenset(candidate.changes.items()), candidate)
-        if len(seen) == REFINED:
-            break
-    return list(seen.values())
+    return list(seen.values())[:REFINED]
 
 
 def count_parameters(model: ModelConfig) -> int:

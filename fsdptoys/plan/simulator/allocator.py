@@ -121,8 +121,7 @@ class Allocator(ABC):
         wait_for_device: Callable[[], None] = lambda: None,
         device_type: str = "cuda",
     ) -> None:
-        self.memory_limit_bytes = memory_limit_bytes
-        self.wait_for_device = wait_for_device
+        self.memory_limit_bytes, self.wait_for_device = memory_limit_bytes, wait_for_device
         self._padding_bytes = NPU_PADDING_BYTES if device_type == "npu" else 0
         self._alignment_bytes = self.npu_alignment_bytes if device_type == "npu" else 1
         self.allocated_bytes = 0  # Bytes of blocks in use, rounded: ``memory_allocated()``
@@ -130,13 +129,8 @@ class Allocator(ABC):
         self.peak_reserved_bytes = 0
         self.releases = 0  # How often cached memory was given back for lack of memory
         self._pools: dict[int, tuple[Pool, Pool]] = {}
-        self._reserved_by_stream: defaultdict[int, int] = defaultdict(int)
+        self.reserved_by_stream: defaultdict[int, int] = defaultdict(int)  # Of each stream with a request
         self._next_address = ADDRESSES
-
-    @property
-    def reserved_by_stream(self) -> dict[int, int]:
-        """Reserved bytes of each stream with a request."""
-        return dict(self._reserved_by_stream)
 
     def allocate(self, bytes: int, stream: int) -> Block:
         """Return a block for a request of at least one byte, or raise an ``OutOfMemory``."""
@@ -145,15 +139,15 @@ class Allocator(ABC):
         pools = self._pools.get(stream)
         if pools is None:
             pools = self._pools[stream] = Pool(stream, is_small=False), Pool(stream, is_small=True)
-            self._reserved_by_stream[stream] += 0
+            self.reserved_by_stream[stream] += 0
         pool = pools[size <= SMALL_BYTES]
         block = self._best_fit(pool, size) or self._grow(pool, size)
         if block is None:
             self.release_cached()
             block = self._grow(pool, size)
-            if block is None:
-                assert self.memory_limit_bytes is not None
-                raise OutOfMemory(bytes, self.allocated_bytes, self.reserved_bytes, self.memory_limit_bytes)
+        if block is None:
+            assert self.memory_limit_bytes is not None
+            raise OutOfMemory(bytes, self.allocated_bytes, self.reserved_bytes, self.memory_limit_bytes)
         if size >= ROUND_LARGE_BYTES and (gap := -block.address % self._alignment_bytes) and gap + size <= block.size:
             before, block = block, self._cut(block, gap)
             pool.put(before)
@@ -201,7 +195,7 @@ class Allocator(ABC):
         if self.memory_limit_bytes is not None and bytes > 0 and reserved > self.memory_limit_bytes:
             return False
         self.reserved_bytes = reserved
-        self._reserved_by_stream[pool.stream] += bytes
+        self.reserved_by_stream[pool.stream] += bytes
         self.peak_reserved_bytes = max(self.peak_reserved_bytes, reserved)
         return True
 
@@ -249,9 +243,8 @@ class NativeAllocator(Allocator):
         return free.pop(index)[2] if index < len(free) else None
 
     def _grow(self, pool: Pool, size: int) -> Block | None:
-        if pool.is_small or size < MIN_LARGE_BYTES:
-            segment_bytes = pool.segment_bytes
-        else:
+        segment_bytes = pool.segment_bytes
+        if not pool.is_small and size >= MIN_LARGE_BYTES:
             segment_bytes = -(-size // ROUND_LARGE_BYTES) * ROUND_LARGE_BYTES
         return Block(pool, self._new_addresses(), segment_bytes) if self._reserve(pool, segment_bytes) else None
 
@@ -320,8 +313,7 @@ class ExpandableAllocator(Allocator):
         return True
 
     def _release(self, block: Block) -> None:
-        pool = block.pool
-        page = pool.segment_bytes
+        pool, page = block.pool, block.pool.segment_bytes
         start = -(-block.address // page) * page
         end = (block.address + block.size) // page * page
         if start >= end:
@@ -343,12 +335,7 @@ def _room(block: Block) -> int:
     return block.size if after is None or after.mapped else block.size + after.size
 
 
-def build_allocator(
-    kind: AllocatorKind,
-    memory_limit_bytes: int | None = None,
-    wait_for_device: Callable[[], None] = lambda: None,
-    device_type: str = "cuda",
-) -> Allocator:
+def build_allocator(kind: AllocatorKind, limit_bytes: int | None = None, device_type: str = "cuda") -> Allocator:
     """Construct an allocator; see ``Allocator`` for the arguments."""
     made = ExpandableAllocator if kind is AllocatorKind.expandable else NativeAllocator
-    return made(memory_limit_bytes, wait_for_device, device_type)
+    return made(limit_bytes, device_type=device_type)

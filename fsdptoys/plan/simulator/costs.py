@@ -13,25 +13,20 @@ links inside a node that devices share (a PCIe profile gives each its share).
 """
 
 import math
-from typing import NamedTuple
 
 from fsdptoys.device.profile import Hardware
 
 from .events import KernelKind
 
 
-class Spread(NamedTuple):
-    """Layout of a group over nodes; ranks are numbered node by node."""
+def spread(hardware: Hardware, group_size: int, group_stride: int) -> tuple[int, int]:
+    """Nodes of a group, and its ranks in one node; ranks are numbered node by node.
 
-    nodes: int
-    local: int  # Ranks of the group in one node
-
-
-def spread(hardware: Hardware, group_size: int, group_stride: int) -> Spread:
-    """Lay a group out over nodes; ``group_stride`` is the distance between neighbors in the global rank order."""
+    ``group_stride`` is the distance between neighbors in the global rank order.
+    """
     devices = int(hardware.devices_per_node.value)
     local = min(group_size, max(1, devices // group_stride))
-    return Spread(-(-group_size // local), local)
+    return -(-group_size // local), local
 
 
 def kernel_seconds(hardware: Hardware, kind: KernelKind, flops: float, bytes: int, dtype: str) -> float:

@@ -123,9 +123,8 @@ class Mark(NamedTuple):
     phase: str
 
 
-Work = Kernel | HostWork | Transfer | Collective
 Wait = RecordEvent | WaitEvent | HostWaitEvent | HostWaitStream | HostWaitWorkers
-Event = Alloc | Free | RecordStream | Work | Wait | Mark
+Event = Alloc | Free | RecordStream | Kernel | HostWork | Transfer | Collective | Wait | Mark
 
 
 @dataclass
@@ -137,8 +136,4 @@ class Trace:
     """Number → purpose of the stream, such as ``compute`` or ``all-gather``."""
     categories: dict[int, Category] = field(default_factory=dict)
     """Blocks whose purpose became known after their ``Alloc``, which this overrides."""
-    n_layers: int = 0
-    steps: int = 0
-    tokens_per_step: int = 0  # Tokens of this rank
-    model_flops_per_step: float = 0.0  # FLOPs of this rank, as MFU counts them
     host_bytes: int = 0  # Host memory of the rank's tensors at the end of a step

@@ -24,8 +24,6 @@ from .allocator import Allocator, Block
 from .events import Alloc, Free, Mark, RecordStream, Trace
 from .stream_clock import Cause, Clock
 
-CATEGORIES = tuple(Category)
-
 
 @dataclass(frozen=True)
 class Phase:
@@ -97,32 +95,28 @@ class _Replaying:
     def __init__(self, trace: Trace, hardware: Hardware, allocator: Allocator) -> None:
         self.trace, self.allocator, self.clock = trace, allocator, Clock(hardware)
         allocator.wait_for_device = self.wait_for_device
-        self.blocks: dict[int, tuple[Block, int]] = {}  # Number → block and the index of its category
+        self.blocks: dict[int, tuple[Block, Category]] = {}
         self.own_stream_counts = hardware.device_type == "npu"
         self.uses: dict[int, set[int]] = {}  # Number → streams that it was recorded on
         self.pending: list[tuple[float, int, Block]] = []
         """Heap of (time at which it becomes reusable, its number, block)."""
         self.pending_bytes = 0
-        self.by_category = [0] * len(CATEGORIES)
+        self.by_category = dict.fromkeys(Category, 0)
         self.peak_bytes = 0
-        self.at_peak = list(self.by_category)
+        self.at_peak = dict(self.by_category)
         self.rising = True  # Whether nothing was freed since the peak, whose categories are not yet saved
         self.phases: list[Phase] = []
         self.phase_begins = 0.0
 
     def run(self) -> Replay:
         """Process all events."""
-        clock, advance = self.clock, self.clock.advance
-        events = self.trace.events
+        clock, events = self.clock, self.trace.events
         last_step = max((event.step for event in events if isinstance(event, Mark)), default=0)
-        numbers = {category: index for index, category in enumerate(CATEGORIES)}
-        categories = {block: numbers[category] for block, category in self.trace.categories.items()}
         mark = Mark(0, "construction")
         for event in events:
             if isinstance(event, Alloc):
                 if event.bytes:
-                    category = categories.get(event.block)
-                    self.allocate(event, numbers[event.category] if category is None else category)
+                    self.allocate(event)
             elif isinstance(event, Free):
                 self.free(event.block)
             elif isinstance(event, RecordStream):
@@ -134,7 +128,7 @@ class _Replaying:
                     clock.begin_window()
                 mark = event
             else:
-                advance(event)
+                clock.advance(event)
         clock.end_window()
         self.end_phase(mark)
         parts = clock.parts
@@ -147,10 +141,11 @@ class _Replaying:
             releases=self.allocator.releases,
         )
 
-    def allocate(self, event: Alloc, category: int) -> None:
+    def allocate(self, event: Alloc) -> None:
         """Allocate a block, after reclaiming those that other streams have finished with."""
         self.reuse(self.clock.host)
         block = self.allocator.allocate(event.bytes, event.stream)
+        category = self.trace.categories.get(event.block, event.category)
         self.blocks[event.block] = block, category
         self.by_category[category] += block.size
         allocated = self.allocator.allocated_bytes - self.pending_bytes
@@ -169,7 +164,7 @@ class _Replaying:
             return
         block, category = self.blocks.pop(number)
         if self.rising:
-            self.at_peak, self.rising = list(self.by_category), False
+            self.at_peak, self.rising = dict(self.by_category), False
         self.by_category[category] -= block.size
         streams = self.uses.pop(number, None)
         # PyTorch does not query events here: a block with uses always waits for the next request.
@@ -195,14 +190,12 @@ class _Replaying:
     def end_phase(self, mark: Mark) -> None:
         """Save the numbers of the phase that started with a mark, and start the next."""
         if self.rising:
-            self.at_peak = list(self.by_category)
-        names = self.trace.streams
+            self.at_peak = dict(self.by_category)
         reserved: Counter[str] = Counter()
         for stream, bytes in self.allocator.reserved_by_stream.items():
-            reserved[names.get(stream, f"stream {stream}")] += bytes
+            reserved[self.trace.streams.get(stream, f"stream {stream}")] += bytes
         end_bytes = self.allocator.allocated_bytes - self.pending_bytes
-        seconds, categories = self.clock.now - self.phase_begins, dict(zip(CATEGORIES, self.at_peak, strict=True))
-        phase = Phase(mark.step, mark.phase, seconds, end_bytes, self.peak_bytes, categories, dict(reserved))
-        self.phases.append(phase)
+        seconds, memory = self.clock.now - self.phase_begins, (end_bytes, self.peak_bytes, self.at_peak)
+        self.phases.append(Phase(mark.step, mark.phase, seconds, *memory, dict(reserved)))
         self.phase_begins = self.clock.now
         self.peak_bytes, self.rising = end_bytes, True

@@ -85,8 +85,7 @@ class Clock:
     """Times of the host and of each stream, in seconds from the beginning."""
 
     def __init__(self, hardware: Hardware) -> None:
-        self.host = 0.0
-        self.parts = Parts()
+        self.host, self.parts = 0.0, Parts()
         self._hardware = hardware
         self._operator_seconds = hardware.host_operator_seconds.value
         self._host_computes = hardware.device_type == "cpu"
@@ -108,15 +107,14 @@ class Clock:
             events.HostWork: self._host_work,
             events.RecordEvent: self._record_event,
             events.WaitEvent: self._wait_event,
-            events.HostWaitEvent: self._host_wait_event,
+            events.HostWaitEvent: lambda event: self._host_until(*self._events.get(event.event, (0.0, None))),
             events.HostWaitStream: self._host_wait_stream,
             events.HostWaitWorkers: self._host_wait_workers,
         }
 
     def advance(self, event: events.Event) -> None:
         """Process the next event; memory events and marks take no time."""
-        handler = self._handlers.get(type(event))
-        if handler is not None:
+        if (handler := self._handlers.get(type(event))) is not None:
             handler(event)
 
     @property
@@ -151,9 +149,8 @@ class Clock:
     def _kernel(self, event: events.Kernel) -> None:
         self.host += self._operator_seconds
         stream, kind = event.stream, event.kind
-        seconds = costs.kernel_seconds(self._hardware, kind, event.flops, event.bytes, event.dtype)
         ready, last = self._start(stream)
-        end = ready + seconds
+        end = ready + costs.kernel_seconds(self._hardware, kind, event.flops, event.bytes, event.dtype)
         self._ready[stream] = end
         if stream == COMPUTE_STREAM:
             if ready > self._computed:
@@ -169,7 +166,10 @@ class Clock:
         self.host += self._hardware.host_collective_seconds.value
         name, size, stride = event.name, event.group_size, event.group_stride
         seconds = costs.collective_seconds(self._hardware, name, event.bytes, size, stride)
-        self._count_volume(event, seconds)
+        key = (name, event.axis, size)
+        now = self.parts.volumes.get(key, Volume(*key, 0, 0, 0.0))
+        sent = round(costs.sent_bytes(name, event.bytes, size))
+        self.parts.volumes[key] = Volume(*key, 1 + now.calls, sent + now.bytes, seconds + now.seconds)
         nodes, local = costs.spread(self._hardware, size, stride)
         lanes = [lane for lane, used in ((self._intra, local > 1), (self._inter, nodes > 1)) if used]
         communicator = (event.axis, size, stride)
@@ -217,9 +217,6 @@ class Clock:
         if happens > self._ready[event.stream]:
             self._ready[event.stream], self._last[event.stream] = happens, work
 
-    def _host_wait_event(self, event: events.HostWaitEvent) -> None:
-        self._host_until(*self._events.get(event.event, (0.0, None)))
-
     def _host_wait_stream(self, event: events.HostWaitStream) -> None:
         if event.stream is None:
             self.wait_for_device()
@@ -240,8 +237,7 @@ class Clock:
 
     def _count_wait(self, until: float, work: Work | None) -> None:
         """Attribute the compute stream's wait to the work that ended last, and so on back."""
-        since = self._computed
-        waits = self.parts.waits
+        since, waits = self._computed, self.parts.waits
         self._computed = max(until, since)
         while until > since:
             if work is None or work.end <= since:
@@ -255,9 +251,3 @@ class Clock:
                 waits[work.cause] += until - begun
                 until = begun
             work = work.parent
-
-    def _count_volume(self, event: events.Collective, seconds: float) -> None:
-        key = (event.name, event.axis, event.group_size)
-        now = self.parts.volumes.get(key, Volume(*key, 0, 0, 0.0))
-        sent = round(costs.sent_bytes(event.name, event.bytes, event.group_size))
-        self.parts.volumes[key] = Volume(*key, 1 + now.calls, sent + now.bytes, seconds + now.seconds)

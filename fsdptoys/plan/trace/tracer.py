@@ -159,11 +159,6 @@ def trainer_program(config: Config, hardware: Hardware) -> Program:
             if isinstance(module, LMHead):
                 _watch_head(module, recorder)
         trainer.train(on_step=lambda step: recorder.mark(step.step, "end"))
-        tokens = config.train.batch_size * config.train.seq_len * config.train.grad_accum
-        made = recorder.trace
-        made.n_layers, made.steps = config.model.n_layers, STEPS
-        made.tokens_per_step = tokens * trainer.strategy.local_data_ranks
-        made.model_flops_per_step = trainer.flops_per_token * made.tokens_per_step
 
     return run
 
