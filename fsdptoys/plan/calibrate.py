@@ -2,14 +2,10 @@
 
     fsdptoys plan calibrate runs/a runs/b hardware=h100 out=mine.yaml
 
-A run gives one number, the time of its step, which depends on a handful of rates. Each rate is multiplied by a factor
-so that the logarithms of predicted and measured times agree in the least-squares sense; where runs leave a factor open,
-as a single run always does, it stays as close to 1 as possible. Matmuls and attention share a factor, since runs do not
-separate them. A rate without effect on any prediction is left alone, and all factors are bounded.
-
-Sources of data, weights and checkpoints are ignored: they do not affect step times and may be gone. Differences between
-runs separate the rates: little and much communication, with and without offload. Similar runs give good predictions for
-runs like them, and no rates to trust.
+Each rate is multiplied by a factor so that the logarithms of predicted and measured times of a step agree in the
+least-squares sense; where runs leave a factor open, as a single run always does, it stays as close to 1 as possible.
+Matmuls and attention share a factor, since runs do not separate them. A rate without effect on any prediction is left
+alone, and all factors are bounded. Data, weights and checkpoints of a run may be gone.
 
 Not covered: memory (no rate decides it), the spread between steps, rates that depend on message size. Source:
 Levenberg-Marquardt (https://doi.org/10.1137/0111030) in the logarithms of the factors.

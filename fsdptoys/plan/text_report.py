@@ -51,15 +51,14 @@ def advice_to_dict(advice: Sequence[Advice]) -> list[dict[str, Any]]:
 
 def print_search(result: SearchResult, rows: int, console: Console) -> None:
     """Print the best combinations, at most ``rows``, the frontier and the command to run."""
-    config, hardware = result.candidates[0].config, result.hardware
-    _print_model(config, console)
-    ranks = f"{_ranks(result.world_size)} on {hardware.title}"
+    first = result.candidates[0]
+    _print_model(first.config, console)
+    ranks = f"{_ranks(result.world_size)} on {result.hardware.title}"
     _line(f"{ranks}, {_gib(result.memory_bytes)} of memory each", console)
     refused = f", {sum(result.refused.values()):,} refused" if result.refused else ""
-    method = result.candidates[0].prediction.method
     fit, over = len(result.candidates), len(result.over)
     fits, does = f"combination{'s fit' if fit != 1 else ' fits'}", "does" if over == 1 else "do"
-    _line(f"{fit:,} {fits}, {over:,} {does} not{refused}; predicted by the {method}", console)
+    _line(f"{fit:,} {fits}, {over:,} {does} not{refused}; predicted by the {first.prediction.method}", console)
     _heading("Fastest", console)
     _print_candidates(result.leading(rows), console)
     best = frontier(result.candidates)
@@ -83,10 +82,10 @@ def print_search(result: SearchResult, rows: int, console: Console) -> None:
 
 def print_command(candidate: Candidate, hardware: Hardware, console: Console) -> None:
     """Print the command that trains a candidate, on one line for copying."""
-    devices = round(hardware.devices_per_node.value)
     ranks = candidate.prediction.world_size
     nodes = ranks // node_ranks_of(candidate.config, hardware, ranks)
     more = [f"launch.nnodes={nodes}", "launch.rdzv_endpoint=HOST:29400"] if nodes > 1 else []
+    devices = round(hardware.devices_per_node.value)
     if ranks // nodes < devices and not candidate.config.parallel.single_process:
         more.append(f"launch.nproc_per_node={ranks // nodes}")
     typed = {word.partition("=")[0] for word in candidate.words}
@@ -122,24 +121,23 @@ def candidate_to_dict(candidate: Candidate) -> dict[str, Any]:
 
 
 def _print_header(config: Config, prediction: Prediction, hardware: Hardware, console: Console) -> None:
-    train, mesh = config.train, config.mesh
+    train, parallel = config.train, config.parallel
     _print_model(config, console)
     _line(f"{_ranks(prediction.world_size)} on {hardware.title}; {prediction.method}", console)
-    name = config.parallel.name
-    shards = mesh.shard_ranks(prediction.world_size) if config.parallel.shards_parameters else 1
+    shards = config.mesh.shard_ranks(prediction.world_size) if parallel.shards_parameters else 1
     replicas = prediction.world_size // shards
     sharding = f"shards over {_ranks(shards)}" if shards > 1 else "full parameters on each rank"
     replicating = f", {replicas} replicas" if replicas > 1 and shards > 1 else ""
     on = f"; {', '.join(traits(config))}" if traits(config) else ""
-    _line(f"{name}: {sharding}{replicating}, {config.parallel.param_dtype.value}{on}", console)
+    _line(f"{parallel.name}: {sharding}{replicating}, {parallel.param_dtype.value}{on}", console)
     accumulated = f" x {train.grad_accum} micro-batches" if train.grad_accum > 1 else ""
     per_rank = f"{train.batch_size} x {train.seq_len:,} tokens{accumulated}"
     _line(f"{per_rank} per rank, {prediction.tokens_per_step:,} tokens per step", console)
 
 
 def _print_memory(prediction: Prediction, hardware: Hardware, memory_bytes: float, console: Console) -> None:
-    memory = prediction.memory
     _heading("Memory of a rank", console)
+    memory = prediction.memory
     left = memory_bytes - memory.reserved_bytes
     verdict = f"fits in {_gib(memory_bytes)}, {_gib(left)} left"
     if left < 0:
@@ -158,14 +156,13 @@ def _print_memory(prediction: Prediction, hardware: Hardware, memory_bytes: floa
 
 
 def _print_communication(time: TimePrediction, console: Console) -> None:
-    if not time.volumes:
-        return
-    _heading("Communication in a step", console)
     rows = [("", "axis", "ranks", "calls", "sent", "time")]
     for volume in sorted(time.volumes, key=lambda volume: -volume.seconds):
         counts = f"{volume.group_size:,}", f"{volume.calls:,}"
         rows.append((volume.collective, volume.axis, *counts, _gib(volume.bytes), _seconds(volume.seconds)))
-    _grid(rows, "llrrrr", console, headed=True)
+    if time.volumes:
+        _heading("Communication in a step", console)
+        _grid(rows, "llrrrr", console, headed=True)
 
 
 def _print_time(prediction: Prediction, console: Console) -> None:
@@ -189,12 +186,9 @@ def _print_time(prediction: Prediction, console: Console) -> None:
 
 
 def _print_advice(advice: Sequence[Advice], fits: bool, console: Console) -> None:
-    if fits:
-        heading = "Faster settings, by the closed form"
-    elif any(one.fits for one in advice):
-        heading = "Changes that make it fit, by the closed form"
-    else:
-        heading = "Largest savings; no two changes make it fit, so try fsdptoys plan search"
+    heading = "Largest savings; no two changes make it fit, so try fsdptoys plan search"
+    if fits or any(one.fits for one in advice):
+        heading = f"{'Faster settings' if fits else 'Changes that make it fit'}, by the closed form"
     _heading(heading, console)
     rows = [("reserved", "tokens/s", "change", "type")]
     for one in advice:

@@ -1,12 +1,9 @@
 """Memory, FLOPs and traffic of a model's parts, measured by running each part once on the meta device.
 
-Activation bytes cannot be counted by hand: which tensors are kept depends on the operators that autograd and the device
-choose. So one block of each kind runs forward and backward over tensors without memory, through the project's own
-modules, checkpointing and loss, while births and deaths of storages and all operators are recorded. A kind takes about
-50 ms and is cached for the life of the process.
-
-The device's kernels that the meta device lacks are replaced as in traces (``trace.fake_kernels``): fused attention with
-its scratch memory, fused normalization, the loss's kernel.
+Which tensors are kept depends on the operators that autograd and the device choose, so one block of each kind runs
+forward and backward over tensors without memory, through the project's own modules, checkpointing and loss. A kind
+takes about 50 ms and is cached for the life of the process. The device's kernels that the meta device lacks are
+replaced as in traces (``trace.fake_kernels``).
 
 Shapes: B batch, T sequence, D width.
 """

@@ -1,13 +1,8 @@
 """Closed-form estimate of a run's memory and time: one analytic step, without a trace and without fitted constants.
 
 Each kind of block is measured once on the meta device (``activations``); a step model issues a strategy's gathers,
-reductions and frees (``fsdp_steps``, ``replicated``); a ledger adds up the memory of each stream and the time of each
-lane (``memory_ledger``). Reserved memory is the sum over streams of the highest allocation, in whole pages, plus the
-gaps that the allocator model leaves.
-
-Searches use it. It also checks the trace, which runs the real code: if the two differ, one of them is wrong. Not
-covered: fragmentation, above all of native segments; tensors smaller than an allocator's block; host time other than
-issuing kernels and collectives.
+reductions and frees (``fsdp_steps``, ``replicated``) to a ledger (``memory_ledger``). Not covered: fragmentation, above
+all of native segments; tensors smaller than an allocator's block; host time other than issuing kernels and collectives.
 """
 
 import dataclasses

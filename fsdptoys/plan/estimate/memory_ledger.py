@@ -1,8 +1,7 @@
-"""Ledger of a step: memory by stream, time by resource.
+"""Ledger of a step: memory by stream, added and freed in the order in which the host issues work; time by resource.
 
-Memory is added and freed in the order in which the host issues work, as an allocator sees it. A stream's highest sum is
-the size that a growing segment would reserve. Time is kept as the moment at which each lane is free: the device's
-compute stream, its links, both copy directions, the host. A wait moves a lane to a moment.
+A stream's highest sum is the size that a growing segment would reserve. Time is kept as the moment at which each lane
+is free: the device's compute stream, its links, both copy directions, the host. A wait moves a lane to a moment.
 """
 
 import copy

@@ -1,7 +1,6 @@
 """Births and deaths of storages, and operators, while a part of a model runs on the meta device.
 
-A trace is cut into stages at the borders of a block's attention and feed-forward, which may be units. A stage records
-its highest and its net memory, and the events in between.
+A trace is cut into stages at the borders of a block's attention and feed-forward, which may be units.
 """
 
 import weakref

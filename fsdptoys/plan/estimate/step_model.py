@@ -1,8 +1,7 @@
 """Analytic model of one training step: memory, transfers and waits of each strategy and memory switch, event by event.
 
-The order is that of the trainer and of PyTorch: forward through embedding, blocks and head, backward in reverse, then
-clipping and the optimizer step. Strategies differ in the events around a unit's forward and backward. The step is a
-later one: optimizer states exist.
+The order is that of the trainer and of PyTorch; strategies differ in the events around a unit's forward and backward.
+The step is a later one: optimizer states exist.
 """
 
 import functools

@@ -1,8 +1,7 @@
-"""Advice: the predicted effect of changing single switches.
+"""Advice: the predicted effect of changing single switches, or pairs of them.
 
-If a run does not fit: the switches that make it fit, cheapest first, and pairs of switches that cost less than any
-single sufficient one. If it fits: switches that make it faster and still fit. The same quick prediction is made before
-and after a change, and only the difference is reported, so that common errors cancel.
+The same quick prediction is made before and after a change, and only the difference is reported, so that common errors
+cancel.
 """
 
 import itertools

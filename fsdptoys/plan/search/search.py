@@ -1,19 +1,12 @@
 """Search for the fastest combination of switches that fits in memory.
 
 The closed form predicts all combinations of strategy, mesh, checkpointing, offload and batch that pass the
-configuration's checks, some milliseconds each. The fastest, those on the frontier and the smallest that do not fit are
-then refined twice: unchunked logits, smaller units, parameters that stay gathered, FSDP1, PyTorch's own CPU offload,
-neighboring sizes of the shard axis. Keys from the command line are fixed. Settings that change numerical results
-(precision, sequence length, optimizer, micro-batches per step) are not varied; the batch of a rank is, and with it the
-tokens of a step.
+configuration's checks; the fastest, those on the frontier and the smallest that do not fit are then refined. Keys from
+the command line are fixed, and so are settings that change numerical results, except the batch of a rank.
 
 Batches are powers of two. They grow until memory exceeds the limit, or until doubling gives less than ``TIE`` more
 tokens per second. A step's time is convex in the batch (sums of constants, linear terms and maxima of them), so larger
-batches gain even less. The closed form is no more accurate than ``TIE``: candidates this close to the fastest tie with
-it, and the one with fewer switches comes first.
-
-Not covered: prefetch depths, buckets, checkpointing of some blocks only, partial optimizer offload (all as composed);
-files of data and weights; a node's host memory, unless given.
+batches gain even less.
 """
 
 import dataclasses

@@ -1,8 +1,7 @@
 """Switches that trade memory for time, changed on a composed configuration.
 
 Composing takes a quarter of a second, and a search tries thousands of combinations. So one configuration is composed,
-its dataclasses are replaced, and the overrides that would compose to the same are derived. Sections without switches
-are shared between a configuration and its variations.
+its dataclasses are replaced, and the overrides that would compose to the same are derived.
 """
 
 import copy

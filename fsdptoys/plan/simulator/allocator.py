@@ -1,27 +1,13 @@
 """Model of PyTorch's caching allocator: the device memory that a sequence of requests reserves.
 
-The allocator keeps, splits and merges memory that it once took from the device. It holds more ("reserved") than tensors
-have ("allocated"), by an amount that depends on the order of all requests; hence a simulation rather than a formula.
-The rules:
+It keeps, splits and merges memory that it once took from the device. How much more it holds ("reserved") than tensors
+have ("allocated") depends on the order of all requests; hence a simulation. Small and large requests of each stream
+have separate pools. ``native``: a pool takes segments of fixed sizes. ``expandable``: it is one range of addresses to
+which pages are mapped as it grows. At the limit it waits for the device and gives back all it can: native segments that
+are entirely free, and entire pages of free blocks. An NPU's allocator is a port with two rules of its own.
 
-- A request is rounded up to 512 bytes. Requests up to 1 MiB are small, others large; small and large requests of each
-  stream have separate pools, and nothing moves between pools.
-- The smallest sufficient free block is taken, of equal ones the one with the lowest address. The rest becomes a free
-  block if it has at least 512 bytes, in large pools of native segments more than 1 MiB; otherwise it stays with the
-  block. A freed block is merged with free neighbors of its segment.
-- ``native``: if no block fits, a segment is taken from the device: 2 MiB for small requests, 20 MiB for those below 10
-  MiB, and for larger ones their size rounded up to 2 MiB. Blocks of two segments are never merged.
-- ``expandable``: a pool is one range of addresses to which pages are mapped as it grows: 2 MiB in small pools, 20 MiB
-  in large ones. A free block at the end grows by the missing bytes; another free block that fits is taken first, since
-  the one at the end counts with the size that it could reach.
-- At the limit PyTorch waits for the device and gives back all it can: native segments that are entirely free, and
-  entire pages of free blocks. Later requests may fill the holes.
-- An NPU's allocator is a port with two rules of its own: 32 bytes are added to each request before rounding, and in
-  expandable segments a block of 2 MiB or more starts at a multiple of 16 KiB, leaving the bytes before it free.
-
-``record_stream`` is not modeled: the caller frees a block when it may be used again. Not covered: garbage collection,
-``max_split_size_mb``, ``roundup_power2_divisions``, private pools of graphs. Segment addresses rise in order, which a
-driver does not guarantee.
+``record_stream`` is not modeled: the caller frees a block when it may be used again. Segment addresses rise in order,
+which a driver does not guarantee.
 
 Sources: https://docs.pytorch.org/docs/stable/notes/cuda.html#memory-management,
 https://zdevito.github.io/2022/08/04/cuda-caching-allocator.html, and the behavior of ``c10/cuda/CUDACachingAllocator``
@@ -264,6 +250,7 @@ class ExpandableAllocator(Allocator):
         index = bisect_left(free, (size,))
         if index == len(free):
             return None
+        # A block at the end counts with the size that it could reach, so another one that fits is taken first.
         room = _room(free[index][2])
         while index + 1 < len(free) and (next_room := _room(free[index + 1][2])) < room:
             index, room = index + 1, next_room

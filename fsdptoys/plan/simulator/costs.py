@@ -1,15 +1,10 @@
 """Seconds of an operator, copy or collective on a hardware profile.
 
-A kernel takes the longest of its FLOPs, its memory traffic and the minimum of any kernel (a roofline:
-https://doi.org/10.1145/1498765.1498785). A collective is a ring, as in NCCL and HCCL for large buffers: every rank
-sends ``sent_bytes`` to its neighbor, counted as nccl-tests counts bus bandwidth
-(https://github.com/NVIDIA/nccl-tests/blob/master/doc/PERFORMANCE.md). Between nodes there is one ring for each of the
-group's ranks in a node, each over its own network card; the slower of the device's link and all those cards together is
-the bound. Latency grows with the steps of the ring, for an all-reduce with the depth of a tree of nodes, as in NCCL's
-cost model (``src/graph/tuning.cc`` of https://github.com/NVIDIA/nccl).
-
-Not covered: groups that start in the middle of a node, switches that reduce (NVLS, SHARP), oversubscribed networks,
-links inside a node that devices share (a PCIe profile gives each its share).
+A kernel follows a roofline (https://doi.org/10.1145/1498765.1498785). A collective is a ring, as in NCCL and HCCL for
+large buffers, counted as nccl-tests counts bus bandwidth
+(https://github.com/NVIDIA/nccl-tests/blob/master/doc/PERFORMANCE.md); between nodes there is one ring for each of the
+group's ranks in a node, each over its own network card. Latency grows with the steps of the ring, for an all-reduce
+with the depth of a tree of nodes, as in NCCL's cost model (``src/graph/tuning.cc`` of https://github.com/NVIDIA/nccl).
 """
 
 import math

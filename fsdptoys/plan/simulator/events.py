@@ -1,8 +1,7 @@
-"""Events of a traced step, in the order in which the host issues them.
+"""Events of a traced step of one rank, in the order in which the host issues them.
 
-A trace lists the events of one rank. A recorder knows neither allocator nor clock; a replay knows no model. Streams are
-numbered from 0, the compute stream; device events and memory blocks have increasing numbers that are never reused.
-Bytes are those requested, before an allocator rounds them.
+Streams are numbered from 0, the compute stream; device events and memory blocks have increasing numbers that are never
+reused. Bytes are those requested, before an allocator rounds them.
 """
 
 from dataclasses import dataclass, field

@@ -1,11 +1,8 @@
 """Replay of a trace on an allocator and a clock that depend on each other.
 
 Memory that another stream used (``record_stream``) is reusable only when that stream has finished the work it had when
-the memory was freed; the allocator checks this at its next request. Reserved memory thus depends on how far the host
-runs ahead of the device, and so on the device's speed.
-
-Numbers are kept by phase, not as maxima: in a phase they are linear in the number of equal layers, a maximum over
-phases is not.
+the memory was freed; the allocator checks this at its next request. Numbers are kept by phase, where they are linear in
+the number of equal layers; a maximum over phases is not.
 
 Source: the behavior of ``c10/cuda/CUDACachingAllocator`` (``insert_events``, ``process_events``), and of its port for
 NPUs (``recordStream`` in ``NPUCachingAllocator.cpp`` of https://github.com/Ascend/pytorch);

@@ -2,14 +2,9 @@
 
 The host takes time to issue each operator and stops where it waits. A kernel starts when it is issued and its stream
 reaches it; on a CPU the host itself computes. Collectives of one group run one after the other, as a communicator runs
-them; those of different groups share the links within and between nodes, and each occupies a free link alone. A
-collective that needs both kinds of link occupies both. Each copy direction is a lane.
-
-``Parts`` splits the compute stream's idle time by cause: a pause is traced back along the chain of waits, and each
-stretch counts for the work that ran then. A side stream's kernels count for the purpose of that stream.
-
-Not covered: kernels of two streams slowing each other down, collectives taking bandwidth and cores from kernels, the
-driver's limit of about a thousand queued kernels, late ranks, host time of events, slower copies from pageable memory.
+them; those of different groups share the links within and between nodes, and each occupies a free link alone. Each copy
+direction is a lane. The compute stream's idle time is split by cause: a pause is traced back along the chain of waits,
+and a side stream's kernels count for the purpose of that stream.
 """
 
 from bisect import bisect_right

@@ -1,14 +1,12 @@
 """Traces of a few layers, extrapolated to all layers.
 
-Where layers are alike, each adds the same operators, memory blocks and collectives, so every number of a phase (its
-seconds, its peak, a stream's reserved memory at its end) is linear in the number of layers after the first few. Two
-depths give the line. If layers alternate, such as experts in every second one, whole periods are added. The highest
-phase is chosen after extrapolation.
+Where layers are alike, each adds the same operators, memory blocks and collectives, so every number of a phase is
+linear in the number of layers after the first few. If layers alternate, whole periods are added. The highest phase is
+chosen after extrapolation.
 
 Reserved memory is linear only from the depth at which the same phase decides it as in the full model, and in steps of
 pages, which the line stretches. For Llama 2 7B, traces of 4 and 6 of its 32 layers gave 9% less than all layers, 6 and
-8 gave 19% more, 8 and 12 or 12 and 16 were within 0.4%. PyTorch's native segments have larger steps, so those are
-traced in full.
+8 gave 19% more, 8 and 12 or 12 and 16 were within 0.4%.
 """
 
 import dataclasses

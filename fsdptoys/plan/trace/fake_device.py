@@ -1,9 +1,8 @@
 """An accelerator without memory or kernels, on which the real trainer takes all of its accelerator paths.
 
-PyTorch lets Python implement one device type (PrivateUse1). Tensors on it are fake: shape and device, no memory.
-Streams and events compute nothing; they report their use to a listener. Collectives go to PyTorch's fake process group,
-so one process is rank 0 of a world of any size. All of this is process-wide and permanent: it needs a process of its
-own (``tracer``).
+PyTorch lets Python implement one device type (PrivateUse1). Its tensors are fake; its streams and events only report
+their use to a listener; collectives go to PyTorch's fake process group. All of this is process-wide and permanent: it
+needs a process of its own (``tracer``).
 
 PyTorch before 2.9 cannot register such a device from Python. There the device type ``lazy`` stands in, which CPU builds
 know without an implementation; DDP, whose reducer asks a device's guard in C++, cannot be traced with it.
@@ -124,11 +123,6 @@ class DeviceModule:
         self.synchronize = lambda device=None: self.report(simulated.HostWaitStream(None))
         self.get_device_name = lambda device=None: self.name
 
-    def start(self, name: str) -> None:
-        """Take a name and make the compute stream, number 0."""
-        self.name = name
-        self.default = self.current = Stream()
-
     def report(self, event: simulated.Event) -> None:
         """Pass an event to the listener, if there is one."""
         if self.listener is not None:
@@ -202,7 +196,8 @@ def install(device_type: str, world_size: int) -> None:
             _setup_privateuseone_for_python_backend(rename=name, backend_module=MODULE)
         else:
             torch._register_device_module(name, MODULE)
-        MODULE.start(name)
+        MODULE.name = name
+        MODULE.default = MODULE.current = Stream()  # the compute stream, number 0
         dist.Backend.default_device_backend_map[name] = "fake"
         dist.Backend.backend_capability["fake"].append(name)
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world_size)

@@ -3,8 +3,6 @@
 torch_npu's kernels by their names and signatures, so that ``models.npu_kernels`` runs unchanged; functions that
 ``torch.compile`` fuses (``models.kernels`` lists them), which are assumed to read their inputs once and to keep these
 rather than intermediate results; CUDA's fused normalization; the loss's own kernels.
-
-Not covered: scratch memory of NPU kernels; results that the compiler recomputes instead of keeping.
 """
 
 import functools

@@ -1,12 +1,9 @@
 """An accelerator's kernels for the fake device, and worker threads' jobs run inline.
 
-The device chooses some operators: attention, normalization, grouped matmuls of experts, the loss's kernel. On the fake
-device PyTorch would decompose them, or this project would take its fallback. Here they are replaced by the choice of
-CUDA or an NPU (``fake_fused_ops`` has the tensors that these keep). Sources: PyTorch's ``sdp_utils.cpp`` (choice of
-attention), torch_npu's ``npu_fusion_attention`` (github.com/Ascend/op-plugin, ``scaled_dot_product_attention``).
-
-Not covered: the split of tokens over experts is unknown, so experts are multiplied as one group of all rows; PyTorch's
-operators on an NPU, which have no grouped matmul, would multiply them one by one.
+The device chooses some operators: attention, normalization, grouped matmuls of experts, the loss's kernel. They are
+replaced by the choice of CUDA or an NPU (``fake_fused_ops`` has the tensors that these keep). Sources: PyTorch's
+``sdp_utils.cpp`` (choice of attention), torch_npu's ``npu_fusion_attention`` (github.com/Ascend/op-plugin,
+``scaled_dot_product_attention``).
 """
 
 import functools

@@ -1,8 +1,8 @@
 """Fake tensors that PyTorch's distributed code accepts as real ones.
 
 A ``FakeTensor`` has a shape, a dtype and a device. FSDP, DDP and this project need more: memory sharing, compared by
-address; moving a flat parameter's data between host and device; replacing a module's parameters. The context manager
-here provides these. PyTorch has no public API for any of it; tested with torch 2.7.1 and 2.13.
+address; moving a flat parameter's data between host and device; replacing a module's parameters. PyTorch has no public
+API for any of it; tested with torch 2.7.1 and 2.13.
 """
 
 import functools

@@ -1,14 +1,11 @@
 """FSDP1's gradients are joined on the stream on which its parameters are gathered.
 
 Autograd issues an operator's backward on the stream of its forward (``Node::stream`` in
-``torch/csrc/autograd/function.h``). FSDP1 makes the views of a unit's flat parameter while the gathering stream is
-current. The views' backward, which joins the unit's gradients, thus allocates from that stream's pool, and so does the
-hook after it, which frees the unit's parameters and passes the gradient to the reduction. For autograd a device made in
-Python has no streams, so all of this would run on the compute stream; here it is moved to the gathering stream.
-
-Gradients that cross streams are recorded on the new stream, which waits for the old one, as in autograd's engine
-(``torch/csrc/autograd/input_buffer.cpp``). FSDP2 makes its parameters on the compute stream. Private API of PyTorch:
-tested with torch 2.13.
+``torch/csrc/autograd/function.h``), and FSDP1 makes the views of a unit's flat parameter while the gathering stream is
+current; so does the hook after them, which frees the unit's parameters and passes the gradient to the reduction. For
+autograd a device made in Python has no streams; here these are moved to the gathering stream. Gradients that cross
+streams are recorded on the new stream, which waits for the old one, as in autograd's engine
+(``torch/csrc/autograd/input_buffer.cpp``). Private API of PyTorch: tested with torch 2.13.
 """
 
 from collections.abc import Iterator

@@ -1,11 +1,8 @@
 """Records a program over fake tensors as the trace of a device.
 
 PyTorch shows every operator of FSDP, autograd or an optimizer to a dispatch mode, below autograd and above the fake
-tensors. Memory is followed by storage (``storages``); streams and events report themselves
-(``fake_device``). ``op_costs`` has the operators' costs and scratch memory.
-
-Not covered: tensors that a kernel of this project allocates without the dispatcher; numbers read from tensors are not
-real, so nothing that depends on data is followed.
+tensors. Memory is followed by storage (``storages``); streams and events report themselves (``fake_device``). Not
+covered: tensors that a kernel of this project allocates without the dispatcher; numbers read from tensors are not real.
 """
 
 from collections.abc import Callable, Iterable, Iterator

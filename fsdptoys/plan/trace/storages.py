@@ -1,13 +1,14 @@
 """Live storages, their blocks of device memory, and the purposes of these.
 
 A block starts when a storage is first seen; it ends with the last reference to the storage, or when FSDP resizes the
-storage to zero: memory given again is a new block. A block's purpose is usually known only later: gradients are known
-when the optimizer starts. So categories are collected during the run, and the most certain one wins.
+storage to zero. A block's purpose is usually known only later: categories are collected during the run, and the most
+certain one wins.
 """
 
 import functools
 import weakref
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -20,30 +21,22 @@ from fsdptoys.plan.simulator.events import Alloc, Event, Free, RecordStream, Tra
 
 ALIGNMENT = 512  # Rounding of allocators, for the count of ``memory`` only; a trace has the requested sizes
 
-CERTAINTY = (
-    Category.temporary,
-    Category.activations,
-    Category.gathered_parameters,
-    Category.reduction_buffers,
-    Category.logits,
-    Category.buffers,
-    Category.optimizer_states,
-    Category.gradients,
-    Category.parameters,
+_CERTAINTY = (
+    "temporary activations gathered_parameters reduction_buffers logits buffers optimizer_states gradients parameters"
 )
 """Categories of a block, later ones more certain."""
-_RANK = {category: rank for rank, category in enumerate(CERTAINTY)}
+_RANK = {Category[name]: rank for rank, name in enumerate(_CERTAINTY.split())}
 
 
+@dataclass(slots=True)
 class Storage:
     """A live storage."""
 
-    __slots__ = ("block", "bytes", "on_device", "pinned", "reference")
-
-    def __init__(self, size: int, on_device: bool) -> None:
-        self.block, self.bytes, self.on_device = 0, size, on_device
-        self.pinned = False
-        self.reference: Any = None
+    bytes: int
+    on_device: bool
+    block: int = 0
+    pinned: bool = False
+    reference: Any = None
 
 
 class _Replaced(NamedTuple):
@@ -143,8 +136,7 @@ class Storages:
 
     def categorize(self, tensor: Tensor, category: Category) -> None:
         """Set the purpose of a tensor."""
-        storage = self.find(tensor)
-        if storage is not None:
+        if (storage := self.find(tensor)) is not None:
             self._categorize_storage(storage, category)
 
     def mark_sum(self, old: Tensor, result: Tensor, alloc: int, peak: int) -> None:
@@ -168,9 +160,9 @@ class Storages:
                 self._categorize(event.block, by_stream[event.stream])
             elif isinstance(event, RecordStream) and event.stream in transfers:
                 self._categorize(event.block, Category.optimizer_states)
-        allocs = [event for event in trace.events if isinstance(event, Alloc)]
-        known = {event.block: self._categories.get(event.block, event.category) for event in allocs}
-        trace.categories |= {one.block: known[one.block] for one in allocs if known[one.block] is not one.category}
+        for event in trace.events:
+            if isinstance(event, Alloc) and (known := self._categories[event.block]) is not event.category:
+                trace.categories[event.block] = known
 
     def _forget(self, key: int, _: object) -> None:
         storage, replaced = self._live.pop(key), self._replaced

@@ -1,14 +1,12 @@
 """Traces the project's trainer, or any program, on a device that does not exist.
 
-The traced trainer is the one that trains: the same code builds, wraps, shards and steps the model, so every switch has
-its effect without a description here. Two steps are traced: in the first one FSDP learns the order of its units and the
-optimizer allocates its states. Parameters have memory but no values; tokens are synthetic; evaluation, checkpoints,
-profiling and compilation are left out: the eager model is traced.
+The traced trainer is the one that trains. Two steps are traced: in the first one FSDP learns the order of its units and
+the optimizer allocates its states. Parameters have memory but no values; tokens are synthetic; evaluation, checkpoints,
+profiling and compilation are left out.
 
 A process that traces cannot be used otherwise (``fake_device``), so ``trace`` starts one: ``python -m
-fsdptoys.plan.trace.tracer FOLDER`` answers the request in FOLDER. It imports the modules of a run and forks once per
-depth, as many at a time as there are cores, each with its own device and process group. An answer is a trace or an
-error; the parent reports a fork that dies.
+fsdptoys.plan.trace.tracer FOLDER`` answers the request in FOLDER. It forks once per depth, as many at a time as there
+are cores. An answer is a trace or an error; the parent reports a fork that dies.
 """
 
 import copy
@@ -87,8 +85,7 @@ def trace(config: Config, hardware: Hardware, world_size: int, n_layers: Sequenc
     """
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        with open(folder / REQUEST, "wb") as file:
-            pickle.dump((config, hardware, world_size, list(n_layers)), file)
+        (folder / REQUEST).write_bytes(pickle.dumps((config, hardware, world_size, list(n_layers))))
         # Hide real devices, and keep an installed torch_npu from taking the fake device's place.
         hidden = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}
         environment = os.environ | hidden | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
@@ -99,8 +96,7 @@ def trace(config: Config, hardware: Hardware, world_size: int, n_layers: Sequenc
 def _read_answer(path: Path, stderr: str) -> Trace:
     """The child's trace, or its failure as an exception."""
     try:
-        with open(path, "rb") as file:
-            answer = pickle.load(file)
+        answer = pickle.loads(path.read_bytes())
     except FileNotFoundError:
         if stderr.strip():
             raise RuntimeError(f"the tracing process ended without an answer:\n{stderr}") from None
@@ -231,8 +227,7 @@ def _watch_head(head: LMHead, recorder: OpRecorder) -> None:
 
 def main(folder: Path) -> None:
     """Answer the request in a folder."""
-    with open(folder / REQUEST, "rb") as file:
-        config, hardware, world_size, depths = pickle.load(file)
+    config, hardware, world_size, depths = pickle.loads((folder / REQUEST).read_bytes())
     fork = multiprocessing.get_context("fork")
     running: list[BaseProcess] = []
     for index, n_layers in enumerate(depths):
