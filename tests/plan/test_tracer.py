@@ -273,7 +273,6 @@ def test_child_process_traces_each_depth_and_reports_errors() -> None:
     """Oracle: the number of parameters at each depth; an impossible mesh fails with its error."""
     config = configured([*LLAMA, "parallel=fsdp2", "mesh.fsdp_size=8"], 98304, "cuda")
     shallow, deep = trace(config, hardware("cuda"), 98304, [1, 2])
-    assert (shallow.n_layers, deep.n_layers) == (1, 2)
     parameters = [live_bytes(made, 2, "end")[Category.parameters] for made in (shallow, deep)]
     assert parameters[1] - parameters[0] == BLOCK // 8 * 4
     bad = dataclasses.replace(config, mesh=dataclasses.replace(config.mesh, fsdp_size=7))

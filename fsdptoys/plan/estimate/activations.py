@@ -32,7 +32,7 @@ from fsdptoys.plan.trace.extrapolate_layers import block_kind
 from fsdptoys.plan.trace.fake_kernels import replace_kernels
 from fsdptoys.plan.trace.op_costs import fuses_rms_norm
 
-from .meta_trace import PARTS, Mark, MetaRecorder, MetaTrace, Sink, Source, Stage
+from .meta_trace import PARTS, Mark, MetaTrace, Sink, Source, Stage
 
 T = TypeVar("T")
 
@@ -204,7 +204,7 @@ def _measure(
     """Run a part, with an input of width ``dim`` if any; the module's gradients count, its parameters do not."""
     anchor = torch.empty((), device="meta", requires_grad=True)
     trace.ignore(anchor, *module.parameters())
-    with _kernels_of(trace.attention), MetaRecorder(trace):
+    with _kernels_of(trace.attention), trace:
         use_kernels(module, choose_kernels(dict(common.kernels)))
         trace.ignore(npu_kernels.causal_mask(anchor.device))  # shared by all blocks
         shape = (common.batch, common.length, dim)

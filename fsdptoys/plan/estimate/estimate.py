@@ -1,7 +1,7 @@
 """Closed-form estimate of a run's memory and time: one analytic step, without a trace and without fitted constants.
 
 Each kind of block is measured once on the meta device (``activations``); a step model issues a strategy's gathers,
-reductions and frees (``fsdp_steps``, ``replicated``) to a ledger (``memory_ledger``). Not covered: fragmentation, above
+reductions and frees (``step_model``, ``fsdp_steps``) to a ledger (``memory_ledger``). Not covered: fragmentation, above
 all of native segments; tensors smaller than an allocator's block; host time other than issuing kernels and collectives.
 """
 
@@ -26,8 +26,7 @@ from .activations import Uncached, segments_of
 from .fsdp_steps import FSDP1StepModel, FSDP2StepModel
 from .memory_ledger import Ledger
 from .optimizer_step import make_update
-from .replicated import ReplicatedStepModel
-from .step_model import StepModel
+from .step_model import ReplicatedStepModel, StepModel
 from .units import StepSetup, Units, make_units
 
 SHALLOW_LAYERS = 4  # Blocks of the model in which gaps between allocations are measured

@@ -4,7 +4,7 @@ A trace is cut into stages at the borders of a block's attention and feed-forwar
 """
 
 import weakref
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -32,23 +32,20 @@ class Stage:
     """Births and deaths in order: storage number, and bytes or 0 for a death; ``INPUT`` is the part's input."""
 
 
-@dataclass
-class MetaTrace:
-    """Live storages and executed operators; ``cut`` divides them into stages."""
+class MetaTrace(TorchDispatchMode):
+    """Records live storages and executed operators on the meta device; ``cut`` divides them into stages."""
 
-    attention: AttentionKind
-    live: int = 0
-    sizes: dict[int, int] = field(default_factory=dict)
-    numbers: dict[int, int] = field(default_factory=dict)
-    ignored: set[int] = field(default_factory=set)  # Storages from before: parameters and inputs
-    stages: list[Stage] = field(default_factory=list)
-    part: str = ""
-    backward: bool = False
-    _peak: int = 0
-    _start: int = 0
-    operators: list[Operator] = field(default_factory=list)
-    _storages: list[tuple[int, int]] = field(default_factory=list)
-    _count: int = INPUT  # Number of the next storage; the input has the first
+    def __init__(self, attention: AttentionKind) -> None:
+        super().__init__()
+        self.attention, self.part, self.backward = attention, "", False
+        self.live = self._peak = self._start = 0
+        self.sizes: dict[int, int] = {}
+        self.numbers: dict[int, int] = {}
+        self.ignored: set[int] = set()  # Storages from before: parameters and inputs
+        self.stages: list[Stage] = []
+        self.operators: list[Operator] = []
+        self._storages: list[tuple[int, int]] = []
+        self._count = INPUT  # Number of the next storage; the input has the first
 
     def ignore(self, *tensors: Tensor) -> None:
         """Leave out storages from before."""
@@ -98,17 +95,9 @@ class MetaTrace:
 
         weakref.finalize(storage, die).atexit = False
 
-
-class MetaRecorder(TorchDispatchMode):
-    """Records operators on the meta device."""
-
-    def __init__(self, trace: MetaTrace) -> None:
-        super().__init__()
-        self.trace = trace
-
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        trace, name = self.trace, func._schema.name
+        name = func._schema.name
         inputs = [
             (argument, tensor)
             for argument, value in given(arguments_of(func), args, kwargs)
@@ -117,16 +106,16 @@ class MetaRecorder(TorchDispatchMode):
         results = func(*args, **kwargs)
         made = list(tensors_in(results))
         for tensor in made:
-            trace.see(tensor)
+            self.see(tensor)
         storages = {tensor.untyped_storage()._cdata for _, tensor in inputs}
         fresh = [tensor for tensor in made if tensor.untyped_storage()._cdata not in storages]
         mutates = name in TRAFFIC or any(argument.writes for argument, _ in inputs)
         launches_nothing = name in NO_KERNEL or name.startswith(EMPTY)
         if func.is_view or launches_nothing or not (fresh or mutates):
             return results
-        if scratch := scratch_bytes(name, args, trace.attention):
-            trace.scratch(scratch)
-        trace.operators.append(cost_of(func, args, kwargs, results, inputs, fresh))
+        if scratch := scratch_bytes(name, args, self.attention):
+            self.scratch(scratch)
+        self.operators.append(cost_of(func, args, kwargs, results, inputs, fresh))
         return results
 
 

@@ -5,7 +5,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from fsdptoys.metrics.prediction import Category
 from fsdptoys.plan.simulator.events import COMPUTE_STREAM, Collective, Event, WaitEvent
@@ -15,6 +14,12 @@ from .fake_device import MODULE
 from .op_costs import touched_bytes
 from .storages import Storages
 
+PURPOSES = {
+    "all_gather": Category.gathered_parameters,
+    "reduce_scatter": Category.reduction_buffers,
+    "all_reduce": Category.reduction_buffers,
+}
+
 
 class Collectives:
     """Answers calls, and records size, group and stream of each collective."""
@@ -22,9 +27,7 @@ class Collectives:
     def __init__(
         self, device_type: str, storages: Storages, stream: Callable[[], int], add: Callable[[Event], None]
     ) -> None:
-        self._device_type, self._storages = device_type, storages
-        self._stream, self._add = stream, add
-
+        self._device_type, self._storages, self._stream, self._add = device_type, storages, stream, add
         self._own: dict[str, Any] = {}  # Group → its stream
         self._pending: dict[int, int] = {}  # Stream of a group → event at the end of its last work without a wait
 
@@ -50,7 +53,10 @@ class Collectives:
         tensors = [tensor for value in args for tensor in tensors_in(value)]
         if name is None or not any(tensor.device.type == self._device_type for tensor in tensors):
             return result
-        self._categorize(name, tensors)
+        for tensor in tensors:
+            self._storages.see(tensor)
+            if name in PURPOSES:
+                self._storages.categorize(tensor, PURPOSES[name])
         largest = max(sum(map(touched_bytes, tensors_in(value))) for value in args)
         group = dist.ProcessGroup.unbox(named["process_group"])
         ranks = dist.get_process_group_ranks(group)
@@ -70,14 +76,6 @@ class Collectives:
         assert done is not None
         self._pending[own.number] = done
         return result
-
-    def _categorize(self, name: str, tensors: list[Tensor]) -> None:
-        for tensor in tensors:
-            self._storages.see(tensor)
-            if name == "all_gather":
-                self._storages.categorize(tensor, Category.gathered_parameters)
-            elif name in ("reduce_scatter", "all_reduce"):
-                self._storages.categorize(tensor, Category.reduction_buffers)
 
 
 def axis_of(description: str, name: str, stride: int, everyone: bool) -> str:

@@ -11,8 +11,9 @@ know without an implementation; DDP, whose reducer asks a device's guard in C++,
 import itertools
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any, Protocol
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -207,3 +208,12 @@ def _registers_devices() -> bool:
     from torch.utils import backend_registration
 
     return hasattr(backend_registration, "_setup_privateuseone_for_python_backend")
+
+
+@contextmanager
+def replaced(*replacements: tuple[Any, str, Any]) -> Iterator[None]:
+    """Replace attributes, each given by owner, name and value."""
+    with ExitStack() as stack:
+        for replacement in replacements:
+            stack.enter_context(mock.patch.object(*replacement))
+        yield

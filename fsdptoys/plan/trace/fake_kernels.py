@@ -31,7 +31,7 @@ from fsdptoys.optim import low_bit_adamw
 from fsdptoys.plan.simulator.events import HostWaitWorkers
 
 from . import fake_fused_ops as fused
-from .fake_device import Listener
+from .fake_device import Listener, replaced
 from .op_costs import fuses_rms_norm
 
 TORCH = tuple(int(part) for part in torch.__version__.split(".")[:2])
@@ -174,9 +174,7 @@ def replace_kernels(attention: AttentionKind, listener: Listener | None = None) 
             grouped.choose_product("cpu", dtype)  # fills a cache by trials, which take real tensors
     if attention is AttentionKind.npu:
         replacements.append((F, "scaled_dot_product_attention", attention_npu))
-    with ExitStack() as stack:
-        for owner, name, replacement in replacements:
-            stack.enter_context(mock.patch.object(owner, name, replacement))
+    with replaced(*replacements), ExitStack() as stack:
         if attention is AttentionKind.npu:
             kept = (*SAVED_OPERATORS["attention"], torch.ops.planned.npu_fusion_attention.default)
             stack.enter_context(mock.patch.dict(SAVED_OPERATORS, attention=kept))

@@ -7,7 +7,7 @@ API for any of it; tested with torch 2.7.1 and 2.13.
 
 import functools
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -17,12 +17,19 @@ import torch._dynamo  # compares signatures of replaced functions when imported
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.autograd.graph import Node
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import _runtime_utils
+from torch.distributed.fsdp._flat_param import FlatParamHandle
 from torch.nn.parallel import distributed as ddp
 
 import fsdptoys.parallel.mesh
 
-from .fake_device import MODULE
+from .fake_device import MODULE, Stream, replaced
+
+JOINS = ("SplitBackward0", "SplitWithSizesBackward0")
+"""Backward nodes of the operators that make the views; they join the gradients."""
+_ISSUED = "issued on the stream of its forward"
 
 
 class _FakeMode(FakeTensorMode):
@@ -76,10 +83,9 @@ def fake_tensors(device_type: str) -> Iterator[None]:
         (fsdptoys.parallel.mesh, "init_device_mesh", _really(fsdptoys.parallel.mesh.init_device_mesh)),
         (fsdptoys.parallel.mesh, "hybrid_mesh", _really(fsdptoys.parallel.mesh.hybrid_mesh)),
     ]
-    with ExitStack() as stack:
-        for owner, name, replacement in replacements:
-            stack.enter_context(mock.patch.object(owner, name, replacement))
-        stack.enter_context(_FakeMode(allow_non_fake_inputs=True))
+    if device_type != "cpu":
+        replacements += _fsdp1_streams()
+    with replaced(*replacements), _FakeMode(allow_non_fake_inputs=True):
         yield
 
 
@@ -124,3 +130,66 @@ def _apply(module: nn.Module, function: Callable[[Tensor], Tensor], recurse: boo
             if buffer is not None:
                 module._buffers[name] = function(buffer)
     return module
+
+
+def _fsdp1_streams() -> list[tuple[Any, str, Any]]:
+    """Replacements that issue the backward of FSDP1's views, and the hook after it, on the stream of their forward.
+
+    Autograd issues an operator's backward on the stream of its forward (``Node::stream`` in
+    ``torch/csrc/autograd/function.h``). FSDP1 makes the views of a unit's flat parameter while the gathering stream is
+    current, so their backward, which joins the unit's gradients, allocates from that stream's pool, and so does the
+    hook after it. For autograd a device made in Python has no streams. Gradients that cross streams are recorded on the
+    new stream, which waits for the old one, as in autograd's engine (``torch/csrc/autograd/input_buffer.cpp``).
+    Private API of PyTorch: tested with torch 2.13.
+    """
+    make_views, finish = FlatParamHandle._use_unsharded_views, _runtime_utils._post_backward_hook
+
+    def watched_views(handle: FlatParamHandle, as_params: bool) -> None:
+        make_views(handle, as_params)
+        if not as_params and MODULE.current is not MODULE.default:
+            join = _join_of(handle)
+            if join is not None:
+                _issue_on(join, MODULE.current)
+
+    def finish_on_stream(state: Any, handle: Any, *args: Any) -> Any:
+        with MODULE.stream(state._unshard_stream):
+            return finish(state, handle, *args)
+
+    return [
+        (FlatParamHandle, "_use_unsharded_views", watched_views),
+        (_runtime_utils, "_post_backward_hook", finish_on_stream),
+    ]
+
+
+def _join_of(handle: FlatParamHandle) -> Node | None:
+    """The node from which all views of a unit come; None without a graph."""
+    for name, module, _ in handle.flat_param._param_infos:
+        node = getattr(module, name).grad_fn
+        while node is not None:
+            if node.name() in JOINS:
+                return node
+            node = node.next_functions[0][0] if node.next_functions else None
+    return None
+
+
+def _issue_on(node: Node, stream: Stream) -> None:
+    """Issue a node's backward on a stream; later calls for the same node do nothing."""
+    notes: dict[str, Any] = node.metadata  # type: ignore[assignment]
+    if _ISSUED in notes:
+        return  # with original parameters the forward's views are made again before the backward
+    notes[_ISSUED] = True
+    before: list[Stream] = []
+
+    def begin(gradients: tuple[Tensor, ...]) -> None:
+        before.append(MODULE.current)
+        stream.wait_stream(MODULE.current)
+        for gradient in gradients:
+            if gradient is not None:
+                gradient.record_stream(stream)  # type: ignore[arg-type]
+        MODULE.set_stream(stream)
+
+    def end(*_: Any) -> None:
+        MODULE.set_stream(before.pop())
+
+    node.register_prehook(begin)
+    node.register_hook(end)

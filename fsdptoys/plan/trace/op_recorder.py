@@ -6,9 +6,8 @@ covered: tensors that a kernel of this project allocates without the dispatcher;
 """
 
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from typing import Any
-from unittest import mock
 
 import torch
 from torch import Tensor
@@ -24,7 +23,7 @@ from fsdptoys.plan.simulator.events import COMPUTE_STREAM, KernelKind, Mark, Tra
 from fsdptoys.profiler.dispatch import arguments_of, dtype_name, given, tensors_in
 
 from .fake_collectives import Collectives
-from .fake_device import MODULE
+from .fake_device import MODULE, replaced
 from .op_costs import (
     COPIES,
     EMPTY,
@@ -300,17 +299,13 @@ class OpRecorder(TorchDispatchMode):
             finally:
                 self._silent -= 1
 
-        patches: tuple[tuple[Any, str, Any], ...] = (
+        replacements = (
             (torch.UntypedStorage, "resize_", watched_resize),
             (Tensor, "record_stream", record_stream),
             (Tensor, "is_pinned", is_pinned),
             (ShardingPropagator, "_propagate_tensor_meta_non_cached", quiet_propagate),
             (FakeTensor, "tolist", lambda tensor: self._numbers(tensor)),
+            (MODULE, "listener", self),
         )
-        with ExitStack() as stack:
-            for owner, name, replacement in patches:
-                stack.enter_context(mock.patch.object(owner, name, replacement))
-            MODULE.listener = self
-            stack.callback(setattr, MODULE, "listener", None)
-            stack.enter_context(self)
+        with replaced(*replacements), self:
             yield

@@ -22,7 +22,7 @@ import sys
 import tempfile
 import traceback
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import suppress
 from multiprocessing.connection import wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -52,7 +52,6 @@ from . import fake_device
 from .fake_device import MODULE, PlannedDevice, Stream, torch_device_type
 from .fake_kernels import replace_kernels
 from .fake_tensors import fake_tensors
-from .fsdp1_streams import backward_on_forward_streams
 from .op_costs import matmul_workspace_bytes
 from .op_recorder import OpRecorder
 
@@ -130,12 +129,7 @@ def trace_here(program: Program, *, attention: AttentionKind, world_size: int, w
     fake_device.install(device_type, world_size)
     recorder = OpRecorder(torch_device_type(device_type), attention, workspace_bytes)
     recorder.streams = stream_purposes
-    with ExitStack() as stack:
-        stack.enter_context(replace_kernels(attention, recorder))
-        stack.enter_context(fake_tensors(recorder.device_type))
-        if device_type != "cpu":
-            stack.enter_context(backward_on_forward_streams())
-        stack.enter_context(recorder.watch())
+    with replace_kernels(attention, recorder), fake_tensors(recorder.device_type), recorder.watch():
         program(recorder)
         return recorder.finish()
 
