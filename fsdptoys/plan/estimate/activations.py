@@ -95,8 +95,6 @@ class Uncached(Generic[T]):
 
 @dataclass(frozen=True)
 class _Common:
-    """Settings of all parts."""
-
     attention: AttentionKind
     kernels: tuple[tuple[str, str], ...]  # Operation and its implementation
     dtype: torch.dtype
@@ -151,10 +149,7 @@ def _embedding(key: str, common: _Common, source: Uncached[DecoderModel]) -> Seg
 
 @functools.lru_cache(maxsize=1024)
 def _head(
-    key: str,
-    common: _Common,
-    loss: tuple[bool, int | None, torch.dtype, float, float],
-    source: Uncached[DecoderModel],
+    key: str, common: _Common, loss: tuple[bool, int | None, torch.dtype, float, float], source: Uncached[DecoderModel]
 ) -> Segment:
     model = source.value
     chunk_loss, chunk_tokens, grad_dtype, smoothing, z_loss_coef = loss

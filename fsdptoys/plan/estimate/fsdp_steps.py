@@ -89,10 +89,7 @@ class ShardedStepModel(StepModel):
 
     def _gather(self, unit: UnitBytes, bytes: int) -> None:
         issued, there = self.ledger.host, self._upload(unit)
-        done = max(self.gather_after, there)
-        if self.setup.shard_ranks > 1:
-            done = self.ledger.communicate("all_gather", bytes, self.setup.shard_ranks, 1, "shard", done)
-        self.in_flight[unit] = issued, there, done
+        self.in_flight[unit] = issued, there, self._over_shards("all_gather", bytes, max(self.gather_after, there))
 
     def _complete(self, unit: UnitBytes, in_forward: bool) -> None:
         """Wait for a unit's gather."""
@@ -126,10 +123,10 @@ class ShardedStepModel(StepModel):
         """Bytes of the full parameters or gradients of a unit, with padding."""
         return unit.local_elements * self.setup.shard_ranks * width
 
-    def _reduce(self, bytes: int, after: float) -> float:
+    def _over_shards(self, name: str, bytes: int, after: float) -> float:
         if self.setup.shard_ranks == 1:
             return after
-        return self.ledger.communicate("reduce_scatter", bytes, self.setup.shard_ranks, 1, "shard", after)
+        return self.ledger.communicate(name, bytes, self.setup.shard_ranks, 1, "shard", after)
 
     def _all_reduce(self, shard_bytes: int, after: float) -> float:
         setup = self.setup
@@ -255,7 +252,7 @@ class FSDP2StepModel(ShardedStepModel):
             self.release_gradients(unit)
         shard_bytes = unit.local_elements * setup.reduce_bytes
         ledger.add(Category.gradients, shard_bytes, stream=REDUCE)
-        self.reduction_read = self._reduce(self.reduce_input, ledger.compute)
+        self.reduction_read = self._over_shards("reduce_scatter", self.reduce_input, ledger.compute)
         self.reduced = max(self.reduced, self._all_reduce(shard_bytes, self.reduction_read))
         holds = setup.replicas > 1 and (self.cpu_offload or setup.reduce_bytes != 4)
         if holds:
@@ -352,7 +349,7 @@ class FSDP1StepModel(ShardedStepModel):
         moved = gradients + 3 * padded if cast else 2 * padded
         begins = max(self.reduced, ledger.compute)
         begins += kernel_seconds(ledger.hardware, KernelKind.memory, 0.0, moved, "")
-        self.reduced = self._reduce(padded, begins)
+        self.reduced = self._over_shards("reduce_scatter", padded, begins)
         ledger.add(Category.reduction_buffers, -cast, stream=REDUCE)
         ledger.retire(Category.reduction_buffers, gradients)
         self.flat_gradients.append(gradients)

@@ -326,7 +326,6 @@ class ReplicatedStepModel(StepModel):
         ledger.wait(self.reduced, "communication")
 
     def _accumulate(self, unit: UnitBytes) -> None:
-        """Add a unit's gradients in float32."""
         self.release_gradients(unit)
         pieces = [4 * param.numel() for param in unit.params]
         if self.update.in_backward:

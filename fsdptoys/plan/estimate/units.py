@@ -10,7 +10,6 @@ from torch import nn
 from fsdptoys.config.schema import Config
 from fsdptoys.models import DecoderModel
 from fsdptoys.parallel.fsdp2 import placement
-from fsdptoys.parallel.precision import DType
 
 from .activations import Segments
 from .meta_trace import PARTS
@@ -90,7 +89,7 @@ class StepSetup:
     @property
     def compute_bytes(self) -> int:
         """Bytes of a parameter in forward and backward."""
-        return 4 if self.config.parallel.param_dtype is DType.float32 else 2
+        return self.config.parallel.param_dtype.torch.itemsize
 
     @property
     def reduce_bytes(self) -> int:

@@ -215,7 +215,6 @@ class _Exploration:
         return self.tried[key]
 
     def _candidate(self, changes: Changes, batch: int) -> Candidate:
-        """Vary, validate and predict."""
         varied = vary(self.base, {**changes, "train.batch_size": batch}, self.fixed)
         words = (*self.words, *overrides_between(self.base, varied))
         missing = [key for key in self.fixed if key.startswith("parallel.") and read(varied, key) is None]
@@ -231,7 +230,6 @@ class _Exploration:
         return memory.reserved_bytes <= self.memory_bytes and (host is None or memory.host_bytes <= host)
 
     def why_nothing(self) -> ConfigError:
-        """The error of a search that found nothing."""
         if not self.over:
             return ConfigError(self.refused.most_common(1)[0][0])
         least = min(self.over, key=lambda candidate: candidate.reserved_bytes)

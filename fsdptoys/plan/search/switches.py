@@ -7,7 +7,6 @@ its dataclasses are replaced, and the overrides that would compose to the same a
 import copy
 import dataclasses
 from collections.abc import Collection, Mapping
-from dataclasses import MISSING
 from typing import Any
 
 from fsdptoys.config.schema import Config
@@ -115,15 +114,11 @@ def count_switches(config: Config) -> int:
     """Number of sharding and memory settings that differ from their defaults, without the strategy and dtypes."""
     formats = ("param_dtype", "buffer_dtype", "reduce_dtype")
     return sum(
-        getattr(section, field.name) != _default_of(field)
-        for section in (config.mesh, config.parallel, config.memory)
-        for field in dataclasses.fields(section)
-        if field.name not in formats
+        getattr(section, name) != getattr(default, name)
+        for section, default in ((each, type(each)()) for each in (config.mesh, config.parallel, config.memory))
+        for name in _names(type(section))
+        if name not in formats
     )
-
-
-def _default_of(field: dataclasses.Field[Any]) -> Any:
-    return field.default if field.default_factory is MISSING else field.default_factory()
 
 
 def _names(kind: type[Any]) -> tuple[str, ...]:

@@ -106,7 +106,6 @@ class _Replaying:
         self.phase_begins = 0.0
 
     def run(self) -> Replay:
-        """Process all events."""
         clock, events = self.clock, self.trace.events
         last_step = max((event.step for event in events if isinstance(event, Mark)), default=0)
         mark = Mark(0, "construction")

@@ -94,7 +94,6 @@ def _figures(holder: Any) -> list[dataclasses.Field[Any]]:
 
 
 def _zero(like: Any) -> Any:
-    """Zero of the same type."""
     if isinstance(like, dict):
         return {}
     if isinstance(like, tuple):

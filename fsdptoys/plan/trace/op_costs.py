@@ -21,12 +21,12 @@ from fsdptoys.profiler.dispatch import Argument, dtype_name, tensors_in
 MIB = 2**20
 
 ATTENTION = frozenset(
-    f"{library}::{name}{suffix}"
-    for library, name in (
-        ("aten", "_scaled_dot_product_flash_attention"),
-        ("aten", "_scaled_dot_product_efficient_attention"),
-        ("aten", "_scaled_dot_product_flash_attention_for_cpu"),
-        ("planned", "npu_fusion_attention"),
+    f"{name}{suffix}"
+    for name in (
+        "aten::_scaled_dot_product_flash_attention",
+        "aten::_scaled_dot_product_efficient_attention",
+        "aten::_scaled_dot_product_flash_attention_for_cpu",
+        "planned::npu_fusion_attention",
     )
     for suffix in ("", "_backward")
 )

@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.tensor import DTensor
@@ -20,9 +21,8 @@ from fsdptoys.device.profile import AttentionKind
 from fsdptoys.metrics.prediction import Category
 from fsdptoys.plan.simulator import events as simulated
 from fsdptoys.plan.simulator.events import COMPUTE_STREAM, KernelKind, Mark, Trace
-from fsdptoys.profiler.dispatch import arguments_of, dtype_name, given, tensors_in
+from fsdptoys.profiler.dispatch import COLLECTIVES, arguments_of, dtype_name, given, tensors_in
 
-from .fake_collectives import Collectives
 from .fake_device import MODULE, replaced
 from .op_costs import (
     COPIES,
@@ -38,6 +38,12 @@ from .op_costs import (
 from .storages import Storage, Storages
 
 Handler = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
+PURPOSES = {
+    "all_gather": Category.gathered_parameters,
+    "reduce_scatter": Category.reduction_buffers,
+    "all_reduce": Category.reduction_buffers,
+}
+"""Collective → purpose of its buffers."""
 
 
 class OpRecorder(TorchDispatchMode):
@@ -59,21 +65,25 @@ class OpRecorder(TorchDispatchMode):
         self._recording = True
         self._silent = 0
         self._handlers: dict[Any, Handler] = {}
-        self._collectives = Collectives(device_type, self._storages, self._stream, self.add)
+        self._groups: dict[str, Any] = {}  # Group → its own stream
+        self._pending: dict[int, int] = {}  # Stream of a group → event at the end of its last work without a wait
         self.memory, self.categorize = self._storages.memory, self._storages.categorize
 
     # Called by programs
 
     def mark(self, step: int, phase: str) -> None:
         """Start a phase."""
-        self._collectives.join()
+        for event in self._pending.values():
+            self.add(simulated.WaitEvent(event, COMPUTE_STREAM))
+        self._pending.clear()
         self._storages.begin_phase(phase)
         if phase in ("data", "optimizer", "end"):  # in other phases FSDP1 shows full parameters
             for category, tensor in self.objects():
                 self.categorize(tensor, category)
         if phase == "end":
             self.trace.host_bytes = self._storages.host_bytes
-            self.trace.streams = self.streams() | dict.fromkeys(self._collectives.streams, "communication")
+            own = [stream.number for stream in self._groups.values()]
+            self.trace.streams = self.streams() | dict.fromkeys(own, "communication")
         self.add(Mark(step, phase))
 
     def enter_region(self, category: Category | None) -> None:
@@ -99,7 +109,6 @@ class OpRecorder(TorchDispatchMode):
     # Operators
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run an operator and record it."""
         if DTensor in types:
             return NotImplemented
         if self._silent or not self._recording:
@@ -111,7 +120,7 @@ class OpRecorder(TorchDispatchMode):
     def _handler(self, func: Any) -> Handler:
         name = func._schema.name
         if func.namespace == "c10d":
-            return self._collectives.handle
+            return self._collective
         if func is torch.ops.aten._local_scalar_dense.default:
             return self._read_number
         if func.is_view or name in NO_KERNEL or name.startswith(EMPTY):
@@ -131,7 +140,6 @@ class OpRecorder(TorchDispatchMode):
         return result
 
     def _operator(self, func: Any) -> Handler:
-        """The handler of an operator that computes."""
         name = func._schema.name
         arguments = arguments_of(func)
         mutates = name in TRAFFIC or any(argument.writes for argument in arguments)
@@ -253,6 +261,41 @@ class OpRecorder(TorchDispatchMode):
             value = [value] * size
         return value
 
+    def _collective(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Answer a collective as if it were complete; record its size, group and stream."""
+        named = {argument.name: value for argument, value in given(arguments_of(func), args, kwargs)}
+        name = COLLECTIVES.get(func._schema.name.partition("::")[2])
+        future: torch.futures.Future[Any] = torch.futures.Future()
+        future.set_result(list(tensors_in(args[0])))
+        work = torch._C._distributed_c10d._create_work_from_future(future).boxed()  # type: ignore[attr-defined]
+        result = (args[0], work) if len(func._schema.returns) == 2 else work
+        tensors = [tensor for value in args for tensor in tensors_in(value)]
+        if name is None or not any(tensor.device.type == self.device_type for tensor in tensors):
+            return result
+        for tensor in tensors:
+            self._storages.see(tensor)
+            if name in PURPOSES:
+                self.categorize(tensor, PURPOSES[name])
+        largest = max(sum(map(touched_bytes, tensors_in(value))) for value in args)
+        group = dist.ProcessGroup.unbox(named["process_group"])
+        ranks = dist.get_process_group_ranks(group)
+        size, stride = len(ranks), ranks[1] - ranks[0] if len(ranks) > 1 else 1
+        axis = axis_of(group.group_desc, name, stride, size == dist.get_world_size())
+        by_default = any(each.name == "async_op" and each.default_value for each in func._schema.arguments)
+        if not named.get("async_op", by_default) or self.device_type == "cpu":
+            self.add(simulated.Collective(name, self._stream(), largest, size, stride, axis))
+            return result
+        # The group has its own stream; the compute stream waits for it with the work.
+        if group.group_name not in self._groups:
+            self._groups[group.group_name] = MODULE.Stream()
+        own = self._groups[group.group_name]
+        own.wait_stream(MODULE.current)
+        self.add(simulated.Collective(name, own.number, largest, size, stride, axis))
+        done = own.record_event().number
+        assert done is not None
+        self._pending[own.number] = done
+        return result
+
     # Events
 
     def _host_work(self, name: str, size: int, elements: int) -> None:
@@ -309,3 +352,12 @@ class OpRecorder(TorchDispatchMode):
         )
         with replaced(*replacements), self:
             yield
+
+
+def axis_of(description: str, name: str, stride: int, everyone: bool) -> str:
+    """Mesh axis of a group, by its mesh's description; the group of a one-axis mesh has none."""
+    if description in ("mesh_shard", "mesh_replicate"):
+        return description.removeprefix("mesh_")
+    if everyone and name not in ("all_gather", "reduce_scatter"):
+        return "world"
+    return "shard" if stride == 1 else "replicate"
