@@ -13,6 +13,7 @@ Levenberg-Marquardt (https://doi.org/10.1137/0111030) in the logarithms of the f
 
 import dataclasses
 import functools
+import itertools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -123,7 +124,13 @@ def calibrate(
 
     start = np.zeros(len(parameters))
     before = predicted(start)
-    known = [index for index in range(len(parameters)) if _matters(index, start, limits, before, predicted)]
+
+    def matters(index: int) -> bool:
+        """Whether a factor of 2 or 1/2, within its limits, changes any prediction."""
+        moves = [_moved(start, limits, index, jump) for jump in (math.log(2), -math.log(2))]
+        return any(np.max(np.abs(predicted(moved) / before - 1)) > LEAST_EFFECT for moved in moves)
+
+    known = list(filter(matters, range(len(parameters))))
 
     def residuals(moved: np.ndarray) -> np.ndarray:
         factors = start.copy()
@@ -152,8 +159,6 @@ def calibrate(
 
 def choose_parameters(names: Sequence[str]) -> tuple[Parameter, ...]:
     """The parameters of these names, in their usual order."""
-    unknown = set(names) - {parameter.name for parameter in PARAMETERS}
-    assert not unknown, unknown
     return tuple(parameter for parameter in PARAMETERS if parameter.name in names)
 
 
@@ -180,14 +185,6 @@ def _scaled(
     return dataclasses.replace(hardware, **changes)  # type: ignore[arg-type]
 
 
-def _matters(
-    index: int, start: np.ndarray, limits: np.ndarray, before: np.ndarray, predicted: Callable[[np.ndarray], np.ndarray]
-) -> bool:
-    """Whether a factor of 2 or 1/2, within its limits, changes any prediction."""
-    moves = [_moved(start, limits, index, jump) for jump in (math.log(2), -math.log(2))]
-    return any(np.max(np.abs(predicted(moved) / before - 1)) > LEAST_EFFECT for moved in moves)
-
-
 def _moved(point: np.ndarray, limits: np.ndarray, index: int, jump: float) -> np.ndarray:
     """A copy of a point with one factor moved, within its limits."""
     moved = point.copy()
@@ -202,12 +199,11 @@ def _least_squares(residuals: Residuals, limits: np.ndarray) -> np.ndarray:
     for _ in range(len(limits) + 1):
         point, value = _descend(residuals, limits, point, value)
         best, best_value = point, value
-        for index in range(len(point)):
-            for jump in JUMPS:
-                moved = _moved(point, limits, index, jump)
-                new = residuals(moved)
-                if new @ new < 0.99 * (best_value @ best_value):
-                    best, best_value = moved, new
+        for index, jump in itertools.product(range(len(point)), JUMPS):
+            moved = _moved(point, limits, index, jump)
+            new = residuals(moved)
+            if new @ new < 0.99 * (best_value @ best_value):
+                best, best_value = moved, new
         if best is point:
             break
         point, value = best, best_value
@@ -220,7 +216,8 @@ def _descend(
     """Damped Gauss-Newton steps until nothing is gained."""
     damping = 1e-3
     for _ in range(ITERATIONS):
-        jacobian = _jacobian(residuals, limits, point, value)
+        steps = np.diag(np.where(point + STEP <= limits[:, 1], STEP, -STEP))
+        jacobian = np.stack([(residuals(point + step) - value) / step.sum() for step in steps], axis=1)
         gradient = jacobian.T @ value
         # Factors at a limit that would leave it stay fixed in this step.
         free = ~(((point <= limits[:, 0]) & (gradient > 0)) | ((point >= limits[:, 1]) & (gradient < 0)))
@@ -242,11 +239,6 @@ def _descend(
         if gained < 1e-4 * (value @ value) + 1e-6:
             break
     return point, value
-
-
-def _jacobian(residuals: Residuals, limits: np.ndarray, point: np.ndarray, value: np.ndarray) -> np.ndarray:
-    steps = np.diag(np.where(point + STEP <= limits[:, 1], STEP, -STEP))
-    return np.stack([(residuals(point + step) - value) / step.sum() for step in steps], axis=1)
 
 
 def read_run(path: Path) -> tuple[RecordedRun, Config, float]:

@@ -11,7 +11,7 @@ Shapes: B batch, T sequence, D width.
 import copy
 import functools
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from typing import Any, Generic, TypeVar
 from unittest import mock
@@ -26,9 +26,10 @@ from fsdptoys.loss import build_loss
 from fsdptoys.loss.objective import Objective
 from fsdptoys.memory import GradientCheckpointing, checkpoint_blocks
 from fsdptoys.memory.activation_offload import MIN_BYTES
-from fsdptoys.models import DecoderModel, ModelConfig, choose_kernels, grouped, npu_kernels, use_kernels
+from fsdptoys.models import DecoderModel, choose_kernels, grouped, npu_kernels, use_kernels
 from fsdptoys.models.kernels import IMPLEMENTATIONS
 from fsdptoys.plan.trace.extrapolate_layers import block_kind
+from fsdptoys.plan.trace.fake_device import replaced
 from fsdptoys.plan.trace.fake_kernels import replace_kernels
 from fsdptoys.plan.trace.op_costs import fuses_rms_norm
 
@@ -64,7 +65,7 @@ def segments_of(config: Config, model: DecoderModel, attention: AttentionKind) -
     train, memory = config.train, config.memory
     dtype = config.parallel.param_dtype.torch
     common = _Common(attention, tuple(config.kernels.names().items()), dtype, train.batch_size, train.seq_len)
-    key = _model_key(config.model)
+    key = repr(replace(config.model, name="", init_from=None))
     kinds = _kinds(key, Uncached(model))
     chosen = set(range(model.config.n_layers)[memory.checkpointing_start_index :: memory.checkpointing_every])
     first = {kind: kinds.index(kind) for kind in kinds}
@@ -74,16 +75,10 @@ def segments_of(config: Config, model: DecoderModel, attention: AttentionKind) -
         save = tuple(memory.checkpointing_save) if mode is GradientCheckpointing.selective else ()
         blocks.append(_block(key, first[kind], common, mode, save, Uncached(model)))
     chunks = None if memory.chunk_tokens == "auto" else int(memory.chunk_tokens)
-    loss = (memory.chunk_loss, chunks, memory.chunk_grad_dtype.torch, train.label_smoothing, train.z_loss_coef)
-    return Segments(
-        embedding=_embedding(key, common, Uncached(model)),
-        blocks=tuple(blocks),
-        head=_head(key, common, loss, Uncached(model)),
-    )
-
-
-def _model_key(config: ModelConfig) -> str:
-    return repr(replace(config, name="", init_from=None))
+    objective = Objective(train.label_smoothing, train.z_loss_coef)
+    loss = (memory.chunk_loss, chunks, memory.chunk_grad_dtype.torch, objective)
+    head = _head(key, common, loss, Uncached(model))
+    return Segments(_embedding(key, common, Uncached(model)), tuple(blocks), head)
 
 
 @dataclass(frozen=True)
@@ -149,11 +144,9 @@ def _embedding(key: str, common: _Common, source: Uncached[DecoderModel]) -> Seg
 
 @functools.lru_cache(maxsize=1024)
 def _head(
-    key: str, common: _Common, loss: tuple[bool, int | None, torch.dtype, float, float], source: Uncached[DecoderModel]
+    key: str, common: _Common, loss: tuple[bool, int | None, torch.dtype, Objective], source: Uncached[DecoderModel]
 ) -> Segment:
-    model = source.value
-    chunk_loss, chunk_tokens, grad_dtype, smoothing, z_loss_coef = loss
-    loss_fn = build_loss(chunk_loss, chunk_tokens, grad_dtype, Objective(smoothing, z_loss_coef))
+    model, loss_fn = source.value, build_loss(*loss)
     norm, head = both = nn.ModuleList([copy.deepcopy(part).to(common.dtype) for part in (model.norm, model.lm_head)])
     labels_BT = torch.empty(common.batch, common.length, dtype=torch.int64, device="meta")
     trace = MetaTrace(common.attention)
@@ -172,24 +165,19 @@ def _kernels_of(attention: AttentionKind) -> Iterator[None]:
         out: Tensor = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(query, key, value, 0.0, is_causal)[0]
         return out
 
-    with ExitStack() as stack:
-        stack.enter_context(replace_kernels(attention))
-        given = dict(IMPLEMENTATIONS["grouped_matmul"])
+    def choose_product(given: Any, device_type: str, dtype: torch.dtype, *widths: int) -> grouped.Product:
+        # CUDA's grouped matmul takes bfloat16 only; the loop's one group stands for all. torch 2.7 has none.
+        product: grouped.Product = grouped.Looped()
+        if attention is not AttentionKind.cpu and dtype is torch.bfloat16:
+            with suppress(AttributeError):
+                product = given(device_type, dtype, *widths)
+        return product
 
-        def choose_product(name: str, device_type: str, dtype: torch.dtype, *widths: int) -> grouped.Product:
-            # CUDA's grouped matmul takes bfloat16 only; the loop's one group stands for all.
-            if attention is AttentionKind.cpu or dtype is not torch.bfloat16:
-                return grouped.Looped()
-            try:
-                product: grouped.Product = given[name](device_type, dtype, *widths)
-            except AttributeError:  # torch 2.7 has none
-                return grouped.Looped()
-            return product
-
-        products = {name: functools.partial(choose_product, name) for name in given}
-        stack.enter_context(mock.patch.dict(IMPLEMENTATIONS["grouped_matmul"], products))
-        if attention is AttentionKind.cpu:
-            stack.enter_context(mock.patch.object(F, "scaled_dot_product_attention", attend))
+    fused = [(F, "scaled_dot_product_attention", attend)] if attention is AttentionKind.cpu else []
+    implementations = IMPLEMENTATIONS["grouped_matmul"]
+    with replace_kernels(attention), mock.patch.dict(implementations), replaced(*fused):
+        for name, given in implementations.items():
+            implementations[name] = functools.partial(choose_product, given)
         yield
 
 

@@ -11,7 +11,7 @@ know without an implementation; DDP, whose reducer asks a device's guard in C++,
 import itertools
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any, Protocol
 from unittest import mock
 
@@ -22,6 +22,15 @@ from fsdptoys.device import Device, MemoryStats
 from fsdptoys.plan.simulator import events as simulated
 
 DEVICE_NAME = "planned"  # Device type that stands for CUDA: a name that nothing else has
+
+
+@contextmanager
+def replaced(*replacements: tuple[Any, str, Any]) -> Iterator[None]:
+    """Replace attributes, each given by owner, name and value."""
+    with ExitStack() as stack:
+        for replacement in replacements:
+            stack.enter_context(mock.patch.object(*replacement))
+        yield
 
 
 class Listener(Protocol):
@@ -133,15 +142,9 @@ class DeviceModule:
         """Make a stream current."""
         self.current = stream
 
-    @contextmanager
-    def stream(self, stream: Stream | None) -> Iterator[None]:
+    def stream(self, stream: Stream | None) -> AbstractContextManager[None]:
         """Make a stream current within a context."""
-        before = self.current
-        self.current = stream or before
-        try:
-            yield
-        finally:
-            self.current = before
+        return replaced((self, "current", stream or self.current))
 
 
 MODULE = DeviceModule()
@@ -208,12 +211,3 @@ def _registers_devices() -> bool:
     from torch.utils import backend_registration
 
     return hasattr(backend_registration, "_setup_privateuseone_for_python_backend")
-
-
-@contextmanager
-def replaced(*replacements: tuple[Any, str, Any]) -> Iterator[None]:
-    """Replace attributes, each given by owner, name and value."""
-    with ExitStack() as stack:
-        for replacement in replacements:
-            stack.enter_context(mock.patch.object(*replacement))
-        yield

@@ -134,13 +134,11 @@ class InlineExecutor:
     def submit(self, function: Callable[..., Any], *args: Any) -> Future[Any]:
         """Run a job now."""
         done = _Done()
-        before, self._listener.in_worker = self._listener.in_worker, True
-        try:
-            done.set_result(function(*args))
-        except BaseException as error:
-            done.set_exception(error)
-        finally:
-            self._listener.in_worker = before
+        with replaced((self._listener, "in_worker", True)):
+            try:
+                done.set_result(function(*args))
+            except BaseException as error:
+                done.set_exception(error)
         done.jobs, done.listener = self._listener.worker_jobs, self._listener
         return done
 
