@@ -16,10 +16,9 @@ from fsdptoys.memory import GradientCheckpointing
 from fsdptoys.metrics.prediction import Prediction
 from fsdptoys.parallel.fsdp import ReshardAfterForward, Wrap
 from fsdptoys.plan.estimate.estimate import closed_form
-from fsdptoys.plan.search.candidates import SENSIBLE, Space, shard_sizes
 from fsdptoys.plan.search.ranking import Candidate, frontier, label
 from fsdptoys.plan.search.search import largest_preset, search
-from fsdptoys.plan.search.switches import overrides_between, read, validate_switches, vary
+from fsdptoys.plan.search.switches import SENSIBLE, Space, overrides_between, read, shard_sizes, validate_switches, vary
 from tests.plan.formula_search import HARDWARE, MODEL, compose, find, find_once, formula
 
 SMALL = Space(strategies=("fsdp2", "ddp"), cpu_offload=False, every_shard_size=False)

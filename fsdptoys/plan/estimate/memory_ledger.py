@@ -16,7 +16,7 @@ from fsdptoys.plan.simulator.costs import collective_seconds, kernel_seconds, se
 from fsdptoys.plan.simulator.events import COMPUTE_STREAM, KernelKind
 from fsdptoys.plan.trace.extrapolate_layers import extrapolate
 
-from .meta_trace import INPUT, Stage
+from .activations import INPUT, Stage
 
 COMPUTE = "compute"
 TIMES = ("compute", "host", "lanes", "sums", "kinds", "volumes")  # Attributes of a ledger that count time

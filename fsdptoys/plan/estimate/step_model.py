@@ -16,9 +16,8 @@ from fsdptoys.metrics.prediction import Category
 from fsdptoys.parallel import DDPConfig
 from fsdptoys.parallel.strategy import norm_elements
 
-from .activations import Segment
+from .activations import INPUT, PARTS, Segment, Stage
 from .memory_ledger import COMPUTE, Ledger
-from .meta_trace import INPUT, PARTS, Stage
 from .optimizer_step import Update, pinned_bytes
 from .units import StepSetup, UnitBytes
 

@@ -11,8 +11,7 @@ from fsdptoys.config.schema import Config
 from fsdptoys.models import DecoderModel
 from fsdptoys.parallel.fsdp2 import placement
 
-from .activations import Segments
-from .meta_trace import PARTS
+from .activations import PARTS, Segments
 
 
 @dataclass(eq=False)

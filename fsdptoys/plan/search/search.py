@@ -26,9 +26,20 @@ from fsdptoys.errors import ConfigError
 from fsdptoys.metrics.prediction import Prediction
 from fsdptoys.models import ModelConfig
 
-from .candidates import EVERYTHING, SENSIBLE, Combinations, Space
 from .ranking import TIE, Candidate, frontier, rank
-from .switches import Changes, count_switches, node_ranks_of, overrides_between, read, validate_switches, vary
+from .switches import (
+    EVERYTHING,
+    SENSIBLE,
+    Changes,
+    Combinations,
+    Space,
+    count_switches,
+    node_ranks_of,
+    overrides_between,
+    read,
+    validate_switches,
+    vary,
+)
 
 MOST_SEQUENCES = 2**14  # Largest batch of a rank
 REFINED = 8  # Combinations of each kind to refine
