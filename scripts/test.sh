@@ -18,9 +18,12 @@ minimum_percent=90
 # threads, and the tests fork ranks.
 # The first shares run without coverage, which costs a third more time; other tests cover the same lines.
 plain=(
+  "tests/scripts tests/docs tests/test_packaging.py"
   "tests/simulated_npu/test_training.py"
   "tests/cluster"
+  "tests/memory"
   "tests/parallel/test_equality.py tests/parallel/test_toys.py"
+  "tests/parallel tests/optim tests/loss"
   "tests/simulated_npu/test_command_line.py tests/simulated_npu/test_patches.py"
   "tests/plan/test_tracer.py tests/plan/test_real_allocations.py"
   "tests/parallel/test_state.py tests/parallel/test_checkpointed_collectives.py"
@@ -29,14 +32,13 @@ plain=(
   "tests/simulated_npu/test_device.py tests/simulated_npu/test_collectives.py"
 )
 measured=(
-  "tests/memory"
+  "tests/cli/test_plan.py tests/train/test_resume.py tests/train/test_skipped_steps.py"
+  "tests/data tests/metrics tests/profiler tests/patches"
+  "tests/checkpoint"
   "tests/plan"
   "tests/toys"
-  "tests/checkpoint"
-  "tests/cli/test_plan.py tests/train/test_resume.py tests/train/test_skipped_steps.py"
-  "tests/report"
-  "tests/data tests/metrics tests/profiler tests/patches"
   "tests/sweep"
+  "tests/report"
 )
 shares=("${plain[@]}" "${measured[@]}")
 
