@@ -43,15 +43,10 @@ def chunked_loss_sum(
     chunk_tokens: int | None = None,
     grad_dtype: torch.dtype = torch.float32,
 ) -> Tensor:
-    """The objective summed over valid labels, as a float32 scalar.
+    """The objective summed over valid labels, as a float32 scalar; for the settings see ``build_loss``.
 
-    Args:
-        hidden_ND: the head's input.
-        weight_VD: the head's weight, in the dtype of ``hidden_ND``.
-        labels_N: classes, or ``IGNORE_INDEX``.
-        objective: function of the logits to minimize.
-        chunk_tokens: tokens per chunk; None for ``auto_chunk_tokens``.
-        grad_dtype: dtype in which the weight's gradient is summed over chunks; float32 means at least the weight's.
+    ``hidden_ND`` and ``weight_VD`` have one dtype, ``labels_N`` classes or ``IGNORE_INDEX``; ``grad_dtype=float32``
+    means at least the weight's.
     """
     wants = [torch.is_grad_enabled() and tensor.requires_grad for tensor in (hidden_ND, weight_VD)]
     return _ChunkedLoss.apply(hidden_ND, weight_VD, labels_N, objective, chunk_tokens, grad_dtype, *wants)

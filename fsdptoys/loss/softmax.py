@@ -51,7 +51,10 @@ def softmax_gradient_(
         return
     C, V = logits_CV.shape
     dtype = torch.promote_types(logits_CV.dtype, torch.float32)
-    rows = _block_rows(logits_CV.device.type, V * dtype.itemsize)
+    bytes_at_a_time, threads = DEVICE_BLOCK_BYTES, 1
+    if logits_CV.device.type == "cpu":
+        bytes_at_a_time, threads = CPU_BLOCK_BYTES, torch.get_num_threads()
+    rows = threads * max(1, bytes_at_a_time // (V * dtype.itemsize))
     scratch_RV = None if dtype == logits_CV.dtype else logits_CV.new_empty(min(rows, C), V, dtype=dtype)
     for start in range(0, C, rows):
         block_RV = logits_CV[start : start + rows]
@@ -61,13 +64,6 @@ def softmax_gradient_(
         )
         if gradient and values_RV is not block_RV:
             block_RV.copy_(values_RV)
-
-
-def _block_rows(device_type: str, row_bytes: int) -> int:
-    if device_type != "cpu":
-        return max(1, DEVICE_BLOCK_BYTES // row_bytes)
-    threads = torch.get_num_threads()
-    return threads * max(1, CPU_BLOCK_BYTES // row_bytes)
 
 
 def _block_gradient_(

@@ -11,13 +11,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from fsdptoys.models import DecoderModel
 from fsdptoys.utils.bounds import at_least
 
-from .init_weights import Fill
 from .mesh import MeshConfig
-from .single import UnshardedStrategy, cast_parameters, unsharded_units
-from .strategy import ParallelContext, ReducingConfig, UnitParams
+from .single import UnshardedStrategy
+from .strategy import ReducingConfig
 
 
 class DDP(UnshardedStrategy):
@@ -32,15 +30,6 @@ class DDP(UnshardedStrategy):
         else "broadcast_buffers"
     )
     """Keyword for broadcasting buffers in every forward; renamed in torch 2.13."""
-
-    def __init__(self, config: "DDPConfig", context: ParallelContext) -> None:
-        super().__init__(config, context)
-        self._over_microbatches: dict[nn.Parameter, Tensor] = {}
-
-    def parallelize(self, model: DecoderModel, fill: Fill) -> None:
-        """Materialize and initialize the same values on every rank, then wrap."""
-        self._materialize(model, fill, self.config.buffer_dtype.torch)
-        self.model = self._wrap(cast_parameters(model, self.config.param_dtype))
 
     def _wrap(self, model: nn.Module) -> DistributedDataParallel:
         device = self.context.device
@@ -65,17 +54,8 @@ class DDP(UnshardedStrategy):
             return
         # DDP would reduce the .grad of earlier micro-batches once more, so each sum is set aside.
         for param in self._unwrapped.parameters():
-            if param.grad is None:
-                continue
-            earlier = self._over_microbatches.pop(param, None)
-            total = param.grad.clone() if earlier is None else earlier.add_(param.grad)
-            param.grad = total if last else None
-            if not last:
-                self._over_microbatches[param] = total
-
-    def units(self) -> list[UnitParams]:
-        """Units of the wrapped model."""
-        return unsharded_units(self._unwrapped, self.model.module)
+            if param.grad is not None:
+                self._add_microbatch(param, param.grad, last)
 
 
 @dataclass

@@ -171,9 +171,6 @@ class FSDP1Config(FSDPConfig):
         """Whether parameters that decay are kept apart from those that do not."""
         return self.use_orig_params
 
-    compiles = keeps_parameters
-    """The compiler skips modules with flat parameters."""
-
     def validate(self, world_size: int, mesh: MeshConfig, device_type: str, cpu_offload: bool) -> None:
         """Refuse settings that FSDP1 cannot do, or does silently wrong."""
         super().validate(world_size, mesh, device_type, cpu_offload)

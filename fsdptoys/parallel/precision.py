@@ -31,12 +31,6 @@ class ReduceDType(Enum):
     bfloat16 = "bfloat16"
     float64 = "float64"
 
-    def resolve(self, deterministic: bool) -> "ReduceDType":
-        """Replace ``auto``."""
-        if self is not ReduceDType.auto:
-            return self
-        return ReduceDType.float64 if deterministic else ReduceDType.float32
-
     @property
     def torch(self) -> torch.dtype:
         """The torch dtype; ``auto`` must be resolved."""
@@ -65,7 +59,7 @@ class CastParameters(nn.Module):
                 forward.around = functools.partial(self._swapped, list(block.modules()))
                 compiled.update(block.modules())
         for owner in module.modules():
-            own = _own_parameters(owner)
+            own = dict(owner.named_parameters(recurse=False))
             if own and owner not in compiled:
                 owner.register_forward_pre_hook(functools.partial(self._swap_in, own))
                 owner.register_forward_hook(functools.partial(self._swap_out, own), always_call=True)
@@ -78,7 +72,7 @@ class CastParameters(nn.Module):
 
     @contextmanager
     def _swapped(self, owners: Sequence[nn.Module]) -> Iterator[None]:
-        parameters = [(_own_parameters(owner), owner) for owner in owners]
+        parameters = [(dict(owner.named_parameters(recurse=False)), owner) for owner in owners]
         for own, owner in parameters:
             self._swap_in(own, owner)
         try:
@@ -93,7 +87,3 @@ class CastParameters(nn.Module):
 
     def _swap_out(self, own: dict[str, nn.Parameter], owner: nn.Module, *_: object) -> None:
         owner._parameters.update(own)
-
-
-def _own_parameters(owner: nn.Module) -> dict[str, nn.Parameter]:
-    return dict(owner.named_parameters(recurse=False))

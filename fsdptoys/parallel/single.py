@@ -7,7 +7,7 @@ trains on the same global batches as R ranks with the same settings.
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -25,8 +25,25 @@ from .strategy import ParallelConfig, ParallelContext, Strategy, UnitParams
 class UnshardedStrategy(Strategy):
     """A strategy whose ranks hold every parameter in full."""
 
-    _unwrapped: DecoderModel
-    """The model before it is wrapped."""
+    def __init__(self, config: ParallelConfig, context: ParallelContext) -> None:
+        super().__init__(config, context)
+        self._over_microbatches: dict[nn.Parameter, Tensor] = {}
+
+    def parallelize(self, model: DecoderModel, fill: Fill) -> None:
+        """Materialize and initialize the same values on every rank, then wrap."""
+        device, dtype = self.context.device.torch_device, self.config.param_dtype
+        materialize(model, device, fill)
+        init_buffers(model, device, self.config.buffer_dtype.torch)
+        self._unwrapped = model
+        self._computing = model if dtype is DType.float32 else CastParameters(model, dtype.torch)
+        self.model = self._wrap(self._computing)
+
+    def _wrap(self, model: nn.Module) -> Any:
+        return model
+
+    def units(self) -> list[UnitParams]:
+        """The blocks, and the modules before and after them."""
+        return unsharded_units(self._unwrapped, self._computing)
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """The model's own parameters."""
@@ -37,28 +54,22 @@ class UnshardedStrategy(Strategy):
         for name, param in self._unwrapped.named_parameters():
             yield name, param.detach().to("cpu", torch.float32)
 
-    def _materialize(self, model: DecoderModel, fill: Fill, buffer_dtype: torch.dtype) -> None:
-        device = self.context.device.torch_device
-        materialize(model, device, fill)
-        init_buffers(model, device, buffer_dtype)
-        self._unwrapped = model
+    def _add_microbatch(self, param: nn.Parameter, grad: Tensor, is_last: bool) -> None:
+        """Add up a parameter's reduced gradients of a step in float32; the last one makes the sum its gradient."""
+        earlier = self._over_microbatches.pop(param, None)
+        total = grad.clone() if earlier is None else earlier.add_(grad)
+        param.grad = total if is_last else None
+        if not is_last:
+            self._over_microbatches[param] = total
 
 
 class Single(UnshardedStrategy):
     """The full model in one process."""
 
-    config: "SingleConfig"
-
     def __init__(self, config: "SingleConfig", context: ParallelContext) -> None:
         super().__init__(config, context)
         self.data_ranks = self.local_data_ranks = config.simulated_ranks
         self._over_ranks: dict[nn.Parameter, Tensor] = {}
-        self._over_microbatches: dict[nn.Parameter, Tensor] = {}
-
-    def parallelize(self, model: DecoderModel, fill: Fill) -> None:
-        """Materialize and initialize; only mixed precision wraps the model."""
-        self._materialize(model, fill, self.config.buffer_dtype.torch)
-        self.model = cast_parameters(model, self.config.param_dtype)
 
     @contextmanager
     def microbatch(self, index: int, count: int) -> Iterator[None]:
@@ -74,17 +85,7 @@ class Single(UnshardedStrategy):
             self._over_ranks[param] = param.grad.double() if in_float64 is None else in_float64.add_(param.grad)
             param.grad = None
             if rank == self.local_data_ranks - 1:
-                total = self._over_ranks.pop(param).float()
-                earlier = self._over_microbatches.pop(param, None)
-                total = total if earlier is None else earlier.add_(total)
-                if index == count - 1:
-                    param.grad = total
-                else:
-                    self._over_microbatches[param] = total
-
-    def units(self) -> list[UnitParams]:
-        """The blocks, and the modules before and after them."""
-        return unsharded_units(self._unwrapped, self.model)
+                self._add_microbatch(param, self._over_ranks.pop(param).float(), index == count - 1)
 
 
 @dataclass
@@ -113,11 +114,6 @@ class SingleConfig(ParallelConfig):
                 "launch.nproc_per_node=1"
             )
         self._refuse_sharding(mesh)
-
-
-def cast_parameters(model: nn.Module, dtype: DType) -> nn.Module:
-    """Wrap a model so that it computes in ``dtype``; float32 needs no wrapper."""
-    return model if dtype is DType.float32 else CastParameters(model, dtype.torch)
 
 
 def unsharded_units(whole: DecoderModel, computing: nn.Module) -> list[UnitParams]:

@@ -95,10 +95,12 @@ def host_copy(tensors: dict[str, Tensor], into: dict[str, Tensor] | None = None)
     copies: dict[str, Tensor] = {}
     devices = set()
     for name, tensor in tensors.items():
-        earlier = (into or {}).get(name)
-        copies[name] = earlier if earlier is not None and _fits(earlier, tensor) else _host_memory(tensor)
-        source = local_tensor(tensor)
-        local_tensor(copies[name]).copy_(source, non_blocking=True)
+        source, copy = local_tensor(tensor), (into or {}).get(name)
+        if copy is None or not _fits(copy, tensor):
+            local = torch.empty(source.shape, dtype=source.dtype, pin_memory=is_accelerator(source.device))
+            copy = sharded_like(tensor, local)
+        copies[name] = copy
+        local_tensor(copy).copy_(source, non_blocking=True)
         if is_accelerator(source.device):
             devices.add(source.device)
     # Each copy was issued on the stream that updates its tensor, behind the updates.
@@ -136,13 +138,6 @@ def _kept_states(optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
     inner = kind([{**group, "params": [proxy]}])
     inner.step()
     return {name: value for name, value in inner.state[proxy].items() if isinstance(value, Tensor)}
-
-
-def _host_memory(tensor: Tensor) -> Tensor:
-    """Uninitialized host memory with a tensor's layout."""
-    source = local_tensor(tensor)
-    local = torch.empty(source.shape, dtype=source.dtype, pin_memory=is_accelerator(source.device))
-    return sharded_like(tensor, local)
 
 
 def _fits(copy: Tensor, tensor: Tensor) -> bool:

@@ -112,8 +112,8 @@ class ParallelConfig:
 
     @property
     def compiles(self) -> bool:
-        """Whether the compiler takes blocks as this strategy leaves them."""
-        return True
+        """Whether the compiler takes blocks as this strategy leaves them; it skips modules with flat parameters."""
+        return self.keeps_parameters
 
     def resolve(self, deterministic: bool) -> None:
         """Replace every ``auto`` by its value."""
@@ -156,7 +156,8 @@ class ReducingConfig(ParallelConfig):
                 f"parallel.reduce_dtype={self.reduce_dtype.value} contradicts train.deterministic=true, which reduces "
                 "in float64; set parallel.reduce_dtype=auto"
             )
-        self.reduce_dtype = self.reduce_dtype.resolve(deterministic)
+        if self.reduce_dtype is ReduceDType.auto:
+            self.reduce_dtype = ReduceDType.float64 if deterministic else ReduceDType.float32
 
     def validate(self, world_size: int, mesh: MeshConfig, device_type: str, cpu_offload: bool) -> None:
         """Check that the device's collectives have the dtype of reductions."""

@@ -81,10 +81,9 @@ class ShardedState(State):
                 if is_whole:
                     tensors[key] = self._shard(holding.assemble(kept.get(kind), dtype, self.device))
                 else:
-                    value = kept[kind].to(self.device) if kind in kept else torch.zeros((), dtype=dtype)
-                    value = value.clone().to(self.device)
-                    dist.broadcast(value, holding.first_owner())
-                    tensors[key] = value
+                    value = kept[kind].clone() if kind in kept else torch.zeros((), dtype=dtype)
+                    tensors[key] = value.to(self.device)
+                    dist.broadcast(tensors[key], holding.first_owner())
         return tensors
 
     def install(self, tensors: dict[str, Tensor]) -> None:

@@ -3,8 +3,7 @@
 ``core`` is the algorithm, and stands alone. The other files subclass it for the rest of PyTorch's class:
 
     unused_parameters   outputs or losses that do not depend on every parameter; static graphs
-    comm_hooks          user functions in place of the all-reduce
-    sparse_bucket       gradients of sparse embeddings
+    comm_hooks          user functions in place of the all-reduce; gradients of sparse embeddings
     checks              PyTorch's errors, in its words
     logging_data        settings, buckets and times, as PyTorch logs them
     module              ``DistributedDataParallel``, with PyTorch's arguments; ranks that run out of data before others

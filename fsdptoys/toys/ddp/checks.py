@@ -1,5 +1,6 @@
 """DDP's checks of modules, devices and graphs; the messages begin as PyTorch's."""
 
+import itertools
 from typing import Any
 
 import torch
@@ -69,12 +70,8 @@ def _gather(tensor: Tensor, group: dist.ProcessGroup) -> list[Tensor]:
 
 def _shapes(numbers: list[int], count: int) -> list[tuple[int, ...]]:
     """Decode the shapes of ``count`` parameters, each written as its number of dims and the dims."""
-    shapes = []
-    for _ in range(count):
-        ndim, numbers = numbers[0], numbers[1:]
-        shapes.append(tuple(numbers[:ndim]))
-        numbers = numbers[ndim:]
-    return shapes
+    following = iter(numbers)
+    return [tuple(itertools.islice(following, next(following))) for _ in range(count)]
 
 
 def unfinished_reduction(missing: dict[int, str], rank: int, static_graph: bool) -> str:

@@ -1,4 +1,4 @@
-"""Communication hooks for DDP: a user's function in place of each bucket's all-reduce."""
+"""Buckets of other kinds for DDP: communication hooks in place of the all-reduce, and sparse gradients."""
 
 import inspect
 from collections.abc import Callable
@@ -6,13 +6,31 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from .core import Bucket
-from .sparse_bucket import SparseBucket
 from .unused_parameters import PartialReducer
 
 CommHook = Callable[[Any, Any], Any]
+
+
+class SparseBucket(Bucket):
+    """One sparse gradient, sent by itself as by PyTorch; its buffer is the gradient itself."""
+
+    def __init__(self, numbers: list[int], params: list[nn.Parameter]) -> None:
+        self.numbers, self.params, self.views = numbers, params, []
+        self.pending, self.result = 0, None
+
+    def fill(self, slot: int, divisor: float, as_views: bool) -> None:
+        """Copy the gradient."""
+        (param,) = self.params
+        grad = param.grad
+        self.buffer = torch.zeros_like(param).to_sparse(1) if grad is None else grad.detach().clone()
+        self.buffer.div_(divisor)
+
+    def hand_out(self, slot: int, as_views: bool) -> None:
+        """Set the gradient."""
+        self.params[slot].grad = self.buffer
 
 
 class GradBucket:
@@ -95,3 +113,9 @@ def set_buffer(bucket: Bucket, buffer: Tensor) -> None:
         bucket.buffer = buffer
     elif buffer.data_ptr() != bucket.buffer.data_ptr():
         bucket.buffer.copy_(buffer)
+
+
+def sparse_weights(module: nn.Module) -> set[Tensor]:
+    """Return the parameters of a module whose gradients are sparse."""
+    layers = [layer for layer in module.modules() if isinstance(layer, nn.Embedding | nn.EmbeddingBag)]
+    return {layer.weight for layer in layers if layer.sparse}

@@ -14,10 +14,9 @@ from torch.distributed.algorithms.join import Join, Joinable, JoinHook
 from ..buckets import assign_buckets, broadcast_tensors
 from ..tensor_tree import map_tensors
 from .checks import check_devices, check_same_model
-from .comm_hooks import HookedReducer
+from .comm_hooks import HookedReducer, SparseBucket, sparse_weights
 from .core import BUCKET_CAP_MB, DDP, MIB, Bucket
 from .logging_data import LoggedReducer, describe
-from .sparse_bucket import SparseBucket, sparse_weights
 
 FIRST_BUCKET_BYTES = MIB
 """Without an explicit size: a small first bucket, so that communication begins early."""

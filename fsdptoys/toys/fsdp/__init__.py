@@ -11,15 +11,7 @@ units at a time. The next unit is gathered while one computes, and the last one'
     computes   unit 3   │ unit 2        │ unit 1        │ step, on 1/W of everything
     gradients           │ reduce unit 3 │ reduce unit 2 │ reduce unit 1
 
-A rank sends in a step, for N parameters in U units over W ranks, p bytes a parameter and g bytes a gradient (a unit
-kept after the forward, such as the root, is gathered once):
-
-    all-gather      2 U  of them   2 · (W-1)/W · N · p  bytes      forward and backward
-    reduce-scatter    U            (W-1)/W · N · g                 together half as much again as DDP, if p = g
-    all-reduce        U            2 · (R-1)/R · N/W · g           only HSDP: R replicas of W shards each
-
-It holds N/W parameters, gradients and optimizer states, with padding of less than one row a parameter and rank, and of
-the largest unit its whole parameters, their receive buffer, and its gradients.
+docs/toys/fsdp.md counts the bytes that a rank sends and holds.
 
 The core, to be read in this order, is below 500 lines and imports no other file of the package:
 
@@ -28,7 +20,7 @@ The core, to be read in this order, is below 500 lines and imports no other file
 
 Extensions subclass it:
 
-    policies         mixed precision; offload policies
+    policies         dtypes of mixed precision; offload policies
     gradients        accumulation, replicas (HSDP), averaging and divide factors
     tensor_parallel  parameters that tensor parallelism has sharded
     unit             the unit with all of these; ``to``, ``to_empty`` and loading with ``assign=True``; resharding to

@@ -12,10 +12,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .core import REDUCE_SCATTER, Reductions
+from .core import REDUCE_SCATTER, FSDPUnit, Reductions
 from .internals import call_accumulate_hooks
 from .layout import Piece
-from .policies import PrecisionUnit
 
 
 def averaging(
@@ -45,9 +44,11 @@ def averaging(
     return dist.ReduceOp.SUM, before, factor / before
 
 
-class GradientUnit(PrecisionUnit):
+class GradientUnit(FSDPUnit):
     """A unit with options for its reduction."""
 
+    mp_policy: Any
+    """``MixedPrecisionPolicy``."""
     reduces = True
     all_reduces = True
     """HSDP only: all-reduce over the replicas after the reduce-scatter."""

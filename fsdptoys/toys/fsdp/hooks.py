@@ -65,8 +65,7 @@ class FullHooks(UnitHooks):
     """Hooks with all extensions.
 
     Args:
-        modules: as for ``UnitHooks``.
-        unit: as for ``UnitHooks``.
+        modules, unit: as for ``UnitHooks``.
         is_auto: keep whole parameters after the forward if this becomes the root.
     """
 
@@ -95,15 +94,12 @@ class FullHooks(UnitHooks):
         """Make the parameters whole; begin to gather the next unit."""
         if len(self.modules) > 1 and not self.to_run:
             self.to_run.update(self.modules)
-        if self.recomputes:
-            self.unit.gather()
-            self.unit.wait()
-            return self._cast_inputs(args, kwargs)
-        is_first, self.is_open = not self.is_open, True
+        is_first = not self.recomputes and not self.is_open
         if is_first:
             args, kwargs = self._begin(args, kwargs)
-        args, kwargs = self._cast_inputs(args, kwargs)
-        if self.phase == "forward":  # another of the modules watches its inputs
+        if self.unit.mp_policy.cast_forward_inputs:
+            args, kwargs = cast((args, kwargs), self.unit.mp_policy.param_dtype)
+        if self.recomputes or self.phase == "forward":  # in the latter case another of the modules watches its inputs
             self.unit.gather()
             self.unit.wait()
         else:
@@ -137,6 +133,7 @@ class FullHooks(UnitHooks):
 
     def _begin(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
         """Record the order; begin a step if this is the outermost forward."""
+        self.is_open = True
         self.become_root()
         iteration = self.iteration
         if iteration.outermost is None:
@@ -180,7 +177,15 @@ class FullHooks(UnitHooks):
                         "through the root module first"
                     )
                 found[hooks] = None
-        _reject_shared_parameters(list(found))
+        seen: set[int] = set()
+        for unit in (hooks.unit for hooks in found):
+            for param, origin in zip(unit.params, unit.origins, strict=True):
+                if origin in seen:
+                    raise ValueError(
+                        f"parameter {param.homes[0][1]!r} is shared with one already managed by another FSDP group; "
+                        "call fully_shard([module_a, module_b]) to have its modules in one unit"
+                    )
+                seen.add(origin)
         super().become_root()
         for hooks in self.iteration.hooks:
             hooks.is_root = hooks is self
@@ -211,11 +216,6 @@ class FullHooks(UnitHooks):
         if not in_backward():
             self.unit.shrink()
             super().leave_forward()
-
-    def _cast_inputs(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
-        policy = self.unit.mp_policy
-        changed: tuple[Any, Any] = (args, kwargs)
-        return cast(changed, policy.param_dtype) if policy.cast_forward_inputs else changed
 
     # Backward.
 
@@ -270,16 +270,3 @@ class FullHooks(UnitHooks):
             hooks.is_open = hooks.recomputes = False
             hooks.to_run.clear()
             hooks.turns.clear()
-
-
-def _reject_shared_parameters(found: list[FullHooks]) -> None:
-    """Raise ValueError if two units have one parameter, which would become two parameters."""
-    seen: set[int] = set()
-    for hooks in found:
-        for param, origin in zip(hooks.unit.params, hooks.unit.origins, strict=True):
-            if origin in seen:
-                raise ValueError(
-                    f"parameter {param.homes[0][1]!r} is shared with one already managed by another FSDP group; "
-                    "call fully_shard([module_a, module_b]) to have its modules in one unit"
-                )
-            seen.add(origin)

@@ -17,7 +17,6 @@ from torch import nn
 
 from .core import hooks_of
 from .hooks import FullHooks
-from .internals import register
 from .unit import FullUnit
 
 
@@ -50,7 +49,7 @@ def initialize(model: nn.Module, device: torch.device | str, draw: Callable[[nn.
         for name, param in sharded.items():
             unit, _ = places[param]
             whole = torch.empty(param.shape, dtype=param.dtype, device=unit.shard_S.device)
-            register(module, name, nn.Parameter(whole, param.requires_grad))
+            module._parameters[name] = nn.Parameter(whole, param.requires_grad)
         if sharded or any(True for _ in module.buffers(recurse=False)):
             draw(module)
         for name, param in sharded.items():
@@ -60,4 +59,4 @@ def initialize(model: nn.Module, device: torch.device | str, draw: Callable[[nn.
             if unit.params[index].homes[0] == (module, name):
                 piece = unit.pieces[index]
                 piece.local_view(unit.shard_S, unit.rank).copy_(piece.local_part(drawn, unit.rank))
-            register(module, name, param)
+            module._parameters[name] = param

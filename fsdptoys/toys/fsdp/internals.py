@@ -15,11 +15,6 @@ def in_backward() -> bool:
     return torch._C._current_graph_task_id() != -1
 
 
-def register(module: nn.Module, name: str, param: nn.Parameter) -> None:
-    """Set a module's parameter without the checks of ``setattr``."""
-    module._parameters[name] = param
-
-
 def announce(module: nn.Module) -> None:
     """Register a module where ``replicate``, DDP for parts of a model, looks for modules to leave alone."""
     module.__dict__.setdefault(REGISTRY_KEY, {})["fully_shard"] = RegistryItem()

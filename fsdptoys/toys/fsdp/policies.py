@@ -4,12 +4,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
-from torch import Tensor
 
 from ..tensor_tree import map_tensors
-from .core import FSDPUnit
-from .layout import Piece
 
 
 @dataclass(frozen=True)
@@ -59,14 +55,3 @@ def cast(tree: Any, dtype: torch.dtype | None) -> Any:
     if dtype is None:
         return tree
     return map_tensors(tree, lambda tensor: tensor.to(dtype) if tensor.is_floating_point() else tensor)
-
-
-class PrecisionUnit(FSDPUnit):
-    """Shards are cast to ``param_dtype`` before they are sent."""
-
-    mp_policy: Any = MixedPrecisionPolicy()
-
-    def gather_source(self) -> tuple[Tensor, list[Piece], dist.ProcessGroup]:
-        """Cast the shard."""
-        shard_S, pieces, group = super().gather_source()
-        return shard_S.to(self.mp_policy.param_dtype or shard_S.dtype), pieces, group

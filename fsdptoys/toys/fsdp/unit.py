@@ -20,17 +20,17 @@ from .internals import as_dtensor, local_tensor, own_tensor, set_local_tensor
 from .layout import Piece, lay_out
 from .tensor_parallel import Outer, TensorParallelUnit
 
+_origins = itertools.count()
+
 
 class FullUnit(TensorParallelUnit, GradientUnit):
     """Parameters gathered together.
 
     Args:
-        homes: as for ``FSDPUnit``.
-        dims: as for ``FSDPUnit``.
+        homes, dims, reshards_after_forward: as for ``FSDPUnit``.
         mesh: of one axis, or of two: replicate, shard.
         outers: the other mesh of each parameter, or None.
         smaller_mesh: its last axis has the ranks to reshard to after the forward; None to reshard fully.
-        reshards_after_forward: as for ``FSDPUnit``.
         mp_policy: dtypes.
     """
 
@@ -49,7 +49,7 @@ class FullUnit(TensorParallelUnit, GradientUnit):
     ) -> None:
         check_alike([own_tensor(param) for param in homes])
         self.outers, self.smaller_mesh, self.mp_policy, self._accumulated = outers, smaller_mesh, mp_policy, {}
-        self.origins = [_origin(param) for param in homes]
+        self.origins = [param.__dict__.setdefault("_fsdp_origin", next(_origins)) for param in homes]
         """Numbers of the original parameters, the same in all units that share one."""
         super().__init__(homes, dims, mesh, reshards_after_forward and smaller_mesh is None)
 
@@ -112,9 +112,9 @@ class FullUnit(TensorParallelUnit, GradientUnit):
     # Fewer ranks.
 
     def gather_source(self) -> tuple[Tensor, list[Piece], dist.ProcessGroup]:
-        """Return the shard over fewer ranks, if there is one."""
+        """Return the shard, cast before it is sent, or the shard over fewer ranks, if there is one."""
         if self.smaller_mesh is None or self._smaller_S is None:
-            return super().gather_source()
+            return self.shard_S.to(self.mp_policy.param_dtype or self.shard_S.dtype), self.pieces, self.group
         group = self.smaller_mesh.get_group(1)
         return self._smaller_S, lay_out(self.shapes, self.dims, group.size())[0], group
 
@@ -166,14 +166,3 @@ def check_alike(params: Sequence[Tensor]) -> None:
 
 def _kind(param: Tensor) -> str:
     return f"{param.dtype} on {param.device}"
-
-
-_origins = itertools.count()
-
-
-def _origin(param: nn.Parameter) -> int:
-    known: int | None = getattr(param, "_fsdp_origin", None)
-    if known is None:
-        known = next(_origins)
-        setattr(param, "_fsdp_origin", known)  # noqa: B010
-    return known

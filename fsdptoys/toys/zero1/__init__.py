@@ -14,8 +14,7 @@ class Zero1(ShardedUpdate, DistributedDataParallel):
     """A module under DDP whose optimizer is built over ``pieces()`` and attached with ``attach``.
 
     Args:
-        module: as for DDP.
-        process_group: as for DDP.
+        module, process_group: as for DDP.
         bucket_cap_mb: MiB of DDP's buckets and of the sliced ones.
         settings: further arguments of DDP.
     """
