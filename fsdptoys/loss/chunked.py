@@ -61,10 +61,7 @@ def auto_chunk_tokens(n_tokens: int, weight_VD: Tensor, sum_bytes: int) -> int:
       reads and writes the sum once; with 2048 tokens, 1 byte per 1536 operations.
     - Chunks of nearly equal size, in multiples of 32.
 
-    Args:
-        n_tokens: N.
-        weight_VD: the head's weight.
-        sum_bytes: size of the sum over several chunks.
+    ``sum_bytes`` is the size of that sum.
     """
     vocab_size, on_cpu = len(weight_VD), weight_VD.device.type == "cpu"
     row_bytes = vocab_size * weight_VD.itemsize

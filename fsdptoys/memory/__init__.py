@@ -3,7 +3,7 @@
 from .activation_checkpointing import SAVED_OPERATORS, GradientCheckpointing, checkpoint_blocks
 from .activation_offload import ActivationOffload
 from .bucketed_optimizer import BucketedOptimizer, BucketedUpdates
-from .config import CPUOffloadExecutor, GradientDType, MemoryConfig, OffloadSchedule, OffloadStateDType
+from .config import CPUOffloadExecutor, MemoryConfig, OffloadSchedule, OffloadStateDType
 from .cpu_offload import overlap_cpu_offload, threads_per_rank
 from .optimizer_in_backward import OptimizerInBackward
 from .optimizer_offload import offload_optimizer, resolve_schedule
@@ -16,7 +16,6 @@ __all__ = [
     "BucketedUpdates",
     "CPUOffloadExecutor",
     "GradientCheckpointing",
-    "GradientDType",
     "MemoryConfig",
     "OffloadSchedule",
     "OffloadStateDType",

@@ -37,8 +37,7 @@ def kept_states(optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
 def _same_type(optimizer: torch.optim.Optimizer, params: dict[int, list[nn.Parameter]]) -> torch.optim.Optimizer:
     kind: Any = type(optimizer)
     groups = [{**_hyperparameters(optimizer.param_groups[index]), "params": params[index]} for index in params]
-    made: torch.optim.Optimizer = kind(groups)
-    return made
+    return kind(groups)
 
 
 def _hyperparameters(group: dict[str, Any]) -> dict[str, Any]:
@@ -162,13 +161,9 @@ class Bucket:
 def make_buckets(
     optimizer: torch.optim.Optimizer, units: Sequence[UnitParams], bucket_bytes: int, dtype: torch.dtype
 ) -> list[Bucket]:
-    """Split the parameters of each unit into buckets, in the order of the units.
+    """Split the parameters of each unit, which are the optimizer's, into buckets, in the order of the units.
 
-    Args:
-        optimizer: over the units' parameters and no others.
-        units: every parameter once.
-        bucket_bytes: limit of a bucket's states, unless one parameter has more.
-        dtype: dtype of the states while they are copied.
+    ``bucket_bytes`` limits a bucket's states in ``dtype``, unless one parameter has more.
     """
     in_units = [param for _, params in units for param in params]
     optimized = {param for group in optimizer.param_groups for param in group["params"]}

@@ -95,6 +95,4 @@ class StreamTransfers(Transfers):
                 stream.wait_event(event)
         with self._streams.on(stream):
             target.copy_(source, non_blocking=True)
-            event = self._streams.event()
-            event.record(stream)
-        return event
+            return self.mark()

@@ -4,8 +4,9 @@
 ``clip`` and ``step`` once a step, and ``finish`` before anything but a forward reads parameters.
 """
 
+import functools
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from typing import ClassVar, Protocol
 
 import torch
@@ -35,7 +36,7 @@ class Updates:
 
     def __init__(self, optimizer: torch.optim.Optimizer, threads: int | None = None) -> None:
         self.optimizer = optimizer
-        self._threads = threads
+        self._with_threads = nullcontext if threads is None else functools.partial(cpu_threads, threads)
 
     @property
     def steps_taken(self) -> int | None:
@@ -62,9 +63,6 @@ class Updates:
 
     def finish(self) -> None:
         """Finish pending updates: parameters are then as after the last step."""
-
-    def _with_threads(self) -> AbstractContextManager[None]:
-        return nullcontext() if self._threads is None else cpu_threads(self._threads)
 
 
 @contextmanager

@@ -7,7 +7,7 @@ from .ddp import DDPConfig
 from .fsdp import FSDPConfig
 from .fsdp1 import FSDP1Config
 from .fsdp2 import FSDP2Config
-from .init_weights import Fill, seed_of, seeded
+from .init_weights import Fill, seeded
 from .single import SingleConfig
 from .state import full_tensors, host_copy
 from .strategy import ParallelConfig, ParallelContext, Strategy
@@ -49,6 +49,5 @@ __all__ = [
     "ToyZero3Config",
     "full_tensors",
     "host_copy",
-    "seed_of",
     "seeded",
 ]

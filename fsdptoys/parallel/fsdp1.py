@@ -193,7 +193,7 @@ class FSDP1Config(FSDPConfig):
 
 
 class FlatState(State):
-    """Copies in host memory, resharded along the first dim, by FSDP1's public state-dict functions."""
+    """Copies in host memory, resharded along the first dim by FSDP1's public state-dict functions. A collective."""
 
     def __init__(self, model: "FullyShardedDataParallel", optimizer: torch.optim.Optimizer) -> None:
         settle(optimizer)

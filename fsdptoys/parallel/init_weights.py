@@ -45,7 +45,6 @@ def initialize(param: Tensor, name: str, init_rows: InitRows, seed: int) -> None
     Args:
         param: a plain tensor, or a DTensor that ``utils.dtensor.local_bounds`` supports.
         name: the model's own name of the parameter, which with ``seed`` seeds its generator.
-        init_rows: fills consecutive rows of the named parameter.
     """
     local = param.to_local() if is_dtensor(param) else param
     if local.numel() == 0:

@@ -67,8 +67,7 @@ class CastParameters(nn.Module):
     def forward(self, *args: object) -> Tensor:
         """Call the model with cast parameters."""
         self._copies = {param: param.to(self.dtype) for param in self.module.parameters()}
-        output: Tensor = self.module(*args)
-        return output
+        return self.module(*args)
 
     @contextmanager
     def _swapped(self, owners: Sequence[nn.Module]) -> Iterator[None]:

@@ -3,10 +3,8 @@
 Keys are ``model.<parameter>`` and ``optim.<parameter>.<state>``, with the names of the model before it is wrapped (of a
 shared parameter the first), so a checkpoint of one strategy on N ranks loads under another on M. Buffers are left out.
 
-- Where parameters keep their shape (one process, DDP, FSDP2) the tensors are the live ones, plain or DTensors, and
-  loading writes into them without a copy.
-- FSDP1's flat shards are not boxes within a parameter. Its own state dicts reshard parameters along the first dim: a
-  copy of this rank's share in host memory, and collectives on save and load.
+Where parameters keep their shape (one process, DDP, FSDP2) the tensors are the live ones, plain or DTensors, which
+loading writes into without a copy. FSDP1 and the toys whose ranks own parts in other shapes have copies.
 
 An optimizer before its first step gets the states that this step would start from. For a momentum without a step
 counter they are -0.0, the neutral element of addition: PyTorch's SGD copies its first gradient, and 0.0 would turn a
@@ -96,7 +94,7 @@ def host_copy(tensors: dict[str, Tensor], into: dict[str, Tensor] | None = None)
     devices = set()
     for name, tensor in tensors.items():
         source, copy = local_tensor(tensor), (into or {}).get(name)
-        if copy is None or not _fits(copy, tensor):
+        if copy is None or _layout(copy) != _layout(tensor):
             local = torch.empty(source.shape, dtype=source.dtype, pin_memory=is_accelerator(source.device))
             copy = sharded_like(tensor, local)
         copies[name] = copy
@@ -140,9 +138,6 @@ def _kept_states(optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
     return {name: value for name, value in inner.state[proxy].items() if isinstance(value, Tensor)}
 
 
-def _fits(copy: Tensor, tensor: Tensor) -> bool:
-    if is_dtensor(copy) and is_dtensor(tensor):
-        same = copy.placements == tensor.placements and copy.device_mesh == tensor.device_mesh
-    else:
-        same = is_dtensor(copy) == is_dtensor(tensor)
-    return same and copy.shape == tensor.shape and copy.dtype == tensor.dtype
+def _layout(tensor: Tensor) -> tuple[object, ...]:
+    spread = (tensor.placements, tensor.device_mesh) if is_dtensor(tensor) else ()
+    return tensor.shape, tensor.dtype, *spread

@@ -105,11 +105,7 @@ class LoggedReducer(PartialReducer):
 
 
 def describe(ddp: Any) -> dict[str, Any]:
-    """Return the logging data under PyTorch's names, as strings and integers.
-
-    Args:
-        ddp: a ``DistributedDataParallel``.
-    """
+    """Return the logging data of a ``DistributedDataParallel`` under PyTorch's names, as strings and integers."""
     reducer = ddp.reducer
     backend = ddp.process_group.name()
     variables = ["CUDA_VISIBLE_DEVICES", "MASTER_ADDR", "MASTER_PORT", "TORCH_DISTRIBUTED_DEBUG"]

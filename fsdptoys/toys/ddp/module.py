@@ -200,8 +200,7 @@ class DistributedDataParallel(DDP, Joinable):
         kept = {param: name for param, name in named.items() if name not in self.parameters_to_ignore}
         self.reducer: FullReducer = FullReducer(
             sparse_weights(self.module),
-            list(kept.values()),
-            list(kept),
+            kept,
             self.process_group,
             self._bucket_bytes,
             self.bucket_bytes_cap_list or (sys.maxsize,),

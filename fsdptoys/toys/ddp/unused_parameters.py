@@ -30,8 +30,7 @@ class PartialReducer(Reducer):
 
     def __init__(
         self,
-        names: Sequence[str],
-        params: Sequence[nn.Parameter],
+        names: dict[nn.Parameter, str],
         group: dist.ProcessGroup,
         limits: Sequence[int],
         first_limits: Sequence[int],
@@ -40,7 +39,7 @@ class PartialReducer(Reducer):
         find_unused: bool,
         static_graph: bool,
     ) -> None:
-        self.names, self.find_unused, self.error = names, find_unused, ""
+        self.names, self.find_unused, self.error = list(names.values()), find_unused, ""
         self.world_size, self.iterations, self._first_limits = group.size(), 0, first_limits
         self.static_graph = self.counts_first = static_graph
         """``counts_first``: gradients are only counted, and reduced after the backward."""
@@ -51,7 +50,7 @@ class PartialReducer(Reducer):
         self._used: set[int] = set()
         self._counted: list[int] = []
         self._times_ready: Counter[int] = Counter()
-        super().__init__(params, group, limits, limits if self.searches else first_limits, as_views)
+        super().__init__(list(names), group, limits, limits if self.searches else first_limits, as_views)
 
     def set_static_graph(self) -> None:
         """Declare before the first step that the graph is the same in every step."""
@@ -218,13 +217,7 @@ class Sink(torch.autograd.Function):
 
 
 def through_sink(output: Any, on_backward: Callable[[], None]) -> Any:
-    """Pass the tensors with gradient of a forward's output through one :class:`Sink`.
-
-    Args:
-        output: nested tensors.
-        on_backward: a method, of which the node keeps a weak reference.
-    """
-    passed = iter(
-        Sink.apply(weakref.WeakMethod(on_backward), *(t for t in tensors_in(output) if t.grad_fn is not None))
-    )
+    """Pass an output's tensors with gradient through one :class:`Sink`, which refers weakly to the method."""
+    tensors = [tensor for tensor in tensors_in(output) if tensor.grad_fn is not None]
+    passed = iter(Sink.apply(weakref.WeakMethod(on_backward), *tensors))
     return map_tensors(output, lambda tensor: tensor if tensor.grad_fn is None else next(passed))

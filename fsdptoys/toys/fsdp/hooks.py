@@ -99,7 +99,7 @@ class FullHooks(UnitHooks):
             args, kwargs = self._begin(args, kwargs)
         if self.unit.mp_policy.cast_forward_inputs:
             args, kwargs = cast((args, kwargs), self.unit.mp_policy.param_dtype)
-        if self.recomputes or self.phase == "forward":  # in the latter case another of the modules watches its inputs
+        if self.recomputes or self.phase == "forward":  # in this phase another of the modules watches its inputs
             self.unit.gather()
             self.unit.wait()
         else:

@@ -80,9 +80,8 @@ class FSDPModule:
         """Divide summed gradients by this instead of the number of ranks."""
         self._unit_hooks().unit.divide_by = factor
 
-    def set_reduce_scatter_divide_factor(self, factor: float) -> None:
-        """Old name of ``set_gradient_divide_factor``."""
-        self.set_gradient_divide_factor(factor)
+    set_reduce_scatter_divide_factor = set_gradient_divide_factor
+    """Old name."""
 
     def set_force_sum_reduction_for_comms(self, enable: bool) -> None:
         """Use sums in collectives, and divide before or after them."""

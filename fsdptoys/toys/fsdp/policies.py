@@ -36,11 +36,7 @@ class CPUOffloadPolicy(OffloadPolicy):
 
 
 def check_offload(policy: Any, device_type: str) -> None:
-    """Reject policies that would move shards off the mesh's device.
-
-    Raises:
-        NotImplementedError: naming the policy.
-    """
+    """Reject policies that would move shards off the mesh's device by a NotImplementedError."""
     pin_memory = getattr(policy, "pin_memory", None)
     if pin_memory is None or (device_type == "cpu" and not pin_memory):
         return

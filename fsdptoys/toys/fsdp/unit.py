@@ -83,11 +83,8 @@ class FullUnit(TensorParallelUnit, GradientUnit):
     def prepare(self, root: nn.Module) -> None:
         """Check before the first use that there are parameters to gather.
 
-        Args:
-            root: module whose names for the parameters the error has.
-
         Raises:
-            RuntimeError: if some are on the meta device.
+            RuntimeError: if some are on the meta device, with the names that ``root`` has for them.
         """
         self.adopt()
         without = {param.sharded for param in self.params if local_tensor(param.sharded).is_meta}
@@ -151,11 +148,7 @@ class FullUnit(TensorParallelUnit, GradientUnit):
 
 
 def check_alike(params: Sequence[Tensor]) -> None:
-    """Reject a unit with several dtypes or devices.
-
-    Raises:
-        NotImplementedError: naming them.
-    """
+    """Reject a unit with several dtypes or devices by a NotImplementedError."""
     kinds = sorted({_kind(param) for param in params})
     if len(kinds) > 1:
         raise NotImplementedError(

@@ -59,8 +59,7 @@ def fully_shard(
     modules: list[nn.Module] = list(module) if isinstance(module, list | tuple) else [module]
     for each in modules:
         _check_module(each)
-    if mesh is None:
-        mesh = _all_ranks()
+    mesh = _all_ranks() if mesh is None else mesh
     check_offload(offload_policy, mesh.device_type)
     if mesh.ndim not in (1, 2):
         raise ValueError(f"fully_shard expects a 1D or 2D DeviceMesh but got {mesh}")
