@@ -1,18 +1,15 @@
-"""Evaluation of a model: loss over batches, and text samples.
+"""Loss of a model over batches.
 
 Shapes: B sequences of a micro-batch, T tokens of each.
 """
 
 from collections.abc import Iterable
-from contextlib import nullcontext
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from fsdptoys.data import TextSample
 from fsdptoys.loss.objective import IGNORE_INDEX
-from fsdptoys.models.generate import Draw, generate
 from fsdptoys.models.layers import LossFn
 
 
@@ -43,18 +40,3 @@ def held_out_loss(model: nn.Module, loss_fn: LossFn, batches: Iterable[tuple[Ten
     dist.all_reduce(valid)
     model.train()
     return loss_sum.item() / max(1.0, valid.item())
-
-
-def sample_text(
-    model: nn.Module, sample: TextSample, seq_len: int, seed: int, device: torch.device, *, compiled: bool
-) -> str:
-    """Return the prompt and the model's continuation. A collective if the model is sharded.
-
-    The context has at most ``seq_len`` tokens. Compiled parts run eagerly here, since each length would recompile.
-    """
-    model.eval()
-    draw = Draw(sample.temperature, seed=seed)
-    with torch.compiler.set_stance("force_eager") if compiled else nullcontext():
-        tokens_T = generate(model, torch.from_numpy(sample.prompt_T).to(device), sample.tokens, seq_len, draw)
-    model.train()
-    return sample.decode(tokens_T.cpu().numpy())

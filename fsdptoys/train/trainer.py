@@ -30,6 +30,7 @@ from fsdptoys.memory import threads_per_rank
 from fsdptoys.metrics import SpikeDetector, StepMetrics, measure_step
 from fsdptoys.metrics.compilation import CompilationWatch
 from fsdptoys.models import MoEConfig
+from fsdptoys.models.generate import Draw, generate
 from fsdptoys.optim import build_optimizer
 from fsdptoys.optim.config import build_schedule, set_schedule
 from fsdptoys.parallel import Fill, ParallelContext, seeded
@@ -41,7 +42,7 @@ from fsdptoys.profiler import OOMContext, Profiler, explain_out_of_memory
 from .build import build_updates, prepare_blocks
 from .distributed import deterministic_kernels, device_of
 from .document_flops import DocumentCounter
-from .evaluation import held_out_loss, sample_text
+from .evaluation import held_out_loss
 from .moe_balance import RoutingBalance
 from .oom_context import oom_context
 from .stop import STOP_SIGNALS, Stop, StopRequest, agreed_stop
@@ -343,13 +344,19 @@ class Trainer:
         return loss
 
     def sample(self) -> str | None:
-        """The prompt with the model's continuation; None if the dataset has no ``text_sample``."""
-        seed, device = self.config.train.sample_seed, self.device.torch_device
-        if self.dataset.text_sample is None:
+        """The prompt with the model's continuation; None without a ``text_sample``. A collective if sharded."""
+        sample, model, train = self.dataset.text_sample, self.strategy.model, self.config.train
+        if sample is None:
             return None
-        assert seed is not None
-        sample, seq_len, compiled = self.dataset.text_sample, self.config.train.seq_len, self.compilation is not None
-        return sample_text(self.strategy.model, sample, seq_len, seed, device, compiled=compiled)
+        assert train.sample_seed is not None
+        prompt_T = torch.from_numpy(sample.prompt_T).to(self.device.torch_device)
+        draw = Draw(sample.temperature, seed=train.sample_seed)
+        model.eval()
+        # Compiled parts run eagerly, since each length would recompile.
+        with torch.compiler.set_stance("force_eager") if self.compilation else nullcontext():
+            tokens_T = generate(model, prompt_T, sample.tokens, train.seq_len, draw)
+        model.train()
+        return sample.decode(tokens_T.cpu().numpy())
 
     def _enter(self, step: int, phase: str) -> None:
         self._phase = phase
