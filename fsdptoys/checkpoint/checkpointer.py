@@ -44,10 +44,6 @@ class Checkpointer:
         schema: types and ranges that saved facts are checked against when they are read.
     """
 
-    last_step: int | None
-    """Step of the newest checkpoint committed or being written, the same on all ranks; changes only in ``save``,
-    ``finish`` and ``resume``."""
-
     def __init__(
         self,
         config: CheckpointConfig,
@@ -59,7 +55,9 @@ class Checkpointer:
         schema: Schema = ANY,
     ) -> None:
         assert group is None or gather_full is not None or config.form is not Form.full, "gather_full is missing"
-        self.last_step = None
+        # Step of the newest checkpoint committed or being written, the same on all ranks; changes only in ``save``,
+        # ``finish`` and ``resume``.
+        self.last_step: int | None = None
         self._config = config
         self._ranks = Ranks(group)
         self._storage = open_storage(folder)

@@ -128,8 +128,7 @@ class LocalStorage(Storage):
 
     def reading(self, path: str) -> AbstractContextManager[BinaryIO]:
         """See Storage. Unbuffered, so that large reads are not copied and small ones read no extra bytes."""
-        file: Any = open_regular(self._place(path), "rb", buffering=0)
-        return file
+        return cast(BinaryIO, open_regular(self._place(path), "rb", buffering=0))
 
     @contextmanager
     def writing(self, path: str) -> Iterator[BinaryIO]:
@@ -238,8 +237,7 @@ class UrlStorage(Storage):
     def reading(self, path: str) -> AbstractContextManager[BinaryIO]:
         """See Storage."""
         with _os_errors():
-            file: Any = _UrlFile(self._files.open(self._place(path), "rb"))
-        return file
+            return cast(BinaryIO, _UrlFile(self._files.open(self._place(path), "rb")))
 
     @contextmanager
     def writing(self, path: str) -> Iterator[BinaryIO]:

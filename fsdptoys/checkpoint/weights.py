@@ -57,10 +57,6 @@ class RunWeights:
     ConfigError if it holds no weights, or they are incomplete or do not fit the model in ``config.yaml``.
     """
 
-    config: ModelConfig
-    settings: dict[str, Any]  # the run's configuration, as plain values
-    tensors: TensorFolder
-
     def __init__(self, path: str | Path) -> None:
         given = Path(path).expanduser()
         if not given.is_dir():
@@ -70,7 +66,7 @@ class RunWeights:
         if not any(self.path.glob(f"{STEM}*.safetensors*")):
             raise ConfigError(f"{path} holds no weights; train with checkpoint.final_weights=true")
         where = self.path.absolute().parent / CONFIG_FILE
-        self.settings = _read_settings(where)
+        self.settings = _read_settings(where)  # the run's configuration, as plain values
         self.config = model_config_of(self.settings.get("model"), str(where), "use the file that the run wrote")
         self.tensors = TensorFolder(self.path, STEM)
         with torch.device("meta"):

@@ -133,15 +133,9 @@ class HFConfig(DataConfig):
 
     def _request_of(self, encoder: Encoder) -> Request:
         """The request without its folder."""
-        return Request(
-            key="data.files",
-            sources=find_sources("data.files", self.files),
-            encoder=encoder,
-            folder=Path(),
-            field=self.text_field,
-            eval_fraction=self.eval_fraction,
-            processes=available_cores() if self.processes == -1 else self.processes,
-        )
+        sources = find_sources("data.files", self.files)
+        processes = available_cores() if self.processes == -1 else self.processes
+        return Request("data.files", sources, encoder, Path(), self.text_field, self.eval_fraction, processes=processes)
 
     def _prepared(self, request: Request) -> PreparedConfig:
         prepared = PreparedConfig(folder=str(request.folder), packing=self.packing, cache=self.cache)

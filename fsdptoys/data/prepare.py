@@ -171,7 +171,6 @@ def _write(request: Request, advance: Callable[[Advance], None]) -> Index:
             document_end=encoder.document_end,
             tokenizer=encoder.name,
             tokenizer_sha256=encoder.sha256,
-            tokenizer_file_sha256=None,
             field=request.field,
             eval_fraction=request.eval_fraction,
             left_out=0,

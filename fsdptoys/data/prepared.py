@@ -161,9 +161,6 @@ class Part:
     ConfigError if its ids do not fit the vocabulary, or a split is shorter than a window.
     """
 
-    train: Samples
-    eval: Samples | None
-
     def __init__(
         self, config: PreparedConfig, owner: str, folder: str, index: Index, seq_len: int, vocab_size: int, maps: int
     ) -> None:
@@ -185,7 +182,8 @@ class Part:
             if held_out is not None:
                 held_out.require_one(f"the held-out part of {owner}", config.fixes.hold_out_more)
         self.windows = train
-        self.train, self.eval = train, held_out
+        self.train: Samples = train
+        self.eval: Samples | None = held_out
 
     def pack(self, cache: Path, seq_len: int) -> None:
         """Replace windows by rows of whole documents."""
