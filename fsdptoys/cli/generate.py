@@ -40,8 +40,15 @@ def generate_command(words: Sequence[str]) -> int:
     context = trained.choose_context(options.context)
     tokenizer = trained.tokenizer(options.tokenizer)
     encoded = [tokenizer.encode(prompt) for prompt in prompts]
+    longest = trained.config.max_seq_len
     for prompt, ids in zip(prompts, encoded, strict=True):
-        _check_prompt(prompt, ids, context, trained)
+        option = f"--prompt {prompt!r:.40}"
+        if not ids:
+            raise ConfigError(f"{option} encodes to no token, and the model needs one; write a longer prompt")
+        check_ids(ids, trained.config.vocab_size, option)
+        if len(ids) > context:
+            fix = f"or write --context {min(len(ids), longest)}" if context < longest else "as model.max_seq_len allows"
+            raise ConfigError(f"{option} has {len(ids)} tokens, and the model sees {context}; shorten it, {fix}")
     model = trained.load(device, dtype)
 
     ends, made, broken, results = trained.ends(), 0, False, []
@@ -62,13 +69,3 @@ def generate_command(words: Sequence[str]) -> int:
     if broken:
         print_status("the model's logits were not finite; its training diverged, or another --dtype is needed")
     return int(broken)
-
-
-def _check_prompt(prompt: str, ids: list[int], context: int, trained: TrainedModel) -> None:
-    option, longest = f"--prompt {prompt!r:.40}", trained.config.max_seq_len
-    if not ids:
-        raise ConfigError(f"{option} encodes to no token, and the model needs one; write a longer prompt")
-    check_ids(ids, trained.config.vocab_size, option)
-    if len(ids) > context:
-        fix = f"or write --context {min(len(ids), longest)}" if context < longest else "as model.max_seq_len allows"
-        raise ConfigError(f"{option} has {len(ids)} tokens, and the model sees {context}; shorten it, {fix}")

@@ -16,9 +16,8 @@ from fsdptoys.report.table import make_table
 from fsdptoys.report.table_export import to_csv, to_json, to_markdown
 from fsdptoys.report.table_terminal import print_table
 from fsdptoys.sweep.definition import is_file_name
-from fsdptoys.sweep.local import print_status
 from fsdptoys.sweep.run_sweep import SweepArguments, run_sweep, split_words
-from fsdptoys.sweep.runner import TRAIN
+from fsdptoys.sweep.runner import TRAIN, print_status
 from fsdptoys.utils.atomic_write import write_atomically
 from fsdptoys.utils.text import near_miss
 

@@ -28,8 +28,7 @@ from .axes import Combination, combine, read_axes, read_base
 from .definition import is_file_name, list_sweeps, read_definition
 from .folder import SWEEP_FILE, Job, JobStatus, Skipped, Sweep, is_sweep_dir, read_sweep
 from .job_list import Arrangement, arrange, still_running, write_arrangement
-from .local import duration, print_status, run_jobs
-from .runner import TRAIN
+from .runner import TRAIN, duration, print_status, run_jobs
 from .slurm_queue import jobs_in_queue
 from .slurm_settings import refuse_commands, split_launcher_words
 from .validate import BatchQueue, InvalidJob, LocalMachine, ValidJob, validate_combinations

@@ -1,6 +1,6 @@
-"""Run one job of a sweep in its own processes, so that no failure of the job ends the sweep.
+"""Run jobs of a sweep on this machine, each in its own processes, so that no failure of a job ends the sweep.
 
-The job is a ``fsdptoys train`` in its own session, so that Ctrl-C reaches only the sweep. The sweep ends a job by
+A job is a ``fsdptoys train`` in its own session, so that Ctrl-C reaches only the sweep. The sweep ends a job by
 SIGINT, on which a launcher ends all its ranks at once, then by SIGKILL. If the sweep itself is killed, Linux sends
 SIGINT to the job.
 
@@ -11,6 +11,7 @@ raised in a handler could interrupt a file being written.
 import contextlib
 import ctypes
 import dataclasses
+import errno
 import itertools
 import os
 import shutil
@@ -24,11 +25,14 @@ from pathlib import Path
 from types import FrameType
 from typing import IO, Any
 
+from fsdptoys.errors import ConfigError
 from fsdptoys.launch.exit_record import EXIT_RECORD_VARIABLE, ExitRecord, read_exit_record
+from fsdptoys.train.recorded_run import is_run_dir, read_recorded_run
 from fsdptoys.train.stop import SAME_REQUEST_SECONDS
 from fsdptoys.utils.regular_file import open_regular
+from fsdptoys.utils.text import printable
 
-from .folder import JOB_FILE, LOG_FILE, RUN_FOLDER, Job, JobStatus, read_job, write_job
+from .folder import JOB_FILE, LOG_FILE, RUN_FOLDER, Job, JobStatus, Sweep, read_job, write_job
 
 END_SIGNALS = tuple(getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name))
 
@@ -86,6 +90,38 @@ POLL_SECONDS = 0.1
 PR_SET_PDEATHSIG = 1
 
 
+def run_jobs(
+    sweep: Sweep, jobs: Sequence[Job], after_job: Callable[[], None], *, train: Sequence[str] = TRAIN
+) -> int | None:
+    """Run jobs of a sweep until all have ended or a signal interrupts.
+
+    Args:
+        sweep: the sweep; the caller holds its folder's lock.
+        jobs: its jobs to run, in order.
+        after_job: called after each job, whatever its outcome.
+        train: the command of a job, before its words.
+
+    Returns:
+        Number of the interrupting signal, or None.
+    """
+    seconds: list[float] = []
+    with Interruption() as interruption:
+        for index, job in enumerate(jobs, start=1):
+            print_status(f"[{index}/{len(jobs)}] {job.name} {job.label}")
+            folder = sweep.job_folder(job)
+            job = run_job(folder, sweep.time_limit_seconds, interruption=interruption, train=train)
+            after_job()
+            seconds.append(job.seconds or 0.0)
+            message = describe_end(sweep, job)
+            left = len(jobs) - index
+            if left and interruption.number is None:
+                message += f"; about {duration(left * sum(seconds) / len(seconds))} left"
+            print_status(f"[{index}/{len(jobs)}] {job.name} {message}")
+            if interruption.number is not None:
+                break
+    return interruption.number
+
+
 def run_job(
     folder: Path,
     time_limit_seconds: float | None,
@@ -104,7 +140,7 @@ def run_job(
     Returns:
         The ended job.
     """
-    folder = folder.absolute()
+    folder, interruption = folder.absolute(), interruption or Interruption()
     set_aside(folder)
     started = time.monotonic()
     now = datetime.now(timezone.utc).isoformat(timespec="seconds")
@@ -112,8 +148,7 @@ def run_job(
     write_job(folder, job)
     with open_regular(folder / LOG_FILE, "wb") as log:
         process = start_launcher(folder, [*train, *job.words], folder / OUTCOME_FILE, log)
-        if interruption is not None:
-            interruption.process = process.pid
+        interruption.process = process.pid
         deadline = started + time_limit_seconds if time_limit_seconds is not None else float("inf")
         try:
             ended_for, exit_status = _wait(process, deadline, interruption)
@@ -122,8 +157,7 @@ def run_job(
             write_job(folder, _closed(job, started, process.returncode, JobStatus.stopped, "the sweep was ended"))
             raise
         finally:
-            if interruption is not None:
-                interruption.process = None
+            interruption.process = None
     reason = "the sweep was ended"
     if ended_for is None:
         ended_for, reason = _judge(exit_status, read_exit_record(folder / OUTCOME_FILE))
@@ -187,14 +221,14 @@ def _closed(job: Job, started: float, exit_status: int | None, status: JobStatus
 
 
 def _wait(
-    process: "subprocess.Popen[bytes]", deadline: float, interruption: Interruption | None
+    process: "subprocess.Popen[bytes]", deadline: float, interruption: Interruption
 ) -> tuple[JobStatus | None, int]:
     """Wait for a launcher, or end it; return the status if it was ended here, and its exit status."""
     while True:
         with contextlib.suppress(subprocess.TimeoutExpired):
             return None, process.wait(POLL_SECONDS)
         late = time.monotonic() > deadline
-        if late or (interruption is not None and interruption.number is not None):
+        if late or interruption.number is not None:
             end_launcher(process, interruption)
             return JobStatus.timed_out if late else JobStatus.stopped, process.returncode
 
@@ -227,3 +261,55 @@ def _interrupted_with_parent() -> Callable[[], None] | None:
             os._exit(1)
 
     return ask_the_system
+
+
+def print_status(text: str) -> None:
+    """Print a line; a closed terminal is ignored, so that jobs and tables continue."""
+    try:
+        print(printable(text, sys.stdout), flush=True)
+    except OSError as error:
+        if error.errno in (errno.EIO, errno.EPIPE):
+            # Otherwise Python flushes the stream again at exit, and exits with status 120.
+            with contextlib.suppress(OSError), open(os.devnull, "wb") as nowhere:
+                os.dup2(nowhere.fileno(), sys.stdout.fileno())
+
+
+def describe_end(sweep: Sweep, job: Job) -> str:
+    """Describe a job's outcome in one line."""
+    seconds = duration(job.seconds or 0.0)
+    if job.status is not JobStatus.done:
+        log = sweep.job_folder(job) / LOG_FILE
+        where = f" ({log})" if job.status in (JobStatus.failed, JobStatus.out_of_memory) else ""
+        return f"{job.status.value} after {seconds}: {job.reason}{where}"
+    return ", ".join([f"done in {seconds}", *_numbers(sweep, job)])
+
+
+def duration(seconds: float) -> str:
+    """Format a duration: 8.2 s, 4 min 10 s, 2 h 5 min."""
+    if seconds < 59.95:
+        return f"{seconds:.1f} s" if seconds < 10 else f"{seconds:.0f} s"
+    minutes, rest = divmod(round(seconds), 60)
+    if minutes < 60:
+        return f"{minutes} min {rest} s"
+    return f"{minutes // 60} h {minutes % 60} min"
+
+
+def _numbers(sweep: Sweep, job: Job) -> list[str]:
+    """Return the recorded step time, peak memory and loss of a finished job."""
+    run_dir = sweep.run_dir(job)
+    try:
+        results = read_recorded_run(run_dir).results if is_run_dir(run_dir) else None
+    except ConfigError:
+        results = None
+    if results is None:
+        return []
+    parts = []
+    if results.step_time_seconds is not None:
+        parts.append(f"{results.step_time_seconds.median:.3g} s a step")
+    if results.memory_peak_gib is not None:
+        parts.append(f"{results.memory_peak_gib:.2f} GiB at the peak")
+    elif results.resident_set_peak_gib is not None:
+        parts.append(f"{results.resident_set_peak_gib:.2f} GiB of host memory at the peak")
+    if results.last_loss is not None:
+        parts.append(f"loss {results.last_loss:.4f}")
+    return parts

@@ -33,7 +33,7 @@ from fsdptoys.utils.regular_file import read_regular
 from fsdptoys.utils.text import one_line, printable
 
 from .folder import Job, JobStatus, Sweep, read_job, write_job
-from .local import describe_end
+from .runner import describe_end
 
 SLURM = "submitit_slurm"
 """``hydra/launcher=`` of SLURM jobs."""

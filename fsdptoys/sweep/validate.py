@@ -1,13 +1,22 @@
 """Compose and validate each combination of a sweep before anything starts.
 
 A word invalid in every combination is the user's mistake and stops the sweep. A combination with contradictory words,
-or one that does not fit this machine or number of ranks, is skipped with the reason.
+or one that does not fit this machine or number of ranks, is skipped with the reason. Combinations with equal
+fingerprints are the same run; environment variables and machine load are not part of it.
 """
 
+import functools
+import hashlib
+import json
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
+import torch
+
+import fsdptoys
 from fsdptoys.config.compose import compose_config
 from fsdptoys.config.overrides import list_choices
 from fsdptoys.config.schema import Config
@@ -15,10 +24,16 @@ from fsdptoys.errors import ConfigError
 from fsdptoys.launch.hardware import find_hardware
 from fsdptoys.launch.launch import CPU_RANKS, MOST_RANKS_PER_CORE, check_plan_settings, choose_experiment, resolve_run
 from fsdptoys.metrics.preflight import check_writers
+from fsdptoys.metrics.run_environment import checkout_commit
 
 from .axes import Combination
-from .fingerprint import fingerprint
 from .slurm_settings import SLURM, UNKNOWN_ENDPOINT, find_needs, launching_words, plugin_options, read_launcher
+
+WITHOUT_EFFECT = {
+    "metrics": ("run_dir", "console"),
+    "launch": ("device", "nproc_per_node", "rdzv_endpoint", "rdzv_token_file"),
+}
+"""Section → keys without effect, or covered by another part of the hash."""
 
 
 @dataclass(frozen=True)
@@ -179,3 +194,40 @@ def _refuse_mistakes(validated: Sequence[ValidJob | InvalidJob]) -> None:
             if alone not in fine_alone:
                 compose_config(alone)
                 fine_alone.add(alone)
+
+
+def fingerprint(config: Config, world_size: int, device_name: str) -> str:
+    """Return a hexadecimal SHA-256 of everything that decides a run's results and speed.
+
+    Args:
+        config: validated, with every ``auto`` replaced.
+        world_size: ranks on all nodes.
+        device_name: name of the devices.
+    """
+    tree: dict[str, Any] = config.to_dict()
+    for section, keys in WITHOUT_EFFECT.items():
+        tree[section] = {key: value for key, value in tree[section].items() if key not in keys}
+    tree["mesh"] = {**tree["mesh"], "fsdp_size": config.mesh.shard_ranks(world_size)}
+    content = {
+        "config": tree,
+        "world_size": world_size,
+        "device": device_name,
+        "torch": str(torch.__version__),
+        "fsdptoys": code_version(),
+    }
+    return hashlib.sha256(json.dumps(content, sort_keys=True, default=str).encode()).hexdigest()
+
+
+@functools.cache
+def code_version() -> str:
+    """Return the package's version, the commit of a checkout, and for a modified one a hash of its files."""
+    package = Path(fsdptoys.__file__).resolve().parent
+    commit = checkout_commit(package.parent)
+    version = f"{fsdptoys.__version__} {commit or ''}".strip()
+    if commit is None or not commit.endswith("-dirty"):
+        return version
+    sums = hashlib.sha256()
+    for pattern in ("*.py", "*/*.py"):
+        for path in sorted(package.glob(pattern)):
+            sums.update(path.relative_to(package).as_posix().encode() + b"\0" + path.read_bytes() + b"\0")
+    return f"{version} {sums.hexdigest()}"

@@ -9,8 +9,8 @@ import pytest
 import fsdptoys
 from fsdptoys.config.compose import compose_config
 from fsdptoys.config.schema import Config
-from fsdptoys.sweep import fingerprint as module
-from fsdptoys.sweep.fingerprint import fingerprint
+from fsdptoys.sweep import validate as module
+from fsdptoys.sweep.validate import fingerprint
 
 
 def config(*words: str) -> Config:

@@ -15,7 +15,7 @@ from fsdptoys.cli.main import main
 from fsdptoys.cli.sweep import read_words, sweep_command
 from fsdptoys.config.overrides import list_choices
 from fsdptoys.errors import ConfigError
-from fsdptoys.sweep import JobStatus, Sweep, fingerprint, read_sweep
+from fsdptoys.sweep import JobStatus, Sweep, read_sweep, validate
 from fsdptoys.sweep.folder import write_job
 from fsdptoys.sweep.run_sweep import with_recorded_words
 from fsdptoys.utils.file_lock import FolderLock
@@ -125,7 +125,7 @@ def test_changed_code_runs_jobs_again(monkeypatch: pytest.MonkeyPatch, capsys: p
     it.
     """
     assert sweep(*SMALL, "train.seed=0,7") == 1
-    monkeypatch.setattr(fingerprint, "code_version", lambda: "another")
+    monkeypatch.setattr(validate, "code_version", lambda: "another")
     assert sweep("--resume", *SMALL, "train.seed=0,7") == 1
     path = the_sweep().path
     assert sorted(each.parent.name for each in path.glob("jobs/*/attempt-1")) == ["01", "02"]
