@@ -21,7 +21,7 @@ from fsdptoys.plan.simulator.events import KernelKind
 from .memory_ledger import COMPUTE, Ledger
 from .units import StepSetup, UnitBytes
 
-UPDATE_BYTES = {"fused": 28, "other": 80}
+FUSED_BYTES, PARTIAL_BYTES = 28, 80
 """Bytes that AdamW moves for each parameter: one pass over parameter, gradient and states, or eight partial ones."""
 MOMENTUM_BYTES = 12 + 12  # Bytes moved by momentum and Nesterov's step for each element on a rank
 APPLY_BYTES = 8 + 8  # Bytes moved by weight decay and the float32 update, besides the update's own
@@ -51,11 +51,10 @@ class Update:
         self.in_backward = self.memory.optimizer_in_backward
         self.state_width = sum(self.optim.state_widths)
         """Bytes of states for each element of a parameter, other than matrices with their own update."""
-        implementation = self.optim.implementation
-        if implementation is Implementation.auto:
+        self.implementation = self.optim.implementation
+        if self.implementation is Implementation.auto:
             on_cpu = ledger.hardware.device_type == "cpu"
-            implementation = Implementation.for_loop if on_cpu else Implementation.foreach
-        self.implementation = implementation
+            self.implementation = Implementation.for_loop if on_cpu else Implementation.foreach
 
     def construct(self) -> None:
         """Allocate memory that exists before the first step."""
@@ -101,7 +100,7 @@ class Update:
         """Cost of AdamW or SGD over parameters of these sizes together."""
         elements, count = sum(sizes), len(sizes)
         fused = self.implementation is Implementation.fused
-        per_element = UPDATE_BYTES["fused" if fused else "other"]
+        per_element = FUSED_BYTES if fused else PARTIAL_BYTES
         if self.optim.updates_float32_copies:
             pieces = [4 * max(sizes)] * (2 if fused else 3)
             return Cost(pieces, (per_element + 12) * elements, (5 if fused else 14) * count)
@@ -247,12 +246,8 @@ class Matrix(NamedTuple):
 
     rows: int
     columns: int
+    elements: int
     local: int  # Elements on this rank
-
-    @property
-    def elements(self) -> int:
-        """Elements of the full matrix."""
-        return self.rows * self.columns
 
 
 class MuonUpdate(Update):
@@ -275,13 +270,14 @@ class MuonUpdate(Update):
                 continue
             self.matrix_elements += local
             rows, columns = param.shape[-2:]
-            count = param.numel() // (rows * columns)
+            elements = rows * columns
+            count = param.numel() // elements
             chosen = placement(param, setup.shard_ranks)
             in_full = param.ndim == 3 and not self.replicated and (chosen is None or chosen.dim == 0)
             if in_full or self.ranks == 1:
-                self.own += [Matrix(rows, columns, rows * columns)] * (local // (rows * columns))
+                self.own += [Matrix(rows, columns, elements, elements)] * (local // elements)
             else:
-                self.exchanged += [Matrix(rows, columns, local // count)] * count
+                self.exchanged += [Matrix(rows, columns, elements, local // count)] * count
         self.exchanged.sort(key=lambda matrix: -matrix.elements)
 
     def step(self) -> None:

@@ -8,6 +8,7 @@ PyTorch before 2.9 cannot register such a device from Python. There the device t
 know without an implementation; DDP, whose reducer asks a device's guard in C++, cannot be traced with it.
 """
 
+import gc
 import itertools
 import weakref
 from collections.abc import Callable, Iterator
@@ -20,6 +21,18 @@ import torch.distributed as dist
 
 from fsdptoys.device import Device, MemoryStats
 from fsdptoys.plan.simulator import events as simulated
+
+HOLDERS = {
+    "all-gather copy-in": ("all_gather_copy_in_stream", "_pre_unshard_stream"),
+    "all-gather": ("all_gather_stream", "_unshard_stream"),
+    "reduce-scatter": ("reduce_scatter_stream", "_post_backward_stream"),
+    "all-reduce": ("all_reduce_stream", "_all_reduce_stream"),
+    "load": ("_load_stream",),
+    "store": ("_store_stream",),
+    "activation offload": ("_stream",),
+}
+"""Purpose of a stream → attributes that hold it, in PyTorch's FSDP2, FSDP1 and here."""
+PURPOSES = {name: purpose for purpose, names in HOLDERS.items() for name in names}
 
 DEVICE_NAME = "planned"  # Device type that stands for CUDA: a name that nothing else has
 
@@ -148,6 +161,18 @@ class DeviceModule:
 
 
 MODULE = DeviceModule()
+
+
+def stream_purposes() -> dict[int, str]:
+    """Purposes of the live streams, by the attributes that hold them."""
+    purposes = {simulated.COMPUTE_STREAM: "compute"}
+    streams = [stream for stream in MODULE.live_streams if stream.number != simulated.COMPUTE_STREAM]
+    for holder in gc.get_referrers(*streams) if streams else []:
+        attributes = holder if isinstance(holder, dict) else getattr(holder, "__dict__", {})
+        for name, value in list(attributes.items()):
+            if isinstance(value, Stream) and name in PURPOSES:
+                purposes.setdefault(value.number, PURPOSES[name])
+    return purposes
 
 
 class PlannedDevice(Device):

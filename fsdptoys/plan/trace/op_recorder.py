@@ -23,7 +23,7 @@ from fsdptoys.plan.simulator import events as simulated
 from fsdptoys.plan.simulator.events import COMPUTE_STREAM, KernelKind, Mark, Trace
 from fsdptoys.profiler.dispatch import COLLECTIVES, arguments_of, dtype_name, given, tensors_in
 
-from .fake_device import MODULE, replaced
+from .fake_device import MODULE, replaced, stream_purposes
 from .op_costs import (
     COPIES,
     EMPTY,
@@ -53,8 +53,6 @@ class OpRecorder(TorchDispatchMode):
         super().__init__()
         self.trace = Trace(events=[])
         self.device_type = device_type
-        self.streams: Callable[[], dict[int, str]] = dict
-        """Returns the purposes of streams; called at the end of each step."""
         self.objects: Callable[[], Iterable[tuple[Category, Tensor]]] = tuple
         """Returns tensors of known purpose; called at the start and end of a step, and before the optimizer step."""
         self.in_worker = False  # Whether the current work belongs to a worker thread
@@ -62,8 +60,7 @@ class OpRecorder(TorchDispatchMode):
         self._attention, self._workspace_bytes = attention, workspace_bytes
         self._multiplied: set[tuple[bool, int]] = set()
         self._storages = Storages(device_type, self.trace.events, self._stream)
-        self._recording = True
-        self._silent = 0
+        self._recording, self._silent = True, False
         self._handlers: dict[Any, Handler] = {}
         self._groups: dict[str, Any] = {}  # Group → its own stream
         self._pending: dict[int, int] = {}  # Stream of a group → event at the end of its last work without a wait
@@ -83,7 +80,7 @@ class OpRecorder(TorchDispatchMode):
         if phase == "end":
             self.trace.host_bytes = self._storages.host_bytes
             own = [stream.number for stream in self._groups.values()]
-            self.trace.streams = self.streams() | dict.fromkeys(own, "communication")
+            self.trace.streams = stream_purposes() | dict.fromkeys(own, "communication")
         self.add(Mark(step, phase))
 
     def enter_region(self, category: Category | None) -> None:
@@ -286,9 +283,7 @@ class OpRecorder(TorchDispatchMode):
             self.add(simulated.Collective(name, self._stream(), largest, size, stride, axis))
             return result
         # The group has its own stream; the compute stream waits for it with the work.
-        if group.group_name not in self._groups:
-            self._groups[group.group_name] = MODULE.Stream()
-        own = self._groups[group.group_name]
+        own = self._groups.get(group.group_name) or self._groups.setdefault(group.group_name, MODULE.Stream())
         own.wait_stream(MODULE.current)
         self.add(simulated.Collective(name, own.number, largest, size, stride, axis))
         done = own.record_event().number
@@ -307,10 +302,8 @@ class OpRecorder(TorchDispatchMode):
         place = (torch._C._current_graph_task_id() != -1, self._stream())
         if self._workspace_bytes and place not in self._multiplied:
             self._multiplied.add(place)
-            workspace = Storage(self._workspace_bytes, True)
-            phase, self._storages.phase = self._storages.phase, "library"
-            self._storages.begin(workspace)
-            self._storages.phase = phase
+            with replaced((self._storages, "phase", "library")):
+                self._storages.begin(Storage(self._workspace_bytes, True))
 
     def _stream(self) -> int:
         return MODULE.current.number if self.device_type != "cpu" else COMPUTE_STREAM
@@ -336,11 +329,8 @@ class OpRecorder(TorchDispatchMode):
 
         def quiet_propagate(*args: Any, **kwargs: Any) -> Any:
             # DTensor infers an operator's output by running it on tensors of the global shape.
-            self._silent += 1
-            try:
+            with replaced((self, "_silent", True)):
                 return propagate(*args, **kwargs)
-            finally:
-                self._silent -= 1
 
         replacements = (
             (torch.UntypedStorage, "resize_", watched_resize),

@@ -12,7 +12,6 @@ are cores. An answer is a trace or an error; the parent reports a fork that dies
 import copy
 import dataclasses
 import functools
-import gc
 import multiprocessing
 import os
 import pickle
@@ -44,12 +43,12 @@ from fsdptoys.models import npu_kernels
 from fsdptoys.models.layers import LMHead
 from fsdptoys.parallel.float8 import Float8
 from fsdptoys.parallel.precision import CastParameters
-from fsdptoys.plan.simulator.events import COMPUTE_STREAM, Trace
+from fsdptoys.plan.simulator.events import Trace
 from fsdptoys.profiler import DebugConfig, ProfileConfig
 from fsdptoys.train.trainer import Trainer
 
 from . import fake_device
-from .fake_device import MODULE, PlannedDevice, Stream, torch_device_type
+from .fake_device import PlannedDevice, torch_device_type
 from .fake_kernels import replace_kernels
 from .fake_tensors import fake_tensors
 from .op_costs import matmul_workspace_bytes
@@ -61,18 +60,6 @@ TIMEOUT_SECONDS = 1800.0
 
 DEVICE_TYPES = {AttentionKind.flash: "cuda", AttentionKind.npu: "npu", AttentionKind.cpu: "cpu"}
 """Kind of attention → its device type."""
-
-HOLDERS = {
-    "all-gather copy-in": ("all_gather_copy_in_stream", "_pre_unshard_stream"),
-    "all-gather": ("all_gather_stream", "_unshard_stream"),
-    "reduce-scatter": ("reduce_scatter_stream", "_post_backward_stream"),
-    "all-reduce": ("all_reduce_stream", "_all_reduce_stream"),
-    "load": ("_load_stream",),
-    "store": ("_store_stream",),
-    "activation offload": ("_stream",),
-}
-"""Purpose of a stream → attributes that hold it, in PyTorch's FSDP2, FSDP1 and here."""
-PURPOSES = {name: purpose for purpose, names in HOLDERS.items() for name in names}
 
 Program = Callable[[OpRecorder], None]
 
@@ -128,7 +115,6 @@ def trace_here(program: Program, *, attention: AttentionKind, world_size: int, w
     device_type = DEVICE_TYPES[attention]
     fake_device.install(device_type, world_size)
     recorder = OpRecorder(torch_device_type(device_type), attention, workspace_bytes)
-    recorder.streams = stream_purposes
     with replace_kernels(attention, recorder), fake_tensors(recorder.device_type), recorder.watch():
         program(recorder)
         return recorder.finish()
@@ -151,18 +137,6 @@ def trainer_program(config: Config, hardware: Hardware) -> Program:
         trainer.train(on_step=lambda step: recorder.mark(step.step, "end"))
 
     return run
-
-
-def stream_purposes() -> dict[int, str]:
-    """Purposes of the live streams, by the attributes that hold them."""
-    purposes = {COMPUTE_STREAM: "compute"}
-    streams = [stream for stream in MODULE.live_streams if stream.number != COMPUTE_STREAM]
-    for holder in gc.get_referrers(*streams) if streams else []:
-        attributes = holder if isinstance(holder, dict) else getattr(holder, "__dict__", {})
-        for name, value in list(attributes.items()):
-            if isinstance(value, Stream) and name in PURPOSES:
-                purposes.setdefault(value.number, PURPOSES[name])
-    return purposes
 
 
 def _steps_only(config: Config) -> Config:
