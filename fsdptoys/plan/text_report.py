@@ -104,8 +104,8 @@ def search_to_dict(result: SearchResult) -> dict[str, Any]:
         "fitting": len(result.candidates),
         "over": len(result.over),
         "refused": result.refused,
-        "candidates": [candidate_to_dict(candidate) for candidate in result.leading(len(result.candidates))],
-        "frontier": [candidate_to_dict(candidate) for candidate in frontier(result.candidates)],
+        "candidates": list(map(candidate_to_dict, result.leading(len(result.candidates)))),
+        "frontier": list(map(candidate_to_dict, frontier(result.candidates))),
         "checked": [
             {"words": list(checked.candidate.words), "fits": checked.fits, "prediction": checked.prediction.to_dict()}
             for checked in result.checked

@@ -33,7 +33,7 @@ from fsdptoys.models.kernels import IMPLEMENTATIONS
 from fsdptoys.plan.trace.extrapolate_layers import block_kind
 from fsdptoys.plan.trace.fake_device import replaced
 from fsdptoys.plan.trace.fake_kernels import replace_kernels
-from fsdptoys.plan.trace.op_costs import EMPTY, NO_KERNEL, TRAFFIC, Operator, cost_of, fuses_rms_norm, scratch_bytes
+from fsdptoys.plan.trace.op_costs import TRAFFIC, Operator, cost_of, fuses_rms_norm, has_no_kernel, scratch_bytes
 from fsdptoys.profiler.dispatch import arguments_of, given, tensors_in
 
 T = TypeVar("T")
@@ -132,8 +132,7 @@ class MetaTrace(TorchDispatchMode):
         storages = {tensor.untyped_storage()._cdata for _, tensor in inputs}
         fresh = [tensor for tensor in made if tensor.untyped_storage()._cdata not in storages]
         mutates = name in TRAFFIC or any(argument.writes for argument, _ in inputs)
-        launches_nothing = name in NO_KERNEL or name.startswith(EMPTY)
-        if func.is_view or launches_nothing or not (fresh or mutates):
+        if func.is_view or has_no_kernel(name) or not (fresh or mutates):
             return results
         if scratch := scratch_bytes(name, args, self.attention):
             self.scratch(scratch)
@@ -215,7 +214,7 @@ def segments_of(config: Config, model: DecoderModel, attention: AttentionKind) -
     dtype = config.parallel.param_dtype.torch
     common = _Common(attention, tuple(config.kernels.names().items()), dtype, train.batch_size, train.seq_len)
     key = repr(replace(config.model, name="", init_from=None))
-    kinds = _kinds(key, Uncached(model))
+    kinds = _kinds(model)
     chosen = set(range(model.config.n_layers)[memory.checkpointing_start_index :: memory.checkpointing_every])
     first = {kind: kinds.index(kind) for kind in kinds}
     blocks = []
@@ -247,8 +246,8 @@ class _Common:
 
 
 @functools.lru_cache(maxsize=16)
-def _kinds(key: str, source: Uncached[DecoderModel]) -> list[tuple[object, ...]]:
-    return [block_kind(block) for block in source.value.layers]
+def _kinds(model: DecoderModel) -> list[tuple[object, ...]]:
+    return [block_kind(block) for block in model.layers]
 
 
 @functools.lru_cache(maxsize=1024)

@@ -134,9 +134,9 @@ def _doubts(config: Config) -> tuple[str, ...]:
 def _setup(config: Config, hardware: Hardware, world_size: int) -> StepSetup:
     parallel = config.parallel
     ranks = config.mesh.shard_ranks(world_size) if parallel.shards_parameters else 1
-    key, uncached = repr(config.model), Uncached(config.model)
-    model = _built(key, uncached)
-    units = _units(key, parallel.flattens_parameters, parallel.hooks_parts_of_blocks, ranks, uncached)
+    model = _built(repr(config.model), Uncached(config.model))
+    flatten, split_blocks = parallel.flattens_parameters, parallel.hooks_parts_of_blocks
+    units = make_units(model, flatten=flatten, split_blocks=split_blocks, ranks=ranks)
     if parallel.shards_parameters:
         _set_resharding(units, parallel)
     return StepSetup(config, world_size, model, segments_of(config, model, hardware.attention), units, ranks)
@@ -162,11 +162,6 @@ def _set_resharding(units: Units, parallel: ParallelConfig) -> None:
 def _built(key: str, config: Uncached[ModelConfig]) -> DecoderModel:
     with torch.device("meta"):
         return config.value.build()
-
-
-@functools.lru_cache(maxsize=256)
-def _units(key: str, flatten: bool, split_blocks: bool, ranks: int, config: Uncached[ModelConfig]) -> Units:
-    return make_units(_built(key, config), flatten=flatten, split_blocks=split_blocks, ranks=ranks)
 
 
 @functools.lru_cache(maxsize=256)

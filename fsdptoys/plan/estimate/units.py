@@ -102,6 +102,7 @@ class StepSetup:
         return self.world_size // self.shard_ranks
 
 
+@functools.lru_cache(maxsize=256)
 def make_units(model: DecoderModel, *, flatten: bool, split_blocks: bool, ranks: int) -> Units:
     """Divide a model into units.
 

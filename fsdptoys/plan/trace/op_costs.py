@@ -41,7 +41,6 @@ EMBEDDING_ROWS_PER_THREAD = 10
 
 COPIES = ("aten::_to_copy", "aten::copy_", "aten::_foreach_copy_")  # Operators that may copy between host and device
 NO_KERNEL = ("aten::set_", "aten::resize_", "aten::lift_fresh", "aten::lift", "aten::is_pinned", "prim::device")
-EMPTY = ("aten::empty", "aten::new_empty")  # Beginnings of the names of operators that only allocate
 
 LOOK_UPS = {"aten::embedding": "weight"} | {
     f"aten::{name}": "self"
@@ -91,6 +90,11 @@ def cost_of(
     return Operator(
         kind if flops else KernelKind.memory, flops, traffic(name, args, inputs, fresh), dtype_name(largest)
     )
+
+
+def has_no_kernel(name: str) -> bool:
+    """Whether an operator runs no kernel, although it is no view."""
+    return name in NO_KERNEL or name.startswith(("aten::empty", "aten::new_empty"))
 
 
 def touched_bytes(tensor: Tensor) -> int:

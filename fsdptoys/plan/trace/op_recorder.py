@@ -24,17 +24,7 @@ from fsdptoys.plan.simulator.events import COMPUTE_STREAM, KernelKind, Mark, Tra
 from fsdptoys.profiler.dispatch import COLLECTIVES, arguments_of, dtype_name, given, tensors_in
 
 from .fake_device import MODULE, replaced, stream_purposes
-from .op_costs import (
-    COPIES,
-    EMPTY,
-    NO_KERNEL,
-    TRAFFIC,
-    cost_of,
-    scratch_bytes,
-    touched_bytes,
-    traffic,
-    updates_parameters,
-)
+from .op_costs import COPIES, TRAFFIC, cost_of, has_no_kernel, scratch_bytes, touched_bytes, traffic, updates_parameters
 from .storages import Storage, Storages
 
 Handler = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
@@ -120,7 +110,7 @@ class OpRecorder(TorchDispatchMode):
             return self._collective
         if func is torch.ops.aten._local_scalar_dense.default:
             return self._read_number
-        if func.is_view or name in NO_KERNEL or name.startswith(EMPTY):
+        if func.is_view or has_no_kernel(name):
             return self._without_kernel
         if name == "aten::_pin_memory":
             return self._pin
