@@ -167,11 +167,9 @@ def error(fit: FittedValue, seconds: float) -> float:
     return seconds / fit.measured_seconds - 1
 
 
-def _scaled(
-    hardware: Hardware, parameters: Sequence[Parameter], factors: np.ndarray, source: str | None = None
-) -> Hardware:
+def _scaled(hardware: Hardware, rates: Sequence[Parameter], factors: np.ndarray, source: str | None = None) -> Hardware:
     changes = {}
-    for parameter, factor in zip(parameters, factors, strict=True):
+    for parameter, factor in zip(rates, factors, strict=True):
         if factor == 0:
             continue
         for field in parameter.fields:

@@ -104,7 +104,7 @@ def predict(config: Config, hardware: Hardware, world_size: int) -> Prediction:
 
 def doubts(config: Config, hardware: Hardware, world_size: int) -> tuple[str, ...]:
     """Known limits of the model for this configuration, one sentence each."""
-    plan, kernels = config.plan, config.kernels
+    plan, kernels, float8 = config.plan, config.kernels, config.train.float8
     sharding = None
     if config.parallel.shards_parameters:
         node_ranks = node_ranks_of(config, hardware, world_size)
@@ -133,10 +133,8 @@ def doubts(config: Config, hardware: Hardware, world_size: int) -> tuple[str, ..
         ),
         "train.compile=true is predicted as eager: an upper bound of time and memory": config.train.compile,
         "document lengths are unknown: attention is assumed over full sequences": config.data.mask_documents,
-        f"train.float8={config.train.float8.value} is predicted as bfloat16 matmuls and gathers: an upper bound of "
-        "time if the compiler fuses the casts, without the casts' scratch memory": (
-            config.train.float8 is not Float8.none
-        ),
+        f"train.float8={float8.value} is predicted as bfloat16 matmuls and gathers: an upper bound of "
+        "time if the compiler fuses the casts, without the casts' scratch memory": float8 is not Float8.none,
         f"kernels.{{{unmeasured}}} are assumed to touch each tensor once, to keep the tensors that their sources "
         "keep, and to take no scratch memory: not measured on a device": unmeasured,
         f"optim.state_dtype={config.optim.low_bit_format} is assumed to update in two compiled kernels, with the "

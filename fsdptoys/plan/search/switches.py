@@ -173,12 +173,10 @@ CHUNKED: tuple[Changes, ...] = ({"memory.chunk_loss": True}, {"memory.chunk_loss
 class Combinations:
     """Combinations of a space that leave fixed keys, those of the command line, as in the composed ``base``."""
 
-    def __init__(
-        self, base: Config, fixed: Collection[str], space: Space, world_size: int, devices_per_node: int
-    ) -> None:
+    def __init__(self, base: Config, fixed: Collection[str], space: Space, world_size: int, node_devices: int) -> None:
         self.base, self.fixed, self.space, self.world_size = base, fixed, space, world_size
         # All ranks are typed as -1.
-        self._sizes = [*shard_sizes(world_size, devices_per_node, space.every_shard_size)[:-1], -1]
+        self._sizes = [*shard_sizes(world_size, node_devices, space.every_shard_size)[:-1], -1]
 
     def all(self) -> Iterator[dict[str, Any]]:
         """All combinations that agree with the command line; validation may still refuse one."""

@@ -118,10 +118,8 @@ class _NPUAttention(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
-        made: tuple[Tensor, Tensor, Tensor] = torch.ops.planned.npu_fusion_attention_backward(
-            grads[0], *ctx.saved_tensors[1:]
-        )
-        return *made, None
+        query, key, value = torch.ops.planned.npu_fusion_attention_backward(grads[0], *ctx.saved_tensors[1:])
+        return query, key, value, None
 
 
 class _KeepsInputs(torch.autograd.Function):

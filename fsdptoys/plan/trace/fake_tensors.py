@@ -155,10 +155,8 @@ def _fsdp1_streams() -> list[tuple[Any, str, Any]]:
         with MODULE.stream(state._unshard_stream):
             return finish(state, handle, *args)
 
-    return [
-        (FlatParamHandle, "_use_unsharded_views", watched_views),
-        (_runtime_utils, "_post_backward_hook", finish_on_stream),
-    ]
+    hook = (_runtime_utils, "_post_backward_hook", finish_on_stream)
+    return [(FlatParamHandle, "_use_unsharded_views", watched_views), hook]
 
 
 def _join_of(handle: FlatParamHandle) -> Node | None:

@@ -86,10 +86,8 @@ def cost_of(
     kind = KernelKind.attention if name in ATTENTION else KernelKind.matmul
     # The output may be a sum in a wider dtype than the operands.
     operands = [tensor for argument, tensor in inputs if not argument.writes]
-    largest = max(operands or [*tensors_in(results), *(tensor for _, tensor in inputs)], key=Tensor.numel)
-    return Operator(
-        kind if flops else KernelKind.memory, flops, traffic(name, args, inputs, fresh), dtype_name(largest)
-    )
+    chosen = max(operands or [*tensors_in(results), *(tensor for _, tensor in inputs)], key=Tensor.numel)
+    return Operator(kind if flops else KernelKind.memory, flops, traffic(name, args, inputs, fresh), dtype_name(chosen))
 
 
 def has_no_kernel(name: str) -> bool:

@@ -137,9 +137,7 @@ class OpRecorder(TorchDispatchMode):
             outputs = list(tensors_in(result))
             if any(tensor.device.type == "meta" for tensor in outputs):
                 return result
-            inputs = [
-                (argument, tensor) for argument, value in given(arguments, args, kwargs) for tensor in tensors_in(value)
-            ]
+            inputs = [(each, tensor) for each, value in given(arguments, args, kwargs) for tensor in tensors_in(value)]
             storages = {tensor.untyped_storage()._cdata for _, tensor in inputs}
             fresh = [tensor for tensor in outputs if tensor.untyped_storage()._cdata not in storages]
             seen = [self._storages.see(tensor) for tensor in outputs]
