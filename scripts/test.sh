@@ -18,7 +18,7 @@ minimum_percent=90
 # threads, and the tests fork ranks.
 # The first shares run without coverage, which costs a third more time; other tests cover the same lines.
 plain=(
-  "tests/scripts tests/docs tests/test_packaging.py"
+  "tests/docs tests/scripts tests/test_packaging.py" # docs first: plans in forks need a parent without autograd threads
   "tests/simulated_npu/test_training.py"
   "tests/cluster"
   "tests/memory"
