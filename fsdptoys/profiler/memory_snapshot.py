@@ -90,14 +90,10 @@ class Snapshot:
             with open_regular(pickled, "xb") as file:
                 pickle.dump(snapshot, file)
             write_atomically(page, render_snapshot(snapshot, self._device_index, title, pickled.name, interactive.name))
-            write_atomically(interactive, interactive_page(snapshot))
+            # PyTorch's zoomable timeline, for which the browser loads scripts from the network
+            write_atomically(interactive, str(torch.cuda._memory_viz.trace_plot(snapshot)))
         except Exception as error:  # must not hide the error of full memory or a full disk
             self._message(f"the memory snapshot in {self._folder} is not complete: {error}")
             return
         self.paths.append(page)
         self._message(f"memory snapshot ({title}): {page}")
-
-
-def interactive_page(snapshot: dict[str, Any]) -> str:
-    """PyTorch's zoomable timeline with the history; the browser loads its scripts from the network."""
-    return str(torch.cuda._memory_viz.trace_plot(snapshot))

@@ -21,6 +21,7 @@ from fsdptoys.utils.text import size_text
 POINTS = 2000  # Points of the timeline, each the highest of its events
 HOLDERS = 30  # Stacks in the table of the peak
 LEAST_SHARE = 0.002  # Smallest share of a branch in the tree
+SIGNS = {"alloc": 1, "free_completed": -1, "oom": 0}  # Action of an event → sign of its size
 
 Frames = list[dict[str, Any]]
 UNKNOWN = "allocated before the history began"
@@ -57,12 +58,12 @@ def read_timeline(snapshot: dict[str, Any], device_index: int) -> Timeline:
     """Walk a device's history in ``torch.cuda.memory._snapshot()`` back from the final live blocks, then forward."""
     traces = snapshot.get("device_traces", [])
     events = traces[device_index] if device_index < len(traces) else []
-    events = [event for event in events if event["action"] in ("alloc", "free_completed", "oom")]
+    events = [event for event in events if event["action"] in SIGNS]
     live = dict(_live_blocks(snapshot, device_index))
 
     totals = [sum(size for size, _ in live.values())]
     for event in reversed(events):
-        totals.append(totals[-1] - _change(event))
+        totals.append(totals[-1] - SIGNS[event["action"]] * int(event["size"]))
     totals.reverse()
     peak = max(range(len(totals)), key=lambda index: totals[index])
 
@@ -138,10 +139,6 @@ def _live_blocks(snapshot: dict[str, Any], device_index: int) -> Iterable[tuple[
             address += block["size"]
 
 
-def _change(event: dict[str, Any]) -> int:
-    return {"alloc": 1, "free_completed": -1, "oom": 0}[event["action"]] * int(event["size"])
-
-
 def _frame(frame: dict[str, Any]) -> str:
     return f"{frame['filename']}:{frame['line']}:{frame['name']}"
 
@@ -185,22 +182,19 @@ def _draw(timeline: Timeline) -> str:
 
 
 def _holders_table(timeline: Timeline, peak: int) -> str:
-    rows = []
+    entries = []
     for holder in timeline.holders[:HOLDERS]:
-        stack = html.escape("\n".join(map(_frame, holder.frames)) or UNKNOWN)
-        rows.append(
-            f"<tr><td>{size_text(holder.live_bytes)}</td><td>{holder.live_bytes / max(peak, 1):.1%}</td>"
-            f"<td>{holder.tensors:,}</td><td><details><summary>{html.escape(_place(holder.frames))}</summary>"
-            f"<pre>{stack}</pre></details></td></tr>"
-        )
-    left_out = timeline.holders[HOLDERS:]
-    if left_out:
-        rest = sum(holder.live_bytes for holder in left_out)
-        rows.append(
-            f"<tr><td>{size_text(rest)}</td><td>{rest / max(peak, 1):.1%}</td>"
-            f"<td>{sum(holder.tensors for holder in left_out):,}</td><td>{len(left_out):,} other stacks</td></tr>"
-        )
-    return f"<table><tr><th>bytes</th><th>share</th><th>tensors</th><th>allocated in</th></tr>{''.join(rows)}</table>"
+        place, stack = _place(holder.frames), "\n".join(map(_frame, holder.frames)) or UNKNOWN
+        where = f"<details><summary>{html.escape(place)}</summary><pre>{html.escape(stack)}</pre></details>"
+        entries.append((holder.live_bytes, holder.tensors, where))
+    if left_out := timeline.holders[HOLDERS:]:
+        rest, tensors = sum(each.live_bytes for each in left_out), sum(each.tensors for each in left_out)
+        entries.append((rest, tensors, f"{len(left_out):,} other stacks"))
+    rows = "".join(
+        f"<tr><td>{size_text(size)}</td><td>{size / max(peak, 1):.1%}</td><td>{tensors:,}</td><td>{where}</td></tr>"
+        for size, tensors, where in entries
+    )
+    return f"<table><tr><th>bytes</th><th>share</th><th>tensors</th><th>allocated in</th></tr>{rows}</table>"
 
 
 def _tree(snapshot: dict[str, Any]) -> str:

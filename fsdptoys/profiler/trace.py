@@ -94,7 +94,6 @@ class Trace:
             )
 
     def _options(self) -> dict[str, Any]:
-        """Keywords of both profilers."""
         config = self._config
         return {"record_shapes": config.shapes, "profile_memory": config.memory, "with_stack": config.stacks}
 
@@ -135,7 +134,6 @@ class Trace:
         )
 
     def _write(self, profiler: Any) -> None:
-        """Export the trace of ``torch.profiler``."""
         if self._is_empty:
             return
         path = self._folder / f"{self._worker_name}.json.gz"

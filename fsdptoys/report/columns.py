@@ -13,7 +13,7 @@ from fsdptoys.train.recorded_run import RecordedRun
 from fsdptoys.utils.text import value_text
 
 from .runs_table import Record
-from .setting_diff import Settings, heading, own_key
+from .setting_diff import HEADINGS, Settings, own_key
 
 MISSING = "–"  # Shown in cells without a value
 STAYS = 100  # Weight of columns that are never dropped
@@ -133,7 +133,8 @@ def setting_column(key: str, settings: Sequence[Settings], records: Sequence[Rec
             text = ("yes" if value else "no") if isinstance(value, bool) else value_text(value)
             cells.append(TableCell(value if value is not None else "null", text))
     numeric = all(isinstance(cell.value, (int, float)) and not isinstance(cell.value, bool) for cell in cells)
-    return TableColumn(key, heading(key), cells, numeric, STAYS, setting=True)
+    heading = HEADINGS.get(key, value_text(key.removesuffix(".name")))
+    return TableColumn(key, heading, cells, numeric, STAYS, setting=True)
 
 
 def measured_columns(records: Sequence[Record]) -> list[TableColumn]:

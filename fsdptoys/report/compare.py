@@ -7,7 +7,7 @@ of the step in which the difference first shows.
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -135,8 +135,8 @@ def compare_runs(first: RecordedRun, second: RecordedRun, tolerance: float = 0.0
     same_samples = held_out[0] is not None and held_out[0] == held_out[1]
     courses = [
         course
-        for quantity, read in QUANTITIES.items()
-        if (quantity != HELD_OUT or same_samples) and (course := _course(quantity, read, pairs, tolerance))
+        for quantity in QUANTITIES
+        if (quantity != HELD_OUT or same_samples) and (course := _course(quantity, pairs, tolerance))
     ]
     notes = [f"{note.removesuffix('.')}." for run in (first, second) for note in run.notes]
     evaluates = [any(pair[run].eval_loss is not None for pair in pairs) for run in (0, 1)]
@@ -155,13 +155,9 @@ def compare_runs(first: RecordedRun, second: RecordedRun, tolerance: float = 0.0
     )
 
 
-def _course(
-    quantity: str,
-    read: Callable[[StepMetrics], float | None],
-    pairs: Sequence[tuple[StepMetrics, StepMetrics]],
-    tolerance: float,
-) -> Course | None:
+def _course(quantity: str, pairs: Sequence[tuple[StepMetrics, StepMetrics]], tolerance: float) -> Course | None:
     """Compare one quantity; None if no step has it in both runs."""
+    read = QUANTITIES[quantity]
     values = [(one.step, read(one), read(other)) for one, other in pairs]
     differences = [Difference(step, a, b) for step, a, b in values if a is not None and b is not None]
     if not differences:

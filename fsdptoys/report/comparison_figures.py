@@ -54,7 +54,8 @@ def draw_tradeoff(runs: Sequence[PlottedRun]) -> Picture | None:
     if measure is None or not timed:
         return None
     memory_title, description = MEASURES[measure]
-    same_work = _same_work(timed)
+    tokens = [float(np.median([metrics.valid_tokens for metrics in one.run.steps])) for one in timed]
+    same_work = max(tokens) <= min(tokens) * (1 + SAME_WORK)
     axis = Axis("median step time", "ms") if same_work else Axis("time for 1,000 tokens", "ms")
     unit, size = ("GiB", 1.0) if max(filter(None, memories), default=0.0) >= 1 else ("MiB", 1024.0)
     points: list[Series] = []
@@ -127,11 +128,6 @@ def _with_labels(picture: Picture, important: set[str]) -> Picture:
         picture,
         labels=tuple(Label(points[index].x[0], float(points[index].y[0]), text, side) for index, text, side in labels),
     )
-
-
-def _same_work(runs: Sequence[PlottedRun]) -> bool:
-    tokens = [float(np.median([metrics.valid_tokens for metrics in one.run.steps])) for one in runs]
-    return max(tokens) <= min(tokens) * (1 + SAME_WORK)
 
 
 def _losses(runs: Sequence[PlottedRun]) -> Picture | None:

@@ -156,15 +156,16 @@ def _shown(cell: TableCell, record: Record) -> HtmlCell:
     return HtmlCell(cell.text, value, "warn" * (off or cell.text.endswith(MARK)))
 
 
-def _key(value: object) -> float | str:
-    return float(value) if isinstance(value, (int, float)) and not isinstance(value, bool) else value_text(value)
+def _setting_cell(value: object) -> HtmlCell:
+    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    return HtmlCell(value_text(value), float(value) if is_number else value_text(value))  # type: ignore[arg-type]
 
 
 def _differences(names: Sequence[str], settings: Sequence[dict], keys: Sequence[str]) -> str:
     if not keys:
         return "<p>All settings are the same.</p>"
     rows: list[list[HtmlCell | str]] = [
-        [name, *(HtmlCell(value_text(own[key]), _key(own[key])) if key in own else MISSING_SETTING for key in keys)]
+        [name, *(_setting_cell(own[key]) if key in own else MISSING_SETTING for key in keys)]
         for name, own in zip(names, settings, strict=True)
     ]
     count = len({key for own in settings for key in own})

@@ -197,21 +197,17 @@ def place_labels(
     points: Sequence[tuple[float, float]],
     texts: Sequence[tuple[int, str]],
     obstacles: Sequence[Box] = (),
-    letter: tuple[float, float] = (0.0085, 0.05),
 ) -> list[tuple[int, str, str]]:
     """Place labels next to points without overlaps and inside the figure; labels without room are dropped.
 
-    Args:
-        points: x and y, each from 0 to 1 across the figure.
-        texts: index of a point and its label, the most important first.
-        obstacles: further boxes to keep free.
-        letter: width of a letter and height of a line, in the same unit.
+    Coordinates are from 0 to 1 across the figure; ``texts`` are indices of points and their labels, the most important
+    first.
     """
     taken = [(x - 0.008, y - 0.018, x + 0.008, y + 0.018) for x, y in points] + list(obstacles)
     placed = []
     for index, text in texts:
         x, y = points[index]
-        width, height = letter[0] * len(text), letter[1]
+        width, height = 0.0085 * len(text), 0.05
         boxes = {
             "above": (x - width / 2, y + 0.022, x + width / 2, y + 0.022 + height),
             "below": (x - width / 2, y - 0.022 - height, x + width / 2, y - 0.022),

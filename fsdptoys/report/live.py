@@ -16,18 +16,17 @@ from rich.live import Live
 from rich.text import Text
 
 from fsdptoys.errors import ConfigError
-from fsdptoys.metrics.config import SUMMARY_FILE
+from fsdptoys.metrics.config import CONFIG_FILE, METRICS_FILE, SUMMARY_FILE
 from fsdptoys.metrics.console import PlainReporter
 from fsdptoys.sweep.folder import JOB_FILE, RUN_FOLDER, Job, JobStatus, is_sweep_dir, read_job, read_sweep
 from fsdptoys.utils.file_lock import is_locked
 from fsdptoys.utils.text import printable
 
-from .live_reader import FollowedRun, State, is_startable
+from .live_reader import FollowedRun, State
 from .live_view import draw_run
 from .result_file import read_ending
 
 POLL_SECONDS = 1.0
-
 GRACE_SECONDS = 60.0
 """Longest time without ranks for a job of a sweep: during its start, and until its status is written."""
 
@@ -53,7 +52,7 @@ def follow(run_dir: Path, console: Console, poll_seconds: float = POLL_SECONDS) 
                 f"{run_dir} does not exist; start the run first, with metrics.run_dir={run_dir}, or give the directory "
                 "of a started run"
             )
-        if not is_startable(run_dir):
+        if not ((run_dir / CONFIG_FILE).is_file() or (run_dir / METRICS_FILE).is_file() or is_locked(run_dir)):
             raise ConfigError(
                 f"{run_dir} holds neither a run nor a sweep; give a folder that fsdptoys train or fsdptoys sweep is "
                 "writing, as runs/NAME"

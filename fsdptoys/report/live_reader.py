@@ -28,7 +28,6 @@ from fsdptoys.metrics.results import RunResults, summarize
 from fsdptoys.metrics.resume_log import Resume, read_resumes, starts
 from fsdptoys.train.heartbeat import Heartbeat, format_ranks
 from fsdptoys.train.recorded_run import MOST_RANKS, is_written, newest_heartbeats, read_warmup
-from fsdptoys.utils.file_lock import is_locked
 from fsdptoys.utils.regular_file import open_regular
 
 LARGEST_READ_BYTES = 2**26  # Bytes read at once, and the limit of a line's length
@@ -125,8 +124,7 @@ class FollowedRun:
     def late_ranks(self, signs: dict[int, Heartbeat], now: float) -> dict[object, str]:
         """Describe each rank that has ended, is stopped, or is late, and the ranks without a heartbeat.
 
-        Returns:
-            Key that identifies the event, so that it is printed once → sentence, which includes its age.
+        The key identifies the event, so that it is printed once; the sentence includes its age.
         """
         if not signs:
             return {}
@@ -144,11 +142,6 @@ class FollowedRun:
         if silent and not ending and now - max(sign.time for sign in signs.values()) > patience:
             late["silent", len(silent)] = f"no heartbeat yet of {format_ranks(silent)}"
         return late
-
-
-def is_startable(path: Path) -> bool:
-    """Whether a directory holds a run, or a run has locked it."""
-    return (path / CONFIG_FILE).is_file() or (path / METRICS_FILE).is_file() or is_locked(path)
 
 
 def _read_settings(path: Path) -> Settings:

@@ -124,14 +124,12 @@ def fact_rows(run: FollowedRun, results: RunResults) -> list[tuple[str, str]]:
         latest, finite = evaluated[-1], [each for each in evaluated if math.isfinite(each[0])]
         lowest = f", lowest {min(finite)[0]:.4f} after {min(finite)[1]}" if finite else ""
         rows.append(("held-out loss", f"{latest[0]:.4f} after step {latest[1]}{lowest}"))
-    if results.skipped_steps:
-        count = results.skipped_steps
+    if count := results.skipped_steps:
         rows.append(("skipped", f"{count} step{'s' * (count > 1)}"))
     spikes = [metrics for metrics in run.steps if metrics.loss_spike is not None]
     if spikes:
         rows.append(("spikes", f"{len(spikes)} of the loss, the latest in step {spikes[-1].step}"))
-    if run.resumes:
-        count = len(run.resumes)
+    if count := len(run.resumes):
         rows.append(("resumed", f"{count} time{'s' * (count > 1)}, last after step {run.resumes[-1].step}"))
     if run.settings.prediction is not None:
         errors = prediction_errors(run.settings.prediction, results)

@@ -54,11 +54,9 @@ def table(
     filterable: bool = False,
     keys: bool = False,
 ) -> str:
-    """A table in a box that scrolls horizontally if the table is wider than the page; texts are escaped.
+    """A table with the element id ``name``, in a box that scrolls horizontally; texts are escaped.
 
     Args:
-        name: element id.
-        caption: title.
         headings: column headings; cells of the first column are row headings.
         rows: cells, or texts sorted as they are.
         sortable: whether headings are buttons that sort.

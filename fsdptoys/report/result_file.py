@@ -18,7 +18,6 @@ from fsdptoys.utils.regular_file import read_regular
 from fsdptoys.utils.text import one_line
 
 LARGEST_FILE_BYTES = 2**24
-
 RESULTS_HEADINGS = "Results|What came out"  # Heading in ``summary.md`` of this version, and of earlier ones
 PROFILE_HEADINGS = "Profile|Where the time and the memory went"
 

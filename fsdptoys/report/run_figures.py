@@ -8,12 +8,11 @@ import numpy as np
 
 from fsdptoys.device import GIB
 from fsdptoys.metrics import StepMetrics
-from fsdptoys.metrics.config import PROFILE_FOLDER
 from fsdptoys.metrics.plots import SMOOTH_FROM_STEPS, running_mean
 from fsdptoys.train.recorded_run import RecordedRun
 
 from .figures import Axis, Picture, Series, Shape, thin, thinned_line
-from .memory_timeline import Lifetime, Timeline, read_timeline
+from .memory_timeline import Lifetime, Timeline
 from .result_file import references
 
 MIB = 2**20
@@ -22,7 +21,7 @@ WIDE = 20  # Ratio of the highest to the lowest value above which an axis is log
 
 
 def draw_run(run: RecordedRun, timeline: Timeline | None) -> list[Picture]:
-    """Draw all figures of a run with at least one step; for ``timeline`` see :func:`run_timeline`."""
+    """Draw all figures of a run with at least one step."""
     found = [
         _loss(run),
         _curve(run, "grad_norm", "Gradient norm", "gradient norm", "Before clipping.", wide_is_log=True),
@@ -36,11 +35,6 @@ def draw_run(run: RecordedRun, timeline: Timeline | None) -> list[Picture]:
         draw_timeline(timeline) if timeline is not None else None,
     ]
     return [picture for picture in found if picture is not None]
-
-
-def run_timeline(run: RecordedRun) -> Timeline | None:
-    """Memory history of the run; see :func:`~fsdptoys.report.memory_timeline.read_timeline`."""
-    return read_timeline(run.path / PROFILE_FOLDER, run.device_type)
 
 
 def step_series(name: str, steps: Sequence[StepMetrics], attribute: str, look: int, factor: float = 1.0) -> Series:

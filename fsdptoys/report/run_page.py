@@ -8,6 +8,7 @@ from fsdptoys.train.recorded_run import RecordedRun
 from fsdptoys.utils.text import value_text
 
 from .figures import Picture
+from .memory_timeline import read_timeline
 from .page_parts import (
     HtmlCell,
     Section,
@@ -21,7 +22,7 @@ from .page_parts import (
     table,
 )
 from .result_file import operators
-from .run_figures import draw_run, is_profiled, run_timeline
+from .run_figures import draw_run, is_profiled
 from .runs_table import Record
 
 
@@ -29,7 +30,7 @@ def run_page(record: Record, run: RecordedRun, folder: str) -> tuple[list[Sectio
     """Build the sections and figures of a run with at least one step; ``folder`` is the relative path of the PNGs."""
     problem = ""
     try:
-        timeline = run_timeline(run)
+        timeline = read_timeline(run.path / PROFILE_FOLDER, run.device_type)
     except ConfigError as mistake:
         timeline, problem = None, f'<p class="note">{escape(mistake)}.</p>'
     pictures = draw_run(run, timeline)

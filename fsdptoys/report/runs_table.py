@@ -39,10 +39,7 @@ class Collection:
 
 
 def gather(paths: Sequence[Path]) -> Collection:
-    """Read runs and sweeps.
-
-    Args:
-        paths: run directories, sweep folders, and folders that contain some of these.
+    """Read run directories, sweep folders, and folders that contain some of these.
 
     Raises:
         ConfigError: for a path without runs and sweeps, or a named run or sweep that cannot be read.

@@ -60,19 +60,19 @@ _SWITCHES = (
 )
 
 PARTS = {
-    "device": ("device", "name"),
-    "devices' type": ("device", "type"),
-    "processor": ("machine", "cpu"),
-    "cores": ("machine", "cpu_cores_of_this_process"),
-    "torch": ("versions", "torch"),
-    "CUDA": ("versions", "cuda"),
-    "HIP": ("versions", "hip"),
-    "CANN": ("versions", "cann"),
-    "Python": ("versions", "python"),
-    "fsdptoys": ("versions", "fsdptoys"),
-    "commit": ("versions", "fsdptoys_commit"),
+    "device": "device.name",
+    "devices' type": "device.type",
+    "processor": "machine.cpu",
+    "cores": "machine.cpu_cores_of_this_process",
+    "torch": "versions.torch",
+    "CUDA": "versions.cuda",
+    "HIP": "versions.hip",
+    "CANN": "versions.cann",
+    "Python": "versions.python",
+    "fsdptoys": "versions.fsdptoys",
+    "commit": "versions.fsdptoys_commit",
 }
-"""Factors of speed and memory other than settings → section and key in ``environment.json``."""
+"""Factors of speed and memory other than settings → dotted key in ``environment.json``."""
 
 Settings = dict[str, Any]  # Dotted key → value
 
@@ -123,11 +123,6 @@ def own_key(key: str) -> str:
     return f"{key}.name" if "." not in key and f"{key}.name" in (*HEADINGS, "data.name", "optim.name") else key
 
 
-def heading(key: str) -> str:
-    """Column heading of a setting."""
-    return HEADINGS.get(key, value_text(key.removesuffix(".name")))
-
-
 def as_word(key: str, value: Any) -> str:
     """A setting as typed on the command line."""
     return f"{value_text(key.removesuffix('.name'))}={value_text(value)}"
@@ -135,13 +130,10 @@ def as_word(key: str, value: Any) -> str:
 
 def source_of(environment: dict[str, Any]) -> dict[str, Any]:
     """Values of ``PARTS`` in an environment; None for missing ones."""
-    found = {}
-    for name, (section, key) in PARTS.items():
-        part = environment.get(section)
-        value = part.get(key) if isinstance(part, dict) else None
-        if name == "commit" and isinstance(value, str):
-            value = re.sub(r"^([0-9a-f]{12})[0-9a-f]{28}", r"\1", value)
-        found[name] = value
+    flat = dict(flatten(environment))
+    found = {name: flat.get(key) for name, key in PARTS.items()}
+    if isinstance(found["commit"], str):
+        found["commit"] = re.sub(r"^([0-9a-f]{12})[0-9a-f]{28}", r"\1", found["commit"])
     return found
 
 
@@ -165,15 +157,12 @@ def source_notes(records: Sequence[Record]) -> list[str]:
 
 
 def _differs(rows: Sequence[Settings], key: str) -> bool:
-    if key.startswith("model.") and key != "model.name":
-        names = {_model_name(row) for row in rows}
-        same_name = ([row for row in rows if key in row and _model_name(row) == name] for name in names)
-        return any(_several(row[key] for row in alike) for alike in same_name)
-    return _several(row[key] for row in rows if key in row)
-
-
-def _model_name(row: Settings) -> str:
-    return value_text(row.get("model.name"))
+    of_model = key.startswith("model.") and key != "model.name"
+    groups: dict[str, list[Any]] = {}
+    for row in rows:
+        if key in row:
+            groups.setdefault(value_text(row.get("model.name")) if of_model else "", []).append(row[key])
+    return any(map(_several, groups.values()))
 
 
 def _several(values: Any) -> bool:
@@ -193,8 +182,6 @@ def _follows(rows: Sequence[Settings], key: str, found: Sequence[str]) -> bool:
 def _typed(word: str) -> tuple[str, Any]:
     key, _, text = word.partition("=")
     for kind in (int, float):
-        try:
+        with contextlib.suppress(ValueError):
             return own_key(key), kind(text)
-        except ValueError:
-            continue
     return own_key(key), {"true": True, "false": False, "null": None}.get(text, text)

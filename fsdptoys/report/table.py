@@ -11,7 +11,6 @@ from fsdptoys.sweep import JobStatus, Skipped
 from fsdptoys.utils.text import value_text
 
 from .columns import (
-    TableCell,
     TableColumn,
     common_step,
     loss_columns,
@@ -100,7 +99,9 @@ def _fold(columns: Sequence[TableColumn], records: Sequence[Record]) -> tuple[li
     """Split columns into those that differ among the rows, and texts for those that do not."""
     shown, settings, numbers = [], [], []
     for column in columns:
-        counted = [cell for cell, record in zip(column.cells, records, strict=True) if _counts(cell, record)]
+        # A row without a recorded run and without a value does not count.
+        cells = zip(column.cells, records, strict=True)
+        counted = [cell for cell, record in cells if cell.value is not None or record.run is not None]
         same = len({(str(cell.value) if column.setting else cell.text) for cell in counted}) == 1
         if column.empty and column.name != "run":
             continue
@@ -116,11 +117,6 @@ def _fold(columns: Sequence[TableColumn], records: Sequence[Record]) -> tuple[li
         else:
             shown.append(column)
     return shown, [*([" ".join(settings)] if settings else []), *numbers]
-
-
-def _counts(cell: TableCell, record: Record) -> bool:
-    """Whether a row counts in comparisons: one without a recorded run and without a value does not."""
-    return cell.value is not None or record.run is not None
 
 
 def _definitions(

@@ -16,9 +16,7 @@ from .table import Table
 
 GAP = 2  # Spaces between columns
 LEAST_WORDS = 32  # Minimum width in characters of the merged column of settings, if its texts are that long
-
 WANTED = 70  # Columns of this weight or more are kept in preference to one column per setting
-
 SETTINGS = "settings"
 
 

@@ -17,8 +17,9 @@ from fsdptoys.report.comparison_figures import draw_comparison, draw_tradeoff
 from fsdptoys.report.figures import COLORS, GRAY, Axis, Picture, Series, place_labels, thin
 from fsdptoys.report.figures_matplotlib import draw_png
 from fsdptoys.report.figures_plotly import figure
+from fsdptoys.report.memory_timeline import read_timeline
 from fsdptoys.report.result_file import operators, references
-from fsdptoys.report.run_figures import draw_run, run_timeline
+from fsdptoys.report.run_figures import draw_run
 from fsdptoys.train.recorded_run import read_recorded_run
 from tests.report.device_runs import JOBS, device_prediction, device_steps, write_device_run
 from tests.report.recorded_runs import write_run
@@ -43,7 +44,7 @@ def shown(tmp_path_factory: pytest.TempPathFactory) -> list[PlottedRun]:
 @pytest.fixture(scope="module")
 def pictures(shown: list[PlottedRun], tmp_path_factory: pytest.TempPathFactory) -> list[Picture]:
     run = read_recorded_run(write_device_run(tmp_path_factory.mktemp("runs") / "one"))
-    return [*draw_comparison(shown), *draw_run(run, run_timeline(run))]
+    return [*draw_comparison(shown), *draw_run(run, read_timeline(run.path / "profile", run.device_type))]
 
 
 def luminance(color: str) -> float:
