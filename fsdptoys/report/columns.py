@@ -15,7 +15,6 @@ from fsdptoys.utils.text import value_text
 from .runs_table import Record
 from .setting_diff import HEADINGS, Settings, own_key
 
-MISSING = "–"  # Shown in cells without a value
 STAYS = 100  # Weight of columns that are never dropped
 
 
@@ -28,7 +27,7 @@ class TableCell:
     brief: str | None = None  # Shorter text for narrow terminals
 
 
-EMPTY = TableCell(None, MISSING)
+EMPTY = TableCell(None, "–")
 
 
 @dataclass(frozen=True)
@@ -91,7 +90,8 @@ class PredictedMeasure:
 
     def difference(self, run: RecordedRun | None) -> float | None:
         """Relative error, ``predicted / measured - 1``."""
-        predicted, measured = self.predicted(run), _median(getattr(run and run.results, self.measure, None))
+        predicted = self.predicted(run)
+        measured = _median(getattr(run.results, self.measure)) if run is not None else None
         return predicted / measured - 1 if predicted is not None and measured else None
 
 

@@ -85,8 +85,7 @@ def draw_tradeoff(runs: Sequence[PlottedRun]) -> Picture | None:
     places = [(point.x[0], float(point.y[0])) for point in points]
     best = unbeaten(places)
     names = tuple(points[index].name for index in best)
-    corners = [places[index] for index in best]
-    x, y = ([corner[dim] for corner in corners] for dim in (0, 1))
+    x, y = zip(*(places[index] for index in best), strict=True)
     frontier = Series("nothing is both faster and smaller", Shape.steps, x, y, None, names)
     picture = Picture(
         "memory_against_time",

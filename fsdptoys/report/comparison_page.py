@@ -3,6 +3,7 @@
 import math
 from collections import Counter
 from collections.abc import Sequence
+from typing import Any
 
 from fsdptoys.errors import ConfigError
 from fsdptoys.plan.search.ranking import layout, traits
@@ -97,13 +98,11 @@ def short_names(records: Sequence[Record]) -> list[str]:
 
 
 def _traits(run: RecordedRun | None) -> str:
-    if run is None:
-        return ""
     try:
-        config = run.config()
+        config = run.config() if run is not None else None
     except ConfigError:
         return ""
-    return " ".join([layout(config), *traits(config)])
+    return " ".join([layout(config), *traits(config)]) if config is not None else ""
 
 
 def _glance(collection: Collection, shown: Sequence[PlottedRun]) -> str:
@@ -156,9 +155,9 @@ def _shown(cell: TableCell, record: Record) -> HtmlCell:
     return HtmlCell(cell.text, value, "warn" * (off or cell.text.endswith(MARK)))
 
 
-def _setting_cell(value: object) -> HtmlCell:
+def _setting_cell(value: Any) -> HtmlCell:
     is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
-    return HtmlCell(value_text(value), float(value) if is_number else value_text(value))  # type: ignore[arg-type]
+    return HtmlCell(value_text(value), float(value) if is_number else value_text(value))
 
 
 def _differences(names: Sequence[str], settings: Sequence[dict], keys: Sequence[str]) -> str:

@@ -116,9 +116,8 @@ def render_page(title: str, subtitle: str, sections: Sequence[Section], pictures
 
 def embed_json(value: object) -> str:
     """Serialize JSON for a ``<script>`` element, escaped so that it cannot close the element."""
-    return (
-        json.dumps(value, allow_nan=False, separators=(",", ":")).replace("<", "\\u003c").replace("\u2028", "\\u2028")
-    )
+    text = json.dumps(value, allow_nan=False, separators=(",", ":"))
+    return text.replace("<", "\\u003c").replace("\u2028", "\\u2028")
 
 
 def _subtitle(collection: Collection) -> str:
