@@ -61,7 +61,8 @@ def _keys() -> list[str]:
             continue
         base = classes[annotation]
         lines += ["", f"{section}: {base.doc}", *_fields(classes, annotation, section)]
-        for name, found in classes.items():
+        for name in sorted(classes, key=lambda name: name if name.startswith("Toy") else ""):  # a file has several
+            found = classes[name]
             if annotation not in ancestors(classes, name):
                 continue
             # parallel=fsdp1 selects FSDP1Config, parallel=toy_fsdp ToyFSDPConfig.

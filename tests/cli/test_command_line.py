@@ -126,6 +126,8 @@ def test_help_lists_every_choice(capsys: pytest.CaptureFixture[str]) -> None:
     for group, names in list_choices().items():
         (line,) = [line for line in shown if line.startswith(f"  {group}= ")]
         assert set(names) <= set(line.split())
+    own = [line.split()[1].partition("=")[2].rstrip(":") for line in shown if line.startswith(" with parallel=")]
+    assert own == list_choices()["parallel"]
 
 
 def test_every_group_except_experiment_has_a_schema() -> None:
