@@ -140,8 +140,8 @@ def run_sweep(asked: SweepArguments, make_tables: MakeTables, train: Sequence[st
             before = read_sweep(path)  # another process may have changed it before we took the lock
             queued = jobs_in_queue(before)
             for job in before.jobs:
-                running = job.status is JobStatus.running and is_locked(before.run_dir(job))
-                if running and not (asked.launcher_words and job.name in queued):
+                watched = asked.launcher_words and job.name in queued
+                if job.status is JobStatus.running and not watched and is_locked(before.run_dir(job)):
                     raise still_running(before, job)
         sweep, arrangement = arranged(path, before, queued)
         for job in arrangement.to_run if not asked.launcher_words else ():

@@ -239,7 +239,7 @@ class CUDAProducts(DeviceProducts):
     """The head's matmuls; cuBLAS adds a bf16 product to a float32 sum (``loss.head_products``)."""
 
     def weight_gradient(self, gradient_CV: Tensor, hidden_CD: Tensor, sum_VD: Tensor, first: bool) -> None:
-        """See ``HeadProducts``."""
+        """See ``DeviceProducts``."""
         if sum_VD.dtype == torch.float32 != hidden_CD.dtype and TORCH >= (2, 10):
             torch.ops.planned.addmm_to_float32_(sum_VD, gradient_CV.t(), hidden_CD)
         else:
