@@ -18,7 +18,7 @@ import yaml
 from fsdptoys.errors import ConfigError
 from fsdptoys.utils.atomic_write import sync_to_disk, write_atomically
 from fsdptoys.utils.file_lock import FolderLock
-from fsdptoys.utils.regular_file import NotRegularFileError, open_regular
+from fsdptoys.utils.regular_file import NotRegularFileError, open_descriptor, open_regular
 
 from .config import (
     CONFIG_FILE,
@@ -158,7 +158,7 @@ class RunDirectory:
         sizes = dict.fromkeys(LINE_FILES, 0)
         with writing(self.path):
             for name in filter(lambda name: (self.path / name).exists(), LINE_FILES):
-                with open_regular(self.path / name) as file:
+                with open(open_descriptor(self.path / name, os.O_RDONLY), "rb") as file:  # follows no link
                     os.fsync(file.fileno())
                     sizes[name] = os.fstat(file.fileno()).st_size
             sync_to_disk(self.path)

@@ -261,6 +261,16 @@ def test_invalid_resume_line_is_omitted(change: dict, resumed: ResumePoint) -> N
     assert "## Resumes" in Path("run/summary.md").read_text()
 
 
+def test_link_that_appears_during_the_run_has_no_offset() -> None:
+    """Oracle: one sentence at the checkpoint, and not the size of the file behind the link."""
+    config = MetricsConfig(run_dir="run", console=Console.none)
+    with RunRecorder(config, "tiny", {}, ENVIRONMENT, 4, {}) as recorder:
+        recorder.step(STEP)
+        put("link", Path("run/routing.jsonl"))
+        with pytest.raises(ConfigError, match=r"^run/routing.jsonl is a symbolic link and not a regular file"):
+            recorder.offsets()
+
+
 def other_file(path: Path) -> None:
     path.unlink()
     path.write_text("theirs\n")
