@@ -83,7 +83,7 @@ class RunResults:
 
 
 def summarize(steps: Sequence[StepMetrics], warmup_steps: int, starts: Sequence[int] = (0,)) -> RunResults:
-    """Reduce a run's steps, in order, to its results; the parameters are fields of ``RunResults``."""
+    """Reduce all steps of a run, in order, to its results; ``starts`` are the last step before each start, or 0."""
     updated = [metrics for metrics in steps if not metrics.skipped]
     measured = [
         metrics for metrics in updated if not any(start < metrics.step <= start + warmup_steps for start in starts)
@@ -138,7 +138,7 @@ def prediction_errors(prediction: Prediction, results: RunResults) -> list[Predi
     rows = (
         ("step time", prediction.time.step_seconds * 1e3, time.median * 1e3 if time else None, "ms"),
         ("tokens/s, all ranks", prediction.tokens_per_second, tokens.median if tokens else None, ""),
-        ("MFU", (prediction.mfu or 0) * 100, mfu.median * 100 if mfu and prediction.mfu is not None else None, "%"),
+        ("MFU", (prediction.mfu or 0.0) * 100, mfu.median * 100 if mfu and prediction.mfu is not None else None, "%"),
         ("device memory after a step", memory.end_bytes / GIB, results.memory_allocated_gib, "GiB"),
         ("peak device memory", memory.peak_bytes / GIB, results.memory_peak_gib, "GiB"),
         ("reserved device memory", memory.reserved_bytes / GIB, results.memory_reserved_gib, "GiB"),
