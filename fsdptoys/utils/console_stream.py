@@ -52,8 +52,8 @@ def let_stdout_end() -> None:
 
 def lost_output() -> dict[str, str]:
     """Name of each stream with lost output → the first reason, in the system's words."""
-    reasons = {number: "it is closed" if code == errno.EBADF else os.strerror(code) for number, code in _lost.items()}
-    return {NAMES[number]: reason for number, reason in sorted(reasons.items())}
+    lost = sorted(_lost.items())  # a copy: threads may lose more output meanwhile
+    return {NAMES[number]: "it is closed" if code == errno.EBADF else os.strerror(code) for number, code in lost}
 
 
 def hold_descriptors() -> set[int]:
