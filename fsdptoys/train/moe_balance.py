@@ -36,9 +36,9 @@ class RoutingBalance:
         sum_dtype: of the sums over ranks.
     """
 
-    def __init__(self, model: DecoderModel, device: torch.device, local_ranks: int, sum_dtype: torch.dtype) -> None:
-        config = model.config
-        assert isinstance(config, MoEConfig)
+    def __init__(
+        self, model: DecoderModel, config: MoEConfig, device: torch.device, local_ranks: int, sum_dtype: torch.dtype
+    ) -> None:
         self._routers = routers(model)
         self._aux_coef, self._z_coef = config.router_aux_loss_coef, config.router_z_loss_coef
         self._top_k = config.top_k
@@ -110,3 +110,11 @@ class RoutingBalance:
 
 def _no_loss(hidden_ND: Tensor, weight_VD: Tensor, labels_N: Tensor) -> Tensor:
     return hidden_ND.new_zeros(())
+
+
+def build_routing_balance(
+    model: DecoderModel, device: torch.device, local_ranks: int, sum_dtype: torch.dtype
+) -> RoutingBalance | None:
+    """Return the ``RoutingBalance`` of an MoE model; None for a dense one."""
+    config = model.config
+    return RoutingBalance(model, config, device, local_ranks, sum_dtype) if isinstance(config, MoEConfig) else None

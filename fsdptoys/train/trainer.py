@@ -29,7 +29,6 @@ from fsdptoys.loss.objective import IGNORE_INDEX, Objective
 from fsdptoys.memory import threads_per_rank
 from fsdptoys.metrics import SpikeDetector, StepMetrics, measure_step
 from fsdptoys.metrics.compilation import CompilationWatch
-from fsdptoys.models import MoEConfig
 from fsdptoys.models.generate import Draw, generate
 from fsdptoys.optim import build_optimizer
 from fsdptoys.optim.config import build_schedule, set_schedule
@@ -43,7 +42,7 @@ from .build import build_updates, prepare_blocks
 from .distributed import deterministic_kernels, device_of
 from .document_flops import DocumentCounter
 from .evaluation import held_out_loss
-from .moe_balance import RoutingBalance
+from .moe_balance import build_routing_balance
 from .oom_context import oom_context
 from .stop import STOP_SIGNALS, Stop, StopRequest, agreed_stop
 
@@ -92,9 +91,7 @@ class Trainer:
         prepare_blocks(model, config, self.device)
         self.strategy = config.parallel.build(context)
         local = self.strategy.local_data_ranks
-        self.routing = None
-        if isinstance(config.model, MoEConfig):
-            self.routing = RoutingBalance(model, self.device.torch_device, local, train.sum_dtype.torch)
+        self.routing = build_routing_balance(model, self.device.torch_device, local, train.sum_dtype.torch)
         if fill is None:
             drawn = seeded(model.init_rows, train.init_seed)
             fill = open_init_from(model).fill if config.model.init_from else drawn
