@@ -20,7 +20,7 @@ from omegaconf.errors import OmegaConfBaseException
 from fsdptoys.checkpoint import CheckpointConfig
 from fsdptoys.data import DATASETS
 from fsdptoys.errors import ConfigError
-from fsdptoys.memory import MemoryConfig
+from fsdptoys.memory import GradientCheckpointing, MemoryConfig
 from fsdptoys.metrics import MetricsConfig
 from fsdptoys.models import MODELS, ModelConfig
 from fsdptoys.optim import OPTIMIZERS
@@ -28,7 +28,17 @@ from fsdptoys.parallel import STRATEGIES
 from fsdptoys.parallel.mesh import MeshConfig
 from fsdptoys.utils.bounds import check_home, check_text
 
-from .overrides import Option, check_groups, check_values, list_choices, list_defaults, parse_overrides, schema_name
+from .overrides import (
+    SWITCHED_CHOICES,
+    Option,
+    check_groups,
+    check_values,
+    list_choices,
+    list_defaults,
+    parse_overrides,
+    read_value,
+    schema_name,
+)
 from .schema import Config, LaunchConfig
 
 CONFIG_MODULE = "fsdptoys.configs"
@@ -57,6 +67,20 @@ PATHS = (
     *("data.files", "data.eval_files", "data.folder", "data.sources", "data.cache", "data.tokenizer"),
 )
 """Keys that name files or folders, in which ``~`` is the home directory."""
+
+
+@dataclass
+class _YAMLMemory(MemoryConfig):
+    """Schema of YAML files: takes their booleans, which OmegaConf refuses for an enum."""
+
+    gradient_checkpointing: Any = GradientCheckpointing.none
+
+
+@dataclass
+class _YAMLConfig(Config):
+    """As ``Config``, with that schema for ``memory``."""
+
+    memory: Any
 
 
 @dataclass(frozen=True)
@@ -88,7 +112,8 @@ def compose(overrides: Sequence[str]) -> Composition:
     try:
         for override in parsed:
             if override.key_or_group not in choices:
-                OmegaConf.update(tree, override.key_or_group, override.value(), merge=True)  # as Hydra does
+                key = override.key_or_group
+                OmegaConf.update(tree, key, read_value(key, override.value()), merge=True)  # as Hydra does
     except OmegaConfBaseException as error:
         raise _not_composed(overrides, error) from error
     return Composition(_to_config(tree), dict(chosen))
@@ -144,12 +169,24 @@ def _compose_groups(groups: tuple[str, ...]) -> tuple[DictConfig, dict[str, str 
     try:
         with hydra.initialize_config_module(CONFIG_MODULE, version_base="1.3"):
             tree = hydra.compose("config", words, return_hydra_config=True)
+        chosen = {group: tree.hydra.runtime.choices[group] for group in list_choices()}
+        with open_dict(tree):
+            del tree["hydra"]
+        return _read_booleans(tree), chosen
     except (HydraException, OmegaConfBaseException) as error:
         raise _not_composed(groups, error) from error
-    chosen = {group: tree.hydra.runtime.choices[group] for group in list_choices()}
-    with open_dict(tree):
-        del tree["hydra"]
-    return tree, chosen
+
+
+def _read_booleans(tree: DictConfig) -> DictConfig:
+    """Return the tree of a ``_YAMLConfig`` as that of a ``Config``."""
+    memory: Any = OmegaConf.to_container(tree.memory)
+    for key in SWITCHED_CHOICES:
+        name = key.removeprefix("memory.")
+        memory[name] = read_value(key, memory[name])
+    tree.memory = OmegaConf.merge(MemoryConfig, memory)
+    config = OmegaConf.merge(Config, dict(tree.items()))
+    assert isinstance(config, DictConfig)
+    return config
 
 
 def _not_composed(words: Sequence[str], error: Exception) -> ConfigError:
@@ -192,10 +229,11 @@ def _check_texts(key: str, value: Any) -> None:
 @functools.cache  # Hydra reads every dataclass
 def _register_schemas() -> None:
     store = ConfigStore.instance()
-    store.store(name="base_config", node=Config, provider="fsdptoys")
+    store.store(name="base_config", node=_YAMLConfig, provider="fsdptoys")
     for group, schemas in SCHEMAS.items():
         for name, schema in schemas.items():
-            store.store(group=group, name=f"base_{name}", node=schema, provider="fsdptoys")
+            node = _YAMLMemory if schema is MemoryConfig else schema
+            store.store(group=group, name=f"base_{name}", node=node, provider="fsdptoys")
 
 
 def _one_line(error: Any) -> str:

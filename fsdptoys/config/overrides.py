@@ -32,10 +32,13 @@ CONFIGS = Path(__file__).parents[1] / "configs"
 HELP = "see fsdptoys train --help for all keys"
 
 SWITCHES = {
-    **dict.fromkeys(["true", "yes", "y", "on", "1"], "true"),
-    **dict.fromkeys(["false", "no", "n", "off", "0"], "false"),
+    **dict.fromkeys(["true", "yes", "y", "on", "1", "enable", "enabled"], "true"),
+    **dict.fromkeys(["false", "no", "n", "off", "0", "disable", "disabled"], "false"),
 }
 """Spellings of booleans → their value."""
+
+SWITCHED_CHOICES = {"memory.gradient_checkpointing": {"true": "full", "false": "none"}}
+"""Key with choices that also takes a boolean → boolean → its choice."""
 
 SYNONYMS = {"gpu": "cuda", "bf16": "bfloat16", "fp32": "float32", "f32": "float32", "fp16": "float16"}
 SYNONYMS |= {"fp64": "float64"}
@@ -179,7 +182,12 @@ def check_values(
                 )
             raise ConfigError(_unknown_key(typed, key, raw, options, list(choices)))
         _refuse_plus(override)
-        _check_value(key, raw, override.value(), options[key])
+        _check_value(key, raw, read_value(key, override.value()), options[key])
+
+
+def read_value(key: str, value: Any) -> Any:
+    """Return the choice that a boolean, or a spelling of one, means for ``key``; other values unchanged."""
+    return SWITCHED_CHOICES.get(key, {}).get(SWITCHES.get(str(value).strip().lower(), ""), value)
 
 
 def list_options(schema: type, prefix: str) -> dict[str, Option]:
