@@ -28,17 +28,8 @@ from fsdptoys.parallel import STRATEGIES
 from fsdptoys.parallel.mesh import MeshConfig
 from fsdptoys.utils.bounds import check_home, check_text
 
-from .overrides import (
-    SWITCHED_CHOICES,
-    Option,
-    check_groups,
-    check_values,
-    list_choices,
-    list_defaults,
-    parse_overrides,
-    read_value,
-    schema_name,
-)
+from .option_values import SWITCHED_CHOICES, Option, read_value
+from .overrides import check_groups, check_values, list_choices, list_defaults, parse_overrides, schema_name
 from .schema import Config, LaunchConfig
 
 CONFIG_MODULE = "fsdptoys.configs"

@@ -8,10 +8,7 @@ OmegaConf when it resolves them.
 
 import contextlib
 import dataclasses
-import functools
-import math
 import re
-import types
 import typing
 from collections.abc import Mapping, Sequence
 from enum import Enum
@@ -23,35 +20,18 @@ from hydra.core.override_parser.types import Override, OverrideType
 from hydra.errors import HydraException
 
 from fsdptoys.errors import ConfigError
-from fsdptoys.utils.bounds import check_text
+from fsdptoys.utils.bounds import bounds_of, check_text
 from fsdptoys.utils.foreign import parse_yaml
 from fsdptoys.utils.text import near_miss, value_text
+
+from .familiar_names import find_familiar
+from .option_values import SWITCHES, Option, example, mismatch, one_of, read_value
 
 CONFIGS = Path(__file__).parents[1] / "configs"
 
 HELP = "see fsdptoys train --help for all keys"
 
-SWITCHES = {
-    **dict.fromkeys(["true", "yes", "y", "on", "1", "enable", "enabled"], "true"),
-    **dict.fromkeys(["false", "no", "n", "off", "0", "disable", "disabled"], "false"),
-}
-"""Spellings of booleans → their value."""
-
-SWITCHED_CHOICES = {"memory.gradient_checkpointing": {"true": "full", "false": "none"}}
-"""Key with choices that also takes a boolean → boolean → its choice."""
-
-SYNONYMS = {"gpu": "cuda", "bf16": "bfloat16", "fp32": "float32", "f32": "float32", "fp16": "float16"}
-SYNONYMS |= {"fp64": "float64"}
-"""Common synonyms of choices, too different in spelling for a closest match → the choice."""
-
 Choices = Mapping[str, Sequence[str]]  # group → names of its YAML files
-
-
-class Option(NamedTuple):
-    """A configuration key."""
-
-    annotation: Any
-    default: Any  # In its dataclass; ``dataclasses.MISSING`` if it has none
 
 
 def list_choices() -> dict[str, list[str]]:
@@ -73,24 +53,33 @@ def list_defaults() -> dict[str, str | None]:
 
 def parse_overrides(words: Sequence[str], choices: Choices) -> list[Override]:
     """Parse ``key=value`` overrides; ConfigError, with a fix among ``choices``, for other arguments."""
-    return [_parse(word, words[index + 1 :], choices) for index, word in enumerate(words)]
+    typed = {word.partition("=")[0]: word.partition("=")[2] for word in words}
+    chosen = {group: typed[group] for group, names in choices.items() if typed.get(group) in names}
+    return [_parse(word, words[index + 1 :], choices, chosen) for index, word in enumerate(words)]
 
 
-def _parse(word: str, later: Sequence[str], choices: Choices) -> Override:
+def _parse(word: str, later: Sequence[str], choices: Choices, chosen: Mapping[str, str | None]) -> Override:
     check_text("", word)
     key, equals, value = word.partition("=")
+
+    def meant(value: str | None) -> str:
+        found = find_fix(key, value, choices, chosen) if key.strip() else None
+        return found.words if found is not None and found.words else f"{key.strip() or 'KEY'}={value or 'VALUE'}"
+
     if word.startswith("-"):
-        bare = word.lstrip("-")
-        fix = f"write {bare}" if equals else HELP
-        raise ConfigError(f"{word} is not an option, since settings have no dashes before them; {fix}")
+        follows = later[0] if later and not re.search("^-|=", later[0]) else None
+        found = find_fix(key.lstrip("-"), value if equals else follows, choices, chosen)
+        clause = found.clause("write") if found is not None else HELP
+        raise ConfigError(f"{word} is not an option, since settings have no dashes before them; {clause}")
     if word.startswith("~"):
         raise ConfigError(f"{word} would take a key away, which every run needs; write KEY=null or a value instead")
     if not equals:
-        raise ConfigError(f"{word} has no value; write {_with_value(word, later, choices)}")
+        spaced = len(later) >= 2 and later[0] == "="
+        fix = f"{meant(later[1])} without spaces" if spaced else meant(None)
+        raise ConfigError(f"{word} has no value; write {fix}")
     if re.search(r"\s", key) or (not value and later and "=" not in later[0]):
-        spaced = value.strip() or (later[0] if later else "VALUE")
-        bare = (key.split() or ["KEY"])[-1]
-        raise ConfigError(f"'{word}' has spaces before or after the = sign; write {bare}={spaced}")
+        key, value = (key.split() or [""])[-1], value.strip() or (later[0] if later else "VALUE")
+        raise ConfigError(f"'{word}' has spaces before or after the = sign; write {meant(value)}")
     try:
         override = OverridesParser.create().parse_override(word)
     except ValueError as error:  # int() refuses more than a few thousand digits
@@ -99,18 +88,12 @@ def _parse(word: str, later: Sequence[str], choices: Choices) -> Override:
         reason = str(error).splitlines()[0]
         raise ConfigError(f"{word} cannot be read ({reason}); put quotes around the value: '{key}=\"...\"'") from error
     if override.is_sweep_override():
-        raise ConfigError(f"{word} gives several values, a run takes one; write {key}={_first(value)}")
+        raise ConfigError(f"{word} gives several values, a run takes one; write {meant(_first(value))}")
     if override.package is not None:
         raise ConfigError(
             f"{word} names a package, and every group has its fixed place; write {key.partition('@')[0]}={value}"
         )
     return override
-
-
-def _with_value(word: str, later: Sequence[str], choices: Choices) -> str:
-    if len(later) >= 2 and later[0] == "=":
-        return f"{word}={later[1]} without spaces"
-    return next((f"{group}={word}" for group, names in choices.items() if word in names), f"{word}=VALUE")
 
 
 def _first(sweep: str) -> str:
@@ -136,7 +119,7 @@ def check_groups(overrides: Sequence[Override], choices: Choices, defaults: Mapp
             continue
         near = near_miss(choice, names) if isinstance(choice, str) else None
         fix = f"did you mean {group}={near}?" if near else f"set {group}={value_text(defaults[group], quote=True)}"
-        listed = "a preset that fsdptoys models lists" if group == "model" else _one_of(names)
+        listed = "a preset that fsdptoys models lists" if group == "model" else one_of(names)
         raise ConfigError(f"{typed} must be {listed}{' or null' if group == 'experiment' else ''}; {fix}")
 
 
@@ -180,14 +163,9 @@ def check_values(
                     f"{typed} is not an option of {section}={chosen[section]}, it belongs to {', '.join(belongs)}; "
                     f"set {section}={belongs[0]} or leave it out"
                 )
-            raise ConfigError(_unknown_key(typed, key, raw, options, list(choices)))
+            raise ConfigError(_unknown_key(typed, key, raw, choices, chosen))
         _refuse_plus(override)
         _check_value(key, raw, read_value(key, override.value()), options[key])
-
-
-def read_value(key: str, value: Any) -> Any:
-    """Return the choice that a boolean, or a spelling of one, means for ``key``; other values unchanged."""
-    return SWITCHED_CHOICES.get(key, {}).get(SWITCHES.get(str(value).strip().lower(), ""), value)
 
 
 def list_options(schema: type, prefix: str) -> dict[str, Option]:
@@ -200,28 +178,124 @@ def list_options(schema: type, prefix: str) -> dict[str, Option]:
             options |= list_options(annotation, key)
         else:
             factory = field.default_factory
-            options[key] = Option(annotation, field.default if factory is dataclasses.MISSING else factory())
+            default = field.default if factory is dataclasses.MISSING else factory()
+            options[key] = Option(annotation, default, bounds_of(field))
     return options
 
 
-def _unknown_key(typed: str, key: str, raw: str, options: Mapping[str, Option], groups: Sequence[str]) -> str:
+def _unknown_key(typed: str, key: str, raw: str, choices: Choices, chosen: Mapping[str, str | None]) -> str:
     if key.partition(".")[0] == "hydra":
         return f"{typed} is Hydra's own setting, which every rank needs as it is; leave it out"
     if re.search(r"(^|\.)_\w+_$", key):
         return f"{typed} would run code that the configuration names, which is not supported; leave it out"
-    if below := next((option for option in options if option.startswith(f"{key}.")), None):
-        example = _example(below, options[below])
-        return f"{typed} sets a whole section, but keys are set one by one; set for example {example}"
-    near = _nearest_key(key, [*options, *groups])
-    return f"{typed} names a key that does not exist; " + (f"did you mean {near}={raw}?" if near else HELP)
+    fix = find_fix(key, raw, choices, chosen)
+    if fix is not None and fix.sets_part:
+        return f"{typed} sets a whole section, but keys are set one by one; set for example {fix.words}"
+    return f"{typed} names a key that does not exist; {fix.clause('did you mean') if fix is not None else HELP}"
+
+
+class Fix(NamedTuple):
+    """Words for a name that is no key."""
+
+    words: str
+    reason: str = ""  # why they do not mean the same
+    verb: str = ""  # "" for that of the caller
+    sets_part: bool = False  # the name is a section, of which they set one key
+
+    def clause(self, verb: str) -> str:
+        """The end of the sentence."""
+        if not self.words:
+            return f"{self.reason}, leave it out"
+        verb = self.verb or verb
+        return f"{self.reason}{', ' * bool(self.reason)}{verb} {self.words}{'?' * (verb == 'did you mean')}"
+
+
+def find_fix(name: str, raw: str | None, choices: Choices, chosen: Mapping[str, str | None]) -> Fix | None:
+    """Return the words that set what a name means; None if nothing is close.
+
+    Args:
+        name: a familiar name of another framework, a key without its section, a misspelled key, a section or a choice.
+        raw: its value; None if none was typed.
+        chosen: group → chosen YAML file, if not the default.
+    """
+    options, needed = _all_options(choices, chosen)
+    name = name.lower().replace("-", "_")
+    state = "true" if raw is None else SWITCHES.get(raw.strip("'\"").lower(), raw)
+
+    def assign(key: str) -> str:
+        return _assign(key, raw, state, options[key]) if key in options else _choose(key, raw, choices[key])
+
+    if (found := find_familiar(name, state)) is not None:
+        words, reason = found
+        if reason and state == "false":
+            return Fix("", reason)
+        key, star, rest = words.partition("=*")
+        if star and (key in options or key in choices):
+            words = assign(key)
+            words += rest.replace("*", words.partition("=")[2])
+        words = words.replace("*", raw or "VALUE")
+        return Fix(needed.get(words.partition("=")[0], "") + words, reason, "write")
+    below = next((key for key in options if key.startswith(f"{name}.")), None)
+    if name not in choices and below is not None:
+        return Fix(assign(below) if options[below].annotation is bool else example(below, options[below]), "", "", True)
+    group = next((group for group, names in choices.items() if name in names), None)
+    if state == "true" and group is not None:
+        return Fix(f"{group}={name}")
+    known = [*(key for key in options if key not in needed), *choices]
+    for keys in (known, list(options)):
+        if same := [key for key in keys if key.rpartition(".")[2] == name.rpartition(".")[2]]:
+            key = str(near_miss(name, same, cutoff=0.0))
+            return Fix(needed.get(key, "") + assign(key))
+    near = _nearest_key(name, known)
+    return None if near is None else Fix(assign(near), "", "did you mean")
+
+
+def _all_options(choices: Choices, chosen: Mapping[str, str | None]) -> tuple[dict[str, Option], dict[str, str]]:
+    """Return all keys of all choices, and key → the words before it that choose what has it, unless chosen already."""
+    from .compose import ROOT_OPTIONS, SCHEMAS  # import torch, which help does without
+    from .schema import Config
+
+    options, needed, defaults = dict(ROOT_OPTIONS), dict[str, str](), list_defaults()
+    for section, kind in typing.get_type_hints(Config).items():
+        if section in SCHEMAS:
+            first = str(chosen.get(section) or defaults[section])
+            for choice in (first, *choices.get(section, ())):
+                of_choice = list_options(SCHEMAS[section][schema_name(section, choice)], section)
+                new = [key for key in of_choice if key not in options]
+                options |= {key: of_choice[key] for key in new}
+                needed |= {key: f"{section}={choice} " for key in new if choice != first}
+        elif dataclasses.is_dataclass(kind) and isinstance(kind, type):
+            options |= list_options(kind, section)
+    return options, needed
+
+
+def _assign(key: str, raw: str | None, state: str, option: Option) -> str:
+    """``key=value`` with the typed value where it is valid, else a corrected one."""
+    if found := find_familiar(key, state):
+        return found[0]
+    if raw is None:
+        words, is_enum = example(key, option, "true"), isinstance(option.default, Enum)
+        return words if option.wanted is bool or is_enum else f"{words}, for example"
+    override = None
+    with contextlib.suppress(HydraException, ValueError):
+        override = OverridesParser.create().parse_override(f"{key}={raw}")
+    if override is None or override.is_sweep_override():
+        return f"{key}={raw}"
+    expected, corrected = mismatch(option, read_value(key, override.value()), raw)
+    if expected is None:
+        return f"{key}={raw}"
+    return f"{key}={corrected}" if corrected is not None else example(key, option, state)
+
+
+def _choose(group: str, raw: str | None, names: Sequence[str]) -> str:
+    valid = raw is not None and (raw in names or "," in raw)
+    return f"{group}={raw if valid else near_miss(raw or '', names) or list_defaults()[group] or names[0]}"
 
 
 def _nearest_key(key: str, known: Sequence[str]) -> str | None:
-    """Closest key: one with the same last part, else a similar one in the same section, else anywhere."""
+    """Closest key: one with a similar last part in the same section, else anywhere."""
     section, _, last = key.rpartition(".")
     parts = {name: name.rpartition(".")[2] for name in known}
-    if same := [name for name in known if parts[name] == last]:
-        return near_miss(key, same, cutoff=0.0)
     in_section = [name for name in known if name.rpartition(".")[0] == section]
     for names in (in_section, known):
         if word := near_miss(last, [parts[name] for name in names], cutoff=0.7):
@@ -232,81 +306,17 @@ def _nearest_key(key: str, known: Sequence[str]) -> str | None:
 def _check_value(key: str, raw: str, value: Any, option: Option) -> None:
     if isinstance(value, str) and "${" in value:
         return
-    wanted, nullable = _without_none(option.annotation)
-    if value is None and nullable:
-        return
-    if wanted is Any and isinstance(option.default, int):
-        wanted = int | str  # declared as Any, since OmegaConf does not support this union
-    expected, corrected = _mismatch(wanted, value, raw)
+    expected, corrected = mismatch(option, value, raw)
     if expected is None:
         return
-    if wanted is bool and corrected is None:
+    state = SWITCHES.get(str(value).lower(), "")
+    if option.wanted is bool and corrected is None:
         fix = f"set {key}=true or {key}=false"
     elif corrected is None:
-        fix = f"set {_example(key, option)}"
-    elif isinstance(wanted, type) and issubclass(wanted, Enum):
+        found = find_familiar(key, state)
+        fix = f"set {found[0] if found is not None else example(key, option, state)}"
+    elif isinstance(option.wanted, type) and issubclass(option.wanted, Enum):
         fix = f"did you mean {key}={corrected}?"
     else:
         fix = f"set {key}={corrected}"
-    raise ConfigError(f"{key}={raw} must be {expected}{' or null' if nullable else ''}; {fix}")
-
-
-def _mismatch(wanted: Any, value: Any, raw: str) -> tuple[str | None, str | None]:
-    """Return the expected kind of value (None if it matches) and a corrected value (None if there is no guess)."""
-    word = str(value).strip().lower()
-    if wanted is bool:
-        return (None if isinstance(value, bool) else "true or false"), SWITCHES.get(word)
-    if wanted in (int, float):
-        if _is_item(value, wanted):
-            return None, None
-        meant = _number_meant(value)
-        corrected = None if meant is None else str(round(meant) if wanted is int else meant)
-        return "an integer" if wanted is int else "a finite number", corrected
-    if isinstance(wanted, type) and issubclass(wanted, Enum):
-        names = [member.name for member in wanted]
-        corrected = SYNONYMS[word] if SYNONYMS.get(word) in names else near_miss(word, names)
-        return (None if value in names else _one_of(names)), corrected
-    if typing.get_origin(wanted) is list:
-        (kind,) = typing.get_args(wanted)
-        if isinstance(value, list) and all(_is_item(item, kind) for item in value):
-            return None, None
-        corrected = f"[{raw}]" if _is_item(value, kind) else None
-        return {int: "a list of integers", float: "a list of finite numbers"}.get(kind, "a list"), corrected
-    if wanted == int | str:  # the dataclass checks the words themselves
-        return (None if isinstance(value, str) or type(value) is int else "an integer or a word"), None
-    if wanted is Any:  # one word, or several
-        words = value if isinstance(value, list) else [value]
-        return (None if all(isinstance(word, str) for word in words) else "a word or a list of words"), None
-    assert wanted is str, f"no option may have the type {wanted}"
-    return (None if isinstance(value, (str, int, float)) else "text"), None
-
-
-def _number_meant(value: Any) -> int | float | None:
-    """The finite number most likely meant by quoted text, another base or another numeric type; None if unclear."""
-    for read in (functools.partial(int, base=0), int, float) if isinstance(value, str) else ():
-        with contextlib.suppress(ValueError):
-            return _number_meant(read(value.strip()))
-    return value if _is_item(value, float) else None
-
-
-def _is_item(value: Any, kind: type) -> bool:
-    if kind is float:
-        with contextlib.suppress(OverflowError):  # integers too large for a float
-            return type(value) in (int, float) and math.isfinite(value)
-        return False
-    return type(value) is int if kind is int else isinstance(value, (str, int, float))
-
-
-def _without_none(annotation: Any) -> tuple[Any, bool]:
-    if typing.get_origin(annotation) in (typing.Union, types.UnionType):
-        (wanted,) = (part for part in typing.get_args(annotation) if part is not type(None))
-        return wanted, True
-    return annotation, False
-
-
-def _example(key: str, option: Option) -> str:
-    return f"{key}={'VALUE' if option.default is dataclasses.MISSING else value_text(option.default, quote=True)}"
-
-
-def _one_of(names: Sequence[str]) -> str:
-    return f"one of {', '.join(names)}" if len(names) > 1 else names[0]
+    raise ConfigError(f"{key}={raw} must be {expected}{' or null' if option.nullable else ''}; {fix}")

@@ -66,7 +66,7 @@ class MemoryConfig:
     chunk_grad_dtype: GradientDType = GradientDType.float32
     """dtype in which the gradient of the head's weight is summed over chunks."""
     gradient_checkpointing: GradientCheckpointing = GradientCheckpointing.none
-    """Recompute activations of blocks in the backward: ``full`` (or true), or all but some operators' (``selective``)."""
+    """Recompute blocks' activations in the backward: ``full`` (or true), or all but some operators' (``selective``)."""
     checkpointing_start_index: int = field(default=0, metadata=at_least(0))
     """First checkpointed block; the ones before it keep their activations."""
     checkpointing_every: int = field(default=1, metadata=at_least(1, 10**6))

@@ -15,9 +15,9 @@ ROOT = Path(__file__).parents[2]
 
 MISTAKES = {
     # Arguments without a key or a value.
-    "train.steps": "train.steps has no value; write train.steps=VALUE",
+    "train.steps": "train.steps has no value; write train.steps=10, for example",
     "fsdp1": "fsdp1 has no value; write parallel=fsdp1",
-    "lr = 1": "lr has no value; write lr=1 without spaces",
+    "lr = 1": "lr has no value; write optim.lr=1 without spaces",
     "train.steps= 1": "'train.steps=' has spaces before or after the = sign; write train.steps=1",
     "= 5": "'=' has spaces before or after the = sign; write KEY=5",
     "--train.steps=1": "--train.steps=1 is not an option, since settings have no dashes before them; "
@@ -50,7 +50,8 @@ MISTAKES = {
     "optim=muon optim.momentum=1": "optim.momentum=1.0 must be at least 0 and below 1; set optim.momentum=0.95",
     "model.top_k=2": "model.top_k=2 is not an option of model=llama_debug, it belongs to llama4_debug, llama4_mini, "
     "llama4_scout, qwen3_moe_30b_a3b, qwen3_moe_debug, qwen3_moe_mini; set model=llama4_debug or leave it out",
-    "experiment.top_k=2": "experiment.top_k=2 names a key that does not exist; did you mean experiment=2?",
+    "experiment.top_k=2": "experiment.top_k=2 names a key that does not exist; did you mean model=llama4_debug "
+    "model.top_k=2?",
     "train=fast": "train=fast sets a whole section, but keys are set one by one; set for example train.batch_size=1",
     "hydra.run.dir=x": "hydra.run.dir=x is Hydra's own setting, which every rank needs as it is; leave it out",
     "+model._target_=os.system": "+model._target_=os.system would run code that the configuration names, "

@@ -1,0 +1,109 @@
+"""Names that other training frameworks give to settings → the words that set the same here, in one table.
+
+A name of the table may be typed with dashes before it (``--learning_rate=1e-4``) or as a key (``learning_rate=1e-4``);
+dashes and underscores within it are the same. ``NAME=VALUE`` is for that value alone, where ``true`` stands for every
+spelling of it and for no value, and so does ``false``. Keys without their section (``chunk_loss``) need no entry.
+"""
+
+from collections.abc import Mapping
+
+FLOAT16 = "float16 parameters are not supported: parallel.param_dtype=bfloat16"
+DATA_PARALLEL = "only data parallelism is supported: parallel=fsdp2"
+
+_TABLE = {
+    # Model; *: the typed value.
+    "num_layers n_layer num_hidden_layers depth layers": "model.n_layers=*",
+    "hidden_size d_model n_embd embed_dim hidden_dim emb_dim": "model.dim=*",
+    "num_heads n_head num_attention_heads nhead": "model.n_heads=*",
+    "num_key_value_heads num_kv_heads": "model.n_kv_heads=*",
+    "intermediate_size ffn_hidden_size mlp_dim": "model.ffn_dim=*",
+    "model_name arch architecture preset": "model=*",
+    "model_name_or_path pretrained_model_name_or_path model_path base_model hf_model_path": "model.init_from=*, a "
+    "folder in Hugging Face format, with the model= that fsdptoys convert from-hf prints for it",
+    "dropout attention_dropout": "models have no dropout: optim.weight_decay=0.1",
+    "use_lora lora peft qlora load_in_4bit load_in_8bit": "low-rank adapters are not supported: optim.state_dtype=int8",
+    # Precision.
+    "dtype torch_dtype precision mixed_precision amp param_dtype": "parallel.param_dtype=*",
+    "dtype=float16 torch_dtype=float16 dtype=fp16 precision=fp16 precision=16 precision=16-mixed": FLOAT16,
+    "bf16=true bfloat16=true mixed_precision=true amp=true precision=bf16-mixed": "parallel.param_dtype=bfloat16",
+    "bf16=false bfloat16=false fp16=false float16=false half=false amp=false": "parallel.param_dtype=float32",
+    "fp16 float16 half": FLOAT16,
+    "fp8 float8": "train.float8=*",
+    # Strategy.
+    "strategy parallelism parallel_strategy distributed_strategy": "parallel=*",
+    "fsdp use_fsdp sharding_strategy fsdp_sharding_strategy": "parallel=fsdp2",
+    "fsdp=false use_fsdp=false use_ddp=true sharding_strategy=no_shard": "parallel=ddp",
+    "sharding_strategy=hybrid_shard fsdp_sharding_strategy=hybrid_shard hsdp=true": "mesh.fsdp_size=node",
+    "sharding_strategy=shard_grad_op fsdp_sharding_strategy=shard_grad_op": "parallel.reshard_after_forward=never",
+    "deepspeed zero zero_stage zero_optimization": "DeepSpeed is not used: parallel=fsdp2",
+    "tp tp_size tensor_parallel tensor_parallel_size tensor_model_parallel_size sequence_parallel": DATA_PARALLEL,
+    "pp pp_size pipeline_parallel pipeline_model_parallel_size cp context_parallel ep expert_parallel": DATA_PARALLEL,
+    "fsdp_min_num_params min_num_params fsdp_transformer_layer_cls_to_wrap auto_wrap_policy "
+    "fsdp_auto_wrap_policy": "units are whole blocks or their halves: parallel.wrap=block",
+    "mesh.fsdp_size=false": "mesh.fsdp_size=1",
+    # Memory.
+    "activation_checkpointing activation_checkpoint use_gradient_checkpointing grad_checkpointing ac recompute "
+    "fsdp_activation_checkpointing recompute_activations": "memory.gradient_checkpointing=*",
+    "chunked_loss chunked_cross_entropy use_liger_kernel fused_linear_cross_entropy": "memory.chunk_loss=*",
+    "offload offload_params param_offload fsdp_cpu_offload fsdp_offload_params": "memory.cpu_offload=*",
+    "offload_optimizer optim_offload cpu_optimizer_offload": "memory.optimizer_offload=*",
+    # Loop.
+    "per_device_train_batch_size train_batch_size micro_batch_size mbs bs batch local_batch_size": "train.batch_size=*",
+    "global_batch_size total_batch_size": "the batch is set per rank and micro-batch: train.batch_size=1",
+    "gradient_accumulation_steps accumulate_grad_batches grad_accum_steps accumulation_steps": "train.grad_accum=*",
+    "sequence_length seq_length block_size max_seq_length max_length context_length": "train.seq_len=*",
+    "max_steps num_steps train_steps max_iters iters total_steps max_train_steps num_train_steps": "train.steps=*",
+    "epochs epoch num_epochs max_epochs num_train_epochs": "the length of a run is counted in steps: train.steps=1000",
+    "gradient_clipping grad_clip clip_grad clip_grad_norm max_norm gradient_clip_val": "train.max_grad_norm=*",
+    "eval_steps eval_interval evaluation_interval": "train.eval_every=*",
+    "torch_compile use_compile": "train.compile=*",
+    "flash_attention flash_attn use_flash_attn use_flash_attention attn_implementation": "PyTorch chooses flash "
+    "attention by itself: kernels.attention=auto",
+    # Optimizer.
+    "learning_rate max_lr peak_lr base_lr": "optim.lr=*",
+    "optimizer optimizer_type": "optim=*",
+    "warmup num_warmup_steps lr_warmup_steps warmup_iters": "optim.warmup_steps=*",
+    "lr_scheduler lr_scheduler_type scheduler lr_schedule lr_decay_style": "optim.schedule=*",
+    # Data.
+    "dataset dataset_name": "data sets are not downloaded by name: data=text data.files=[FILE]",
+    "dataset=text dataset=bin dataset=hf dataset=prepared dataset=synthetic": "data=*",
+    "files train_file train_files data_path dataset_path data_dir": "data=text data.files=[*]",
+    "num_workers dataloader_num_workers": "data.workers=*",
+    # Run directory and checkpoints.
+    "output_dir out_dir save_dir log_dir logging_dir": "metrics.run_dir=*",
+    "run_name exp_name": "metrics.run_dir=runs/*",
+    "save_steps save_every save_interval checkpoint_interval ckpt_freq checkpointing_steps": "checkpoint.every=*",
+    "checkpoint.resume=true resume=true resume_from_checkpoint=true": "checkpoint.resume=auto metrics.run_dir=runs/new",
+    "checkpoint.resume=false resume=false resume_from_checkpoint=false": "checkpoint.resume=never",
+    "resume_from_checkpoint resume_from load_checkpoint ckpt_path": "checkpoint.resume=*",
+    "logging_steps log_interval log_freq print_every": "metrics.log_every=*",
+    "wandb=true use_wandb=true": "metrics=wandb",
+    "tensorboard=true use_tensorboard=true": "metrics=tensorboard",
+    "report_to logger": "metrics=*",
+    "wandb=false use_wandb=false tensorboard=false report_to=none": "metrics=default",
+    "profiler profiling": "profile.enabled=*",
+    # Processes.
+    "world_size": "launch.nproc_per_node=*, or plan.world_size=* for fsdptoys plan",
+    "nproc nprocs num_processes num_gpus n_gpus ngpus gpus devices gpus_per_node": "launch.nproc_per_node=*",
+    "num_nodes nodes num_machines": "launch.nnodes=*",
+    "master_addr main_process_ip": "launch.rdzv_endpoint=*:29400",
+    "master_port main_process_port": "launch.rdzv_endpoint=HOST:*",
+    "local_rank node_rank rank machine_rank": "the launcher numbers the ranks: launch.nproc_per_node=-1",
+    "backend dist_backend": "the backend follows from the device: launch.device=auto",
+    "use_cpu=true cpu=true no_cuda=true": "launch.device=cpu",
+}
+"""Names, separated by spaces → words, after the reason and a colon if nothing does the same."""
+
+FAMILIAR: Mapping[str, str] = {name: words for names, words in _TABLE.items() for name in names.split()}
+
+
+def find_familiar(name: str, value: str) -> tuple[str, str] | None:
+    """Return the words for a name with a value, and the reason if they do not mean the same ("" if they do).
+
+    Args:
+        name: in lower case, without dashes.
+        value: ``true`` for every spelling of it and for no value, likewise ``false``; else as typed.
+    """
+    found = FAMILIAR.get(f"{name}={value.lower()}") or FAMILIAR.get(name, "")
+    reason, _, words = found.rpartition(": ")
+    return (words, reason) if words else None

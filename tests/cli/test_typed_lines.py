@@ -1,0 +1,136 @@
+"""Lines that a new user types, with the first answer: the suggested words, or the values that they set.
+
+Composed and validated in this process for two ranks on a CPU; no rank is started.
+"""
+
+import re
+import shlex
+
+import pytest
+
+from fsdptoys.cli.commands import parse
+from fsdptoys.config.compose import compose_config
+from fsdptoys.config.schema import Config
+from fsdptoys.errors import ConfigError
+
+DASHES = "is not an option, since settings have no dashes before them;"
+UNKNOWN = "names a key that does not exist;"
+COMPOSES = "composes:"
+
+LINES = {
+    # Classic flags.
+    "--gradient_checkpointing": f"{DASHES} write memory.gradient_checkpointing=full",
+    "--gradient-checkpointing=off": f"{DASHES} write memory.gradient_checkpointing=off",
+    "--activation_checkpointing": f"{DASHES} write memory.gradient_checkpointing=full",
+    "--chunk_loss": f"{DASHES} write memory.chunk_loss=true",
+    "--cpu_offload": f"{DASHES} write memory.cpu_offload=true",
+    "--optimizer_offload": f"{DASHES} write memory.optimizer_offload=true",
+    "--optimizer_offload=no": f"{DASHES} write memory.optimizer_offload=false",
+    "--profile": f"{DASHES} write profile.enabled=true",
+    "--batch_size=4": f"{DASHES} write train.batch_size=4",
+    "--batch_size 4": f"{DASHES} write train.batch_size=4",
+    "--per_device_train_batch_size 4 train.steps=2": f"{DASHES} write train.batch_size=4",
+    "--num_layers": f"{DASHES} write model.n_layers=32, for example",
+    "--num_layers 4": f"{DASHES} write model.n_layers=4",
+    "--lr 3e-4": f"{DASHES} write optim.lr=3e-4",
+    "--model_name_or_path X": f"{DASHES} write model.init_from=X, a folder in Hugging Face format, with the model= "
+    "that fsdptoys convert from-hf prints for it",
+    "--model=gpt2_debug": f"{DASHES} write model=gpt2_debug",
+    "--momentum=0.9": f"{DASHES} write optim=muon optim.momentum=0.9",
+    "optim=sgd --momentum=0.5": f"{DASHES} write optim.momentum=0.5",
+    "--fsdp2": f"{DASHES} write parallel=fsdp2",
+    "--stepz=3": f"{DASHES} did you mean train.steps=3?",
+    "--use_lora": f"{DASHES} low-rank adapters are not supported, write optim.state_dtype=int8",
+    "--use_lora=false": f"{DASHES} low-rank adapters are not supported, leave it out",
+    "--tensor_parallel_size 2": f"{DASHES} only data parallelism is supported, write parallel=fsdp2",
+    "--resume": f"{DASHES} write checkpoint.resume=auto metrics.run_dir=runs/new",
+    "--wandb": f"{DASHES} write metrics=wandb",
+    # Keys without their section, or from elsewhere.
+    "profile=true": "sets a whole section, but keys are set one by one; set for example profile.enabled=true",
+    "debug=on": "sets a whole section, but keys are set one by one; set for example debug.trace_collectives=true",
+    "gradient_checkpointing=true": f"{UNKNOWN} did you mean memory.gradient_checkpointing=true?",
+    "gradient_clipping=true": f"{UNKNOWN} write train.max_grad_norm=1.0",
+    "gradient_clipping=false": f"{UNKNOWN} write train.max_grad_norm=null",
+    "grad_clip=0.5": f"{UNKNOWN} write train.max_grad_norm=0.5",
+    "dtype=float16": f"{UNKNOWN} float16 parameters are not supported, write parallel.param_dtype=bfloat16",
+    "dtype=bf16": f"{UNKNOWN} write parallel.param_dtype=bfloat16",
+    "bf16=true": f"{UNKNOWN} write parallel.param_dtype=bfloat16",
+    "bf16=false": f"{UNKNOWN} write parallel.param_dtype=float32",
+    "fp16=yes": f"{UNKNOWN} float16 parameters are not supported, write parallel.param_dtype=bfloat16",
+    "dataset=shakespeare": f"{UNKNOWN} data sets are not downloaded by name, write data=text data.files=[FILE]",
+    "dataset=text": f"{UNKNOWN} write data=text",
+    "train_file=x.txt": f"{UNKNOWN} write data=text data.files=[x.txt]",
+    "fsdp_min_num_params=1000": f"{UNKNOWN} units are whole blocks or their halves, write parallel.wrap=block",
+    "learning_rate=1e-4": f"{UNKNOWN} write optim.lr=1e-4",
+    "lr=0.1": f"{UNKNOWN} did you mean optim.lr=0.1?",
+    "epochs=3": f"{UNKNOWN} the length of a run is counted in steps, write train.steps=1000",
+    "seed=1": f"{UNKNOWN} did you mean train.seed=1?",
+    "output_dir=out": f"{UNKNOWN} write metrics.run_dir=out",
+    "resume=true": f"{UNKNOWN} write checkpoint.resume=auto metrics.run_dir=runs/new",
+    "resume=false": f"{UNKNOWN} write checkpoint.resume=never",
+    "max_steps=20": f"{UNKNOWN} write train.steps=20",
+    "world_size=4": f"{UNKNOWN} write launch.nproc_per_node=4, or plan.world_size=4 for fsdptoys plan",
+    "nproc=2": f"{UNKNOWN} write launch.nproc_per_node=2",
+    "device=gpu": f"{UNKNOWN} did you mean launch.device=cuda?",
+    "cpu_ofload=yes": f"{UNKNOWN} did you mean memory.cpu_offload=true?",
+    "optimizer=adam": f"{UNKNOWN} write optim=adamw",
+    "strategy=fsdp": f"{UNKNOWN} write parallel=fsdp2",
+    "momentum=0.9": f"{UNKNOWN} did you mean optim=muon optim.momentum=0.9?",
+    # Words without a value, with spaces or with several values.
+    "chunk_loss": "has no value; write memory.chunk_loss=true",
+    "steps = 3": "has no value; write train.steps=3 without spaces",
+    "batch_size=1,2": "gives several values, a run takes one; write train.batch_size=1",
+    # Booleans for other values.
+    "memory.gradient_checkpointing=true": f"{COMPOSES} memory.gradient_checkpointing=full",
+    "memory.gradient_checkpointing=on": f"{COMPOSES} memory.gradient_checkpointing=full",
+    "memory.gradient_checkpointing=off": f"{COMPOSES} memory.gradient_checkpointing=none",
+    "train.float8=true": "must be one of none, tensorwise, rowwise; set train.float8=tensorwise",
+    "train.max_grad_norm=false": "must be a finite number or null; set train.max_grad_norm=null",
+    "train.eval_every=true": "must be an integer; set train.eval_every=1",
+    "checkpoint.resume=true": "must be text; set checkpoint.resume=auto metrics.run_dir=runs/new",
+    # Correct words.
+    "model=gpt2_debug train.steps=3": f"{COMPOSES} train.steps=3",
+    "parallel=fsdp2 memory.cpu_offload=true": f"{COMPOSES} memory.cpu_offload=true",
+    "parallel=ddp memory.chunk_loss=true": f"{COMPOSES} memory.chunk_loss=true",
+}
+"""Typed line → first answer without the typed word at its beginning."""
+
+
+def answer(line: str) -> tuple[str, Config | None]:
+    """Return the error of a line, or "" and its configuration."""
+    try:
+        config = compose_config(parse("train", shlex.split(line)).words)
+        config.validate(world_size=2, device_type="cpu")
+    except ConfigError as error:
+        return str(error), None
+    return "", config
+
+
+@pytest.mark.parametrize("line", LINES)
+def test_first_answer_to_a_typed_line(line: str) -> None:
+    """Oracle: the table above."""
+    expected = LINES[line]
+    sentence, config = answer(line)
+    if not expected.startswith(COMPOSES):
+        assert sentence.partition(" ")[2] == expected and sentence.partition(" ")[0] in line.split()
+        return
+    assert config is not None, sentence
+    for word in expected.removeprefix(COMPOSES).split():
+        key, _, value = word.partition("=")
+        section, _, name = key.partition(".")
+        assert str(config.to_dict()[section][name]).lower() == value
+
+
+@pytest.mark.parametrize("line", [line for line in LINES if not LINES[line].startswith(COMPOSES)])
+def test_answered_words_are_accepted_when_pasted(line: str) -> None:
+    """Oracle: they compose and validate, except for files and devices that are missing here."""
+    words = re.split(
+        r", | without |, for example", re.split(r"(?:write|did you mean|set|for example) ", LINES[line])[-1]
+    )
+    pasted = words[0].rstrip("?")
+    if pasted.endswith("leave it out") or "leave it out" in LINES[line]:
+        return
+    others = [word for word in line.split() if re.match(r"\w.*=.", word) and word != answer(line)[0].split()[0]]
+    sentence, _ = answer(" ".join([*others, pasted]))
+    missing = ("does not exist", "optim.state_dtype=int8 needs torchao", "is not installed")
+    assert not sentence or any(text in sentence for text in missing), sentence
