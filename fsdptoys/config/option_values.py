@@ -124,7 +124,7 @@ def example(key: str, option: Option, state: str = "") -> str:
         value = [] if wanted is Any else value
     elif state == "true" and not default and wanted in (int, float):
         value = next((number for number in (1, 0.1, 2) if option.bounds.holds(number)), default)
-    elif state == "true" and default is None:
+    elif state == "true" and (default is None or (isinstance(default, str) and " " in default)):
         value = "VALUE"
     return f"{key}={'VALUE' if default is dataclasses.MISSING else value_text(value, quote=True)}"
 

@@ -8,6 +8,7 @@ OmegaConf when it resolves them.
 
 import contextlib
 import dataclasses
+import functools
 import re
 import typing
 from collections.abc import Mapping, Sequence
@@ -218,7 +219,7 @@ def find_fix(name: str, raw: str | None, choices: Choices, chosen: Mapping[str, 
         raw: its value; None if none was typed.
         chosen: group → chosen YAML file, if not the default.
     """
-    options, needed = _all_options(choices, chosen)
+    options, needed = _all_options(tuple(chosen.items()))
     name = name.lower().replace("-", "_")
     state = "true" if raw is None else SWITCHES.get(raw.strip("'\"").lower(), raw)
 
@@ -233,7 +234,7 @@ def find_fix(name: str, raw: str | None, choices: Choices, chosen: Mapping[str, 
         if star and (key in options or key in choices):
             words = assign(key)
             words += rest.replace("*", words.partition("=")[2])
-        words = words.replace("*", raw or "VALUE")
+        words = words.replace("*", (raw or "VALUE").strip("[]"))
         return Fix(needed.get(words.partition("=")[0], "") + words, reason, "write")
     below = next((key for key in options if key.startswith(f"{name}.")), None)
     if name not in choices and below is not None:
@@ -250,16 +251,18 @@ def find_fix(name: str, raw: str | None, choices: Choices, chosen: Mapping[str, 
     return None if near is None else Fix(assign(near), "", "did you mean")
 
 
-def _all_options(choices: Choices, chosen: Mapping[str, str | None]) -> tuple[dict[str, Option], dict[str, str]]:
+@functools.cache
+def _all_options(chosen: tuple[tuple[str, str | None], ...]) -> tuple[dict[str, Option], dict[str, str]]:
     """Return all keys of all choices, and key → the words before it that choose what has it, unless chosen already."""
     from .compose import ROOT_OPTIONS, SCHEMAS  # import torch, which help does without
     from .schema import Config
 
-    options, needed, defaults = dict(ROOT_OPTIONS), dict[str, str](), list_defaults()
+    options, needed = dict(ROOT_OPTIONS), dict[str, str]()
+    choices, first_choices = list_choices(), list_defaults() | dict(chosen)
     for section, kind in typing.get_type_hints(Config).items():
         if section in SCHEMAS:
-            first = str(chosen.get(section) or defaults[section])
-            for choice in (first, *choices.get(section, ())):
+            first = str(first_choices[section])
+            for choice in (first, *choices[section]):
                 of_choice = list_options(SCHEMAS[section][schema_name(section, choice)], section)
                 new = [key for key in of_choice if key not in options]
                 options |= {key: of_choice[key] for key in new}
