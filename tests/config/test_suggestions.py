@@ -33,6 +33,8 @@ def keys() -> dict[str, str]:
 
 KEYS = keys()
 
+pytestmark = pytest.mark.usefixtures("unmeasured")
+
 
 def error_of(words: list[str]) -> str:
     """Return the error of overrides, "" if they compose and validate."""
@@ -75,11 +77,11 @@ def check(words: list[str]) -> None:
 def test_suggestions_for_a_key_work_when_pasted(key: str) -> None:
     """Oracle: the suggested words compose and validate, or their error says what else is needed."""
     last, wrong = key.rpartition(".")[2], f"{key[:-2]}{key[-1]}"
-    for typed in ("true", "off", "word"):
+    for typed in ("true", "off"):
         check([KEYS[key], f"{key}={typed}"])
-    for word in (f"{last}=on", f"--{last}", f"--{last}=no", f"--{key}=1.5", f"{wrong}=true", last):
+    for word in (f"{last}=on", f"--{last}", f"--{key}=1.5", f"{wrong}=true"):
         check([KEYS[key], word])
-    check([f"--{last}=true"])
+    check([f"--{last}=no"])
 
 
 @pytest.mark.parametrize("name", FAMILIAR)
