@@ -19,9 +19,8 @@ from typing import Any
 import yaml
 
 import fsdptoys
-from fsdptoys.config.compose import SCHEMAS
 from fsdptoys.config.overrides import list_choices, list_defaults, schema_name
-from fsdptoys.config.schema import Config
+from fsdptoys.config.schema import SCHEMAS, Config
 from fsdptoys.config.schema_docs import Declaration, collect_keys, read_classes
 from fsdptoys.utils.text import value_text
 

@@ -17,41 +17,17 @@ from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
-from fsdptoys.checkpoint import CheckpointConfig
-from fsdptoys.data import DATASETS
 from fsdptoys.errors import ConfigError
 from fsdptoys.memory import GradientCheckpointing, MemoryConfig
-from fsdptoys.metrics import MetricsConfig
-from fsdptoys.models import MODELS, ModelConfig
-from fsdptoys.optim import OPTIMIZERS
+from fsdptoys.models import ModelConfig
 from fsdptoys.parallel import STRATEGIES
-from fsdptoys.parallel.mesh import MeshConfig
 from fsdptoys.utils.bounds import check_home, check_text
 
-from .option_values import SWITCHED_CHOICES, Option, read_value
+from .option_values import SWITCHED_CHOICES, read_value
 from .overrides import check_groups, check_values, list_choices, list_defaults, parse_overrides, schema_name
-from .schema import Config, LaunchConfig
+from .schema import ROOT_OPTIONS, SCHEMAS, Config, LaunchConfig
 
 CONFIG_MODULE = "fsdptoys.configs"
-
-SCHEMAS: dict[str, dict[str, type]] = {
-    "model": dict(MODELS),
-    "parallel": dict(STRATEGIES),
-    "mesh": {"default": MeshConfig},
-    "memory": {"default": MemoryConfig},
-    "data": dict(DATASETS),
-    "optim": dict(OPTIMIZERS),
-    "checkpoint": {"default": CheckpointConfig},
-    "metrics": {"default": MetricsConfig},
-}
-"""Group → name of the ``base_<name>`` schema → dataclass."""
-
-ROOT_OPTIONS = {
-    field.name: Option(Any, field.default)
-    for field in dataclasses.fields(Config)
-    if field.default is not dataclasses.MISSING
-}
-"""Keys outside of any section."""
 
 PATHS = (
     *("metrics.run_dir", "checkpoint.folder", "checkpoint.resume", "model.init_from", "plan.hardware"),

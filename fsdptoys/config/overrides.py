@@ -254,8 +254,7 @@ def find_fix(name: str, raw: str | None, choices: Choices, chosen: Mapping[str, 
 @functools.cache
 def _all_options(chosen: tuple[tuple[str, str | None], ...]) -> tuple[dict[str, Option], dict[str, str]]:
     """Return all keys of all choices, and key → the words before it that choose what has it, unless chosen already."""
-    from .compose import ROOT_OPTIONS, SCHEMAS  # import torch, which help does without
-    from .schema import Config
+    from .schema import ROOT_OPTIONS, SCHEMAS, Config  # imports torch, which help does without
 
     options, needed = dict(ROOT_OPTIONS), dict[str, str]()
     choices, first_choices = list_choices(), list_defaults() | dict(chosen)

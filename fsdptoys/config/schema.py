@@ -8,14 +8,14 @@ from typing import Any
 import torch
 
 from fsdptoys.checkpoint import CheckpointConfig, open_init_from
-from fsdptoys.data import DataConfig
+from fsdptoys.data import DATASETS, DataConfig
 from fsdptoys.device import DEVICE_TYPES, available_cores, float64_collectives
 from fsdptoys.errors import ConfigError
 from fsdptoys.memory import CPUOffloadExecutor, GradientCheckpointing, MemoryConfig, OffloadStateDType, resolve_schedule
 from fsdptoys.metrics import MetricsConfig
-from fsdptoys.models import ModelConfig, MoEConfig
-from fsdptoys.optim import OptimConfig
-from fsdptoys.parallel import ParallelConfig
+from fsdptoys.models import MODELS, ModelConfig, MoEConfig
+from fsdptoys.optim import OPTIMIZERS, OptimConfig
+from fsdptoys.parallel import STRATEGIES, ParallelConfig
 from fsdptoys.parallel.float8 import Float8, check_even_shards, check_float8
 from fsdptoys.parallel.mesh import MeshConfig
 from fsdptoys.patches import check_patches
@@ -24,6 +24,7 @@ from fsdptoys.utils.bounds import MOST_SECONDS, MOST_STEPS, MOST_TOKENS, above, 
 
 from .kernel_choice import KernelConfig
 from .optimizer_checks import check_blocks, check_in_backward, check_optimizer
+from .option_values import Option
 from .plan_config import PlanConfig
 
 MOST_BATCHES = 2**20  # upper bound of a batch's sequences, and of the batches of a step or an evaluation
@@ -356,3 +357,23 @@ def _plain(value: Any) -> Any:
     if isinstance(value, (list, tuple)):
         return [_plain(item) for item in value]
     return value
+
+
+SCHEMAS: dict[str, dict[str, type]] = {
+    "model": dict(MODELS),
+    "parallel": dict(STRATEGIES),
+    "mesh": {"default": MeshConfig},
+    "memory": {"default": MemoryConfig},
+    "data": dict(DATASETS),
+    "optim": dict(OPTIMIZERS),
+    "checkpoint": {"default": CheckpointConfig},
+    "metrics": {"default": MetricsConfig},
+}
+"""Group → name of the ``base_<name>`` schema → dataclass."""
+
+ROOT_OPTIONS = {
+    field.name: Option(Any, field.default)
+    for field in dataclasses.fields(Config)
+    if field.default is not dataclasses.MISSING
+}
+"""Keys outside of any section."""

@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from fsdptoys.config.compose import SCHEMAS, compose_config
+from fsdptoys.config.compose import compose_config
 from fsdptoys.config.overrides import list_choices, list_options, schema_name
-from fsdptoys.config.schema import Config
+from fsdptoys.config.schema import SCHEMAS, Config
 from fsdptoys.errors import ConfigError
 
 TOO_LARGE = (str(10**400), str(10**30), str(2**63))

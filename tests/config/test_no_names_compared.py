@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import fsdptoys
-from fsdptoys.config.compose import SCHEMAS
+from fsdptoys.config.schema import SCHEMAS
 
 NAMES = {name for group in ("parallel", "optim", "data") for name in SCHEMAS[group]}
 OWNERS = ("parallel", "optim", "data", "toys")

@@ -8,9 +8,8 @@ from typing import Any
 
 import pytest
 
-from fsdptoys.config.compose import SCHEMAS
 from fsdptoys.config.overrides import list_choices
-from fsdptoys.config.schema import Config
+from fsdptoys.config.schema import SCHEMAS, Config
 from fsdptoys.config.schema_docs import collect_keys, read_classes
 from fsdptoys.utils.bounds import bounds_of
 from fsdptoys.utils.foreign import parse_yaml

@@ -5,9 +5,10 @@ import re
 import pytest
 
 from fsdptoys.config import overrides
-from fsdptoys.config.compose import SCHEMAS, compose_config
+from fsdptoys.config.compose import compose_config
 from fsdptoys.config.familiar_names import FAMILIAR
 from fsdptoys.config.option_values import SWITCHES
+from fsdptoys.config.schema import SCHEMAS
 from fsdptoys.errors import ConfigError
 from tests.config.test_absurd_values import schemas
 

@@ -7,7 +7,8 @@ import math
 import pytest
 from rich.console import Console
 
-from fsdptoys.config.compose import SCHEMAS, compose_config
+from fsdptoys.config.compose import compose_config
+from fsdptoys.config.schema import SCHEMAS
 from fsdptoys.errors import ConfigError
 from fsdptoys.models import MODELS
 from scripts import parity
