@@ -20,8 +20,8 @@ _TABLE = {
     "model_name arch architecture preset": "model=*",
     "model_name_or_path pretrained_model_name_or_path model_path base_model hf_model_path": "model.init_from=*, a "
     "folder in Hugging Face format, with the model= that fsdptoys convert from-hf prints for it",
-    "dropout attention_dropout": "models have no dropout: optim.weight_decay=0.1",
-    "use_lora lora peft qlora load_in_4bit load_in_8bit": "low-rank adapters are not supported: optim.state_dtype=int8",
+    "dropout attention_dropout": "models have no dropout: ",
+    "use_lora lora peft qlora load_in_4bit load_in_8bit": "low-rank adapters are not supported: ",
     # Precision.
     "dtype torch_dtype precision mixed_precision amp param_dtype": "parallel.param_dtype=*",
     "dtype=float16 torch_dtype=float16 dtype=fp16 precision=fp16 precision=16 precision=16-mixed": FLOAT16,
@@ -92,7 +92,7 @@ _TABLE = {
     "backend dist_backend": "the backend follows from the device: launch.device=auto",
     "use_cpu=true cpu=true no_cuda=true": "launch.device=cpu",
 }
-"""Names, separated by spaces → words, after the reason and a colon if nothing does the same."""
+"""Names, separated by spaces → words, after the reason and a colon if nothing does the same; no words: to leave out."""
 
 FAMILIAR: Mapping[str, str] = {name: words for names, words in _TABLE.items() for name in names.split()}
 
@@ -106,4 +106,4 @@ def find_familiar(name: str, value: str) -> tuple[str, str] | None:
     """
     found = FAMILIAR.get(f"{name}={value.lower()}") or FAMILIAR.get(name, "")
     reason, _, words = found.rpartition(": ")
-    return (words, reason) if words else None
+    return (words, reason) if found else None

@@ -212,7 +212,7 @@ class Fix(NamedTuple):
 
 
 def find_fix(name: str, raw: str | None, choices: Choices, chosen: Mapping[str, str | None]) -> Fix | None:
-    """Return the words that set what a name means; None if nothing is close.
+    """Return the overrides that an unknown name stands for; None if nothing is close.
 
     Args:
         name: a familiar name of another framework, a key without its section, a misspelled key, a section or a choice.
@@ -228,7 +228,7 @@ def find_fix(name: str, raw: str | None, choices: Choices, chosen: Mapping[str, 
 
     if (found := find_familiar(name, state)) is not None:
         words, reason = found
-        if reason and state == "false":
+        if reason and (state == "false" or not words):
             return Fix("", reason)
         key, star, rest = words.partition("=*")
         if star and (key in options or key in choices):

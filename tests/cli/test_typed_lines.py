@@ -40,7 +40,7 @@ LINES = {
     "optim=sgd --momentum=0.5": f"{DASHES} write optim.momentum=0.5",
     "--fsdp2": f"{DASHES} write parallel=fsdp2",
     "--stepz=3": f"{DASHES} did you mean train.steps=3?",
-    "--use_lora": f"{DASHES} low-rank adapters are not supported, write optim.state_dtype=int8",
+    "--use_lora": f"{DASHES} low-rank adapters are not supported, leave it out",
     "--use_lora=false": f"{DASHES} low-rank adapters are not supported, leave it out",
     "--tensor_parallel_size 2": f"{DASHES} only data parallelism is supported, write parallel=fsdp2",
     "--resume": f"{DASHES} write checkpoint.resume=auto metrics.run_dir=runs/new",

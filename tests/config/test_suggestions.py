@@ -17,7 +17,7 @@ UNREAD = (
     *("must be true or false", "must be an integer", "must be a finite number", "must be a list", "must be text"),
     *("must be a word", "gives several values", "sets a whole section"),
 )
-"""Errors of words that the parser cannot use; other errors say what a valid word needs besides."""
+"""Errors of words that cannot be parsed; other errors name another setting that a valid word requires."""
 
 
 def keys() -> dict[str, str]:

@@ -88,7 +88,7 @@ def counting(function: Callable[..., Any], count: Callable[[], None]) -> Callabl
 def peak_and_gradients(configs: list[Config]) -> list[tuple[int, int, int]]:
     """For each run: bytes at the peak of a step over those before it, most live gradients, and all parameters.
 
-    The smallest of six steps counts: gloo's thread may hold a buffer for longer than the collective takes.
+    The smallest of sixteen steps counts: gloo's thread may hold a buffer for longer than the collective takes.
     """
     measured = []
     for each in configs:
@@ -104,7 +104,7 @@ def peak_and_gradients(configs: list[Config]) -> list[tuple[int, int, int]]:
                 most = max(most, sum(param.grad is not None for param in params))
 
             made._train_step(1, 0.0)
-            peaks = [peak_of(functools.partial(made._train_step, step, 0.0)) for step in range(2, 8)]
+            peaks = [peak_of(functools.partial(made._train_step, step, 0.0)) for step in range(2, 18)]
         measured.append((min(peaks), most, len(params)))
     return measured
 
@@ -133,4 +133,4 @@ def test_optimizer_in_backward_frees_gradients_early(ranks: int) -> None:
     assert most == params
     assert few == 1
     # Less than all: FSDP2 keeps the gradients of a block in one storage (0.74 of the bytes where no buffer is held).
-    assert ordinary - freeing > 0.5 * gradient_bytes
+    assert ordinary - freeing > 0.7 * gradient_bytes
