@@ -8,6 +8,15 @@ class ConfigError(ValueError):
     """
 
 
+class UnusedKeyError(ConfigError):
+    """A key does nothing with the other settings; the message begins with it. Sweeps drop it from such jobs."""
+
+    @property
+    def key(self) -> str:
+        """The key, without a typed ``+``."""
+        return str(self).partition("=")[0].lstrip("+")
+
+
 class GivenUpError(RuntimeError):
     """The run stopped itself because neither continuing nor restarting would help; the message gives the reason."""
 

@@ -20,7 +20,7 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override, OverrideType
 from hydra.errors import HydraException
 
-from fsdptoys.errors import ConfigError
+from fsdptoys.errors import ConfigError, UnusedKeyError
 from fsdptoys.utils.bounds import bounds_of, check_text
 from fsdptoys.utils.foreign import parse_yaml
 from fsdptoys.utils.text import near_miss, value_text
@@ -160,7 +160,7 @@ def check_values(
             of_group = schemas.get(section, {})
             having = {name for name, schema in of_group.items() if key in list_options(schema, section)}
             if belongs := [name for name in choices.get(section, ()) if schema_name(section, name) in having]:
-                raise ConfigError(
+                raise UnusedKeyError(
                     f"{typed} is not an option of {section}={chosen[section]}, it belongs to {', '.join(belongs)}; "
                     f"set {section}={belongs[0]} or leave it out"
                 )

@@ -6,7 +6,7 @@ from enum import Enum
 
 import torch
 
-from fsdptoys.errors import ConfigError
+from fsdptoys.errors import ConfigError, UnusedKeyError
 from fsdptoys.utils.bounds import at_least, between, check_bounds
 from fsdptoys.utils.text import value_text
 
@@ -138,7 +138,7 @@ class MemoryConfig:
                 "memory.offload_fraction=1"
             )
         if self.activation_offload and not self.checkpoints:
-            raise ConfigError(
+            raise UnusedKeyError(
                 "memory.activation_offload=true moves saved tensors of checkpointed blocks, and none is checkpointed; "
                 "set memory.gradient_checkpointing=full"
             )
@@ -160,6 +160,6 @@ class MemoryConfig:
             for name in () if on else names.split():
                 spec, value = self.__dataclass_fields__[name], getattr(self, name)
                 if value != (spec.default_factory() if callable(spec.default_factory) else spec.default):
-                    raise ConfigError(
+                    raise UnusedKeyError(
                         f"memory.{name}={value_text(value)} does nothing as set; set memory.{switch} or leave it out"
                     )

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from pathlib import Path
 
-from fsdptoys.errors import ConfigError
+from fsdptoys.errors import ConfigError, UnusedKeyError
 from fsdptoys.utils.bounds import MOST_STEPS, at_least, check_bounds
 
 RUNS_FOLDER = Path("runs")
@@ -120,7 +120,7 @@ class MetricsConfig:
             value = getattr(self, key)
             if value is not None and WANDB_FOLDER not in self.writers:
                 shown = value.value if isinstance(value, Enum) else value
-                raise ConfigError(f"metrics.{key}={shown} does nothing as set; set metrics=wandb or leave it out")
+                raise UnusedKeyError(f"metrics.{key}={shown} does nothing as set; set metrics=wandb or leave it out")
             if isinstance(value, str) and not value.strip():
                 raise ConfigError(f"metrics.{key}={value!r} must not be empty; leave it out")
         if self.run_dir is not None and not self.run_dir.strip():

@@ -5,7 +5,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import Enum
 
-from fsdptoys.errors import ConfigError
+from fsdptoys.errors import ConfigError, UnusedKeyError
 from fsdptoys.utils.bounds import MOST_STEPS, between, check_bounds
 from fsdptoys.utils.text import value_text
 
@@ -69,7 +69,7 @@ class ProfileConfig:
                 on, switch = self.enabled or self.snapshot, "profile.enabled=true or profile.snapshot=true"
             value = getattr(self, spec.name)
             if not on and value != default:
-                raise ConfigError(
+                raise UnusedKeyError(
                     f"profile.{spec.name}={value_text(value)} does nothing as set; set {switch} or leave it out"
                 )
 

@@ -57,6 +57,16 @@ class Combination:
     words: tuple[str, ...]
     varied: dict[str, str]
 
+    @property
+    def keys(self) -> list[str]:
+        """The words' keys, without a typed ``+``."""
+        return [word.partition("=")[0].lstrip("+") for word in self.words]
+
+    def without(self, key: str) -> "Combination":
+        """The combination without the words of a key."""
+        words = (word for word, other in zip(self.words, self.keys, strict=True) if other != key)
+        return Combination(tuple(words), {name: v for name, v in self.varied.items() if name.lstrip("+") != key})
+
 
 def read_axes(words: Sequence[str], choices: Choices) -> list[Axis]:
     """Parse the words of a command line.

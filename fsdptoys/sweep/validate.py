@@ -1,15 +1,17 @@
 """Compose and validate each combination of a sweep before anything starts.
 
-A word invalid in every combination is the user's mistake and stops the sweep. A combination with contradictory words,
-or one that does not fit this machine or number of ranks, is skipped with the reason. Combinations with equal
-fingerprints are the same run; environment variables and machine load are not part of it.
+A word invalid in every combination is the user's mistake and stops the sweep. Keys that do nothing in a combination, as
+``memory.offload_schedule`` without optimizer offload, are dropped from it if another combination uses them: all their
+values leave one baseline. A combination with contradictory words, or one that does not fit this machine or number of
+ranks, is skipped with the reason. Combinations with equal fingerprints are the same run; environment variables and
+machine load are not part of it.
 """
 
 import functools
 import hashlib
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,7 +22,7 @@ import fsdptoys
 from fsdptoys.config.compose import compose_config
 from fsdptoys.config.overrides import list_choices
 from fsdptoys.config.schema import Config
-from fsdptoys.errors import ConfigError
+from fsdptoys.errors import ConfigError, UnusedKeyError
 from fsdptoys.launch.hardware import find_hardware
 from fsdptoys.launch.launch import CPU_RANKS, MOST_RANKS_PER_CORE, check_plan_settings, choose_experiment, resolve_run
 from fsdptoys.metrics.preflight import check_writers
@@ -118,6 +120,8 @@ class InvalidJob:
     """The composed words, including the chosen experiment."""
     by_composition: bool = False
     """Whether composing failed; otherwise validation did."""
+    unused_key: str | None = None
+    """Key that does nothing in this combination."""
 
 
 def validate_combinations(
@@ -130,7 +134,8 @@ def validate_combinations(
     """
     found: dict[tuple[str, ...], JobHardware] = {}
     checked: set[tuple[str, ...]] = set()
-    validated = [_validate(one, where or LocalMachine(), found, checked) for one in combinations]
+    validate = functools.partial(_validate, where=where or LocalMachine(), found=found, checked=checked)
+    validated = _drop_unused(list(map(validate, combinations)), validate)
     _refuse_mistakes(validated)
     refused = [one for one in validated if isinstance(one, InvalidJob)]
     if len(refused) == len(validated):
@@ -139,6 +144,24 @@ def validate_combinations(
         count = f"none of the {len(refused)} combinations can be run{of}: " if len(refused) > 1 else ""
         raise ConfigError(count + first)
     return validated
+
+
+def _drop_unused(
+    validated: Sequence[ValidJob | InvalidJob], validate: Callable[[Combination], ValidJob | InvalidJob]
+) -> list[ValidJob | InvalidJob]:
+    """Validate again without the keys that do nothing; leave out those that become the run of another combination."""
+    valid = [one for one in validated if isinstance(one, ValidJob)]
+    used, runs = {key for one in valid for key in one.combination.keys}, {one.fingerprint for one in valid}
+    kept: list[ValidJob | InvalidJob] = []
+    for one in validated:
+        shorter = one
+        while isinstance(shorter, InvalidJob) and shorter.unused_key in used:
+            shorter = validate(shorter.combination.without(shorter.unused_key))
+        run = shorter.fingerprint if isinstance(shorter, ValidJob) else None
+        if shorter is one or run not in runs:
+            kept.append(shorter)
+        runs |= {run} if run is not None else set()
+    return kept
 
 
 def _validate(
@@ -171,7 +194,8 @@ def _validate(
         number = fingerprint(config, place.world_size, place.device_name)
         return ValidJob(combination, config, place.world_size, number)
     except ConfigError as reason:
-        return InvalidJob(combination, str(reason), tuple(words), by_composition)
+        unused = reason.key if isinstance(reason, UnusedKeyError) else None
+        return InvalidJob(combination, str(reason), tuple(words), by_composition, unused)
 
 
 def _refuse_mistakes(validated: Sequence[ValidJob | InvalidJob]) -> None:
