@@ -162,8 +162,12 @@ def predicted_columns(records: Sequence[Record]) -> list[TableColumn]:
 
 
 def loss_columns(records: Sequence[Record], step: int | None) -> list[TableColumn]:
-    """Loss at ``step`` (from :func:`common_step`; None omits the column), and the last held-out loss."""
+    """Loss at ``step`` (from :func:`common_step`; None omits the column), and the held-out loss of a common step.
+
+    Without a common step, each row has its last held-out loss, and the heading says so.
+    """
     runs = [record.run for record in records]
+    evaluated = [_held_out_losses(run) if run else {} for run in runs]
     columns = []
     if step is not None:
         losses = [
@@ -171,8 +175,27 @@ def loss_columns(records: Sequence[Record], step: int | None) -> list[TableColum
         ]
         heading = f"Loss after {step} step{'s' * (step != 1)}"
         columns.append(TableColumn("loss", heading, list(map(_loss_cell, losses)), True, 88))
-    held_out = [_loss_cell(run.results.eval_loss if run else None) for run in runs]
-    return [*columns, TableColumn("eval_loss", "Held-out loss", held_out, True, 50)]
+    last = {max(losses) for losses in evaluated if losses}
+    if len(last) <= 1:
+        heading, held_out = "Held-out loss", [losses[max(losses)] if losses else None for losses in evaluated]
+    elif (common := common_eval_step(records)) is not None:
+        heading, held_out = f"Held-out loss after {common} steps", [losses.get(common) for losses in evaluated]
+    else:
+        heading = f"Held-out loss (of steps {min(last)} to {max(last)})"
+        held_out = [losses[max(losses)] if losses else None for losses in evaluated]
+    return [*columns, TableColumn("eval_loss", heading, list(map(_loss_cell, held_out)), True, 50)]
+
+
+def common_eval_step(records: Sequence[Record]) -> int | None:
+    """Last step after which all finished rows, or all rows if none has finished, have a held-out loss."""
+    rows = [(record.status is JobStatus.done, _held_out_losses(record.run)) for record in records if record.run]
+    done = [losses.keys() for finished, losses in rows if finished and losses]
+    steps = done or [losses.keys() for _, losses in rows if losses]
+    return max(set.intersection(*map(set, steps)), default=None) if steps else None
+
+
+def _held_out_losses(run: RecordedRun) -> dict[int, float]:
+    return {metrics.step: metrics.eval_loss for metrics in run.steps if metrics.eval_loss is not None}
 
 
 def common_step(records: Sequence[Record]) -> int | None:

@@ -149,6 +149,11 @@ def _definitions(
         notes.append("No row has a step after its warm-up (metrics.warmup_steps), so there is no step time.")
     if "loss" in names or "Loss after" in same:
         notes.append(f"The loss after {step} step{'s' * (step != 1)} is that of step {step}, before its update.")
+    ends = [record.run.steps[-1].step for record in records if record.run in runs and record.status is JobStatus.done]
+    if len(set(ends)) > 1:
+        notes.append(
+            f"The rows ended after {min(ends)} to {max(ends)} steps; the loss columns name the step that they compare."
+        )
     if has("memory_", "Memory "):
         notes.append(
             "Memory is rank 0's: allocated after the last step, the highest reserved, and the allocator's peak."

@@ -31,7 +31,7 @@ from .job_list import Arrangement, arrange, still_running, write_arrangement
 from .runner import TRAIN, duration, print_status, run_jobs
 from .slurm_queue import jobs_in_queue
 from .slurm_settings import refuse_commands, split_launcher_words
-from .validate import BatchQueue, InvalidJob, LocalMachine, ValidJob, validate_combinations
+from .validate import NO_TIME_LIMIT, BatchQueue, InvalidJob, LocalMachine, ValidJob, validate_combinations
 
 SWEEPS_FOLDER = Path("sweeps")
 """Default parent of sweep folders, below the current directory."""
@@ -265,6 +265,10 @@ def _print_plan(sweep: Sweep, arrangement: Arrangement, briefly: bool = False) -
         waiting = {job.name for job in arrangement.to_run}
         for job in arrangement.jobs:
             print_status(f"  {job.name} {job.label}" + ("" if job.name in waiting else f" ({job.status.value})"))
+    if any(NO_TIME_LIMIT in job.words for job in arrangement.to_run):
+        print_status(
+            f"  with {NO_TIME_LIMIT}, so that all jobs run the same steps; type train.max_seconds to limit them"
+        )
     for job in arrangement.changed:
         print_status(
             f"  {job.name} {job.label} runs again, since FSDPToys, PyTorch, a preset or the machine has changed; "

@@ -31,6 +31,9 @@ from fsdptoys.metrics.run_environment import checkout_commit
 from .axes import Combination
 from .slurm_settings import SLURM, UNKNOWN_ENDPOINT, find_needs, launching_words, plugin_options, read_launcher
 
+NO_TIME_LIMIT = "train.max_seconds=null"
+"""Added to jobs whose experiment limits the time: they would end at different steps, and so with other losses."""
+
 WITHOUT_EFFECT = {
     "metrics": ("run_dir", "console"),
     "launch": ("device", "nproc_per_node", "rdzv_endpoint", "rdzv_token_file"),
@@ -183,6 +186,9 @@ def _validate(
         if not any(word.startswith("experiment=") for word in words):
             words.insert(0, f"experiment={choose_experiment(place.device_type, place.world_size)}")
         config = compose_config(words)
+        if config.train.max_seconds is not None and "train.max_seconds" not in combination.keys:
+            combination = Combination((*combination.words, NO_TIME_LIMIT), combination.varied)
+            config = compose_config([*words, NO_TIME_LIMIT])
         by_composition = False
         # The checks that only the launcher makes.
         key = tuple(word for word in combination.words if word.startswith("plan."))

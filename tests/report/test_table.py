@@ -112,6 +112,29 @@ def test_stall_share_has_a_column_if_runs_record_it(tmp_path: Path) -> None:
     assert cells(table)["Data stall (%)"] == ["5.00", "–"]
 
 
+@pytest.mark.parametrize(
+    ("second", "heading", "texts"),
+    [
+        ({2: 4.0, 4: 3.0, 6: 2.0}, "Held-out loss", ["2.5000", "2.0000"]),
+        ({2: 4.0, 4: 3.0, 5: 2.0}, "Held-out loss after 4 steps", ["3.5000", "3.0000"]),
+        ({3: 4.0, 5: 2.0}, "Held-out loss (of steps 5 to 6)", ["2.5000", "2.0000"]),
+    ],
+    ids=["same end", "common step", "none in common"],
+)
+def test_held_out_losses_are_of_the_same_step(
+    tmp_path: Path, second: dict[int, float], heading: str, texts: list[str]
+) -> None:
+    """Oracle: by hand; one row ended earlier, as under a time limit, and evaluated at its end."""
+    first = {2: 4.5, 4: 3.5, 6: 2.5}
+    for name, losses in {"a": first, "b": second}.items():
+        steps = [replace(step, eval_loss=losses.get(step.step)) for step in run_of(max(losses))]
+        write_run(tmp_path / name, steps)
+    table = table_of([record_of(tmp_path / "a"), record_of(tmp_path / "b")])
+    assert cells(table)[heading] == texts
+    ended_alike = max(first) == max(second)
+    assert ended_alike != any(note.startswith(f"The rows ended after {max(second)} to 6 steps") for note in table.notes)
+
+
 @pytest.fixture
 def mixed(tmp_path: Path) -> Table:
     """A finished job, one that died in its fourth step, one without output, and a skipped combination."""

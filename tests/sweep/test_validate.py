@@ -181,3 +181,15 @@ def test_key_without_effect_in_every_combination_is_a_mistake() -> None:
     """Oracle: the message of a single run."""
     with pytest.raises(ConfigError, match="offload_schedule=serial does nothing as set"):
         validate_combinations(of_words("model=llama_debug", "memory.offload_schedule=serial,lazy"))
+
+
+@pytest.mark.parametrize(("typed", "limit"), [((), None), (("train.max_seconds=60",), 60.0)])
+def test_experiments_time_limit_does_not_end_jobs_at_different_steps(
+    typed: tuple[str, ...], limit: float | None
+) -> None:
+    """Oracle: the default experiment has 700 steps and a limit, which a sweep drops unless it is typed."""
+    validated = validate_combinations(of_words("parallel=fsdp1,fsdp2", *typed), LocalMachine())
+    for one in validated:
+        assert isinstance(one, ValidJob)
+        assert resolve_run(list(one.combination.words), {}).composition.config.train.max_seconds == limit
+        assert (one.config.train.steps, one.config.train.max_seconds) == (700, limit)
