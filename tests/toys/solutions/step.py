@@ -1,12 +1,13 @@
 """Each rank updates a slice, and an all-gather exchanges them."""
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.nn.functional import pad
 
+from fsdptoys.toys.optim import adamw_update
 
-def sharded_adam_step(
+
+def sharded_adamw_step(
     parameter: Tensor,
     gradient: Tensor,
     state: dict[str, Tensor],
@@ -14,6 +15,7 @@ def sharded_adam_step(
     lr: float = 1e-2,
     betas: tuple[float, float] = (0.9, 0.999),
     eps: float = 1e-8,
+    weight_decay: float = 1e-2,
 ) -> None:
     """Padded to equal slices."""
     rank, ranks = dist.get_rank(), dist.get_world_size()
@@ -21,12 +23,7 @@ def sharded_adam_step(
     padding = length * ranks - len(parameter)
     own = pad(parameter, (0, padding)).view(ranks, length)[rank].clone()
     grad = pad(gradient, (0, padding)).view(ranks, length)[rank]
-    if not state:
-        state.update(mean=torch.zeros_like(own), square=torch.zeros_like(own))
-    state["mean"].lerp_(grad, 1 - betas[0])
-    state["square"].lerp_(grad * grad, 1 - betas[1])
-    mean, square = state["mean"] / (1 - betas[0] ** step), state["square"] / (1 - betas[1] ** step)
-    own -= lr * mean / (square.sqrt() + eps)
+    adamw_update(own, grad, state, step, lr, betas, eps, weight_decay)
     updated = own.new_empty(length * ranks)
     dist.all_gather_into_tensor(updated, own)
     parameter.copy_(updated[: len(parameter)])
