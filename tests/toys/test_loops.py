@@ -1,0 +1,41 @@
+"""The example loops of docs/toys/loops."""
+
+import importlib.util
+import shutil
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+LOOPS = Path(__file__).parents[2] / "docs" / "toys" / "loops"
+
+
+def load_run(folder: Path) -> ModuleType:
+    """``run.py`` as a module that takes its loops from ``folder``."""
+    spec = importlib.util.spec_from_file_location("run_loops", LOOPS / "run.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    module.HERE = folder  # type: ignore[attr-defined]
+    return module
+
+
+def test_each_loop_has_the_bits_of_one_process(capsys: pytest.CaptureFixture[str]) -> None:
+    """Oracle: one process that takes the batches of both ranks, in losses and parameters; a loop has 20 lines."""
+    run = load_run(LOOPS)
+    assert run.main([]) == 0
+    printed = capsys.readouterr().out.splitlines()
+    assert [line.split()[0] for line in printed] == ["single", *run.LOOPS]
+    assert all(line.endswith("every bit of one process") for line in printed[1:])
+    for name in run.LOOPS:
+        _, _, loop = (LOOPS / f"{name}.py").read_text(encoding="utf-8").partition("def train")
+        assert loop.count("\n") <= 20, name
+
+
+def test_a_loop_without_its_exchange_is_reported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Oracle: the same script on a copy of ZeRO-2's loop whose ranks never exchange their updates."""
+    shutil.copy(LOOPS / "single.py", tmp_path)
+    text = (LOOPS / "toy_zero2.py").read_text(encoding="utf-8")
+    (tmp_path / "toy_zero2.py").write_text(text.replace("    zero.attach(optimizer)\n", ""), encoding="utf-8")
+    assert load_run(tmp_path).main(["toy_zero2"]) == 1
+    assert "DIFFERS" in capsys.readouterr().out
