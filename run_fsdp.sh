@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
 # Starts training: `bash run_fsdp.sh model=llama3_1b mesh.fsdp_size=4`. Needs bash and Python 3.10 or newer, nothing else.
+# A command before the arguments runs that instead: `bash run_fsdp.sh plan model=llama3_1b`, sweep, report, compare, ...
 #
 # All that happens here is finding a Python that can run the project, in this order:
 #   1. the active virtual environment's or PATH's python3 (PYTHON=/path/to/python overrides), if it has what we need;
@@ -7,7 +8,7 @@
 # Looking for hardware, setting its environment variables, choosing the number of ranks and saying so is done by
 # `fsdptoys train` (fsdptoys/launch/launch.py), so that this script, `python -m fsdptoys train` and torchrun do the same. The
 # variables and their reasons stand in fsdptoys/device/environment.py, those for Ascend NPUs also in docs/ascend.md.
-# torch_npu is not among the dependencies: for NPUs install it first, in the environment that step 1 is to find.
+# torch_npu is not among the dependencies: for NPUs install the extra "npu" first, in the environment of step 1.
 #
 # It kills nothing and, besides .venv and the fsdptoys.egg-info that an editable installation leaves here, writes nothing.
 # Where several machines share this folder, let the first run on one of them finish installing before starting the rest.
@@ -67,14 +68,15 @@ else:
 PYTHON
 }
 
-train() { # python, its probe's answer, arguments for `fsdptoys train`
+run() { # python, its probe's answer, arguments: a command or, without one, those of `fsdptoys train`
   local python=$1 state=$2
   shift 2
   if [[ $state == checkout ]]; then
     say "$python has the dependencies; fsdptoys itself is taken from $root"
     export PYTHONPATH=$root${PYTHONPATH:+:$PYTHONPATH}
   fi
-  exec "$python" -m fsdptoys train "$@"
+  [[ $# -gt 0 && $1 != *=* && $1 != -* ]] || set -- train "$@"
+  exec "$python" -m fsdptoys "$@"
 }
 
 # 1. The Python that the user means, or else any on PATH that is new enough.
@@ -90,7 +92,7 @@ for candidate in "${candidates[@]}"; do
   python=$(command -v "$candidate") || continue
   state=$(probe "$python") || continue # a stub that runs nothing, as version managers leave on PATH
   case $state in
-    ready | checkout) train "$python" "$state" "$@" ;;
+    ready | checkout) run "$python" "$state" "$@" ;;
     missing\ *) base=$python ;;
     old\ *) old=${old:-"$python (${state#old })"} ;;
   esac
@@ -109,7 +111,7 @@ if [[ -e $venv/bin/python || -L $venv/bin/python ]]; then
 fi
 interrupted=$([[ -e $marker && $(<"$marker") != 'done' ]] && echo yes || true)
 case $state in
-  ready | checkout) [[ -n $interrupted ]] || train "$venv/bin/python" "$state" "$@" ;;
+  ready | checkout) [[ -n $interrupted ]] || run "$venv/bin/python" "$state" "$@" ;;
 esac
 if [[ -n $interrupted ]]; then
   say "the installation in $venv was interrupted; installing again"
@@ -121,8 +123,8 @@ fi
 "$venv/bin/python" -m pip --version >/dev/null 2>&1 || "$base" -m venv "$venv" >&2 ||
   fail 1 "could not make $venv (see above); set PYTHON to a Python that has fsdptoys's dependencies"
 echo started >"$marker"
-"$venv/bin/python" -m pip install -c "$root/constraints.txt" -e "$root" >&2 ||
+"$venv/bin/python" -m pip install -c "$root/constraints.txt" -e "$root[report]" >&2 ||
   fail 1 "pip could not install fsdptoys into $venv (see above); start again to try again, or set PYTHON to a Python that has its dependencies"
 echo 'done' >"$marker"
-say "installed into $venv"
-train "$venv/bin/python" "$(probe "$venv/bin/python")" "$@"
+say "installed into $venv; for the command fsdptoys in your shell: source $(printf '%q' "$venv")/bin/activate"
+run "$venv/bin/python" "$(probe "$venv/bin/python")" "$@"

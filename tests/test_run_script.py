@@ -2,6 +2,7 @@
 
 import json
 import os
+import shlex
 import shutil
 import subprocess
 import sys
@@ -101,6 +102,25 @@ def test_bare_checkout_runs_with_the_given_interpreter(sandbox: Sandbox, tmp_pat
     )
 
 
+@pytest.mark.parametrize(
+    ("arguments", "command"),
+    [
+        ("", "train"),
+        ("parallel=fsdp1 train.steps=3", "train parallel=fsdp1 train.steps=3"),
+        ("--help", "train --help"),
+        ("-m parallel=fsdp1,fsdp2", "train -m parallel=fsdp1,fsdp2"),
+        ("plan model=llama3_1b", "plan model=llama3_1b"),
+        ("sweep debug --dry-run", "sweep debug --dry-run"),
+        ("report runs/a --out page.html", "report runs/a --out page.html"),
+        ("train train.steps=3", "train train.steps=3"),
+    ],
+)
+def test_first_argument_may_be_a_command(arguments: str, command: str, sandbox: Sandbox) -> None:
+    """Oracle: the arguments of the started module; a setting has a = sign and an option a dash."""
+    done = sandbox.start(*arguments.split(), PYTHON=sys.executable)
+    assert json.loads(done.stdout)["arguments"] == command.split()
+
+
 @pytest.mark.parametrize("kind", ["absolute", "relative", "chain", "called by its bare name"])
 def test_symbolic_links_to_the_script_run_the_checkout(kind: str, sandbox: Sandbox, tmp_path: Path) -> None:
     """Oracle: the file of the started module; CDPATH must not lead elsewhere."""
@@ -159,7 +179,7 @@ def test_own_environment_is_installed_once_and_repaired(sandbox: Sandbox) -> Non
     sandbox.add_stub("python3", "missing torch")
     venv = sandbox.checkout / ".venv"
     make = f"python3 -m venv {venv}"
-    install = f"python -m pip install -c {sandbox.checkout}/constraints.txt -e {sandbox.checkout}"
+    install = f"python -m pip install -c {sandbox.checkout}/constraints.txt -e {sandbox.checkout}[report]"
     train = "python -m fsdptoys train x=1"
 
     done = sandbox.start("x=1", PIP_FAILS="1")
@@ -173,6 +193,8 @@ def test_own_environment_is_installed_once_and_repaired(sandbox: Sandbox) -> Non
         done = sandbox.start("x=1")
         assert done.returncode == 0, done.stderr
         assert sandbox.calls() == expected
+        hints = [shlex.split(line)[-1] for line in done.stderr.splitlines() if "in your shell: source" in line]
+        assert hints == [f"{venv}/bin/activate"] * (install in expected)
 
     sandbox.log.unlink()
     (venv / ".fsdptoys-install").write_text("started\n")

@@ -2,11 +2,12 @@
 
 import os
 import re
+import shlex
 
 import yaml
 
 from fsdptoys.config.compose import compose_config, compose_presets
-from fsdptoys.config.overrides import list_choices
+from fsdptoys.config.overrides import SeveralValuesError, list_choices
 from fsdptoys.config.schema import Config
 from fsdptoys.device.profile import load_hardware
 from fsdptoys.errors import ConfigError
@@ -22,8 +23,15 @@ def train_command(words: list[str]) -> int:
     """Run ``fsdptoys train``, or one of its ranks; return the exit status."""
     # -c is Hydra's short form of --cfg; as an argparse option, it would take every word that begins with -c.
     options = parse("train", [re.sub("^-c(?==|$)", "--cfg", word) for word in words])
-    words = options.words
-    if options.cfg is not None:
+    try:
+        return _train(options.words, options.cfg)
+    except SeveralValuesError as error:
+        words = [error.corrected if word == error.word else word for word in options.words]
+        raise ConfigError(f"{error}, or fsdptoys sweep {shlex.join(words)} to train with each") from error
+
+
+def _train(words: list[str], cfg: str | None) -> int:
+    if cfg is not None:
         run = resolve_run(words, os.environ, choose_largest)
         _check_places(run.composition.config)
         chosen = " ".join(f"{group}={name or 'null'}" for group, name in run.composition.choices.items())

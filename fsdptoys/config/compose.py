@@ -105,7 +105,7 @@ def read_launch(overrides: Sequence[str]) -> tuple[LaunchConfig, bool]:
                 OmegaConf.update(tree, override.key_or_group, override.value(), merge=True)
         launch = OmegaConf.to_object(tree.launch)
     except (ConfigError, OmegaConfBaseException):  # a mistake, or a reference to another section
-        config = compose(words).config
+        config = compose([word for word in overrides if not word.startswith("experiment=")]).config
         return config.launch, config.parallel.single_process
     assert isinstance(launch, LaunchConfig)
     return launch, STRATEGIES[schema_name("parallel", name)].single_process

@@ -35,6 +35,15 @@ HELP = "see fsdptoys train --help for all keys"
 Choices = Mapping[str, Sequence[str]]  # group → names of its YAML files
 
 
+class SeveralValuesError(ConfigError):
+    """An override for a sweep where a run takes one value."""
+
+    def __init__(self, message: str, word: str = "", corrected: str = "") -> None:
+        super().__init__(message)
+        self.word = word
+        self.corrected = corrected  # The word with the right key
+
+
 def list_choices() -> dict[str, list[str]]:
     """Map each group to the sorted names of its YAML files."""
     return {group: sorted(path.stem for path in (CONFIGS / group).glob("*.yaml")) for group in sorted(list_defaults())}
@@ -89,7 +98,9 @@ def _parse(word: str, later: Sequence[str], choices: Choices, chosen: Mapping[st
         reason = str(error).splitlines()[0]
         raise ConfigError(f"{word} cannot be read ({reason}); put quotes around the value: '{key}=\"...\"'") from error
     if override.is_sweep_override():
-        raise ConfigError(f"{word} gives several values, a run takes one; write {meant(_first(value))}")
+        raise SeveralValuesError(
+            f"{word} gives several values, a run takes one; write {meant(_first(value))}", word, meant(value)
+        )
     if override.package is not None:
         raise ConfigError(
             f"{word} names a package, and every group has its fixed place; write {key.partition('@')[0]}={value}"
