@@ -29,6 +29,7 @@ from .config import (
     MetricsConfig,
 )
 from .console import Reporter, build_reporter
+from .layout import Layout, layout_lines, layout_rows
 from .prediction import Prediction, PredictionError
 from .results import ProfileResult, RunResult, RunResults, RunStatus, plain_tree, prediction_errors, summarize
 from .resume_log import ResumePoint, starts
@@ -50,6 +51,7 @@ class RunRecorder(AbstractContextManager["RunRecorder"]):
         steps: configured number of optimizer steps.
         references: label → nats per token, shown with the loss.
         resumed: the state from which the run resumes, in a folder that may contain earlier steps; None for a new run.
+        layout: parameters, units and bytes of a rank, printed at the start and kept in the results.
         make_room: called if the disk is full; returns whether it may have room now.
     """
 
@@ -65,8 +67,9 @@ class RunRecorder(AbstractContextManager["RunRecorder"]):
         lock: FolderLock | None = None,
         make_room: Callable[[], bool] = lambda: False,
         prediction: Prediction | None = None,
+        layout: Layout | None = None,
     ) -> None:
-        self._prediction, self._config, self._title = prediction, config, title
+        self._prediction, self._layout, self._config, self._title = prediction, layout, config, title
         self._config_tree, self._environment = config_tree, environment
         self._planned_steps, self._references = steps, references
         self._last_counts: list[list[int]] = []
@@ -79,6 +82,8 @@ class RunRecorder(AbstractContextManager["RunRecorder"]):
         done = resumed.step if resumed else 0
         self._reporter: Reporter = build_reporter(config.console, steps, config.log_every, done)
         self.message(f"{title}\n{hardware_line(environment)}, {steps} steps into {self.run_dir}")
+        if layout is not None:
+            self.message(layout_lines(layout_rows(layout)))
         if resumed and done:
             self.message(f"resuming after step {done}" + f" from {resumed.checkpoint}" * bool(resumed.checkpoint))
         self.message(*self._directory.notes)
@@ -158,9 +163,15 @@ class RunRecorder(AbstractContextManager["RunRecorder"]):
             sample=sample,
             lost_output=self._lost_output,
             files=self._files(results, profile, errors),
-            definitions=definitions([results], predicted=bool(errors), compiled=compilation is not None),
+            definitions=definitions(
+                [results],
+                predicted=bool(errors),
+                compiled=compilation is not None,
+                laid_out=self._layout is not None,
+            ),
             environment=plain_tree(self._environment),
             settings=plain_tree(self._config_tree),
+            layout=self._layout,
         )
         self._directory.write(RESULT_FILE, result.to_json())
         # Last, since readers take a folder with a summary for a finished run.

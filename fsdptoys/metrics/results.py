@@ -19,6 +19,7 @@ from fsdptoys.utils.text import one_line
 
 from .compilation import Compilations
 from .config import RESULT_FILE
+from .layout import Layout
 from .prediction import Prediction, PredictionError
 from .resume_log import Resume
 from .step import Number, RoutingMetrics, StepMetrics
@@ -218,6 +219,8 @@ class RunResult:
     """As in ``environment.json``."""
     settings: dict[str, Any]
     """As in ``config.yaml``."""
+    layout: Layout | None = None
+    """Parameters, units, mesh and bytes of a rank; None if not recorded."""
     format_version: int = FORMAT_VERSION
 
     def to_json(self) -> str:

@@ -9,6 +9,7 @@ from typing import Any
 from fsdptoys.utils.text import size_text
 
 from .compilation import compilation_line, recompilation_rows
+from .layout import layout_rows
 from .prediction import prediction_rows
 from .results import Operator, ProfileResult, RunResult, RunResults, Spread
 from .resume_log import Resume, flatten
@@ -50,6 +51,7 @@ def render_summary(run: RunResult) -> str:
     parts = [
         f"# {_line(run.title)}",
         _section("Configuration", _table(("part", "value"), [*_flat_rows(run.environment), *_flat_rows(run.settings)])),
+        _section("Layout", _table(("part", "value"), layout_rows(run.layout))) if run.layout is not None else None,
         _section("Results", _table(("result", "value"), [(name, text) for name, text in rows if text is not None])),
         run.lost_output,
         "![loss and gradient norm over the steps](loss.png)",
@@ -231,8 +233,17 @@ COMPILATION_DEFINITION = (
 )
 
 
-def definitions(runs: Sequence[RunResults], *, predicted: bool, compiled: bool = False) -> tuple[str, ...]:
-    """The definition of each number in the summaries of runs, with predictions and compiled models as given."""
+LAYOUT_DEFINITION = (
+    "Bytes per rank: the largest over the ranks, read from the tensors before the first step: parameters with the "
+    "padding of uneven shards; gradients once all are reduced, none with `memory.optimizer_in_backward`; optimizer "
+    "states without step counters. Units are gathered in the dtype of forward and backward."
+)
+
+
+def definitions(
+    runs: Sequence[RunResults], *, predicted: bool, compiled: bool = False, laid_out: bool = False
+) -> tuple[str, ...]:
+    """The definition of each number in the summaries of runs, for predictions, compilation and layouts as given."""
     warmups = " or ".join(map(str, sorted({run.warmup_steps for run in runs}))) or 0
     return (
         "Loss: mean over the valid tokens of the global batch, before the optimizer step, of the training "
@@ -257,5 +268,6 @@ def definitions(runs: Sequence[RunResults], *, predicted: bool, compiled: bool =
         *([SPIKES_DEFINITION] if any(run.spikes for run in runs) else ()),
         *([PREDICTION_DEFINITION] if predicted else ()),
         *([COMPILATION_DEFINITION] if compiled else ()),
+        *([LAYOUT_DEFINITION] if laid_out else ()),
         *(ROUTING_DEFINITIONS if any(run.routing is not None for run in runs) else ()),
     )

@@ -126,6 +126,11 @@ class FSDP1(Strategy):
         owned = own_parameters([[module] for module in modules])
         return [(module, params) for module, params in zip(modules, owned, strict=True) if params]
 
+    def unit_names(self) -> list[list[str]]:
+        """FSDP1's own units."""
+        units = set(self.model.fsdp_modules(self.model))
+        return [[_own_name(f"{name}.").rstrip(".")] for name, module in self.model.named_modules() if module in units]
+
     def full_parameters(self) -> Iterator[tuple[str, Tensor]]:
         """All-gather one unit at a time."""
         names = {module: _own_name(name + ".").rstrip(".") for name, module in self.model.named_modules()}

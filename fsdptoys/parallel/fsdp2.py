@@ -149,6 +149,11 @@ class FSDP2(Strategy):
         owned = own_parameters(self._modules)
         return [(modules[0], params) for modules, params in zip(self._modules, owned, strict=True) if params]
 
+    def unit_names(self) -> list[list[str]]:
+        """The groups of modules that ``fully_shard`` got."""
+        names = {module: name for name, module in self.model.named_modules()}
+        return [[names[module] for module in modules] for modules in self._modules]
+
     def gather_after(self, module: nn.Module, event: Any) -> None:
         """Make the stream that copies shards into the all-gather wait."""
         stream = gathering_stream(module)

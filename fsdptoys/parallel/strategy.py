@@ -37,7 +37,7 @@ from fsdptoys.utils.bounds import check_bounds
 from fsdptoys.utils.dtensor import local_tensor
 
 from .init_weights import Fill
-from .mesh import MeshConfig, build_mesh
+from .mesh import REPLICATE_AXIS, SHARD_AXIS, MeshConfig, build_mesh
 from .precision import DType, ReduceDType
 from .state import Load, State
 
@@ -201,6 +201,8 @@ class Strategy(ABC):
     """Whether gradients may be set to None after a step, rather than to zero."""
     units_ahead: int = 0
     """Units after its own that a unit's forward begins to gather."""
+    sharded: ClassVar[str] = "parameters, gradients and optimizer states"
+    """Tensors that the ranks of ``shard_group`` split."""
 
     def __init__(self, config: Any, context: ParallelContext) -> None:
         self.config, self.context = config, context
@@ -233,6 +235,20 @@ class Strategy(ABC):
     @abstractmethod
     def units(self) -> list[UnitParams]:
         """Every parameter once, by the module whose forward needs it first, in the order of the forward."""
+
+    def unit_names(self) -> list[list[str]]:
+        """Names of the modules of each gathered unit, the root's empty; none where ranks keep all parameters."""
+        return []
+
+    def axes(self) -> dict[str, int]:
+        """Mesh axis → ranks along it."""
+        group = self.shard_group()
+        shards = group.size() if group is not None else 1
+        return {REPLICATE_AXIS: self.context.world_size // shards, SHARD_AXIS: shards}
+
+    def gradient_bytes(self, parameter_bytes: int) -> int:
+        """Bytes of a rank's reduced gradients, from those of its parameters."""
+        return parameter_bytes
 
     def attach(self, optimizer: torch.optim.Optimizer) -> None:  # noqa: B027 (only who shards updates must exchange them)
         """Receive the optimizer over ``named_parameters`` before its first step."""

@@ -32,6 +32,7 @@ class ToyZero1(ToyDDP):
 
     model: Any
     kind = Zero1
+    sharded = "optimizer states"
 
     @contextmanager
     def microbatch(self, index: int, count: int) -> Iterator[None]:
@@ -70,6 +71,12 @@ class ToyZero1(ToyDDP):
 
 class ToyZero2(ToyZero1):
     """The toy's Zero2: gradients are reduced to slices after every micro-batch."""
+
+    sharded = "gradients and optimizer states"
+
+    def gradient_bytes(self, parameter_bytes: int) -> int:
+        """One slice of each bucket."""
+        return parameter_bytes // self.context.world_size
 
     def _wrap(self, model: nn.Module) -> Any:
         return Zero2(model, bucket_cap_mb=self.config.bucket_cap_mb, reduce_dtype=self.config.reduce_dtype.torch)

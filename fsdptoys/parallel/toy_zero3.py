@@ -60,6 +60,10 @@ class ToyZero3(Strategy):
         """Return the units of the wrapped model."""
         return unsharded_units(self._unwrapped, self._unwrapped)
 
+    def unit_names(self) -> list[list[str]]:
+        """The rest of the model, and each block."""
+        return [[""], *([f"layers.{number}"] for number in range(len(self._unwrapped.layers)))]
+
     def full_parameters(self) -> Iterator[tuple[str, Tensor]]:
         """Broadcast one parameter at a time."""
         device = self.context.device.torch_device

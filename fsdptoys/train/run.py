@@ -28,6 +28,7 @@ from fsdptoys.metrics import (
     new_run_dir,
     run_dir_path,
 )
+from fsdptoys.metrics.layout import Layout
 from fsdptoys.metrics.prediction import Prediction
 from fsdptoys.metrics.results import ProfileResult, RunStatus
 from fsdptoys.parallel import full_tensors, host_copy
@@ -39,6 +40,7 @@ from fsdptoys.utils.from_tree import build
 from .distributed import process_group
 from .heartbeat import HEARTBEATS_FOLDER, HeartbeatWriter, explain_lost_ranks
 from .launch_env import remember_run_dir, remembered_run_dir, restart_count
+from .layout import measure_layout
 from .random_states import random_states, restore_random_states
 from .resume import FACTS, check_restart, check_same_run, checkpoint_folder, run_facts
 from .stop import Stop, StopRequest
@@ -95,8 +97,9 @@ class Run:
             heartbeat.beat(0, "start")
             self.checkpoints = self._open_checkpoints()
             self._resume()
+            layout = measure_layout(trainer)
             if self.rank == 0:
-                self._recorder = stack.enter_context(self._open_recorder())
+                self._recorder = stack.enter_context(self._open_recorder(layout))
             # The run directory is claimed before any rank writes into it.
             dist.barrier(device_ids=self.trainer.device.barrier_devices)
             profiler = self._profiler()
@@ -222,7 +225,7 @@ class Run:
                 "generators start from the seed"
             )
 
-    def _open_recorder(self) -> RunRecorder:
+    def _open_recorder(self, layout: Layout) -> RunRecorder:
         dataset = self.trainer.dataset
         references = {
             "unigram entropy of the data": dataset.unigram_entropy_nats,
@@ -240,6 +243,7 @@ class Run:
             lock=self._lock,
             make_room=self.checkpoints.wait,
             prediction=self._prediction,
+            layout=layout,
         )
 
     def _profiler(self) -> Profiler:

@@ -83,10 +83,12 @@ class Trainer:
         with torch.device("meta"):
             model = config.model.build()
         self.flops_per_token = model.flops_per_token(train.seq_len)
-        self.parameter_count = model.parameter_counts().total
+        self.parameter_sizes = {name: param.numel() for name, param in model.named_parameters()}
+        """Elements of each parameter; a shared one has the first of its names."""
+        self.parameter_count = sum(self.parameter_sizes.values())
         put_kernels(model, config.kernels)
         matrix_names = {name for name, param in model.named_parameters() if param.ndim >= 2}
-        block_names = {f"layers.{name}" for name, _ in model.layers.named_parameters()}
+        self.block_names = {f"layers.{name}" for name, _ in model.layers.named_parameters()}
         convert_to_float8(model, train.float8, train.float8_all_gather, self.device.type)
         prepare_blocks(model, config, self.device)
         self.strategy = config.parallel.build(context)
@@ -105,7 +107,7 @@ class Trainer:
         chunks = (memory.chunk_loss, chunk_tokens, memory.chunk_grad_dtype.torch)
         self.loss_fn = build_loss(*chunks, Objective(train.label_smoothing, train.z_loss_coef))
         self.eval_loss_fn = build_loss(*chunks)
-        optimizer = build_optimizer(config.optim, self.strategy.named_parameters(), matrix_names, block_names)
+        optimizer = build_optimizer(config.optim, self.strategy.named_parameters(), matrix_names, self.block_names)
         self.strategy.attach(optimizer)
         with explain_out_of_memory(self.device, constructing):
             self.updates = build_updates(optimizer, self.strategy, config, threads)

@@ -14,6 +14,7 @@ from fsdptoys.device import Device
 from fsdptoys.errors import ConfigError
 from fsdptoys.metrics import Console, MetricsConfig, RunRecorder, StepMetrics, environment
 from fsdptoys.metrics.config import RUN_FILES
+from fsdptoys.metrics.layout import Layout, RankBytes, Unit
 from fsdptoys.metrics.plots import draw_experts, draw_loss
 from fsdptoys.metrics.recorder import closing_lines
 from fsdptoys.metrics.results import read_result, summarize
@@ -63,10 +64,16 @@ def run_with_experts(count: int, layers: int = 2, experts: int = 4) -> list[Step
     ]
 
 
-def make_recorder(tmp_path: Path, console: Console = Console.none, steps: int = 20, title: str = "tiny") -> RunRecorder:
+def make_recorder(
+    tmp_path: Path,
+    console: Console = Console.none,
+    steps: int = 20,
+    title: str = "tiny",
+    layout: Layout | None = None,
+) -> RunRecorder:
     found = environment(Device("cpu"), 2, ["fsdptoys", "train"])
     config = MetricsConfig(run_dir=str(tmp_path / "run"), console=console, log_every=10)
-    return RunRecorder(config, title, TREE, found, steps, REFERENCES)
+    return RunRecorder(config, title, TREE, found, steps, REFERENCES, layout=layout)
 
 
 def test_run_writes_all_files_and_prints_its_results(tmp_path, capsys):
@@ -93,6 +100,21 @@ def test_run_writes_all_files_and_prints_its_results(tmp_path, capsys):
         "last loss 5.3500, held-out loss 5.0000, uniform 5.5452, unigram 3.0000 (nats per token)",
         "median step 900.0 ms, 5,120 tokens/s over all ranks (excluding the first 2 steps)",
         f"run directory: {run_dir}",
+    ]
+
+
+def test_layout_is_printed_before_the_first_step(tmp_path, capsys):
+    """Oracle: the lines, with aligned texts, after the two of the title."""
+    held = dict.fromkeys(("parameters", "gradients", "optimizer states"), RankBytes(8192, 0))
+    layout = Layout(4096, 2048, 1, Unit("root", 4096, 16384), Unit("root", 4096, 16384), {"shard": 2}, "all", held)
+    with make_recorder(tmp_path, Console.plain, layout=layout):
+        pass
+    assert capsys.readouterr().out.splitlines()[2:] == [
+        "parameters      4,096, of which a rank holds 2,048",
+        "units           1; largest root (4,096 parameters, 16.00 KiB gathered), "
+        "smallest root (4,096 parameters, 16.00 KiB gathered)",
+        "mesh            shard=2: all split over 2 ranks",
+        "bytes per rank  parameters 8.00 KiB, gradients 8.00 KiB, optimizer states 8.00 KiB",
     ]
 
 

@@ -12,6 +12,8 @@ from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPCommContex
 from fsdptoys.config.schema import Config
 from fsdptoys.data import TextConfig
 from fsdptoys.errors import ConfigError
+from fsdptoys.metrics.layout import layout_rows
+from fsdptoys.metrics.results import read_result
 from fsdptoys.parallel import DDPConfig, FSDP1Config, FSDP2Config, ParallelConfig, SingleConfig
 from fsdptoys.profiler import ProfileConfig
 from fsdptoys.train import run as run_module
@@ -35,8 +37,8 @@ def run_in(folder: Path, configs: dict[str, Config]) -> dict[str, list[str]]:
     return seen
 
 
-def test_every_strategy_writes_all_files_and_the_same_sample(tmp_path: Path) -> None:
-    """Oracle: the files by name, and the text that one process generates after the same steps."""
+def test_every_strategy_writes_all_files_its_layout_and_the_same_sample(tmp_path: Path) -> None:
+    """Oracle: the files by name, the meshes, and the text that one process generates after the same steps."""
     (tmp_path / "corpus.txt").write_text("def f(x):\n    return x\n" * 500)
 
     def config(parallel: ParallelConfig, world_size: int) -> Config:
@@ -56,6 +58,11 @@ def test_every_strategy_writes_all_files_and_the_same_sample(tmp_path: Path) -> 
         assert [line["step"] for line in lines] == [1, 2, 3]
         summary = (tmp_path / name / "summary.md").read_text()
         samples.add(summary.split("## Sample of the trained model")[1].split("## Files")[0])
+        result = read_result(tmp_path / name)
+        assert result is not None and result.layout is not None
+        assert result.layout.mesh == {"one": {}, "ddp": {"replicate": 2}}.get(name, {"shard": 2})
+        assert "## Layout" in summary and "- Bytes per rank: " in summary
+        assert all(f"| {label} | {text} |" in summary for label, text in layout_rows(result.layout))
     assert len(samples) == 1 and "def " in samples.pop()
 
 

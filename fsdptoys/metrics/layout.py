@@ -1,0 +1,84 @@
+"""Sizes of a run before its first step, printed at the start and kept in the results: parameters, units, mesh, bytes.
+
+Numbers of a rank are the largest over all ranks.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from fsdptoys.utils.text import size_text
+
+
+@dataclass(frozen=True)
+class Unit:
+    """Parameters that are gathered together."""
+
+    name: str
+    parameters: int
+    gathered_bytes: int
+    """Of the full parameters, in the dtype of forward and backward."""
+
+
+@dataclass(frozen=True)
+class RankBytes:
+    """Tensors of one purpose on one rank."""
+
+    device: int
+    host: int
+    """Of what is offloaded to host memory."""
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How a run's model lies on its ranks."""
+
+    parameters: int
+    """Trainable ones; a shared weight counts once."""
+    parameters_per_rank: int
+    """With the padding of uneven shards."""
+    units: int
+    """0 where every rank keeps all parameters."""
+    largest_unit: Unit | None
+    smallest_unit: Unit | None
+    mesh: dict[str, int]
+    """Axis → ranks, without axes of one rank."""
+    sharded: str
+    """Tensors that are split over the shard axis."""
+    bytes_per_rank: dict[str, RankBytes]
+    """Parameters, gradients once all are reduced, and optimizer states."""
+
+
+def layout_rows(layout: Layout) -> list[tuple[str, str]]:
+    """Labels and texts of the lines on the console and in the summary."""
+    rows = [("parameters", f"{layout.parameters:,}, of which a rank holds {layout.parameters_per_rank:,}")]
+    largest, smallest = layout.largest_unit, layout.smallest_unit
+    if largest is not None and smallest is not None:
+        rows.append(("units", f"{layout.units}; largest {_unit_text(largest)}, smallest {_unit_text(smallest)}"))
+    rows.append(("mesh", _mesh_text(layout)))
+    parts = ", ".join(f"{name} {_bytes_text(each)}" for name, each in layout.bytes_per_rank.items())
+    return [*rows, ("bytes per rank", parts)]
+
+
+def layout_lines(rows: Sequence[tuple[str, str]]) -> str:
+    """The rows as lines, with the texts aligned."""
+    return "\n".join(f"{label:<16}{text}" for label, text in rows)
+
+
+def _unit_text(unit: Unit) -> str:
+    return f"{unit.name} ({unit.parameters:,} parameters, {size_text(unit.gathered_bytes)} gathered)"
+
+
+def _mesh_text(layout: Layout) -> str:
+    axes, shards = " × ".join(f"{axis}={ranks}" for axis, ranks in layout.mesh.items()), layout.mesh.get("shard")
+    replicas = layout.mesh.get("replicate")
+    if shards is None:
+        return f"{axes}: {replicas} ranks with full copies" if replicas else "one rank"
+    split = f"{layout.sharded} split over {shards} ranks"
+    return f"{axes}: {f'{replicas} copies, each with ' * bool(replicas)}{split}"
+
+
+def _bytes_text(held: RankBytes) -> str:
+    on_host = f"{size_text(held.host)} in host memory"
+    if held.host and held.device:
+        return f"{size_text(held.device)} and {on_host}"
+    return on_host if held.host else size_text(held.device)

@@ -1,0 +1,82 @@
+"""Sizes of a trainer's parameters, units and states, read from its tensors before the first step.
+
+Optimizer states that do not exist yet are counted with the formula of the optimizer's configuration, which the planner
+uses too; AdamW's step counters, four bytes a parameter tensor, are left out.
+"""
+
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from fsdptoys.memory import BucketedOptimizer
+from fsdptoys.metrics.layout import Layout, RankBytes, Unit
+from fsdptoys.utils.dtensor import local_tensor
+
+if TYPE_CHECKING:
+    from .trainer import Trainer
+
+
+def measure_layout(trainer: "Trainer") -> Layout:
+    """Measure this rank and take the largest number over all ranks. A collective."""
+    config, strategy, sizes = trainer.config, trainer.strategy, trainer.parameter_sizes
+    params = dict(strategy.named_parameters())
+    held = storage_bytes(params.values())
+    elements = held // next(iter(params.values())).element_size()
+    gradients = 0 if config.memory.optimizer_in_backward else strategy.gradient_bytes(held)
+    if isinstance(trainer.optimizer, BucketedOptimizer):
+        buckets = trainer.optimizer.buckets
+        states = sum(bucket.slab.nbytes for bucket in buckets if not bucket.on_host)
+        on_host = sum(bucket.slab.nbytes for bucket in buckets if bucket.on_host)
+    else:
+        states, on_host = 0, 0
+        for name, param in params.items():
+            of_param = param.shape, local_tensor(param).numel(), name in trainer.block_names
+            states += sum(config.optim.state_bytes(*of_param))
+    numbers = torch.tensor([elements, held, gradients, states, on_host], device=trainer.device.torch_device)
+    dist.all_reduce(numbers, op=dist.ReduceOp.MAX)
+    elements, *each, on_host = map(int, numbers.tolist())
+    kinds = "parameters", "gradients", "optimizer states"
+    offloads = config.memory.cpu_offload
+    held_bytes = {
+        kind: RankBytes(*((0, size) if offloads else (size, 0))) for kind, size in zip(kinds, each, strict=True)
+    }
+    if on_host:
+        held_bytes[kinds[-1]] = RankBytes(0 if offloads else each[-1], on_host)
+    units = unit_sizes(strategy.unit_names(), sizes)
+    width = config.parallel.param_dtype.torch.itemsize
+    by_size = [Unit(name, size, size * width) for name, size in sorted(units.items(), key=lambda unit: unit[1])]
+    largest = max(by_size, key=lambda unit: unit.parameters, default=None)
+    return Layout(
+        parameters=sum(sizes.values()),
+        parameters_per_rank=elements,
+        units=len(units),
+        largest_unit=largest,
+        smallest_unit=by_size[0] if by_size else None,
+        mesh={axis: ranks for axis, ranks in strategy.axes().items() if ranks > 1},
+        sharded=strategy.sharded,
+        bytes_per_rank=held_bytes,
+    )
+
+
+def storage_bytes(tensors: Iterable[Tensor]) -> int:
+    """Bytes of the storages of local tensors, each counted once: with padding, and all that a view keeps alive."""
+    storages = (local_tensor(tensor).untyped_storage() for tensor in tensors)
+    return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
+
+
+def unit_sizes(units: Iterable[list[str]], sizes: Mapping[str, int]) -> dict[str, int]:
+    """Parameters of each unit by name, of units that have any; a parameter belongs to the innermost module named.
+
+    ``units`` has the names of the modules of each unit, ``sizes`` the number of elements of each parameter.
+    """
+    unit_of = {name: ", ".join(filter(None, names)) or "root" for names in units for name in names}
+    found = dict.fromkeys(unit_of.values(), 0)
+    for name, size in sizes.items() if unit_of else ():
+        module = name.rpartition(".")[0]
+        while module and module not in unit_of:
+            module = module.rpartition(".")[0]
+        found[unit_of[module]] += size
+    return {name: size for name, size in found.items() if size}
