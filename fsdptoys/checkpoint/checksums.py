@@ -10,7 +10,7 @@ import hashlib
 import json
 import secrets
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -38,12 +38,13 @@ class FileSum:
     sha256: str
 
 
-def sum_file(file: BinaryIO) -> FileSum:
-    """Sum a file from its current position to its end."""
+def sum_file(file: BinaryIO, advance: Callable[[int], object] = lambda count: None) -> FileSum:
+    """Sum a file from its current position to its end; ``advance`` is called with the bytes of each block."""
     digest, size = hashlib.sha256(), 0
     while block := file.read(BLOCK_BYTES):
         digest.update(block)
         size += len(block)
+        advance(len(block))
     return FileSum(size, digest.hexdigest())
 
 

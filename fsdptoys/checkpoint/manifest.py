@@ -170,12 +170,17 @@ def read_manifest(storage: Storage, name: str, patient: bool = True) -> Manifest
     return _judged(storage, name, MANIFEST_FILE, read, patient)
 
 
-def verify_file(storage: Storage, manifest: Manifest, path: str) -> None:
-    """Compare a file's size and SHA-256 with the manifest; errors as ``read_manifest``."""
+def verify_file(
+    storage: Storage, manifest: Manifest, path: str, advance: Callable[[int], object] = lambda count: None
+) -> None:
+    """Compare a file's size and SHA-256 with the manifest; errors as ``read_manifest``.
+
+    ``advance`` is called with the bytes of each block.
+    """
 
     def read() -> FileSum:
         with storage.reading(f"{manifest.name}/{path}") as file:
-            return sum_file(file)
+            return sum_file(file, advance)
 
     found = _judged(storage, manifest.name, path, read)
     if found != manifest.files[path]:

@@ -99,7 +99,7 @@ def locate(config: CheckpointConfig, storage: Storage | None) -> NamedCheckpoint
     ``storage`` holds the run's own checkpoints, if any. ConfigError if there is none, or if ``auto`` would later resume
     from another checkpoint than this run's last.
     """
-    found = _find(config.resume)
+    found = find_checkpoint(config.resume)
     if found is None:
         raise ConfigError(
             f"checkpoint.resume={config.resume} holds no checkpoint; set it to never, auto or must, or to the folder "
@@ -210,7 +210,7 @@ def _facts(storage: Storage, name: str, schema: Schema) -> Facts:
     return read_state(storage, read_manifest(storage, name), schema)
 
 
-def _find(where: str) -> tuple[Storage, str] | None:
+def find_checkpoint(where: str) -> tuple[Storage, str] | None:
     """Return storage and name of the checkpoint that a path or URL refers to."""
     given = where.rstrip("/")
     parent, _, last = given.rpartition("/")

@@ -183,6 +183,11 @@ class StoredTensor:
     shape: tuple[int, ...]
     chunks: tuple[Chunk, ...]  # cover the tensor without overlap
 
+    @property
+    def nbytes(self) -> int:
+        """Size of the full tensor, in bytes."""
+        return ChunkForm(CHUNK_DTYPES[self.dtype], self.shape).nbytes
+
 
 def write_index(storage: Storage, folder: str, tensors: Mapping[str, StoredTensor]) -> None:
     """Write the index of a checkpoint; ConfigError if it exceeds the size limit."""

@@ -52,6 +52,10 @@ class Storage(ABC):
     def size(self, path: str) -> int:
         """Return the size of a file in bytes."""
 
+    def modified(self, path: str) -> float | None:
+        """Return when a file was written, in seconds since 1970; None where the storage does not know."""
+        return None
+
     @abstractmethod
     def reading(self, path: str) -> AbstractContextManager[BinaryIO]:
         """Open a seekable file for reading."""
@@ -125,6 +129,10 @@ class LocalStorage(Storage):
     def size(self, path: str) -> int:
         """See Storage."""
         return self._place(path).stat().st_size
+
+    def modified(self, path: str) -> float:
+        """See Storage."""
+        return self._place(path).stat().st_mtime
 
     def reading(self, path: str) -> AbstractContextManager[BinaryIO]:
         """See Storage. Unbuffered, so that large reads are not copied and small ones read no extra bytes."""
@@ -233,6 +241,12 @@ class UrlStorage(Storage):
         """See Storage."""
         with _os_errors():
             return int(self._files.info(self._place(path))["size"])
+
+    def modified(self, path: str) -> float | None:
+        """See Storage."""
+        with suppress(OSError), _os_errors():
+            return float(self._files.modified(self._place(path)).timestamp())
+        return None
 
     def reading(self, path: str) -> AbstractContextManager[BinaryIO]:
         """See Storage."""

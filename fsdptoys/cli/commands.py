@@ -3,10 +3,11 @@
 import argparse
 import functools
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from fsdptoys.errors import ConfigError
+from fsdptoys.utils.text import near_miss
 
 from .help import plan_settings, sweep_lines, train_keys
 from .parser import Parser, integer, number
@@ -54,6 +55,15 @@ def check_count(command: str, words: Sequence[str], count: int, needed: str, for
     if len(words) != count:
         given = {0: "none was", 1: "one was"}.get(len(words), f"{len(words)} were")
         raise ConfigError(f"fsdptoys {command} needs {needed}, and {given} given; write fsdptoys {command} {form}")
+
+
+def run_part(command: str, words: Sequence[str], parts: Mapping[str, Callable[[Sequence[str]], int]]) -> int:
+    """Run the part of a command that its first word names, with the rest; return the exit status."""
+    if words[0] not in parts:
+        near = near_miss(words[0], list(parts))
+        fix = f"did you mean fsdptoys {command} {near}?" if near else f"see fsdptoys {command} --help"
+        raise ConfigError(f"fsdptoys {command} {words[0]} is not a command; {fix}")
+    return parts[words[0]](words[1:])
 
 
 def command_names() -> list[str]:
@@ -306,6 +316,29 @@ pip install 'fsdptoys[data]'.
     add("data check DIR ...", "verify the checksums of such folders; status 1 if one is damaged")
     show = add("data show DIR ... [--json]", "print the index: documents, tokens, splits, tokenizer, sources")
     show.flag("--json", "exact numbers, as a list of objects")
+
+    ls = add(
+        "checkpoint ls PATH [--verify] [--json]",
+        "list the checkpoints of a run, and the one that checkpoint.resume=auto selects",
+        """\
+List checkpoints: step, state, time, layout, tensors, size, and whether the checksums hold. PATH is a run directory, a
+folder or URL of checkpoints, or one of them. An incomplete one has no manifest: it is being written, or was left by a
+kill. Checksums are compared if local checkpoints have at most 1 GiB together, or with --verify.
+
+Exit status: 0, 1 if one is damaged, 2 after a mistake.
+""",
+    )
+    ls.flag("--verify", "read all files and compare their checksums")
+    ls.flag("--json", "exact numbers, as an object")
+    contents = add(
+        "checkpoint show PATH [PATTERN] [--json]",
+        "show the contents of a checkpoint: layout, tensors, optimizer states, position in the data",
+        """\
+Show a checkpoint, or the newest complete one of a run or folder, and its parameters. PATTERN selects other tensors by
+name: model.NAME is a parameter, optim.NAME.STATE a state of it; * stands for any text, as in 'optim.*.exp_avg'.
+""",
+    )
+    contents.flag("--json", "exact numbers, and all facts besides tensors, as an object")
 
     usages = [re.sub(r"fsdptoys train -m \.\.\.", "", parser.usage or "").strip() for parser in parsers.values()]
     root.usage = "\n       ".join([*usages, "fsdptoys --version"])

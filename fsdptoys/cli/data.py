@@ -9,26 +9,20 @@ import dataclasses
 import json
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from fsdptoys.data import MOST_PROCESSES, SHARD_TOKENS, Display, Request, find_sources, open_encoder, prepare_folder
 from fsdptoys.data.dataset_index import SPLITS, TOKENIZER_FILE, Index, check_folder, files_of, read_index
 from fsdptoys.device import available_cores
 from fsdptoys.errors import ConfigError
-from fsdptoys.utils.text import near_miss
 
-from .commands import parse
+from .commands import parse, run_part
 
 
 def data_command(words: Sequence[str]) -> int:
     """Run the command; return the exit status: 1 if a folder is damaged."""
-    parts: dict[str, Callable[[Sequence[str]], int]] = {"prepare": _prepare, "check": _check, "show": _show}
-    if words[0] not in parts:
-        near = near_miss(words[0], list(parts))
-        fix = f"did you mean fsdptoys data {near}?" if near else "see fsdptoys data --help"
-        raise ConfigError(f"fsdptoys data {words[0]} is not a command; {fix}")
-    return parts[words[0]](words[1:])
+    return run_part("data", words, {"prepare": _prepare, "check": _check, "show": _show})
 
 
 def _prepare(words: Sequence[str]) -> int:
