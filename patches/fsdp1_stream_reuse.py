@@ -46,4 +46,5 @@ PATCH = Patch(
     effect="the FSDP1 roots of a process share their streams",
     beyond="not applied because torch {torch} is newer than the versions it was written against",
     install=_install,
+    between_roots=True,
 )

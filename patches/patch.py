@@ -30,6 +30,8 @@ class Patch:
     """Reason from ``below`` on: "not needed because" or "not applied because", with ``{torch}`` for the version."""
     install: Callable[[], Undo]
     """Replaces the attribute in any version."""
+    between_roots: bool = False
+    """Whether it acts only where a process has several FSDP roots."""
 
     @property
     def versions(self) -> str:

@@ -12,9 +12,11 @@ from collections.abc import Sequence
 from types import TracebackType
 
 import torch
+from torch import nn
 
 from . import fsdp1_stream_reuse, fsdp2_backward_prefetch, fsdp2_stream_reuse
 from .patch import Patch, Undo
+from .streams import has_other_roots
 
 AUTO = "auto"
 
@@ -45,6 +47,14 @@ class AppliedPatches:
     def __init__(self) -> None:
         self.report = []
         self._held: list[str] = []
+
+    def outcomes(self, model: nn.Module) -> dict[str, str]:
+        """``report``, with a note on patches that do nothing for this wrapped model; before its first forward."""
+        alone = not has_other_roots(model)
+        notes = {
+            name: ", no effect in this run: one root" * (alone and PATCHES[name].between_roots) for name in self._held
+        }
+        return {name: outcome + notes.get(name, "") for name, outcome in self.report}
 
     def undo(self) -> None:
         """Release the patches; the last holder restores PyTorch's attributes. May be called twice."""

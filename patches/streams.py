@@ -10,6 +10,7 @@ from collections.abc import Iterable
 from typing import Any
 
 import torch
+from torch import nn
 
 _kept: dict[tuple[torch.device, str, object], Any] = {}
 
@@ -29,6 +30,20 @@ def share_streams(owner: Any, attributes: Iterable[str], device: torch.device) -
         stream = getattr(owner, attribute)
         key = (device, attribute, _priority_of(stream))
         setattr(owner, attribute, _kept.setdefault(key, stream))
+
+
+def has_other_roots(model: nn.Module) -> bool:
+    """Whether a wrapped model has several FSDP roots, or an earlier root of the process has left streams.
+
+    A root is an FSDP unit in no other one. Ask before the model's first forward.
+    """
+    from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel  # half a second
+
+    units = {
+        name for name, module in model.named_modules() if isinstance(module, (FSDPModule, FullyShardedDataParallel))
+    }
+    inner = {name for name in units if any(name.startswith(f"{unit}.") or not unit for unit in units - {name})}
+    return bool(_kept) or len(units - inner) > 1
 
 
 def _priority_of(stream: Any) -> object:

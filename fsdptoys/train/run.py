@@ -236,7 +236,7 @@ class Run:
             title=self.title,
             config_tree=self.config.to_dict(),
             environment=environment(self.trainer.device, self.world_size, sys.argv)
-            | {"patches_of_pytorch": dict(self.trainer.patches.report) or "none"},
+            | {"patches_of_pytorch": self.trainer.patches.outcomes(self.trainer.strategy.model) or "none"},
             steps=self.config.train.steps,
             references={label: nats for label, nats in references.items() if nats is not None},
             resumed=self._resumed,

@@ -10,7 +10,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy, fully_shard
 
-from fsdptoys.patches import apply_patches
+from fsdptoys.patches import apply_patches, streams
 from fsdptoys.patches.fsdp1_stream_reuse import STREAMS as FSDP1_STREAMS
 from fsdptoys.patches.fsdp2_stream_reuse import STREAMS as FSDP2_STREAMS
 from fsdptoys.patches.patch import parse_version
@@ -154,6 +154,25 @@ def test_two_roots_share_streams_with_bitwise_equal_gradients(
             assert used == streams_of_a_root
             assert grads == alone[rank][1]
             assert same_streams and not same_context
+
+
+def outcomes(strategy: str) -> list[str]:
+    """Outcomes for one root, for two roots in an unsharded container, and for one root after another one has run."""
+    streams._kept.clear()  # of earlier tests
+    name = f"{strategy}_stream_reuse"
+    with apply_patches([name], strategy) as patches:
+        root, other = (make_root(strategy, seed) for seed in (1, 2))
+        found = [patches.outcomes(model)[name] for model in (root, nn.ModuleList([root, other]))]
+        root(torch.randn(4, WIDTH)).sum().backward()
+        return [*found, patches.outcomes(other)[name]]
+
+
+@pytest.mark.parametrize("strategy", ["fsdp1", "fsdp2"])
+def test_patch_without_a_second_root_is_reported_to_have_no_effect(strategy: str) -> None:
+    """Oracle: streams are shared with other roots of the process only, present or earlier."""
+    applied = f"applied: the {strategy.upper()} roots of a process share their streams"
+    for found in run_ranks(2, outcomes, strategy):
+        assert found == [f"{applied}, no effect in this run: one root", applied, applied]
 
 
 def mixed_roots() -> list[list[int]]:
