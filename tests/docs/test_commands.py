@@ -98,7 +98,8 @@ def find_mistake(words: list[str], capsys: pytest.CaptureFixture[str]) -> str | 
 def arguments(line: str) -> list[str]:
     """Arguments after ``fsdptoys`` in a command line, without placeholders and files that exist here."""
     words = [word.replace("stdlib", "absent.txt") for word in shlex.split(line) if word != "…" and word[0] != "["]
-    start = next(place for place, word in enumerate(words) if word in ("fsdptoys", "run_fsdp.sh"))
+    programs = ("fsdptoys", "run_fsdp.sh", "docs/toys/stories/with_bug.py")
+    start = next(place for place, word in enumerate(words) if word in programs)
     rest = [word for word in words[start + 1 :] if word != "--"]
     return ["train", *rest] if words[start] == "run_fsdp.sh" else rest
 

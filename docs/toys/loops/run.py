@@ -24,7 +24,7 @@ from scripts.ranks import run_ranks
 
 HERE = Path(__file__).resolve().parent
 RANKS, STEPS = 2, 5
-LOOPS = ("toy_ddp", "toy_zero1", "toy_zero2", "toy_zero3", "toy_fsdp")
+LOOPS = ("toy_ddp", "toy_zero1", "toy_zero2", "toy_zero3", "toy_fsdp", "own")
 
 
 class Model(nn.Module):
