@@ -1,0 +1,111 @@
+"""The numbers in the answers of docs/toys/questions.md, and CITATION.cff."""
+
+import itertools
+import math
+import random
+from pathlib import Path
+from typing import Any
+
+import torch
+import yaml
+
+import fsdptoys
+from fsdptoys.config.compose import compose_config
+from fsdptoys.profiler.collectives import Call, CollectiveTrace
+from fsdptoys.toys import fsdp
+from fsdptoys.toys.buckets import assign_buckets
+from scripts.ranks import run_ranks
+from scripts.toys_memory import MIB, expected
+from tests.toys.fsdp_models import Case, batches, build
+
+ROOT = Path(__file__).parents[2]
+RANKS = 8
+
+
+def answers() -> list[str]:
+    """The ten answers, on one line each."""
+    _, _, text = (ROOT / "docs/toys/questions.md").read_text(encoding="utf-8").partition("## Answers\n")
+    found = [" ".join(answer.split()) for answer in text.replace("\n   ", " ").strip().split("\n")]
+    assert [answer.partition(".")[0] for answer in found] == [str(number) for number in range(1, 11)]
+    return found
+
+
+def test_answers_have_the_computed_numbers() -> None:
+    """Oracle: GPT-2 XL on the meta device, the toys' layouts and buckets, formulas of ``scripts/toys_memory.py``."""
+    with torch.device("meta"):
+        model = compose_config(["experiment=null", "model=gpt2_xl"]).model.build()
+    params = list(model.parameters())
+    count = sum(param.numel() for param in params)
+    block = sum(param.numel() for param in model.layers[0].parameters())  # type: ignore[index]
+    rest = count - len(model.layers) * block  # type: ignore[arg-type]
+    vector = [torch.Size([count])]  # divisible by the ranks: no padding
+    kept = [sum(expected(kind, vector, RANKS, 0, 25 * MIB)) for kind in ("ddp", "zero1", "zero2", "fsdp")]
+    buckets = assign_buckets(params[::-1], [25 * MIB])
+    sent = 4 * count * (RANKS - 1) // RANKS
+    rows = [len(chunk) for chunk in params[0].chunk(RANKS)]
+    padding = (RANKS * rows[0] - sum(rows)) * params[0].shape[1] * 4
+    numbers: dict[int, list[Any]] = {
+        1: kept,
+        2: [2 * sent, 3 * sent],
+        4: [len(buckets), max(param.nbytes for param in params[1:]), params[0].nbytes],
+        5: [(4 + 1) / 2],
+        6: [2 * len(model.layers) + 1, len(model.layers) + 1],  # type: ignore[arg-type]
+        7: [4 * block, 4 * rest],
+        8: [rows[0], rows[-1], padding],
+    }
+    for number, values in numbers.items():
+        for value in values:
+            assert (f"{value:,}" if value >= 10_000 else str(value)) in answers()[number - 1], (number, value)
+    page = (ROOT / "docs/toys/questions.md").read_text(encoding="utf-8")
+    for value in (count, block, rest):
+        assert f"{value:,}" in page
+
+
+def count_collectives() -> dict[str, int]:
+    """Collectives of the second step of blocks and a root under the toy FSDP, one kind each."""
+    torch.manual_seed(0)
+    model = build(fsdp, Case())
+    calls: list[Call] = []
+    trace = CollectiveTrace(1, model, {}, calls.extend)
+    (tokens_BT,) = batches(1)
+    for step in range(2):
+        with trace.around(step):
+            torch.nn.functional.cross_entropy(model(tokens_BT).flatten(0, 1), tokens_BT.flatten()).backward()
+    kinds = [call.collective for call in calls]
+    return {kind: kinds.count(kind) for kind in kinds} | {"units": 1 + len(model.blocks)}
+
+
+def test_fsdp_gathers_each_block_twice_and_the_root_once() -> None:
+    """Oracle: the collectives of a real step on two ranks, for the formula of answer 6."""
+    counted = run_ranks(2, count_collectives)[0]
+    units = counted["units"]
+    assert counted == {"units": units, "all_gather": 2 * units - 1, "reduce_scatter": units}
+
+
+def test_rounding_of_answer_9() -> None:
+    """Oracle: float32 arithmetic."""
+    numbers = torch.randn(4, 1000, generator=torch.Generator().manual_seed(0))
+    a, b, c, d = numbers
+    assert torch.equal(a + b, b + a) and not torch.equal((a + b) + (c + d), ((a + b) + c) + d)
+    for ranks in range(2, 9):
+        assert torch.equal(a * (1 / ranks), a / ranks) == math.log2(ranks).is_integer(), ranks
+
+
+def test_shuffles_of_answer_10() -> None:
+    """Oracle: simulated shuffles, for two and four ranks, of which only the first is independent of the others."""
+    for ranks, samples in itertools.product((2, 4), (20_000,)):
+        own, shared = (random.Random(seed).sample(range(samples), samples) for seed in (0, 1))
+        used = [*own[::ranks], *(sample for rank in range(1, ranks) for sample in shared[rank::ranks])]
+        uses = [0] * samples
+        for sample in used:
+            uses[sample] += 1
+        for times in (0, 2):
+            assert abs(uses.count(times) / samples - (ranks - 1) / ranks**2) < 0.01
+
+
+def test_citation_has_the_packages_version_and_licence() -> None:
+    """Oracle: the required keys of CFF 1.2.0, the package's version, and pyproject.toml."""
+    cited = yaml.safe_load((ROOT / "CITATION.cff").read_text(encoding="utf-8"))
+    assert {"cff-version", "message", "title", "authors"} <= cited.keys() and cited["cff-version"] == "1.2.0"
+    assert cited["version"] == fsdptoys.__version__
+    assert f'license = "{cited["license"]}"' in (ROOT / "pyproject.toml").read_text(encoding="utf-8")
