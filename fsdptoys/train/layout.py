@@ -23,8 +23,9 @@ def measure_layout(trainer: "Trainer") -> Layout:
     """Measure this rank and take the largest number over all ranks. A collective."""
     config, strategy, sizes = trainer.config, trainer.strategy, trainer.parameter_sizes
     params = dict(strategy.named_parameters())
-    held = storage_bytes(params.values())
-    elements = held // next(iter(params.values())).element_size()
+    own = {name: local_tensor(param) for name, param in params.items()}
+    held = storage_bytes(own.values())
+    elements = held // next(iter(own.values())).element_size()
     gradients = 0 if config.memory.optimizer_in_backward else strategy.gradient_bytes(held)
     if isinstance(trainer.optimizer, BucketedOptimizer):
         buckets = trainer.optimizer.buckets
@@ -33,8 +34,7 @@ def measure_layout(trainer: "Trainer") -> Layout:
     else:
         states, on_host = 0, 0
         for name, param in params.items():
-            of_param = param.shape, local_tensor(param).numel(), name in trainer.block_names
-            states += sum(config.optim.state_bytes(*of_param))
+            states += sum(config.optim.state_bytes(param.shape, own[name].numel(), name in trainer.block_names))
     numbers = torch.tensor([elements, held, gradients, states, on_host], device=trainer.device.torch_device)
     dist.all_reduce(numbers, op=dist.ReduceOp.MAX)
     elements, *each, on_host = map(int, numbers.tolist())
