@@ -128,7 +128,7 @@ class Training:
             (loss * (strategy.loss_scale / count)).backward()
         strategy.clip_grad_norm(MAX_GRAD_NORM)
         self.optimizer.step()
-        self.optimizer.zero_grad(set_to_none=strategy.frees_gradients)
+        strategy.zero_grad(self.optimizer)
         return loss.detach() / tokens_BT.numel()
 
 

@@ -298,9 +298,7 @@ class Config:
                 "leave it out or set optim.momentum=0.9"
             )
         if memory.optimizer_offload:
-            memory.offload_schedule = resolve_schedule(
-                memory.offload_schedule, parallel.name, parallel.defers_updates, parallel.reads_unit_by_unit
-            )
+            memory.offload_schedule = resolve_schedule(memory.offload_schedule, parallel.name, parallel.defers_updates)
         if memory.checkpointing_budget is not None and not self.train.compile:
             raise ConfigError(
                 f"memory.checkpointing_budget={memory.checkpointing_budget} acts through the compiler; set "

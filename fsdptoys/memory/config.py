@@ -29,13 +29,13 @@ class OffloadSchedule(Enum):
     """When optimizer states are copied between host and device, and parameters are updated."""
 
     auto = "auto"
-    """``lazy`` where the strategy can, else ``pipelined``."""
+    """``pipelined``."""
     serial = "serial"
     """In ``step``, one bucket after the other: load, update, store."""
     pipelined = "pipelined"
-    """In ``step``, the loads and stores of neighboring buckets overlap with the update of one."""
+    """In ``step``, the loads and stores of neighboring buckets overlap with the update of one; then all is freed."""
     lazy = "lazy"
-    """Each bucket just before the next forward needs its parameters, so that transfers hide behind compute."""
+    """Each bucket just before the next forward needs its parameters: transfers hide behind compute, gradients stay."""
 
 
 class OffloadStateDType(Enum):

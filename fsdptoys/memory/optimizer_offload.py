@@ -1,12 +1,12 @@
 """Optimizer offload: states live in host memory and stream through the device bucket by bucket.
 
 Parameters and gradients stay on the device, which updates them. The price is two copies of the states a step (AdamW's
-are twice the bytes of the parameters), and three buckets of device memory. Three schedules share the code:
+are twice the bytes of the parameters), and up to three buckets of device memory. Three schedules share the code:
 
 - ``serial``: in ``step``, load, update and store one bucket after the other;
-- ``pipelined``: in ``step``, loads and stores of neighboring buckets overlap with each update;
+- ``pipelined``, the default: in ``step``, loads and stores of neighboring buckets overlap with each update;
 - ``lazy``: each bucket just before the next forward gathers its unit, so that copies overlap with the forward; the
-  gradients live until then. Not with FSDP1.
+  gradients live until then, and the buckets always. Not with FSDP1.
 
 Parameters have the same bits as without offload, except with bfloat16 states. With ``memory.offload_fraction`` the
 states of the first units stay on the device, since nothing could hide their copies.
@@ -34,17 +34,14 @@ from .transfers import StreamTransfers, Transfers
 MIB = 2**20
 
 
-def resolve_schedule(
-    schedule: OffloadSchedule, strategy: str, defers_updates: bool, reads_unit_by_unit: bool = True
-) -> OffloadSchedule:
-    """Replace ``auto`` by the best schedule under a strategy.
+def resolve_schedule(schedule: OffloadSchedule, strategy: str, defers_updates: bool) -> OffloadSchedule:
+    """Replace ``auto`` by ``pipelined``, the fastest schedule that holds no gradients between steps.
 
     Raises:
         ConfigError: for ``lazy`` without ``defers_updates``.
     """
     if schedule is OffloadSchedule.auto:
-        hides = defers_updates and reads_unit_by_unit
-        return OffloadSchedule.lazy if hides else OffloadSchedule.pipelined
+        return OffloadSchedule.pipelined
     if schedule is OffloadSchedule.lazy and not defers_updates:
         raise ConfigError(
             f"memory.offload_schedule=lazy is not an option of parallel={strategy}; set "

@@ -40,8 +40,6 @@ class FSDP1(Strategy):
     def __init__(self, config: "FSDP1Config", context: ParallelContext) -> None:
         super().__init__(config, context)
         self.mesh = context.build_mesh()
-        # The model's own parameters are views into a flat one, which keeps its offloaded gradient when theirs are None.
-        self.frees_gradients = not context.cpu_offload
 
     def parallelize(self, model: DecoderModel, fill: Fill) -> None:
         """Wrap from the inside out: materialize, initialize, flatten and shard one unit after the other."""
@@ -114,6 +112,13 @@ class FSDP1(Strategy):
         reduces = index == count - 1 or self.context.deterministic or self._reduces_always
         with nullcontext() if reduces else self.model.no_sync():
             yield
+
+    def zero_grad(self, optimizer: torch.optim.Optimizer) -> None:
+        """Free the flat gradients too, of which the gradients of the model's own parameters are views."""
+        # A flat parameter keeps its offloaded gradient when those of its views are None.
+        optimizer.zero_grad(set_to_none=not self.context.cpu_offload)
+        for unit in self.model.fsdp_modules(self.model):
+            _free_flat_gradient(unit)
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """This rank's part of each parameter, flattened, or of each unit's flat parameter."""
@@ -250,6 +255,17 @@ def _wrap(module: nn.Module, options: dict[str, object]) -> "FullyShardedDataPar
         # On one rank FSDP1 warns at every unit that it does not shard.
         warnings.filterwarnings("ignore", message="FSDP is switching to use `NO_SHARD`")
         return FullyShardedDataParallel(module, **options)  # type: ignore[arg-type]
+
+
+def _free_flat_gradient(unit: "FullyShardedDataParallel") -> None:
+    """Set a unit's flat gradient to None if all its views are, as FSDP1's next forward would.
+
+    Private API of torch 2.7.1 and 2.13; where it is missing, the flat gradients live until the next forward.
+    """
+    handle = getattr(unit, "_handle", None)
+    free = getattr(handle, "_reset_flat_param_grad_info_if_needed", None)
+    if free is not None:
+        free()
 
 
 def _own_name(name: str) -> str:

@@ -96,11 +96,6 @@ class ParallelConfig:
         return True
 
     @property
-    def reads_unit_by_unit(self) -> bool:
-        """Whether the forward reads parameters as late as their module needs them; a cast of all reads them first."""
-        return self.shards_parameters or self.param_dtype is DType.float32
-
-    @property
     def gradients_held(self) -> str | None:
         """Why gradients cannot be used up in the backward, as a phrase after the strategy's name; None if they can."""
         return "gives them to the optimizer after the whole backward"
@@ -197,8 +192,6 @@ class Strategy(ABC):
     """Number of ranks whose micro-batches a gradient is summed over."""
     local_data_ranks: int = 1
     """Number of ranks whose micro-batches this process runs one after another."""
-    frees_gradients: bool = True
-    """Whether gradients may be set to None after a step, rather than to zero."""
     units_ahead: int = 0
     """Units after its own that a unit's forward begins to gather."""
     sharded: ClassVar[str] = "parameters, gradients and optimizer states"
@@ -252,6 +245,10 @@ class Strategy(ABC):
 
     def attach(self, optimizer: torch.optim.Optimizer) -> None:  # noqa: B027 (only who shards updates must exchange them)
         """Receive the optimizer over ``named_parameters`` before its first step."""
+
+    def zero_grad(self, optimizer: torch.optim.Optimizer) -> None:
+        """Free the gradients after a step."""
+        optimizer.zero_grad(set_to_none=True)
 
     def gather_after(self, module: nn.Module, event: Any) -> None:  # noqa: B027 (only who gathers on streams must wait)
         """Make the gathering of ``module``'s parameters wait for a device event, if not on the compute stream."""

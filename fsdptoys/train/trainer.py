@@ -272,7 +272,7 @@ class Trainer:
         if self._evaluates_after(step):
             self._finish_updates()  # within the step, so that their time counts in the step time
         set_schedule(self.schedule, step)
-        self.optimizer.zero_grad(set_to_none=strategy.frees_gradients)
+        strategy.zero_grad(self.optimizer)
         self.skipped_steps += skipped
         self._skipped_in_a_row = self._skipped_in_a_row + 1 if skipped else 0
         routing = self.routing.end_step() if self.routing else None

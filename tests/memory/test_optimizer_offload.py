@@ -162,17 +162,12 @@ def test_bfloat16_states_are_close_reproducible_and_resumable() -> None:
     assert run_ranks(2, interrupted, [(config(), LAZY, LAZY)], BFLOAT16)[0] == [lazy]
 
 
-def test_auto_schedule_is_lazy_where_deferred_steps_overlap() -> None:
-    """Oracle: the strategies' own declarations."""
-    for parallel in (SingleConfig(), DDPConfig(), FSDP2Config()):
-        assert resolve_schedule(OffloadSchedule.auto, parallel.name, parallel.defers_updates) is OffloadSchedule.lazy
-    for parallel in (SingleConfig(param_dtype=DType.bfloat16), DDPConfig(param_dtype=DType.bfloat16)):
-        hides = parallel.reads_unit_by_unit
-        chosen = resolve_schedule(OffloadSchedule.auto, parallel.name, parallel.defers_updates, hides)
-        assert chosen is OffloadSchedule.pipelined
+def test_auto_schedule_holds_no_gradients_between_steps() -> None:
+    """Oracle: ``pipelined`` under every strategy; FSDP1 refuses ``lazy`` by itself."""
     fsdp1 = FSDP1Config()
-    chosen = resolve_schedule(OffloadSchedule.auto, fsdp1.name, fsdp1.defers_updates)
-    assert chosen is OffloadSchedule.pipelined
+    for parallel in (SingleConfig(), DDPConfig(), fsdp1, FSDP2Config()):
+        chosen = resolve_schedule(OffloadSchedule.auto, parallel.name, parallel.defers_updates)
+        assert chosen is OffloadSchedule.pipelined
     with pytest.raises(ConfigError, match=r"offload_schedule=lazy .* set memory.offload_schedule=pipelined"):
         resolve_schedule(OffloadSchedule.lazy, fsdp1.name, fsdp1.defers_updates)
 

@@ -29,7 +29,7 @@ EXACT = {
     "toy_fsdp": ["parallel=toy_fsdp"],
     "full checkpointing": [*PLAIN, "memory.gradient_checkpointing=full"],
     "selective checkpointing": [*PLAIN, "memory.gradient_checkpointing=selective"],
-    "optimizer offload, lazy": [*PLAIN, "memory.optimizer_offload=true"],
+    "optimizer offload, lazy": [*PLAIN, "memory.optimizer_offload=true", "memory.offload_schedule=lazy"],
     "optimizer offload, pipelined": [
         "parallel=fsdp1", "memory.optimizer_offload=true", "memory.offload_schedule=pipelined"
     ],

@@ -291,17 +291,6 @@ class FSDP1StepModel(ShardedStepModel):
             self.ledger.spike(8 * max(unit.elements for unit in self.order))
         super().construct()
 
-    def begin_forward(self) -> None:
-        """Free the last step's flat gradients, which ``zero_grad`` leaves with ``use_orig_params``."""
-        super().begin_forward()
-        if self.first and self.parallel.keeps_parameters:
-            super().free_gradients()
-
-    def free_gradients(self, elements: int | None = None) -> None:
-        """Free flat gradients, unless only the next forward does."""
-        if not self.parallel.keeps_parameters:
-            super().free_gradients(elements)
-
     def _start_gather(self, unit: UnitBytes) -> None:
         ledger, width = self.ledger, self.setup.compute_bytes
         if width < 4 or self.cpu_offload:
