@@ -120,13 +120,13 @@ def trace_here(program: Program, *, attention: AttentionKind, world_size: int, w
         return recorder.finish()
 
 
-def trainer_program(config: Config, hardware: Hardware) -> Program:
-    """The project's trainer as a program to trace; settings outside a step are ignored."""
+def trainer_program(config: Config, hardware: Hardware, steps: int = STEPS) -> Program:
+    """Steps of the project's trainer as a program to trace; settings outside a step are ignored."""
 
     def run(recorder: OpRecorder) -> None:
         device = PlannedDevice(hardware.device_type, hardware.title, int(hardware.memory_bytes.value))
         recorder.mark(0, "construction")
-        trainer = Trainer(_steps_only(config), device, fill=lambda param, name: None)
+        trainer = Trainer(_steps_only(config, steps), device, fill=lambda param, name: None)
         recorder.objects = functools.partial(_known, trainer)
         trainer.on_phase = recorder.mark
         if isinstance(trainer.strategy.model, DistributedDataParallel) and not trainer.strategy.model._comm_hooks:
@@ -139,8 +139,8 @@ def trainer_program(config: Config, hardware: Hardware) -> Program:
     return run
 
 
-def _steps_only(config: Config) -> Config:
-    train = dataclasses.replace(config.train, steps=STEPS, eval_every=0, max_seconds=None, compile=False)
+def _steps_only(config: Config, steps: int) -> Config:
+    train = dataclasses.replace(config.train, steps=steps, eval_every=0, max_seconds=None, compile=False)
     train.float8, train.float8_all_gather = Float8.none, False
     memory = copy.copy(config.memory)
     # One thread: a replay cannot show the gain of several.
