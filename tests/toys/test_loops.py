@@ -1,11 +1,16 @@
 """The example loops of docs/toys/loops."""
 
 import importlib.util
+import itertools
 import shutil
 from pathlib import Path
 from types import ModuleType
 
 import pytest
+import torch
+import torch.distributed as dist
+
+from scripts.ranks import run_ranks
 
 LOOPS = Path(__file__).parents[2] / "docs" / "toys" / "loops"
 
@@ -39,3 +44,33 @@ def test_a_loop_without_its_exchange_is_reported(tmp_path: Path, capsys: pytest.
     (tmp_path / "toy_zero2.py").write_text(text.replace("    zero.attach(optimizer)\n", ""), encoding="utf-8")
     assert load_run(tmp_path).main(["toy_zero2"]) == 1
     assert "DIFFERS" in capsys.readouterr().out
+
+
+def average_unevenly() -> list[bool]:
+    """Whether gradients are the means, if rank 1 leaves a layer out and the first of two batches is not sent."""
+    own = load_run(LOOPS).load("own")
+    torch.manual_seed(0)
+    layers = [torch.nn.Linear(3, 3) for _ in range(2)]
+    averaged = own.Averaged(reversed(layers))
+    inputs = torch.randn(2, 2, 5, 3)  # rank, batch, rows, columns
+    for batch in range(2):
+        averaged.enabled = batch == 1
+        hidden = inputs[dist.get_rank(), batch]
+        for layer in layers[: 2 - dist.get_rank()]:
+            hidden = layer(hidden)
+        hidden.sum().backward()
+    means = [param.grad for layer in layers for param in layer.parameters()]
+    expected = [torch.zeros_like(param) for layer in layers for param in layer.parameters()]
+    for rank, batch in itertools.product(range(2), range(2)):
+        hidden = inputs[rank, batch]
+        for layer in layers[: 2 - rank]:
+            hidden = layer(hidden)
+        params = [param for layer in layers[: 2 - rank] for param in layer.parameters()]
+        for number, grad in enumerate(torch.autograd.grad(hidden.sum(), params)):
+            expected[number] += grad / 2
+    return [torch.allclose(one, other) for one, other in zip(means, expected, strict=True)]
+
+
+def test_own_synchronization_handles_unused_modules_and_accumulation() -> None:
+    """Oracle: the mean of all ranks' gradients, computed on each rank from all inputs."""
+    assert run_ranks(2, average_unevenly) == [[True] * 4] * 2
