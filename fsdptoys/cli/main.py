@@ -75,6 +75,31 @@ def _report_mistake(sentence: str, worker: bool, status: int = 2) -> int:
     return status
 
 
+def _explain_missing_command(word: str, later: list[str]) -> str:
+    """The sentence on a first word that is no command, with the words to type."""
+    from .commands import command_names, make_parsers
+
+    key, equals, value = word.partition("=")
+    option = key if key.startswith("-") else None
+    if option in ("-c", "--cfg", *MULTIRUN):
+        return f"{word} is an option of fsdptoys train; write fsdptoys train {' '.join([word, *later])}"
+    if option is None and not equals and (near := near_miss(word, command_names())):
+        return f"{word} is not a command; did you mean fsdptoys {near}?"
+    check_current_folder()
+    from fsdptoys.config.overrides import find_fix, list_choices, without_dashes
+
+    choices = list_choices()
+    fix = find_fix(key.lstrip("-"), value if equals else None, choices, {})
+    takers = [name for name, parser in make_parsers()[1].items() if option in parser.examples]
+    if fix is None and takers:
+        return f"{word} is an option of fsdptoys {takers[0]}; write fsdptoys {takers[0]} {' '.join([word, *later])}"
+    if option is not None:
+        return without_dashes(word, later, choices, {}, "fsdptoys train ")
+    if fix is None or (not equals and fix.verb):
+        return f"{word} is not a command; write fsdptoys train{f' {word}' * bool(equals)}"
+    return f"{word} is not a command; {fix.clause('write', 'fsdptoys train ')}"
+
+
 def _run(words: list[str]) -> int:
     if words[:1] == ["--version"]:
         print(f"fsdptoys {__version__}")
@@ -86,12 +111,7 @@ def _run(words: list[str]) -> int:
         return 0
     command, words = words[0], words[1:]
     if command not in command_names():
-        fix = "write fsdptoys train"
-        if "=" in command:
-            fix += f" {command}"
-        elif near := near_miss(command, command_names()):
-            fix = f"did you mean fsdptoys {near}?"
-        raise ConfigError(f"{command} is not a command; {fix}")
+        raise ConfigError(_explain_missing_command(command, words))
     if command == "sweep" or (command == "train" and any(word in MULTIRUN for word in words)):
         command, words = "sweep", [word for word in words if word not in MULTIRUN]
     if any(word in ("-h", "--help") for word in words) or not (words or command in ("train", "plan", "models")):

@@ -2,7 +2,8 @@
 
 A name of the table may be typed with dashes before it (``--learning_rate=1e-4``) or as a key (``learning_rate=1e-4``);
 dashes and underscores within it are the same. ``NAME=VALUE`` is for that value alone, where ``true`` stands for every
-spelling of it and for no value, and so does ``false``. Keys without their section (``chunk_loss``) need no entry.
+spelling of it and for no value, ``false`` likewise, and ``N`` for every number. Keys without their section
+(``chunk_loss``) need no entry.
 """
 
 from collections.abc import Mapping
@@ -33,25 +34,47 @@ _TABLE = {
     "strategy parallelism parallel_strategy distributed_strategy": "parallel=*",
     "fsdp use_fsdp sharding_strategy fsdp_sharding_strategy": "parallel=fsdp2",
     "fsdp=false use_fsdp=false use_ddp=true sharding_strategy=no_shard": "parallel=ddp",
-    "sharding_strategy=hybrid_shard fsdp_sharding_strategy=hybrid_shard hsdp=true": "mesh.fsdp_size=node",
-    "sharding_strategy=shard_grad_op fsdp_sharding_strategy=shard_grad_op": "parallel.reshard_after_forward=never",
+    "sharding_strategy=hybrid_shard fsdp_sharding_strategy=hybrid_shard fsdp=hybrid_shard": "mesh=node",
+    "hsdp=true mesh=true mesh=hybrid mesh=hybrid_shard mesh=2d parallel=hsdp strategy=hsdp": "mesh=hsdp",
+    "hsdp=false": "mesh=full",
+    "mesh=N": "mesh.fsdp_size=*",
+    "sharding_strategy=shard_grad_op fsdp_sharding_strategy=shard_grad_op fsdp=shard_grad_op zero_stage=2 zero=2 "
+    "parallel=zero2": "parallel=fsdp2 parallel.reshard_after_forward=never",
+    "parallel=fsdp parallel=zero3 zero_stage=3 zero=3": "parallel=fsdp2",
+    "zero_stage=true zero=true parallel=zero1": "parallel=toy_zero1",
+    "zero_stage=false zero=false": "parallel=ddp",
+    "fsdp_version=true": "parallel=fsdp1",
+    "fsdp_version use_fsdp2": "parallel=fsdp2",
+    "use_distributed_optimizer": "parallel=toy_zero1",
+    "data_parallel_shard_degree dp_shard": "mesh.fsdp_size=*",
+    "data_parallel_replicate_degree dp_replicate": "the size of a copy gives their number: mesh=hsdp",
+    "reshard_after_forward=true parallel.reshard_after_forward=true": "parallel.reshard_after_forward=always",
+    "fsdp_reshard_after_forward": "parallel.reshard_after_forward=*",
+    "fsdp_use_orig_params=false use_orig_params=false": "parallel=fsdp1 parallel.use_orig_params=false "
+    "optim.weight_decay_on=all",
+    "fsdp_use_orig_params=true use_orig_params=true": "parallel=fsdp1 parallel.use_orig_params=true",
+    "fsdp_cpu_ram_efficient_loading fsdp_sync_module_states sync_module_states": "each rank reads only its shard: ",
+    "limit_all_gathers": "all-gathers are limited already: ",
+    "ddp_find_unused_parameters find_unused_parameters": "every parameter takes part in each step: ",
     "deepspeed zero zero_stage zero_optimization": "DeepSpeed is not used: parallel=fsdp2",
     "tp tp_size tensor_parallel tensor_parallel_size tensor_model_parallel_size sequence_parallel": DATA_PARALLEL,
     "pp pp_size pipeline_parallel pipeline_model_parallel_size cp context_parallel ep expert_parallel": DATA_PARALLEL,
-    "fsdp_min_num_params min_num_params size_based_auto_wrap_policy": "parallel.min_params=*",
-    "fsdp_transformer_layer_cls_to_wrap transformer_layer_cls_to_wrap transformer_layer_cls module_wrap_policy "
-    "fsdp_module_classes": "parallel.wrap_classes=[*]",
-    "auto_wrap_policy fsdp_auto_wrap_policy": "units are whole blocks, or chosen by parallel.wrap_classes or "
-    "parallel.min_params: parallel.wrap=block",
-    "auto_wrap_policy=size_based_wrap fsdp_auto_wrap_policy=size_based_wrap": "parallel.min_params=1e8",
-    "auto_wrap_policy=transformer_based_wrap fsdp_auto_wrap_policy=transformer_based_wrap": "parallel.wrap=block",
+    "fsdp_min_num_params min_num_params fsdp_transformer_layer_cls_to_wrap auto_wrap_policy "
+    "fsdp_auto_wrap_policy": "units are whole blocks or their halves: parallel.wrap=block",
     "mesh.fsdp_size=false": "mesh.fsdp_size=1",
     # Memory.
     "activation_checkpointing activation_checkpoint use_gradient_checkpointing grad_checkpointing ac recompute "
-    "fsdp_activation_checkpointing recompute_activations": "memory.gradient_checkpointing=*",
+    "fsdp_activation_checkpointing recompute_activations recompute_granularity "
+    "activation_checkpoint.mode": "memory.gradient_checkpointing=*",
     "chunked_loss chunked_cross_entropy use_liger_kernel fused_linear_cross_entropy": "memory.chunk_loss=*",
     "offload offload_params param_offload fsdp_cpu_offload fsdp_offload_params": "memory.cpu_offload=*",
     "offload_optimizer optim_offload cpu_optimizer_offload": "memory.optimizer_offload=*",
+    "memory=true low_memory=true": "memory=lean",
+    "memory=max memory=min memory=minimal memory=all memory=everything": "memory=smallest",
+    "memory=offload memory=cpu": "memory=cpu_offload",
+    "memory=ac memory=recompute memory=gradient_checkpointing memory=full": "memory=checkpointing",
+    "memory=selective": "memory.gradient_checkpointing=selective",
+    "memory=default memory=off memory=false": "memory=none",
     # Loop.
     "per_device_train_batch_size train_batch_size micro_batch_size mbs bs batch local_batch_size": "train.batch_size=*",
     "global_batch_size total_batch_size": "the batch is set per rank and micro-batch: train.batch_size=1",
@@ -61,6 +84,8 @@ _TABLE = {
     "epochs epoch num_epochs max_epochs num_train_epochs": "the length of a run is counted in steps: train.steps=1000",
     "gradient_clipping grad_clip clip_grad clip_grad_norm max_norm gradient_clip_val": "train.max_grad_norm=*",
     "eval_steps eval_interval evaluation_interval": "train.eval_every=*",
+    "eval_strategy evaluation_strategy do_eval": "evaluation is chosen by its interval: train.eval_every=100",
+    "do_train": "fsdptoys train always trains: ",
     "torch_compile use_compile": "train.compile=*",
     "flash_attention flash_attn use_flash_attn use_flash_attention attn_implementation": "PyTorch chooses flash "
     "attention by itself: kernels.attention=auto",
@@ -68,6 +93,10 @@ _TABLE = {
     "learning_rate max_lr peak_lr base_lr": "optim.lr=*",
     "optimizer optimizer_type": "optim=*",
     "warmup num_warmup_steps lr_warmup_steps warmup_iters": "optim.warmup_steps=*",
+    "warmup_ratio": "the warmup is counted in steps: optim.warmup_steps=20",
+    "adam_beta1": "optim.beta1=*",
+    "adam_beta2": "optim.beta2=*",
+    "adam_epsilon adam_eps": "optim.eps=*",
     "lr_scheduler lr_scheduler_type scheduler lr_schedule lr_decay_style": "optim.schedule=*",
     # Data.
     "dataset dataset_name": "data sets are not downloaded by name: data=text data.files=[FILE]",
@@ -75,9 +104,14 @@ _TABLE = {
     "files train_file train_files data_path dataset_path data_dir": "data=text data.files=[*]",
     "num_workers dataloader_num_workers": "data.workers=*",
     # Run directory and checkpoints.
+    "config config_file config_name": "settings are arguments and files of configs: experiment=cpu_text",
     "output_dir out_dir save_dir log_dir logging_dir": "metrics.run_dir=*",
     "run_name exp_name": "metrics.run_dir=runs/*",
     "save_steps save_every save_interval checkpoint_interval ckpt_freq checkpointing_steps": "checkpoint.every=*",
+    "save_total_limit keep_last_n": "checkpoint.keep=*",
+    "state_dict_type fsdp_state_dict_type": "checkpoint.form=sharded",
+    "state_dict_type=full_state_dict fsdp_state_dict_type=full_state_dict": "checkpoint.form=full",
+    "overwrite_output_dir": "a run never overwrites another: metrics.run_dir=runs/new",
     "checkpoint.resume=true resume=true resume_from_checkpoint=true": "checkpoint.resume=auto metrics.run_dir=runs/new",
     "checkpoint.resume=false resume=false resume_from_checkpoint=false": "checkpoint.resume=never",
     "resume_from_checkpoint resume_from load_checkpoint ckpt_path": "checkpoint.resume=*",
@@ -109,6 +143,7 @@ def find_familiar(name: str, value: str) -> tuple[str, str] | None:
         name: in lower case, without dashes.
         value: ``true`` for every spelling of it and for no value, likewise ``false``; else as typed.
     """
-    found = FAMILIAR.get(f"{name}={value.lower()}") or FAMILIAR.get(name, "")
+    number = FAMILIAR.get(f"{name}=N") if value.isdigit() else None
+    found = FAMILIAR.get(f"{name}={value.lower()}") or number or FAMILIAR.get(name, "")
     reason, _, words = found.rpartition(": ")
     return (words, reason) if found else None

@@ -77,10 +77,7 @@ def _parse(word: str, later: Sequence[str], choices: Choices, chosen: Mapping[st
         return found.words if found is not None and found.words else f"{key.strip() or 'KEY'}={value or 'VALUE'}"
 
     if word.startswith("-"):
-        follows = later[0] if later and not re.search("^-|=", later[0]) else None
-        found = find_fix(key.lstrip("-"), value if equals else follows, choices, chosen)
-        clause = found.clause("write") if found is not None else HELP
-        raise ConfigError(f"{word} is not an option, since settings have no dashes before them; {clause}")
+        raise ConfigError(without_dashes(word, later, choices, chosen))
     if word.startswith("~"):
         raise ConfigError(f"{word} would take a key away, which every run needs; write KEY=null or a value instead")
     if not equals:
@@ -108,6 +105,17 @@ def _parse(word: str, later: Sequence[str], choices: Choices, chosen: Mapping[st
     return override
 
 
+def without_dashes(
+    word: str, later: Sequence[str], choices: Choices, chosen: Mapping[str, str | None], command: str = ""
+) -> str:
+    """The sentence on a flag, with the words to type; ``later`` may begin with its value."""
+    key, equals, value = word.partition("=")
+    follows = later[0] if later and not re.search("^-|=", later[0]) else None
+    found = find_fix(key.lstrip("-"), value if equals else follows, choices, chosen)
+    clause = found.clause("write", command) if found is not None else HELP
+    return f"{word} is not an option, since settings have no dashes before them; {clause}"
+
+
 def _first(sweep: str) -> str:
     if re.fullmatch(r"[1-9]\d{0,2}(,\d{3})+", sweep):
         return sweep.replace(",", "")  # thousands separators
@@ -115,22 +123,21 @@ def _first(sweep: str) -> str:
 
 
 def check_groups(overrides: Sequence[Override], choices: Choices, defaults: Mapping[str, str | None]) -> None:
-    """Check every ``group=choice``; ConfigError for an unknown choice, or a group with two different choices."""
-    seen: dict[str, str] = {}
+    """Check every ``group=choice``; ConfigError for an unknown choice."""
     for override in overrides:
         group = override.key_or_group
         if group not in choices:
             continue
         typed = str(override.input_line)
         _refuse_plus(override)
-        if group in seen and seen[group] != typed:
-            raise ConfigError(f"{seen[group]} and {typed} exclude each other; keep one of them")
-        seen[group] = typed
         choice, names = override.value(), choices[group]
         if choice in names or (choice is None and group == "experiment"):
             continue
-        near = near_miss(choice, names) if isinstance(choice, str) else None
+        near = near_miss(choice.lower(), names) if isinstance(choice, str) else None
         fix = f"did you mean {group}={near}?" if near else f"set {group}={value_text(defaults[group], quote=True)}"
+        word = str(choice).lower()
+        if meant := find_familiar(group, word) or find_familiar(group, SWITCHES.get(word, word)):
+            fix = Fix(meant[0].replace("*", word), meant[1]).clause("write")
         listed = "a preset that fsdptoys models lists" if group == "model" else one_of(names)
         raise ConfigError(f"{typed} must be {listed}{' or null' if group == 'experiment' else ''}; {fix}")
 
@@ -214,12 +221,12 @@ class Fix(NamedTuple):
     verb: str = ""  # "" for that of the caller
     sets_part: bool = False  # the name is a section, of which they set one key
 
-    def clause(self, verb: str) -> str:
-        """The end of the sentence."""
+    def clause(self, verb: str, command: str = "") -> str:
+        """The end of the sentence; ``command`` comes before the words."""
         if not self.words:
             return f"{self.reason}, leave it out"
         verb = self.verb or verb
-        return f"{self.reason}{', ' * bool(self.reason)}{verb} {self.words}{'?' * (verb == 'did you mean')}"
+        return f"{self.reason}{', ' * bool(self.reason)}{verb} {command}{self.words}{'?' * (verb == 'did you mean')}"
 
 
 def find_fix(name: str, raw: str | None, choices: Choices, chosen: Mapping[str, str | None]) -> Fix | None:
@@ -237,7 +244,10 @@ def find_fix(name: str, raw: str | None, choices: Choices, chosen: Mapping[str, 
     def assign(key: str) -> str:
         return _assign(key, raw, state, options[key]) if key in options else _choose(key, raw, choices[key])
 
-    if (found := find_familiar(name, state)) is not None:
+    found = find_familiar(name, state)
+    if found is None and name not in options:
+        found = find_familiar(name.rpartition(".")[2], state)
+    if found is not None:
         words, reason = found
         if reason and (state == "false" or not words):
             return Fix("", reason)
@@ -250,14 +260,14 @@ def find_fix(name: str, raw: str | None, choices: Choices, chosen: Mapping[str, 
     below = next((key for key in options if key.startswith(f"{name}.")), None)
     if name not in choices and below is not None:
         return Fix(assign(below) if options[below].annotation is bool else example(below, options[below]), "", "", True)
-    group = next((group for group, names in choices.items() if name in names), None)
-    if state == "true" and group is not None:
-        return Fix(f"{group}={name}")
     known = [*(key for key in options if key not in needed), *choices]
     for keys in (known, list(options)):
         if same := [key for key in keys if key.rpartition(".")[2] == name.rpartition(".")[2]]:
             key = str(near_miss(name, same, cutoff=0.0))
             return Fix(needed.get(key, "") + assign(key))
+    group = next((group for group, names in choices.items() if name in names), None)
+    if state == "true" and group is not None:
+        return Fix(f"{group}={name}")
     near = _nearest_key(name, known)
     return None if near is None else Fix(assign(near), "", "did you mean")
 

@@ -5,13 +5,14 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from fsdptoys.config.compose import Composition, compose, read_launch
+from fsdptoys.config.overrides import list_defaults
 from fsdptoys.config.plan_config import PlanConfig
 from fsdptoys.config.schema import DeviceChoice, LaunchConfig
 from fsdptoys.device import available_device_type
 from fsdptoys.device.profile import load_hardware
 from fsdptoys.errors import ConfigError
 from fsdptoys.parallel.float8 import check_float8_here
-from fsdptoys.parallel.mesh import NODE, straddling
+from fsdptoys.parallel.mesh import HYBRID, NODE, straddling
 from fsdptoys.utils.text import one_line, print_status, value_text
 
 from .hardware import FoundHardware, find_hardware
@@ -77,8 +78,8 @@ def resolve_run(
     if any("${" in word for word in words):
         composition = compose(words)  # a reference to launch.device has its final value
     composition.config.launch.device = DeviceChoice(hardware.device_type)
-    if composition.config.mesh.fsdp_size == NODE:
-        _check_machines(present)
+    if composition.config.mesh.fsdp_size in (NODE, HYBRID):
+        _check_machines(present, composition.config.mesh.fsdp_size)
     check_plan_settings(composition.config.plan, hardware.device_type)
     composition.config.validate(world_size, hardware.device_type, local_ranks)
     check_float8_here(composition.config.train.float8, hardware.device_type)
@@ -153,13 +154,13 @@ def _read_rank_variable(
     return int(value)
 
 
-def _check_machines(present: Mapping[str, str]) -> None:
+def _check_machines(present: Mapping[str, str], size: str) -> None:
     """Reject ranks of unknown placement over nodes, and nodes with different numbers of ranks."""
     if present.get("WORLD_SIZE", "1") == "1":
         return
     if "LOCAL_WORLD_SIZE" not in present:
         raise ConfigError(
-            f"mesh.fsdp_size={NODE} needs to know the ranks of each machine, and LOCAL_WORLD_SIZE is not set with "
+            f"mesh.fsdp_size={size} needs to know the ranks of each machine, and LOCAL_WORLD_SIZE is not set with "
             "WORLD_SIZE; start the ranks with torchrun, or set mesh.fsdp_size to a number"
         )
     if "GROUP_WORLD_SIZE" in present:  # torchrun's number of machines
@@ -168,7 +169,7 @@ def _check_machines(present: Mapping[str, str]) -> None:
         )
         if machines * here != all_ranks:
             raise ConfigError(
-                f"mesh.fsdp_size={NODE} needs equally many ranks on each machine, and {machines} machines, this one "
+                f"mesh.fsdp_size={size} needs equally many ranks on each machine, and {machines} machines, this one "
                 f"with {here} ranks, have {all_ranks} together; give torchrun the same --nproc-per-node on each, or "
                 "set mesh.fsdp_size=-1"
             )
@@ -207,8 +208,11 @@ def describe_run(run: ResolvedRun, environment: Mapping[str, str]) -> str:
         found = f"{reason}, {cores} ({hardware.name})"
     experiment = f"experiment={choices['experiment']} " if choices["experiment"] else ""
     ranks = f"{run.world_size} rank{'s' * (run.world_size != 1)}"
+    defaults = list_defaults()
+    others = "".join(f"{name}={choices[name]} " for name in ("memory", "mesh") if choices[name] != defaults[name])
     running = (
-        f"running {experiment}model={choices['model']} data={choices['data']} with {choices['parallel']} on {ranks}"
+        f"running {experiment}model={choices['model']} data={choices['data']} {others}with {choices['parallel']} on "
+        f"{ranks}"
     )
     return "; ".join([found, ", ".join([running, *(f"{name}={value}" for name, value in environment.items())])])
 

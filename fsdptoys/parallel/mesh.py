@@ -21,21 +21,27 @@ REPLICATE_AXIS = "replicate"
 NODE = "node"
 """``mesh.fsdp_size=node`` keeps each copy of the parameters within a node."""
 
+HYBRID = "hybrid"
+"""``mesh.fsdp_size=hybrid`` is ``node`` on several nodes, and the largest size that leaves two copies on one node."""
+
 
 @dataclass
 class MeshConfig:
     """Layout of the ranks."""
 
     fsdp_size: Any = -1
-    """Ranks that share one copy of the parameters; -1 for all, node for a node's. The rest replicate: HSDP."""
+    """Ranks that share one copy of the parameters: a number, node, hybrid, or -1 for all. The others replicate (HSDP).
+
+    ``node`` is the ranks of a node; ``hybrid`` is ``node`` on several nodes, and half of the ranks on one.
+    """
 
     def __post_init__(self) -> None:
-        if self.fsdp_size == NODE:
+        if self.fsdp_size in (NODE, HYBRID):
             return
         if type(self.fsdp_size) is not int:
             raise ConfigError(
-                f"mesh.fsdp_size={self.fsdp_size} must be a number of ranks, {NODE} for those of a node, or -1 for "
-                f"all ranks; set mesh.fsdp_size={NODE}"
+                f"mesh.fsdp_size={self.fsdp_size} must be a number of ranks, {NODE} for those of a node, {HYBRID} for "
+                f"at least two copies, or -1 for all ranks; set mesh.fsdp_size={NODE}"
             )
         if self.fsdp_size < 1 and self.fsdp_size != -1:
             raise ConfigError(
@@ -43,17 +49,19 @@ class MeshConfig:
             )
 
     def resolve(self, world_size: int, node_ranks: int) -> None:
-        """Replace ``node`` by a number.
+        """Replace ``node`` and ``hybrid`` by a number.
 
         Raises:
             ConfigError: if nodes have different numbers of ranks.
         """
-        if self.fsdp_size == NODE:
+        if self.fsdp_size == HYBRID and not 1 < node_ranks < world_size:
+            self.fsdp_size = max((size for size in range(1, world_size // 2 + 1) if world_size % size == 0), default=1)
+        if self.fsdp_size in (NODE, HYBRID):
             size = min(node_ranks, world_size)
             if world_size % size:
                 raise ConfigError(
-                    f"mesh.fsdp_size={NODE} needs equally many ranks on each node, and {world_size} ranks are no "
-                    f"multiple of the {size} of this one; start as many on each, or set mesh.fsdp_size=-1"
+                    f"mesh.fsdp_size={self.fsdp_size} needs equally many ranks on each node, and {world_size} ranks "
+                    f"are no multiple of the {size} of this one; start as many on each, or set mesh.fsdp_size=-1"
                 )
             self.fsdp_size = size
 

@@ -9,6 +9,7 @@ import shlex
 import pytest
 
 from fsdptoys.cli.commands import parse
+from fsdptoys.cli.main import main
 from fsdptoys.config.compose import compose_config
 from fsdptoys.config.schema import Config
 from fsdptoys.errors import ConfigError
@@ -16,6 +17,9 @@ from fsdptoys.errors import ConfigError
 DASHES = "is not an option, since settings have no dashes before them;"
 UNKNOWN = "names a key that does not exist;"
 COMPOSES = "composes:"
+MEMORY = "must be one of checkpointing, cpu_offload, lean, none, optimizer_offload, smallest;"
+MESH = "must be one of full, hsdp, node;"
+PARALLEL = "must be one of ddp, fsdp1, fsdp2, single, toy_ddp, toy_fsdp, toy_zero1, toy_zero2, toy_zero3;"
 
 LINES = {
     # Classic flags.
@@ -45,6 +49,76 @@ LINES = {
     "--tensor_parallel_size 2": f"{DASHES} only data parallelism is supported, write parallel=fsdp2",
     "--resume": f"{DASHES} write checkpoint.resume=auto metrics.run_dir=runs/new",
     "--wandb": f"{DASHES} write metrics=wandb",
+    "--sharding_strategy=FULL_SHARD": f"{DASHES} write parallel=fsdp2",
+    "--sharding_strategy=HYBRID_SHARD": f"{DASHES} write mesh=node",
+    "--sharding_strategy=NO_SHARD": f"{DASHES} write parallel=ddp",
+    "--fsdp_sharding_strategy SHARD_GRAD_OP": f"{DASHES} write parallel=fsdp2 parallel.reshard_after_forward=never",
+    "--fsdp 'full_shard auto_wrap'": f"{DASHES} write parallel=fsdp2",
+    "--fsdp_version=1": f"{DASHES} write parallel=fsdp1",
+    "--fsdp_use_orig_params=false": f"{DASHES} write parallel=fsdp1 parallel.use_orig_params=false "
+    "optim.weight_decay_on=all",
+    "--fsdp_state_dict_type=FULL_STATE_DICT": f"{DASHES} write checkpoint.form=full",
+    "--fsdp_cpu_ram_efficient_loading=true": f"{DASHES} each rank reads only its shard, leave it out",
+    "--zero_stage=3": f"{DASHES} write parallel=fsdp2",
+    "--zero_stage=2": f"{DASHES} write parallel=fsdp2 parallel.reshard_after_forward=never",
+    "--zero_stage=1": f"{DASHES} write parallel=toy_zero1",
+    "--zero_stage=0": f"{DASHES} write parallel=ddp",
+    "--deepspeed": f"{DASHES} DeepSpeed is not used, write parallel=fsdp2",
+    "--deepspeed ds_config.json": f"{DASHES} DeepSpeed is not used, write parallel=fsdp2",
+    "--use-distributed-optimizer": f"{DASHES} write parallel=toy_zero1",
+    "--mixed_precision=bf16": f"{DASHES} write parallel.param_dtype=bfloat16",
+    "--gradient_accumulation_steps=4": f"{DASHES} write train.grad_accum=4",
+    "--lr=1e-4": f"{DASHES} write optim.lr=1e-4",
+    "--adam_beta2 0.95": f"{DASHES} write optim.beta2=0.95",
+    "--warmup_ratio=0.03": f"{DASHES} the warmup is counted in steps, write optim.warmup_steps=20",
+    "--seq_length": f"{DASHES} write train.seq_len=512, for example",
+    "--seq_length 128": f"{DASHES} write train.seq_len=128",
+    "--num_train_epochs": f"{DASHES} the length of a run is counted in steps, write train.steps=1000",
+    "--num_train_epochs=3": f"{DASHES} the length of a run is counted in steps, write train.steps=1000",
+    "--save_total_limit=2": f"{DASHES} write checkpoint.keep=2",
+    "--eval_strategy=steps": f"{DASHES} evaluation is chosen by its interval, write train.eval_every=100",
+    "--reshard_after_forward=true": f"{DASHES} write parallel.reshard_after_forward=always",
+    "--recompute-granularity=full": f"{DASHES} write memory.gradient_checkpointing=full",
+    "--activation_checkpoint.mode=selective": f"{DASHES} write memory.gradient_checkpointing=selective",
+    "--training.local_batch_size=4": f"{DASHES} write train.batch_size=4",
+    "--parallelism.data_parallel_shard_degree=2": f"{DASHES} write mesh.fsdp_size=2",
+    # Groups.
+    "--memory=lean": f"{DASHES} write memory=lean",
+    "model=llama_bytes --memory=max": f"{DASHES} write memory=smallest",
+    "--lean": f"{DASHES} write memory=lean",
+    "--hsdp": f"{DASHES} write mesh=hsdp",
+    "--mesh 2": f"{DASHES} write mesh.fsdp_size=2",
+    "memory": "has no value; write memory=lean",
+    "model=llama_bytes memory=max": f"{MEMORY} write memory=smallest",
+    "memory=true": f"{MEMORY} write memory=lean",
+    "memory=off": f"{MEMORY} write memory=none",
+    "memory=default": f"{MEMORY} write memory=none",
+    "memory=full": f"{MEMORY} write memory=checkpointing",
+    "memory=selective": f"{MEMORY} write memory.gradient_checkpointing=selective",
+    "memory=leen": f"{MEMORY} did you mean memory=lean?",
+    "memory=none,lean": "gives several values, a run takes one; write memory=none",
+    "mesh=hybrid": f"{MESH} write mesh=hsdp",
+    "mesh=2": f"{MESH} write mesh.fsdp_size=2",
+    "mesh=default": f"{MESH} set mesh=full",
+    "mesh=nodes": f"{MESH} did you mean mesh=node?",
+    "parallel=hsdp": f"{PARALLEL} write mesh=hsdp",
+    "parallel=fsdp": f"{PARALLEL} write parallel=fsdp2",
+    "parallel=FSDP1": f"{PARALLEL} did you mean parallel=fsdp1?",
+    "mesh = node": "has no value; write mesh=node without spaces",
+    "memory=lean": f"{COMPOSES} memory.chunk_loss=true memory.gradient_checkpointing=full memory.cpu_offload=false",
+    "memory=lean memory.chunk_loss=false": f"{COMPOSES} memory.chunk_loss=false memory.gradient_checkpointing=full",
+    "memory.chunk_loss=false memory=lean": f"{COMPOSES} memory.chunk_loss=false memory.gradient_checkpointing=full",
+    "memory=cpu_offload memory=lean": f"{COMPOSES} memory.chunk_loss=true memory.cpu_offload=false",
+    "memory=cpu_offload": f"{COMPOSES} memory.cpu_offload=true",
+    "memory=optimizer_offload": f"{COMPOSES} memory.optimizer_offload=true",
+    "model=llama_bytes memory=smallest": f"{COMPOSES} memory.cpu_offload=true memory.activation_offload=true",
+    "experiment=llama3_1b": f"{COMPOSES} memory.gradient_checkpointing=full",
+    "experiment=llama3_1b memory=none": f"{COMPOSES} memory.gradient_checkpointing=none",
+    "mesh=hsdp": f"{COMPOSES} mesh.fsdp_size=1",
+    "mesh=node": f"{COMPOSES} mesh.fsdp_size=2",
+    "mesh=hsdp mesh.fsdp_size=2": f"{COMPOSES} mesh.fsdp_size=2",
+    "model=llama3_8b model=gpt2_debug": f"{COMPOSES} model.name=gpt2_debug",
+    "parallel=ddp parallel=fsdp1": f"{COMPOSES} parallel.name=fsdp1",
     # Keys without their section, or from elsewhere.
     "profile=true": "sets a whole section, but keys are set one by one; set for example profile.enabled=true",
     "debug=on": "sets a whole section, but keys are set one by one; set for example debug.trace_collectives=true",
@@ -60,13 +134,7 @@ LINES = {
     "dataset=shakespeare": f"{UNKNOWN} data sets are not downloaded by name, write data=text data.files=[FILE]",
     "dataset=text": f"{UNKNOWN} write data=text",
     "train_file=x.txt": f"{UNKNOWN} write data=text data.files=[x.txt]",
-    "fsdp_min_num_params=1000": f"{UNKNOWN} write parallel.min_params=1000",
-    "--fsdp_min_num_params 1e6": f"{DASHES} write parallel.min_params=1e6",
-    "fsdp_transformer_layer_cls_to_wrap=Block": f"{UNKNOWN} write parallel.wrap_classes=[Block]",
-    "auto_wrap_policy=SIZE_BASED_WRAP": f"{UNKNOWN} write parallel.min_params=1e8",
-    "auto_wrap_policy=transformer_based_wrap": f"{UNKNOWN} write parallel.wrap=block",
-    "min_params=1e6": f"{UNKNOWN} did you mean parallel.min_params=1e6?",
-    "wrap_classes=[Attention]": f"{UNKNOWN} did you mean parallel.wrap_classes=[Attention]?",
+    "fsdp_min_num_params=1000": f"{UNKNOWN} units are whole blocks or their halves, write parallel.wrap=block",
     "learning_rate=1e-4": f"{UNKNOWN} write optim.lr=1e-4",
     "lr=0.1": f"{UNKNOWN} did you mean optim.lr=0.1?",
     "epochs=3": f"{UNKNOWN} the length of a run is counted in steps, write train.steps=1000",
@@ -81,6 +149,7 @@ LINES = {
     "cpu_ofload=yes": f"{UNKNOWN} did you mean memory.cpu_offload=true?",
     "optimizer=adam": f"{UNKNOWN} write optim=adamw",
     "strategy=fsdp": f"{UNKNOWN} write parallel=fsdp2",
+    "model.num_layers=3": f"{UNKNOWN} write model.n_layers=3",
     "momentum=0.9": f"{UNKNOWN} did you mean optim=muon optim.momentum=0.9?",
     # Words without a value, with spaces or with several values.
     "chunk_loss": "has no value; write memory.chunk_loss=true",
@@ -95,13 +164,31 @@ LINES = {
     "train.eval_every=true": "must be an integer; set train.eval_every=1",
     "checkpoint.resume=true": "must be text; set checkpoint.resume=auto metrics.run_dir=runs/new",
     # Correct words.
-    "parallel=fsdp1 parallel.min_params=1e6": f"{COMPOSES} parallel.min_params=1000000.0",
-    "parallel=fsdp2 parallel.min_params=20000": f"{COMPOSES} parallel.min_params=20000.0",
     "model=gpt2_debug train.steps=3": f"{COMPOSES} train.steps=3",
     "parallel=fsdp2 memory.cpu_offload=true": f"{COMPOSES} memory.cpu_offload=true",
     "parallel=ddp memory.chunk_loss=true": f"{COMPOSES} memory.chunk_loss=true",
 }
 """Typed line → first answer without the typed word at its beginning."""
+
+
+WITHOUT_COMMAND = {
+    "--chunk_loss": f"{DASHES} write fsdptoys train memory.chunk_loss=true",
+    "--batch_size 4 train.steps=3": f"{DASHES} write fsdptoys train train.batch_size=4",
+    "--deepspeed": f"{DASHES} DeepSpeed is not used, write fsdptoys train parallel=fsdp2",
+    "--hsdp": f"{DASHES} write fsdptoys train mesh=hsdp",
+    "--use_lora": f"{DASHES} low-rank adapters are not supported, leave it out",
+    "--unheard-of": f"{DASHES} see fsdptoys train --help for all keys",
+    "--cfg job": "is an option of fsdptoys train; write fsdptoys train --cfg job",
+    "-m parallel=fsdp1,fsdp2": "is an option of fsdptoys train; write fsdptoys train -m parallel=fsdp1,fsdp2",
+    "--json": "is an option of fsdptoys plan; write fsdptoys plan --json",
+    "chunk_loss=true": "is not a command; write fsdptoys train memory.chunk_loss=true",
+    "train.steps=3": "is not a command; write fsdptoys train train.steps=3",
+    "memory=lean": "is not a command; write fsdptoys train memory=lean",
+    "fsdp2": "is not a command; write fsdptoys train parallel=fsdp2",
+    "trian": "is not a command; did you mean fsdptoys train?",
+    "qwertz": "is not a command; write fsdptoys train",
+}
+"""Words after ``fsdptoys``, of which the first is no command → answer without the first."""
 
 
 def answer(line: str) -> tuple[str, Config | None]:
@@ -127,6 +214,13 @@ def test_first_answer_to_a_typed_line(line: str) -> None:
         key, _, value = word.partition("=")
         section, _, name = key.partition(".")
         assert str(config.to_dict()[section][name]).lower() == value
+
+
+@pytest.mark.parametrize("line", WITHOUT_COMMAND)
+def test_first_answer_without_a_command(line: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """Oracle: the table above."""
+    assert main(shlex.split(line)) == 2
+    assert capsys.readouterr().err.strip() == f"fsdptoys: {line.split()[0]} {WITHOUT_COMMAND[line]}"
 
 
 @pytest.mark.parametrize("line", [line for line in LINES if not LINES[line].startswith(COMPOSES)])

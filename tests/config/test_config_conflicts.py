@@ -127,8 +127,8 @@ CONFLICTS = {
     "plan.world_size=0": "plan.world_size=0 must be at least 1; set plan.world_size=1",
     "plan.rows=0": "plan.rows=0 must be at least 1; set plan.rows=1",
     "plan.memory_gib=0": "plan.memory_gib=0.0 must be above 0; set plan.memory_gib=null",
-    "mesh.fsdp_size=nod": "mesh.fsdp_size=nod must be a number of ranks, node for those of a node, or -1 for all "
-    "ranks; set mesh.fsdp_size=node",
+    "mesh.fsdp_size=nod": "mesh.fsdp_size=nod must be a number of ranks, node for those of a node, hybrid for at "
+    "least two copies, or -1 for all ranks; set mesh.fsdp_size=node",
     "mesh.fsdp_size=1.5": "mesh.fsdp_size=1.5 must be an integer or a word; set mesh.fsdp_size=-1",
     "mesh.fsdp_size=3": "mesh.fsdp_size=3 must divide the world size 2; set mesh.fsdp_size=2 or "
     "launch.nproc_per_node=3",
@@ -199,7 +199,7 @@ CONFLICTS = {
     "an option of parallel=fsdp1; set memory.offload_schedule=pipelined or parallel=fsdp2",
     "train.compile=true memory.gradient_checkpointing=selective parallel.wrap=block_attn_mlp": "memory."
     "gradient_checkpointing=selective cannot see into blocks compiled by train.compile=true with experts, "
-    "units within a block or memory.activation_offload=true; set memory.gradient_checkpointing=full",
+    "parallel.wrap=block_attn_mlp or memory.activation_offload=true; set memory.gradient_checkpointing=full",
     "memory.optimizer_offload=true optim=sgd optim.momentum=0": "memory.optimizer_offload=true moves states, of which "
     "optim=sgd keeps none as set; leave it out or set optim.momentum=0.9",
     "memory.optimizer_offload=true memory.offload_fraction=0": "memory.offload_fraction=0.0 moves nothing; "

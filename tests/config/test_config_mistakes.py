@@ -63,7 +63,6 @@ MISTAKES = {
     "toy_zero1, toy_zero2, toy_zero3; did you mean parallel=toy_zero3?",
     "experiment=llama_7b": "experiment=llama_7b must be one of cpu_compare, cpu_text, llama2_7b, llama3_1b or null; "
     "did you mean experiment=llama2_7b?",
-    "parallel=ddp parallel=fsdp2": "parallel=ddp and parallel=fsdp2 exclude each other; keep one of them",
     # Types.
     "train.steps=1e3": "train.steps=1e3 must be an integer; set train.steps=1000",
     'train.steps="5"': 'train.steps="5" must be an integer; set train.steps=5',
@@ -94,8 +93,7 @@ MISTAKES = {
     "train.max_grad_norm=inf": "train.max_grad_norm=inf must be a finite number or null; set train.max_grad_norm=1.0",
     "memory.cpu_offload=2": "memory.cpu_offload=2 must be true or false; "
     "set memory.cpu_offload=true or memory.cpu_offload=false",
-    "parallel.wrap=blok": "parallel.wrap=blok must be one of auto, block, block_attn_mlp; did you "
-    "mean parallel.wrap=block?",
+    "parallel.wrap=blok": "parallel.wrap=blok must be one of block, block_attn_mlp; did you mean parallel.wrap=block?",
     "launch.device=metal": "launch.device=metal must be one of auto, cuda, npu, cpu; set launch.device=auto",
     "data=text data.files=x.txt": "data.files=x.txt must be a list; set data.files=[x.txt]",
     "data=text data.files=[null]": "data.files=[null] must be a list; set data.files=[stdlib]",

@@ -36,6 +36,13 @@ def test_files_of_default_groups_list_all_keys_with_their_defaults(group: str) -
         assert list(tree.items())[1:] == defaults_of(schema), f"{choice}: run scripts/write_options.py"
 
 
+def test_experiments_choose_memory_and_mesh_by_file() -> None:
+    """Oracle: the YAML files; a key of an experiment would win over ``memory=none`` on the command line."""
+    for experiment in list_choices()["experiment"]:
+        tree = parse_yaml((CONFIGS / "experiment" / f"{experiment}.yaml").read_text(encoding="utf-8"))
+        assert not {"memory", "mesh"} & tree.keys()
+
+
 def test_config_yaml_lists_all_keys_outside_of_groups_with_their_defaults() -> None:
     """Oracle: the fields of the dataclasses, in order."""
     tree = parse_yaml((CONFIGS / "config.yaml").read_text(encoding="utf-8"))

@@ -238,6 +238,8 @@ def test_run_description_names_hardware_and_choices() -> None:
         "found 2 × NVIDIA H200, 16 cores; running experiment=cpu_text model=llama_bytes data=text with fsdp1 on "
         "2 ranks, OMP_NUM_THREADS=8"
     )
+    chosen = resolve_run(["memory=lean", "mesh=hsdp", "launch.device=cpu"], {})
+    assert "data=text memory=lean mesh=hsdp with fsdp2 on 2 ranks" in describe_run(chosen, {})
 
 
 def test_unexpected_world_size_across_nodes_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -44,6 +44,17 @@ def test_node_fsdp_size_is_the_ranks_per_node(world_size: int, node_ranks: int, 
     assert config.shard_ranks(world_size) == size
 
 
+@pytest.mark.parametrize(
+    ("world_size", "node_ranks", "size"),
+    [(16, 8, 8), (8, 8, 4), (2, 2, 1), (9, 9, 3), (5, 5, 1), (1, 1, 1), (6, 1, 3), (3, 8, 1)],
+)
+def test_hybrid_fsdp_size_leaves_at_least_two_copies(world_size: int, node_ranks: int, size: int) -> None:
+    """Oracle: the table; a node's ranks, or the largest proper divisor of all ranks on one node."""
+    config = MeshConfig("hybrid")
+    config.resolve(world_size, node_ranks)
+    assert config.shard_ranks(world_size) == size
+
+
 def test_node_fsdp_size_needs_equal_ranks_per_node() -> None:
     """Oracle: the expected message."""
     with pytest.raises(

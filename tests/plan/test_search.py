@@ -18,7 +18,16 @@ from fsdptoys.parallel.fsdp import ReshardAfterForward, Wrap
 from fsdptoys.plan.estimate.estimate import closed_form
 from fsdptoys.plan.search.ranking import Candidate, frontier, label
 from fsdptoys.plan.search.search import largest_preset, search
-from fsdptoys.plan.search.switches import SENSIBLE, Space, overrides_between, read, shard_sizes, validate_switches, vary
+from fsdptoys.plan.search.switches import (
+    SENSIBLE,
+    Space,
+    fixed_keys,
+    overrides_between,
+    read,
+    shard_sizes,
+    validate_switches,
+    vary,
+)
 from tests.plan.formula_search import HARDWARE, MODEL, compose, find, find_once, formula
 
 SMALL = Space(strategies=("fsdp2", "ddp"), cpu_offload=False, every_shard_size=False)
@@ -311,3 +320,14 @@ def test_overrides_of_the_best_candidate_reproduce_its_prediction() -> None:
     composed.validate(8, "cuda")
     assert closed_form(composed, hardware, 8) == result.best.prediction
     assert result.best.config.memory.gradient_checkpointing is GradientCheckpointing.none
+
+
+def test_files_of_memory_and_mesh_on_the_command_line_fix_all_their_keys() -> None:
+    """Oracle: the switches of the found combinations, which are those of the files."""
+    words = ["memory=lean", "mesh=node"]
+    found = fixed_keys([*words, "parallel=fsdp2"])
+    assert {"memory.chunk_loss", "memory.cpu_offload", "mesh.fsdp_size", "parallel"} <= found
+    assert "parallel.wrap" not in found and "memory.chunk_loss" not in fixed_keys(["memory.cpu_offload=true"])
+    made = [candidate.config for candidate in find([*MODEL, *words], 16, 80).candidates]
+    assert made and all(one.memory.chunk_loss and one.memory.checkpoints and one.mesh.fsdp_size == 8 for one in made)
+    assert not any(one.memory.cpu_offload or one.memory.optimizer_offload for one in made)

@@ -82,9 +82,8 @@ class ShardedStepModel(StepModel):
     def _next_in_backward(self, unit: UnitBytes) -> list[UnitBytes]:
         behind = self.parallel.backward_prefetch
         order = self.units.after_forward() if behind == 1 else self.order
-        tied = self.units.tied
-        if behind != 1 and tied is not None:
-            order = [*(other for other in order if other is not tied), tied]
+        if behind != 1 and self.units.head is self.units.embedding:
+            order = [*(other for other in order if other is not self.units.head), self.units.head]
         place = order.index(unit) if unit in order else 0
         return order[max(0, place - behind) : place][::-1]
 
@@ -204,9 +203,9 @@ class FSDP2StepModel(ShardedStepModel):
         self.copied_out = self.ledger.compute
 
     def leave(self, unit: UnitBytes) -> None:
-        """Reshard; free the last buffer after the root."""
+        """Reshard; free the last buffer after the last unit."""
         super().leave(unit)
-        if unit is self.units.root:
+        if unit is self.units.head:
             self.ledger.add(Category.gathered_parameters, -self.previous_output, stream=COPY_IN)
             self.previous_output = 0
 

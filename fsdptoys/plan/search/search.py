@@ -34,6 +34,7 @@ from .switches import (
     Combinations,
     Space,
     count_switches,
+    fixed_keys,
     node_ranks_of,
     overrides_between,
     read,
@@ -175,7 +176,7 @@ class _Exploration:
         # A run takes none of the planner's overrides except a custom profile.
         profile = re.compile(r"plan\.hardware=.*\.ya?ml$")
         self.words = tuple(word for word in self.overrides if not word.startswith("plan.") or profile.match(word))
-        self.fixed = frozenset(word.partition("=")[0] for word in self.overrides)
+        self.fixed = fixed_keys(self.overrides)
         self.node_ranks = node_ranks_of(self.base, self.hardware, self.world_size)
         self.fitting: list[Candidate] = []
         self.over: list[Candidate] = []

@@ -18,6 +18,7 @@ from fsdptoys.errors import ConfigError
 from fsdptoys.memory import CPUOffloadExecutor, GradientCheckpointing, MemoryConfig
 from fsdptoys.parallel import DDPConfig, FSDP1Config, FSDP2Config, ParallelConfig, SingleConfig
 from fsdptoys.parallel.fsdp import ReshardAfterForward, Wrap
+from fsdptoys.parallel.mesh import MeshConfig
 from fsdptoys.utils.text import value_text
 
 Changes = Mapping[str, Any]  # Key → value, as typed except for the value's type; ``parallel`` names the strategy
@@ -124,6 +125,13 @@ def count_switches(config: Config) -> int:
     )
 
 
+def fixed_keys(words: Sequence[str]) -> frozenset[str]:
+    """Keys of the command line, and every key of ``mesh`` and ``memory`` if it chooses their file (``memory=lean``)."""
+    typed = {word.partition("=")[0] for word in words}
+    files = {"mesh": MeshConfig, "memory": MemoryConfig}
+    return frozenset(typed | {f"{group}.{name}" for group in typed & files.keys() for name in _names(files[group])})
+
+
 def _names(kind: type[Any]) -> tuple[str, ...]:
     return tuple(field.name for field in dataclasses.fields(kind))
 
@@ -146,7 +154,7 @@ class Space:
     """Alternatives of each switch; keys from the command line are excluded."""
 
     strategies: Sequence[str] = tuple(STRATEGIES)  # ``single`` applies to one rank, ``ddp`` to several
-    wraps: Sequence[Wrap] = (Wrap.block, Wrap.block_attn_mlp)
+    wraps: Sequence[Wrap] = tuple(Wrap)
     reshards: Sequence[ReshardAfterForward] = (ReshardAfterForward.default, ReshardAfterForward.never)
     every_shard_size: bool = True  # Powers of two, the node and its multiples; otherwise one node and all ranks
     activation_offload: bool = True
@@ -203,8 +211,7 @@ class Combinations:
         executors: list[Changes] = [{}]
         if "memory.cpu_offload_executor" in changes:
             executors += [{"memory.cpu_offload_executor": CPUOffloadExecutor.native}]
-        by_position = getattr(self.base.parallel, "wrap", None) is not Wrap.auto  # not by class or size
-        wraps: list[Changes] = [{"parallel.wrap": wrap} for wrap in self.space.wraps] if by_position else [{}]
+        wraps: list[Changes] = [{"parallel.wrap": wrap} for wrap in self.space.wraps]
         reshards: list[Changes] = [{"parallel.reshard_after_forward": reshard} for reshard in self.space.reshards]
         for parts in _products(*(self._allowed(each) for each in (others, executors, wraps, reshards))):
             one = {**changes, **parts}
