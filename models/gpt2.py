@@ -113,6 +113,8 @@ class GPT2Config(ModelConfig):
 class GPT2Model(DecoderModel):
     """GPT-2 for causal language modeling."""
 
+    forward_order = ("embed_tokens", "embed_positions", "layers", "norm", "lm_head")
+
     def __init__(self, config: GPT2Config) -> None:
         def norm() -> nn.LayerNorm:
             return nn.LayerNorm(config.dim, config.norm_eps)

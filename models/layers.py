@@ -70,6 +70,9 @@ class Attention(UsesKernels):
         chunk_len: length of the chunks within which tokens attend; None for the full sequence.
     """
 
+    forward_order = ("q_proj", "q_norm", "k_proj", "k_norm", "v_proj", "o_proj")
+    """Children in the order of their forwards, where they are registered in another."""
+
     def __init__(
         self,
         dim: int,

@@ -59,8 +59,13 @@ _TABLE = {
     "deepspeed zero zero_stage zero_optimization": "DeepSpeed is not used: parallel=fsdp2",
     "tp tp_size tensor_parallel tensor_parallel_size tensor_model_parallel_size sequence_parallel": DATA_PARALLEL,
     "pp pp_size pipeline_parallel pipeline_model_parallel_size cp context_parallel ep expert_parallel": DATA_PARALLEL,
-    "fsdp_min_num_params min_num_params fsdp_transformer_layer_cls_to_wrap auto_wrap_policy "
-    "fsdp_auto_wrap_policy": "units are whole blocks or their halves: parallel.wrap=block",
+    "fsdp_min_num_params min_num_params size_based_auto_wrap_policy": "parallel.min_params=*",
+    "fsdp_transformer_layer_cls_to_wrap transformer_layer_cls_to_wrap transformer_layer_cls module_wrap_policy "
+    "fsdp_module_classes": "parallel.wrap_classes=[*]",
+    "auto_wrap_policy fsdp_auto_wrap_policy": "units are whole blocks, or chosen by parallel.wrap_classes or "
+    "parallel.min_params: parallel.wrap=block",
+    "auto_wrap_policy=size_based_wrap fsdp_auto_wrap_policy=size_based_wrap": "parallel.min_params=1e8",
+    "auto_wrap_policy=transformer_based_wrap fsdp_auto_wrap_policy=transformer_based_wrap": "parallel.wrap=block",
     "mesh.fsdp_size=false": "mesh.fsdp_size=1",
     # Memory.
     "activation_checkpointing activation_checkpoint use_gradient_checkpointing grad_checkpointing ac recompute "

@@ -178,10 +178,12 @@ class Config:
         self._check_model()
         train = self.train
         self.kernels.resolve(device_type, compiles=train.compile, deterministic=train.deterministic)
+        self.parallel.check_model(self.model)
         check_float8(
             train.float8,
             train.float8_all_gather,
             parallel=self.parallel,
+            inner_units=self.parallel.hooks_parts_of_blocks(self.model),
             device_type=device_type,
             tokens=train.batch_size * train.seq_len,
             cpu_offload=self.memory.cpu_offload,
@@ -309,11 +311,12 @@ class Config:
                 "train.compile=true passes over every module whose parameters FSDP1 made flat; set "
                 "parallel.use_orig_params=true"
             )
-        hidden = parallel.hooks_parts_of_blocks or memory.activation_offload or isinstance(self.model, MoEConfig)
-        if self.train.compile and memory.gradient_checkpointing is GradientCheckpointing.selective and hidden:
+        selective = memory.gradient_checkpointing is GradientCheckpointing.selective
+        hidden = memory.activation_offload or isinstance(self.model, MoEConfig)
+        if self.train.compile and selective and (hidden or parallel.hooks_parts_of_blocks(self.model)):
             raise ConfigError(
                 "memory.gradient_checkpointing=selective cannot see into blocks compiled by train.compile=true with "
-                "experts, parallel.wrap=block_attn_mlp or memory.activation_offload=true; set "
+                "experts, units within a block or memory.activation_offload=true; set "
                 "memory.gradient_checkpointing=full"
             )
 

@@ -47,9 +47,18 @@ class Float8(Enum):
 
 
 def check_float8(
-    float8: Float8, all_gather: bool, *, parallel: ParallelConfig, device_type: str, tokens: int, cpu_offload: bool
+    float8: Float8,
+    all_gather: bool,
+    *,
+    parallel: ParallelConfig,
+    inner_units: bool,
+    device_type: str,
+    tokens: int,
+    cpu_offload: bool,
 ) -> None:
     """Check float8 settings against the rest of the configuration; ``tokens`` are those of a micro-batch.
+
+    ``inner_units``: whether parts of a block are units.
 
     Raises:
         ConfigError: naming key, value and fix.
@@ -72,10 +81,10 @@ def check_float8(
             "train.float8_all_gather=true casts FSDP2's shards on the device with one scale a tensor; set "
             "parallel=fsdp2, train.float8=tensorwise and memory.cpu_offload=false, or train.float8_all_gather=false"
         )
-    if all_gather and parallel.hooks_parts_of_blocks and device_type == "cpu":
+    if all_gather and inner_units and device_type == "cpu":
         raise ConfigError(
-            "train.float8_all_gather=true leaves parallel.wrap=block_attn_mlp with units of float8 alone, which gloo "
-            "does not gather; set parallel.wrap=block"
+            "train.float8_all_gather=true leaves units within a block with float8 alone, which gloo does not gather; "
+            "set parallel.wrap=block parallel.wrap_classes=[] parallel.min_params=null"
         )
     if device_type == "npu":
         raise ConfigError(f"{key} needs CUDA's float8 matmuls, which an NPU does not have; set train.float8=none")

@@ -1,20 +1,25 @@
-"""Settings that FSDP1, FSDP2 and the toy FSDP share, and which modules of a model become units.
+"""Settings that FSDP1, FSDP2 and the toy FSDP share.
 
 ZeRO-3 (arXiv:1910.02054): every rank keeps 1/N of parameters, gradients and optimizer states. A unit's parameters are
 all-gathered before its forward and again before its backward; its gradients are reduce-scattered after the backward.
 """
 
+import functools
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import ClassVar
 
 import torch
-from torch import nn
 
+from fsdptoys.errors import ConfigError
+from fsdptoys.models import DecoderModel, ModelConfig
 from fsdptoys.utils.bounds import at_least
+from fsdptoys.utils.text import value_text
+from fsdptoys.utils.uncached import Uncached
 
 from .mesh import MeshConfig
 from .strategy import ReducingConfig
+from .wrap import Unit, class_units, position_units, size_units
 
 TORCH = tuple(int(part) for part in torch.__version__.split(".")[:2])
 
@@ -22,7 +27,10 @@ TORCH = tuple(int(part) for part in torch.__version__.split(".")[:2])
 class Wrap(Enum):
     """Which modules become units."""
 
+    auto = "auto"
+    """Those of ``wrap_classes`` or ``min_params`` if set, else ``block``."""
     block = "block"
+    """Each block."""
     block_attn_mlp = "block_attn_mlp"
     """Attention and feed-forward of each block by themselves: less memory at a time, more collectives."""
 
@@ -44,8 +52,12 @@ class FSDPConfig(ReducingConfig):
     shards_parameters: ClassVar[bool] = True
     takes_cpu_offload: ClassVar[bool] = True
 
-    wrap: Wrap = Wrap.block
+    wrap: Wrap = Wrap.auto
     """Which modules become units."""
+    wrap_classes: list[str] = field(default_factory=list)
+    """Make every module of these classes a unit instead, for example [Attention,SwiGLU]; the root holds the rest."""
+    min_params: float | None = field(default=None, metadata=at_least(1, 10**15))
+    """Make modules with at least this many parameters outside inner units a unit instead; the root holds the rest."""
     reshard_after_forward: ReshardAfterForward = ReshardAfterForward.default
     """Which units free their gathered parameters after the forward."""
     forward_prefetch: int = field(default=0, metadata=at_least(0, 10**6))
@@ -53,10 +65,50 @@ class FSDPConfig(ReducingConfig):
     backward_prefetch: int = field(default=1, metadata=at_least(0, 10**6))
     """Units gathered ahead of the one that computes, in the backward."""
 
-    @property
-    def hooks_parts_of_blocks(self) -> bool:
-        """Whether attention and feed-forward are units of their own."""
-        return self.wrap is Wrap.block_attn_mlp
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        keys = {
+            "wrap": None if self.wrap is Wrap.auto else self.wrap,
+            "wrap_classes": self.wrap_classes or None,
+            "min_params": self.min_params,
+        }
+        words = [f"parallel.{key}={_text(value)}" for key, value in keys.items() if value is not None]
+        if len(words) > 1:
+            off = "parallel.wrap=auto" if keys["wrap"] is not None else "parallel.min_params=null"
+            raise ConfigError(f"{words[0]} and {words[1]} both choose the units; set {off} to keep the other")
+        if not words:
+            self.wrap = Wrap.block
+
+    def units(self, model: DecoderModel) -> list[Unit]:
+        """Units of a model in the order of their forwards, without the root, which holds all other parameters.
+
+        Raises:
+            ConfigError: if ``wrap_classes`` names a class that no unit can have.
+        """
+        if self.wrap_classes:
+            return class_units(model, self.wrap_classes)
+        if self.min_params is not None:
+            return size_units(model, self.min_params)
+        parts = ("attn", "mlp") if self.wrap is Wrap.block_attn_mlp else ()
+        return position_units(model, parts, groups=not self.flattens_parameters)
+
+    def reshards(self, unit: Unit | None) -> bool:
+        """Whether a unit, or the root (None), frees its parameters after the forward."""
+        policy = self.reshard_after_forward
+        if unit is None or unit.ends_forward:
+            return policy is ReshardAfterForward.always
+        return policy is not ReshardAfterForward.never
+
+    def hooks_parts_of_blocks(self, model: ModelConfig) -> bool:
+        """Whether parts of a block are units."""
+        if self.wrap is not Wrap.auto:
+            return self.wrap is Wrap.block_attn_mlp
+        names = [name for unit in self.units(_on_meta(repr(model), Uncached(model))) for name in unit.modules]
+        return any(name.startswith("layers.") and name.count(".") > 1 for name in names)
+
+    def check_model(self, model: ModelConfig) -> None:
+        """Check that the model has the classes of ``wrap_classes``."""
+        self.hooks_parts_of_blocks(model)
 
     def validate(self, world_size: int, mesh: MeshConfig, device_type: str, cpu_offload: bool) -> None:
         """Check that the shard axis divides the world."""
@@ -64,6 +116,12 @@ class FSDPConfig(ReducingConfig):
         mesh.shard_ranks(world_size)
 
 
-def block_units(block: nn.Module, wrap: Wrap) -> list[str]:
-    """Names of a block's parts that become units before the block itself does."""
-    return ["attn", "mlp"] if wrap is Wrap.block_attn_mlp else []
+def _text(value: object) -> str:
+    return f"{value:g}" if isinstance(value, float) else value_text(value)
+
+
+@functools.lru_cache(maxsize=4)
+def _on_meta(key: str, config: Uncached[ModelConfig]) -> DecoderModel:
+    with torch.device("meta"):
+        model: DecoderModel = config.value.build()
+    return model

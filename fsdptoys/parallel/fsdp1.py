@@ -1,6 +1,6 @@
 """FSDP1: PyTorch's FullyShardedDataParallel, which flattens the parameters of a unit and shards the flat tensor.
 
-A mesh of two axes makes it hybrid. Embedding and head are units of their own, unless they share a weight: the root then
+A mesh of two axes makes it hybrid. Embedding and head are units by default, unless they share a weight: the root then
 holds both. Construction holds one unit in full at a time, since a unit is flattened before it is sharded. With bf16
 parameters, micro-batches are added up in bf16 before the reduction, where FSDP2 and DDP add them in float32.
 
@@ -20,12 +20,13 @@ from torch import Tensor, nn
 from fsdptoys.errors import ConfigError
 from fsdptoys.models import DecoderModel
 
-from .fsdp import FSDPConfig, ReshardAfterForward, block_units
+from .fsdp import FSDPConfig, ReshardAfterForward
 from .init_weights import Fill, init_buffers, shared_parameters
 from .mesh import SHARD_AXIS, MeshConfig
 from .precision import DType
 from .state import State, settle, state_tensors
 from .strategy import ParallelContext, Strategy, UnitParams, own_parameters
+from .wrap import inside_out
 
 if TYPE_CHECKING:  # the command line composes configs without loading FSDP
     from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy
@@ -60,29 +61,22 @@ class FSDP1(Strategy):
         self._reduces_always = shared and self.context.world_size == 1
         init_buffers(model, device, self.config.buffer_dtype.torch)
         options = self._options() | {"param_init_fn": materialize_own_parameters}
-        policy = self.config.reshard_after_forward
-
-        def wrap(owner: nn.Module, attribute: str, **more: object) -> None:
-            setattr(owner, attribute, _wrap(getattr(owner, attribute), options | more))
+        units = {unit.modules[0]: unit for unit in self.config.units(model)}
+        # Embedding and head come first, while memory is empty: they are the largest.
+        for name in sorted(inside_out(list(units)), key=lambda name: name.startswith("layers.")):
+            owner, _, attribute = name.rpartition(".")
+            sharding = {"sharding_strategy": self._sharding_strategy(self.config.reshards(units[name]))}
+            parent = model.get_submodule(owner)
+            setattr(parent, attribute, _wrap(getattr(parent, attribute), options | sharding))
             made.clear()
-
-        if not shared:
-            wrap(model, "embed_tokens")
-            head_policy = policy if policy is ReshardAfterForward.always else ReshardAfterForward.never
-            wrap(model, "lm_head", sharding_strategy=self._sharding_strategy(head_policy))
-        for index, block in enumerate(model.layers):
-            for part in block_units(block, self.config.wrap):
-                wrap(block, part)
-            wrap(model.layers, str(index))
         self.model = _wrap(model, options)
 
-    def _sharding_strategy(self, policy: ReshardAfterForward) -> "ShardingStrategy":
+    def _sharding_strategy(self, reshards: bool) -> "ShardingStrategy":
         from torch.distributed.fsdp import ShardingStrategy
 
-        never = policy is ReshardAfterForward.never
         if self.mesh.ndim == 1:
-            return ShardingStrategy.SHARD_GRAD_OP if never else ShardingStrategy.FULL_SHARD
-        return ShardingStrategy._HYBRID_SHARD_ZERO2 if never else ShardingStrategy.HYBRID_SHARD
+            return ShardingStrategy.FULL_SHARD if reshards else ShardingStrategy.SHARD_GRAD_OP
+        return ShardingStrategy.HYBRID_SHARD if reshards else ShardingStrategy._HYBRID_SHARD_ZERO2
 
     def _options(self) -> dict[str, object]:
         from torch.distributed.fsdp import BackwardPrefetch, CPUOffload, MixedPrecision
@@ -91,7 +85,8 @@ class FSDP1(Strategy):
         return {
             "device_mesh": self.mesh,
             "device_id": context.device.torch_device,
-            "sharding_strategy": self._sharding_strategy(config.reshard_after_forward),
+            # The root's: FSDP1 never frees it after the forward.
+            "sharding_strategy": self._sharding_strategy(config.reshard_after_forward is not ReshardAfterForward.never),
             "mixed_precision": MixedPrecision(
                 param_dtype=None if config.param_dtype is DType.float32 else config.param_dtype.torch,
                 reduce_dtype=config.reduce_dtype.torch,

@@ -22,12 +22,13 @@ from fsdptoys.models import DecoderModel
 from fsdptoys.utils.dtensor import is_dtensor, unwrapped
 
 from .cpu_offload_cast import mirror_parameters
-from .fsdp import TORCH, FSDPConfig, ReshardAfterForward, block_units
-from .init_weights import Fill, init_buffers, materialize, shared_parameters
+from .fsdp import TORCH, FSDPConfig
+from .init_weights import Fill, init_buffers, materialize
 from .mesh import SHARD_AXIS, MeshConfig
 from .precision import DType, ReduceDType
 from .state import State
 from .strategy import ParallelContext, Strategy, UnitParams, own_parameters
+from .wrap import inside_out
 
 if TYPE_CHECKING:  # the command line composes configs without loading DTensor
     from torch.distributed.tensor import Shard
@@ -58,19 +59,18 @@ class FSDP2(Strategy):
         return super().loss_scale if self._averages else 1.0
 
     def parallelize(self, model: DecoderModel, fill: Fill) -> None:
-        """Shard each block, then norm and head together, then the root; materialize only the shards."""
+        """Shard the units from the inside out, then the root; materialize only the shards."""
         # Blocks add their parts' results to the residual stream out of place, so a view does no harm.
         warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
-        tied = bool(shared_parameters(model))
-        self._set_prefetch(self._shard(model, tied), tied)
+        self._shard(model)
         device = self.context.device.torch_device
         memory = torch.device("cpu") if self.context.cpu_offload else device
         materialize(model, memory, fill)
         init_buffers(model, device, self.config.buffer_dtype.torch)
         self.model = model
 
-    def _shard(self, model: DecoderModel, tied: bool) -> list[Any]:
-        """Make the units; return them in the order of the forward."""
+    def _shard(self, model: DecoderModel) -> None:
+        """Make the units, and set the order in which they are prefetched."""
         config, context, library = self.config, self.context, self.library
         policies: dict[str, Any] = {}
         if context.cpu_offload:
@@ -81,44 +81,30 @@ class FSDP2(Strategy):
             # The models keep rotary angles in float32 themselves; casting inputs would round them.
             cast_forward_inputs=False,
         )
-        units: list[Any] = []
-        members: list[list[nn.Module]] = []
-
-        def shard(modules: list[nn.Module], reshard_after_forward: bool) -> None:
+        place = functools.partial(placement, ranks=self.mesh[SHARD_AXIS].size())
+        units = {unit.modules[0]: unit for unit in config.units(model)}
+        members: dict[str, list[Any]] = {
+            name: [model.get_submodule(each) for each in unit.modules] for name, unit in units.items()
+        }
+        for name in inside_out(list(units)):
             library.fully_shard(
-                modules,
+                members[name],
                 mesh=self.mesh,
-                reshard_after_forward=reshard_after_forward,
-                shard_placement_fn=functools.partial(placement, ranks=self.mesh[SHARD_AXIS].size()),
+                reshard_after_forward=config.reshards(units[name]),
+                shard_placement_fn=place,
                 **policies,
             )
-            units.append(modules[0])
-            members.append(modules)
-
-        inner = config.reshard_after_forward is not ReshardAfterForward.never
-        outer = config.reshard_after_forward is ReshardAfterForward.always
-        if tied:
-            # One weight in two units would be gathered and reduced twice: embedding and head go together.
-            shard([model.embed_tokens, model.norm, model.lm_head], outer)
-        else:
-            shard([model.embed_tokens], inner)
-            # The gradient of an embedding needs the indices only.
-            units[0].set_unshard_in_backward(False)
-        for block in model.layers:
-            parts = block_units(block, config.wrap)
-            for part in parts:
-                shard([block.get_submodule(part)], inner)
-            shard([block], inner)
-            # A block is sharded after its parts, but its forward comes before theirs.
-            units.insert(len(units) - 1 - len(parts), units.pop())
-            members.insert(len(members) - 1 - len(parts), members.pop())
-        if not tied:
-            shard([model.norm, model.lm_head], outer)
+            if units[name].embeds:
+                # The gradient of an embedding needs the indices only.
+                members[name][0].set_unshard_in_backward(False)
         # The root gets the remaining parameters.
-        library.fully_shard(model, mesh=self.mesh, reshard_after_forward=outer, **policies)
-        # The root's forward begins before any other; its own unit holds only GPT-2's positions, if anything.
-        self._modules: list[list[nn.Module]] = [[model], *members]
-        return units
+        library.fully_shard(
+            model, mesh=self.mesh, reshard_after_forward=config.reshards(None), shard_placement_fn=place, **policies
+        )
+        # The root's forward begins before any other.
+        self._modules: list[list[nn.Module]] = [[model], *members.values()]
+        tied = bool(units) and next(iter(units.values())).ends_forward
+        self._set_prefetch([modules[0] for modules in members.values()], tied)
 
     def _set_prefetch(self, units: list[Any], tied: bool) -> None:
         ahead, behind = self.config.forward_prefetch, self.config.backward_prefetch

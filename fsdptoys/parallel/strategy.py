@@ -32,7 +32,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from fsdptoys.device import Device, float64_collectives
 from fsdptoys.errors import ConfigError
-from fsdptoys.models import DecoderModel
+from fsdptoys.models import DecoderModel, ModelConfig
 from fsdptoys.utils.bounds import check_bounds
 from fsdptoys.utils.dtensor import local_tensor
 
@@ -100,10 +100,16 @@ class ParallelConfig:
         """Why gradients cannot be used up in the backward, as a phrase after the strategy's name; None if they can."""
         return "gives them to the optimizer after the whole backward"
 
-    @property
-    def hooks_parts_of_blocks(self) -> bool:
-        """Whether the strategy puts hooks on parts of a block, besides the block."""
+    def hooks_parts_of_blocks(self, model: ModelConfig) -> bool:
+        """Whether the strategy puts hooks on parts of a block of this model."""
         return False
+
+    def check_model(self, model: ModelConfig) -> None:
+        """Check settings that name parts of the model.
+
+        Raises:
+            ConfigError: naming key, value and fix.
+        """
 
     @property
     def compiles(self) -> bool:

@@ -35,7 +35,8 @@ def prepare_blocks(model: DecoderModel, config: Config, device: Device) -> None:
         offload=ActivationOffload(device.torch_device) if memory.activation_offload else None,
     )
     if config.train.compile:
-        compile_blocks(model.layers, memory.checkpointing_budget, inner_hooks=config.parallel.hooks_parts_of_blocks)
+        inner_hooks = config.parallel.hooks_parts_of_blocks(config.model)
+        compile_blocks(model.layers, memory.checkpointing_budget, inner_hooks=inner_hooks)
 
 
 def build_updates(optimizer: torch.optim.Optimizer, strategy: Strategy, config: Config, cpu_threads: int) -> Updates:

@@ -72,7 +72,7 @@ def compile_blocks(
             if forward.keywords.get("context_fn") or forward.keywords.get("operators"):
                 raise ConfigError(
                     "memory.gradient_checkpointing=selective cannot see into blocks compiled by train.compile=true "
-                    "with experts, parallel.wrap=block_attn_mlp or memory.activation_offload=true; set "
+                    "with experts, units within a block or memory.activation_offload=true; set "
                     "memory.gradient_checkpointing=full"
                 )
             outside, forward = forward, forward.args[0]

@@ -93,7 +93,8 @@ MISTAKES = {
     "train.max_grad_norm=inf": "train.max_grad_norm=inf must be a finite number or null; set train.max_grad_norm=1.0",
     "memory.cpu_offload=2": "memory.cpu_offload=2 must be true or false; "
     "set memory.cpu_offload=true or memory.cpu_offload=false",
-    "parallel.wrap=blok": "parallel.wrap=blok must be one of block, block_attn_mlp; did you mean parallel.wrap=block?",
+    "parallel.wrap=blok": "parallel.wrap=blok must be one of auto, block, block_attn_mlp; did you "
+    "mean parallel.wrap=block?",
     "launch.device=metal": "launch.device=metal must be one of auto, cuda, npu, cpu; set launch.device=auto",
     "data=text data.files=x.txt": "data.files=x.txt must be a list; set data.files=[x.txt]",
     "data=text data.files=[null]": "data.files=[null] must be a list; set data.files=[stdlib]",

@@ -14,12 +14,12 @@ from fsdptoys.memory.config import OffloadSchedule, OffloadStateDType
 from fsdptoys.memory.optimizer_offload import resolve_schedule
 from fsdptoys.optim import AdamWConfig, Implementation, SGDConfig, WeightDecayOn
 from fsdptoys.parallel import DDPConfig, FSDP1Config, FSDP2Config, ParallelConfig, SingleConfig
-from fsdptoys.parallel.fsdp import TORCH, ReshardAfterForward, Wrap
+from fsdptoys.parallel.fsdp import TORCH, ReshardAfterForward
 from fsdptoys.parallel.fsdp2 import FSDP2, gathering_stream
 from fsdptoys.parallel.precision import DType
 from scripts.ranks import run_ranks
 from tests.memory.offloaded import interrupted, take_steps, train_all, trainer
-from tests.parallel.runs import TINY, make_config, tiny_model
+from tests.parallel.runs import TINY, WRAPS, make_config, tiny_model
 
 SERIAL, PIPELINED, LAZY = "serial", "pipelined", "lazy"
 CHECKPOINTED = MemoryConfig(gradient_checkpointing=GradientCheckpointing.full)
@@ -89,10 +89,10 @@ def variants() -> tuple[dict[str, Config], dict[str, Variant]]:
         "no clipping": config(fsdp2, max_grad_norm=None),
     }
     made: dict[str, Variant] = {}
-    for (first, wrap), (second, reshard) in product(enumerate(Wrap), enumerate(ReshardAfterForward)):
+    for (first, (label, wrap)), (second, reshard) in product(enumerate(WRAPS.items()), enumerate(ReshardAfterForward)):
         ahead = (0, 2)[(first + second) % 2]
-        parallel = FSDP2Config(wrap=wrap, reshard_after_forward=reshard, forward_prefetch=ahead, **bf16)
-        made[f"{wrap.value} {reshard.value} {ahead}"] = Variant(config(parallel, memory=CHECKPOINTED), "bf16")
+        parallel = FSDP2Config(reshard_after_forward=reshard, forward_prefetch=ahead, **wrap, **bf16)
+        made[f"{label} {reshard.value} {ahead}"] = Variant(config(parallel, memory=CHECKPOINTED), "bf16")
     made["ddp tied"] = Variant(config(DDPConfig(**bf16), model=tied), "tied")
     made["fsdp2 tied"] = Variant(config(FSDP2Config(**bf16), model=tied), "tied")
     made["ddp checkpointing"] = Variant(config(DDPConfig(), memory=CHECKPOINTED), "ddp")

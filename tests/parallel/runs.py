@@ -14,6 +14,7 @@ from fsdptoys.metrics import Console, MetricsConfig
 from fsdptoys.models import GPT2Config, Llama4Config, LlamaConfig, ModelConfig, Qwen3Config, Qwen3MoEConfig
 from fsdptoys.optim import AdamWConfig, OptimConfig, WeightDecayOn
 from fsdptoys.parallel import ParallelConfig
+from fsdptoys.parallel.fsdp import Wrap
 from fsdptoys.parallel.mesh import MeshConfig
 from fsdptoys.profiler import DebugConfig, ProfileConfig
 
@@ -83,6 +84,14 @@ TINY: dict[str, ModelConfig] = {
     "gpt2": GPT2Config(name="tiny", dim=36, n_layers=2, n_heads=6, vocab_size=67, max_seq_len=64),
 }
 """The other families, at the same size."""
+
+WRAPS: dict[str, dict[str, Any]] = {
+    "blocks": {},
+    "parts": {"wrap": Wrap.block_attn_mlp},
+    "classes": {"wrap_classes": ["Attention", "SwiGLU"]},
+    "size": {"min_params": 1500},
+}
+"""Ways to choose the units of a tiny Llama."""
 
 WITH_BLOCKS: dict[str, ModelConfig] = {
     name: dataclasses.replace(config, dim=64, n_layers=1, n_heads=4, ffn_dim=96, **more)

@@ -11,14 +11,14 @@ from fsdptoys.memory import ActivationOffload, CPUOffloadExecutor, GradientCheck
 from fsdptoys.memory.activation_offload import Copies
 from fsdptoys.models import MODELS
 from fsdptoys.optim import AdamWConfig, Implementation, SGDConfig, WeightDecayOn
-from fsdptoys.parallel import DDPConfig, FSDP1Config, FSDP2Config, ParallelConfig, SingleConfig
+from fsdptoys.parallel import DDPConfig, FSDP1Config, FSDP2Config, ParallelConfig, SingleConfig, ToyFSDPConfig
 from fsdptoys.parallel.fsdp import TORCH, ReshardAfterForward, Wrap
 from fsdptoys.parallel.precision import DType
 from fsdptoys.train import build as prepare_module
 from fsdptoys.train.trainer import Trainer
 from scripts.parity import Outcome, hash_parameters, train_all
 from scripts.ranks import run_ranks
-from tests.parallel.runs import TINY, make_config, tiny_model
+from tests.parallel.runs import TINY, WRAPS, make_config, tiny_model
 
 CHECKPOINTED = MemoryConfig(gradient_checkpointing=GradientCheckpointing.full, checkpointing_start_index=1)
 OFFLOADED = MemoryConfig(cpu_offload=True)
@@ -96,6 +96,12 @@ def test_every_family_matches_a_single_process_bitwise(family: str) -> None:
     rows["fsdp2 checkpointing"] = (FSDP2Config(), 2, {"memory": CHECKPOINTED})
     rows["fsdp2 parts"] = (FSDP2Config(wrap=Wrap.block_attn_mlp), 2, {})
     rows["fsdp2 cpu offload"] = (FSDP2Config(), 2, {"memory": OFFLOADED})
+    classes = ["Attention", "GELUFeedForward" if family == "gpt2" else "Experts" if family == "qwen3_moe" else "SwiGLU"]
+    rows["fsdp1 by class"] = (FSDP1Config(wrap_classes=classes), 2, {"memory": CHECKPOINTED})
+    rows["fsdp2 by class"] = (FSDP2Config(wrap_classes=["Linear", "Experts"][: 1 + ("moe" in family)]), 2, {})
+    rows["toy_fsdp by size"] = (ToyFSDPConfig(min_params=40), 2, {"memory": CHECKPOINTED})
+    if "hsdp2" in rows:
+        rows["hsdp2 by class"] = (FSDP2Config(wrap_classes=classes), 4, {"fsdp_size": 2})
     dtypes = {
         name: (DType.float32, DType.bfloat16)[(index + list(TINY).index(family)) % 2] for index, name in enumerate(rows)
     }
@@ -139,14 +145,14 @@ def variants() -> dict[str, Config]:
     Any two values of wrapping, resharding and checkpointing meet under each of the FSDPs.
     """
     made: dict[str, Config] = {}
-    for (first, wrap), (second, reshard) in product(enumerate(Wrap), enumerate(ReshardAfterForward)):
+    for (first, (wrap, choice)), (second, reshard) in product(enumerate(WRAPS.items()), enumerate(ReshardAfterForward)):
         checkpointed = (first + second) % 2 == 1
         memory = CHECKPOINTED if checkpointed else None
         for name, parallel in {
-            "fsdp1": FSDP1Config(wrap=wrap, reshard_after_forward=reshard, forward_prefetch=1, backward_prefetch=0),
-            "fsdp2": FSDP2Config(wrap=wrap, reshard_after_forward=reshard, forward_prefetch=2, backward_prefetch=2),
+            "fsdp1": FSDP1Config(reshard_after_forward=reshard, forward_prefetch=1, backward_prefetch=0, **choice),
+            "fsdp2": FSDP2Config(reshard_after_forward=reshard, forward_prefetch=2, backward_prefetch=2, **choice),
         }.items():
-            label = f"{name} {wrap.value} reshard={reshard.value} checkpointing={checkpointed}"
+            label = f"{name} {wrap} reshard={reshard.value} checkpointing={checkpointed}"
             made[label] = make_config(parallel, 2, memory=memory, **OF_VARIANTS)
     made["ddp checkpointing"] = make_config(DDPConfig(), 2, memory=CHECKPOINTED, **OF_VARIANTS)
     made["ddp small buckets"] = make_config(DDPConfig(bucket_cap_mb=1), 2, **OF_VARIANTS)

@@ -29,7 +29,6 @@ from fsdptoys.parallel import (
     host_copy,
 )
 from fsdptoys.parallel.float8 import Float8, check_float8, check_float8_here, convert_to_float8
-from fsdptoys.parallel.fsdp import Wrap
 from fsdptoys.parallel.precision import DType
 from fsdptoys.train import build as prepare
 from fsdptoys.train.compile import compile_blocks
@@ -215,6 +214,7 @@ GOOD: dict[str, Any] = {
     "float8": Float8.tensorwise,
     "all_gather": False,
     "parallel": FSDP2Config(param_dtype=DType.bfloat16),
+    "inner_units": False,
     "device_type": "cuda",
     "tokens": 64,
     "cpu_offload": False,
@@ -230,8 +230,8 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "gather ddp": ({"parallel": DDPConfig(), "all_gather": True}, GATHERS + "parallel=fsdp2, train"),
     "gather offload": ({"cpu_offload": True, "all_gather": True}, GATHERS + r".* memory\.cpu_offload=false"),
     "gather parts": (
-        {"parallel": FSDP2Config(wrap=Wrap.block_attn_mlp), "all_gather": True, "device_type": "cpu"},
-        GATHERS + r"parallel\.wrap=block$",
+        {"inner_units": True, "all_gather": True, "device_type": "cpu"},
+        GATHERS + r"parallel\.wrap=block parallel\.wrap_classes=\[\] parallel\.min_params=null$",
     ),
 }
 

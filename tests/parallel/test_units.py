@@ -4,7 +4,7 @@ import pytest
 from torch import nn
 
 from fsdptoys.config.schema import Config
-from fsdptoys.parallel import DDPConfig, FSDP1Config, FSDP2Config, ParallelConfig, SingleConfig
+from fsdptoys.parallel import DDPConfig, FSDP1Config, FSDP2Config, ParallelConfig, SingleConfig, ToyFSDPConfig
 from fsdptoys.parallel.fsdp import Wrap
 from fsdptoys.parallel.precision import DType
 from fsdptoys.train.trainer import Trainer
@@ -19,6 +19,10 @@ PARALLELS: dict[str, ParallelConfig] = {
     "fsdp1 flat": FSDP1Config(use_orig_params=False),
     "fsdp2": FSDP2Config(),
     "fsdp2 parts": FSDP2Config(wrap=Wrap.block_attn_mlp),
+    "fsdp2 classes": FSDP2Config(wrap_classes=["Linear", "Block"], forward_prefetch=2),
+    "fsdp2 size": FSDP2Config(min_params=10),
+    "fsdp1 size": FSDP1Config(min_params=1500),
+    "toy_fsdp size": ToyFSDPConfig(min_params=1500),
 }
 
 

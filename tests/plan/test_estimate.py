@@ -292,14 +292,45 @@ def test_every_parameter_is_in_one_unit(words: tuple[str, ...]) -> None:
     config = _config(*words, "parallel.param_dtype=bfloat16")
     with torch.device("meta"):
         model = config.model.build()
-    units = make_units(
-        model, flatten=config.parallel.flattens_parameters, split_blocks=config.parallel.hooks_parts_of_blocks, ranks=1
-    )
+    units = make_units(model, config.parallel, ranks=1)
     assert sum(unit.elements for unit in units.in_forward()) == model.parameter_counts().total
     prediction = closed_form(config, _hardware("h100"), 8)
     assert 0 < prediction.memory.end_bytes <= prediction.memory.peak_bytes <= prediction.memory.reserved_bytes
     assert 0 < prediction.time.step_seconds < 10
     assert 0 < (prediction.mfu or 0) < 1
+
+
+@pytest.mark.parametrize("strategy", ["fsdp1", "fsdp2"])
+@pytest.mark.parametrize(
+    ("words", "units"),
+    [
+        ("wrap_classes=[Linear]", 28),
+        ("wrap_classes=[Attention,RMSNorm]", 13),
+        ("min_params=2e6", 24),
+        ("min_params=1e9", 0),
+    ],
+)
+def test_units_by_class_and_by_size_are_gathered_twice_and_reduced_once(words: str, units: int, strategy: str) -> None:
+    """Oracle: units of four blocks with tied embeddings by hand; the root is gathered once, and never before others.
+
+    The peak holds the gathered root beside the shards of parameters and states.
+    """
+    given = ["model=llama3_1b", "model.n_layers=4", f"parallel={strategy}", f"parallel.{words}", "train.seq_len=128"]
+    config = compose_config([*given, "parallel.param_dtype=bfloat16"])
+    config.validate(8, "cuda")
+    prediction = closed_form(config, _hardware("h100"), 8)
+    calls = {volume.collective: volume.calls for volume in prediction.time.volumes if volume.axis == "shard"}
+    assert calls == {"all_gather": 2 * units + 1, "reduce_scatter": units + 1}
+    with torch.device("meta"):
+        model = config.model.build()
+    inside = {
+        param
+        for unit in config.parallel.units(model)
+        for name in unit.modules
+        for param in model.get_submodule(name).parameters()
+    }
+    left = 2 * sum(param.numel() for param in model.parameters() if param not in inside)
+    assert prediction.memory.peak_bytes > left + 12 * model.parameter_counts().total / 8
 
 
 def test_block_activations_are_cached_across_meshes() -> None:

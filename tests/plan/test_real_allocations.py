@@ -52,6 +52,8 @@ CASES = {
         "parallel.forward_prefetch=1",
         "train.grad_accum=2",
     ),
+    "fsdp2 by class": ("parallel=fsdp2", "parallel.wrap_classes=[Linear]", "parallel.forward_prefetch=1"),
+    "fsdp1 by size": ("parallel=fsdp1", "parallel.min_params=20000"),
     "fsdp1": ("parallel=fsdp1", "train.grad_accum=2"),
     "fsdp1 flat": ("parallel=fsdp1", "parallel.use_orig_params=false", "optim.weight_decay_on=all"),
     "ddp": ("parallel=ddp", "train.grad_accum=2"),

@@ -11,10 +11,10 @@ Shapes: B batch, T sequence, D width.
 import copy
 import functools
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field, replace
-from typing import Any, Generic, TypeVar
+from dataclasses import dataclass, replace
+from typing import Any
 from unittest import mock
 
 import torch
@@ -35,17 +35,18 @@ from fsdptoys.plan.trace.fake_device import replaced
 from fsdptoys.plan.trace.fake_kernels import replace_kernels
 from fsdptoys.plan.trace.op_costs import TRAFFIC, Operator, cost_of, fuses_rms_norm, has_no_kernel, scratch_bytes
 from fsdptoys.profiler.dispatch import arguments_of, given, tensors_in
+from fsdptoys.utils.uncached import Uncached
 
-T = TypeVar("T")
 INPUT = 0  # Number of the storage of a part's input
-PARTS = ("attn", "mlp")  # Parts of a block that may be units
+PARTS = ("attn", "mlp")  # Parts of a block that are stages of their own; others are if they are units
+HEAD = ("norm", "lm_head")
 
 
 @dataclass(frozen=True)
 class Stage:
     """A section of a forward or backward."""
 
-    part: str  # ``attn``, ``mlp``, or empty for the rest of the block
+    part: str  # Name of a part of the block, the innermost one; empty outside
     backward: bool  # Whether gradients are computed; False for recomputation
     peak_bytes: int  # Highest live bytes, relative to the start
     net_bytes: int  # Live bytes at the end minus those at the start
@@ -141,19 +142,19 @@ class MetaTrace(TorchDispatchMode):
 
 
 class Mark(torch.autograd.Function):
-    """Identity that cuts stages in forward and backward."""
+    """Identity that cuts stages in forward and backward, between one part and another."""
 
     @staticmethod
-    def forward(ctx: Any, tensor: Tensor, trace: MetaTrace, part: str, enters: bool) -> Tensor:
+    def forward(ctx: Any, tensor: Tensor, trace: MetaTrace, before: str, after: str) -> Tensor:
         """Return the tensor."""
-        ctx.trace, ctx.part, ctx.enters = trace, part, enters
-        trace.cut(part if enters else "")
+        ctx.trace, ctx.before = trace, before
+        trace.cut(after)
         return tensor.view_as(tensor)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
         """Return the gradient."""
-        ctx.trace.cut("" if ctx.enters else ctx.part, backward=True)
+        ctx.trace.cut(ctx.before, backward=True)
         return grads[0], None, None, None
 
 
@@ -196,7 +197,7 @@ class Segment:
     output: int  # Number of the output's storage
     offloadable: dict[int, int]
     """Number → bytes of the kept storages that activation offload moves, including a kept input."""
-    gradients: dict[str, list[int]]  # Part → numbers of its parameters' gradients, which outlive the backward
+    gradients: dict[str, int]  # Parameter → number of its gradient, which outlives the backward
 
 
 @dataclass(frozen=True)
@@ -208,8 +209,13 @@ class Segments:
     head: Segment  # Norm, head and loss
 
 
-def segments_of(config: Config, model: DecoderModel, attention: AttentionKind) -> Segments:
-    """Measure the parts of a model, or return cached measurements; the model is on the meta device."""
+def segments_of(
+    config: Config, model: DecoderModel, attention: AttentionKind, parts: Sequence[Sequence[str]] = ()
+) -> Segments:
+    """Measure the parts of a model, or return cached measurements; the model is on the meta device.
+
+    ``parts`` names parts of each block that are stages of their own, besides ``PARTS``.
+    """
     train, memory = config.train, config.memory
     dtype = config.parallel.param_dtype.torch
     common = _Common(attention, tuple(config.kernels.names().items()), dtype, train.batch_size, train.seq_len)
@@ -221,19 +227,13 @@ def segments_of(config: Config, model: DecoderModel, attention: AttentionKind) -
     for index, kind in enumerate(kinds):
         mode = memory.gradient_checkpointing if index in chosen else GradientCheckpointing.none
         save = tuple(memory.checkpointing_save) if mode is GradientCheckpointing.selective else ()
-        blocks.append(_block(key, first[kind], common, mode, save, Uncached(model)))
+        marked = tuple(sorted({*PARTS, *(parts[index] if parts else ())} - {""}))
+        blocks.append(_block(key, first[kind], marked, common, mode, save, Uncached(model)))
     chunks = None if memory.chunk_tokens == "auto" else int(memory.chunk_tokens)
     objective = Objective(train.label_smoothing, train.z_loss_coef)
     loss = (memory.chunk_loss, chunks, memory.chunk_grad_dtype.torch, objective)
     head = _head(key, common, loss, Uncached(model))
     return Segments(_embedding(key, common, Uncached(model)), tuple(blocks), head)
-
-
-@dataclass(frozen=True)
-class Uncached(Generic[T]):
-    """An argument that ``lru_cache`` ignores because another one, its key, identifies it."""
-
-    value: T = field(compare=False)
 
 
 @dataclass(frozen=True)
@@ -252,13 +252,19 @@ def _kinds(model: DecoderModel) -> list[tuple[object, ...]]:
 
 @functools.lru_cache(maxsize=1024)
 def _block(
-    key: str, index: int, common: _Common, mode: GradientCheckpointing, save: Any, source: Uncached[DecoderModel]
+    key: str,
+    index: int,
+    parts: tuple[str, ...],
+    common: _Common,
+    mode: GradientCheckpointing,
+    save: Any,
+    source: Uncached[DecoderModel],
 ) -> Segment:
     model = source.value
     block = copy.deepcopy(model.layers[index]).to(common.dtype)
     trace = MetaTrace(common.attention)
-    for part in PARTS:
-        _mark_part(block.get_submodule(part), part, trace)
+    for part in parts:
+        _mark_part(block.get_submodule(part), part, innermost(part.rpartition(".")[0], parts), trace)
     if mode is not GradientCheckpointing.none:
         checkpoint_blocks([block], mode, save=save)
     with torch.device("meta"):
@@ -267,12 +273,20 @@ def _block(
     return _measure(block, lambda hidden: block(hidden, rotations), model.config.dim, common, trace)
 
 
-def _mark_part(module: nn.Module, part: str, trace: MetaTrace) -> None:
+def innermost(name: str, parts: Collection[str]) -> str:
+    """The longest of the parts that contains a module or parameter; empty if none does."""
+    return max((part for part in parts if f"{name}.".startswith(f"{part}.")), key=len, default="")
+
+
+def _mark_part(module: nn.Module, part: str, outside: str, trace: MetaTrace) -> None:
     forward = module.forward
 
-    def marked(hidden: Tensor, *args: Any) -> Tensor:
-        made: Tensor = Mark.apply(forward(Mark.apply(hidden, trace, part, True), *args), trace, part, False)
-        return made
+    def marked(hidden: Tensor, *args: Any, **kwargs: Any) -> Any:
+        made = forward(Mark.apply(hidden, trace, outside, part), *args, **kwargs)
+        if isinstance(made, Tensor):
+            return Mark.apply(made, trace, part, outside)
+        *others, last = made  # a router's experts, which have no gradient, and their weights
+        return (*others, Mark.apply(last, trace, part, outside))
 
     module.forward = marked
 
@@ -281,11 +295,10 @@ def _mark_part(module: nn.Module, part: str, trace: MetaTrace) -> None:
 def _embedding(key: str, common: _Common, source: Uncached[DecoderModel]) -> Segment:
     model = copy.copy(source.value)
     model._modules = dict(model._modules)
-    tables = nn.ModuleList()
+    tables = nn.ModuleDict()
     for name, module in source.value.named_children():
         if name.startswith("embed"):
-            model._modules[name] = copy.deepcopy(module).to(common.dtype)
-            tables.append(model.get_submodule(name))
+            model._modules[name] = tables[name] = copy.deepcopy(module).to(common.dtype)
     tokens_BT = torch.empty(common.batch, common.length, dtype=torch.int64, device="meta")
     return _measure(tables, lambda _: model.embed(tokens_BT), None, common, MetaTrace(common.attention))
 
@@ -295,7 +308,8 @@ def _head(
     key: str, common: _Common, loss: tuple[bool, int | None, torch.dtype, Objective], source: Uncached[DecoderModel]
 ) -> Segment:
     model, loss_fn = source.value, build_loss(*loss)
-    norm, head = both = nn.ModuleList([copy.deepcopy(part).to(common.dtype) for part in (model.norm, model.lm_head)])
+    both = nn.ModuleDict({name: copy.deepcopy(model.get_submodule(name)).to(common.dtype) for name in HEAD})
+    norm, head = both.values()
     labels_BT = torch.empty(common.batch, common.length, dtype=torch.int64, device="meta")
     trace = MetaTrace(common.attention)
     return _measure(both, lambda hidden: head(norm(hidden), labels_BT, loss_fn), model.config.dim, common, trace)
@@ -354,9 +368,9 @@ def _measure(
         trace.stages.clear()
         loss.backward()
         trace.cut()
-        gradients: dict[str, list[int]] = {}
-        for name, param in module.named_parameters():
-            part = name.split(".")[0] if name.startswith(PARTS) else ""
-            if param.grad is not None:
-                gradients.setdefault(part, []).append(trace.numbers[param.grad.untyped_storage()._cdata])
+        gradients = {
+            name: trace.numbers[param.grad.untyped_storage()._cdata]
+            for name, param in module.named_parameters()
+            if param.grad is not None
+        }
     return Segment(tuple(forward), tuple(trace.stages), output_bytes, number, large, gradients)

@@ -16,18 +16,17 @@ from fsdptoys.config.schema import Config
 from fsdptoys.device.profile import Hardware
 from fsdptoys.metrics.prediction import Category, MemoryPrediction, Prediction, TimePrediction, Volume
 from fsdptoys.models import DecoderModel, ModelConfig, npu_kernels
-from fsdptoys.parallel import ParallelConfig
 from fsdptoys.parallel.float8 import Float8
-from fsdptoys.parallel.fsdp import FSDPConfig, ReshardAfterForward
 from fsdptoys.plan.simulator.allocator import LARGE_SEGMENT_BYTES, Allocator, build_allocator
 from fsdptoys.plan.trace.op_costs import matmul_workspace_bytes
+from fsdptoys.utils.uncached import Uncached
 
-from .activations import Uncached, segments_of
+from .activations import segments_of
 from .fsdp_steps import FSDP1StepModel, FSDP2StepModel
 from .memory_ledger import Ledger
 from .optimizer_step import make_update
 from .step_model import ReplicatedStepModel, StepModel
-from .units import StepSetup, Units, make_units
+from .units import StepSetup, make_units
 
 SHALLOW_LAYERS = 4  # Blocks of the model in which gaps between allocations are measured
 
@@ -111,8 +110,12 @@ def _shallow(setup: StepSetup) -> StepSetup:
     kinds = list(dict.fromkeys(map(id, segments.blocks)))
     last_new = max(next(i for i, block in enumerate(segments.blocks) if id(block) == kind) for kind in kinds)
     depth = max(SHALLOW_LAYERS, last_new + 1)
+    left_out = set(setup.model.layers[depth:].parameters())
+    kept = [(param, local) for param, local in units.root.shards() if param not in left_out]
+    root = dataclasses.replace(units.root, params=[param for param, _ in kept], local=[local for _, local in kept])
     segments = dataclasses.replace(segments, blocks=segments.blocks[:depth])
-    return dataclasses.replace(setup, segments=segments, units=dataclasses.replace(units, blocks=units.blocks[:depth]))
+    units = dataclasses.replace(units, blocks=units.blocks[:depth], root=root)
+    return dataclasses.replace(setup, segments=segments, units=units)
 
 
 def _full_pages(bytes: int) -> int:
@@ -135,27 +138,9 @@ def _setup(config: Config, hardware: Hardware, world_size: int) -> StepSetup:
     parallel = config.parallel
     ranks = config.mesh.shard_ranks(world_size) if parallel.shards_parameters else 1
     model = _built(repr(config.model), Uncached(config.model))
-    flatten, split_blocks = parallel.flattens_parameters, parallel.hooks_parts_of_blocks
-    units = make_units(model, flatten=flatten, split_blocks=split_blocks, ranks=ranks)
-    if parallel.shards_parameters:
-        _set_resharding(units, parallel)
-    return StepSetup(config, world_size, model, segments_of(config, model, hardware.attention), units, ranks)
-
-
-def _set_resharding(units: Units, parallel: ParallelConfig) -> None:
-    assert isinstance(parallel, FSDPConfig)
-    policy, flat = parallel.reshard_after_forward, parallel.flattens_parameters
-    for unit in units.in_forward():
-        unit.resharded = policy is not ReshardAfterForward.never
-    outer = policy is ReshardAfterForward.always
-    units.head.resharded = outer
-    # FSDP1 never frees its root after the forward.
-    units.root.resharded = outer and not flat
-    if units.embedding is units.head:
-        units.embedding.resharded = outer and not flat
-    elif not flat:
-        # The gradient of a lookup needs no weights.
-        units.embedding.gathered_in_backward = False
+    units = make_units(model, parallel, ranks)
+    segments = segments_of(config, model, hardware.attention, [tuple(block) for block in units.blocks])
+    return StepSetup(config, world_size, model, segments, units, ranks)
 
 
 @functools.lru_cache(maxsize=16)

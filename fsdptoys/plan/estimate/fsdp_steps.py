@@ -82,8 +82,9 @@ class ShardedStepModel(StepModel):
     def _next_in_backward(self, unit: UnitBytes) -> list[UnitBytes]:
         behind = self.parallel.backward_prefetch
         order = self.units.after_forward() if behind == 1 else self.order
-        if behind != 1 and self.units.head is self.units.embedding:
-            order = [*(other for other in order if other is not self.units.head), self.units.head]
+        tied = self.units.tied
+        if behind != 1 and tied is not None:
+            order = [*(other for other in order if other is not tied), tied]
         place = order.index(unit) if unit in order else 0
         return order[max(0, place - behind) : place][::-1]
 
@@ -203,9 +204,9 @@ class FSDP2StepModel(ShardedStepModel):
         self.copied_out = self.ledger.compute
 
     def leave(self, unit: UnitBytes) -> None:
-        """Reshard; free the last buffer after the last unit."""
+        """Reshard; free the last buffer after the root."""
         super().leave(unit)
-        if unit is self.units.head:
+        if unit is self.units.root:
             self.ledger.add(Category.gathered_parameters, -self.previous_output, stream=COPY_IN)
             self.previous_output = 0
 

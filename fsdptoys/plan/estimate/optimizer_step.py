@@ -44,9 +44,9 @@ class Update:
         self.setup, self.ledger, self.units = setup, ledger, setup.units
         self.optim, self.memory = setup.config.optim, setup.config.memory
         self.host_bytes = 0
-        in_blocks = self.units.in_blocks
+        in_blocks = setup.in_blocks
         self.states = [
-            self.optim.state_bytes(param.shape, local, unit in in_blocks) for unit, param, local in self.units.shards()
+            self.optim.state_bytes(param.shape, local, param in in_blocks) for _, param, local in self.units.shards()
         ]
         self.in_backward = self.memory.optimizer_in_backward
         self.state_width = sum(self.optim.state_widths)
@@ -263,9 +263,9 @@ class MuonUpdate(Update):
         self.adamw_sizes: list[int] = []
         self.own: list[Matrix] = []  # Matrices that this rank orthogonalizes without an exchange
         self.exchanged: list[Matrix] = []
-        in_blocks = self.units.in_blocks
-        for unit, param, local in self.units.shards():
-            if unit not in in_blocks or param.ndim < 2:
+        in_blocks = setup.in_blocks
+        for _, param, local in self.units.shards():
+            if param not in in_blocks or param.ndim < 2:
                 self.adamw_sizes.append(local)
                 continue
             self.matrix_elements += local

@@ -16,7 +16,7 @@ from fsdptoys.metrics.prediction import Category
 from fsdptoys.parallel import DDPConfig
 from fsdptoys.parallel.strategy import norm_elements
 
-from .activations import INPUT, PARTS, Segment, Stage
+from .activations import INPUT, Segment, Stage, innermost
 from .memory_ledger import COMPUTE, Ledger
 from .optimizer_step import Update, pinned_bytes
 from .units import StepSetup, UnitBytes
@@ -125,26 +125,35 @@ class StepModel(ABC):
 
     def _forward(self) -> None:
         segments, units = self.setup.segments, self.units
-        if units.root.params:
-            self.enter(units.root)
-        self._forward_through(0, segments.embedding, {"": units.embedding}, Category.activations)
+        self._enter(units.root)
+        self._forward_through(0, segments.embedding, units.embedding, Category.activations)
         for index, (segment, block) in enumerate(zip(segments.blocks, units.blocks, strict=True)):
             self._offload_before(index)
             self._forward_through(index + 1, segment, block, Category.activations)
             self._offload_after(index)
-        self._forward_through(len(units.blocks) + 1, segments.head, {"": units.head}, Category.logits)
+        self._forward_through(len(units.blocks) + 1, segments.head, units.head, Category.logits)
+        self.leave(units.root)
 
     def _forward_through(self, number: int, segment: Segment, units: dict[str, UnitBytes], category: Category) -> None:
-        self._enter(units[""])
-        for part, stages in itertools.groupby(segment.forward, lambda stage: stage.part):
-            if part and part in units:
-                self._enter(units[part])
-            for stage in stages:
-                self._stage(number, stage, category, 0)
-            if part and part in units:
-                self.leave(units[part])
+        outer = _outer(segment, units)
+        for unit in outer:
+            self._enter(unit)
+        inside: list[str] = []
+        for stage in segment.forward:
+            path = _path(stage.part, units)
+            for name in reversed(inside):
+                if name not in path:
+                    self.leave(units[name])
+            for name in path:
+                if name not in inside:
+                    self._enter(units[name])
+            inside = path
+            self._stage(number, stage, category, 0)
+        for name in reversed(inside):
+            self.leave(units[name])
         self.ledger.pass_on(number, segment.output)
-        self.leave(units[""])
+        for unit in outer:
+            self.leave(unit)
 
     def _enter(self, unit: UnitBytes) -> None:
         if self.first:
@@ -154,54 +163,60 @@ class StepModel(ABC):
 
     def _backward(self) -> None:
         segments, units, model = self.setup.segments, self.units, self.setup.model
-        last, elements = len(units.blocks) + 1, _elements(model.norm, model.lm_head)
-        self._backward_through(last, segments.head, {"": units.head}, Category.logits, elements)
+        if units.root.params:
+            self.before_backward(units.root)
+        last, of_head = len(units.blocks) + 1, _elements((), model.norm, model.lm_head)
+        self._backward_through(last, segments.head, units.head, Category.logits, of_head)
         self.ledger.release(last + 1, INPUT)
         # The head's input counts as activations; only the head's backward needed it still.
         rest = self.ledger.categories[Category.logits]
         self.ledger.account(Category.logits, -rest)
         self.ledger.account(Category.activations, rest)
-        if units.head is not units.embedding:
-            self.after_backward(units.head)
+        for unit in dict.fromkeys(units.head.values()):
+            if unit is not units.tied:
+                self.after_backward(unit)
         blocks = zip(segments.blocks, units.blocks, model.layers)  # noqa: B905 (segments may be fewer)
         for index, (segment, block, module) in reversed(list(enumerate(blocks))):
             self._return_before(index)
-            self._backward_through(index + 1, segment, block, Category.activations, _elements(module))
-            self.after_backward(block[""])
-        tables = _elements(model.embed_tokens, *filter(None, [getattr(model, "embed_positions", None)]))
-        before = list(self._gradients.get(units.embedding, ()))
-        self._backward_through(0, segments.embedding, {"": units.embedding}, Category.activations, tables)
-        if units.head is units.embedding:
+            parts = tuple(sorted({stage.part for stage in segment.backward} - {""}))
+            self._backward_through(index + 1, segment, block, Category.activations, _elements(parts, module))
+            if "" in block:
+                self.after_backward(block[""])
+        tables = _elements((), model.embed_tokens, *filter(None, [getattr(model, "embed_positions", None)]))
+        self._backward_through(0, segments.embedding, units.embedding, Category.activations, tables)
+        if model.lm_head.weight is model.embed_tokens.weight:
             # The second gradient of a tied weight is added to the first.
-            for storage in self._gradients[units.embedding]:
-                if storage not in before:
-                    self.ledger.release(*storage)
-            self._gradients[units.embedding] = before
-            self.ledger.account(Category.reduction_buffers, -tables[""] * self.setup.compute_bytes)
-        if units.embedding is not units.root:
-            self.after_backward(units.embedding)
+            second = 0, segments.embedding.gradients["embed_tokens.weight"]
+            self.ledger.release(*second)
+            self._gradients[units.tied or units.root].remove(second)
+            elements = _elements((), model.lm_head)[""]
+            self.ledger.account(Category.reduction_buffers, -elements * self.setup.compute_bytes)
+        for unit in dict.fromkeys(units.embedding.values()):
+            self.after_backward(unit)
         if units.root.params:
             self.after_backward(units.root)
 
     def _backward_through(
         self, number: int, segment: Segment, units: dict[str, UnitBytes], category: Category, elements: dict[str, int]
     ) -> None:
-        if units[""].params:
-            self.before_backward(units[""])
-        for part, storages in segment.gradients.items():
-            self._gradients.setdefault(units.get(part, units[""]), []).extend((number, each) for each in storages)
+        for unit in _outer(segment, units):
+            self.before_backward(unit)
+        for name, storage in segment.gradients.items():
+            owner = units.get(innermost(name, units), self.units.root)
+            self._gradients.setdefault(owner, []).append((number, storage))
         left = dict(elements)  # cached, so not to be changed
-        part = ""
         for index, stage in enumerate(segment.backward):
-            if stage.part in units and stage.part and stage.part != part:
-                self.before_backward(units[stage.part])
-            part = stage.part
+            path = _path(stage.part, units)
+            for name in path:
+                self.before_backward(units[name])
             later = {other.part for other in segment.backward[index + 1 :]}
             # A part's last stage computes its gradients; the others are recomputation.
-            gradients = left.pop(part, 0) * self.setup.compute_bytes if part not in later else 0
+            gradients = left.pop(stage.part, 0) * self.setup.compute_bytes if stage.part not in later else 0
             self._stage(number, stage, category, gradients)
-            if part in units and part and part not in later:
-                self.after_backward(units[part])
+            needed = {name for part in later for name in _path(part, units)}
+            for name in reversed(path):
+                if name not in needed:
+                    self.after_backward(units[name])
 
     def _stage(self, number: int, stage: Stage, category: Category, gradients: int) -> None:
         self.ledger.note_peak(stage.peak_bytes)
@@ -360,10 +375,21 @@ class ReplicatedStepModel(StepModel):
 
 
 @functools.lru_cache(maxsize=4096)
-def _elements(*modules: nn.Module) -> dict[str, int]:
-    """Elements of the modules' parameters by part of a block."""
+def _elements(parts: tuple[str, ...], *modules: nn.Module) -> dict[str, int]:
+    """Elements of the modules' parameters by the innermost part of a block."""
     counts: Counter[str] = Counter()
     for name, param in itertools.chain(*(module.named_parameters() for module in modules)):
-        part = name.split(".")[0]
-        counts[part if part in PARTS else ""] += param.numel()
+        counts[innermost(name, parts)] += param.numel()
     return counts
+
+
+def _outer(segment: Segment, units: dict[str, UnitBytes]) -> list[UnitBytes]:
+    """Units whose forward surrounds a segment, or is no stage of its own."""
+    parts = {stage.part for stage in (*segment.forward, *segment.backward)} - {""}
+    outer = (name for name in units if not any(f"{part}.".startswith(f"{name}.") for part in parts))
+    return list(dict.fromkeys(units[name] for name in outer))
+
+
+def _path(part: str, units: dict[str, UnitBytes]) -> list[str]:
+    """Names of the units around a part within a segment, the outermost first."""
+    return sorted((name for name in units if name and f"{part}.".startswith(f"{name}.")), key=len)

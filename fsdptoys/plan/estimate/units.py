@@ -9,9 +9,12 @@ from torch import nn
 
 from fsdptoys.config.schema import Config
 from fsdptoys.models import DecoderModel
+from fsdptoys.parallel import FSDP2Config, FSDPConfig, ParallelConfig
 from fsdptoys.parallel.fsdp2 import placement
+from fsdptoys.parallel.strategy import own_parameters
+from fsdptoys.parallel.wrap import Unit, inside_out
 
-from .activations import PARTS, Segments
+from .activations import HEAD, Segments
 
 
 @dataclass(eq=False)
@@ -40,12 +43,12 @@ class UnitBytes:
 
 @dataclass
 class Units:
-    """All units of a model."""
+    """All units of a model; a part of the model is described by its units, by name within the part."""
 
-    embedding: UnitBytes
-    blocks: list[dict[str, UnitBytes]]  # For each block: its own unit under the empty name, and the units of its parts
-    head: UnitBytes  # The embedding's unit if one unit holds both
-    root: UnitBytes  # Parameters of no other unit; they stay gathered
+    embedding: dict[str, UnitBytes]
+    blocks: list[dict[str, UnitBytes]]  # A block's own unit has the empty name
+    head: dict[str, UnitBytes]  # Norm and head; with the embedding's unit if one unit holds all
+    root: UnitBytes  # Parameters of no other unit
 
     @property
     def local_elements(self) -> int:
@@ -57,21 +60,22 @@ class Units:
         return [(unit, *shard) for unit in self.in_forward() for shard in unit.shards()]
 
     @property
-    def in_blocks(self) -> set[UnitBytes]:
-        """Units of the blocks and their parts."""
-        return {unit for block in self.blocks for unit in block.values()}
+    def tied(self) -> UnitBytes | None:
+        """The unit of embedding and head, if it is not the root."""
+        shared = set(self.embedding.values()) & set(self.head.values())
+        return next(iter(shared), None)
 
     def in_forward(self) -> list[UnitBytes]:
         """Every unit once, in the order in which the forward needs them."""
         inner = [unit for block in self.blocks for unit in block.values()]
-        every = dict.fromkeys([self.root, self.embedding, *inner, self.head])
+        every = dict.fromkeys([self.root, *self.embedding.values(), *inner, *self.head.values()])
         return [unit for unit in every if unit.params]
 
     def after_forward(self) -> list[UnitBytes]:
-        """Every unit except a separate root, in the order in which their forwards end."""
-        inner = [unit for block in self.blocks for unit in [*list(block.values())[1:], block[""]]]
-        first = [] if self.embedding is self.head else [self.embedding]
-        return [unit for unit in [*first, *inner, self.head] if unit.params]
+        """Every unit in the order in which their forwards end."""
+        inner = [block[name] for block in self.blocks for name in inside_out(list(block))]
+        first = [unit for unit in self.embedding.values() if unit is not self.tied]
+        return [unit for unit in dict.fromkeys([*first, *inner, *self.head.values(), self.root]) if unit.params]
 
 
 @dataclass(frozen=True)
@@ -84,6 +88,11 @@ class StepSetup:
     segments: Segments
     units: Units
     shard_ranks: int  # Ranks that share one copy of the parameters
+
+    @functools.cached_property
+    def in_blocks(self) -> set[nn.Parameter]:
+        """Parameters of the blocks."""
+        return set(self.model.layers.parameters())
 
     @property
     def compute_bytes(self) -> int:
@@ -102,34 +111,44 @@ class StepSetup:
         return self.world_size // self.shard_ranks
 
 
-@functools.lru_cache(maxsize=256)
-def make_units(model: DecoderModel, *, flatten: bool, split_blocks: bool, ranks: int) -> Units:
-    """Divide a model into units.
+def make_units(model: DecoderModel, parallel: ParallelConfig, ranks: int) -> Units:
+    """Divide a model into the units of its strategy.
 
     Args:
         model: on the meta device.
-        flatten: whether a unit is one module with a flat parameter, as in FSDP1; otherwise norm and head share a unit.
-        split_blocks: whether attention and feed-forward are units of their own.
+        parallel: a strategy without units is given those of whole blocks.
         ranks: number of shards.
     """
-    make = functools.partial(_unit, flatten=flatten, ranks=ranks)
-    tied = model.lm_head.weight is model.embed_tokens.weight
-    blocks = []
-    for block in model.layers:
-        inner = {part: make(block.get_submodule(part).parameters()) for part in (PARTS if split_blocks else ())}
-        taken = {param for unit in inner.values() for param in unit.params}
-        blocks.append({"": make(param for param in block.parameters() if param not in taken), **inner})
-    in_blocks = {param for unit in blocks for each in unit.values() for param in each.params}
-    embedding, head = list(model.embed_tokens.parameters()), list(model.lm_head.parameters())
-    if not flatten:
-        head = [*model.norm.parameters(), *head]
-    separate = [] if tied and flatten else [*embedding, *head]
-    left = [param for param in model.parameters() if param not in in_blocks]
-    root = make(param for param in left if all(param is not other for other in separate))
-    if tied:
-        both = root if flatten else make(dict.fromkeys([*embedding, *head]))
-        return Units(both, blocks, both, root)
-    return Units(make(embedding), blocks, make(head), root)
+    sharded = parallel if isinstance(parallel, FSDPConfig) else None
+    units = (sharded or FSDP2Config()).units(model)
+    settings = [(sharded is None or sharded.reshards(unit), unit) for unit in [*units, None]]
+    flatten = parallel.flattens_parameters
+    return _make_units(model, tuple(settings), flatten, ranks)
+
+
+@functools.lru_cache(maxsize=256)
+def _make_units(
+    model: DecoderModel, settings: tuple[tuple[bool, Unit | None], ...], flatten: bool, ranks: int
+) -> Units:
+    modules = [[model.get_submodule(name) for name in (unit.modules if unit else [""])] for _, unit in settings]
+    # Outer modules come first.
+    of_root, *owned = own_parameters([modules[-1], *modules[:-1]])
+    made = Units({}, [{} for _ in model.layers], {}, _unit(of_root, flatten, ranks))
+    for (resharded, unit), params in zip(settings, owned, strict=False):
+        assert unit is not None
+        unit_bytes = _unit(params, flatten, ranks)
+        unit_bytes.resharded = resharded
+        unit_bytes.gathered_in_backward = flatten or not unit.embeds
+        for name in unit.modules:
+            first, _, rest = name.partition(".")
+            if first == "layers":
+                index, _, part = rest.partition(".")
+                made.blocks[int(index)][part] = unit_bytes
+            else:
+                (made.head if first in HEAD else made.embedding)[name] = unit_bytes
+    # FSDP1 never frees its root after the forward.
+    made.root.resharded = settings[-1][0] and not flatten
+    return made
 
 
 def _unit(params: Iterable[nn.Parameter], flatten: bool, ranks: int) -> UnitBytes:

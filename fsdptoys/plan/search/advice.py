@@ -112,7 +112,7 @@ def _changes(config: Config, world_size: int, node_ranks: int) -> Iterator[dict[
     if memory.checkpoints:
         alternatives.append({"memory.checkpointing_every": 2 if memory.checkpointing_every == 1 else 1})
     if parallel.shards_parameters:
-        alternatives += [{"parallel.wrap": wrap} for wrap in Wrap]
+        alternatives += [{"parallel.wrap": wrap} for wrap in (Wrap.block, Wrap.block_attn_mlp)]
         alternatives += [{"parallel.reshard_after_forward": reshard} for reshard in ReshardAfterForward]
         alternatives += [{"mesh.fsdp_size": size} for size in (-1, node_ranks)]
     if world_size > 1:

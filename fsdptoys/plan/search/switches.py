@@ -154,7 +154,7 @@ class Space:
     """Alternatives of each switch; keys from the command line are excluded."""
 
     strategies: Sequence[str] = tuple(STRATEGIES)  # ``single`` applies to one rank, ``ddp`` to several
-    wraps: Sequence[Wrap] = tuple(Wrap)
+    wraps: Sequence[Wrap] = (Wrap.block, Wrap.block_attn_mlp)
     reshards: Sequence[ReshardAfterForward] = (ReshardAfterForward.default, ReshardAfterForward.never)
     every_shard_size: bool = True  # Powers of two, the node and its multiples; otherwise one node and all ranks
     activation_offload: bool = True
@@ -211,7 +211,8 @@ class Combinations:
         executors: list[Changes] = [{}]
         if "memory.cpu_offload_executor" in changes:
             executors += [{"memory.cpu_offload_executor": CPUOffloadExecutor.native}]
-        wraps: list[Changes] = [{"parallel.wrap": wrap} for wrap in self.space.wraps]
+        by_position = getattr(self.base.parallel, "wrap", None) is not Wrap.auto  # not by class or size
+        wraps: list[Changes] = [{"parallel.wrap": wrap} for wrap in self.space.wraps] if by_position else [{}]
         reshards: list[Changes] = [{"parallel.reshard_after_forward": reshard} for reshard in self.space.reshards]
         for parts in _products(*(self._allowed(each) for each in (others, executors, wraps, reshards))):
             one = {**changes, **parts}

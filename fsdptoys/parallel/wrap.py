@@ -1,0 +1,162 @@
+"""Wrap policies: which modules of a model become units, for every strategy that shards parameters and for the planner.
+
+A unit gathers its parameters before its forward and frees them after it. Three ways to choose:
+
+- by position (``parallel.wrap``): each block, or also its attention and feed-forward; embedding and head are units too;
+- by class (``parallel.wrap_classes``), as PyTorch's ``ModuleWrapPolicy``: every instance of the classes;
+- by size (``parallel.min_params``), as PyTorch's ``size_based_auto_wrap_policy``: from the leaves up, a module becomes
+  a unit if it has that many parameters outside the units within it.
+
+The root holds all other parameters, from its forward to the end of the backward. By class and by size the embedding and
+the head are units only if chosen, as in PyTorch.
+
+Never a unit: a module without a forward of its own (``ModuleList``); a part of ``MultiheadAttention``, whose forward
+does not run; a module with some but not all names of a shared weight, which two units would gather and reduce; by class
+also a module all of whose parameters belong to units within it.
+Not covered: a user's module whose parent reads its weight without calling it, which must not be chosen.
+
+Source: ``torch/distributed/fsdp/wrap.py`` (torch 2.13), ``_recursive_wrap`` and the policies there.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from torch import nn
+
+from fsdptoys.errors import ConfigError
+from fsdptoys.models import DecoderModel
+from fsdptoys.utils.text import near_miss, value_text
+
+from .strategy import own_parameters
+
+LEAVES = (nn.MultiheadAttention,)
+"""Modules whose children's forwards do not run."""
+
+
+@dataclass(frozen=True)
+class Unit:
+    """Modules that share one all-gather."""
+
+    modules: tuple[str, ...]
+    """Names in the order of the forward; a unit that is flattened has one."""
+    embeds: bool
+    """Whether it has only lookup tables, whose gradient needs no weights."""
+    ends_forward: bool
+    """Whether it has the head, which the backward needs first."""
+
+
+def position_units(model: DecoderModel, parts: Sequence[str], groups: bool) -> list[Unit]:
+    """Embedding, blocks, parts of blocks and head.
+
+    Args:
+        parts: modules of a block that are units inside the block's.
+        groups: whether a unit may have several modules: norm and head then share one, with the embedding if tied.
+    """
+    tied = model.lm_head.weight is model.embed_tokens.weight
+    blocks = [f"layers.{index}" for index in range(len(model.layers))]
+    inner: list[tuple[str, ...]] = [
+        (name,) for block in blocks for name in (block, *(f"{block}.{part}" for part in parts))
+    ]
+    head = ("norm", "lm_head") if groups else ("lm_head",)
+    if not tied:
+        inner = [("embed_tokens",), *inner, head]
+    elif groups:
+        inner = [("embed_tokens", *head), *inner]
+    return [_unit(model, names) for names in inner]
+
+
+def class_units(model: DecoderModel, classes: Sequence[str]) -> list[Unit]:
+    """Every module of these classes or of classes derived from them.
+
+    Raises:
+        ConfigError: for a class that no unit can have.
+    """
+    able = _able(model)
+    known = sorted({type(module).__name__ for module in able.values()})
+    accepted = set().union(*map(_class_names, able.values()))
+    unknown = [name for name in classes if name not in accepted]
+    if unknown:
+        meant = [name if name in accepted else near_miss(name, known) for name in classes]
+        fixed = list(dict.fromkeys(filter(None, meant))) or [type(model.layers[0]).__name__]
+        raise ConfigError(
+            f"parallel.wrap_classes={value_text(list(classes))} names {unknown[0]}, but units of this model can be of "
+            f"the classes {', '.join(known)}; set parallel.wrap_classes={value_text(fixed)}"
+        )
+    chosen = {name: module for name, module in able.items() if set(classes) & _class_names(module)}
+    owned = own_parameters([[module] for module in chosen.values()])
+    return [_unit(model, (name,)) for name, params in zip(chosen, owned, strict=True) if params]
+
+
+def size_units(model: DecoderModel, least: float) -> list[Unit]:
+    """Modules with at least ``least`` parameters outside the units within them."""
+    able = _able(model)
+    chosen = set()
+
+    def wrap(name: str, module: nn.Module) -> int:
+        """Elements in units, after choosing them."""
+        elements = sum(param.numel() for param in module.parameters())
+        if elements < least:
+            return 0
+        inner = sum(wrap(child, model.get_submodule(child)) for child in _children(name, module))
+        if name in able and elements - inner >= least:
+            chosen.add(name)
+            return elements
+        return inner
+
+    wrap("", model)
+    return [_unit(model, (name,)) for name in able if name in chosen]
+
+
+def inside_out(names: Sequence[str]) -> list[str]:
+    """Names of modules in the order of the forward, sorted by the ends of their forwards: inner modules come first."""
+
+    def place(name: str) -> tuple[int, int]:
+        prefix = f"{name}." if name else ""
+        return max(i for i, other in enumerate(names) if f"{other}.".startswith(prefix)), -len(prefix)
+
+    return sorted(names, key=place)
+
+
+def _unit(model: DecoderModel, names: tuple[str, ...]) -> Unit:
+    embeds = all(isinstance(model.get_submodule(name), nn.Embedding) for name in names)
+    return Unit(names, embeds, any(name.split(".")[0] == "lm_head" for name in names))
+
+
+def _able(model: DecoderModel) -> dict[str, nn.Module]:
+    """Modules that can be units, by name, in the order of their forwards."""
+    aliases: dict[nn.Parameter, list[str]] = {}
+    for name, param in model.named_parameters(remove_duplicate=False):
+        aliases.setdefault(param, []).append(name)
+    shared = [names for names in aliases.values() if len(names) > 1]
+
+    def splits(module: str) -> bool:
+        return any(0 < sum(name.startswith(f"{module}.") for name in names) < len(names) for names in shared)
+
+    return {
+        name: module
+        for name, module in _walk("", model)
+        if name
+        and type(module).forward is not nn.Module.forward
+        and next(module.parameters(), None) is not None
+        and not splits(name)
+    }
+
+
+def _walk(name: str, module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    yield name, module
+    for child in _children(name, module):
+        yield from _walk(child, module.get_submodule(child.rpartition(".")[2]))
+
+
+def _children(name: str, module: nn.Module) -> list[str]:
+    """Names of the direct children in the order of their forwards: ``forward_order``, then as registered."""
+    if isinstance(module, LEAVES):
+        return []
+    names = dict.fromkeys([*getattr(module, "forward_order", ()), *(child for child, _ in module.named_children())])
+    return [f"{name}.{child}" if name else child for child in names]
+
+
+def _class_names(module: nn.Module) -> set[str]:
+    """Names of a module's class and of those that it derives from, except ``Module``."""
+    kinds = type(module).__mro__
+    return {kind.__name__ for kind in kinds[: kinds.index(nn.Module)]}

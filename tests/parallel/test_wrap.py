@@ -1,0 +1,146 @@
+"""Wrap policies by class and by size: which modules become units."""
+
+import functools
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.fsdp
+from torch import nn
+from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.distributed.fsdp.wrap import ModuleWrapPolicy, size_based_auto_wrap_policy
+
+from fsdptoys.config.compose import compose_config
+from fsdptoys.errors import ConfigError
+from fsdptoys.models import DecoderModel
+from fsdptoys.parallel import FSDP1Config, FSDP2Config, FSDPConfig, ToyFSDPConfig
+from fsdptoys.parallel.wrap import inside_out
+from scripts.ranks import run_ranks
+from tests.parallel.runs import TINY, tiny_model
+
+MODELS = {"llama": tiny_model(), "untied gpt2": TINY["gpt2"], **{name: TINY[name] for name in TINY if name != "gpt2"}}
+CLASSES = [["Block"], ["Attention", "Embedding"], ["LMHead", "Linear"], ["MoE", "RMSNorm", "LayerNorm"]]
+SIZES = [1.0, 40.0, 361.0, 1800, 2411.0, 5000.0, 1e5]
+
+
+def built(name: str, device: str = "meta") -> DecoderModel:
+    config = MODELS[name]
+    config.tie_embeddings = False
+    with torch.device(device):
+        model: DecoderModel = config.build()
+    return model
+
+
+def names_of(config: FSDPConfig, model: DecoderModel) -> list[str]:
+    return [name for unit in config.units(model) for name in unit.modules]
+
+
+def pytorchs_units(name: str, policies: list[Any]) -> list[set[str]]:
+    """Names of the units that FullyShardedDataParallel makes with each policy, without the root."""
+    made = []
+    for policy in policies:
+        model = FullyShardedDataParallel(built(name, "cpu"), auto_wrap_policy=policy, device_id=torch.device("cpu"))
+        names = [
+            unit.replace("_fsdp_wrapped_module.", "").replace("_fsdp_wrapped_module", "").rstrip(".")
+            for unit, module in model.named_modules()
+            if isinstance(module, FullyShardedDataParallel)
+        ]
+        made.append({unit for unit in names if unit})
+    return made
+
+
+@pytest.mark.usefixtures("unmeasured")
+@pytest.mark.parametrize("name", MODELS)
+def test_policies_choose_the_units_of_pytorchs(name: str) -> None:
+    """Oracle: FullyShardedDataParallel with ``size_based_auto_wrap_policy`` and ``ModuleWrapPolicy``."""
+    model = built(name)
+    kinds = {kind.__name__: kind for module in model.modules() for kind in type(module).__mro__}
+    classes = [names for each in CLASSES if (names := [name for name in each if name in kinds])]
+    policies: list[Any] = [functools.partial(size_based_auto_wrap_policy, min_num_params=size) for size in SIZES]
+    policies += [ModuleWrapPolicy({kinds[each] for each in names}) for names in classes]
+    configs = [FSDP2Config(min_params=size) for size in SIZES] + [FSDP2Config(wrap_classes=names) for names in classes]
+    expected = run_ranks(1, pytorchs_units, name, policies)[0]
+    assert [set(names_of(config, model)) for config in configs] == expected
+    assert len({len(names) for names in expected}) > len(SIZES) // 2  # the sizes differ in their units
+
+
+def test_tied_weights_belong_to_the_root() -> None:
+    """Oracle: the names; a weight in two units would be gathered and reduced twice."""
+    with torch.device("meta"):
+        model = tiny_model(tie_embeddings=True).build()
+    assert set(names_of(FSDP1Config(min_params=1), model)).isdisjoint({"embed_tokens", "lm_head"})
+    linear = names_of(FSDP2Config(wrap_classes=["Linear"]), model)  # LMHead derives from Linear
+    assert len(linear) == 7 * 3 and all(name.endswith("_proj") for name in linear)
+    with pytest.raises(
+        ConfigError, match="names Embedding, but units of this model can be of the classes Attention, B"
+    ):
+        names_of(FSDP2Config(wrap_classes=["Embedding"]), model)
+
+
+class Mixer(nn.Module):
+    """A part of a user's own block: a container, attention of PyTorch, and a layer registered late."""
+
+    forward_order = ("late", "heads")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.heads = nn.ModuleList([nn.Linear(36, 36), nn.Linear(36, 36)])
+        self.pytorchs = nn.MultiheadAttention(36, 6)
+        self.late = nn.Linear(36, 36)
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Return the input."""
+        return hidden
+
+
+def test_units_of_a_users_model_are_modules_whose_forward_runs_in_its_order() -> None:
+    """Oracle: names by hand; PyTorch's attention never calls the forward of its output projection."""
+    with torch.device("meta"):
+        model = tiny_model().build()
+        model.layers[0].mlp = Mixer()
+    model.layers = model.layers[:1]
+    linear = names_of(FSDP2Config(wrap_classes=["Linear", "Mixer"]), model)
+    mlp = [name.removeprefix("layers.0.") for name in linear if ".mlp" in name]
+    assert mlp == ["mlp", "mlp.late", "mlp.heads.0", "mlp.heads.1"]
+    assert inside_out(mlp) == ["mlp.late", "mlp.heads.0", "mlp.heads.1", "mlp"]
+    assert "layers.0.mlp.pytorchs" in names_of(FSDP1Config(min_params=36 * 36 * 4), model)
+    for name in ("ModuleList", "NonDynamicallyQuantizableLinear", "LlamaModel", "Module"):
+        with pytest.raises(ConfigError, match=f"names {name}, but"):
+            names_of(FSDP2Config(wrap_classes=[name]), model)
+
+
+REFUSED = {
+    "parallel.wrap_classes=[Atention,SwiGLU]": "parallel.wrap_classes=[Atention,SwiGLU] names Atention, but units of "
+    "this model can be of the classes Attention, Block, Embedding, LMHead, Linear, RMSNorm, SwiGLU; set "
+    "parallel.wrap_classes=[Attention,SwiGLU]",
+    "parallel.wrap_classes=[GPT2Block]": "parallel.wrap_classes=[GPT2Block] names GPT2Block, but units of this model "
+    "can be of the classes Attention, Block, Embedding, LMHead, Linear, RMSNorm, SwiGLU; set parallel.wrap_classes="
+    "[Block]",
+    "parallel.wrap_classes=[Block] parallel.min_params=1e6": "parallel.wrap_classes=[Block] and parallel.min_params="
+    "1e+06 both choose the units; set parallel.min_params=null to keep the other",
+    "parallel.wrap=block parallel.min_params=1000": "parallel.wrap=block and parallel.min_params=1000 both choose the "
+    "units; set parallel.wrap=auto to keep the other",
+    "parallel.wrap=block_attn_mlp parallel.wrap_classes=[Block]": "parallel.wrap=block_attn_mlp and "
+    "parallel.wrap_classes=[Block] both choose the units; set parallel.wrap=auto to keep the other",
+    "parallel.min_params=0": "parallel.min_params=0.0 must be at least 1; set parallel.min_params=null",
+}
+
+
+@pytest.mark.parametrize("words", REFUSED)
+@pytest.mark.parametrize("strategy", ["fsdp1", "fsdp2", "toy_fsdp"])
+def test_contradicting_or_unknown_policies_are_refused_in_one_sentence(strategy: str, words: str) -> None:
+    """Oracle: the expected message; no process group exists."""
+    with pytest.raises(ConfigError) as mistake:
+        compose_config([f"parallel={strategy}", "model=llama_debug", *words.split()]).validate(2, "cpu")
+    assert str(mistake.value) == REFUSED[words]
+
+
+@pytest.mark.parametrize("kind", [FSDP1Config, FSDP2Config, ToyFSDPConfig])
+def test_sizes_are_typed_as_numbers_of_either_form(kind: type[FSDPConfig]) -> None:
+    """Oracle: equal units."""
+    with torch.device("meta"):
+        model = compose_config(["model=llama_debug"]).model.build()
+    words = [f"parallel={kind.name}", "model=llama_debug"]
+    configs = [compose_config([*words, f"parallel.min_params={size}"]).parallel for size in ("1e5", "100000", "1e+5")]
+    assert isinstance(configs[0], kind)
+    assert configs[0].units(model) == configs[1].units(model) == configs[2].units(model) != kind().units(model)
