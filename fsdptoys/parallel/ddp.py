@@ -39,10 +39,15 @@ class DDP(UnshardedStrategy):
             **{self.sync_buffers: False},
             bucket_cap_mb=self.config.bucket_cap_mb,
             gradient_as_bucket_view=True,
+            **self._own_settings(),
         )
         if self.config.reduce_dtype.torch != torch.float32:
             wrapped.register_comm_hook(self.config.reduce_dtype.torch, all_reduce_in_dtype)
         return wrapped
+
+    def _own_settings(self) -> dict[str, Any]:
+        """Return further arguments of ``kind``."""
+        return {}
 
     @contextmanager
     def microbatch(self, index: int, count: int) -> Iterator[None]:

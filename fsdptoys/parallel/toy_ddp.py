@@ -23,8 +23,12 @@ from .toy_state import Holding, ShardedState
 class ToyDDP(DDP):
     """The toy's DistributedDataParallel."""
 
+    config: "ToyDDPConfig"
     kind: ClassVar[Any] = DistributedDataParallel
     sync_buffers = "forward_sync_buffers"
+
+    def _own_settings(self) -> dict[str, Any]:
+        return {"overlap": self.config.overlap}
 
 
 class ToyZero1(ToyDDP):
@@ -79,7 +83,12 @@ class ToyZero2(ToyZero1):
         return parameter_bytes // self.context.world_size
 
     def _wrap(self, model: nn.Module) -> Any:
-        return Zero2(model, bucket_cap_mb=self.config.bucket_cap_mb, reduce_dtype=self.config.reduce_dtype.torch)
+        return Zero2(
+            model,
+            bucket_cap_mb=self.config.bucket_cap_mb,
+            reduce_dtype=self.config.reduce_dtype.torch,
+            overlap=self.config.overlap,
+        )
 
     @contextmanager
     def microbatch(self, index: int, count: int) -> Iterator[None]:
@@ -94,9 +103,12 @@ class ToyDDPConfig(DDPConfig):
     name: ClassVar[str] = "toy_ddp"
     strategy = ToyDDP
 
+    overlap: bool = True
+    """Reduce gradients during the backward; false reduces after it, to the same bits, to see what overlap is worth."""
+
 
 @dataclass
-class ToyZero1Config(DDPConfig):
+class ToyZero1Config(ToyDDPConfig):
     """Optimizer states sharded."""
 
     name: ClassVar[str] = "toy_zero1"

@@ -48,6 +48,7 @@ class Zero2(nn.Module):
         process_group: ranks to shard over; None for all.
         bucket_cap_mb: MiB of a bucket.
         reduce_dtype: dtype of the sums over ranks; None for the parameters'.
+        overlap: send buckets during the backward; otherwise after it, which keeps all gradients whole until then.
     """
 
     def __init__(
@@ -57,9 +58,10 @@ class Zero2(nn.Module):
         process_group: dist.ProcessGroup | None = None,
         bucket_cap_mb: float = 25,
         reduce_dtype: torch.dtype | None = None,
+        overlap: bool = True,
     ) -> None:
         super().__init__()
-        self.module, self.reduce_dtype = module, reduce_dtype
+        self.module, self.reduce_dtype, self.overlap = module, reduce_dtype, overlap
         group: Any = process_group or dist.group.WORLD
         broadcast_tensors([*module.parameters(), *module.buffers()], 0, group)
         self.slices = Slices(module, group, int(bucket_cap_mb * 2**20))
@@ -96,7 +98,7 @@ class Zero2(nn.Module):
         param.grad = None
         self._pending[bucket] -= 1
         buckets = self.slices.buckets
-        while self._next < len(buckets) and self._pending[buckets[self._next]] == 0:
+        while self.overlap and self._next < len(buckets) and self._pending[buckets[self._next]] == 0:
             self._send_next()
 
     def _gradient(self, bucket: SlicedBucket) -> Tensor:

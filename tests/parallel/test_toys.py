@@ -48,6 +48,10 @@ def pairs(ranks: int) -> dict[str, tuple[ParallelConfig, ParallelConfig, dict[st
     made: dict[str, tuple[ParallelConfig, ParallelConfig, dict[str, Any]]] = {}
     for name, model in MODELS.items():
         made[f"ddp {name}"] = (DDPConfig(), ToyDDPConfig(), {"model": model, **default})
+    for toy in (ToyDDPConfig, ToyZero1Config, ToyZero2Config):
+        if ranks < 4 or toy is not ToyZero2Config:  # whose sums of more than two numbers have another order
+            alike = {**default, "grad_accum": 1 if toy is ToyZero2Config else 2, "model": MODELS["gpt2"]}
+            made[f"{toy.name} without overlap"] = (DDPConfig(), toy(overlap=False), alike)
     half = {"param_dtype": DType.bfloat16}
     made["ddp deterministic"] = (DDPConfig(), ToyDDPConfig(), {**SMALL, "memory": CHECKPOINTED})
     made["ddp bf16"] = (DDPConfig(**half), ToyDDPConfig(**half), {"memory": EVERYTHING, **default})

@@ -101,6 +101,9 @@ class Reducer:
         as_views: whether gradients become views of the buckets instead of copies.
     """
 
+    overlaps = True
+    """Whether buckets leave during the backward, rather than after it."""
+
     def __init__(
         self,
         params: Sequence[nn.Parameter],
@@ -175,7 +178,7 @@ class Reducer:
         self.has_started = True
         self.mark_ready(number)
         if self.next_bucket == len(self.buckets):
-            queue_callback(self.finish)
+            queue_callback(self.end_backward)
 
     def mark_ready(self, number: int) -> None:
         """Put a gradient into its bucket; all-reduce the next buckets in order if they are full."""
@@ -184,7 +187,8 @@ class Reducer:
         bucket.fill(slot, self.divisor, self.as_views)
         bucket.pending -= 1
         while self.next_bucket < len(self.buckets) and self.buckets[self.next_bucket].pending == 0:
-            self.all_reduce(self.next_bucket)
+            if self.overlaps:
+                self.all_reduce(self.next_bucket)
             self.next_bucket += 1
 
     def all_reduce(self, index: int) -> None:
@@ -196,6 +200,18 @@ class Reducer:
         """Wait until a bucket's buffer holds the averages."""
         bucket.result.wait()
         bucket.result = None
+
+    @torch.no_grad()
+    def end_backward(self) -> None:
+        """Send the buckets that the backward has not, and finish."""
+        if not self.overlaps:
+            self.send_all()
+        self.finish()
+
+    def send_all(self) -> None:
+        """Send all buckets."""
+        for index in range(len(self.buckets)):
+            self.all_reduce(index)
 
     @torch.no_grad()
     def finish(self) -> None:
@@ -219,6 +235,7 @@ class DDP(nn.Module):
         process_group: ranks to average over; None for all.
         bucket_cap_mb: MiB of a bucket.
         gradient_as_bucket_view: whether gradients are views of the buckets, which saves P bytes.
+        overlap: send gradients during the backward; otherwise after it, to see what overlap is worth.
     """
 
     def __init__(
@@ -228,6 +245,7 @@ class DDP(nn.Module):
         process_group: dist.ProcessGroup | None = None,
         bucket_cap_mb: float = BUCKET_CAP_MB,
         gradient_as_bucket_view: bool = False,
+        overlap: bool = True,
     ) -> None:
         super().__init__()
         self.module = module
@@ -237,6 +255,7 @@ class DDP(nn.Module):
         broadcast_tensors([*module.parameters(), *module.buffers()], 0, group)
         params = [param for param in module.parameters() if param.requires_grad]
         self.reducer = Reducer(params, group, limits, limits, gradient_as_bucket_view)
+        self.reducer.overlaps = overlap
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """Call the module, and prepare to reduce in its backward."""

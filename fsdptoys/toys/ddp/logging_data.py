@@ -97,10 +97,10 @@ class LoggedReducer(PartialReducer):
         self.logbook.note("comm_start")
         super().all_reduce(index)
 
-    def finish(self) -> None:
+    def end_backward(self) -> None:
         """Record the times."""
         self.logbook.note("backward_end")
-        super().finish()
+        super().end_backward()
         self.logbook.note("comm_end")
 
 

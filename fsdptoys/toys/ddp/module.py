@@ -41,7 +41,7 @@ class FullReducer(LoggedReducer, HookedReducer):
 
 
 class DistributedDataParallel(DDP, Joinable):
-    """A module whose gradients are averaged over ranks; the arguments are those of PyTorch's class.
+    """A module whose gradients are averaged over ranks; the arguments are those of PyTorch's class, and ``overlap``.
 
     Args:
         module: on one device, the same on all ranks.
@@ -54,6 +54,7 @@ class DistributedDataParallel(DDP, Joinable):
         gradient_as_bucket_view: make gradients views of the buckets instead of copies.
         static_graph: promise that the use of parameters never changes.
         forward_sync_buffers: send rank 0's buffers before each forward; the construction always sends them.
+        overlap: send gradients during the backward; otherwise after it, to see what overlap is worth.
     """
 
     def __init__(
@@ -78,6 +79,7 @@ class DistributedDataParallel(DDP, Joinable):
         bucket_cap_mb_list: Any = None,
         batched_grad_copy: bool = False,
         forward_sync_buffers: bool | None = None,
+        overlap: bool = True,
     ) -> None:
         unsupported = {
             "delay_all_reduce_named_params": delay_all_reduce_named_params,
@@ -115,7 +117,7 @@ class DistributedDataParallel(DDP, Joinable):
         if forward_sync_buffers is not None:
             self.forward_sync_buffers, sends_buffers_at_first = forward_sync_buffers, True
         self.find_unused_parameters, self.gradient_as_bucket_view = find_unused_parameters, gradient_as_bucket_view
-        self.static_graph = static_graph
+        self.static_graph, self.overlap = static_graph, overlap
         self.require_backward_grad_sync = self.require_forward_param_sync = True
         self._bucket_bytes = [FIRST_BUCKET_BYTES, BUCKET_CAP_MB * MIB]
         if bucket_cap_mb is not None:
@@ -196,8 +198,10 @@ class DistributedDataParallel(DDP, Joinable):
         return self.require_forward_param_sync and self.forward_sync_buffers and bool(self.own_buffers())
 
     def _build_reducer(self) -> None:
-        named = {param: name for name, param in self.module.named_parameters() if param.requires_grad}
-        kept = {param: name for param, name in named.items() if name not in self.parameters_to_ignore}
+        kept: dict[nn.Parameter, str] = {}  # as PyTorch's: a shared parameter is ignored if all its names are
+        for name, param in self.module.named_parameters(remove_duplicate=False):
+            if param.requires_grad and name not in self.parameters_to_ignore:
+                kept.setdefault(param, name)
         self.reducer: FullReducer = FullReducer(
             sparse_weights(self.module),
             kept,
@@ -208,6 +212,7 @@ class DistributedDataParallel(DDP, Joinable):
             find_unused=self.find_unused_parameters,
             static_graph=self.static_graph,
         )
+        self.reducer.overlaps = self.overlap
 
     def _set_static_graph(self) -> None:
         if self.static_graph:

@@ -127,9 +127,19 @@ class PartialReducer(Reducer):
         if number in self.order:
             self.fail(RuntimeError, ready_twice(number, self.names[number], self.static_graph))
         super().mark_ready(number)
-        if self.next_bucket == len(self.buckets) and self.shares_used:
+        if self.next_bucket == len(self.buckets) and self.overlaps:
+            self.share_used()
+
+    def share_used(self) -> None:
+        """Begin to exchange the set of used parameters."""
+        if self.shares_used:
             self._used_anywhere = self._used_map()
             self._used_work = dist.all_reduce(self._used_anywhere, group=self.group, async_op=True)
+
+    def send_all(self) -> None:
+        """Exchange the set as well."""
+        super().send_all()
+        self.share_used()
 
     @torch.no_grad()
     def _reduce_counted(self) -> None:
@@ -140,7 +150,7 @@ class PartialReducer(Reducer):
         for number in [*self._times_ready, *self.unused]:
             self.mark_ready(number)
         self.order = {}  # the next backward has the order of a backward
-        self.finish()
+        self.end_backward()
 
     @torch.no_grad()
     def finish(self) -> None:
