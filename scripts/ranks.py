@@ -56,7 +56,7 @@ def run_ranks(
         pipes = [context.Pipe(duplex=False) for _ in range(world_size)]
         processes = [
             context.Process(
-                target=_rank,
+                target=run_rank,
                 args=(rank, world_size, f"{folder}/store", device, pipes[rank][1], prepare, function, args),
             )
             for rank in range(world_size)
@@ -75,7 +75,7 @@ def run_ranks(
                     process.join()
 
 
-def _rank(
+def run_rank(
     rank: int,
     world_size: int,
     store: str,
@@ -85,6 +85,7 @@ def _rank(
     function: Callable[..., Any],
     args: tuple[Any, ...],
 ) -> None:
+    """Join the process group as one rank, call ``function(*args)``, and send whether it succeeded and its result."""
     # The parent's objects stay for good; scanning them again takes a fifth of the time.
     gc.freeze()
     if rank > 0 or not any(name.startswith("COVERAGE_PROCESS_") for name in os.environ):

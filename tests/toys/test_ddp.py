@@ -283,6 +283,15 @@ def failed_claims() -> list[str]:
     kept = [torch.zeros(3, 3) for _ in range(2)]
     dist.all_gather(kept, ignoring[1].weight.grad)
     checks["an ignored parameter keeps its own gradient"] = not kept[0].equal(kept[1])
+    grads = []
+    for kind in (Toy, Native):
+        tied = nn.Sequential(nn.Linear(3, 3, bias=False), nn.Linear(3, 3))
+        tied[1].weight = tied[0].weight
+        nn.init.ones_(tied[0].weight)
+        kind._set_params_and_buffers_to_ignore_for_model(tied, ["0.weight"])
+        kind(tied)(torch.full((2, 3), rank)).sum().backward()
+        grads.append(tied[0].weight.grad)
+    checks["a shared parameter is averaged unless all its names are ignored"] = grads[0].equal(grads[1])  # type: ignore[union-attr]
     return [name for name, holds in checks.items() if not holds]
 
 

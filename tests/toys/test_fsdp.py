@@ -10,7 +10,18 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import Shard
 
-from tests.toys.fsdp_models import NATIVE, TOY, Case, Model, assert_hold, shard_groups, shard_tied, train
+from tests.toys.fsdp_models import (
+    NATIVE,
+    TOY,
+    Block,
+    Case,
+    Model,
+    assert_hold,
+    shard_blocks,
+    shard_groups,
+    shard_tied,
+    train,
+)
 
 BF16 = {"param_dtype": torch.bfloat16}
 ACCUMULATE = Case(before=lambda model, index, count: model.set_requires_gradient_sync(index == count - 1))
@@ -44,6 +55,15 @@ def last(model: Any, index: int, count: int) -> None:
 def wide(param: nn.Parameter) -> Shard | None:
     """Shard along the second dim if divisible."""
     return Shard(1) if param.ndim == 2 and param.shape[1] % dist.get_world_size() == 0 else None
+
+
+def add_block(model: Any) -> None:
+    model.never_run = Block(13)
+
+
+def shard_all_blocks(library: Any, model: Any, mesh: Any) -> None:
+    library.fully_shard(model.never_run, mesh=mesh)
+    shard_blocks(library, model, mesh)
 
 
 CASES: dict[str, Case] = {
@@ -80,6 +100,12 @@ CASES: dict[str, Case] = {
     ),
     "more reductions on their way": Case(configure=lambda model: model.set_reduce_scatter_max_input_buffers(3)),
     "more ranks than rows": Case(model={"dim": 1}),
+    "unused parameters reduced, a unit that never runs": Case(  # whose weights would decay if their gradients were zero
+        prepare=add_block,
+        shard=shard_all_blocks,
+        configure=lambda model: model.set_reduce_scatter_unused_params(True),
+        clips=True,
+    ),
 }
 """Name → training case, which PyTorch's implementation supports too."""
 

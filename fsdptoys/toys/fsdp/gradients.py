@@ -53,7 +53,7 @@ class GradientUnit(FSDPUnit):
     all_reduces = True
     """HSDP only: all-reduce over the replicas after the reduce-scatter."""
     reduces_unused = False
-    """Parameters without a gradient take part with zeros."""
+    """Parameters without a gradient take part with zeros, except in units that have never run."""
     divide_by: float | None = None
     """Instead of the number of ranks."""
     only_sums = False
@@ -92,7 +92,7 @@ class GradientUnit(FSDPUnit):
             total = self._accumulated.pop(index, grad)
             if total is not None:
                 taken[index] = total
-            elif self.reduces_unused and param.sharded.requires_grad:
+            elif self.reduces_unused and param.whole is not None and param.whole.requires_grad:
                 taken[index] = self.shard_S.new_zeros(
                     self.shapes[index], dtype=self.mp_policy.param_dtype or param.sharded.dtype
                 )
