@@ -5,7 +5,7 @@ Rows sorted by expert form contiguous groups of unequal length. A ``Product`` mu
 - ``Grouped``: torch's grouped matmul, one call for all groups without a device sync. For accelerators.
 - ``Looped``: one matmul per group; fetching the group ends is one device sync per layer call. For CPUs, where torch's
   grouped matmul is the same loop plus fresh buffers, and for accelerators without a grouped matmul.
-- ``LoopedFloat32``: the same loop through float32, for bf16 on CPUs that cannot multiply it (``linear``).
+- ``LoopedFloat32``: the same loop through float32, for bf16 and float16 on CPUs that cannot multiply it (``linear``).
 - ``LoopedOneDNN``: the same loop with oneDNN's float32 matmul, for CPUs with AVX-512, where torch's own (MKL) reached
   half the speed on an AMD EPYC (``benchmarks/moe.md``). Not tried on Intel.
 
@@ -26,7 +26,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .linear import lacks_bfloat16
+from .linear import ONEDNN_HAS, lacks_matmul
 
 
 class Segment(NamedTuple):
@@ -99,7 +99,7 @@ class LoopedAlike(Looped):
 
 
 class LoopedFloat32(Looped):
-    """One matmul per group of bf16 operands in float32, for CPUs without bf16 instructions."""
+    """One matmul per group of 16-bit operands in float32, for CPUs without instructions for their dtype."""
 
     def linear(self, a_MI: Tensor, weight_OI: Tensor, piece: Segment, out_MO: Tensor | None = None) -> Tensor:
         """See ``Looped``."""
@@ -162,11 +162,11 @@ def _fastest(device_type: str, dtype: torch.dtype) -> Product:
     if device_type == "meta":
         return Looped()
     if device_type == "cpu":
-        if dtype == torch.bfloat16 and lacks_bfloat16():
+        if dtype in ONEDNN_HAS and lacks_matmul(dtype):
             return LoopedFloat32()
         if not torch.backends.mkldnn.is_available() or torch.backends.cpu.get_cpu_capability() != "AVX512":
             return Looped()
-        if dtype in (torch.bfloat16, torch.float16):  # torch.mm is oneDNN's here
+        if dtype in ONEDNN_HAS:  # torch.mm is oneDNN's here
             return Looped(ONEDNN_ROW_MULTIPLE)
         onednn = LoopedOneDNN(ONEDNN_ROW_MULTIPLE)
         return onednn if dtype == torch.float32 and works(onednn, device_type, dtype) else Looped()

@@ -8,7 +8,6 @@ spelling of it and for no value, ``false`` likewise, and ``N`` for every number.
 
 from collections.abc import Mapping
 
-FLOAT16 = "float16 parameters are not supported: parallel.param_dtype=bfloat16"
 DATA_PARALLEL = "only data parallelism is supported: parallel=fsdp2"
 
 _TABLE = {
@@ -25,11 +24,12 @@ _TABLE = {
     "use_lora lora peft qlora load_in_4bit load_in_8bit": "low-rank adapters are not supported: ",
     # Precision.
     "dtype torch_dtype precision mixed_precision amp param_dtype": "parallel.param_dtype=*",
-    "dtype=float16 torch_dtype=float16 dtype=fp16 precision=fp16 precision=16 precision=16-mixed": FLOAT16,
+    "precision=16 precision=16-mixed fp16 float16 half": "parallel.param_dtype=float16",
     "bf16=true bfloat16=true mixed_precision=true amp=true precision=bf16-mixed": "parallel.param_dtype=bfloat16",
     "bf16=false bfloat16=false fp16=false float16=false half=false amp=false": "parallel.param_dtype=float32",
-    "fp16 float16 half": FLOAT16,
     "fp8 float8": "train.float8=*",
+    "init_scale initial_loss_scale": "loss_scale.initial=*",
+    "loss_scale_window scale_growth_interval growth_interval": "loss_scale.growth_interval=*",
     # Strategy.
     "strategy parallelism parallel_strategy distributed_strategy": "parallel=*",
     "fsdp use_fsdp sharding_strategy fsdp_sharding_strategy": "parallel=fsdp2",

@@ -15,6 +15,7 @@ from fsdptoys.memory import CPUOffloadExecutor, GradientCheckpointing, MemoryCon
 from fsdptoys.metrics import MetricsConfig
 from fsdptoys.models import MODELS, ModelConfig, MoEConfig
 from fsdptoys.optim import OPTIMIZERS, OptimConfig
+from fsdptoys.optim.loss_scale import LossScaleConfig
 from fsdptoys.parallel import STRATEGIES, ParallelConfig
 from fsdptoys.parallel.float8 import Float8, check_even_shards, check_float8
 from fsdptoys.parallel.mesh import MeshConfig
@@ -161,6 +162,7 @@ class Config:
     launch: LaunchConfig
     plan: PlanConfig
     kernels: KernelConfig = field(default_factory=KernelConfig)
+    loss_scale: LossScaleConfig = field(default_factory=LossScaleConfig)
     patches: Any = "auto"
     """PyTorch patches to apply, [NAME,...]; auto for those that its version and the strategy need, [] for none."""
 
@@ -188,6 +190,7 @@ class Config:
             tokens=train.batch_size * train.seq_len,
             cpu_offload=self.memory.cpu_offload,
         )
+        self._check_loss_scale()
         check_optimizer(self.optim, self.parallel, self.memory, train, device_type)
         self.parallel.validate(world_size, self.mesh, device_type, self.memory.cpu_offload)
         check_in_backward(self.optim, self.parallel, self.memory, train, self.mesh, world_size)
@@ -215,6 +218,11 @@ class Config:
         sequences = self.train.batch_size * self.train.grad_accum * getattr(self.parallel, "simulated_ranks", 1)
         return 16 * sequences * self.train.seq_len
 
+    @property
+    def scales_gradients(self) -> bool:
+        """Whether the gradients of a step are multiplied by a factor: to clip them, or to undo the loss scale."""
+        return self.train.max_grad_norm is not None or self.parallel.param_dtype.needs_loss_scale
+
     def _choose_sums(self, device_type: str) -> None:
         train, has_float64 = self.train, float64_collectives(device_type)
         if train.sum_dtype is SumDType.auto:
@@ -228,6 +236,23 @@ class Config:
             raise ConfigError(
                 "train.sum_dtype=float32 contradicts train.deterministic=true, whose norms and losses have the same "
                 "bits on any layout, for which they are added up in float64; set train.sum_dtype=auto"
+            )
+
+    def _check_loss_scale(self) -> None:
+        dtype = self.parallel.param_dtype
+        if not dtype.needs_loss_scale:
+            self.loss_scale.check_used(dtype.value)
+        elif self.memory.optimizer_in_backward:
+            raise ConfigError(
+                f"memory.optimizer_in_backward=true updates before it is known whether a gradient of "
+                f"parallel.param_dtype={dtype.value} overflowed, which skips the step; set "
+                "memory.optimizer_in_backward=false or parallel.param_dtype=bfloat16"
+            )
+        elif not self.train.skip_nonfinite:
+            raise ConfigError(
+                f"train.skip_nonfinite=false would update with overflowed gradients, from which "
+                f"parallel.param_dtype={dtype.value} finds its loss scale; set train.skip_nonfinite=true or "
+                "parallel.param_dtype=bfloat16"
             )
 
     def _check_model(self) -> None:

@@ -134,7 +134,7 @@ class _ChunkedLoss(torch.autograd.Function):
                 products.weight_gradient(logits_CV, hidden_CD, weight_gradient_VD, first=start == 0)
 
         ctx.save_for_backward(hidden_gradient_ND, weight_gradient_VD)
-        ctx.weight_dtype = weight_VD.dtype
+        ctx.weight_dtype, ctx.gradient_scale = weight_VD.dtype, objective.gradient_scale
         return losses.sum()
 
     @staticmethod
@@ -143,11 +143,12 @@ class _ChunkedLoss(torch.autograd.Function):
         if torch.is_grad_enabled():  # as under create_graph=True
             raise RuntimeError("the chunked loss has no second derivative; use the plain loss, memory.chunk_loss=false")
         hidden_gradient_ND, weight_gradient_VD = ctx.saved_tensors
+        factor = upstream[0] if ctx.gradient_scale == 1 else upstream[0] / ctx.gradient_scale
         in_place = not _graph_is_kept()
         if hidden_gradient_ND is not None:
-            hidden_gradient_ND = _scale(hidden_gradient_ND, upstream[0], hidden_gradient_ND.dtype, in_place)
+            hidden_gradient_ND = _scale(hidden_gradient_ND, factor, hidden_gradient_ND.dtype, in_place)
         if weight_gradient_VD is not None:
-            weight_gradient_VD = _scale(weight_gradient_VD, upstream[0], ctx.weight_dtype, in_place)
+            weight_gradient_VD = _scale(weight_gradient_VD, factor, ctx.weight_dtype, in_place)
         return hidden_gradient_ND, weight_gradient_VD, None, None, None, None, None, None
 
 

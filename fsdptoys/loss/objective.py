@@ -23,3 +23,9 @@ class Objective:
     """Share of each label spread evenly over all classes; at least 0 and below 1."""
     z_loss_coef: float = 0.0
     """Weight of logsumexp(logits)²; at least 0."""
+    gradient_scale: float = 1.0
+    """Factor on the gradients that the chunked loss keeps until its backward, which divides by it.
+
+    A power of two near the gradient that the backward will receive; in float16 small probabilities would become zero.
+    The plain loss has no use for it, since its backward multiplies in float32 before it rounds.
+    """

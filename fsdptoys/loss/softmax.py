@@ -36,6 +36,8 @@ def softmax_gradient_(
 ) -> None:
     """Write the loss of each row, and replace its logits by the gradient of that loss, without a device sync.
 
+    The gradient is multiplied by ``objective.gradient_scale``.
+
     Args:
         logits_CV: any floating dtype, rows contiguous; processed in float32 at least.
         labels_C: classes, or ``IGNORE_INDEX`` for rows whose loss and gradient are zero.
@@ -92,6 +94,8 @@ def _block_gradient_(
         if smoothing:
             values_RV.sub_(smoothing / values_RV.shape[1])
         values_RV.scatter_add_(1, labels_R1, torch.full_like(top_R1, smoothing - 1))
+        if objective.gradient_scale != 1:
+            values_RV.mul_(objective.gradient_scale)
     if ignored_R1 is not None:
         losses_R1.masked_fill_(ignored_R1, 0.0)
         if gradient:

@@ -35,6 +35,7 @@ def softmax_gradient_(
             V,
             objective.label_smoothing,
             objective.z_loss_coef,
+            objective.gradient_scale,
             IGNORED=IGNORE_INDEX,
             GRADIENT=gradient,
             SMOOTHED=objective.label_smoothing != 0,
@@ -52,6 +53,7 @@ def _softmax_gradient_row(
     n_classes: tl.tensor,
     smoothing: tl.tensor,
     z_loss_coef: tl.tensor,
+    gradient_scale: tl.tensor,
     IGNORED: tl.constexpr,
     GRADIENT: tl.constexpr,
     SMOOTHED: tl.constexpr,
@@ -106,4 +108,4 @@ def _softmax_gradient_row(
             if SMOOTHED:
                 gradient -= smoothing / n_classes
             gradient = tl.where(start + lanes == label, gradient - (1.0 - smoothing), gradient)
-            tl.store(logits + start + lanes, gradient, mask=inside)
+            tl.store(logits + start + lanes, gradient * gradient_scale, mask=inside)

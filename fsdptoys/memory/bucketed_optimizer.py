@@ -221,9 +221,9 @@ class BucketedUpdates(Updates):
         """Continue counting; a run without buckets counted none, and rounded none stochastically."""
         self.optimizer.steps_taken = steps_taken or self.optimizer.steps_taken
 
-    def clip(self, norms: GradientNorms, max_norm: float) -> Tensor:
-        """Scale the gradients within the next update; return their norm before. A collective."""
-        return norms.clip_grad_norm(max_norm, self.optimizer.scale_gradients, self.optimizer.executor.map)
+    def clip(self, norms: GradientNorms, max_norm: float, unscale: float = 1.0) -> Tensor:
+        """Scale the gradients within the next update; return their unscaled norm before. A collective."""
+        return norms.clip_grad_norm(max_norm, self.optimizer.scale_gradients, self.optimizer.executor.map, unscale)
 
     def finish(self) -> None:
         """Finish pending updates: parameters are then as after the last step."""

@@ -20,9 +20,13 @@ class GradientNorms(Protocol):
     """The methods of a strategy that clip gradients."""
 
     def clip_grad_norm(
-        self, max_norm: float, scale_by: Callable[[Tensor], None] | None = None, map_parts: MapParts = map
+        self,
+        max_norm: float,
+        scale_by: Callable[[Tensor], None] | None = None,
+        map_parts: MapParts = map,
+        unscale: float = 1.0,
     ) -> Tensor:
-        """Scale gradients to ``max_norm``; return their norm before."""
+        """Multiply gradients by ``unscale`` and clip them to ``max_norm``; return their norm in between."""
 
     def total_norm(self, norms: list[Tensor]) -> Tensor:
         """Norm over all ranks, from norms of this rank's parts."""
@@ -51,10 +55,13 @@ class Updates:
     def restore(self, steps_taken: int | None) -> None:
         """Continue counting from a checkpoint's ``steps_taken``; None from runs that did not count."""
 
-    def clip(self, norms: GradientNorms, max_norm: float) -> Tensor:
-        """Scale the gradients of the next step down to ``max_norm``; return their norm before. A collective."""
+    def clip(self, norms: GradientNorms, max_norm: float, unscale: float = 1.0) -> Tensor:
+        """Multiply the gradients of the next step by ``unscale``, and scale them down to ``max_norm``.
+
+        Returns their norm in between. A collective.
+        """
         with self._with_threads():
-            return norms.clip_grad_norm(max_norm)
+            return norms.clip_grad_norm(max_norm, unscale=unscale)
 
     def step(self) -> None:
         """Take the optimizer's step, or begin it."""

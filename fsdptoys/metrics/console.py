@@ -110,6 +110,7 @@ def event_lines(metrics: StepMetrics) -> list[str]:
         lines.append(
             f"optimizer step skipped: the loss ({metrics.loss:.4g}) or the gradient norm ({metrics.grad_norm:.4g}) "
             f"is not finite; skipped steps so far: {metrics.skipped_steps}"
+            + (f"; the loss scale was {metrics.loss_scale:g}" if metrics.loss_scale is not None else "")
         )
     if metrics.loss_spike is not None:
         lines.append(

@@ -1,5 +1,6 @@
 """Columns of a step's numbers, for the plain and the live console."""
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -45,6 +46,14 @@ def _load(metrics: StepMetrics) -> str | None:
     return None if load is None else f"{load:.1f}x" if load < 10 else f"{load:.0f}x"
 
 
+def _power(scale: float | None) -> str | None:
+    """A power of two in short, another number as it is."""
+    if scale is None:
+        return None
+    mantissa, exponent = math.frexp(scale)
+    return f"2^{exponent - 1}" if mantissa == 0.5 else f"{scale:.4g}"
+
+
 def _gib(*values: float | None) -> str:
     return "/".join("?" if value is None else f"{value:.4g}" for value in values)
 
@@ -71,6 +80,7 @@ COLUMNS = (
     ConsoleColumn(("", "MFU"), "MFU", "", 5, 2, lambda m: None if m.mfu is None else f"{m.mfu:.1%}"),
     ConsoleColumn(("MoE", "load"), "busiest expert", "", 5, 5, _load),
     ConsoleColumn(("MoE", "entropy"), "entropy", "", 7, 1, lambda m: f"{m.routing.entropy:.3f}" if m.routing else None),
+    ConsoleColumn(("loss", "scale"), "loss scale", "", 7, 3, lambda m: _power(m.loss_scale)),
     ConsoleColumn(("GiB allocated/", "peak/reserved"), "memory", MEMORY_UNIT, 17, 6, _device_memory),
     ConsoleColumn(("resident", "set"), "resident set", "", 9, 6, _resident_set),
 )

@@ -1,7 +1,7 @@
 """Plots of a run: ``loss.png`` and ``experts.png``.
 
-``loss.png`` shows the loss with its references, and the gradient norm, over the steps. ``experts.png`` shows the load
-of each expert in the last step, and the balance over the steps.
+``loss.png`` shows the loss with its references, the gradient norm, and float16's loss scale, over the steps.
+``experts.png`` shows the load of each expert in the last step, and the balance over the steps.
 """
 
 import io
@@ -34,8 +34,10 @@ def draw_loss(path: Path, title: str, steps: Sequence[StepMetrics], references: 
     from matplotlib.figure import Figure  # 0.7 s to import, needed once a run
     from matplotlib.ticker import LogLocator, NullFormatter
 
-    figure = Figure(figsize=(9, 6), dpi=150, layout="constrained")
-    loss_axes, norm_axes = figure.subplots(2, 1, sharex=True, height_ratios=[3.2, 1])
+    scales = any(metrics.loss_scale is not None for metrics in steps)
+    heights = [3.2, 1, 0.8] if scales else [3.2, 1]
+    figure = Figure(figsize=(9, 7 if scales else 6), dpi=150, layout="constrained")
+    loss_axes, norm_axes, *scale_axes = figure.subplots(len(heights), 1, sharex=True, height_ratios=heights)
     numbers = np.array([metrics.step for metrics in steps])
     loss_axes.set_title(shorten(title, 90), loc="left", fontsize=12, fontweight="bold", parse_math=False)
     _draw_losses(loss_axes, numbers, steps)
@@ -50,7 +52,6 @@ def draw_loss(path: Path, title: str, steps: Sequence[StepMetrics], references: 
     norms = np.array([metrics.grad_norm for metrics in steps], dtype=float)
     norm_axes.plot(numbers, norms, color=GRAD_NORM_COLOR, linewidth=1.0, **marker(len(steps), 3))
     norm_axes.set_ylabel("gradient norm\n(before clipping)")
-    norm_axes.set_xlabel("optimizer step")
     finite = norms[np.isfinite(norms)]
     if finite.size and finite.min() > 0 and finite.max() / finite.min() > 10:
         norm_axes.set_yscale("log")
@@ -58,7 +59,11 @@ def draw_loss(path: Path, title: str, steps: Sequence[StepMetrics], references: 
         norm_axes.yaxis.set_major_formatter("{x:g}")
         norm_axes.yaxis.set_minor_formatter(NullFormatter())
     norm_axes.xaxis.get_major_locator().set_params(integer=True)
-    for axes in (loss_axes, norm_axes):
+    for axes in scale_axes:
+        _draw_loss_scale(axes, numbers, steps)
+    all_axes = [loss_axes, norm_axes, *scale_axes]
+    all_axes[-1].set_xlabel("optimizer step")
+    for axes in all_axes:
         axes.grid(color="#d9dde1", linewidth=0.6)
         axes.set_axisbelow(True)
         axes.margins(x=0.015)
@@ -79,6 +84,16 @@ def _draw_losses(axes: "Axes", numbers: np.ndarray, steps: Sequence[StepMetrics]
     if evaluated:
         points: dict[str, Any] = {"color": EVAL_COLOR, "marker": "o", "markersize": 4.5, "linewidth": 1.4}
         axes.plot(*zip(*evaluated, strict=True), label="held-out loss", **points)
+
+
+def _draw_loss_scale(axes: "Axes", numbers: np.ndarray, steps: Sequence[StepMetrics]) -> None:
+    """Draw the scale on a logarithmic axis, with a cross at each skipped step."""
+    scales = np.array([metrics.loss_scale for metrics in steps], dtype=float)  # None becomes NaN
+    skipped = np.array([metrics.skipped for metrics in steps])
+    axes.step(numbers, scales, where="mid", color=GRAD_NORM_COLOR, linewidth=1.0)
+    axes.plot(numbers[skipped], scales[skipped], "x", color=EVAL_COLOR, markersize=5)
+    axes.set_yscale("log", base=2)
+    axes.set_ylabel("loss scale\n(x: skipped)" if skipped.any() else "loss scale")
 
 
 def _save_png(figure: "Figure", path: Path) -> None:

@@ -81,6 +81,10 @@ class RunResults:
     spikes: int
     data_stall: float | None
     """Fraction of the step time after the warmup that rank 0 waited for its batches; None if not recorded."""
+    loss_scale: float | None = None
+    """Of the last step; None without float16."""
+    lowest_loss_scale: float | None = None
+    """Minimum over the steps; None without float16."""
 
 
 def summarize(steps: Sequence[StepMetrics], warmup_steps: int, starts: Sequence[int] = (0,)) -> RunResults:
@@ -114,6 +118,8 @@ def summarize(steps: Sequence[StepMetrics], warmup_steps: int, starts: Sequence[
         skipped_steps=len(steps) - len(updated),
         spikes=sum(metrics.loss_spike is not None for metrics in steps),
         data_stall=_stall(measured),
+        loss_scale=steps[-1].loss_scale if steps else None,
+        lowest_loss_scale=min((m.loss_scale for m in steps if m.loss_scale is not None), default=None),
     )
 
 

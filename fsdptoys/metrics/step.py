@@ -101,6 +101,8 @@ class StepMetrics:
     """Whether the optimizer step was skipped because of a non-finite loss or gradient."""
     skipped_steps: int = 0
     """Skipped steps of the run so far, including this one."""
+    loss_scale: float | None = None
+    """Factor of float16's loss scaling in this step; missing in lines of runs in other dtypes."""
     loss_spike: float | None = None
     """Robust standard deviations above the median of earlier losses; None if the loss is no spike."""
     data_wait_seconds: float | None = None
@@ -125,6 +127,8 @@ class StepMetrics:
     def _values(self) -> dict[str, Any]:
         values = {each.name: getattr(self, each.name) for each in dataclasses.fields(self)}
         routing = values.pop("routing")
+        if values["loss_scale"] is None:
+            del values["loss_scale"]
         if routing is not None:
             values |= {key: getattr(routing, name) for name, key in ROUTING_KEYS.items()}
         return values

@@ -30,6 +30,7 @@ def render_summary(run: RunResult) -> str:
             "every step was skipped" if skipped and not last else _nats(results.mean_last_loss),
         ),
         ("skipped steps", str(skipped) if skipped else None),
+        ("loss scale", _loss_scale(results)),
         ("loss spikes", str(results.spikes) if results.spikes else None),
         *([(f"held-out loss after step {results.eval_step}", _nats(held_out))] if held_out is not None else ()),
         *((f"reference: {_line(label)}", _nats(nats)) for label, nats in run.references_nats.items()),
@@ -165,6 +166,11 @@ def _nats(value: float | None) -> str:
     return "no steps" if value is None else _number(value, " nats")
 
 
+def _loss_scale(results: RunResults) -> str | None:
+    last, lowest = results.loss_scale, results.lowest_loss_scale
+    return None if last is None else f"{last:g} in the last step, {lowest:g} at the lowest"
+
+
 def _gib(value: float | None) -> str | None:
     return None if value is None else f"{value:.3f} GiB"
 
@@ -216,6 +222,11 @@ SKIPPED_DEFINITION = (
     "(`train.skip_nonfinite`). Medians and the mean of the last losses exclude them."
 )
 
+LOSS_SCALE_DEFINITION = (
+    "Loss scale: factor on the loss in the backward of float16, chosen as by `torch.amp.GradScaler` (`loss_scale.*`). "
+    "Losses, gradient norms and clipping are those of the unscaled loss. Overflows are skipped steps that lower it."
+)
+
 SPIKES_DEFINITION = (
     "Loss spike: a loss more than `metrics.spike_threshold` robust standard deviations (1.4826 times the median "
     "absolute deviation, at least 0.01 nats) above the median of up to 64 previous losses."
@@ -265,6 +276,7 @@ def definitions(
         "Peak device memory: the allocator's peak of allocated memory. Resident set: memory of the process in "
         "RAM, read after each step; its peak since the start of the process is recorded by the kernel (VmHWM).",
         *([SKIPPED_DEFINITION] if any(run.skipped_steps for run in runs) else ()),
+        *([LOSS_SCALE_DEFINITION] if any(run.loss_scale is not None for run in runs) else ()),
         *([SPIKES_DEFINITION] if any(run.spikes for run in runs) else ()),
         *([PREDICTION_DEFINITION] if predicted else ()),
         *([COMPILATION_DEFINITION] if compiled else ()),

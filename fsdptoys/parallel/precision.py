@@ -15,18 +15,25 @@ class DType(Enum):
 
     float32 = "float32"
     bfloat16 = "bfloat16"
+    float16 = "float16"
+    """More precise than bfloat16, in a range that gradients leave without a loss scale (``loss_scale.*``)."""
 
     @property
     def torch(self) -> torch.dtype:
         """The torch dtype."""
         return getattr(torch, self.value)
 
+    @property
+    def needs_loss_scale(self) -> bool:
+        """Whether gradients underflow in this dtype unless the loss is scaled."""
+        return self is DType.float16
+
 
 class ReduceDType(Enum):
     """dtypes in which gradients are summed over ranks."""
 
     auto = "auto"
-    """float64 under ``train.deterministic``, else float32."""
+    """float64 under ``train.deterministic``, else float32, in which scaled float16 gradients cannot overflow."""
     float32 = "float32"
     bfloat16 = "bfloat16"
     float64 = "float64"

@@ -317,8 +317,12 @@ class Strategy(ABC):
         max_norm: float,
         scale_by: Callable[[Tensor], None] | None = None,
         map_parts: Callable[[Callable[[Tensor], Tensor], list[Tensor]], Iterable[Tensor]] = map,
+        unscale: float = 1.0,
     ) -> Tensor:
         """Scale all gradients so that their norm is at most ``max_norm``; return the norm before, as float32.
+
+        Gradients of a scaled loss are first multiplied by ``unscale``: in one pass with the clipping, so with
+        ``max_norm=inf`` this costs a pass over them.
 
         The squares are added up in the context's ``sum_dtype`` and rounded once at the end: in float64 the norm is
         then the same number however the gradients are sharded. ``scale_by`` receives the factor instead of multiplying
@@ -327,8 +331,10 @@ class Strategy(ABC):
         grads = [local_tensor(param.grad) for _, param in self.named_parameters() if param.grad is not None]
         parts = [part for grad in grads for part in grad_parts(grad)]
         norm = self.total_norm(list(map_parts(self.part_norm, parts)))
-        if math.isfinite(max_norm):
+        norm = norm if unscale == 1 else norm * unscale
+        if math.isfinite(max_norm) or unscale != 1:
             scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)
+            scale = scale if unscale == 1 else scale * unscale
             if scale_by is not None:
                 scale_by(scale)
             else:

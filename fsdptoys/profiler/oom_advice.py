@@ -25,7 +25,7 @@ class Switches:
     dim: int  # Width of the hidden states
     n_layers: int
     vocab_size: int
-    param_dtype: str  # dtype of forward and backward: ``float32`` or ``bfloat16``
+    param_dtype: str  # dtype of forward and backward: ``float32``, ``bfloat16`` or ``float16``
     chunk_loss: bool = False
     gradient_checkpointing: str = "none"  # ``none``, ``full`` or ``selective``
     activation_offload: bool = False
@@ -128,4 +128,4 @@ def _block_inputs(now: Switches) -> int:
 
 
 def _bytes(dtype: str) -> int:
-    return 2 if dtype == "bfloat16" else 4
+    return 4 if dtype == "float32" else 2

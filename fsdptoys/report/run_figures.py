@@ -25,6 +25,7 @@ def draw_run(run: RecordedRun, timeline: Timeline | None) -> list[Picture]:
     found = [
         _loss(run),
         _curve(run, "grad_norm", "Gradient norm", "gradient norm", "Before clipping.", wide_is_log=True),
+        _curve(run, "loss_scale", "Loss scale", "loss scale", "Of float16; overflows lower it.", wide_is_log=True),
         _curve(run, "learning_rate", "Learning rate", "learning rate", "Of the update."),
         step_times([("this run", run)]),
         _curve(

@@ -36,6 +36,10 @@ class Stage(IntEnum):
 FORMATS = (
     "parallel.param_dtype",
     "parallel.buffer_dtype",
+    "loss_scale.initial",
+    "loss_scale.growth_factor",
+    "loss_scale.backoff_factor",
+    "loss_scale.growth_interval",
     "memory.chunk_grad_dtype",
     "memory.offload_state_dtype",
     "train.float8",
@@ -43,6 +47,10 @@ FORMATS = (
 )
 
 USUAL_FORMATS: Settings = {
+    "loss_scale.initial": 65536.0,
+    "loss_scale.growth_factor": 2.0,
+    "loss_scale.backoff_factor": 0.5,
+    "loss_scale.growth_interval": 2000,
     "memory.chunk_grad_dtype": "float32",
     "memory.offload_state_dtype": "float32",
     "train.float8": "none",
@@ -161,9 +169,10 @@ def training_of(tree: dict[str, Any], world_size: int) -> Settings | None:
 
 
 def rounds_coarsely(settings: Mapping[str, Any]) -> bool:
-    """Whether sums are in bfloat16, or one bit can change a float8 value or the routing of a token."""
+    """Whether numbers have 16 bits, or one bit can change a float8 value or the routing of a token."""
     formats = (settings.get(key) for key in (*FORMATS, "parallel.reduce_dtype"))
-    return "model.n_experts" in settings or "bfloat16" in formats or settings.get("train.float8", "none") != "none"
+    has_16_bits = not {"bfloat16", "float16"}.isdisjoint(formats)
+    return "model.n_experts" in settings or has_16_bits or settings.get("train.float8", "none") != "none"
 
 
 def held_out_samples(tree: dict[str, Any], world_size: int) -> tuple[Any, Any] | None:

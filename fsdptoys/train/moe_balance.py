@@ -45,7 +45,7 @@ class RoutingBalance:
         self._device, self._local_ranks, self._sum_dtype = device, local_ranks, sum_dtype
 
     def begin_step(self, tokens: int, loss_scale: float) -> None:
-        """Reset the sums, for a global batch of ``tokens`` (with or without labels) and the strategy's loss factor."""
+        """Reset the sums, for a global batch of ``tokens`` (with or without labels) and the factor on the loss."""
         self._tokens = tokens
         self._loss_scale = loss_scale
         n_layers, n_experts = len(self._routers), self._routers[0].n_experts

@@ -19,7 +19,7 @@ from fsdptoys.checkpoint import RUN_FOLDER, Schema, check_same, model_config_of,
 from fsdptoys.config.schema import Config
 from fsdptoys.errors import ConfigError
 from fsdptoys.metrics import run_dir_path
-from fsdptoys.utils.bounds import at_least, between, max_length
+from fsdptoys.utils.bounds import above, at_least, between, max_length
 from fsdptoys.utils.from_tree import LARGEST_INTEGER
 
 from .launch_env import launch_folder, restart_count
@@ -70,6 +70,13 @@ class _Spikes:
 
 
 @dataclass
+class _LossScale:
+    scale: float = field(metadata=above(0))
+    steps_without_overflow: int = field(metadata=between(0, LARGEST_STEP))
+    expected_skips: int = field(metadata=between(0, LARGEST_STEP))
+
+
+@dataclass
 class RunFacts:
     """Types and ranges of the common metadata; ``step`` and ``world_size`` are checked against the manifest."""
 
@@ -81,6 +88,8 @@ class RunFacts:
     skipped_in_a_row: int = field(metadata=between(0, LARGEST_STEP))
     spikes: _Spikes
     metrics: dict[str, int] = field(metadata=between(0, LARGEST_INTEGER, longest=100))
+    loss_scale: _LossScale | None = None
+    """None without float16, and in checkpoints of versions before it."""
 
 
 FACTS = Schema(RunFacts, RandomStates)

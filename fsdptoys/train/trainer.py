@@ -32,6 +32,7 @@ from fsdptoys.metrics.compilation import CompilationWatch
 from fsdptoys.models.generate import Draw, generate
 from fsdptoys.optim import build_optimizer
 from fsdptoys.optim.config import build_schedule, set_schedule
+from fsdptoys.optim.loss_scale import LossScaler, nearest_power_of_two
 from fsdptoys.parallel import Fill, ParallelContext, seeded
 from fsdptoys.parallel.float8 import convert_to_float8, prepare_all_gathers
 from fsdptoys.parallel.precision import DType
@@ -105,14 +106,17 @@ class Trainer:
         # 3. Loss, optimizer and learning rate schedule.
         chunk_tokens = None if memory.chunk_tokens == "auto" else int(memory.chunk_tokens)
         chunks = (memory.chunk_loss, chunk_tokens, memory.chunk_grad_dtype.torch)
-        self.loss_fn = build_loss(*chunks, Objective(train.label_smoothing, train.z_loss_coef))
-        self.eval_loss_fn = build_loss(*chunks)
+        self.objective = Objective(train.label_smoothing, train.z_loss_coef)
+        self._build_loss = functools.partial(build_loss, *chunks)
+        self.loss_fn = self._build_loss(objective=self.objective)
+        self.eval_loss_fn = self._build_loss()
         optimizer = build_optimizer(config.optim, self.strategy.named_parameters(), matrix_names, self.block_names)
         self.strategy.attach(optimizer)
         with explain_out_of_memory(self.device, constructing):
             self.updates = build_updates(optimizer, self.strategy, config, threads)
         self.optimizer = self.updates.optimizer
         self.schedule = build_schedule(config.optim, self.optimizer, train.steps)
+        self.scaler = LossScaler(config.loss_scale) if config.parallel.param_dtype.needs_loss_scale else None
 
         # 4. Data: this process's share of every global batch.
         self.dataset = config.data.build(train.seq_len, config.model.vocab_size, train.data_seed)
@@ -153,6 +157,7 @@ class Trainer:
             "skipped_steps": self.skipped_steps,
             "skipped_in_a_row": self._skipped_in_a_row,
             "spikes": self.spikes.state_dict(),
+            "loss_scale": self.scaler.state_dict() if self.scaler else None,
         }
 
     def load_state_dict(self, state: dict[str, Any], load: Callable[[dict[str, Tensor]], None]) -> None:
@@ -168,6 +173,8 @@ class Trainer:
         self.updates.restore(state["optimizer_steps"])
         self.skipped_steps, self._skipped_in_a_row = state["skipped_steps"], state["skipped_in_a_row"]
         self.spikes.load_state_dict(state["spikes"])
+        if self.scaler and (saved := state.get("loss_scale")) is not None:  # None of a run in another dtype
+            self.scaler.load_state_dict(saved)
 
     def train(
         self,
@@ -235,26 +242,30 @@ class Trainer:
         valid, *in_documents = counted.tolist()
 
         # 2. Forward and backward of each micro-batch; gradients add up.
-        loss_sum = self._zero()
+        loss_sum, loss_fn, factor = self._zero(), self.loss_fn, strategy.loss_scale
+        if self.scaler:
+            factor = self.scaler.loss_factor(len(microbatches) * self.world_size)
+            objective = dataclasses.replace(self.objective, gradient_scale=nearest_power_of_two(factor / max(1, valid)))
+            loss_fn = self._build_loss(objective=objective)
         if self.routing:
             local_tokens = sum(tokens_BT.numel() for tokens_BT, _ in microbatches)
-            self.routing.begin_step(local_tokens * self.world_size, strategy.loss_scale)
+            self.routing.begin_step(local_tokens * self.world_size, factor)
         for index, (tokens_BT, labels_BT) in enumerate(microbatches):
             if self.routing:
                 self.routing.before_forward(strategy.model, index, microbatches)
             with strategy.microbatch(index, len(microbatches)):
                 self._enter(step, "forward")
-                loss = strategy.model(tokens_BT.to(device), labels_BT.to(device), self.loss_fn)
+                loss = strategy.model(tokens_BT.to(device), labels_BT.to(device), loss_fn)
                 if self.routing:
                     self.routing.before_backward()
                 self._enter(step, "backward")
-                (loss * (strategy.loss_scale / max(1, valid))).backward()
+                (loss * (factor / max(1, valid))).backward()
             loss_sum += loss.detach()
 
         # 3. Clip, and reduce over ranks: the loss, whether to update, and whether to stop.
         self._enter(step, "optimizer")
         learning_rate = float(self.schedule.get_last_lr()[0])
-        grad_norm = self._clip(train.max_grad_norm or math.inf)
+        grad_norm = self._clip(train.max_grad_norm or math.inf, strategy.loss_scale / factor)
         received = request.received if request else None
         out_of_time = train.max_seconds is not None and time.perf_counter() - run_started > train.max_seconds
         mine = [float(received == number.name) for number in STOP_SIGNALS] + [float(out_of_time)]
@@ -273,8 +284,10 @@ class Trainer:
             self._finish_updates()  # within the step, so that their time counts in the step time
         set_schedule(self.schedule, step)
         strategy.zero_grad(self.optimizer)
+        loss_scale = self.scaler.scale if self.scaler else None
+        expected = self._update_loss_scale(loss, overflowed=ranks_not_finite > 0)
         self.skipped_steps += skipped
-        self._skipped_in_a_row = self._skipped_in_a_row + 1 if skipped else 0
+        self._skipped_in_a_row = self._skipped_in_a_row + (not expected) if skipped else 0
         routing = self.routing.end_step() if self.routing else None
         self.device.synchronize()
         seconds = time.perf_counter() - started
@@ -286,8 +299,8 @@ class Trainer:
                 flops_per_token=flops_per_token,
                 world_size=self.world_size,
                 device=self.device,
-                # Published peak FLOPs are for bfloat16.
-                peak_flops=self.device.peak_flops if self.config.parallel.param_dtype is DType.bfloat16 else None,
+                # Published peak FLOPs are for bfloat16; the makers state the same for float16.
+                peak_flops=self.device.peak_flops if self.config.parallel.param_dtype is not DType.float32 else None,
             ),
             step=step,
             loss=loss,
@@ -296,11 +309,25 @@ class Trainer:
             routing=routing,
             skipped=skipped,
             skipped_steps=self.skipped_steps,
+            loss_scale=loss_scale,
             loss_spike=self.spikes.spike(loss),
             data_wait_seconds=data_wait_seconds,
         )
         in_a_row = self._skipped_in_a_row
-        return metrics, agreed_stop(train, votes, skipped=skipped, in_a_row=in_a_row, in_all=self.skipped_steps)
+        in_all = self.skipped_steps - (self.scaler.expected_skips if self.scaler else 0)
+        return metrics, agreed_stop(train, votes, skipped=skipped and not expected, in_a_row=in_a_row, in_all=in_all)
+
+    def _update_loss_scale(self, loss: float, overflowed: bool) -> bool:
+        """Choose the loss scale of the next step; return whether a lower one explains and avoids this step's overflow.
+
+        Such steps belong to the search for the scale, and count for no limit. An infinite loss is none of them.
+        """
+        if self.scaler is None:
+            return False
+        expected = overflowed and math.isfinite(loss) and self.scaler.can_help
+        self.scaler.expected_skips += expected
+        self.scaler.update(overflowed)
+        return expected
 
     def _saves_after(self, step: int, stop: Stop | None) -> bool:
         checkpoint = self.config.checkpoint
@@ -311,9 +338,9 @@ class Trainer:
     def _evaluates_after(self, step: int) -> bool:
         return self.config.train.eval_every > 0 and step % self.config.train.eval_every == 0
 
-    def _clip(self, max_norm: float) -> Tensor:
-        """Clip the gradients to ``max_norm``, now or in the optimizer step; return their norm before."""
-        return self.updates.clip(self.strategy, max_norm)
+    def _clip(self, max_norm: float, unscale: float) -> Tensor:
+        """Unscale and clip the gradients, now or in the optimizer step; return their norm before clipping."""
+        return self.updates.clip(self.strategy, max_norm, unscale)
 
     def _update(self) -> None:
         """Take or begin the optimizer step, unless the backward took it already."""

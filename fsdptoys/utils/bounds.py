@@ -54,6 +54,11 @@ def above(least: float, most: float = math.inf) -> dict[str, Bounds]:
     return {"bounds": Bounds(least, most, above=True)}
 
 
+def open_between(least: float, most: float) -> dict[str, Bounds]:
+    """Field metadata: each number is above ``least`` and below ``most``."""
+    return {"bounds": Bounds(least, most, above=True, below=True)}
+
+
 def between(least: float, most: float, longest: float = math.inf, *, below: bool = False) -> dict[str, Bounds]:
     """Field metadata: each number is from ``least`` to ``most``; a list has at most ``longest`` numbers."""
     return {"bounds": Bounds(least, most, longest, below=below)}

@@ -71,7 +71,22 @@ CONFLICTS = {
     "memory.optimizer_in_backward=true parallel=fsdp2 train.max_grad_norm=null": "memory.optimizer_in_backward=true "
     "updates before it is known whether all gradients are finite, for which train.skip_nonfinite=true waits; set "
     "train.skip_nonfinite=false or memory.optimizer_in_backward=false",
+    "memory.optimizer_in_backward=true parallel=fsdp2 parallel.param_dtype=float16": "memory.optimizer_in_backward="
+    "true updates before it is known whether a gradient of parallel.param_dtype=float16 overflowed, which skips the "
+    "step; set memory.optimizer_in_backward=false or parallel.param_dtype=bfloat16",
     # Values that do not go together.
+    "parallel.param_dtype=float16 train.skip_nonfinite=false": "train.skip_nonfinite=false would update with "
+    "overflowed gradients, from which parallel.param_dtype=float16 finds its loss scale; set train.skip_nonfinite=true "
+    "or parallel.param_dtype=bfloat16",
+    "parallel=toy_zero3 parallel.param_dtype=float16": "parallel.param_dtype=float16 is not an option of "
+    "parallel=toy_zero3, which computes with the tensors that it broadcasts; set parallel=fsdp2 or "
+    "parallel.param_dtype=float32",
+    "parallel.param_dtype=bfloat16 loss_scale.initial=1024": "loss_scale.initial=1024.0 does nothing with "
+    "parallel.param_dtype=bfloat16; set parallel.param_dtype=float16 or leave it out",
+    "parallel.param_dtype=float16 loss_scale.backoff_factor=1": "loss_scale.backoff_factor=1.0 must be above 0 and "
+    "below 1; set loss_scale.backoff_factor=0.5",
+    "parallel.param_dtype=float16 loss_scale.growth_factor=1": "loss_scale.growth_factor=1.0 must be above 1; set "
+    "loss_scale.growth_factor=2.0",
     "data=bin data.files=[stream.bin] data.mask_documents=true": "data.mask_documents=true needs the id that ends a "
     "document, which data=bin does not know as set; set data.document_end=ID or data.mask_documents=false",
     "data=bin data.files=[stream.bin] data.document_end=300": "data.document_end=300 is no id below "
@@ -142,8 +157,8 @@ CONFLICTS = {
     "over replicas; set parallel=ddp, or parallel=fsdp2 to keep the mesh",
     "parallel=fsdp1 parallel.forward_prefetch=2": "parallel.forward_prefetch=2 is deeper than FSDP1 can prefetch; "
     "set parallel.forward_prefetch=1 or parallel=fsdp2",
-    "parallel.param_dtype=float16": "parallel.param_dtype=float16 must be one of float32, bfloat16; "
-    "did you mean parallel.param_dtype=bfloat16?",
+    "parallel.param_dtype=float64": "parallel.param_dtype=float64 must be one of float32, bfloat16, float16; "
+    "did you mean parallel.param_dtype=float16?",
     "parallel=fsdp2 optim=sgd optim.implementation=fused": "optim.implementation=fused has no SGD for FSDP2's sharded "
     "parameters; set optim.implementation=foreach",
     "parallel=ddp optim=sgd train.deterministic=true optim.implementation=fused": "optim.implementation=fused has SGD "

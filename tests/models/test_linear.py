@@ -13,7 +13,7 @@ from fsdptoys.models.linear import Linear
 @pytest.fixture
 def no_bfloat16(monkeypatch: pytest.MonkeyPatch) -> None:
     """A CPU that cannot multiply bf16."""
-    monkeypatch.setattr(linear_module, "lacks_bfloat16", lambda: True)
+    monkeypatch.setattr(linear_module, "lacks_matmul", lambda dtype: True)
 
 
 def gradients(module: torch.nn.Module, input_BTD: torch.Tensor, *args: object) -> list[torch.Tensor]:
@@ -53,7 +53,7 @@ def test_attention_computed_in_float32_equals_torch_bfloat16(monkeypatch: pytest
     hidden_BTD = torch.randn(2, 6, 32).bfloat16()
     results = []
     for lacks in (False, True):
-        monkeypatch.setattr(linear_module, "lacks_bfloat16", lambda lacks=lacks: lacks)
+        monkeypatch.setattr(linear_module, "lacks_matmul", lambda dtype, lacks=lacks: lacks)
         results.append(gradients(attention, hidden_BTD, None))
     for a, b in zip(*results, strict=True):
         assert (a - b).float().norm() <= 0.02 * b.float().norm()

@@ -28,7 +28,7 @@ def poisoned(config: Config, steps: set[int], rank: int) -> tuple[Trainer, list[
     trainer = Trainer(config)
     clip, same, before = trainer._clip, [], [""]
 
-    def clip_poisoned(max_norm: float) -> torch.Tensor:
+    def clip_poisoned(max_norm: float, unscale: float) -> torch.Tensor:
         step = trainer.steps_done + 1
         if step - 1 in steps:
             same.append(hash_parameters(trainer) == before[0])
@@ -38,7 +38,7 @@ def poisoned(config: Config, steps: set[int], rank: int) -> tuple[Trainer, list[
                 local_tensor(param.grad) for _, param in trainer.strategy.named_parameters() if param.grad is not None
             ]
             next(grad for grad in grads if grad.numel()).view(-1)[0] = float("inf")
-        return clip(max_norm)
+        return clip(max_norm, unscale)
 
     trainer._clip = clip_poisoned  # type: ignore[method-assign]
     try:

@@ -152,7 +152,7 @@ class HostUpdate(Update):
         """Wait for the unit's part of an overlapped update."""
         if self.holds_gradients:
             # The worker threads also scale gradients and write the low-precision copies.
-            moved = 8 if self.setup.config.train.max_grad_norm is not None else 0
+            moved = 8 if self.setup.config.scales_gradients else 0
             moved += 6 if self._casts else 0
             hardware = self.ledger.hardware
             self._ready += cpu_update_seconds(hardware, unit.local_elements)

@@ -106,11 +106,11 @@ class StepModel(ABC):
             sizes = [size for unit in self.units.in_forward() for size in unit.local]
             at_a_time = norm_elements(ledger.hardware.device_type)
             ledger.move(4 * self.units.local_elements, sum(-(-size // at_a_time) for size in sizes))
-            if train.max_grad_norm is not None:
+            if self.setup.config.scales_gradients:
                 ledger.move(8 * self.units.local_elements, len(sizes))
         else:
             # The norm reads; scaling reads and writes, unless the update does it.
-            scales = train.max_grad_norm is not None and not self.update.holds_gradients
+            scales = self.setup.config.scales_gradients and not self.update.holds_gradients
             ledger.host_work((12 if scales else 4) * self.units.local_elements / ledger.hardware.cpu_bandwidth.value)
         ends = ledger.communicate("all_reduce", 512, self.setup.world_size, 1, "world", ledger.compute)
         ledger.wait(ends, "communication")
