@@ -61,12 +61,8 @@ EXPLAINED: dict[str, Callable[[Tree, str], bool]] = {
     "DDP does not support no_sync in the first step of a static graph": (
         lambda tree, text: "expect_autograd_hooks_ INTERNAL ASSERT" in text
     ),
-    "DDP divides dense gradients twice in static graphs with sparse gradients": (
-        lambda tree, text: (
-            bool(tree.options.get("static_graph"))
-            and any(node.kind == "sparse_lookup" for node in tree.nodes())
-            and "differs by" in text
-        )
+    "DDP divides sparse gradients in place, and with them gradients that share their memory": (
+        lambda tree, text: any(node.kind == "sparse_lookup" for node in tree.nodes()) and "differs by" in text
     ),
 }
 """Differences that docs/toys/ddp.md and docs/toys/fsdp.md explain, and how to know them by the tree and the result."""
