@@ -15,6 +15,7 @@ from fsdptoys.errors import ConfigError
 from fsdptoys.models import DecoderModel
 from fsdptoys.parallel import FSDP1Config, FSDP2Config, FSDPConfig, ToyFSDPConfig
 from fsdptoys.parallel.wrap import inside_out
+from fsdptoys.plan.search.switches import EVERYTHING, Combinations, overrides_between, validate_switches, vary
 from scripts.ranks import run_ranks
 from tests.parallel.runs import TINY, tiny_model
 
@@ -144,3 +145,19 @@ def test_sizes_are_typed_as_numbers_of_either_form(kind: type[FSDPConfig]) -> No
     configs = [compose_config([*words, f"parallel.min_params={size}"]).parallel for size in ("1e5", "100000", "1e+5")]
     assert isinstance(configs[0], kind)
     assert configs[0].units(model) == configs[1].units(model) == configs[2].units(model) != kind().units(model)
+
+
+@pytest.mark.parametrize("word", ["parallel.wrap_classes=[Attention,SwiGLU]", "parallel.min_params=2e6"])
+def test_search_keeps_units_chosen_by_class_or_by_size(word: str) -> None:
+    """Oracle: the typed units; every neighbor of a combination validates, and composes from its words."""
+    words = ["model=llama3_1b", "parallel=fsdp2", word]
+    base = compose_config(words)
+    combinations = Combinations(base, {"parallel", word.partition("=")[0]}, EVERYTHING, 8, 8)
+    configs = [vary(base, changes) for changes in combinations.neighbors(next(combinations.all()))]
+    with torch.device("meta"):
+        model = base.model.build()
+    for config in configs:
+        assert compose_config([*words, *overrides_between(base, config)]).parallel == config.parallel
+        validate_switches(config, 8, "cuda")
+        assert config.parallel.units(model) == base.parallel.units(model)
+    assert len(configs) > 1
