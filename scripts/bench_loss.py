@@ -11,8 +11,8 @@ in bf16. Losses and gradients are compared with the plain loss in float64 before
 
 The contestants take turns; times are medians over turns, ratios medians of the ratios within a turn, so that other
 load on the machine affects all alike. Peak memory is the most that one step allocates beyond its inputs: on an
-accelerator ``max_memory_allocated``; on a CPU the running sum of the allocations and frees that torch's profiler
-records, to which scratch memory of oneDNN and MKL is invisible.
+accelerator ``max_memory_allocated``; on a CPU the count of ``fsdptoys.device.AllocationCount``, to which scratch memory
+of oneDNN and MKL is invisible.
 
 Exits with status 1 where the default chunked loss takes more than 0.9 of the time or 25% of the memory of the plain one
 on a CPU, or more than 20 ms for the large shape in bf16 on CUDA (a target for an H200).
@@ -20,10 +20,8 @@ on a CPU, or more than 20 ms for the large shape in bf16 on CUDA (a target for a
 
 import argparse
 import io
-import json
 import statistics
 import sys
-import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -37,6 +35,7 @@ from rich.table import Table
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from fsdptoys.device import AllocationCount
 from fsdptoys.loss import LossFn, build_loss, cross_entropy_sum
 from fsdptoys.loss.chunked import auto_chunk_tokens
 from scripts.machine import machine
@@ -261,17 +260,10 @@ def peak_bytes(loss_fn: Callable[..., Tensor], hidden_ND: Tensor, weight_VD: Ten
         step(loss_fn, hidden_ND, weight_VD, labels_N)
         torch.accelerator.synchronize()
         return backend.max_memory_allocated() - before
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profiler:
-        step(loss_fn, hidden_ND, weight_VD, labels_N)
-    with tempfile.TemporaryDirectory() as folder:
-        profiler.export_chrome_trace(f"{folder}/trace.json")
-        trace = json.loads(Path(folder, "trace.json").read_text())
-    changes = [event for event in trace["traceEvents"] if event.get("name") == "[memory]"]
-    held = peak = 0
-    for event in sorted(changes, key=lambda event: event["ts"]):
-        held += event["args"]["Bytes"]
-        peak = max(peak, held)
-    return peak
+    count = AllocationCount({})
+    step(loss_fn, hidden_ND, weight_VD, labels_N)
+    counted = count.finish({})
+    return counted.peak_bytes - counted.before_bytes
 
 
 def synchronize(device: torch.device) -> None:

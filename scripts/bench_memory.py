@@ -12,7 +12,7 @@ the table for comparison of the memory columns: the first README of this project
 
 Columns: median seconds of the steps after the warm-up; that over the time of the row that the switch was added to; GiB
 allocated at the end of a step, at the peak of the steps after the warm-up, and reserved by the allocator. On a CPU
-there is no allocator to ask, and the memory columns stay empty. Exits with status 1 where a target of the last lines,
+the first two are counted, and there is no reserved memory. Exits with status 1 where a target of the last lines,
 which are an accelerator's, is missed.
 """
 

@@ -11,7 +11,7 @@ the status is 1. ``tests/toys/test_memory.py`` counts on real ranks.
 import argparse
 import os
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -26,9 +26,7 @@ from fsdptoys.device import Device
 from fsdptoys.loss import build_loss
 from fsdptoys.parallel import ParallelContext
 from fsdptoys.plan.trace.fake_tensors import fake_tensors
-from fsdptoys.utils.dtensor import (
-    is_dtensor,
-)
+from fsdptoys.utils.storages import storage_bytes
 from scripts.progress import progress, unit
 from scripts.ranks import run_ranks
 
@@ -39,13 +37,6 @@ MIB = 2**20
 
 Held = tuple[int, int, int]
 """Bytes of parameters, gradients and AdamW's states."""
-
-
-def storage_bytes(tensors: Iterable[Tensor]) -> int:
-    """Sum the bytes of the tensors' storages, each once; of a DTensor, the local one."""
-    locals_ = [tensor._local_tensor if is_dtensor(tensor) else tensor for tensor in tensors]
-    storages = {each.untyped_storage()._cdata: each.untyped_storage() for each in locals_}
-    return sum(storage.nbytes() for storage in storages.values())
 
 
 def state_tensors(optimizer: torch.optim.Optimizer) -> list[Tensor]:

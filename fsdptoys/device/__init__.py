@@ -1,5 +1,6 @@
 """One interface to CUDA, NPU and CPU: collectives, streams, memory, random states, environment and peak FLOP/s."""
 
+from .allocations import REST, AllocationCount, CountedBytes, in_host_place, profiler_is_on
 from .device import Device, Event, MemoryStats, Stream, Streams, device_name, is_accelerator, peak_flops
 from .environment import DETERMINISTIC, check_allocator_settings, device_environment
 from .host import available_cores, highest_resident_set_bytes, resident_set_bytes
@@ -18,6 +19,9 @@ __all__ = [
     "DETERMINISTIC",
     "DEVICE_TYPES",
     "GIB",
+    "REST",
+    "AllocationCount",
+    "CountedBytes",
     "Device",
     "Event",
     "MemoryStats",
@@ -32,8 +36,10 @@ __all__ = [
     "device_name",
     "float64_collectives",
     "highest_resident_set_bytes",
+    "in_host_place",
     "is_accelerator",
     "missing_device",
     "peak_flops",
+    "profiler_is_on",
     "resident_set_bytes",
 ]

@@ -1,7 +1,7 @@
 """The device of this process, its streams and events, and peak FLOP/s by device name.
 
 Extends ``torch.accelerator``, which serves CUDA and NPU, so that no other package asks for the type of hardware. On a
-CPU the process's resident set, read from ``/proc``, stands for device memory.
+CPU device memory is the bytes of tensors, which ``allocations`` counts in some steps.
 """
 
 import re
@@ -12,6 +12,7 @@ import torch
 
 from fsdptoys.errors import ConfigError
 
+from .allocations import CountedBytes
 from .host import cpu_name, host_memory_bytes
 from .kinds import KINDS, device_count, missing_device
 
@@ -46,11 +47,13 @@ PEAK_FLOPS = {
 
 
 class MemoryStats(NamedTuple):
-    """Bytes on an accelerator."""
+    """Bytes on a device; of a CPU, as last counted."""
 
     allocated_bytes: int
     peak_bytes: int  # Highest allocated since the last ``reset_peak_memory``
-    reserved_bytes: int
+    reserved_bytes: int | None  # None on a CPU, whose allocator keeps no free memory
+    at_peak: dict[str, int] | None = None  # Purpose → bytes at the peak; None on an accelerator
+    host_bytes: int | None = None  # Held for offloading in place of a host's memory; None on an accelerator
 
 
 class Streams:
@@ -93,6 +96,7 @@ class Device:
                 )
         self.torch_device = torch.device("cpu") if device_type == "cpu" else torch.device(device_type, local_rank)
         self.backend = KINDS[device_type].backend
+        self._counted: MemoryStats | None = None
         self.make_current()
 
     @property
@@ -167,13 +171,27 @@ class Device:
         return self._module.memory
 
     def reset_peak_memory(self) -> None:
-        """Reset the peak to the memory in use."""
+        """Reset the peak to the memory in use; a CPU's memory is unknown until it is counted again."""
         if self.is_accelerator:
             self._module.reset_peak_memory_stats()
+        self._counted = None
 
-    def memory(self) -> MemoryStats:
-        """Memory of an accelerator: allocated, at its peak, and reserved."""
-        assert self.is_accelerator
+    @property
+    def counts_allocations(self) -> bool:
+        """Whether memory is known only after ``record``."""
+        return not self.is_accelerator
+
+    def record(self, counted: CountedBytes) -> None:
+        """Record the count of a step on a CPU."""
+        peak, at_peak = counted.peak_bytes, counted.at_peak
+        if self._counted is not None and self._counted.peak_bytes > peak:
+            peak, at_peak = self._counted.peak_bytes, self._counted.at_peak or {}
+        self._counted = MemoryStats(counted.end_bytes, peak, None, at_peak, counted.host_bytes)
+
+    def memory(self) -> MemoryStats | None:
+        """Memory of the device; None on a CPU on which nothing was counted since the last reset."""
+        if not self.is_accelerator:
+            return self._counted
         module = self._module
         return MemoryStats(module.memory_allocated(), module.max_memory_allocated(), module.memory_reserved())
 

@@ -26,7 +26,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper
 from torch.utils._pytree import tree_map
 from torch.utils.checkpoint import checkpoint
 
-from fsdptoys.device import Streams, is_accelerator
+from fsdptoys.device import Streams, in_host_place, is_accelerator
 
 MIN_BYTES = 2**18
 """Smaller tensors stay on the device: starting a copy takes as long as copying about 256 KiB."""
@@ -37,7 +37,7 @@ class Copies:
 
     def empty_host(self, nbytes: int) -> Tensor:
         """A new host buffer, uint8."""
-        return torch.empty(nbytes, dtype=torch.uint8)
+        return in_host_place(torch.empty(nbytes, dtype=torch.uint8))
 
     def start(self, target: Tensor, source: Tensor) -> Any:
         """Copy after earlier work on the current stream; returns a mark for ``wait``."""

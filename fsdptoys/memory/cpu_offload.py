@@ -20,7 +20,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 import torch
 from torch import Tensor, nn
 
-from fsdptoys.device import Device, available_cores
+from fsdptoys.device import Device, available_cores, in_host_place
 
 from .bucketed_optimizer import BucketedOptimizer, Executor
 from .state_buckets import Bucket, UnitParams, make_buckets
@@ -112,6 +112,6 @@ def overlap_cpu_offload(
     assert not optimizer.state
     buckets = make_buckets(optimizer, units, BUCKET_BYTES, torch.float32)
     for bucket in buckets:
-        bucket.slab = torch.zeros(bucket.elements)
+        bucket.slab = in_host_place(torch.zeros(bucket.elements))
     executor = Workers(threads, on_updated, device)
     return BucketedOptimizer(optimizer, units, buckets, executor, model=model, units_ahead=units_ahead)

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from fsdptoys.device import Device, Event, Stream
+from fsdptoys.device import Device, Event, Stream, in_host_place
 
 
 class Transfers:
@@ -22,7 +22,7 @@ class Transfers:
 
     def host_tensor(self, elements: int, dtype: torch.dtype) -> Tensor:
         """Zeros in host memory for asynchronous copies."""
-        return torch.zeros(elements, dtype=dtype)
+        return in_host_place(torch.zeros(elements, dtype=dtype))
 
     def device_tensor(self, elements: int, dtype: torch.dtype) -> Tensor:
         """Uninitialized device memory for copies in both directions; it must live as long as this object."""

@@ -59,12 +59,17 @@ def _gib(*values: float | None) -> str:
 
 
 def _device_memory(metrics: StepMetrics) -> str | None:
-    allocated = metrics.memory_allocated_gib
-    return None if allocated is None else _gib(allocated, metrics.memory_peak_gib, metrics.memory_reserved_gib)
+    allocated, reserved = metrics.memory_allocated_gib, metrics.memory_reserved_gib
+    return None if reserved is None else _gib(allocated, metrics.memory_peak_gib, reserved)
+
+
+def _counted_memory(metrics: StepMetrics) -> str | None:
+    allocated, reserved = metrics.memory_allocated_gib, metrics.memory_reserved_gib
+    return None if allocated is None or reserved is not None else _gib(allocated, metrics.memory_peak_gib)
 
 
 def _resident_set(metrics: StepMetrics) -> str | None:
-    return f"{_gib(metrics.resident_set_gib)} GiB" if metrics.memory_allocated_gib is None else None
+    return f"{_gib(metrics.resident_set_gib)} GiB" if metrics.memory_reserved_gib is None else None
 
 
 MEMORY_UNIT = " GiB allocated/peak/reserved"
@@ -82,7 +87,8 @@ COLUMNS = (
     ConsoleColumn(("MoE", "entropy"), "entropy", "", 7, 1, lambda m: f"{m.routing.entropy:.3f}" if m.routing else None),
     ConsoleColumn(("loss", "scale"), "loss scale", "", 7, 3, lambda m: _power(m.loss_scale)),
     ConsoleColumn(("GiB allocated/", "peak/reserved"), "memory", MEMORY_UNIT, 17, 6, _device_memory),
-    ConsoleColumn(("resident", "set"), "resident set", "", 9, 6, _resident_set),
+    ConsoleColumn(("GiB allocated", "/peak"), "memory", " GiB allocated/peak", 17, 6, _counted_memory),
+    ConsoleColumn(("resident", "set"), "resident set", "", 9, 5, _resident_set),
 )
 
 

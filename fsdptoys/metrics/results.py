@@ -22,7 +22,7 @@ from .config import RESULT_FILE
 from .layout import Layout
 from .prediction import Prediction, PredictionError
 from .resume_log import Resume
-from .step import Number, RoutingMetrics, StepMetrics
+from .step import PURPOSE_KEYS, Number, RoutingMetrics, StepMetrics
 
 FORMAT_VERSION = 1
 """Version of ``result.json``; a key added later keeps it, a changed or removed one does not."""
@@ -66,9 +66,9 @@ class RunResults:
     tflops_per_second_per_rank: Spread | None
     mfu: Spread | None
     memory_peak_gib: float | None
-    """Peak of rank 0's device; None on a CPU."""
+    """Peak of rank 0's device; on a CPU within the counted steps."""
     memory_allocated_gib: float | None
-    """Value of rank 0 after the last step; None on a CPU."""
+    """Value of rank 0 after the last step; on a CPU after the last counted one."""
     memory_reserved_gib: float | None
     """Maximum over the steps of rank 0; None on a CPU."""
     resident_set_gib: float | None
@@ -85,6 +85,24 @@ class RunResults:
     """Of the last step; None without float16."""
     lowest_loss_scale: float | None = None
     """Minimum over the steps; None without float16."""
+    memory_parameters_gib: float | None = None
+    """Part of the peak of rank 0 on a CPU, as are the next three; None on an accelerator."""
+    memory_gradients_gib: float | None = None
+    memory_optimizer_gib: float | None = None
+    memory_rest_gib: float | None = None
+    memory_host_gib: float | None = None
+    """Held by offloading in the host's place on a CPU, maximum over the steps of rank 0."""
+
+    @property
+    def memory_parts(self) -> dict[str, float]:
+        """Purpose → GiB at the peak; empty if not counted."""
+        parts = {
+            "parameters": self.memory_parameters_gib,
+            "gradients": self.memory_gradients_gib,
+            "optimizer states": self.memory_optimizer_gib,
+            "the rest": self.memory_rest_gib,
+        }
+        return {name: size for name, size in parts.items() if size is not None}
 
 
 def summarize(steps: Sequence[StepMetrics], warmup_steps: int, starts: Sequence[int] = (0,)) -> RunResults:
@@ -120,6 +138,8 @@ def summarize(steps: Sequence[StepMetrics], warmup_steps: int, starts: Sequence[
         data_stall=_stall(measured),
         loss_scale=steps[-1].loss_scale if steps else None,
         lowest_loss_scale=min((m.loss_scale for m in steps if m.loss_scale is not None), default=None),
+        **_split_of_peak(steps),
+        memory_host_gib=_highest([metrics.memory_host_gib for metrics in steps]),
     )
 
 
@@ -132,12 +152,18 @@ def _stall(steps: Sequence[StepMetrics]) -> float | None:
     return sum(wait for wait, _ in waits) / sum(seconds for _, seconds in waits) if waits else None
 
 
+def _split_of_peak(steps: Sequence[StepMetrics]) -> dict[str, float | None]:
+    counted = [metrics for metrics in steps if metrics.memory_rest_gib is not None]
+    highest = max(counted, key=lambda metrics: metrics.memory_peak_gib or 0.0, default=None)
+    return {key: getattr(highest, key, None) for key in PURPOSE_KEYS.values()}
+
+
 def _highest(values: Sequence[float | None]) -> float | None:
     return max((value for value in values if value is not None), default=None)
 
 
 def prediction_errors(prediction: Prediction, results: RunResults) -> list[PredictionError]:
-    """Compare a prediction with the steps after the warmup; runs on a CPU have no device memory to compare.
+    """Compare a prediction with the steps after the warmup; a CPU has no reserved memory to compare.
 
     Measurements of 0, such as tokens/s of steps without valid tokens, are skipped, since the difference is relative.
     """

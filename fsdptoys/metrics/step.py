@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any, get_args
 
-from fsdptoys.device import GIB, Device, highest_resident_set_bytes, resident_set_bytes
+from fsdptoys.device import GIB, REST, Device, highest_resident_set_bytes, resident_set_bytes
 from fsdptoys.utils.foreign import parse_json
 
 
@@ -61,6 +61,15 @@ ROUTING_KEYS = {
 """Field of ``RoutingMetrics`` → key in ``metrics.jsonl``."""
 
 
+PURPOSE_KEYS = {
+    "parameters": "memory_parameters_gib",
+    "gradients": "memory_gradients_gib",
+    "optimizer_states": "memory_optimizer_gib",
+    REST: "memory_rest_gib",
+}
+"""Purpose of memory on a CPU → key in ``metrics.jsonl``."""
+
+
 @dataclass(frozen=True)
 class StepMetrics:
     """Metrics of one optimizer step. "Global" means over all ranks; other measurements are of rank 0."""
@@ -84,11 +93,11 @@ class StepMetrics:
     mfu: float | None
     """Fraction of the device's peak FLOP/s; None if the peak is unknown."""
     memory_allocated_gib: float | None
-    """Device memory in tensors after the step; this and the next two are None on a CPU."""
+    """Device memory in tensors after the step; on a CPU after ``memory_counted_step``."""
     memory_peak_gib: float | None
-    """Highest ``memory_allocated_gib`` since the device's peak was last reset."""
+    """Highest ``memory_allocated_gib`` since the device's peak was last reset; on a CPU within the counted steps."""
     memory_reserved_gib: float | None
-    """Device memory reserved by the allocator."""
+    """Device memory reserved by the allocator; None on a CPU."""
     resident_set_gib: float | None
     """Host memory of the process after the step; None if the system does not report it."""
     resident_set_peak_gib: float | None = None
@@ -107,6 +116,18 @@ class StepMetrics:
     """Robust standard deviations above the median of earlier losses; None if the loss is no spike."""
     data_wait_seconds: float | None = None
     """Part of the step time that rank 0 waited for its batches; None in lines of earlier versions."""
+    memory_parameters_gib: float | None = None
+    """Part of ``memory_peak_gib`` in parameters; this and the next five are None on an accelerator."""
+    memory_gradients_gib: float | None = None
+    """Part of ``memory_peak_gib`` in gradients that the optimizer receives."""
+    memory_optimizer_gib: float | None = None
+    """Part of ``memory_peak_gib`` in optimizer states."""
+    memory_rest_gib: float | None = None
+    """The rest of ``memory_peak_gib``: activations, gathered parameters, buffers, temporaries."""
+    memory_host_gib: float | None = None
+    """Held by offloading in the host's place after ``memory_counted_step``; not part of the others."""
+    memory_counted_step: int | None = None
+    """The step in which a CPU's memory was last counted."""
 
     def to_json(self) -> str:
         """One line of strict JSON; non-finite values become null and are listed under ``non_finite``.
@@ -185,7 +206,8 @@ def measure_step(
     """
     assert step_time_seconds > 0
     flops_per_second_per_rank = flops_per_token * valid_tokens / step_time_seconds / world_size
-    memory = device.memory() if device.is_accelerator else None
+    memory = device.memory()
+    at_peak = memory.at_peak if memory and memory.at_peak is not None else None
     highest = highest_resident_set_bytes()
     return {
         "step_time_seconds": step_time_seconds,
@@ -195,10 +217,16 @@ def measure_step(
         "mfu": flops_per_second_per_rank / peak_flops if peak_flops else None,
         "memory_allocated_gib": memory.allocated_bytes / GIB if memory else None,
         "memory_peak_gib": memory.peak_bytes / GIB if memory else None,
-        "memory_reserved_gib": memory.reserved_bytes / GIB if memory else None,
+        "memory_reserved_gib": _to_gib(memory.reserved_bytes if memory else None),
+        **{key: _to_gib(at_peak.get(purpose, 0) if at_peak else None) for purpose, key in PURPOSE_KEYS.items()},
+        "memory_host_gib": _to_gib(memory.host_bytes if memory else None),
         "resident_set_gib": resident_set_bytes() / GIB or None,
         "resident_set_peak_gib": highest / GIB if highest is not None else None,
     }
+
+
+def _to_gib(size: int | None) -> float | None:
+    return None if size is None else size / GIB
 
 
 def _checked(values: dict[str, Any], name: str, kind: Any) -> Any:

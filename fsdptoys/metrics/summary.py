@@ -39,7 +39,9 @@ def render_summary(run: RunResult) -> str:
         ("TFLOP/s per rank", _render_spread(results.tflops_per_second_per_rank, digits=3)),
         ("MFU", _render_spread(results.mfu, 100, " %", digits=1) if results.mfu else None),
         ("waiting for data", None if results.data_stall is None else f"{results.data_stall:.2%} of the step time"),
-        ("peak device memory of rank 0", _gib(results.memory_peak_gib)),
+        ("peak device memory of rank 0", _peak(results)),
+        ("device memory of rank 0 after the last step", _gib(results.memory_allocated_gib)),
+        ("offloaded by rank 0, in the host's place", _gib(results.memory_host_gib or None)),
         ("largest resident set of rank 0 after a step", _gib(results.resident_set_gib)),
         ("peak resident set of rank 0", _gib(results.resident_set_peak_gib)),
         *(_routing_rows(routing) if routing is not None else ()),
@@ -172,7 +174,12 @@ def _loss_scale(results: RunResults) -> str | None:
 
 
 def _gib(value: float | None) -> str | None:
-    return None if value is None else f"{value:.3f} GiB"
+    return None if value is None else f"{value:.3f} GiB" if value >= 0.1 else f"{value:.3g} GiB"
+
+
+def _peak(results: RunResults) -> str | None:
+    parts = ", ".join(f"{name} {size:.4g}" for name, size in results.memory_parts.items())
+    return None if results.memory_peak_gib is None else f"{_gib(results.memory_peak_gib)}" + f" ({parts})" * bool(parts)
 
 
 def _flat_rows(tree: dict[str, Any]) -> list[tuple[str, str]]:
@@ -273,8 +280,11 @@ def definitions(
         "of ranks.",
         "MFU: TFLOP/s divided by the bfloat16 peak of the device, also with `train.float8`; omitted if the "
         "peak is unknown.",
-        "Peak device memory: the allocator's peak of allocated memory. Resident set: memory of the process in "
-        "RAM, read after each step; its peak since the start of the process is recorded by the kernel (VmHWM).",
+        "Device memory: bytes allocated in tensors, and their peak, by the device's allocator. On a CPU they are "
+        "counted in some steps, in which rank 0 records every block that tensors allocate (`memory_counted_step` in "
+        "`metrics.jsonl`); gradients are those that the optimizer receives, and tensors that offloading keeps in the "
+        "host's place are apart. Resident set: memory of the process in RAM, Python included, read after each step; "
+        "its peak since the start of the process is recorded by the kernel (VmHWM).",
         *([SKIPPED_DEFINITION] if any(run.skipped_steps for run in runs) else ()),
         *([LOSS_SCALE_DEFINITION] if any(run.loss_scale is not None for run in runs) else ()),
         *([SPIKES_DEFINITION] if any(run.spikes for run in runs) else ()),

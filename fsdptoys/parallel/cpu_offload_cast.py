@@ -17,6 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from fsdptoys.device import in_host_place
+
 
 class _Entry:
     """One parameter: FSDP2's record of it, its master, and the uploaded copy."""
@@ -24,7 +26,7 @@ class _Entry:
     def __init__(self, fsdp_param: Any, dtype: torch.dtype, pin_memory: bool) -> None:
         self.fsdp_param = fsdp_param
         self.master: Tensor = fsdp_param._sharded_param_data
-        self.mirror = torch.empty(self.master.shape, dtype=dtype, pin_memory=pin_memory)
+        self.mirror = in_host_place(torch.empty(self.master.shape, dtype=dtype, pin_memory=pin_memory))
         self.versions: tuple[int, int] | None = None
 
     def install(self) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fsdptoys.utils.dtensor import is_dtensor
+from fsdptoys.utils.storages import storages_of
 
 
 @dataclass(frozen=True)
@@ -45,25 +45,26 @@ def live_bytes(
     and unreduced gradients do not count. ``held_gradients`` are detached, and still needed by the optimizer.
     """
     parameters = list(parameters)
-    seen: set[tuple[torch.device, int]] = set()
-    states = optimizer.state.values() if optimizer is not None else ()
+    seen: set[int] = set()
     return LiveBytes(
         parameters=_count(parameters, seen),
         gradients=_count([*(p.grad for p in parameters if p.grad is not None), *held_gradients], seen),
-        states=_count(_tensors(states), seen),
+        states=_count(state_tensors(optimizer), seen),
     )
 
 
-def _count(tensors: Iterable[Tensor], seen: set[tuple[torch.device, int]]) -> PlacedBytes:
+def state_tensors(optimizer: torch.optim.Optimizer | None) -> Iterator[Tensor]:
+    """The optimizer's states, at any depth."""
+    return _tensors(optimizer.state.values() if optimizer is not None else ())
+
+
+def _count(tensors: Iterable[Tensor], seen: set[int]) -> PlacedBytes:
     device_bytes = host_bytes = 0
-    for tensor in tensors:
-        local = tensor.to_local() if is_dtensor(tensor) else tensor
-        storage = local.untyped_storage()
-        key = (local.device, storage.data_ptr())
-        if local.is_meta or storage.nbytes() == 0 or key in seen:
+    for identity, storage in storages_of(tensors).items():
+        if identity in seen:
             continue
-        seen.add(key)
-        if local.device.type == "cpu":
+        seen.add(identity)
+        if storage.device.type == "cpu":
             host_bytes += storage.nbytes()
         else:
             device_bytes += storage.nbytes()

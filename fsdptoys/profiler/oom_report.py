@@ -76,6 +76,7 @@ def read_failure(error: BaseException, device: Device) -> Failure:
     if on_host or not device.is_accelerator:
         return Failure(True, asked, Device("cpu").total_memory_bytes, highest_resident_set_bytes(), None)
     now = device.memory()
+    assert now is not None
     # CUDA: "77.21 GiB is allocated by PyTorch[, with … in private pools], and 120.45 MiB is reserved by PyTorch but
     # unallocated". NPU: "60.97 GiB total capacity; 30.00 GiB already allocated; …; 31.00 GiB reserved in total".
     allocated = _find_size(text, "SIZE (?:is allocated by PyTorch|already allocated)")

@@ -69,6 +69,10 @@ class Profiler:
         if self._snapshot:
             self._snapshot.step(step)
 
+    def traces(self, step: int) -> bool:
+        """Whether torch.profiler is on in a step, including its warm-up."""
+        return self._trace is not None and self._trace.covers(step)
+
     def findings(self) -> dict[str, Any] | None:
         """Written files and slowest operators of this rank, as plain values; None without any.
 

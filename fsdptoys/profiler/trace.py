@@ -70,6 +70,10 @@ class Trace:
         self._profiler.step_num = self._first_step - 1
         self._profiler.step()
 
+    def covers(self, step: int) -> bool:
+        """Whether a step is in the window or its warm-up."""
+        return self._first_traced - self._config.warmup_steps <= step <= self._last_step
+
     def step(self, step: int) -> None:
         """Report a completed step."""
         if self._profiler is None:

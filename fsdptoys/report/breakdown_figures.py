@@ -79,7 +79,7 @@ def draw_memory_split(runs: Sequence[PlottedRun]) -> Picture | None:
     )
     unit, size = ("GiB", GIB) if highest >= GIB else ("MiB", MIB)
     measured = (
-        "Tensors on a CPU are not measured; the table has the resident set, which includes Python."
+        "The runs did not measure it; the table has the resident set, which includes Python."
         if all(peak is None for peak in peaks)
         else "Diamonds: the measured peak of allocated memory."
     )

@@ -83,8 +83,10 @@ class PredictedMeasure:
         return f"predicted_{self.measure}"
 
     def predicted(self, run: RecordedRun | None) -> float | None:
-        """The prediction for a run; None without one, and for device memory on a CPU."""
-        if run is None or run.prediction is None or (self.name.endswith("_gib") and run.device_type == "cpu"):
+        """The prediction for a run; None without one, and for reserved memory on a CPU, whose allocator keeps none."""
+        if run is None or run.prediction is None:
+            return None
+        if self.measure == "memory_reserved_gib" and run.device_type == "cpu":
             return None
         return self.read(run.prediction)
 
@@ -100,8 +102,9 @@ MEASURES = (
     Measure("memory_allocated_gib", "Memory allocated (GiB)", 60),
     Measure("memory_reserved_gib", "Memory Reserved (GiB)", 90),
     Measure("memory_peak_gib", "Peak memory (GiB)", 80),
+    Measure("memory_host_gib", "Offloaded (GiB)", 30),
     Measure("resident_set_gib", "Resident set (GiB)", 20),
-    Measure("resident_set_peak_gib", "Peak resident set (GiB)", 85),
+    Measure("resident_set_peak_gib", "Peak resident set (GiB)", 55),
     Measure("tokens_per_second", "tokens/s", 70),
     Measure("mfu", "MFU (%)", 65, 100.0),
     Measure("data_stall", "Data stall (%)", 25, 100.0),
@@ -138,7 +141,7 @@ def setting_column(key: str, settings: Sequence[Settings], records: Sequence[Rec
 
 
 def measured_columns(records: Sequence[Record]) -> list[TableColumn]:
-    """Medians and memory; resident set columns only if a run uses a CPU device or offloads to the host."""
+    """Medians and memory; columns of host memory only if a run uses a CPU device or offloads."""
     columns = {}
     for measure in MEASURES:
         values = [measure.read(record.run) for record in records]
@@ -149,6 +152,8 @@ def measured_columns(records: Sequence[Record]) -> list[TableColumn]:
         del columns["resident_set_gib"], columns["resident_set_peak_gib"]
     elif all(run.results.resident_set_peak_gib is not None for run in runs):
         del columns["resident_set_gib"]  # the peak is more informative
+    if not any(run.results.memory_host_gib for run in runs):
+        del columns["memory_host_gib"]
     return list(columns.values())
 
 
@@ -251,9 +256,9 @@ def _loss_cell(value: float | None) -> TableCell:
 
 
 def _digits(values: Sequence[float | None], factor: float) -> int:
-    """Decimals that give the smallest number three significant digits, at most three."""
+    """Decimals that give the smallest number three significant digits, at most six."""
     smallest = min((abs(value * factor) for value in values if value and math.isfinite(value)), default=1.0)
-    return min(3, max(0, 2 - math.floor(math.log10(smallest))))
+    return min(6, max(0, 2 - math.floor(math.log10(smallest))))
 
 
 def _number(value: float, digits: int) -> str:

@@ -17,6 +17,7 @@ SAME_WORK = 0.01  # Relative difference in tokens a step up to which step times 
 
 MEASURES = {
     "memory_reserved_gib": ("device memory reserved", "the maximum reserved by the device's allocator on rank 0"),
+    "memory_peak_gib": ("peak memory in tensors", "the peak of memory in tensors on rank 0"),
     "resident_set_peak_gib": ("peak resident set", "the peak resident set of rank 0's process, including Python"),
     "resident_set_gib": (
         "largest resident set after a step",

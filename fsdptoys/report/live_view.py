@@ -114,7 +114,7 @@ def fact_rows(run: FollowedRun, results: RunResults) -> list[tuple[str, str]]:
         rows.append(("data wait", f"{results.data_stall:.2%} of the step time, on rank 0"))
     if results.memory_peak_gib is not None:
         reserved = f", {results.memory_reserved_gib:.3f} GiB reserved" if results.memory_reserved_gib else ""
-        rows.append(("memory", f"{results.memory_peak_gib:.3f} GiB at the peak{reserved}, on rank 0's device"))
+        rows.append(("memory", f"{results.memory_peak_gib:.4g} GiB at the peak{reserved}, on rank 0's device"))
     elif results.resident_set_gib is not None:
         peak = results.resident_set_peak_gib
         highest = f", {peak:.3f} GiB at the peak" if peak is not None else ""

@@ -142,13 +142,15 @@ def _memory(run: RecordedRun) -> Picture | None:
         "peak in tensors so far": "memory_peak_gib",
         "in tensors after the step": "memory_allocated_gib",
     }
-    if all(metrics.memory_reserved_gib is None for metrics in run.steps):
+    if all(metrics.memory_peak_gib is None for metrics in run.steps):
         where = "host memory of rank 0"
-        sentence = "A CPU has no device memory: this is the resident set of the process, including Python."
+        sentence = "Memory in tensors was not counted: this is the resident set of the process, including Python."
         attributes = {
             "peak resident set so far": "resident_set_peak_gib",
             "resident set after the step": "resident_set_gib",
         }
+    elif all(metrics.memory_reserved_gib is None for metrics in run.steps):
+        where, sentence = "memory in tensors of rank 0", "Counted in some steps; the others repeat the last count."
     series = [each for each in _all_series(run.steps, attributes) if finite_values([each]).size]
     if not series:
         return None

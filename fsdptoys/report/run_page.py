@@ -72,7 +72,10 @@ def _glance(record: Record, run: RecordedRun) -> str:
     if results.memory_reserved_gib is not None:
         peak = f"{results.memory_peak_gib:.2f} GiB at the peak in tensors" if results.memory_peak_gib else ""
         entries.append(("device memory reserved", f"{results.memory_reserved_gib:.2f} GiB", peak))
-    elif results.resident_set_gib is not None:
+    elif results.memory_peak_gib is not None:
+        parts = ", ".join(f"{name} {size * 1024:,.4g}" for name, size in results.memory_parts.items())
+        entries.append(("peak memory in tensors", f"{results.memory_peak_gib * 1024:,.4g} MiB", parts))
+    if results.memory_reserved_gib is None and results.resident_set_gib is not None:
         highest = results.resident_set_peak_gib or results.resident_set_gib
         entries.append(("resident set, highest", f"{highest:.3f} GiB", "of rank 0, Python included"))
     for what, count in (("skipped steps", results.skipped_steps), ("loss spikes", results.spikes)):

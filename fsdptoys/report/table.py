@@ -154,14 +154,14 @@ def _definitions(
         notes.append(
             f"The rows ended after {min(ends)} to {max(ends)} steps; the loss columns name the step that they compare."
         )
+    on_cpu = any(run.device_type == "cpu" for run in runs)
     if has("memory_", "Memory "):
         notes.append(
             "Memory is rank 0's: allocated after the last step, the highest reserved, and the allocator's peak."
+            + " On a CPU it is counted in some steps." * on_cpu
         )
     if has("resident_set", "esident set"):
-        on_cpu = any(run.device_type == "cpu" for run in runs)
-        reason = "A CPU has no device memory; the table has" if on_cpu else "Host memory is"
-        notes.append(f"{reason} the resident set of rank 0's process.")
+        notes.append("Host memory is the resident set of rank 0's process, including Python.")
     if has("predicted_", "Predicted"):
         notes.append("Predictions are followed by their relative error.")
     return notes

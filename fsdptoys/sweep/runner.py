@@ -307,7 +307,7 @@ def _numbers(sweep: Sweep, job: Job) -> list[str]:
     if results.step_time_seconds is not None:
         parts.append(f"{results.step_time_seconds.median:.3g} s a step")
     if results.memory_peak_gib is not None:
-        parts.append(f"{results.memory_peak_gib:.2f} GiB at the peak")
+        parts.append(f"{results.memory_peak_gib:.3g} GiB at the peak")
     elif results.resident_set_peak_gib is not None:
         parts.append(f"{results.resident_set_peak_gib:.2f} GiB of host memory at the peak")
     if results.last_loss is not None:

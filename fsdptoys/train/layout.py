@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from fsdptoys.memory import BucketedOptimizer
 from fsdptoys.metrics.layout import Layout, RankBytes, Unit
 from fsdptoys.utils.dtensor import local_tensor
+from fsdptoys.utils.storages import storage_bytes
 
 if TYPE_CHECKING:
     from .trainer import Trainer
@@ -59,12 +59,6 @@ def measure_layout(trainer: "Trainer") -> Layout:
         sharded=strategy.sharded,
         bytes_per_rank=held_bytes,
     )
-
-
-def storage_bytes(tensors: Iterable[Tensor]) -> int:
-    """Bytes of the storages of local tensors, each counted once: with padding, and all that a view keeps alive."""
-    storages = (local_tensor(tensor).untyped_storage() for tensor in tensors)
-    return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
 
 
 def unit_sizes(units: Iterable[list[str]], sizes: Mapping[str, int]) -> dict[str, int]:

@@ -45,6 +45,7 @@ from .document_flops import DocumentCounter
 from .evaluation import held_out_loss
 from .moe_balance import build_routing_balance
 from .oom_context import oom_context
+from .step_memory import StepMemory
 from .stop import STOP_SIGNALS, Stop, StopRequest, agreed_stop
 
 
@@ -117,6 +118,9 @@ class Trainer:
         self.optimizer = self.updates.optimizer
         self.schedule = build_schedule(config.optim, self.optimizer, train.steps)
         self.scaler = LossScaler(config.loss_scale) if config.parallel.param_dtype.needs_loss_scale else None
+        self.memory = StepMemory(
+            self.device, self.strategy, self.updates, on_host=memory.cpu_offload, enabled=self.rank == 0
+        )
 
         # 4. Data: this process's share of every global batch.
         self.dataset = config.data.build(train.seq_len, config.model.vocab_size, train.data_seed)
@@ -195,6 +199,7 @@ class Trainer:
         started = time.perf_counter()
         self.device.reset_peak_memory()
         stop = Stop("all steps done") if self.steps_done >= train.steps else None
+        profiled = profiler.traces if profiler else lambda step: False
         with (
             closing(self.batches),
             deterministic_kernels(train.deterministic, self.device.type),
@@ -203,7 +208,7 @@ class Trainer:
             while stop is None:
                 step = self.steps_done + 1
                 with explain_out_of_memory(self.device, functools.partial(self._oom_context, step)):
-                    with self.around_step(step):
+                    with self.around_step(step), self.memory.around(step, profiled):
                         metrics, stop = self._train_step(step, started, request)
                     if self.compilation:
                         self.compilation.record_pass("training", step)
@@ -264,6 +269,7 @@ class Trainer:
 
         # 3. Clip, and reduce over ranks: the loss, whether to update, and whether to stop.
         self._enter(step, "optimizer")
+        self.memory.label_gradients()
         learning_rate = float(self.schedule.get_last_lr()[0])
         grad_norm = self._clip(train.max_grad_norm or math.inf, strategy.loss_scale / factor)
         received = request.received if request else None
@@ -291,6 +297,7 @@ class Trainer:
         routing = self.routing.end_step() if self.routing else None
         self.device.synchronize()
         seconds = time.perf_counter() - started
+        self.memory.end_step(step, seconds)
         flops_per_token = self.documents.flops_per_token(in_documents) if self.documents else self.flops_per_token
         metrics = StepMetrics(
             **measure_step(
@@ -302,6 +309,7 @@ class Trainer:
                 # Published peak FLOPs are for bfloat16; the makers state the same for float16.
                 peak_flops=self.device.peak_flops if self.config.parallel.param_dtype is not DType.float32 else None,
             ),
+            memory_counted_step=self.memory.counted_step,
             step=step,
             loss=loss,
             grad_norm=grad_norm.item(),

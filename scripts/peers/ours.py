@@ -44,6 +44,6 @@ if __name__ == "__main__":
         trainer.train(on_step)
         if trainer.compilation:
             print(f"note {compilation_line(trainer.compilation.result())}", flush=True)
-        memory = trainer.device.memory() if trainer.device.is_accelerator else None
+        memory = trainer.device.memory()
         if memory is not None:
             print(f"peak {memory.peak_bytes}", flush=True)

@@ -62,6 +62,8 @@ def test_plain_lines_on_a_cpu_and_on_a_device():
         "step  1/20  loss 5.5432  grad norm 1.234  lr 3.00e-04  time 123.4 ms  tokens/s 33,193  "
         "TFLOP/s per rank 0.0123  data wait 8.1%  resident set 1.5 GiB"
     ]
+    counted = replace(CPU_STEP, memory_allocated_gib=0.00396, memory_peak_gib=0.14159)
+    assert plain_lines(20, 1, [counted])[0].endswith("  memory 0.00396/0.1416 GiB allocated/peak  resident set 1.5 GiB")
     assert plain_lines(100, 10, [GPU_STEP]) == [
         "step 100/100  loss 2.5000  grad norm 0.75  lr 3.00e-04  time 123.4 ms  tokens/s 531,100  "
         "TFLOP/s per rank 457  MFU 45.7%  memory 112.3/123.5/131.2 GiB allocated/peak/reserved"

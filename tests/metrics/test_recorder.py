@@ -202,6 +202,26 @@ def test_summary_has_the_results(tmp_path):
     assert "exclude the first 2 steps" in page
 
 
+def test_summary_splits_the_counted_peak(tmp_path):
+    """Oracle: the parts of the step with the highest peak, and the last values of the others."""
+    low = replace(STEP, memory_allocated_gib=0.03, memory_peak_gib=0.25, memory_host_gib=0.5)
+    low = replace(low, memory_parameters_gib=0.05, memory_gradients_gib=0.0, memory_optimizer_gib=0.1)
+    low = replace(low, memory_rest_gib=0.1)
+    high = replace(low, memory_peak_gib=0.375, memory_rest_gib=0.225)
+    with make_recorder(tmp_path) as recorder:
+        for metrics in [low, replace(high, step=2)]:
+            recorder.step(metrics)
+        recorder.finish("all done")
+    page = (tmp_path / "run" / "summary.md").read_text()
+    parts = "parameters 0.05, gradients 0, optimizer states 0.1, the rest 0.225"
+    for row in (
+        f"| peak device memory of rank 0 | 0.375 GiB ({parts}) |",
+        "| device memory of rank 0 after the last step | 0.03 GiB |",
+        "| offloaded by rank 0, in the host's place | 0.500 GiB |",
+    ):
+        assert row in page
+
+
 @pytest.mark.parametrize(("count", "written"), [(15, [1, 10, 15]), (20, [1, 10, 20]), (1, [1])])
 def test_run_of_an_moe_model_writes_its_routing(tmp_path, count, written):
     """Oracle: two files more; the tokens given in the first, every tenth and the last step; rows worked out by hand."""

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from fsdptoys.device import GIB, Device, MemoryStats, resident_set_bytes
+from fsdptoys.device import GIB, CountedBytes, Device, MemoryStats, resident_set_bytes
 from fsdptoys.metrics import StepMetrics, measure_step
 from fsdptoys.metrics.step import (
     RoutingMetrics,
@@ -34,6 +34,12 @@ KEYS = [
     "skipped_steps",
     "loss_spike",
     "data_wait_seconds",
+    "memory_parameters_gib",
+    "memory_gradients_gib",
+    "memory_optimizer_gib",
+    "memory_rest_gib",
+    "memory_host_gib",
+    "memory_counted_step",
 ]
 
 ROUTING_KEYS = ["router_aux_loss", "router_z_loss", "router_entropy", "expert_load_max", "expert_load_min"]
@@ -89,10 +95,16 @@ def test_memory_is_the_device_statistics_in_gib():
     assert metrics.resident_set_gib is not None and metrics.resident_set_gib > 0
 
 
-def test_cpu_reports_only_the_resident_set():
-    """Oracle: the process's resident set as reported by the kernel, within the growth between two readings."""
-    metrics = measure(Device("cpu"), peak_flops=None)
-    assert (metrics.memory_allocated_gib, metrics.memory_peak_gib, metrics.memory_reserved_gib) == (None, None, None)
+def test_cpu_reports_counted_memory_and_the_resident_set():
+    """Oracle: the count; the process's resident set as the kernel reports it, within the growth between readings."""
+    device = Device("cpu")
+    metrics = measure(device, peak_flops=None)
+    assert (metrics.memory_allocated_gib, metrics.memory_peak_gib, metrics.memory_rest_gib) == (None, None, None)
+    device.record(CountedBytes(0, 2 * GIB, 7 * GIB, {"parameters": 3 * GIB, "rest": 4 * GIB}, GIB))
+    metrics = measure(device, peak_flops=None)
+    assert (metrics.memory_allocated_gib, metrics.memory_peak_gib, metrics.memory_reserved_gib) == (2, 7, None)
+    assert (metrics.memory_parameters_gib, metrics.memory_gradients_gib, metrics.memory_rest_gib) == (3, 0, 4)
+    assert metrics.memory_host_gib == 1
     assert metrics.resident_set_gib == pytest.approx(resident_set_bytes() / GIB, rel=0.2)
 
 

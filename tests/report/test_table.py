@@ -101,7 +101,19 @@ def test_on_a_cpu_the_resident_set_replaces_device_memory(tmp_path: Path) -> Non
     table = table_of([record_of(tmp_path / "a"), record_of(tmp_path / "b")])
     assert cells(table)["Peak resident set (GiB)"] == ["0.750", "1.250"]
     assert not any("emory" in heading or "MFU" in heading for heading in cells(table))
-    assert any(note.startswith("A CPU has no device memory") for note in table.notes)
+    assert any(note.startswith("Host memory is the resident set") for note in table.notes)
+
+
+def test_counted_memory_of_a_cpu_has_the_columns_of_devices(tmp_path: Path) -> None:
+    """Oracle: the numbers of the steps in GiB, with three significant digits of the smallest."""
+    plain = replace(STEP, memory_allocated_gib=0.02, memory_peak_gib=0.25, memory_host_gib=0.0)
+    offloaded = replace(plain, memory_allocated_gib=0.0039, memory_peak_gib=0.2, memory_host_gib=0.0161)
+    write_run(tmp_path / "a", run_of(5, plain))
+    write_run(tmp_path / "b", run_of(5, offloaded))
+    found = cells(table_of([record_of(tmp_path / "a"), record_of(tmp_path / "b")]))
+    assert found["Memory allocated (GiB)"] == ["0.02000", "0.00390"]
+    assert found["Peak memory (GiB)"] == ["0.250", "0.200"]
+    assert found["Offloaded (GiB)"] == ["0.0000", "0.0161"]
 
 
 def test_stall_share_has_a_column_if_runs_record_it(tmp_path: Path) -> None:

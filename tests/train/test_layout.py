@@ -16,8 +16,9 @@ from fsdptoys.parallel import STRATEGIES, DDPConfig, FSDP1Config, FSDP2Config, P
 from fsdptoys.parallel.fsdp import Wrap
 from fsdptoys.parallel.precision import DType
 from fsdptoys.plan.estimate.estimate import closed_form
-from fsdptoys.train.layout import measure_layout, storage_bytes, unit_sizes
+from fsdptoys.train.layout import measure_layout, unit_sizes
 from fsdptoys.train.trainer import Trainer
+from fsdptoys.utils.storages import storage_bytes
 from scripts.ranks import run_ranks
 from tests.parallel.runs import make_config
 

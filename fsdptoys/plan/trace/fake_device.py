@@ -197,8 +197,12 @@ class PlannedDevice(Device):
     def reset_peak_memory(self) -> None:
         """Do nothing: a replay finds the peaks."""
 
-    def memory(self) -> MemoryStats:
-        """Return the listener's count."""
+    counts_allocations = False  # fake tensors have none
+
+    def memory(self) -> MemoryStats | None:
+        """Return the listener's count; None for a CPU."""
+        if not self.is_accelerator:
+            return None
         assert MODULE.listener is not None
         return MODULE.listener.memory()
 

@@ -1,0 +1,259 @@
+"""Bytes that tensors hold on a CPU, counted block by block over one step.
+
+PyTorch's allocator for CPUs keeps no statistics, but reports each block to a profiler that asks for memory. Such a
+profiler without any operator in its scopes costs a fraction of a microsecond a block while the step runs, and several
+microseconds a block afterwards, when its records are read: cheap enough for some steps, not for every one
+(``train.step_memory`` chooses the steps). It sees the allocations of this thread and of those that work for it with its
+thread-local state (autograd, gloo), within kernels and compiled code too. A dispatch mode would see tensors only at the
+borders of operators and none of compiled code, and slows the step itself; glibc's ``mallinfo2`` counts Python's memory
+too, and has no peak.
+
+Blocks from before the step are those of the storages that the garbage collector finds and that PyTorch allocated. The
+allocator does not report their end, so a weak reference to each allocates a *mark*: a block whose place among the
+records says when. Sizes are the requested ones, not rounded up.
+
+On a CPU the device and the host are the same memory. Tensors that offloading keeps in the host's place are counted
+apart, so that ``allocated`` has the bytes that a device would hold.
+
+A block that an unrecorded thread frees (gloo's may hold the last reference to a buffer of a collective) counts until
+its address is reused or the count ends.
+
+Not counted: blocks that other threads allocate (loading of batches, optimizer workers), which are the host's on a
+device too; tensors that no Python object held when the step began; scratch memory of oneDNN and MKL.
+"""
+
+import ctypes
+import functools
+import gc
+import os
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from fsdptoys.utils.storages import storages_of
+
+REST = "rest"
+"""Purpose of blocks without a label: activations, gathered parameters, buffers, temporaries."""
+
+_prepared: set[int] = set()
+"""Processes whose profiler has been prepared before."""
+_host: "weakref.WeakSet[torch.UntypedStorage]" = weakref.WeakSet()
+
+
+def in_host_place(tensor: Tensor) -> Tensor:
+    """Count a CPU tensor as host memory, as a copy that offloading keeps; returns it."""
+    _host.add(tensor.untyped_storage())
+    return tensor
+
+
+class CountedBytes(NamedTuple):
+    """Bytes of one step."""
+
+    before_bytes: int
+    """Held before the step, without the host's."""
+    end_bytes: int
+    """Held after the step, without the host's."""
+    peak_bytes: int
+    """Most held at once, without the host's."""
+    at_peak: dict[str, int]
+    """Purpose → bytes at the peak."""
+    host_bytes: int
+    """Held after the step in the host's place."""
+
+
+@dataclass(eq=False, slots=True)
+class _Block:
+    size: int
+    recorded: bool  # Whether the allocator reports its end
+    purpose: str = REST
+    on_host: bool = False
+
+
+class AllocationCount:
+    """Counts the blocks of this thread from construction to ``finish``; one at a time, and not under a profiler.
+
+    Args:
+        labels: purpose → tensors that have it now.
+        host_purposes: purposes whose tensors are in the host's place.
+    """
+
+    def __init__(self, labels: Mapping[str, Iterable[Tensor]], host_purposes: Iterable[str] = ()) -> None:
+        self._host_purposes = frozenset(host_purposes)
+        self._marks: dict[int, Callable[[], None]] = {}
+        self._kept: list[torch.UntypedStorage] = []
+        self._live: dict[int, _Block] = {}
+        self._changes: list[tuple[_Block, bool]] = []
+        self._ends: list[weakref.ref[torch.UntypedStorage]] = []
+        for address, storage in _live_storages().items():
+            self._live[address] = _Block(storage.nbytes(), recorded=False)
+            self._ends.append(weakref.ref(storage, functools.partial(self._mark_end, address)))
+        self._before = list(self._live.values())
+        self._label_now(_addresses(labels))
+        self._restore = _start_recording()
+
+    def label(self, labels: Mapping[str, Iterable[Tensor]]) -> None:
+        """Label the blocks of tensors that have a purpose now; a block keeps its first label."""
+        self._mark(functools.partial(self._label_now, _addresses(labels)))
+
+    def finish(self, labels: Mapping[str, Iterable[Tensor]]) -> CountedBytes:
+        """End the count; ``labels`` are those of the end."""
+        records = self.cancel()
+        for record in records:
+            self._replay(record.ptr, record.alloc_size)
+        self._label_now(_addresses(labels))
+        before = sum(block.size for block in self._before if not block.on_host)
+        held = peak = before
+        at_peak = 0
+        for index, (block, begins) in enumerate(self._changes):
+            if not block.on_host:
+                held += block.size if begins else -block.size
+                if held > peak:
+                    peak, at_peak = held, index + 1
+        blocks = dict.fromkeys(self._before)
+        for block, begins in self._changes[:at_peak]:
+            if begins:
+                blocks[block] = None
+            else:
+                blocks.pop(block)
+        purposes: dict[str, int] = {}
+        for block in blocks:
+            if not block.on_host:
+                purposes[block.purpose] = purposes.get(block.purpose, 0) + block.size
+        on_host = sum(block.size for block in self._live.values() if block.on_host)
+        return CountedBytes(before, held, peak, purposes, on_host)
+
+    def cancel(self) -> list[Any]:
+        """Stop recording; returns the records."""
+        self._ends.clear()
+        try:
+            return _stop_recording()
+        finally:
+            self._restore()
+
+    def _mark_end(self, address: int, _: object) -> None:
+        self._mark(functools.partial(self._end, address))
+
+    def _mark(self, action: Callable[[], None]) -> None:
+        # A storage without a tensor: allocated past the dispatcher, whatever modes are active.
+        mark = torch.UntypedStorage(1)
+        self._kept.append(mark)
+        self._marks[mark.data_ptr()] = action
+
+    def _replay(self, address: int, size: int) -> None:
+        if (action := self._marks.get(address)) is not None:
+            action()
+        elif size > 0:
+            self._end(address)  # a thread that is not recorded freed the block that was here
+            block = self._live[address] = _Block(size, recorded=True)
+            self._changes.append((block, True))
+        elif (found := self._live.get(address)) is not None and found.recorded:
+            self._end(address)
+
+    def _end(self, address: int) -> None:
+        if (block := self._live.pop(address, None)) is not None:
+            self._changes.append((block, False))
+
+    def _label_now(self, addresses: Mapping[str, Iterable[int]]) -> None:
+        for purpose, each in addresses.items():
+            for address in each:
+                block = self._live.get(address)
+                if block is not None and block.purpose == REST:
+                    block.purpose = purpose
+                    block.on_host |= purpose in self._host_purposes
+        for storage in list(_host):
+            if (block := self._live.get(storage.data_ptr())) is not None:
+                block.on_host = True
+
+
+def _addresses(labels: Mapping[str, Iterable[Tensor]]) -> dict[str, list[int]]:
+    return {
+        purpose: [storage.data_ptr() for storage in storages_of(tensors).values()]
+        for purpose, tensors in labels.items()
+    }
+
+
+def _live_storages() -> dict[int, torch.UntypedStorage]:
+    """Address → storage, of all that Python objects hold and PyTorch's allocator for CPUs made."""
+    found: dict[int, torch.UntypedStorage] = {}
+    for each in gc.get_objects():
+        # Not isinstance, which asks objects for a class of their own making.
+        if not issubclass(type(each), Tensor) or is_traceable_wrapper_subclass(each) or each.layout != torch.strided:
+            continue
+        storage = each.untyped_storage()
+        # NumPy's memory and files cannot be resized.
+        if storage.device.type == "cpu" and storage.nbytes() and storage.resizable():
+            found[storage.data_ptr()] = storage
+    return found
+
+
+def profiler_is_on() -> bool:
+    """Whether torch.profiler records this thread, within which nothing can be counted."""
+    return torch._C._autograd._profiler_enabled()
+
+
+def _start_recording() -> Callable[[], None]:
+    """Record the blocks of this thread; returns the function that ends the silence of the allocator.
+
+    Private functions of torch.profiler, whose public class records operators too; tried with torch 2.13.
+    """
+    from torch._C._autograd import _enable_profiler, _prepare_profiler
+    from torch._C._profiler import ProfilerActivity, ProfilerConfig, ProfilerState, RecordScope, _ExperimentalConfig
+
+    os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # read once; else each start and stop prints a line
+    shapes, memory, stacks, flops, modules = False, True, False, False, False
+    config = ProfilerConfig(ProfilerState.KINETO, shapes, memory, stacks, flops, modules, _ExperimentalConfig())
+    restore = _silence_allocator()
+    with _discarded_stderr() if os.getpid() not in _prepared else nullcontext():
+        _prepare_profiler(config, {ProfilerActivity.CPU})
+    _prepared.add(os.getpid())
+    enable: Any = _enable_profiler  # its stub lacks the scopes
+    enable(config, {ProfilerActivity.CPU}, {RecordScope.KERNEL_FUNCTION_DTYPE})  # one in which nothing happens
+    return restore
+
+
+def _stop_recording() -> list[Any]:
+    """End the recording; returns the records of blocks in their order."""
+    from torch._C._autograd import _disable_profiler
+    from torch._C._profiler import _ExtraFields_Allocation
+
+    fields = [event.extra_fields for event in _disable_profiler().experimental_event_tree()]
+    return [each for each in fields if isinstance(each, _ExtraFields_Allocation) and each.device.type == "cpu"]
+
+
+@contextmanager
+def _discarded_stderr() -> Iterator[None]:
+    """Discard stderr, to which the first preparation writes if another thread than this one has imported torch."""
+    try:
+        kept = os.dup(2)
+    except OSError:  # closed
+        yield
+        return
+    with open(os.devnull, "wb") as nowhere:
+        os.dup2(nowhere.fileno(), 2)
+    try:
+        yield
+    finally:
+        os.dup2(kept, 2)
+        os.close(kept)
+
+
+def _silence_allocator() -> Callable[[], None]:
+    """Silence the warning about blocks from before a recording, where libc10 has its switch; returns the undoing."""
+    try:
+        library = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libc10.so"))
+        level = ctypes.c_int.in_dll(library, "FLAGS_caffe2_log_level")
+    except (OSError, ValueError):
+        return lambda: None
+    before, level.value = level.value, 2  # errors
+
+    def restore() -> None:
+        level.value = before
+
+    return restore

@@ -1,0 +1,90 @@
+"""The steps in which rank 0 counts the memory of a CPU, at a cost of at most 2% of the steps' time.
+
+The first two steps are counted: the second is the first with optimizer states from its beginning. Later steps are
+counted when 2% of the time of the steps since the last count have paid for it. Metrics of the steps in between repeat
+the last count and name its step. The cost lies between the steps; a counted step itself takes hardly longer.
+"""
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from torch import Tensor
+
+from fsdptoys.device import AllocationCount, Device, profiler_is_on
+from fsdptoys.memory import Updates
+from fsdptoys.parallel import Strategy
+from fsdptoys.profiler.live_bytes import state_tensors
+
+COST = 0.02
+"""Largest share of counting in the time of later steps."""
+FIRST_STEPS = 2
+"""Steps that are counted in any case."""
+PURPOSES = ("parameters", "gradients", "optimizer_states")
+
+
+class StepMemory:
+    """Counts memory for ``Device.memory``; does nothing on an accelerator, which counts by itself.
+
+    Args:
+        on_host: whether parameters, gradients and optimizer states are offloaded.
+        enabled: False for ranks that nobody reads.
+    """
+
+    def __init__(self, device: Device, strategy: Strategy, updates: Updates, *, on_host: bool, enabled: bool) -> None:
+        self._device, self._strategy, self._updates = device, strategy, updates
+        self._host_purposes = PURPOSES if on_host else ()
+        self.enabled = enabled and device.counts_allocations
+        self._counts = 0
+        self._count: AllocationCount | None = None
+        self._seconds_since = 0.0
+        self.cost_seconds = 0.0
+        """Time of the last count, all of it between two steps."""
+        self.counted_step: int | None = None
+        """The last counted step."""
+
+    @contextmanager
+    def around(self, step: int, profiled: Callable[[int], bool]) -> Iterator[None]:
+        """Count the step, if it is its turn; not in steps of a profiler, since these do not nest."""
+        if not self.is_due() or profiled(step) or profiler_is_on():
+            yield
+            return
+        started = time.perf_counter()
+        self._count = AllocationCount(self._labels(), self._host_purposes)
+        self.cost_seconds = time.perf_counter() - started
+        try:
+            yield
+        finally:
+            if self._count is not None:
+                self._count.cancel()
+                self._count = None
+
+    def label_gradients(self) -> None:
+        """Label the blocks of gradients, at the end of the last backward."""
+        if self._count is not None:
+            self._count.label(self._labels())
+
+    def end_step(self, step: int, seconds: float) -> None:
+        """End the count of a step that took so many seconds."""
+        self._seconds_since += seconds
+        if self._count is None:
+            return
+        started = time.perf_counter()
+        count, self._count = self._count, None
+        self._device.record(count.finish(self._labels()))
+        self.cost_seconds += time.perf_counter() - started
+        self._counts += 1
+        self._seconds_since, self.counted_step = 0.0, step
+
+    def is_due(self) -> bool:
+        """Whether the next step is to be counted."""
+        if not self.enabled:
+            return False
+        known = self._device.memory() is not None
+        return not known or self._counts < FIRST_STEPS or self.cost_seconds <= COST * self._seconds_since
+
+    def _labels(self) -> dict[str, list[Tensor]]:
+        parameters: list[Tensor] = [param for _, param in self._strategy.named_parameters()]
+        gradients = [param.grad for param in parameters if param.grad is not None]
+        states = list(state_tensors(self._updates.optimizer))
+        return dict(zip(PURPOSES, (parameters, [*gradients, *self._updates.held_gradients], states), strict=True))
