@@ -78,8 +78,8 @@ MISTAKES = {
     "memory.cpu_offload='False'": "memory.cpu_offload='False' must be true or false; set memory.cpu_offload=false",
     "launch.device=gpu": "launch.device=gpu must be one of auto, cuda, npu, cpu; did you mean launch.device=cuda?",
     "launch.device=CPU": "launch.device=CPU must be one of auto, cuda, npu, cpu; did you mean launch.device=cpu?",
-    "parallel.param_dtype=fp32": "parallel.param_dtype=fp32 must be one of float32, bfloat16; did you mean "
-    "parallel.param_dtype=float32?",
+    "parallel.param_dtype=fp32": "parallel.param_dtype=fp32 must be one of float32, bfloat16, float16; did you "
+    "mean parallel.param_dtype=float32?",
     "train.steps=1000000000001": "train.steps=1000000000001 must be at most 1000000000000; set train.steps to that or "
     "less",
     "model.n_layers=1000000000": "model.n_layers=1000000000 must be at most 10000; set model.n_layers to that or less",
