@@ -1,5 +1,6 @@
 """The fuzzer of the toys: the toys have the bits of PyTorch's classes, and the fuzzer detects toys that do not."""
 
+import dataclasses
 import os
 import random
 import time
@@ -100,3 +101,13 @@ def test_values_are_compared_in_every_bit() -> None:
     assert same(torch.tensor([0.0]), torch.tensor([-0.0])) is not None
     assert same(torch.tensor([torch.nan]), torch.tensor([torch.nan])) is None
     assert same(torch.zeros(2), torch.zeros(2, dtype=torch.float64)) is not None
+
+
+def test_a_graph_declared_static_later_keeps_its_first_buckets() -> None:
+    """Oracle: PyTorch's class; on three ranks the bits of a sum depend on the buckets."""
+    settings = {"find_unused_parameters": True, "static_graph": True, "set_later": True, "bucket_cap_mb": 0.00005}
+    tree = Tree(3, Node("chain", 0, [Node("mlp", 1), Node("linear", 2), Node("linear", 3)]))
+    crew = Crew(3)
+    result = crew.run("ddp", dataclasses.replace(tree, options=plain().options | settings))
+    crew.stop()
+    assert result.outcome == "equal", result.text

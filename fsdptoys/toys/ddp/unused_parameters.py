@@ -40,7 +40,7 @@ class PartialReducer(Reducer):
         static_graph: bool,
     ) -> None:
         self.names, self.find_unused, self.error = list(names.values()), find_unused, ""
-        self.world_size, self.iterations, self._first_limits = group.size(), 0, first_limits
+        self.world_size, self.iterations = group.size(), 0
         self.static_graph = self.counts_first = static_graph
         """``counts_first``: gradients are only counted, and reduced after the backward."""
         self._awaits_end = False
@@ -53,9 +53,8 @@ class PartialReducer(Reducer):
         super().__init__(list(names), group, limits, limits if self.searches else first_limits, as_views)
 
     def set_static_graph(self) -> None:
-        """Declare before the first step that the graph is the same in every step."""
+        """Declare before the first step that the graph is the same in every step; the first buckets stay."""
         self.static_graph = self.counts_first = True
-        self.set_buckets(self.make_buckets(range(len(self.params)), self._first_limits)[::-1])
 
     def fail(self, kind: type[Exception], message: str) -> NoReturn:
         """Raise an exception, and keep its message for the logging data."""
