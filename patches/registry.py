@@ -50,11 +50,10 @@ class AppliedPatches:
 
     def outcomes(self, model: nn.Module) -> dict[str, str]:
         """``report``, with a note on patches that do nothing for this wrapped model; before its first forward."""
-        alone = not has_other_roots(model)
-        notes = {
-            name: ", no effect in this run: one root" * (alone and PATCHES[name].between_roots) for name in self._held
-        }
-        return {name: outcome + notes.get(name, "") for name, outcome in self.report}
+        between = [name for name in self._held if PATCHES[name].between_roots]
+        alone = bool(between) and not has_other_roots(model)
+        note = ", no effect in this run: one root"
+        return {name: outcome + note * (alone and name in between) for name, outcome in self.report}
 
     def undo(self) -> None:
         """Release the patches; the last holder restores PyTorch's attributes. May be called twice."""

@@ -184,7 +184,8 @@ def loss_columns(records: Sequence[Record], step: int | None) -> list[TableColum
     if len(last) <= 1:
         heading, held_out = "Held-out loss", [losses[max(losses)] if losses else None for losses in evaluated]
     elif (common := common_eval_step(records)) is not None:
-        heading, held_out = f"Held-out loss after {common} steps", [losses.get(common) for losses in evaluated]
+        heading = f"Held-out loss after {common} step{'s' * (common != 1)}"
+        held_out = [losses.get(common) for losses in evaluated]
     else:
         heading = f"Held-out loss (of steps {min(last)} to {max(last)})"
         held_out = [losses[max(losses)] if losses else None for losses in evaluated]

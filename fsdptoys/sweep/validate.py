@@ -158,7 +158,8 @@ def _drop_unused(
     kept: list[ValidJob | InvalidJob] = []
     for one in validated:
         shorter = one
-        while isinstance(shorter, InvalidJob) and shorter.unused_key in used:
+        # A key that a group's file sets is among no words, and stays.
+        while isinstance(shorter, InvalidJob) and shorter.unused_key in used.intersection(shorter.combination.keys):
             shorter = validate(shorter.combination.without(shorter.unused_key))
         run = shorter.fingerprint if isinstance(shorter, ValidJob) else None
         if shorter is one or run not in runs:

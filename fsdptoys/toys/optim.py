@@ -14,7 +14,6 @@ AMSGrad, maximizing, sparse gradients, fused and multi-tensor forms.
 Sources: arXiv:1412.6980 (Adam), arXiv:1711.05101 (decoupled decay)
 """
 
-import math
 from collections.abc import Callable
 from typing import Any
 
@@ -61,7 +60,7 @@ def adamw_update(
     mean.lerp_(grad, 1 - betas[0])
     square.mul_(betas[1]).addcmul_(grad, grad, value=1 - betas[1])
     # Both averages begin at zero; division by 1 − beta^step makes up for that.
-    root = (square.sqrt() / math.sqrt(1 - betas[1] ** step)).add_(eps)
+    root = (square.sqrt() / (1 - betas[1] ** step) ** 0.5).add_(eps)
     param.addcdiv_(mean, root, value=-lr / (1 - betas[0] ** step))
 
 

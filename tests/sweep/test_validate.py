@@ -179,6 +179,17 @@ def test_keys_without_effect_are_dropped_and_leave_one_baseline(words: str) -> N
     assert "|".join(" ".join(one.combination.varied.values()) for one in validated) == BASELINES[words]
 
 
+def test_key_of_a_file_without_effect_is_a_reason_to_skip() -> None:
+    """Oracle: by hand; ``memory=smallest`` sets the key that another row types, and no word can be dropped."""
+    file, switch = "memory=smallest", "memory.gradient_checkpointing=none"
+    rows = [("memory.gradient_checkpointing=full", "memory.activation_offload=true"), (file,), (switch,)]
+    base = ("parallel=fsdp2", *SMALL, "model.n_layers=4")
+    combinations = [Combination((*base, *words), {}) for words in [*rows, (file, switch)]]
+    *valid, skipped = validate_combinations(combinations, Imagined())
+    assert all(isinstance(one, ValidJob) for one in valid) and isinstance(skipped, InvalidJob)
+    assert skipped.reason.startswith("memory.activation_offload=true moves saved tensors")
+
+
 def test_key_without_effect_in_every_combination_is_a_mistake() -> None:
     """Oracle: the message of a single run."""
     with pytest.raises(ConfigError, match="offload_schedule=serial does nothing as set"):
