@@ -7,6 +7,7 @@ parameters, micro-batches are added up in bf16 before the reduction, where FSDP2
 Source: https://docs.pytorch.org/docs/stable/fsdp.html, arXiv:2304.11277.
 """
 
+import functools
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
@@ -108,11 +109,15 @@ class FSDP1(Strategy):
         with nullcontext() if reduces else self.model.no_sync():
             yield
 
+    @functools.cached_property
+    def _units(self) -> "list[FullyShardedDataParallel]":
+        return self.model.fsdp_modules(self.model)
+
     def zero_grad(self, optimizer: torch.optim.Optimizer) -> None:
         """Free the flat gradients too, of which the gradients of the model's own parameters are views."""
         # A flat parameter keeps its offloaded gradient when those of its views are None.
         optimizer.zero_grad(set_to_none=not self.context.cpu_offload)
-        for unit in self.model.fsdp_modules(self.model):
+        for unit in self._units:
             _free_flat_gradient(unit)
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
@@ -122,19 +127,19 @@ class FSDP1(Strategy):
 
     def units(self) -> list[UnitParams]:
         """FSDP1's own units, the root first."""
-        modules = self.model.fsdp_modules(self.model)
+        modules = self._units
         owned = own_parameters([[module] for module in modules])
         return [(module, params) for module, params in zip(modules, owned, strict=True) if params]
 
     def unit_names(self) -> list[list[str]]:
         """FSDP1's own units."""
-        units = set(self.model.fsdp_modules(self.model))
+        units = set(self._units)
         return [[_own_name(f"{name}.").rstrip(".")] for name, module in self.model.named_modules() if module in units]
 
     def full_parameters(self) -> Iterator[tuple[str, Tensor]]:
         """All-gather one unit at a time."""
         names = {module: _own_name(name + ".").rstrip(".") for name, module in self.model.named_modules()}
-        units = self.model.fsdp_modules(self.model)
+        units = self._units
         # The root comes first: a child summoned before its root would become a root itself.
         for unit in units:
             prefix = f"{names[unit]}." if names[unit] else ""

@@ -152,7 +152,7 @@ def _definitions(
     ends = [record.run.steps[-1].step for record in records if record.run in runs and record.status is JobStatus.done]
     if len(set(ends)) > 1:
         notes.append(
-            f"The rows ended after {min(ends)} to {max(ends)} steps; the loss columns name the step that they compare."
+            f"The rows ended after {min(ends)} to {max(ends)} steps; the headings of the losses name their steps."
         )
     on_cpu = any(run.device_type == "cpu" for run in runs)
     if has("memory_", "Memory "):

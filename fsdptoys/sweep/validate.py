@@ -154,17 +154,18 @@ def _drop_unused(
 ) -> list[ValidJob | InvalidJob]:
     """Validate again without the keys that do nothing; leave out those that become the run of another combination."""
     valid = [one for one in validated if isinstance(one, ValidJob)]
-    used, runs = {key for one in valid for key in one.combination.keys}, {one.fingerprint for one in valid}
+    used = {key for one in valid for key in one.combination.keys}
+    seen: set[object] = {one.fingerprint for one in valid}
     kept: list[ValidJob | InvalidJob] = []
     for one in validated:
         shorter = one
         # A key that a group's file sets is among no words, and stays.
         while isinstance(shorter, InvalidJob) and shorter.unused_key in used.intersection(shorter.combination.keys):
             shorter = validate(shorter.combination.without(shorter.unused_key))
-        run = shorter.fingerprint if isinstance(shorter, ValidJob) else None
-        if shorter is one or run not in runs:
+        run = shorter.fingerprint if isinstance(shorter, ValidJob) else shorter.combination.words
+        if shorter is one or run not in seen:
             kept.append(shorter)
-        runs |= {run} if run is not None else set()
+        seen.add(run)
     return kept
 
 
