@@ -1,6 +1,6 @@
 """One interface to CUDA, NPU and CPU: collectives, streams, memory, random states, environment and peak FLOP/s."""
 
-from .allocations import REST, AllocationCount, CountedBytes, in_host_place, profiler_is_on
+from .allocations import REST, AllocationCount, CountedBytes, UncountableError, in_host_place, profiler_is_on
 from .device import Device, Event, MemoryStats, Stream, Streams, device_name, is_accelerator, peak_flops
 from .environment import DETERMINISTIC, check_allocator_settings, device_environment
 from .host import available_cores, highest_resident_set_bytes, resident_set_bytes
@@ -27,6 +27,7 @@ __all__ = [
     "MemoryStats",
     "Stream",
     "Streams",
+    "UncountableError",
     "available_cores",
     "available_device_type",
     "check_allocator_settings",

@@ -53,6 +53,10 @@ def in_host_place(tensor: Tensor) -> Tensor:
     return tensor
 
 
+class UncountableError(RuntimeError):
+    """This PyTorch's profiler has other functions than those tried."""
+
+
 class CountedBytes(NamedTuple):
     """Bytes of one step."""
 
@@ -82,6 +86,9 @@ class AllocationCount:
     Args:
         labels: purpose → tensors that have it now.
         host_purposes: purposes whose tensors are in the host's place.
+
+    Raises:
+        UncountableError: if this PyTorch cannot record blocks.
     """
 
     def __init__(self, labels: Mapping[str, Iterable[Tensor]], host_purposes: Iterable[str] = ()) -> None:
@@ -203,18 +210,24 @@ def _start_recording() -> Callable[[], None]:
 
     Private functions of torch.profiler, whose public class records operators too; tried with torch 2.13.
     """
-    from torch._C._autograd import _enable_profiler, _prepare_profiler
-    from torch._C._profiler import ProfilerActivity, ProfilerConfig, ProfilerState, RecordScope, _ExperimentalConfig
-
     os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # read once; else each start and stop prints a line
     shapes, memory, stacks, flops, modules = False, True, False, False, False
-    config = ProfilerConfig(ProfilerState.KINETO, shapes, memory, stacks, flops, modules, _ExperimentalConfig())
     restore = _silence_allocator()
-    with _discarded_stderr() if os.getpid() not in _prepared else nullcontext():
-        _prepare_profiler(config, {ProfilerActivity.CPU})
-    _prepared.add(os.getpid())
-    enable: Any = _enable_profiler  # its stub lacks the scopes
-    enable(config, {ProfilerActivity.CPU}, {RecordScope.KERNEL_FUNCTION_DTYPE})  # one in which nothing happens
+    try:
+        private, autograd = torch._C._profiler, torch._C._autograd
+        options: Any = (shapes, memory, stacks, flops, modules, private._ExperimentalConfig())
+        config = private.ProfilerConfig(private.ProfilerState.KINETO, *options)
+        activities = {private.ProfilerActivity.CPU}
+        scopes = {private.RecordScope.KERNEL_FUNCTION_DTYPE}  # one in which nothing happens
+        _ = private._ExtraFields_Allocation, autograd._disable_profiler
+        with _discarded_stderr() if os.getpid() not in _prepared else nullcontext():
+            autograd._prepare_profiler(config, activities)
+        _prepared.add(os.getpid())
+        enable: Any = autograd._enable_profiler  # its stub lacks the scopes
+        enable(config, activities, scopes)
+    except (AttributeError, TypeError) as error:
+        restore()
+        raise UncountableError(f"torch {torch.__version__} does not record the blocks of its allocator") from error
     return restore
 
 

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 
 from torch import Tensor
 
-from fsdptoys.device import AllocationCount, Device, profiler_is_on
+from fsdptoys.device import AllocationCount, Device, UncountableError, profiler_is_on
 from fsdptoys.memory import Updates
 from fsdptoys.parallel import Strategy
 from fsdptoys.profiler.live_bytes import state_tensors
@@ -50,7 +50,10 @@ class StepMemory:
             yield
             return
         started = time.perf_counter()
-        self._count = AllocationCount(self._labels(), self._host_purposes)
+        try:
+            self._count = AllocationCount(self._labels(), self._host_purposes)
+        except UncountableError:
+            self.enabled = False
         self.cost_seconds = time.perf_counter() - started
         try:
             yield

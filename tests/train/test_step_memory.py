@@ -5,6 +5,7 @@ import gc
 from typing import Any
 
 import pytest
+import torch
 
 from fsdptoys.config.plan_config import AllocatorKind
 from fsdptoys.device import GIB, Device
@@ -126,3 +127,16 @@ def test_counts_cost_at_most_their_share(monkeypatch: pytest.MonkeyPatch) -> Non
     with memory.around(61, lambda step: False):
         assert memory._count is not None
     assert memory._count is None
+
+
+def test_other_profilers_than_those_tried_leave_steps_uncounted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Oracle: a PyTorch without one of the private functions; the step runs, and no later one asks again."""
+    monkeypatch.delattr(torch._C._autograd, "_prepare_profiler")
+    monkeypatch.setattr(StepMemory, "_labels", lambda self: {})
+    memory = StepMemory(Device("cpu"), None, None, on_host=False, enabled=True)  # type: ignore[arg-type]
+    steps = []
+    for step in (1, 2):
+        with memory.around(step, lambda step: False):
+            steps.append(step)
+        memory.end_step(step, 0.1)
+    assert (steps, memory.enabled, memory.counted_step) == ([1, 2], False, None)
