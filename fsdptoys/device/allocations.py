@@ -175,6 +175,8 @@ class AllocationCount:
                     block.purpose = purpose
                     block.on_host |= purpose in self._host_purposes
         for storage in list(_host):
+            if storage.device.type != "cpu":  # a fake tensor's
+                continue
             if (block := self._live.get(storage.data_ptr())) is not None:
                 block.on_host = True
 

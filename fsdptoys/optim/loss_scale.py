@@ -61,8 +61,6 @@ class LossScaler:
         self._config = config
         self.scale = _float32(config.initial)
         self._steps_without_overflow = 0
-        self.expected_skips = 0
-        """Steps skipped by overflows that a lower scale avoids."""
 
     @property
     def can_help(self) -> bool:
@@ -87,17 +85,12 @@ class LossScaler:
             self._steps_without_overflow = 0
 
     def state_dict(self) -> dict[str, Any]:
-        """Scale and counts, as JSON values."""
-        return {
-            "scale": self.scale,
-            "steps_without_overflow": self._steps_without_overflow,
-            "expected_skips": self.expected_skips,
-        }
+        """Scale and count, as JSON values."""
+        return {"scale": self.scale, "steps_without_overflow": self._steps_without_overflow}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from a ``state_dict``."""
-        self.scale, self.expected_skips = state["scale"], state["expected_skips"]
-        self._steps_without_overflow = state["steps_without_overflow"]
+        self.scale, self._steps_without_overflow = state["scale"], state["steps_without_overflow"]
 
 
 def nearest_power_of_two(value: float) -> float:

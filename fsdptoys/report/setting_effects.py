@@ -106,11 +106,15 @@ NEUTRAL = (
 
 GRADIENT = (
     "parallel.reduce_dtype",
+    "loss_scale.initial",
     "memory.chunk_grad_dtype",
     "model.router_aux_loss_coef",
     "model.router_z_loss_coef",
 )
 UPDATE = (
+    "loss_scale.growth_factor",
+    "loss_scale.backoff_factor",
+    "loss_scale.growth_interval",
     "train.max_grad_norm",
     "train.steps",
     "train.skip_nonfinite",

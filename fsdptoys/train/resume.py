@@ -73,7 +73,6 @@ class _Spikes:
 class _LossScale:
     scale: float = field(metadata=above(0))
     steps_without_overflow: int = field(metadata=between(0, LARGEST_STEP))
-    expected_skips: int = field(metadata=between(0, LARGEST_STEP))
 
 
 @dataclass
@@ -90,6 +89,8 @@ class RunFacts:
     metrics: dict[str, int] = field(metadata=between(0, LARGEST_INTEGER, longest=100))
     loss_scale: _LossScale | None = None
     """None without float16, and in checkpoints of versions before it."""
+    expected_skips: int = field(default=0, metadata=between(0, LARGEST_STEP))
+    """Of ``skipped_steps``, those in the search for the loss scale."""
 
 
 FACTS = Schema(RunFacts, RandomStates)

@@ -140,6 +140,7 @@ class Trainer:
         )
         self.steps_done = 0
         self.skipped_steps = self._skipped_in_a_row = 0
+        self._expected_skips = 0  # of them in the search for float16's loss scale
         self.spikes = SpikeDetector(config.metrics.spike_threshold)
         self.history: list[StepMetrics] = []
         """Metrics of the steps taken by this object."""
@@ -162,6 +163,7 @@ class Trainer:
             "skipped_in_a_row": self._skipped_in_a_row,
             "spikes": self.spikes.state_dict(),
             "loss_scale": self.scaler.state_dict() if self.scaler else None,
+            "expected_skips": self._expected_skips,
         }
 
     def load_state_dict(self, state: dict[str, Any], load: Callable[[dict[str, Tensor]], None]) -> None:
@@ -176,6 +178,7 @@ class Trainer:
         set_schedule(self.schedule, self.steps_done)
         self.updates.restore(state["optimizer_steps"])
         self.skipped_steps, self._skipped_in_a_row = state["skipped_steps"], state["skipped_in_a_row"]
+        self._expected_skips = state.get("expected_skips", 0)  # counted since float16 is an option
         self.spikes.load_state_dict(state["spikes"])
         if self.scaler and (saved := state.get("loss_scale")) is not None:  # None of a run in another dtype
             self.scaler.load_state_dict(saved)
@@ -322,7 +325,7 @@ class Trainer:
             data_wait_seconds=data_wait_seconds,
         )
         in_a_row = self._skipped_in_a_row
-        in_all = self.skipped_steps - (self.scaler.expected_skips if self.scaler else 0)
+        in_all = self.skipped_steps - self._expected_skips
         return metrics, agreed_stop(train, votes, skipped=skipped and not expected, in_a_row=in_a_row, in_all=in_all)
 
     def _update_loss_scale(self, loss: float, overflowed: bool) -> bool:
@@ -333,7 +336,7 @@ class Trainer:
         if self.scaler is None:
             return False
         expected = overflowed and math.isfinite(loss) and self.scaler.can_help
-        self.scaler.expected_skips += expected
+        self._expected_skips += expected
         self.scaler.update(overflowed)
         return expected
 

@@ -1,9 +1,12 @@
 """The count of tensors' bytes on a CPU."""
 
+import warnings
+
 import numpy as np
 import pytest
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from fsdptoys.device import AllocationCount, CountedBytes, Device, in_host_place
 from fsdptoys.device.allocations import _live_storages
@@ -107,3 +110,13 @@ def test_a_cpu_has_memory_once_counted() -> None:
     assert (memory.at_peak, memory.host_bytes) == ({"rest": 90}, 2)
     device.reset_peak_memory()
     assert device.memory() is None
+
+
+def test_fake_copies_of_a_planned_run_are_left_out() -> None:
+    """Oracle: no warning about their missing addresses."""
+    with FakeTensorMode():
+        planned = in_host_place(torch.zeros(10))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert AllocationCount({}).finish({}).host_bytes == 0
+    assert planned.numel() == 10

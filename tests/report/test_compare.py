@@ -14,7 +14,7 @@ from fsdptoys.errors import ConfigError
 from fsdptoys.metrics import StepMetrics
 from fsdptoys.report.compare import RunComparison, compare_runs, open_run
 from fsdptoys.report.compare_text import print_comparison, verdict
-from fsdptoys.report.setting_effects import Effect
+from fsdptoys.report.setting_effects import FORMATS, Effect, Stage, stage_of
 from fsdptoys.train.recorded_run import read_recorded_run
 from tests.report.recorded_runs import STEP, run_of, write_run
 
@@ -200,6 +200,13 @@ def test_most_likely_explanation_comes_first(tmp_path: Path, second: Any, first_
     assert {"memory.gradient_checkpointing", "metrics.log_every"} < set(keys[Effect.none])
     assert [change.effect for change in found.changes] == sorted(change.effect for change in found.changes)
     assert "metrics.run_dir" not in {change.key for change in found.changes}
+
+
+def test_loss_scale_explains_gradients_rather_than_losses_of_the_first_step() -> None:
+    """Oracle: the backward starts from the scaled loss; growth and overflows change the scale of later steps."""
+    stages = {key: stage_of(key) for key in FORMATS if key.startswith("loss_scale.")}
+    assert stages.pop("loss_scale.initial") is Stage.gradient
+    assert set(stages.values()) == {Stage.update} and len(stages) == 3
 
 
 def test_another_batch_size_is_another_training_and_another_split_of_it_is_not(tmp_path: Path) -> None:
