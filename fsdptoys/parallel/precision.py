@@ -16,7 +16,7 @@ class DType(Enum):
     float32 = "float32"
     bfloat16 = "bfloat16"
     float16 = "float16"
-    """More precise than bfloat16, in a range that gradients leave without a loss scale (``loss_scale.*``)."""
+    """More significant bits than bfloat16, in a smaller range: gradients need a loss scale (``loss_scale.*``)."""
 
     @property
     def torch(self) -> torch.dtype:
@@ -71,10 +71,10 @@ class CastParameters(nn.Module):
                 owner.register_forward_pre_hook(functools.partial(self._swap_in, own))
                 owner.register_forward_hook(functools.partial(self._swap_out, own), always_call=True)
 
-    def forward(self, *args: object) -> Tensor:
+    def forward(self, *args: object, **kwargs: object) -> Tensor:
         """Call the model with cast parameters."""
         self._copies = {param: param.to(self.dtype) for param in self.module.parameters()}
-        return self.module(*args)
+        return self.module(*args, **kwargs)
 
     @contextmanager
     def _swapped(self, owners: Sequence[nn.Module]) -> Iterator[None]:
