@@ -20,6 +20,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from fsdptoys.config.compose import compose_config
 from fsdptoys.train.step_memory import COST
 from fsdptoys.train.trainer import Trainer
+from scripts.progress import progress, unit
 from scripts.ranks import run_ranks
 
 WARMUP = 4
@@ -55,7 +56,8 @@ def main(words: list[str] | None = None) -> int:
     parser.add_argument("--steps", type=int, default=60)
     args, overrides = parser.parse_known_args(words)
     overrides = ["model=llama_debug", "data=synthetic", "train.seq_len=512", *overrides]
-    seconds, costs = run_ranks(args.ranks, train, overrides, args.ranks, args.steps)[0]
+    with progress(1), unit(f"{args.steps} steps"):
+        seconds, costs = run_ranks(args.ranks, train, overrides, args.ranks, args.steps)[0]
     others, counted = seconds[::2], seconds[1::2]
     pairs = [one / other for one, other in zip(counted, others, strict=True)]
     step, cost = statistics.median(others), statistics.median(costs)

@@ -117,6 +117,7 @@ def count_step(words: Sequence[str], world_size: int, node_ranks: int = 8) -> tu
     """
     pretend(world_size)
     trainer = Trainer(configured([*words, "train.steps=3", "train.eval_every=0"], world_size, node_ranks))
+    trainer.memory.enabled = False  # of a CPU alone, in few steps, and with as many calls as there are objects
     counts: list[Counted] = []
     collectives: list[Call] = []
     watched = CollectiveTrace(3, trainer.strategy.model, {}, collectives.extend)

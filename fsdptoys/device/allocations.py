@@ -227,7 +227,7 @@ def _start_recording() -> Callable[[], None]:
         _prepared.add(os.getpid())
         enable: Any = autograd._enable_profiler  # its stub lacks the scopes
         enable(config, activities, scopes)
-    except (AttributeError, TypeError) as error:
+    except (AttributeError, TypeError, RuntimeError) as error:
         restore()
         raise UncountableError(f"torch {torch.__version__} does not record the blocks of its allocator") from error
     return restore

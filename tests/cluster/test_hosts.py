@@ -182,7 +182,7 @@ def test_two_hosts_under_torchrun_match_one_host_bitwise(hosts: list[Host], whol
 def test_run_survives_a_temporary_network_loss_of_a_host(hosts: list[Host], whole: Path, tmp_path: Path) -> None:
     """Oracle: the undisturbed run, bitwise. The second host's packets vanish in the middle of a step, until the
     ranks of both have given up a collective of that step after launch.timeout_seconds, and then come again."""
-    started, folder = start_until_saved(hosts, tmp_path, PORT, ["launch.max_restarts=2"])
+    started, folder = start_until_saved(hosts, tmp_path, PORT + 4, ["launch.max_restarts=2"])
     with started as runs:
         cut_after = steps_done(folder)
         hosts[1].cut_off()
