@@ -19,7 +19,6 @@ died or hung is tried a second time, with three times the time, and counted as *
 """
 
 import argparse
-import contextlib
 import dataclasses
 import faulthandler
 import os
@@ -144,11 +143,17 @@ class Crew:
             ready = wait(
                 [*waiting, *(each.sentinel for each in self._processes)], max(0.0, deadline - time.monotonic())
             )
+            closed = False  # by the end of its rank
             for rank, pipe in enumerate(self._answers):
-                if pipe in ready:
-                    with contextlib.suppress(EOFError):
+                if pipe in waiting and pipe in ready:
+                    try:
                         answers[rank] = pipe.recv()
-            if not ready or (len(answers) < self.ranks and not any(pipe in ready for pipe in waiting)):
+                    except EOFError:
+                        closed = True
+            if closed or not ready or (len(answers) < self.ranks and not any(pipe in ready for pipe in waiting)):
+                for rank, process in enumerate(self._processes):
+                    if process.sentinel in ready or (closed and self._answers[rank] in ready):
+                        process.join(5.0)  # its descriptors close shortly before its exit status is known
                 died = [f"rank {n}: {each.exitcode}" for n, each in enumerate(self._processes) if not each.is_alive()]
                 details = self._stacks()
                 self.stop()

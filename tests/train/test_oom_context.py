@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from fsdptoys.config.schema import Config
-from fsdptoys.memory import MemoryConfig
+from fsdptoys.memory import MemoryConfig, OffloadSchedule
 from fsdptoys.parallel import DDPConfig, FSDP2Config, SingleConfig
 from fsdptoys.parallel.ddp import DDP
 from fsdptoys.parallel.fsdp2 import FSDP2
@@ -66,6 +66,9 @@ def test_out_of_memory_in_construction_reports_the_planned_bytes() -> None:
         assert ("parallel=fsdp2 mesh.fsdp_size=-1" in report) == (share == 1)
 
 
+LAZY = MemoryConfig(optimizer_offload=True, offload_schedule=OffloadSchedule.lazy)
+
+
 def memory_of_a_lazy_run(config: Config) -> tuple[int, int]:
     """Bytes of gradients in the report after a deferred step, and of the local parameters."""
     trainer = Trainer(config)
@@ -76,9 +79,7 @@ def memory_of_a_lazy_run(config: Config) -> tuple[int, int]:
 
 def test_gradients_of_deferred_steps_count_as_gradients() -> None:
     """Oracle: the bytes of the parameters."""
-    gradients, parameters = run_ranks(
-        1, memory_of_a_lazy_run, make_config(SingleConfig(), 1, memory=MemoryConfig(optimizer_offload=True))
-    )[0]
+    gradients, parameters = run_ranks(1, memory_of_a_lazy_run, make_config(SingleConfig(), 1, memory=LAZY))[0]
     assert gradients == parameters > 0
 
 
