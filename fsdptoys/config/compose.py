@@ -23,9 +23,10 @@ from fsdptoys.models import ModelConfig
 from fsdptoys.parallel import STRATEGIES
 from fsdptoys.utils.bounds import check_home, check_text
 
+from .launch_config import LaunchConfig
 from .option_values import SWITCHED_CHOICES, read_value
 from .overrides import check_groups, check_values, list_choices, list_defaults, parse_overrides, schema_name
-from .schema import ROOT_OPTIONS, SCHEMAS, Config, LaunchConfig
+from .schema import ROOT_OPTIONS, SCHEMAS, Config
 
 CONFIG_MODULE = "fsdptoys.configs"
 

@@ -21,26 +21,16 @@ from fsdptoys.parallel.float8 import Float8, check_even_shards, check_float8
 from fsdptoys.parallel.mesh import MeshConfig
 from fsdptoys.patches import check_patches
 from fsdptoys.profiler import DebugConfig, ProfileConfig
-from fsdptoys.utils.bounds import MOST_SECONDS, MOST_STEPS, MOST_TOKENS, above, at_least, between, check_bounds
+from fsdptoys.utils.bounds import MOST_STEPS, MOST_TOKENS, above, at_least, between, check_bounds
 
 from .kernel_choice import KernelConfig
+from .launch_config import LaunchConfig
 from .optimizer_checks import check_blocks, check_in_backward, check_optimizer
 from .option_values import Option
 from .plan_config import PlanConfig
 
 MOST_BATCHES = 2**20  # upper bound of a batch's sequences, and of the batches of a step or an evaluation
-MOST_RANKS = 10**6
 MOST_SEED = 2**63 - 1
-
-
-class DeviceChoice(Enum):
-    """Hardware to run on."""
-
-    auto = "auto"
-    """CUDA if available, else NPU, else CPU."""
-    cuda = "cuda"
-    npu = "npu"
-    cpu = "cpu"
 
 
 class SumDType(Enum):
@@ -114,34 +104,6 @@ class TrainConfig:
         for name in ("init_seed", "data_seed", "sample_seed"):
             if getattr(self, name) is None:
                 setattr(self, name, self.seed)
-
-
-@dataclass
-class LaunchConfig:
-    """Processes and nodes; under torchrun its own arguments apply instead."""
-
-    device: DeviceChoice = DeviceChoice.auto
-    """Hardware to run on."""
-    nproc_per_node: int = field(default=-1, metadata=at_least(1, MOST_RANKS, other=-1))
-    """Ranks on this node; -1 for one per device (two on a CPU)."""
-    nnodes: int = field(default=1, metadata=at_least(1, MOST_RANKS))
-    """Number of nodes; run the same command on each of them."""
-    rdzv_endpoint: str | None = None
-    """host:port of the first node for the rendezvous; required for more than one node."""
-    rdzv_token_file: str | None = None
-    """File of mode 0600 with a secret shared by all nodes; unused on one node."""
-    timeout_seconds: float = field(default=600.0, metadata=above(0, MOST_SECONDS))
-    """Timeout of collectives in seconds; a longer one ends the run."""
-    max_restarts: int = field(default=0, metadata=at_least(0, 10**6))
-    """Maximum number of restarts of all workers from the newest checkpoint, after one was lost or failed."""
-
-    def __post_init__(self) -> None:
-        check_bounds("launch", self)
-        if self.nnodes > 1 and not self.rdzv_endpoint:
-            raise ConfigError(
-                f"launch.nnodes={self.nnodes} needs a rendezvous; set launch.rdzv_endpoint=HOST:29400 to the "
-                "first node's name"
-            )
 
 
 @dataclass

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from fsdptoys import device
-from fsdptoys.config.schema import DeviceChoice, LaunchConfig
+from fsdptoys.config.launch_config import DeviceChoice, LaunchConfig
 from fsdptoys.device.profile import hardware_for
 from fsdptoys.errors import ConfigError
 

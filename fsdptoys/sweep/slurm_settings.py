@@ -28,7 +28,7 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from fsdptoys.config.compose import CONFIG_MODULE, compose_config
-from fsdptoys.config.schema import DeviceChoice
+from fsdptoys.config.launch_config import DeviceChoice
 from fsdptoys.errors import ConfigError
 from fsdptoys.launch.hardware import find_hardware
 from fsdptoys.utils.text import near_miss, one_line

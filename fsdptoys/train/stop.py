@@ -21,6 +21,8 @@ from typing import Any
 
 from fsdptoys.config.schema import TrainConfig
 
+from .skipped_steps import SkippedSteps
+
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 """Signals sent by schedulers and launchers before they kill: finish the step, save, exit with status 0."""
 
@@ -112,21 +114,19 @@ class Stop:
     """Whether too many steps were skipped."""
 
 
-def agreed_stop(
-    train: TrainConfig, votes: Sequence[float], *, skipped: bool, in_a_row: int, in_all: int
-) -> Stop | None:
+def agreed_stop(train: TrainConfig, votes: Sequence[float], skipped: SkippedSteps) -> Stop | None:
     """Return the reason to stop after a step; None if no rank has one.
 
     ``votes`` are the number of ranks that received each of ``STOP_SIGNALS``, then the number of ranks out of time;
-    ``in_a_row`` and ``in_all`` count skipped steps, including this one.
+    ``skipped`` counts this step too.
     """
     for number, ranks in zip(STOP_SIGNALS, votes, strict=False):
         if ranks:
             return Stop(f"{number.name} received", signal=True)
     for key, limit, count, how in (
-        ("max_skipped_in_a_row", train.max_skipped_in_a_row, in_a_row, "in a row"),
-        ("max_skipped", train.max_skipped, in_all, "in all"),
+        ("max_skipped_in_a_row", train.max_skipped_in_a_row, skipped.in_a_row, "in a row"),
+        ("max_skipped", train.max_skipped, skipped.in_all_limited, "in all"),
     ):
-        if skipped and count >= limit:
+        if skipped.limited and count >= limit:
             return Stop(f"{count} steps {how} had a non-finite loss or gradients (train.{key}={limit})", gave_up=True)
     return Stop(f"train.max_seconds={train.max_seconds:g} reached") if votes[-1] else None

@@ -45,6 +45,7 @@ from .document_flops import DocumentCounter
 from .evaluation import held_out_loss
 from .moe_balance import build_routing_balance
 from .oom_context import oom_context
+from .skipped_steps import SkippedSteps
 from .step_memory import StepMemory
 from .stop import STOP_SIGNALS, Stop, StopRequest, agreed_stop
 
@@ -118,6 +119,7 @@ class Trainer:
         self.optimizer = self.updates.optimizer
         self.schedule = build_schedule(config.optim, self.optimizer, train.steps)
         self.scaler = LossScaler(config.loss_scale) if config.parallel.param_dtype.needs_loss_scale else None
+        self.skipped = SkippedSteps(self.scaler)
         self.memory = StepMemory(
             self.device, self.strategy, self.updates, on_host=memory.cpu_offload, enabled=self.rank == 0
         )
@@ -139,8 +141,6 @@ class Trainer:
             files=self.dataset.sample_files(),
         )
         self.steps_done = 0
-        self.skipped_steps = self._skipped_in_a_row = 0
-        self._expected_skips = 0  # of them in the search for float16's loss scale
         self.spikes = SpikeDetector(config.metrics.spike_threshold)
         self.history: list[StepMetrics] = []
         """Metrics of the steps taken by this object."""
@@ -159,11 +159,8 @@ class Trainer:
             "data": self.batches.state_dict(),
             "global_batch": self.batches.global_batch,
             "optimizer_steps": self.updates.steps_taken,
-            "skipped_steps": self.skipped_steps,
-            "skipped_in_a_row": self._skipped_in_a_row,
             "spikes": self.spikes.state_dict(),
-            "loss_scale": self.scaler.state_dict() if self.scaler else None,
-            "expected_skips": self._expected_skips,
+            **self.skipped.state_dict(),
         }
 
     def load_state_dict(self, state: dict[str, Any], load: Callable[[dict[str, Tensor]], None]) -> None:
@@ -177,11 +174,8 @@ class Trainer:
         self.steps_done = state["step"]
         set_schedule(self.schedule, self.steps_done)
         self.updates.restore(state["optimizer_steps"])
-        self.skipped_steps, self._skipped_in_a_row = state["skipped_steps"], state["skipped_in_a_row"]
-        self._expected_skips = state.get("expected_skips", 0)  # counted since float16 is an option
+        self.skipped.load_state_dict(state)
         self.spikes.load_state_dict(state["spikes"])
-        if self.scaler and (saved := state.get("loss_scale")) is not None:  # None of a run in another dtype
-            self.scaler.load_state_dict(saved)
 
     def train(
         self,
@@ -294,9 +288,7 @@ class Trainer:
         set_schedule(self.schedule, step)
         strategy.zero_grad(self.optimizer)
         loss_scale = self.scaler.scale if self.scaler else None
-        expected = self._update_loss_scale(loss, overflowed=ranks_not_finite > 0)
-        self.skipped_steps += skipped
-        self._skipped_in_a_row = self._skipped_in_a_row + (not expected) if skipped else 0
+        self.skipped.record(loss, overflowed=ranks_not_finite > 0, skipped=skipped)
         routing = self.routing.end_step() if self.routing else None
         self.device.synchronize()
         seconds = time.perf_counter() - started
@@ -309,7 +301,7 @@ class Trainer:
                 flops_per_token=flops_per_token,
                 world_size=self.world_size,
                 device=self.device,
-                # Published peak FLOPs are for bfloat16; the makers state the same for float16.
+                # Published peak FLOPs are for bfloat16; data sheets state the same for float16.
                 peak_flops=self.device.peak_flops if self.config.parallel.param_dtype is not DType.float32 else None,
             ),
             memory_counted_step=self.memory.counted_step,
@@ -319,26 +311,12 @@ class Trainer:
             learning_rate=learning_rate,
             routing=routing,
             skipped=skipped,
-            skipped_steps=self.skipped_steps,
+            skipped_steps=self.skipped.in_all,
             loss_scale=loss_scale,
             loss_spike=self.spikes.spike(loss),
             data_wait_seconds=data_wait_seconds,
         )
-        in_a_row = self._skipped_in_a_row
-        in_all = self.skipped_steps - self._expected_skips
-        return metrics, agreed_stop(train, votes, skipped=skipped and not expected, in_a_row=in_a_row, in_all=in_all)
-
-    def _update_loss_scale(self, loss: float, overflowed: bool) -> bool:
-        """Choose the loss scale of the next step; return whether a lower one explains and avoids this step's overflow.
-
-        Such steps belong to the search for the scale, and count for no limit. An infinite loss is none of them.
-        """
-        if self.scaler is None:
-            return False
-        expected = overflowed and math.isfinite(loss) and self.scaler.can_help
-        self._expected_skips += expected
-        self.scaler.update(overflowed)
-        return expected
+        return metrics, agreed_stop(train, votes, self.skipped)
 
     def _saves_after(self, step: int, stop: Stop | None) -> bool:
         checkpoint = self.config.checkpoint

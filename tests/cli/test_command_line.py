@@ -14,8 +14,9 @@ from fsdptoys.cli.commands import command_names
 from fsdptoys.cli.main import main
 from fsdptoys.config.compose import compose_config, compose_presets
 from fsdptoys.config.kernel_choice import KernelConfig
+from fsdptoys.config.launch_config import LaunchConfig
 from fsdptoys.config.overrides import list_choices, list_options
-from fsdptoys.config.schema import SCHEMAS, LaunchConfig, TrainConfig
+from fsdptoys.config.schema import SCHEMAS, TrainConfig
 from fsdptoys.models import MODELS
 from fsdptoys.profiler import DebugConfig, ProfileConfig
 from fsdptoys.utils.text import value_text

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from fsdptoys.config.schema import LaunchConfig
+from fsdptoys.config.launch_config import LaunchConfig
 from fsdptoys.launch.supervisor import run_workers
 
 WORKER = """

@@ -5,7 +5,7 @@ import os
 import pytest
 import torch
 
-from fsdptoys.config.schema import DeviceChoice
+from fsdptoys.config.launch_config import DeviceChoice
 from fsdptoys.device import available_cores
 from fsdptoys.errors import ConfigError
 from fsdptoys.launch.hardware import find_hardware, hardware_environment

@@ -347,7 +347,7 @@ def set_limit(files: int) -> Any:
 def test_low_open_file_limit_is_refused(files: int) -> None:
     """Oracle: the full stderr, of a launcher under this limit."""
     code = "from fsdptoys.launch.supervisor import run_workers\nfrom fsdptoys.errors import ConfigError\n"
-    code += "from fsdptoys.config.schema import LaunchConfig\n"
+    code += "from fsdptoys.config.launch_config import LaunchConfig\n"
     code += "try: run_workers('json.tool', [], 2, LaunchConfig(), {})\nexcept ConfigError as error: print(error)"
     done = subprocess.run(
         [sys.executable, "-c", code], preexec_fn=set_limit(files), capture_output=True, text=True, cwd=ROOT, timeout=120

@@ -6,8 +6,9 @@ from typing import Any
 
 from fsdptoys.checkpoint import CheckpointConfig
 from fsdptoys.config.kernel_choice import GroupedKernel, Kernel, KernelConfig, KernelLibrary
+from fsdptoys.config.launch_config import DeviceChoice, LaunchConfig
 from fsdptoys.config.plan_config import PlanConfig
-from fsdptoys.config.schema import Config, DeviceChoice, LaunchConfig, TrainConfig
+from fsdptoys.config.schema import Config, TrainConfig
 from fsdptoys.data import DataConfig, SyntheticConfig
 from fsdptoys.memory import MemoryConfig
 from fsdptoys.metrics import Console, MetricsConfig

@@ -16,6 +16,7 @@ from fsdptoys.report.table_export import to_csv
 from fsdptoys.sweep import Job, JobStatus, Sweep
 from fsdptoys.train.heartbeat import HEARTBEATS_FOLDER, HeartbeatWriter
 from fsdptoys.train.run import run_status
+from fsdptoys.train.skipped_steps import SkippedSteps
 from fsdptoys.train.stop import STOP_SIGNALS, Stop, agreed_stop
 from fsdptoys.utils.file_lock import FolderLock
 from tests.report.recorded_runs import ENVIRONMENT, STEP, plain_tree, run_of, write_run
@@ -25,7 +26,10 @@ TRAIN = TrainConfig(steps=20, max_seconds=9.0)
 
 def stop_by(votes: Sequence[float] = (0,) * (len(STOP_SIGNALS) + 1), in_a_row: int = 0) -> Stop:
     """The trainer's stop for these votes."""
-    stop = agreed_stop(TRAIN, votes, skipped=in_a_row > 0, in_a_row=in_a_row, in_all=in_a_row)
+    skipped = SkippedSteps(None)
+    for _ in range(in_a_row):
+        skipped.record(1.0, overflowed=True, skipped=True)
+    stop = agreed_stop(TRAIN, votes, skipped)
     assert stop is not None
     return stop
 
