@@ -56,7 +56,7 @@ class Description:
     problem: str | None = None
     """Continues a sentence that starts with the name."""
     saved_at: float | None = None
-    """Seconds since 1970, as far as the storage knows."""
+    """Seconds since 1970; None if the storage has no time of modification."""
     manifest: Manifest | None = None
     facts: Facts = field(default_factory=dict)
     tensors: dict[str, StoredTensor] = field(default_factory=dict)
@@ -135,7 +135,7 @@ def verify(storage: Storage, found: Description, advance: Callable[[int], object
 
 
 def is_cheap(storage: Storage, size: int) -> bool:
-    """Whether so many bytes are verified without being asked."""
+    """Whether a checkpoint of ``size`` bytes is verified by default."""
     return isinstance(storage, LocalStorage) and size <= CHEAP_BYTES
 
 

@@ -53,7 +53,7 @@ class Storage(ABC):
         """Return the size of a file in bytes."""
 
     def modified(self, path: str) -> float | None:
-        """Return when a file was written, in seconds since 1970; None where the storage does not know."""
+        """Return when a file was written, in seconds since 1970; None if the storage does not report it."""
         return None
 
     @abstractmethod

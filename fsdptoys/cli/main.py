@@ -76,7 +76,7 @@ def _report_mistake(sentence: str, worker: bool, status: int = 2) -> int:
 
 
 def _explain_missing_command(word: str, later: list[str]) -> str:
-    """The sentence on a first word that is no command, with the words to type."""
+    """Return the message for a first argument that is not a command, with the line to type."""
     from .commands import command_names, make_parsers
 
     key, equals, value = word.partition("=")

@@ -11,7 +11,7 @@ from fsdptoys.utils.text import size_text
 
 @dataclass(frozen=True)
 class Unit:
-    """Parameters that are gathered together."""
+    """Parameters that one all-gather collects."""
 
     name: str
     parameters: int
@@ -24,8 +24,9 @@ class RankBytes:
     """Tensors of one purpose on one rank."""
 
     device: int
+    """Bytes in device memory."""
     host: int
-    """Of what is offloaded to host memory."""
+    """Bytes offloaded to host memory."""
 
 
 @dataclass(frozen=True)
@@ -43,7 +44,7 @@ class Layout:
     mesh: dict[str, int]
     """Axis → ranks, without axes of one rank."""
     sharded: str
-    """Tensors that are split over the shard axis."""
+    """Tensors that are sharded over the shard axis."""
     bytes_per_rank: dict[str, RankBytes]
     """Parameters, gradients once all are reduced, and optimizer states."""
 

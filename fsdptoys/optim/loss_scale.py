@@ -68,7 +68,7 @@ class LossScaler:
         return self.scale > 1
 
     def loss_factor(self, microbatches: int) -> float:
-        """Factor on the mean loss of a global batch of so many micro-batches."""
+        """Factor on the mean loss of a global batch of ``microbatches`` micro-batches, those of all ranks."""
         return self.scale * nearest_power_of_two(microbatches)
 
     def update(self, overflowed: bool) -> None:

@@ -104,7 +104,7 @@ class ToyDDPConfig(DDPConfig):
     strategy = ToyDDP
 
     overlap: bool = True
-    """Reduce gradients during the backward; false reduces after it, to the same bits, to see what overlap is worth."""
+    """Reduce gradients during the backward; false reduces after it (same bits), to measure the gain of overlap."""
 
 
 @dataclass

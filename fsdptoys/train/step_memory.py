@@ -19,7 +19,7 @@ from fsdptoys.profiler.live_bytes import state_tensors
 COST = 0.02
 """Largest share of counting in the time of later steps."""
 FIRST_STEPS = 2
-"""Steps that are counted in any case."""
+"""Number of first steps, which are always counted."""
 PURPOSES = ("parameters", "gradients", "optimizer_states")
 
 
@@ -28,7 +28,7 @@ class StepMemory:
 
     Args:
         on_host: whether parameters, gradients and optimizer states are offloaded.
-        enabled: False for ranks that nobody reads.
+        enabled: False for ranks whose metrics are not recorded.
     """
 
     def __init__(self, device: Device, strategy: Strategy, updates: Updates, *, on_host: bool, enabled: bool) -> None:
@@ -68,7 +68,7 @@ class StepMemory:
             self._count.label(self._labels())
 
     def end_step(self, step: int, seconds: float) -> None:
-        """End the count of a step that took so many seconds."""
+        """End the count of a step; ``seconds`` is its duration."""
         self._seconds_since += seconds
         if self._count is None:
             return

@@ -235,7 +235,7 @@ class DDP(nn.Module):
         process_group: ranks to average over; None for all.
         bucket_cap_mb: MiB of a bucket.
         gradient_as_bucket_view: whether gradients are views of the buckets, which saves P bytes.
-        overlap: send gradients during the backward; otherwise after it, to see what overlap is worth.
+        overlap: send gradients during the backward; otherwise after it, to measure the gain of overlap.
     """
 
     def __init__(

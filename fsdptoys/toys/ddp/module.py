@@ -54,7 +54,7 @@ class DistributedDataParallel(DDP, Joinable):
         gradient_as_bucket_view: make gradients views of the buckets instead of copies.
         static_graph: promise that the use of parameters never changes.
         forward_sync_buffers: send rank 0's buffers before each forward; the construction always sends them.
-        overlap: send gradients during the backward; otherwise after it, to see what overlap is worth.
+        overlap: send gradients during the backward; otherwise after it, to measure the gain of overlap.
     """
 
     def __init__(
