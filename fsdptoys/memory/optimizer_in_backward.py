@@ -63,5 +63,5 @@ class OptimizerInBackward(Updates):
         self._norms.clear()
         return norms.total_norm(parts)
 
-    def step(self) -> None:
+    def step(self, skip: Tensor | None = None) -> None:
         """The backward has taken the step."""

@@ -43,6 +43,11 @@ class Updates:
         self._with_threads = nullcontext if threads is None else functools.partial(cpu_threads, threads)
 
     @property
+    def skips_on_device(self) -> bool:
+        """Whether ``step`` reads no flag on the host: the optimizer's kernels decide on the device."""
+        return False
+
+    @property
     def steps_taken(self) -> int | None:
         """Steps so far, if updates depend on the count."""
         return None
@@ -63,8 +68,18 @@ class Updates:
         with self._with_threads():
             return norms.clip_grad_norm(max_norm, unscale=unscale)
 
-    def step(self) -> None:
-        """Take the optimizer's step, or begin it."""
+    def step(self, skip: Tensor | None = None) -> None:
+        """Take the optimizer's step, or begin it.
+
+        Args:
+            skip: a float32 scalar on the device; 1 leaves parameters and states unchanged. None updates always.
+        """
+        if skip is not None and not self.skips_on_device and skip.item():
+            return
+        self._step(skip)
+
+    def _step(self, skip: Tensor | None) -> None:
+        """Take or begin the step; ``skip`` is for optimizers that skip on the device."""
         with self._with_threads():
             self.optimizer.step()
 

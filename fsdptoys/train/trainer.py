@@ -276,13 +276,11 @@ class Trainer:
             [loss_sum.view(1), (~grad_norm.isfinite()).to(loss_sum).view(1), torch.tensor(mine).to(loss_sum)]
         )
         dist.all_reduce(totals)
-        if not train.skip_nonfinite:
-            self._update()  # before ``tolist`` waits for the device
+        not_finite = ~totals[0].isfinite() | (totals[1] > 0)
+        self._update(not_finite.float() if train.skip_nonfinite else None)
         total_loss, ranks_not_finite, *votes = totals.tolist()
         loss = total_loss / max(1, valid)
         skipped = train.skip_nonfinite and not (math.isfinite(loss) and ranks_not_finite == 0)
-        if train.skip_nonfinite and not skipped:
-            self._update()
         if self._evaluates_after(step):
             self._finish_updates()  # within the step, so that their time counts in the step time
         set_schedule(self.schedule, step)
@@ -331,9 +329,9 @@ class Trainer:
         """Unscale and clip the gradients, now or in the optimizer step; return their norm before clipping."""
         return self.updates.clip(self.strategy, max_norm, unscale)
 
-    def _update(self) -> None:
-        """Take or begin the optimizer step, unless the backward took it already."""
-        self.updates.step()
+    def _update(self, skip: Tensor | None) -> None:
+        """Take or begin the optimizer step, unless the backward took it already or ``skip`` is 1."""
+        self.updates.step(skip)
         self._prepare_all_gathers()
 
     def _prepare_all_gathers(self) -> None:
