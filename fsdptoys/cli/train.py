@@ -11,7 +11,7 @@ from fsdptoys.config.overrides import SeveralValuesError, list_choices
 from fsdptoys.config.schema import Config
 from fsdptoys.device.profile import load_hardware
 from fsdptoys.errors import ConfigError
-from fsdptoys.launch.hardware import profile_of_this_machine
+from fsdptoys.launch.hardware import profile_of_this_machine, set_allocator
 from fsdptoys.launch.launch import check_master, launch, print_run, resolve_run
 from fsdptoys.utils.console_stream import let_stdout_end
 from fsdptoys.utils.text import print_status
@@ -56,6 +56,9 @@ def _work(words: list[str]) -> None:
     """Run one rank."""
     import torch
 
+    # First: the queries of hardware below create the allocator, which reads its variables once.
+    environment = set_allocator()
+
     from fsdptoys.launch.worker import read_request
     from fsdptoys.train.run import train
 
@@ -71,9 +74,9 @@ def _work(words: list[str]) -> None:
             f"{os.environ['WORLD_SIZE']} ranks have come; set launch.nproc_per_node to the same on each"
         )
     config = request.config
-    # torchrun has not set these. Allocators read theirs at the first allocation, OpenMP at import, which for forks was
-    # in the launcher, so the threads are set again below.
-    environment = request.environment()
+    # torchrun has not set these. OpenMP reads its own at import, which for forks was in the launcher, so the threads
+    # are set again below.
+    environment |= request.environment()
     os.environ.update(environment)
     threads = os.environ["OMP_NUM_THREADS"].partition(",")[0]  # the others are for nested regions
     if threads.strip():

@@ -2,7 +2,7 @@
 
 from .allocations import REST, AllocationCount, CountedBytes, UncountableError, in_host_place, profiler_is_on
 from .device import Device, Event, MemoryStats, Stream, Streams, device_name, is_accelerator, peak_flops
-from .environment import DETERMINISTIC, check_allocator_settings, device_environment
+from .environment import DETERMINISTIC, allocator_environment, check_allocator_settings, device_environment
 from .host import available_cores, highest_resident_set_bytes, resident_set_bytes
 from .kinds import (
     DEVICE_TYPES,
@@ -28,6 +28,7 @@ __all__ = [
     "Stream",
     "Streams",
     "UncountableError",
+    "allocator_environment",
     "available_cores",
     "available_device_type",
     "check_allocator_settings",

@@ -20,7 +20,18 @@ DETERMINISTIC = {
 }
 """Variables for bitwise reproducible runs."""
 
-ALLOCATOR = {"cuda": "PYTORCH_CUDA_ALLOC_CONF", "npu": "PYTORCH_NPU_ALLOC_CONF"}
+ALLOC_CONF = "PYTORCH_ALLOC_CONF"  # The allocator's settings for all devices; unknown to torch 2.7
+
+# torch 2.9.1 ignores the common name on CUDA (https://github.com/pytorch/pytorch/issues/183387), 2.10 and 2.11 warn of
+# CUDA's own; later ones read either. torch_npu 2.13.0 refuses both names at once.
+ALLOCATOR = {
+    "cuda": ALLOC_CONF if torch.__version__ >= "2.10" else "PYTORCH_CUDA_ALLOC_CONF",
+    "npu": "PYTORCH_NPU_ALLOC_CONF",
+}
+"""Variable of the allocator's settings as the running PyTorch reads it without a warning, where one is."""
+
+USERS_ALLOCATOR = {"cuda": (ALLOC_CONF, "PYTORCH_CUDA_ALLOC_CONF"), "npu": (ALLOC_CONF, "PYTORCH_NPU_ALLOC_CONF")}
+"""Names under which a user may have set them."""
 
 GRACE_SECONDS = 60  # Margin of HCCL's own timeout over ours
 
@@ -29,23 +40,29 @@ CONNECT_SECONDS = 120, 7200  # Least (also the default) and largest value of HCC
 
 def check_allocator_settings(device_type: str, present: Mapping[str, str]) -> None:
     """Raise a ConfigError for both settings of the allocator, with which torch_npu fails."""
-    if device_type == "npu" and "PYTORCH_ALLOC_CONF" in present and ALLOCATOR["npu"] in present:
+    if device_type == "npu" and ALLOC_CONF in present and ALLOCATOR["npu"] in present:
         raise ConfigError(
-            f"PYTORCH_ALLOC_CONF and {ALLOCATOR['npu']} are both set, of which torch_npu takes one alone; "
-            "unset PYTORCH_ALLOC_CONF"
+            f"{ALLOC_CONF} and {ALLOCATOR['npu']} are both set, of which torch_npu takes one alone; unset {ALLOC_CONF}"
         )
+
+
+def allocator_environment(device_type: str, present: Mapping[str, str]) -> dict[str, str]:
+    """The allocator's settings; empty if ``present`` has any of its own.
+
+    They must be set before the device is initialized, as by a query of its name: the allocator reads them once, when
+    it is created.
+    """
+    if device_type not in ALLOCATOR or any(name in present for name in USERS_ALLOCATOR[device_type]):
+        return {}
+    # Expandable segments avoid fragmentation by a sharded model's varying sizes.
+    return {ALLOCATOR[device_type]: "expandable_segments:True"}
 
 
 def device_environment(
     device_type: str, deterministic: bool, timeout_seconds: float, present: Mapping[str, str]
 ) -> dict[str, str]:
     """The environment variables for a type of device; ``present`` is searched for settings of the allocator."""
-    wanted = {}
-    # Expandable segments avoid fragmentation by a sharded model's varying sizes. The name for all devices,
-    # PYTORCH_ALLOC_CONF, is unknown to torch 2.7 and ignored by 2.9.1 on CUDA
-    # (https://github.com/pytorch/pytorch/issues/183387); torch_npu refuses both names at once.
-    if device_type in ALLOCATOR and "PYTORCH_ALLOC_CONF" not in present:
-        wanted[ALLOCATOR[device_type]] = "expandable_segments:True"
+    wanted = allocator_environment(device_type, present)
     if deterministic:
         wanted |= DETERMINISTIC.get(device_type, {})
     if device_type == "cuda":

@@ -46,6 +46,16 @@ def find_hardware(choice: DeviceChoice) -> FoundHardware:
     return FoundHardware(device_type, devices, device.device_name(device_type), cores)
 
 
+def set_allocator() -> dict[str, str]:
+    """Set the allocator's variables in a process without a launcher of ours; return those set.
+
+    Must be called before anything that initializes the device, such as ``find_hardware``.
+    """
+    environment = device.allocator_environment(device.available_device_type(), os.environ)
+    os.environ.update(environment)
+    return environment
+
+
 def profile_of_this_machine() -> str | None:
     """Return the name of the hardware profile of this machine's accelerator, or None."""
     device_type = device.available_device_type()

@@ -1,6 +1,9 @@
 """Hardware of a machine, and its environment variables."""
 
+import ast
 import os
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -11,6 +14,8 @@ from fsdptoys.errors import ConfigError
 from fsdptoys.launch.hardware import find_hardware, hardware_environment
 from fsdptoys.train.distributed import deterministic_kernels
 
+# torch 2.9.1 ignores the newer name (https://github.com/pytorch/pytorch/issues/183387).
+ALLOC_CONF = "PYTORCH_ALLOC_CONF" if torch.__version__ >= "2.10" else "PYTORCH_CUDA_ALLOC_CONF"
 RECORDER = {
     "TORCH_FR_BUFFER_SIZE" if torch.__version__ >= "2.10" else "TORCH_NCCL_TRACE_BUFFER_SIZE": "2000",
     "TORCH_NCCL_DUMP_ON_TIMEOUT": "1",
@@ -29,7 +34,7 @@ HCCL = {
     [
         ("cpu", {}, {"OMP_NUM_THREADS": "4"}),
         ("cpu", {"OMP_NUM_THREADS": "1"}, {}),
-        ("cuda", {"OMP_NUM_THREADS": "1"}, {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"} | RECORDER),
+        ("cuda", {"OMP_NUM_THREADS": "1"}, {ALLOC_CONF: "expandable_segments:True"} | RECORDER),
         ("npu", {"OMP_NUM_THREADS": "1"}, {"PYTORCH_NPU_ALLOC_CONF": "expandable_segments:True"} | HCCL),
         ("cuda", {"PYTORCH_CUDA_ALLOC_CONF": "x"}, {"OMP_NUM_THREADS": "4"} | RECORDER),
         ("cuda", {"PYTORCH_CUDA_ALLOC_CONF": "x"} | RECORDER, {"OMP_NUM_THREADS": "4"}),
@@ -107,6 +112,38 @@ def test_conflicting_allocator_variables_are_refused(monkeypatch: pytest.MonkeyP
     with pytest.raises(ConfigError, match=r"torch_npu takes one alone; unset PYTORCH_ALLOC_CONF$"):
         find_hardware(DeviceChoice.npu)
     assert find_hardware(DeviceChoice.cpu).device_type == "cpu"
+
+
+NAME_QUERY = """
+import os, sys, torch
+if sys.argv[1] == "present":
+    os.environ["PYTORCH_CUDA_ALLOC_CONF"] = "backend:native"
+
+def get_device_name(index):
+    print({name: value for name, value in os.environ.items() if name.endswith("ALLOC_CONF")}, flush=True)
+    os._exit(3)
+
+torch.accelerator.current_accelerator = lambda check_available=False: torch.device("cuda")
+torch.accelerator.device_count = lambda: 1
+torch.cuda.get_device_name = get_device_name
+from fsdptoys.cli.main import main
+main(["train", "model=llama_debug"])
+"""
+
+
+@pytest.mark.usefixtures("unmeasured")
+@pytest.mark.parametrize(
+    "present, expected",
+    [("absent", {ALLOC_CONF: "expandable_segments:True"}), ("present", {"PYTORCH_CUDA_ALLOC_CONF": "backend:native"})],
+)
+def test_torchrun_rank_sets_the_allocator_before_it_queries_the_device(present: str, expected: dict[str, str]) -> None:
+    """Oracle: the environment at the first query of a device's name, which creates CUDA's allocator."""
+    kept = {name: value for name, value in os.environ.items() if not name.endswith("ALLOC_CONF")}
+    rank = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
+    command = [sys.executable, "-c", NAME_QUERY, present]
+    done = subprocess.run(command, env=kept | rank, capture_output=True, text=True)
+    assert done.returncode == 3, done.stderr
+    assert ast.literal_eval(done.stdout) == expected
 
 
 def test_available_cores_are_within_the_system_count() -> None:
