@@ -48,10 +48,12 @@ class ReduceDType(Enum):
 class CastParameters(nn.Module):
     """Runs a model on low-precision copies of its float32 parameters, as FSDP's ``param_dtype`` does.
 
-    Gradients flow back through the cast and accumulate in float32. Each copy is made once a forward, and replaces its
-    parameter while a module that owns it runs, including the recomputation of gradient checkpointing. A compiled
-    block's parameters are swapped around the compiled call: inside, each block would trigger a recompilation. The
-    copies live until the next forward.
+    Gradients flow back through the cast and accumulate in float32. A parameter is cast before the first module of a
+    forward that owns it, so that its gradient is final as soon as the backward has left this module: DDP reduces it,
+    and ``memory.optimizer_in_backward`` uses it up, during the rest of the backward. The copy replaces the parameter
+    while a module that owns it runs, including the recomputation of gradient checkpointing, and lives until the next
+    forward. A compiled block's parameters are swapped around the compiled call: inside, each block would trigger a
+    recompilation.
     """
 
     def __init__(self, module: nn.Module, dtype: torch.dtype) -> None:
@@ -73,7 +75,7 @@ class CastParameters(nn.Module):
 
     def forward(self, *args: object, **kwargs: object) -> Tensor:
         """Call the model with cast parameters."""
-        self._copies = {param: param.to(self.dtype) for param in self.module.parameters()}
+        self._copies.clear()
         return self.module(*args, **kwargs)
 
     @contextmanager
@@ -89,6 +91,8 @@ class CastParameters(nn.Module):
 
     def _swap_in(self, own: dict[str, nn.Parameter], owner: nn.Module, *_: object) -> None:
         for name, param in own.items():
+            if param not in self._copies:
+                self._copies[param] = param.to(self.dtype)
             owner._parameters[name] = self._copies[param]  # type: ignore[assignment]
 
     def _swap_out(self, own: dict[str, nn.Parameter], owner: nn.Module, *_: object) -> None:

@@ -35,15 +35,14 @@ class UnshardedStrategy(Strategy):
         materialize(model, device, fill)
         init_buffers(model, device, self.config.buffer_dtype.torch)
         self._unwrapped = model
-        self._computing = model if dtype is DType.float32 else CastParameters(model, dtype.torch)
-        self.model = self._wrap(self._computing)
+        self.model = self._wrap(model if dtype is DType.float32 else CastParameters(model, dtype.torch))
 
     def _wrap(self, model: nn.Module) -> Any:
         return model
 
     def units(self) -> list[UnitParams]:
         """The blocks, and the modules before and after them."""
-        return unsharded_units(self._unwrapped, self._computing)
+        return unsharded_units(self._unwrapped)
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """The model's own parameters."""
@@ -116,8 +115,8 @@ class SingleConfig(ParallelConfig):
         self._refuse_sharding(mesh)
 
 
-def unsharded_units(whole: DecoderModel, computing: nn.Module) -> list[UnitParams]:
-    """Units of a model without sharding; ``computing`` is the model, or a wrapper that first casts all parameters."""
+def unsharded_units(whole: DecoderModel) -> list[UnitParams]:
+    """Units of a model without sharding."""
     tail = [whole.norm, whole.lm_head]
     later = {param for module in [*whole.layers, *tail] for param in module.parameters()}
     first = [param for param in whole.parameters() if param not in later]
@@ -126,6 +125,4 @@ def unsharded_units(whole: DecoderModel, computing: nn.Module) -> list[UnitParam
     units: list[UnitParams] = [(whole, list(seen))]
     units += [(layer, list(layer.parameters())) for layer in whole.layers]
     units.append((whole.norm, [param for module in tail for param in module.parameters() if param not in seen]))
-    if computing is not whole:
-        return [(computing, [param for _, params in units for param in params])]
     return units

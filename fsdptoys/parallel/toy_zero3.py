@@ -58,7 +58,7 @@ class ToyZero3(Strategy):
 
     def units(self) -> list[UnitParams]:
         """Return the units of the wrapped model."""
-        return unsharded_units(self._unwrapped, self._unwrapped)
+        return unsharded_units(self._unwrapped)
 
     def unit_names(self) -> list[list[str]]:
         """The rest of the model, and each block."""

@@ -294,59 +294,41 @@ class ReplicatedStepModel(StepModel):
         self.update.construct()
 
     def begin_forward(self) -> None:
-        """Cast all parameters, then free the old copies."""
-        if self.casts:
-            if self.first:
-                for unit in self.units.in_forward():
-                    self.update.before_forward(unit, self.free_gradients)
-            self.ledger.add(Category.gathered_parameters, *self.copies)
-            self.ledger.move(6 * self.elements, len(self.copies))
-            self.ledger.add(Category.gathered_parameters, *(-size for size in self.copies))
+        """Free the copies of the last forward."""
+        self.ledger.add(Category.gathered_parameters, *(-size for size in self.copies))
+        self._cast: set[int] = set()
 
-    def _enter(self, unit: UnitBytes) -> None:
-        if not self.casts:
-            super()._enter(unit)
+    def enter(self, unit: UnitBytes) -> None:
+        """Cast a unit's parameters."""
+        if self.casts and id(unit) not in self._cast:
+            self._cast.add(id(unit))
+            self.ledger.add(Category.gathered_parameters, *(2 * param.numel() for param in unit.params))
+            self.ledger.move(6 * unit.elements, len(unit.params))
 
     def after_backward(self, unit: UnitBytes) -> None:
-        """Accumulate gradients, unless they belong to cast copies, which keep them until the end of the backward."""
-        if self.casts:
-            return
+        """Accumulate gradients, from those of cast copies if there are any, and let DDP reduce them."""
         self._accumulate(unit)
         if self.ddp and self.last:
             self._fill_buckets(unit)
 
     def end_backward(self) -> None:
-        """Move the copies' gradients to the parameters, and let DDP reduce the rest."""
-        ledger = self.ledger
-        if self.casts:
-            joins = self.ddp or self.gradient_bytes > 0
-            for unit in self.units.in_forward():
-                pieces = [4 * param.numel() for param in unit.params]
-                # One parameter after the other.
-                if joins or self.update.in_backward:
-                    ledger.spike(max(pieces))
-                else:
-                    ledger.add(Category.gradients, *pieces)
-                    self.gradient_bytes += sum(pieces)
-                ledger.move((18 if joins else 6) * unit.elements, len(pieces))
-                self.release_gradients(unit)
-                if self.update.in_backward:
-                    self.update.update_in_backward(unit)
-            if self.ddp and self.last:
-                for unit in reversed(self.units.in_forward()):
-                    self._fill_buckets(unit)
+        """Let DDP reduce the rest."""
         if self.bucket_elements:
             self._all_reduce()
-        ledger.wait(self.reduced, "communication")
+        self.ledger.wait(self.reduced, "communication")
 
     def _accumulate(self, unit: UnitBytes) -> None:
         self.release_gradients(unit)
         pieces = [4 * param.numel() for param in unit.params]
+        joins = self.ddp or not self.first
+        # A copy's gradient is cast (6 bytes an element), and added to the earlier ones (12 bytes).
+        if moved := (6 if self.casts else 0) + (12 if joins and not self.update.in_backward else 0):
+            self.ledger.move(moved * unit.elements, max(1, len(pieces)))
         if self.update.in_backward:
             self.ledger.spike(*pieces)  # the real ones come one by one
             self.update.update_in_backward(unit)
-        elif self.ddp or not self.first:
-            self.ledger.move(3 * sum(pieces), max(1, len(pieces)))
+        elif joins:
+            self.ledger.spike(max(pieces, default=0) if self.casts else 0)
         elif pieces:
             self.ledger.add(Category.gradients, *pieces)
             self.gradient_bytes += sum(pieces)
