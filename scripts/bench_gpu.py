@@ -2,6 +2,7 @@
 
     python scripts/bench_gpu.py --write benchmarks/gpu             # gpu.md and gpu.json; under ten minutes
     python scripts/bench_gpu.py --shapes llama3_8b-8192 --seconds 300
+    python scripts/bench_gpu.py --write benchmarks/gpu --resume    # the rows that an earlier call had no time for
     python scripts/bench_gpu.py --device cpu --tiny --seconds 120  # the script itself, without any target
 
 Contestants train the same shapes on the same batches, each in a fresh process, one after the other, by scripts in
@@ -15,13 +16,13 @@ fewer bytes than ours, and other rounding. The planner predicts the memory of ou
 
 Speed is tokens over the median step after the warm-up, with the loss read after each step; MFU is the model's FLOPs
 without recomputation over the peak in bf16. Each row and the whole call have a time budget. Rows that do not fit, run
-out of memory or cannot run state the reason. Exits with status 1 if a target is missed.
+out of memory or cannot run state the reason. With ``--resume`` rows that STEM.json already has are kept, and the exit
+status is 75 while rows are left for another call. Otherwise the status is 1 if a target is missed.
 """
 
 import argparse
 import dataclasses
 import json
-import os
 import re
 import shlex
 import subprocess
@@ -31,7 +32,6 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
@@ -45,13 +45,16 @@ from fsdptoys.metrics.prediction import MemoryPrediction
 from fsdptoys.models import ModelConfig
 from fsdptoys.plan.estimate.estimate import closed_form
 from scripts.bench_peers import DATA_SEED, PEERS, ROOT, write_batches, write_tokens
+from scripts.child_environment import child_environment
+from scripts.finished_rows import ROWS_LEFT, FinishedRows
 from scripts.gpu_page import ACCELERATE, BARE, COMPILED, EAGER, FLOAT8, LOSS, STEPS, WARMUP, Row, Shape, judge, render
-from scripts.machine import machine
+from scripts.machine import machine, without_clocks
 from scripts.peers.measure import Measured, Run, take_within
 from scripts.peers.work import BETAS, EPS, LEARNING_RATE, MAX_GRAD_NORM, WEIGHT_DECAY, Work
 from scripts.progress import doing, progress, unit
 
 HARDWARE = "h200"
+NO_TIME = "left out: the call's time was over"
 LEAST_SECONDS = 30.0
 """A row is not begun with less."""
 STATES = "optim.state_dtype=bfloat16"
@@ -112,7 +115,8 @@ class Bench:
             f"train.seq_len={shape.seq_len}", f"train.steps={STEPS}", f"train.max_grad_norm={MAX_GRAD_NORM}",
             "optim=adamw", "optim.implementation=fused", f"optim.lr={LEARNING_RATE}", f"optim.beta1={BETAS[0]}",
             f"optim.beta2={BETAS[1]}", f"optim.eps={EPS}", f"optim.weight_decay={WEIGHT_DECAY}",
-            "optim.schedule=constant", f"launch.device={self.device}", "metrics.console=none", *shape.words, *added,
+            "optim.schedule=constant", f"launch.device={self.device}", "metrics.console=none", "metrics.log_every=1",
+            *shape.words, *added,
         ]  # fmt: skip
 
     def command(self, shape: Shape, contestant: str) -> list[str]:
@@ -124,9 +128,10 @@ class Bench:
 
     def environment(self, contestant: str) -> dict[str, str]:
         """One rank by itself, with the same allocator for all."""
-        kept = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-        kept |= {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "RANK": "0", "LOCAL_RANK": "0"}
+        kept = child_environment(HF_HUB_OFFLINE="1", TOKENIZERS_PARALLELISM="false", RANK="0", LOCAL_RANK="0")
         kept |= {"WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
+        if isinstance(CONTESTANTS[contestant], str) and self.python != sys.executable:
+            del kept["PYTHONPATH"]  # another environment, which packages of this one would shadow
         if self.device == "cuda":
             kept["PYTORCH_CUDA_ALLOC_CONF"] = "expandable_segments:True"
         if contestant == ACCELERATE:  # reads ranks from its launcher's variables; there is no launcher here
@@ -153,7 +158,7 @@ class Bench:
                 reason = f"left out: {planned_gib:.0f} GiB are planned, and the device has {self.memory_gib:.0f}"
                 return dataclasses.replace(row, failure=reason)
         if self.row_seconds < LEAST_SECONDS:
-            return dataclasses.replace(row, failure="left out: the call's time was over")
+            return dataclasses.replace(row, failure=NO_TIME)
         run = Run(command, self.environment(contestant), self.folder, STEPS, self.row_seconds, stops=False)
         take_within(run, self.row_seconds)
         result = run.result
@@ -217,7 +222,12 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--row-seconds", type=float, default=90.0, help="for a row at most")
     parser.add_argument("--peers-python", default=sys.executable, help="has transformers and accelerate")
     parser.add_argument("--write", type=Path, metavar="STEM", help="STEM.md and STEM.json, written after every row")
+    parser.add_argument(
+        "--resume", action="store_true", help="keep the rows of STEM.json; exit status 75 if any are left"
+    )
     args = parser.parse_args()
+    if args.resume and not args.write:
+        parser.error("--resume needs --write STEM, whose STEM.json has the rows")
     known = TINY if args.tiny else SHAPES
     names = args.shapes or [shape.name for shape in known]
     unknown = set(names) - {shape.name for shape in known}
@@ -239,6 +249,8 @@ def main() -> int:
         peak = peak_flops(Device(args.device).name)
         memory_gib = torch.cuda.get_device_properties(0).total_memory / GIB
     rows: list[Row] = []
+    settings = {"machine": without_clocks(on), "peak_flops": peak, "steps": STEPS, "warmup": WARMUP}
+    finished = FinishedRows(args.write and args.write.with_suffix(".json"), settings, args.resume)
     units = len(args.shapes) * len(args.contestants)
     with progress(units), tempfile.TemporaryDirectory() as scratch:
         doing("writing inputs and planning")
@@ -256,24 +268,25 @@ def main() -> int:
                 left = args.seconds - (time.monotonic() - began)
                 timed = dataclasses.replace(bench, row_seconds=min(args.row_seconds, left))
                 with unit(f"{shape.name}, {contestant}") as done:
-                    rows.append(row := timed.run(shape, contestant, flops[shape], planned[shape]))
+                    key = f"{shape.name}, {contestant}"
+                    if earlier := finished.get(key):
+                        row = Row(**earlier)
+                    else:
+                        row = timed.run(shape, contestant, flops[shape], planned[shape])
+                        if row.failure != NO_TIME:
+                            finished.put(key, dataclasses.asdict(row))
+                    rows.append(row)
                     done.note = row.failure or f"{row.tokens_per_second:,.0f} tokens/s"
                 verdicts = judge(rows, args.shapes)
                 if args.device == "cpu":
                     verdicts = ["The targets are those of an H200; on a CPU nothing is held against them."]
                 page = render(rows, args.shapes, args.device, peak, on, verdicts)
                 if args.write:
-                    write(args.write, page, rows, on, bench)
+                    args.write.with_suffix(".md").write_text(page)
     print(page)
+    if args.resume and any(row.failure == NO_TIME for row in rows):
+        return ROWS_LEFT
     return 1 if any(verdict.startswith("missed") for verdict in verdicts) else 0
-
-
-def write(stem: Path, page: str, rows: Sequence[Row], on: str, bench: Bench) -> None:
-    """Write both files after each row, so an interrupted call keeps its measurements."""
-    stem.with_suffix(".md").write_text(page)
-    tree: dict[str, Any] = {"command": shlex.join(sys.argv), "machine": on, "peak_flops": bench.peak}
-    tree |= {"steps": STEPS, "warmup": WARMUP, "rows": [dataclasses.asdict(row) for row in rows]}
-    stem.with_suffix(".json").write_text(json.dumps(tree, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -1,42 +1,56 @@
 """Time cost and memory savings of each memory switch, on one device that stands for one of many ranks.
 
     python scripts/bench_memory.py --write benchmarks/memory_h200.md
+    python scripts/bench_memory.py --write benchmarks/memory_h200.md --resume --seconds 570  # until status is not 75
     python scripts/bench_memory.py --strategies fsdp2 --rows plain gc "gc chunk oo"
     python scripts/bench_memory.py --device cpu --model llama_debug --seq-len 64
 
-One process is rank 0 of a world of ``--world-size`` whose collectives do nothing (PyTorch's ``fake`` process group):
-kernels, streams and the allocator are real, communication takes no time, and the values are of no meaning. Each row is
-the project's own trainer in a process of its own, with fp32 parameters, bf16 compute, fp32 reduction and AdamW, as in
-the table for comparison of the memory columns: the first README of this project, 8 Ascend A2 NPUs, Llama2-7B, batch
-1, sequence 4096, torch 2.7.1. Its times were those of another device with communication, so they are not compared.
+One process is rank 0 of a world of ``--world-size`` without the other ranks (PyTorch's ``fake`` process group):
+kernels, streams and the allocator are real, nothing is sent, and the values are of no meaning. A gather copies this
+rank's shard into each part of its output, which moves twice the bytes of the output through the device's memory. A
+reduce-scatter is made to write zeros, so that gradients are finite; in torch 2.11 it leaves its output as allocated. A
+row with a skipped update fails.
+
+Each row is the project's own trainer in a process of its own, with fp32 parameters, bf16 compute, fp32 reduction and
+AdamW, as in the table for comparison of the memory columns: the first README of this project, 8 Ascend A2 NPUs,
+Llama2-7B, batch 1, sequence 4096, torch 2.7.1. Its times were those of another device with communication, so they are
+not compared.
 
 Columns: median seconds of the steps after the warm-up; that over the time of the row that the switch was added to; GiB
 allocated at the end of a step, at the peak of the steps after the warm-up, and reserved by the allocator. On a CPU
-the first two are counted, and there is no reserved memory. Exits with status 1 where a target of the last lines,
-which are an accelerator's, is missed.
+the first two are counted, and there is no reserved memory. Rows lie in a JSON file beside the page; with ``--resume``
+they are not measured again, and the exit status is 75 while rows are left for another call. Otherwise the status is 1
+where a target of the last lines, which are an accelerator's, is missed.
 """
 
 import argparse
 import json
-import os
 import shlex
 import subprocess
 import sys
+import time
 import traceback
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from fsdptoys.config.compose import compose_config
-from fsdptoys.device import DEVICE_TYPES, Device, available_cores, available_device_type
+from fsdptoys.device import DEVICE_TYPES, Device, available_cores, available_device_type, device_count
 from fsdptoys.errors import ConfigError
 from fsdptoys.launch.hardware import hardware_environment
 from fsdptoys.metrics import StepMetrics
 from fsdptoys.train.trainer import Trainer
+from scripts.child_environment import child_environment
+from scripts.counted import pretend
+from scripts.finished_rows import ROWS_LEFT, FinishedRows
+from scripts.machine import machine, without_clocks
+from scripts.peers.ours import fill
 from scripts.progress import progress, unit
 
 GC = "memory.gradient_checkpointing=full"
@@ -51,8 +65,10 @@ CPU_OFFLOAD_TARGET = 1.5
 CHUNK_SAVES_GIB = 0.5
 NO_COST = 1.02
 """Ratio of times that counts as equal, given the noise of two runs."""
-ROW_SECONDS = 600
-"""A row that takes longer has failed."""
+LEAST_SECONDS = 20.0
+"""A row is not begun with less."""
+ROW_OPTIONS = ("device", "model", "world_size", "seq_len", "steps", "warmup_steps")
+"""Arguments on which a row's figures depend."""
 
 
 @dataclass(frozen=True)
@@ -129,9 +145,10 @@ def main() -> int:
     results: dict[tuple[str, str], Result] = {}
     wanted = rows_of(args)
     with progress(len(wanted)):
+        measured = MeasuredRows(args)
         for strategy, name in wanted:
             with unit(f"{strategy} {name}") as done:
-                results[strategy, name] = result = run_row(args, strategy, name)
+                results[strategy, name] = result = measured.row(strategy, name)
                 done.note = result.failure or f"{result.seconds:.3f} s, reserved {gib(result.reserved_gib)} GiB"
     classic = (args.model, args.world_size, args.seq_len) == CLASSIC
     if args.device == "cpu":
@@ -142,6 +159,8 @@ def main() -> int:
     print(page)
     if args.write:
         args.write.write_text(page)
+    if args.resume and measured.left:
+        return ROWS_LEFT
     return 1 if any(verdict.startswith("missed") for verdict in verdicts) else 0
 
 
@@ -166,7 +185,15 @@ def add_row_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--warmup-steps", type=int, default=3)
     parser.add_argument("--strategies", nargs="+", choices=["fsdp1", "fsdp2"], default=["fsdp1", "fsdp2"])
     parser.add_argument("--rows", nargs="+", choices=list(ROWS), default=list(ROWS), metavar="ROW")
-    parser.add_argument("--write", type=Path, help="a Markdown file for the table")
+    parser.add_argument("--cores", type=int, help="CPU cores of a rank; by default a device's share of this machine's")
+    parser.add_argument("--seconds", type=float, help="for all rows of this call; by default no limit")
+    parser.add_argument("--row-seconds", type=float, default=600.0, help="a row that takes longer has failed")
+    parser.add_argument(
+        "--write", type=Path, metavar="PAGE.md", help="a Markdown file for the table; rows to PAGE.json"
+    )
+    parser.add_argument(
+        "--resume", action="store_true", help="keep the rows of PAGE.json; exit status 75 if any are left"
+    )
 
 
 def rows_of(args: argparse.Namespace) -> list[tuple[str, str]]:
@@ -176,16 +203,64 @@ def rows_of(args: argparse.Namespace) -> list[tuple[str, str]]:
     ]
 
 
-def run_row(args: argparse.Namespace, strategy: str, name: str) -> Result:
+class MeasuredRows:
+    """Rows as they are measured, in the order of the calls of ``row``.
+
+    Args:
+        args: of the command line.
+    """
+
+    def __init__(self, args: argparse.Namespace) -> None:
+        self.args = args
+        settings = {name: getattr(args, name) for name in ROW_OPTIONS}
+        settings |= {"cores": row_cores(args), "machine": without_clocks(machine(args.device))}
+        path = args.write.with_suffix(".json") if args.write else None
+        self._finished = FinishedRows(path, settings, args.resume)
+        self._end = None if args.seconds is None else time.monotonic() + args.seconds
+        self.left = 0
+        """Rows that no time was left for."""
+
+    def row(self, strategy: str, name: str) -> Result:
+        """The row of an earlier call, or a new measurement within the time that is left."""
+        key = f"{strategy} {name}"
+        if (earlier := self._finished.get(key)) is not None:
+            return Result(**earlier)
+        seconds = self.args.row_seconds
+        if self._end is not None:
+            seconds = min(seconds, self._end - time.monotonic())
+        if seconds < LEAST_SECONDS:
+            self.left += 1
+            return Result(failure="left out: the call's time was over", refused=True)
+        result = run_row(self.args, strategy, name, seconds)
+        if result.failure is not None and seconds < self.args.row_seconds and result.failure == too_long(seconds):
+            self.left += 1  # a later call has more time for it
+        else:
+            self._finished.put(key, vars(result))
+        return result
+
+
+def row_cores(args: argparse.Namespace) -> int:
+    """CPU cores of the one rank: its share of this machine, by devices, or on a CPU by ranks."""
+    ranks = args.world_size if args.device == "cpu" else max(1, device_count(args.device))
+    return args.cores or max(1, available_cores() // ranks)
+
+
+def too_long(seconds: float) -> str:
+    """The failure of a row that ran out of time."""
+    return f"not done after {seconds:.0f} s"
+
+
+def run_row(args: argparse.Namespace, strategy: str, name: str, seconds: float) -> Result:
     """Measure one row in a fresh process, so that no row sees the allocator of another."""
     words = [sys.executable, __file__, "--one", strategy, name]
-    for option in ("device", "model", "world_size", "seq_len", "steps", "warmup_steps"):
+    for option in ROW_OPTIONS:
         words += [f"--{option.replace('_', '-')}", str(getattr(args, option))]
-    environment = hardware_environment(args.device, args.world_size, available_cores(), False, os.environ)
+    present = child_environment()
+    environment = hardware_environment(args.device, 1, row_cores(args), False, present)
     try:
-        done = subprocess.run(words, capture_output=True, text=True, env=os.environ | environment, timeout=ROW_SECONDS)
+        done = subprocess.run(words, capture_output=True, text=True, env=present | environment, timeout=seconds)
     except subprocess.TimeoutExpired:
-        return Result(failure=f"not done after {ROW_SECONDS} s")
+        return Result(failure=too_long(seconds))
     lines = done.stdout.splitlines()
     if done.returncode or not lines:
         return Result(failure=(done.stderr.strip().splitlines() or ["no output"])[-1])
@@ -195,7 +270,12 @@ def run_row(args: argparse.Namespace, strategy: str, name: str) -> Result:
 def row_words(args: argparse.Namespace, strategy: str, name: str) -> list[str]:
     """Overrides of a row."""
     words = [f"model={args.model}", f"parallel={strategy}", "experiment=null", f"launch.device={args.device}"]
-    words += ["parallel.param_dtype=bfloat16", "optim.implementation=auto", "metrics.console=none"]
+    words += [
+        "parallel.param_dtype=bfloat16",
+        "optim.implementation=auto",
+        "metrics.console=none",
+        "metrics.log_every=1",
+    ]
     return [
         *words,
         f"train.seq_len={args.seq_len}",
@@ -206,23 +286,22 @@ def row_words(args: argparse.Namespace, strategy: str, name: str) -> list[str]:
 
 
 def measure(args: argparse.Namespace) -> Result:
-    """Be rank 0 of a world whose collectives do nothing, and take the steps of one row."""
+    """Be rank 0 of a world without other ranks, and take the steps of one row."""
     strategy, name = args.one
     config = compose_config(row_words(args, strategy, name))
     try:
         config.validate(args.world_size, args.device)
     except ConfigError as error:
         return Result(failure=str(error), refused=True)
-    # Registers the backend: PyTorch's own test helper, which stands in torch 2.7 to 2.13.
-    from torch.testing._internal.distributed.fake_pg import FakeStore
-
     if args.device == "cpu":
         torch.set_num_threads(1)
     Device(args.device, 0)
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=args.world_size)
+    pretend(args.world_size)
+    reduce_to_zeros()
     steps: list[StepMetrics] = []
     try:
-        trainer = Trainer(config)
+        # Values drawn on the device: those of a real start take a minute, or under FSDP1 all parameters of all ranks.
+        trainer = Trainer(config, fill=fill)
 
         def on_step(step: StepMetrics) -> None:
             steps.append(step)
@@ -233,6 +312,8 @@ def measure(args: argparse.Namespace) -> Result:
     except Exception as error:
         traceback.print_exc()
         return Result(failure=f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}")
+    if any(step.skipped for step in steps):
+        return Result(failure="an update was skipped: a loss or gradient was not finite")
     measured = steps[args.warmup_steps :]
     times = sorted(step.step_time_seconds for step in measured)
     last = measured[-1]
@@ -242,6 +323,21 @@ def measure(args: argparse.Namespace) -> Result:
         peak_gib=last.memory_peak_gib,
         reserved_gib=last.memory_reserved_gib,
     )
+
+
+def reduce_to_zeros() -> None:
+    """Let each reduce-scatter write zeros: with no other ranks some versions of torch leave the output unwritten.
+
+    FSDP1 and FSDP2 look the function up in ``torch.distributed`` at each call.
+    """
+    reduce_scatter = dist.reduce_scatter_tensor
+
+    def zeros(output: Tensor, *args: Any, **kwargs: Any) -> Any:
+        work = reduce_scatter(output, *args, **kwargs)
+        output.zero_()
+        return work
+
+    dist.reduce_scatter_tensor = zeros
 
 
 def judge(results: dict[tuple[str, str], Result], classic: bool) -> list[str]:
@@ -277,20 +373,18 @@ def judge(results: dict[tuple[str, str], Result], classic: bool) -> list[str]:
 
 def render(args: argparse.Namespace, results: dict[tuple[str, str], Result], verdicts: list[str], classic: bool) -> str:
     """The page as Markdown."""
-    device = Device(args.device)
+    cores = row_cores(args)
     lines = [
         f"# Memory switches: {args.model}, rank 0 of {args.world_size}, batch 1, sequence {args.seq_len}",
         "",
         "gc: gradient checkpointing; chunk: chunked loss; oo: optimizer offload; co: CPU offload; ao: activation",
-        "offload; parts: `parallel.wrap=block_attn_mlp`. The collectives are fake: no communication, and no loss",
-        "to speak of.",
+        "offload; parts: `parallel.wrap=block_attn_mlp`. The collectives are fake: nothing is sent, a gather copies",
+        "the rank's own shard into each part of its output, a reduce-scatter writes zeros; losses have no meaning.",
         "",
         f"- Command: `python {shlex.join(sys.argv)}`",
-        f"- torch {torch.__version__}, Python {sys.version.split()[0]}, {device.name}, {os.cpu_count()} CPU cores",
-        f"- A rank's CPU optimizer has {max(1, available_cores() // args.world_size)} of {available_cores()} cores, on",
-        "  which the time of CPU offload depends.",
+        f"- {machine(args.device)}",
+        f"- The rank has {cores} of {available_cores()} cores, on which the time of CPU offload depends.",
         "- Lazy optimizer offload (oo alone) holds the gradients until the next forward, and so at the end of a step.",
-        "- Gathered parameters are what lay in memory: a GPU's speed may depend on such values.",
         "- Published: the first README of this project (8 Ascend A2 NPUs, torch 2.7.1), where it ran the same.",
         "",
         "| strategy | row | s a step | × row without | GiB at end | GiB peak | GiB reserved | published reserved |",

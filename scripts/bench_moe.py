@@ -2,7 +2,7 @@
 
     python scripts/bench_moe.py
     python scripts/bench_moe.py --dim 1024 --ffn-dim 512 --threads 1
-    python scripts/bench_moe.py --device cuda --dtype bfloat16
+    python scripts/bench_moe.py --device cuda --write benchmarks/moe_h200.md
 
 One run, one set of weights, the same inputs: this project's router and experts; transformers' Qwen3MoeSparseMoeBlock
 in both its implementations, the loop over experts (``eager``) and ``grouped_mm``, which models built by transformers
@@ -13,7 +13,8 @@ Figures are medians over turns; ratios are medians of the ratios within a turn. 
 all gradients are compared with transformers'.
 
 Exits with status 1 where forward+backward is slower than 3 times the default implementation of transformers, or than
-60% of the dense block.
+60% of the dense block. On an accelerator, where transformers calls the same grouped kernel as this project, the first
+target is to be as fast within 5%.
 """
 
 import argparse
@@ -41,7 +42,9 @@ from scripts.progress import progress, unit
 SIZES = [(1024, 512), (1024, 256), (2048, 768)]
 """Width and expert width of the default tables; the last is the default of transformers' Qwen3MoeConfig."""
 SPEEDUP_TARGET = 3.0
-"""Forward and backward, against transformers' default implementation."""
+"""Forward and backward, against transformers' default implementation on a CPU."""
+SAME_KERNEL_TARGET = 0.95
+"""The same on an accelerator."""
 DENSE_TARGET = 0.6
 """Forward and backward, against a dense block of equal active FLOPs."""
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
@@ -77,15 +80,19 @@ def main() -> int:
     parser.add_argument("--tokens", type=int, default=4096)
     parser.add_argument("--dim", type=int, help="one size instead of the default ones; needs --ffn-dim")
     parser.add_argument("--ffn-dim", type=int)
-    parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32")
+    parser.add_argument("--dtype", choices=["float32", "bfloat16"], help="bfloat16 by default, float32 on a CPU")
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--device", choices=DEVICE_TYPES, default="cpu")
-    parser.add_argument("--repeats", type=int, default=9)
+    parser.add_argument("--repeats", type=int, help="turns; 30 by default, 9 on a CPU")
+    parser.add_argument("--write", type=Path, help="also write the output to this file, as Markdown")
     args = parser.parse_args()
     if (args.dim is None) != (args.ffn_dim is None):
         parser.error("--dim and --ffn-dim go together")
+    on_cpu = args.device == "cpu"
+    args.dtype = args.dtype or ("float32" if on_cpu else "bfloat16")
+    args.repeats = args.repeats or (9 if on_cpu else 30)
     torch.set_num_threads(args.threads)
-    console = Console(width=140)
+    console = Console(width=140, record=args.write is not None)
     console.print(f"python {' '.join(sys.argv)}")
     console.print(machine(args.device, ["transformers"]))
     missed = []
@@ -95,6 +102,8 @@ def main() -> int:
             missed += run_size(console, args, dim, ffn_dim)
     for line in missed:
         console.print(f"missed: {line}")
+    if args.write is not None:
+        args.write.write_text(f"# Mixture-of-experts block\n\n```\n{console.export_text().rstrip()}\n```\n")
     return 1 if missed else 0
 
 
@@ -133,7 +142,8 @@ def run_size(console: Console, args: argparse.Namespace, dim: int, ffn_dim: int)
             ratio = "" if name == OURS else f"{ratios[name]:.2f}"
             table.add_row(phase, name, f"{median * 1e3:.1f}", f"{args.tokens / median:,.0f}", ratio)
         table.add_section()
-    for name, target in ((GROUPED, SPEEDUP_TARGET), (DENSE, DENSE_TARGET)):
+    speedup = SPEEDUP_TARGET if args.device == "cpu" else SAME_KERNEL_TARGET
+    for name, target in ((GROUPED, speedup), (DENSE, DENSE_TARGET)):
         if ratios[name] < target:
             missed.append(f"dim {dim}, ffn_dim {ffn_dim}: {ratios[name]:.2f} of {name}, target {target}")
     console.print(table)

@@ -19,7 +19,6 @@ status 1 if a target is missed.
 
 import argparse
 import itertools
-import os
 import statistics
 import subprocess
 import sys
@@ -40,6 +39,7 @@ from fsdptoys.data import BatchStream, BinConfig
 from fsdptoys.data.bin import TokenDType
 from fsdptoys.models import LlamaConfig
 from fsdptoys.models.huggingface import Bounds
+from scripts.child_environment import child_environment
 from scripts.machine import machine
 from scripts.peers.measure import Measured, Run, take_turns
 from scripts.peers.work import BETAS, EPS, LEARNING_RATE, MAX_GRAD_NORM, WEIGHT_DECAY, Work
@@ -163,10 +163,10 @@ class Bench:
     def run(self, contestant: Contestant, number: int) -> Run:
         """One run of one contestant, to be begun."""
         run_dir = self.folder / f"{self.work.dtype}-{number}"
-        environment = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "VIRTUAL_ENV")}
-        environment |= {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
-        if contestant.script is None:
-            environment["PYTHONPATH"] = str(ROOT)
+        environment = child_environment(OMP_NUM_THREADS="1", HF_HUB_OFFLINE="1", TOKENIZERS_PARALLELISM="false")
+        # Peers have an environment of their own, which packages of this one would shadow.
+        for name in ("VIRTUAL_ENV", *(("PYTHONPATH",) if contestant.script else ())):
+            environment.pop(name, None)
         exact = run_dir / "metrics.jsonl" if contestant.script is None else None  # the console rounds
         command = self.command(contestant, run_dir)
         return Run(command, environment, self.folder, self.work.steps, LIMIT_SECONDS, exact)

@@ -1,12 +1,16 @@
 """Compare the planner with a real device, on the rows of the memory benchmark.
 
     python scripts/bench_plan.py --write benchmarks/plan_h200.md
+    python scripts/bench_plan.py --write benchmarks/plan_h200.md --measured benchmarks/memory_h200.json
     python scripts/bench_plan.py --device cpu --model llama_debug --seq-len 64 --rows plain gc
 
 Each row is measured as ``bench_memory.py`` measures it: the project's trainer on one device that stands for one of
-``--world-size`` ranks whose collectives do nothing. It is predicted from a trace of all layers, on the device's
-profile with links that take no time. Then one row of each strategy (``--calibrate-on``) corrects the profile's speed of
-compute, and the others are predicted once more.
+``--world-size`` ranks that send nothing and copy instead. It is predicted from a trace of all layers, on the device's
+profile with links as fast as these copies. Then one row of each strategy (``--calibrate-on``) corrects the profile's
+speed of compute, and the others are predicted once more.
+
+``--measured`` reads the rows of an earlier call, or of ``bench_memory.py``: predictions need no device, so the traces,
+which take minutes at full depth, may run on another machine. Name the profile with ``--hardware`` there.
 
 Columns: measured and predicted GiB at the end of a step, at its peak and reserved; seconds, predicted before and after
 calibration. On a CPU there is no allocator to ask, and memory is not compared. Exits with status 1 if a bar is missed,
@@ -16,7 +20,7 @@ that compute on the device alone within 20% before and 8% after calibration.
 
 import argparse
 import dataclasses
-import os
+import json
 import shlex
 import sys
 from dataclasses import dataclass
@@ -32,7 +36,17 @@ from fsdptoys.device.profile import Hardware, Quantity, hardware_for, load_hardw
 from fsdptoys.metrics.prediction import Prediction
 from fsdptoys.plan.calibrate import Case, calibrate, choose_parameters
 from fsdptoys.plan.predict import Predictor
-from scripts.bench_memory import ROWS, Result, add_row_arguments, row_words, rows_of, run_row
+from scripts.bench_memory import (
+    ROW_OPTIONS,
+    ROWS,
+    MeasuredRows,
+    Result,
+    add_row_arguments,
+    row_words,
+    rows_of,
+)
+from scripts.finished_rows import ROWS_LEFT
+from scripts.machine import machine
 from scripts.progress import progress, unit
 
 END_GIB, PEAK, RESERVED, UNCALIBRATED, CALIBRATED = 0.01, 0.02, 0.05, 0.20, 0.08
@@ -53,18 +67,24 @@ class Compared:
 def main() -> int:
     """Measure, predict, print and write the table; 0 if every bar is met."""
     args = parse_arguments()
+    saved = read_measured(args) if args.measured else None
     profile = args.hardware or hardware_for(Device(args.device).name, args.device)
     if profile is None:
         print(f"no profile of {Device(args.device).name}; name one with --hardware", file=sys.stderr)
         return 2
-    hardware = without_communication(load_hardware(profile))
+    hardware = copies_for_links(load_hardware(profile), args.world_size)
     measured: dict[tuple[str, str], Result] = {}
     predictors: dict[tuple[str, str], Predictor] = {}
     wanted = rows_of(args)
     with progress(len(wanted) + 1):
+        rows_of_device = None if saved is not None else MeasuredRows(args)
         for strategy, name in wanted:
             with unit(f"{strategy} {name}") as done:
-                measured[strategy, name] = result = run_row(args, strategy, name)
+                if rows_of_device is not None:
+                    result = rows_of_device.row(strategy, name)
+                else:
+                    result = saved.get(f"{strategy} {name}", Result(failure="not measured"))
+                measured[strategy, name] = result
                 done.note = result.failure or f"{result.seconds:.3f} s"
                 if not result.failure:
                     predictors[strategy, name] = predictor(args, strategy, name, hardware)
@@ -75,6 +95,8 @@ def main() -> int:
     print(page)
     if args.write:
         args.write.write_text(page)
+    if args.resume and rows_of_device is not None and rows_of_device.left:
+        return ROWS_LEFT
     return 1 if any(verdict.startswith("missed") for verdict in verdicts) else 0
 
 
@@ -84,16 +106,33 @@ def parse_arguments() -> argparse.Namespace:
     add_row_arguments(parser)
     parser.add_argument("--hardware", help="a profile, or a YAML file; by default that of the device")
     parser.add_argument("--calibrate-on", choices=list(ROWS), default="gc", metavar="ROW")
+    parser.add_argument("--measured", type=Path, metavar="ROWS.json", help="rows of an earlier call; measure none")
     return parser.parse_args()
 
 
-def without_communication(hardware: Hardware) -> Hardware:
-    """The same device among ranks whose collectives do nothing."""
-    endless, none = Quantity(1e30, "collectives that do nothing"), Quantity(1e-30, "collectives that do nothing")
+def read_measured(args: argparse.Namespace) -> dict[str, Result]:
+    """The rows of ``--measured``, whose device, model, ranks, length and steps become those of this call."""
+    tree = json.loads(args.measured.read_text())
+    for name in (*ROW_OPTIONS, "machine"):
+        setattr(args, name, tree["settings"][name])
+    return {key: Result(**row) for key, row in tree["rows"].items()}
+
+
+def copies_for_links(hardware: Hardware, world_size: int) -> Hardware:
+    """The same device with links as fast as the fake group's copies, which read and write each byte of a gather.
+
+    Reduce-scatters are predicted alike, although they write their output alone.
+    """
+    source = "copies within the device's memory"
+    bytes_per_second = hardware.memory_bandwidth.value * hardware.memory_efficiency.value
+    speed = Quantity(bytes_per_second / 2 * (world_size - 1) / world_size, source)
+    whole, none = Quantity(1.0, source), Quantity(1e-30, source)
     return dataclasses.replace(
         hardware,
-        intra_node_bandwidth=endless,
-        inter_node_bandwidth=endless,
+        intra_node_bandwidth=speed,
+        inter_node_bandwidth=speed,
+        intra_node_efficiency=whole,
+        inter_node_efficiency=whole,
         intra_node_latency_seconds=none,
         inter_node_latency_seconds=none,
     )
@@ -166,8 +205,9 @@ def render(
         f"# The planner against a device: {args.model}, rank 0 of {args.world_size}, batch 1, sequence {args.seq_len}",
         "",
         f"- Command: `python {shlex.join(sys.argv)}`",
-        f"- torch {torch.__version__}, Python {sys.version.split()[0]}, {Device(args.device).name}, "
-        f"{os.cpu_count()} CPU cores; profile {profile}, with collectives that take no time, as the measured ones do",
+        f"- Measured on: {getattr(args, 'machine', None) or machine(args.device)}",
+        f"- Predicted with torch {torch.__version__} and the profile {profile}, with links as fast as the copies",
+        "  within the device that stand for collectives in the measured rows.",
         f"- Every cell is measured / predicted; times also after a calibration on the row {args.calibrate_on}.",
         "",
         "| strategy | row | GiB at end | GiB peak | GiB reserved | s a step | s calibrated |",

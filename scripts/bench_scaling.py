@@ -41,12 +41,12 @@ from fsdptoys.plan.predict import predict
 from fsdptoys.plan.search.switches import node_ranks_of, validate_switches
 from fsdptoys.train.run import Run
 from fsdptoys.train.trainer import Trainer
+from scripts.child_environment import child_environment
 from scripts.counted import configured, count_step, pretend
 from scripts.machine import machine
 from scripts.progress import progress, unit
 from scripts.ranks import run_ranks
 
-ROOT = Path(__file__).resolve().parents[1]
 WARMUP = 5
 MOST_FLAT = 512
 """Ranks up to which one copy of all of them is planned as well: tracing cuts each parameter into as many pieces."""
@@ -122,8 +122,7 @@ def command_cost(words: Sequence[str], ranks: int) -> Cost:
     """Seconds on the clock of ``fsdptoys train`` with one step, and CPU seconds of each rank's share of it."""
     before, started = resource.getrusage(resource.RUSAGE_CHILDREN), time.perf_counter()
     command = [sys.executable, "-m", "fsdptoys", "train", *words, "train.steps=1", f"launch.nproc_per_node={ranks}"]
-    environment = os.environ | {"PYTHONPATH": str(ROOT)}
-    subprocess.run(command, check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, env=environment)
+    subprocess.run(command, check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, env=child_environment())
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
     cpu = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
     return Cost(time.perf_counter() - started, cpu / ranks)

@@ -39,9 +39,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
 
+from scripts.child_environment import child_environment
 from scripts.progress import doing, progress, unit
 
-ROOT = Path(__file__).resolve().parents[1]
 EVERY = 2
 """Steps between two checkpoints."""
 STEPS_A_KILL = 6
@@ -126,13 +126,12 @@ class Attempt:
         self._save = campaign.moments[1]
         words = words_of(campaign, folder, steps)
         words += ["checkpoint.resume=auto"] if resume else []
-        environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
         self._log = open(log, "ab")  # noqa: SIM115
         self.process = subprocess.Popen(
             [sys.executable, "-m", "fsdptoys", "train", *words],
             stdout=self._log,
             stderr=subprocess.STDOUT,
-            env=environment,
+            env=child_environment(OMP_NUM_THREADS="1"),
             start_new_session=True,
         )
 

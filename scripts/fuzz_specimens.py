@@ -6,7 +6,6 @@ Of a real run of three steps come the run directory and its checkpoints; the oth
 import dataclasses
 import gzip
 import json
-import os
 import pickle
 import shlex
 import shutil
@@ -31,8 +30,7 @@ from fsdptoys.sweep.folder import write_job
 from fsdptoys.sweep.slurm_queue import begin_submission
 from fsdptoys.train.heartbeat import HEARTBEATS_FOLDER, _encode, heartbeat_path
 from fsdptoys.train.pretrained import TrainedModel
-
-ROOT = Path(__file__).resolve().parents[1]
+from scripts.child_environment import child_environment
 
 RUN_WORDS = (
     "experiment=null model=llama_debug model.n_layers=1 model.dim=16 model.n_heads=2 model.n_kv_heads=2 "
@@ -64,7 +62,7 @@ def make_specimens(folder: Path) -> None:
 def _make_run(folder: Path) -> None:
     run = folder / "run"
     folder.mkdir(parents=True, exist_ok=True)
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    environment = child_environment(OMP_NUM_THREADS="1")
     command = [sys.executable, "-m", "fsdptoys", "train", *shlex.split(RUN_WORDS)]
     subprocess.run(command, cwd=folder, env=environment, check=True, capture_output=True, timeout=300)
     resume = {

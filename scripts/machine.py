@@ -2,6 +2,8 @@
 
 import os
 import platform
+import re
+import subprocess
 from collections.abc import Sequence
 from importlib.metadata import version
 
@@ -17,4 +19,26 @@ def machine(device_type: str, packages: Sequence[str] = ()) -> str:
     name = Device(device_type).name
     if device_type == "cpu":
         name += f", {os.cpu_count()} cores, {torch.backends.cpu.get_cpu_capability()}"
+    elif device_type == "cuda":
+        name = ", ".join(filter(None, [name, nvidia_driver(), f"{os.cpu_count()} CPU cores"]))
     return ", ".join([*versions, platform.system(), name])
+
+
+def nvidia_driver() -> str:
+    """Driver, clocks and power limit of the first GPU as ``nvidia-smi`` reports them; empty without it."""
+    query = ["driver_version", "clocks.sm", "clocks.max.sm", "clocks.mem", "power.limit"]
+    command = ["nvidia-smi", "--id=0", f"--query-gpu={','.join(query)}", "--format=csv,noheader"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=30.0)
+    except (OSError, subprocess.TimeoutExpired):
+        return ""
+    fields = [field.strip() for field in done.stdout.splitlines()[0].split(",")] if done.stdout else []
+    if done.returncode or len(fields) != len(query):
+        return ""
+    driver, sm, most, memory, watts = fields
+    return f"driver {driver}, SM clock {sm} of {most}, memory clock {memory}, power limit {watts}"
+
+
+def without_clocks(line: str) -> str:
+    """``machine``'s line without the momentary clocks, to compare two machines."""
+    return re.sub(r"SM clock \d+ MHz of|memory clock \d+ MHz", "", line)

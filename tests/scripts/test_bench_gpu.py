@@ -125,7 +125,7 @@ def test_cpu_trial_writes_rows_and_reports_failed_peers(
     assert bench_gpu.main() == 0
     page, tree = (tmp_path / "gpu.md").read_text(), json.loads((tmp_path / "gpu.json").read_text())
     assert capsys.readouterr().out.strip() == page.strip()
-    ours, theirs = tree["rows"]
+    ours, theirs = tree["rows"].values()
     assert ours["tokens_per_second"] > 0 and ours["failure"] is None and ours["mfu"] is None
     assert 5.0 < ours["first_loss"] < 6.0  # log 256 is 5.55
     assert theirs["tokens_per_second"] is None and theirs["failure"].startswith("failed: ")
