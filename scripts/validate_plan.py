@@ -2,6 +2,7 @@
 
     python scripts/validate_plan.py
     python scripts/validate_plan.py --rows "fsdp2 block gc" "torchtitan 8"
+    python scripts/validate_plan.py --rows h200
     python scripts/validate_plan.py --write benchmarks/plan.md --jobs 2
 
 Every row is traced at full depth and replayed. Today's trainer did not make the published runs: sections 2 to 4 trace
@@ -16,6 +17,8 @@ programs that do the same as the published ones (``published_programs``, ``publi
    that depend on them.
 4. torchtitan's Llama 3.1 8B on 8 and 128 H100s of December 2024: memory; and the time on 128, with the speed of matmuls
    fitted on 8.
+
+5. Today's trainer on one H200 (``planned_rows``): predicted step, speed and memory, without a published counterpart.
 
 Reserved memory settles after three steps, so three are traced; the numbers are of the last one.
 """
@@ -48,7 +51,8 @@ from fsdptoys.plan.simulator.replay import Replay, replay
 from fsdptoys.plan.trace.op_costs import matmul_workspace_bytes
 from fsdptoys.plan.trace.op_recorder import OpRecorder
 from fsdptoys.plan.trace.tracer import trace_here
-from scripts import published_torchtitan, trainer_rows
+from scripts import planned_rows, published_torchtitan, trainer_rows
+from scripts.planned_rows import PlannedRow, planned_config, planned_table
 from scripts.progress import progress, unit
 from scripts.published_llama2 import Sizes
 from scripts.published_programs import ROWS, first_program
@@ -69,7 +73,8 @@ TORCHTITAN = {
     8: published_torchtitan.Published(5762, 82.4),
     128: published_torchtitan.Published(5605, 67.0),
 }
-NAMES = [*trainer_rows.NAMES, *(" ".join(key) for key in ROWS), *(f"torchtitan {ranks}" for ranks in TORCHTITAN)]
+PUBLISHED = [*(" ".join(key) for key in ROWS), *(f"torchtitan {ranks}" for ranks in TORCHTITAN)]
+NAMES = [*trainer_rows.NAMES, *PUBLISHED, *planned_rows.NAMES]
 
 
 @dataclass(frozen=True)
@@ -126,8 +131,8 @@ def trace_row(name: str, n_layers: int | None) -> Trace:
         n_layers: of the model; None for all.
     """
     family, _, rest = name.partition(" ")
-    titan, trainer = family == "torchtitan", name in trainer_rows.NAMES
-    hardware = h100() if titan else a2()
+    titan, trainer, planned = family == "torchtitan", name in trainer_rows.NAMES, name in planned_rows.NAMES
+    hardware = h100() if titan else load_hardware(planned_rows.HARDWARE) if planned else a2()
 
     def published(recorder: OpRecorder) -> None:
         device = torch.device(recorder.device_type, 0)
@@ -138,10 +143,15 @@ def trace_row(name: str, n_layers: int | None) -> Trace:
         else:
             first_program(ROWS[family, rest][0], recorder, device, Sizes(**depth), STEPS)
 
+    program = published
+    if trainer:
+        program = trainer_rows.trainer_row(name, hardware, STEPS, n_layers)
+    elif planned:
+        program = planned_rows.planned_row(name, STEPS, n_layers)
     return trace_here(
-        trainer_rows.trainer_row(name, hardware, STEPS, n_layers) if trainer else published,
+        program,
         attention=hardware.attention,
-        world_size=int(rest) if titan else trainer_rows.RANKS,
+        world_size=int(rest) if titan else 1 if planned else trainer_rows.RANKS,
         workspace_bytes=matmul_workspace_bytes(hardware),
     )
 
@@ -174,6 +184,14 @@ def missing_traces(names: Iterable[str], folder: Path) -> list[str]:
 def file_name(row: str) -> str:
     """File name of a row's trace."""
     return row.replace(" ", "_") + ".pickle"
+
+
+def named(words: Iterable[str]) -> list[str]:
+    """Rows of these names, or with one of these words first."""
+    chosen = {
+        name for word in words for name in NAMES if name == word or (word not in NAMES and name.split()[0] == word)
+    }
+    return [name for name in NAMES if name in chosen]
 
 
 class Rows:
@@ -212,6 +230,13 @@ def trainers_rows(rows: Rows) -> list[TrainerRow]:
             memory, seconds = replayed.memory(), replayed.time().step_seconds
             made.append(TrainerRow(row, ROWS[key][1], memory.end_bytes / GIB, memory.reserved_bytes / GIB, seconds))
     return made
+
+
+def rows_of_h200(rows: Rows) -> list[PlannedRow]:
+    """Today's trainer on one H200."""
+    hardware = load_hardware(planned_rows.HARDWARE)
+    names = [name for name in planned_rows.NAMES if name in rows.traces]
+    return [PlannedRow(name, planned_config(name), rows.replay(name, hardware)) for name in names]
 
 
 def classic_memory(rows: Rows) -> list[Finding]:
@@ -315,9 +340,12 @@ def render(rows: Rows) -> tuple[str, bool]:
             lines += [""] * bool(notes)
             lines += ["| row | | published | predicted | error | bar | |", "|---|---|---:|---:|---:|---:|---|"]
             lines += [f"| {' | '.join(finding.cells())} |" for finding in findings] + [""]
+    planned = rows_of_h200(rows)
+    if planned:
+        lines += ["## 5. Today's trainer on one H200: predicted, not measured", "", *planned_table(planned), ""]
     missed = [finding for _, findings, _ in sections for finding in findings if not finding.met]
     lines += [
-        "## 5. and 6. Other validation",
+        "## 6. Other validation",
         "",
         "- Real allocations on a CPU, in order, against those of a trace: `tests/plan/test_real_allocations.py`.",
         "- Real allocations and times on a GPU need a GPU: not run here.",
@@ -344,13 +372,16 @@ def about() -> list[str]:
 def main() -> int:
     """Trace, replay, print; 0 if every bar is met."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rows", nargs="+", choices=NAMES, default=NAMES, metavar="ROW")
+    parser.add_argument("--rows", nargs="+", default=NAMES, metavar="ROW", help="names of rows, or their first word")
     parser.add_argument("--write", type=Path, help="Markdown file for the page")
     parser.add_argument("--keep", type=Path, help="folder for new and existing traces")
     parser.add_argument("--jobs", type=int, default=1, help="rows to trace concurrently")
     parser.add_argument("--layers", type=int, help="blocks of the model, for a quick run; the published models have 32")
-    parser.add_argument("--trace", metavar="ROW", help="trace one row into --keep and exit")
+    parser.add_argument("--trace", choices=NAMES, metavar="ROW", help="trace one row into --keep and exit")
     args = parser.parse_args()
+    if not all(map(named, ([word] for word in args.rows))):
+        parser.error(f"--rows must be of: {', '.join(NAMES)}")
+    args.rows = named(args.rows)
     if args.trace:
         made = trace_row(args.trace, args.layers)
         with open(args.keep / file_name(args.trace), "wb") as file:

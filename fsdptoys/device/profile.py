@@ -9,7 +9,7 @@ import dataclasses
 import math
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
 from pathlib import Path
 from typing import Any
@@ -26,6 +26,8 @@ from .kinds import DEVICE_TYPES
 
 PROFILES = Path(fsdptoys.configs.__file__).parent / "hardware"
 LARGEST_PROFILE_BYTES = 2**16
+BACKENDS = [f"{name}{heads}" for name in ("flash", "cudnn", "efficient") for heads in ("", " 64")]
+"""Names of PyTorch's attention kernels, for heads of any width or of up to 64."""
 
 
 class AttentionKind(Enum):
@@ -75,6 +77,8 @@ class Hardware:
     cpu_adam_parameters_per_second: Quantity  # Float32 parameters that AdamW updates on one device's share of the cores
     cpu_bandwidth: Quantity  # Host memory bandwidth, one device's share
     host_memory_bytes: Quantity  # One device's share
+    attention_backends: dict[str, Quantity] = field(default_factory=dict)
+    """Backend (``cudnn``, ``flash 64`` for heads of up to 64) → efficiency other than ``attention_efficiency``."""
 
     @property
     def usable_bytes(self) -> float:
@@ -98,6 +102,7 @@ def load_hardware(name_or_path: str | Path) -> Hardware:
     tree = _read(path)
     where = f"the hardware profile {path}"
     fields = {field.name: field.type for field in dataclasses.fields(Hardware) if field.name != "name"}
+    tree.setdefault("attention_backends", {})
     _check_keys(tree, fields, where)
     values = {**tree, "name": path.stem}
     for key, kind in fields.items():
@@ -108,6 +113,12 @@ def load_hardware(name_or_path: str | Path) -> Hardware:
             if not isinstance(value, dict) or not value:
                 raise ConfigError(f"{where} has peak_flops={value}; give a number for each dtype, bfloat16 at least")
             values[key] = {str(dtype): _quantity(peak, f"peak_flops.{dtype}", where) for dtype, peak in value.items()}
+        elif key == "attention_backends":
+            if not isinstance(value, dict):
+                raise ConfigError(f"{where} has {key}={value}; give an efficiency for each backend, such as cudnn")
+            for backend in value:
+                _choice(backend, key, BACKENDS, where)
+            values[key] = {backend: _quantity(share, f"{key}.{backend}", where) for backend, share in value.items()}
         elif key == "attention":
             values[key] = AttentionKind(_choice(value, key, [choice.value for choice in AttentionKind], where))
         elif key == "device_type":
@@ -184,7 +195,7 @@ def _quantity(value: object, key: str, where: str) -> Quantity:
         raise ConfigError(f"{where} has {key}.value={number}, which YAML reads as text; write {float(number):.6e}")
     if isinstance(number, bool) or not isinstance(number, (int, float)) or not (math.isfinite(number) and number > 0):
         raise ConfigError(f"{where} has {key}.value={number}; give a finite number above 0")
-    if key.endswith("_efficiency") and number > 1:
+    if number > 1 and (key.endswith("_efficiency") or key.startswith("attention_backends.")):
         raise ConfigError(f"{where} has {key}.value={number}, an efficiency; give a number up to 1")
     if key == "devices_per_node" and number != int(number):
         raise ConfigError(f"{where} has {key}.value={number}; give a whole number")

@@ -180,6 +180,14 @@ def _scaled(hardware: Hardware, rates: Sequence[Parameter], factors: np.ndarray,
             changes[field] = Quantity(value, quantity.source)
             if source is not None:
                 changes[field] = Quantity(float(f"{value:.4g}"), f"{source}; before that {quantity.value:g}")
+    backends = hardware.attention_backends
+    if "attention_efficiency" in changes:
+        ratio = changes["attention_efficiency"].value / hardware.attention_efficiency.value
+        backends = {
+            name: Quantity(min(1.0, share.value * ratio), f"{share.source}; times {ratio:.4g}, as attention_efficiency")
+            for name, share in backends.items()
+        }
+    changes["attention_backends"] = backends  # type: ignore[assignment]
     return dataclasses.replace(hardware, **changes)  # type: ignore[arg-type]
 
 

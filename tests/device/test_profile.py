@@ -23,6 +23,7 @@ from fsdptoys.errors import ConfigError
 def quantities(hardware: Hardware) -> dict[str, Quantity]:
     found = {field.name: getattr(hardware, field.name) for field in dataclasses.fields(hardware)}
     found |= {f"peak_flops.{dtype}": peak for dtype, peak in hardware.peak_flops.items()}
+    found |= {f"{backend}_efficiency": share for backend, share in hardware.attention_backends.items()}
     return {name: value for name, value in found.items() if isinstance(value, Quantity)}
 
 
@@ -128,6 +129,18 @@ def broken(tmp_path: Path, changes: dict[str, Any]) -> str:
         (
             {"outside_allocator_bytes": {"value": 9e10, "source": "me"}},
             "has outside_allocator_bytes=9e+10, which leaves nothing of memory_bytes=8.49437e+10; correct one of them",
+        ),
+        (
+            {"attention_backends": {"cudn": {"value": 0.5, "source": "me"}}},
+            "has attention_backends=cudn; did you mean attention_backends: cudnn?",
+        ),
+        (
+            {"attention_backends": {"cudnn": {"value": 54, "source": "me"}}},
+            "has attention_backends.cudnn.value=54, an efficiency; give a number up to 1",
+        ),
+        (
+            {"attention_backends": 0.5},
+            "has attention_backends=0.5; give an efficiency for each backend, such as cudnn",
         ),
         ({"peak_flops": {}}, "has peak_flops={}; give a number for each dtype, bfloat16 at least"),
         (

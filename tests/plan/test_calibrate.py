@@ -128,7 +128,7 @@ def test_rates_without_effect_are_reported_and_not_fitted() -> None:
     )
     assert set(result.changes) == {"matmul_efficiency", "attention_efficiency", "memory_efficiency"}
     for field in dataclasses.fields(Hardware):
-        if field.name not in result.changes:
+        if field.name not in (*result.changes, "attention_backends"):
             assert getattr(result.hardware, field.name) == getattr(H100, field.name)
 
 
@@ -140,6 +140,8 @@ def test_one_run_is_fitted_with_the_smallest_change() -> None:
     before, after = result.changes["matmul_efficiency"]
     assert after / before == pytest.approx(0.8, rel=0.01)
     assert result.hardware.attention_efficiency.value / H100.attention_efficiency.value == pytest.approx(0.8, rel=0.01)
+    for backend, share in result.hardware.attention_backends.items():
+        assert share.value / H100.attention_backends[backend].value == pytest.approx(0.8, rel=0.01)
     assert result.hardware.memory_efficiency.value == pytest.approx(H100.memory_efficiency.value, rel=0.01)
 
 

@@ -24,14 +24,23 @@ def spread(hardware: Hardware, group_size: int, group_stride: int) -> tuple[int,
     return -(-group_size // local), local
 
 
-def kernel_seconds(hardware: Hardware, kind: KernelKind, flops: float, bytes: int, dtype: str) -> float:
-    """Time of an operator on the device; a dtype without a peak of its own counts with the slowest listed peak."""
+def kernel_seconds(
+    hardware: Hardware, kind: KernelKind, flops: float, bytes: int, dtype: str, attention: str = ""
+) -> float:
+    """Time of an operator on the device; a dtype without a peak of its own counts with the slowest listed peak.
+
+    ``attention`` names a backend; one that the profile does not list runs at the profile's ``attention_efficiency``.
+    """
     seconds = bytes / (hardware.memory_bandwidth.value * hardware.memory_efficiency.value)
     if kind is not KernelKind.memory:
         peaks = hardware.peak_flops
         peak = peaks[dtype].value if dtype in peaks else min(quantity.value for quantity in peaks.values())
-        matmul = kind is KernelKind.matmul
-        efficiency = hardware.matmul_efficiency if matmul else hardware.attention_efficiency
+        efficiency = hardware.matmul_efficiency
+        if kind is KernelKind.attention:
+            listed = hardware.attention_backends
+            efficiency = (
+                listed.get(attention) or listed.get(attention.partition(" ")[0]) or hardware.attention_efficiency
+            )
         seconds = max(seconds, flops / (peak * efficiency.value))
     return max(seconds, hardware.kernel_seconds.value)
 

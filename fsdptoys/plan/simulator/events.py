@@ -52,6 +52,7 @@ class Kernel(NamedTuple):
     flops: float  # As computed: for causal attention half the square
     bytes: int
     dtype: str  # Dtype of its largest input, such as ``bfloat16``
+    attention: str = ""  # Backend of attention: a key of a profile's ``attention_backends``
 
 
 class HostWork(NamedTuple):

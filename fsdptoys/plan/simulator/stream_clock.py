@@ -145,7 +145,7 @@ class Clock:
         self.host += self._operator_seconds
         stream, kind = event.stream, event.kind
         ready, last = self._start(stream)
-        end = ready + costs.kernel_seconds(self._hardware, kind, event.flops, event.bytes, event.dtype)
+        end = ready + costs.kernel_seconds(self._hardware, *event[2:])
         self._ready[stream] = end
         if stream == COMPUTE_STREAM:
             if ready > self._computed:

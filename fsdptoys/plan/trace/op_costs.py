@@ -20,17 +20,19 @@ from fsdptoys.profiler.dispatch import Argument, dtype_name, tensors_in
 
 MIB = 2**20
 
-ATTENTION = frozenset(
-    f"{name}{suffix}"
-    for name in (
-        "aten::_scaled_dot_product_flash_attention",
-        "aten::_scaled_dot_product_efficient_attention",
-        "aten::_scaled_dot_product_flash_attention_for_cpu",
-        "planned::npu_fusion_attention",
-    )
+ATTENTION = {
+    f"{name}{suffix}": backend
+    for name, backend in {
+        "aten::_scaled_dot_product_flash_attention": "flash",
+        "aten::_scaled_dot_product_cudnn_attention": "cudnn",
+        "aten::_scaled_dot_product_efficient_attention": "efficient",
+        "aten::_scaled_dot_product_flash_attention_for_cpu": "cpu",
+        "planned::npu_fusion_attention": "npu",
+    }.items()
     for suffix in ("", "_backward")
-)
-"""Operators bound by attention's speed."""
+}
+"""Operators bound by attention's speed, and their backend."""
+NARROW_HEAD = 64  # Head width up to which a profile may list another efficiency of a backend
 
 HOPPER_WORKSPACE_BYTES = 32 * MIB
 WORKSPACE_BYTES = 8 * MIB + 128 * 1024
@@ -68,6 +70,7 @@ class Operator(NamedTuple):
     flops: float
     bytes: int
     dtype: str
+    attention: str = ""
 
 
 def matmul_workspace_bytes(hardware: Hardware) -> int:
@@ -84,10 +87,15 @@ def cost_of(
     """Cost of an operator; ``fresh`` are new tensors among its results."""
     name, flops = func._schema.name, count_flops(func, args, kwargs, results)
     kind = KernelKind.attention if name in ATTENTION else KernelKind.matmul
+    attention = ""
+    if name in ATTENTION:
+        width = (args[1] if name.endswith("_backward") else args[0]).shape[-1]
+        attention = ATTENTION[name] + f" {NARROW_HEAD}" * (width <= NARROW_HEAD)
     # The output may be a sum in a wider dtype than the operands.
     operands = [tensor for argument, tensor in inputs if not argument.writes]
     chosen = max(operands or [*tensors_in(results), *(tensor for _, tensor in inputs)], key=Tensor.numel)
-    return Operator(kind if flops else KernelKind.memory, flops, traffic(name, args, inputs, fresh), dtype_name(chosen))
+    bytes = traffic(name, args, inputs, fresh)
+    return Operator(kind if flops else KernelKind.memory, flops, bytes, dtype_name(chosen), attention)
 
 
 def has_no_kernel(name: str) -> bool:

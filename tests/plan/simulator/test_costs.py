@@ -51,6 +51,17 @@ def test_kernel_time_follows_the_roofline(
     assert kernel_seconds(hardware, kind, flops, bytes, dtype) == pytest.approx(seconds)
 
 
+@pytest.mark.parametrize(
+    ("backend", "seconds"),
+    [("flash", 400.0), ("flash 64", 400.0), ("cudnn", 200.0), ("cudnn 128", 200.0), ("cudnn 64", 1000.0), ("", 400.0)],
+)
+def test_attention_runs_at_the_efficiency_of_its_backend(backend: str, seconds: float) -> None:
+    """Oracle: 100 FLOPs at 0.25 of one FLOP/s, or at the share of the backend for that head width."""
+    listed = {"cudnn": Quantity(0.5, "test"), "cudnn 64": Quantity(0.1, "test")}
+    hardware = dataclasses.replace(imagined_hardware(attention_efficiency=0.25), attention_backends=listed)
+    assert kernel_seconds(hardware, KernelKind.attention, 100.0, 1, "bfloat16", backend) == pytest.approx(seconds)
+
+
 def test_host_and_transfer_times_follow_their_definitions() -> None:
     """Oracle: the definitions."""
     hardware = imagined_hardware(
