@@ -77,6 +77,8 @@ class TrainConfig:
     """Save a checkpoint and stop after this many skipped updates in total."""
     max_skipped_in_a_row: int = field(default=5, metadata=at_least(1, MOST_STEPS))
     """Save a checkpoint and stop after this many consecutive skipped updates."""
+    gc_every: int = field(default=10, metadata=at_least(0, MOST_STEPS))
+    """Collect Python's garbage every N steps, between steps and on all ranks at once; 0 for Python's own times."""
     compile: bool = False
     """Compile each block with ``torch.compile``."""
     float8: Float8 = Float8.none

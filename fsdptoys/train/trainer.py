@@ -43,6 +43,7 @@ from .build import build_updates, prepare_blocks
 from .distributed import deterministic_kernels, device_of
 from .document_flops import DocumentCounter
 from .evaluation import held_out_loss
+from .garbage import collection_between_steps
 from .moe_balance import build_routing_balance
 from .oom_context import oom_context
 from .skipped_steps import SkippedSteps
@@ -200,6 +201,7 @@ class Trainer:
         with (
             closing(self.batches),
             deterministic_kernels(train.deterministic, self.device.type),
+            collection_between_steps(train.gc_every) as collect_garbage,
             profiler or nullcontext() as watching,
         ):
             while stop is None:
@@ -223,6 +225,7 @@ class Trainer:
                 if save and self._saves_after(step, stop):
                     self._enter(step, "checkpoint")
                     save(stop)
+                collect_garbage(step)
             self._finish_updates()
         return stop
 
