@@ -19,7 +19,7 @@ float32: the bits then depend neither on the layout nor on the order in which a 
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from datetime import timedelta
@@ -30,12 +30,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from fsdptoys.device import Device, float64_collectives
+from fsdptoys.device import Device, float64_collectives, is_accelerator
 from fsdptoys.errors import ConfigError
 from fsdptoys.models import DecoderModel, ModelConfig
 from fsdptoys.utils.bounds import check_bounds
 from fsdptoys.utils.dtensor import local_tensor
 
+from .gradient_norms import MapParts, norms_in, norms_in_float32, scale_gradients
 from .init_weights import Fill
 from .mesh import REPLICATE_AXIS, SHARD_AXIS, MeshConfig, build_mesh
 from .precision import DType, ReduceDType
@@ -43,11 +44,6 @@ from .state import Load, State
 
 UnitParams = tuple[nn.Module, list[nn.Parameter]]
 """A module, and the parameters that its forward is the first to need."""
-
-NORM_ELEMENTS = 2**22
-"""Elements of a gradient squared at a time."""
-CPU_NORM_ELEMENTS = 2**18
-"""The same on a CPU, whose float64 copy of them, 2 MiB, stays in cache; 32 MiB took six times as long."""
 
 
 @dataclass
@@ -296,16 +292,22 @@ class Strategy(ABC):
         group = self.shard_group()
         return dist.get_rank(group) if group is not None else 0
 
-    def part_norm(self, part: Tensor) -> Tensor:
-        """Norm of a part of a gradient, in the context's ``sum_dtype``."""
-        return torch.linalg.vector_norm(part, dtype=self.context.sum_dtype)
+    def local_norms(self, grads: list[Tensor], map_parts: MapParts = map) -> list[Tensor]:
+        """Norms of parts of this rank's gradients, for ``total_norm``; ``map_parts`` is like ``map``, over parts.
+
+        An accelerator would write a float64 copy of each part before it reads it, so there float64 is left to the
+        deterministic mode, whose norms do not depend on how gradients are split.
+        """
+        if not self.context.deterministic and all(is_accelerator(grad.device) for grad in grads):
+            return norms_in_float32(grads)
+        return norms_in(self.context.sum_dtype, grads, map_parts)
 
     def total_norm(self, norms: list[Tensor]) -> Tensor:
         """Norm of all gradients on all ranks, as float32, from norms of this rank's parts. A collective."""
-        device = self.context.device.torch_device
-        total = torch.zeros((), dtype=self.context.sum_dtype, device=device)
+        device, sum_dtype = self.context.device.torch_device, self.context.sum_dtype
+        total = torch.zeros((), dtype=sum_dtype, device=device)
         if norms:
-            total += torch.stack(norms).square().sum().to(device)
+            total += torch.cat([norm.flatten() for norm in norms]).to(sum_dtype).square().sum().to(device)
         group = self.shard_group()
         if group is not None:
             dist.all_reduce(total, group=group)
@@ -316,7 +318,7 @@ class Strategy(ABC):
         self,
         max_norm: float,
         scale_by: Callable[[Tensor], None] | None = None,
-        map_parts: Callable[[Callable[[Tensor], Tensor], list[Tensor]], Iterable[Tensor]] = map,
+        map_parts: MapParts = map,
         unscale: float = 1.0,
     ) -> Tensor:
         """Scale all gradients so that their norm is at most ``max_norm``; return the norm before, as float32.
@@ -324,13 +326,12 @@ class Strategy(ABC):
         Gradients of a scaled loss are first multiplied by ``unscale``: in one pass with the clipping, so with
         ``max_norm=inf`` this costs a pass over them.
 
-        The squares are added up in the context's ``sum_dtype`` and rounded once at the end: in float64 the norm is
-        then the same number however the gradients are sharded. ``scale_by`` receives the factor instead of multiplying
-        the gradients here; ``map_parts`` is like ``map``, over parts of gradients, and may use threads.
+        The squares of parts are added up in the context's ``sum_dtype`` and rounded once at the end: with parts in
+        float64 the norm is the same number however the gradients are sharded. ``scale_by`` receives the factor instead
+        of multiplying the gradients here; ``map_parts`` is like ``map``, over parts of gradients, and may use threads.
         """
         grads = [local_tensor(param.grad) for _, param in self.named_parameters() if param.grad is not None]
-        parts = [part for grad in grads for part in grad_parts(grad)]
-        norm = self.total_norm(list(map_parts(self.part_norm, parts)))
+        norm = self.total_norm(self.local_norms(grads, map_parts))
         norm = norm if unscale == 1 else norm * unscale
         if math.isfinite(max_norm) or unscale != 1:
             scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)
@@ -338,20 +339,8 @@ class Strategy(ABC):
             if scale_by is not None:
                 scale_by(scale)
             else:
-                for grad in grads:
-                    scale = scale.to(grad.device)  # one device sync, where gradients are offloaded
-                    grad.mul_(scale)
+                scale_gradients(grads, scale)
         return norm
-
-
-def grad_parts(grad: Tensor) -> list[Tensor]:
-    """Split this rank's part of a gradient into pieces whose norms are taken one by one."""
-    return [part for part in grad.flatten().split(norm_elements(grad.device.type)) if part.numel()]
-
-
-def norm_elements(device_type: str) -> int:
-    """Elements of a gradient whose norm is taken at a time."""
-    return CPU_NORM_ELEMENTS if device_type == "cpu" else NORM_ELEMENTS
 
 
 def own_parameters(modules: list[list[nn.Module]]) -> list[list[nn.Parameter]]:

@@ -17,7 +17,6 @@ from fsdptoys.memory import (
 )
 from fsdptoys.models import DecoderModel
 from fsdptoys.parallel import Strategy
-from fsdptoys.parallel.strategy import grad_parts
 from fsdptoys.utils.dtensor import local_tensor
 
 from .compile import compile_blocks
@@ -73,7 +72,7 @@ def build_updates(optimizer: torch.optim.Optimizer, strategy: Strategy, config: 
     if memory.optimizer_in_backward:
 
         def measure(grad: Tensor) -> list[Tensor]:
-            return [strategy.part_norm(part) for part in grad_parts(local_tensor(grad))]
+            return strategy.local_norms([local_tensor(grad)])
 
         return OptimizerInBackward(optimizer, (param for _, param in strategy.named_parameters()), measure)
     return Updates(optimizer, cpu_threads if memory.cpu_offload else None)

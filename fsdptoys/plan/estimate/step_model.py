@@ -14,7 +14,7 @@ from torch import nn
 from fsdptoys.memory import GradientCheckpointing
 from fsdptoys.metrics.prediction import Category
 from fsdptoys.parallel import DDPConfig
-from fsdptoys.parallel.strategy import norm_elements
+from fsdptoys.parallel.gradient_norms import FLOAT32_NORM_ELEMENTS, norm_elements
 
 from .activations import INPUT, Segment, Stage, innermost
 from .memory_ledger import COMPUTE, Ledger
@@ -104,10 +104,14 @@ class StepModel(ABC):
             ledger.move(512)
         elif not self.memory.cpu_offload:
             sizes = [size for unit in self.units.in_forward() for size in unit.local]
-            at_a_time = norm_elements(ledger.hardware.device_type)
-            ledger.move(4 * self.units.local_elements, sum(-(-size // at_a_time) for size in sizes))
+            on_cpu = ledger.hardware.device_type == "cpu"
+            if on_cpu or train.deterministic:
+                kernels = sum(-(-size // norm_elements(ledger.hardware.device_type)) for size in sizes)
+            else:
+                kernels = 1 + sum(size >= FLOAT32_NORM_ELEMENTS for size in sizes)
+            ledger.move(4 * self.units.local_elements, kernels)
             if self.setup.config.scales_gradients:
-                ledger.move(8 * self.units.local_elements, len(sizes))
+                ledger.move(8 * self.units.local_elements, len(sizes) if on_cpu else 1)
         else:
             # The norm reads; scaling reads and writes, unless the update does it.
             scales = self.setup.config.scales_gradients and not self.update.holds_gradients
