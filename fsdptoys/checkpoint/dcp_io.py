@@ -20,7 +20,10 @@ from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, SavePlan
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
+from fsdptoys.device import is_accelerator
+
 from . import shard_format
+from .pinned_copy import PinnedBuffers
 from .shard_format import CHUNK_DTYPES, DTYPE_NAMES, INDEX_FILE, Chunk, ChunkForm, ChunkPlace, StoredTensor
 from .storage import Storage
 
@@ -118,6 +121,7 @@ class SafetensorsReader(_UnplannedIO, dcp.StorageReader):
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         """Read the required rows file by file, in file order."""
         by_file: dict[str, list[tuple[ChunkPlace, Any]]] = {}
+        buffers: dict[torch.device, PinnedBuffers] = {}
         for item in plan.items:
             chunk = self._chunk(item.storage_index)
             by_file.setdefault(chunk.file, []).append((self._places[chunk.file, chunk.key], item))
@@ -125,20 +129,26 @@ class SafetensorsReader(_UnplannedIO, dcp.StorageReader):
             with self._storage.reading(f"{self._folder}/{file}") as opened:
                 for place, item in sorted(items, key=lambda pair: pair[0].start):
                     into = planner.resolve_tensor(item).detach()
-                    _read_part(opened, place, tuple(item.storage_offsets), into)
+                    if is_accelerator(into.device) and into.device not in buffers:
+                        buffers[into.device] = PinnedBuffers(into.device)
+                    _read_part(opened, place, tuple(item.storage_offsets), into, buffers.get(into.device))
                     planner.commit_tensor(item, into)
+        for each in buffers.values():
+            each.finish()
         return _completed(None)
 
     def _chunk(self, index: Any) -> Chunk:
         return self._chunks[index.fqn, tuple(index.offset)]
 
 
-def _read_part(file: Any, place: ChunkPlace, offsets: tuple[int, ...], into: Tensor) -> None:
+def _read_part(
+    file: Any, place: ChunkPlace, offsets: tuple[int, ...], into: Tensor, buffers: PinnedBuffers | None
+) -> None:
     """Fill a tensor with the part of a chunk starting at ``offsets``."""
     shape = place.form.shape
     first = offsets[0] if shape else 0
-    if into.shape[1:] == shape[1:] and into.is_contiguous() and into.device.type == "cpu":
-        shard_format.read_rows(file, place, first, into)
+    if into.shape[1:] == shape[1:] and into.is_contiguous():
+        shard_format.read_rows(file, place, first, into, buffers)
         return
     rows = torch.empty((into.shape[0], *shape[1:]) if shape else (), dtype=place.form.dtype)
     shard_format.read_rows(file, place, first, rows)

@@ -1,9 +1,9 @@
 """The files of a checkpoint's tensors, through any Storage: safetensors files of chunks (the shards of the saving
 ranks), and ``tensors.json``, which lists the tensors and the files of their chunks.
 
-A checkpoint may be in an object store, so its files are written sequentially, header first, and read by seeking. At
-most one additional tensor at a time is in host memory. Chunks are sorted by descending element size, which aligns each
-to its dtype. Bytes are little-endian, on little-endian hosts only.
+A checkpoint may be in an object store, so its files are written sequentially, header first, and read by seeking.
+Tensors on an accelerator pass through two pinned buffers (``pinned_copy``). Chunks are sorted by descending element
+size, which aligns each to its dtype. Bytes are little-endian, on little-endian hosts only.
 
 The index is plain JSON, read strictly: a hostile index cannot name a file outside its folder, omit a part of a tensor,
 or run code. It takes about 130 bytes per chunk, so 1000 tensors on 1000 ranks take 130 MB; the limit is 256 MiB.
@@ -25,6 +25,7 @@ from fsdptoys.errors import ConfigError
 from fsdptoys.utils.foreign import parse_json
 from fsdptoys.utils.text import one_line
 
+from .pinned_copy import BUFFER_BYTES, PinnedBuffers, byte_view, host_bytes
 from .safetensors_io import DTYPES, LONGEST_HEADER_BYTES, parse_header
 from .storage import Storage
 
@@ -85,12 +86,15 @@ def write_chunks(
     assert len(text) <= LONGEST_HEADER_BYTES
     with storage.writing(path) as file:
         file.write(len(text).to_bytes(8, "little") + text)
-        written = 0
-        for key, (given, chunk) in zip(keys, chunks, strict=True):
-            assert given == key and ChunkForm(chunk.dtype, tuple(chunk.shape)) == forms[key], f"{given} for {key}"
-            # The copy in host memory is freed before the next chunk is copied.
-            written += sum(file.write(piece) for piece in _pieces(chunk.detach().cpu().contiguous()))
+        contents = host_bytes(_checked(forms, keys, chunks))
+        written = sum(file.write(piece) for content in contents for piece in _pieces(content))
         assert written == end
+
+
+def _checked(forms: Mapping[str, ChunkForm], keys: list[str], chunks: Iterable[tuple[str, Tensor]]) -> Iterator[Tensor]:
+    for key, (given, chunk) in zip(keys, chunks, strict=True):
+        assert given == key and ChunkForm(chunk.dtype, tuple(chunk.shape)) == forms[key], f"{given} for {key}"
+        yield chunk
 
 
 @dataclass(frozen=True)
@@ -117,13 +121,27 @@ def read_places(storage: Storage, path: str, forms: Mapping[str, ChunkForm]) -> 
         raise ConfigError(f"{where} is damaged: {error}; {OLDER}") from error
 
 
-def read_rows(file: BinaryIO, place: ChunkPlace, first: int, into: Tensor) -> None:
+def read_rows(
+    file: BinaryIO, place: ChunkPlace, first: int, into: Tensor, buffers: PinnedBuffers | None = None
+) -> None:
     """Fill a tensor with consecutive full rows of a chunk, from row ``first`` on; ConfigError if the file ends early.
 
-    ``into`` is a contiguous CPU tensor of the chunk's dtype, [rows, the chunk's other dims]; a 0-dim chunk has one row.
+    ``into`` is a contiguous tensor of the chunk's dtype, [rows, the chunk's other dims]; a 0-dim chunk has one row. It
+    is on the CPU, or on the accelerator of ``buffers``, whose copies may be unfinished on return.
     """
     row_bytes = math.prod(place.form.shape[1:]) * place.form.dtype.itemsize
     file.seek(place.start + first * row_bytes)
+    content = byte_view(into)
+    if buffers is None:
+        _read_bytes(file, place, content)
+        return
+    for part in content.split(BUFFER_BYTES):
+        buffer = buffers.take(len(part))
+        _read_bytes(file, place, buffer)
+        buffers.copy(part, buffer)
+
+
+def _read_bytes(file: BinaryIO, place: ChunkPlace, into: Tensor) -> None:
     for piece in _pieces(into):
         done = 0
         while done < len(piece):
@@ -133,9 +151,9 @@ def read_rows(file: BinaryIO, place: ChunkPlace, first: int, into: Tensor) -> No
             done += count
 
 
-def _pieces(tensor: Tensor) -> Iterator[Any]:
-    """Yield views of a contiguous CPU tensor's bytes."""
-    content = tensor.detach().view(-1).view(torch.uint8).numpy()
+def _pieces(content_bytes: Tensor) -> Iterator[Any]:
+    """Yield views of bytes in host memory, each of at most ``PIECE_BYTES``."""
+    content = content_bytes.numpy()
     for start in range(0, len(content), PIECE_BYTES):
         yield content[start : start + PIECE_BYTES]
 

@@ -1,0 +1,91 @@
+"""Checkpoints of tensors on an accelerator, through pinned buffers."""
+
+import hashlib
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from fsdptoys.checkpoint import pinned_copy, shard_format
+from fsdptoys.checkpoint.sharded_io import load_tensors, save_tensors
+from fsdptoys.checkpoint.storage import open_storage
+from tests.simulated_npu.ranks import MODES, run_on_npu
+
+BUFFER_BYTES = 96
+
+
+def tensors(device: str) -> dict[str, Tensor]:
+    """Tensors smaller and larger than a buffer, of every alignment, one of them on the CPU in any case."""
+    made = {
+        "matrix": torch.arange(91.0).view(7, 13),
+        "transposed": torch.arange(30, dtype=torch.bfloat16).view(5, 6).t(),
+        "flags": torch.arange(301) % 3 == 0,
+        "scalar": torch.tensor(5.0),
+        "empty": torch.empty(0, 3),
+    }
+    placed = {name: tensor.to(device) for name, tensor in made.items()}
+    return placed | {"host": torch.arange(50, dtype=torch.int32)}
+
+
+def save_and_load(folder: str) -> tuple[str, bool, int]:
+    """The digest of the written file, whether loading restores every bit, and the most bytes pinned."""
+    import simulated_npu
+
+    patch = pytest.MonkeyPatch()
+    for module in (pinned_copy, shard_format):
+        patch.setattr(module, "BUFFER_BYTES", BUFFER_BYTES)
+    storage, saved, pinned = open_storage(folder), tensors("npu"), []
+    storage.make("a")
+    read_into = pinned_copy.PinnedBuffers.take
+
+    def take(self: Any, nbytes: int) -> Tensor:
+        pinned.append(simulated_npu.extension.pinned_bytes())
+        return read_into(self, nbytes)
+
+    patch.setattr(pinned_copy.PinnedBuffers, "take", take)
+    save_tensors(storage, "a", saved, None)
+    filled = {name: torch.zeros_like(tensor) for name, tensor in saved.items()}
+    load_tensors(storage, "a", filled, None)
+    same = all(torch.equal(filled[name].cpu(), saved[name].cpu()) for name in saved)
+    digest = hashlib.sha256((Path(folder) / "a/tensors-00000.safetensors").read_bytes()).hexdigest()
+    return digest, same, max(pinned)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_files_of_an_accelerator_hold_the_bytes_of_a_cpus(
+    mode: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Oracle: the file that a CPU writes, without buffers; in delayed mode a missing wait shows as other bytes."""
+    monkeypatch.delattr(pinned_copy.PinnedBuffers, "__init__")  # takes no device then
+    (tmp_path / "cpu").mkdir()
+    storage = open_storage(str(tmp_path / "cpu"))
+    storage.make("a")
+    save_tensors(storage, "a", tensors("cpu"), None)
+    expected = hashlib.sha256((tmp_path / "cpu/a/tensors-00000.safetensors").read_bytes()).hexdigest()
+    (tmp_path / "npu").mkdir()
+    digest, same, pinned = run_on_npu(save_and_load, str(tmp_path / "npu"), mode=mode)
+    assert (digest, same, pinned) == (expected, True, 2 * BUFFER_BYTES)
+
+
+def order_of_work() -> list[str]:
+    events: list[str] = []
+    patch = pytest.MonkeyPatch()
+    patch.setattr(pinned_copy, "BUFFER_BYTES", BUFFER_BYTES)
+    begin = pinned_copy.PinnedBuffers.copy
+
+    def copy(self: Any, target: Tensor, source: Tensor) -> Any:
+        events.append(f"copy {float(source.view(torch.float32)[0])}")
+        return begin(self, target, source)
+
+    patch.setattr(pinned_copy.PinnedBuffers, "copy", copy)
+    for part in pinned_copy.host_bytes([torch.arange(80.0, device="npu")]):
+        events.append(f"write {float(part.view(torch.float32)[0])}")
+    return events
+
+
+def test_next_part_is_copied_while_one_is_written() -> None:
+    """Oracle: by hand, 4 parts of 24 numbers or less: the copy of each begins before the write of the one before."""
+    order = "copy 0, copy 24, write 0, copy 48, write 24, copy 72, write 48, write 72"
+    assert run_on_npu(order_of_work, mode="delayed") == [f"{each}.0" for each in order.split(", ")]
