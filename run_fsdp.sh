@@ -4,7 +4,8 @@
 #
 # All that happens here is finding a Python that can run the project, in this order:
 #   1. the active virtual environment's or PATH's python3 (PYTHON=/path/to/python overrides), if it has what we need;
-#   2. .venv beside this script; where there is none, or an installation was interrupted, it is installed now.
+#   2. .venv beside this script; where there is none, or an installation was interrupted, it is installed now. If the
+#      Python of step 1 has a torch that works, .venv uses that torch and installs only missing packages.
 # Looking for hardware, setting its environment variables, choosing the number of ranks and saying so is done by
 # `fsdptoys train` (fsdptoys/launch/launch.py), so that this script, `python -m fsdptoys train` and torchrun do the same. The
 # variables and their reasons stand in fsdptoys/device/environment.py, those for Ascend NPUs also in docs/ascend.md.
@@ -68,6 +69,54 @@ else:
 PYTHON
 }
 
+# Version of the given Python's torch, if it is new enough and can be imported; nothing otherwise.
+working_torch() {
+  "$1" - "$root" torch 2>/dev/null <<'PYTHON'
+import os, re, sys
+from importlib import metadata
+
+def numbers(version):
+    return [int(part) for part in re.findall(r"\d+", version)[:3]]
+
+with open(os.path.join(sys.argv[1], "pyproject.toml"), encoding="utf-8") as file:
+    floor = re.search(r'"torch>=([\d.]+)"', file.read()).group(1)
+sys.path[:] = [entry for entry in sys.path if entry]
+if numbers(metadata.version("torch")) >= numbers(floor):
+    import torch
+    print(metadata.version("torch"))
+PYTHON
+}
+
+# Constraints for an environment that sees other packages: its torch, and the pins of packages that it lacks.
+constraints_around() {
+  "$1" - "$root" constraints <<'PYTHON'
+import os, re, sys
+from importlib import metadata
+
+def is_there(name):
+    try:
+        return bool(metadata.version(name))
+    except Exception:
+        return False
+
+print("torch==" + metadata.version("torch"))
+with open(os.path.join(sys.argv[1], "constraints.txt"), encoding="utf-8") as file:
+    print("".join(line for line in file if not is_there(re.match(r"[\w.-]*", line).group() or "-")), end="")
+PYTHON
+}
+
+# `venv` looks beside the first Python only: if the given one is itself an environment's, the new one needs its folder.
+see_packages_of() { # python, environment
+  "$1" - "$2" environment <<'PYTHON'
+import os, sys, sysconfig
+if sys.prefix != sys.base_prefix:
+    folder = sysconfig.get_path("purelib", vars={"base": sys.argv[1], "platbase": sys.argv[1]})
+    os.makedirs(folder, exist_ok=True)
+    with open(os.path.join(folder, "packages_beside.pth"), "w", encoding="utf-8") as file:
+        file.write(sysconfig.get_path("purelib") + "\n")
+PYTHON
+}
+
 run() { # python, its probe's answer, arguments: a command or, without one, those of `fsdptoys train`
   local python=$1 state=$2
   shift 2
@@ -120,10 +169,20 @@ else
 fi
 "$base" -c 'import ensurepip, venv' 2>/dev/null ||
   fail 2 "$base cannot make a virtual environment; install its venv module (Debian, Ubuntu: apt install python3-venv) or set PYTHON to a Python that has fsdptoys's dependencies"
-"$venv/bin/python" -m pip --version >/dev/null 2>&1 || "$base" -m venv "$venv" >&2 ||
-  fail 1 "could not make $venv (see above); set PYTHON to a Python that has fsdptoys's dependencies"
+torch=$(working_torch "$base") || torch=''
+if ! "$venv/bin/python" -m pip --version >/dev/null 2>&1; then
+  "$base" -m venv ${torch:+--system-site-packages} "$venv" >&2 ||
+    fail 1 "could not make $venv (see above); set PYTHON to a Python that has fsdptoys's dependencies"
+  [[ -z $torch ]] || see_packages_of "$base" "$venv"
+fi
 echo started >"$marker"
-"$venv/bin/python" -m pip install -c "$root/constraints.txt" -e "$root[report]" >&2 ||
+constraints=$root/constraints.txt
+if [[ -n $torch && $(working_torch "$venv/bin/python") == "$torch" ]]; then
+  say "keeps torch $torch of $base; $venv uses the packages that are there, and gets those that are not"
+  constraints=$venv/constraints.txt
+  constraints_around "$venv/bin/python" >"$constraints"
+fi
+"$venv/bin/python" -m pip install -c "$constraints" -e "$root[report]" >&2 ||
   fail 1 "pip could not install fsdptoys into $venv (see above); start again to try again, or set PYTHON to a Python that has its dependencies"
 echo 'done' >"$marker"
 say "installed into $venv; for the command fsdptoys in your shell: source $(printf '%q' "$venv")/bin/activate"

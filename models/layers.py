@@ -30,7 +30,8 @@ class RMSNorm(UsesKernels):
 
     def forward(self, hidden_BTD: Tensor) -> Tensor:
         """Normalize; any leading shape."""
-        return self.kernels.rms_norm(hidden_BTD, self.weight, self.eps)
+        # A view's gradient has the dtype of the weight; FSDP2 of torch 2.15 accepts float32 for a bf16 weight itself.
+        return self.kernels.rms_norm(hidden_BTD, self.weight.view_as(self.weight), self.eps)
 
 
 def rope_tables(inv_freq: Tensor, seq_len: int, start: int = 0) -> tuple[Tensor, Tensor]:

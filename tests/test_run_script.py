@@ -7,6 +7,7 @@ import shutil
 import subprocess
 import sys
 from dataclasses import dataclass
+from importlib import metadata
 from pathlib import Path
 
 import pytest
@@ -21,21 +22,32 @@ print(json.dumps({"python": sys.executable, "file": __file__, "cwd": os.getcwd()
 STUB = """#!/usr/bin/env bash
 here=$(dirname "$0")
 name=${0##*/}
+folder=${!#}
 case "$*" in
+  "- "*" torch" | "- "*" constraints" | "- "*" environment")
+    [ -z "${TORCH:-}" ] || [ ! -e "$here/$name.sees-torch" ] || exec "$TORCH" "$@"
+    exit 1
+    ;;
   "- "*) cat "$here/$name.state"; exit ;;
   "-c "*) [ -z "${NO_VENV_MODULE:-}" ]; exit ;;
   "-m pip --version") exit ;;
 esac
 echo "$name $*" >>"$LOG"
 case "$1 $2" in
-  "-m venv") mkdir -p "$3/bin" && cp "$here/$name" "$3/bin/python" && echo missing torch >"$3/bin/python.state" ;;
+  "-m venv")
+    mkdir -p "$folder/bin" && cp "$here/$name" "$folder/bin/python" && echo missing torch >"$folder/bin/python.state"
+    [ "$3" != --system-site-packages ] || touch "$folder/bin/python.sees-torch"
+    ;;
   "-m pip")
     [ -z "${PIP_FAILS:-}" ] || { echo "no matching distribution"; exit 1; }
     echo ready >"$here/$name.state"
     ;;
 esac
 """
-"""A Python stub that answers the script's query from NAME.state, copies itself and records its arguments."""
+"""A Python stub that answers the script's query from NAME.state, copies itself and records its arguments.
+
+Queries about torch go to the Python TORCH, if the stub has it (NAME.sees-torch) or sees that of another one.
+"""
 
 
 @dataclass
@@ -200,6 +212,28 @@ def test_own_environment_is_installed_once_and_repaired(sandbox: Sandbox) -> Non
     (venv / ".fsdptoys-install").write_text("started\n")
     assert "was interrupted; installing again" in sandbox.start("x=1").stderr
     assert sandbox.calls() == [install, train]
+
+
+def test_working_torch_is_kept_and_only_missing_packages_are_pinned(sandbox: Sandbox) -> None:
+    """Oracle: the calls, and the constraints that pip gets: this Python's torch, and the pin that it cannot have."""
+    sandbox.add_stub("python3", "missing hydra-core")
+    (sandbox.path / "python3.sees-torch").touch()
+    with (sandbox.checkout / "constraints.txt").open("a") as file:
+        file.write("fsdptoys-has-no-such-package==1.0\n")
+    venv = sandbox.checkout / ".venv"
+    done = sandbox.start("x=1", TORCH=sys.executable)
+    assert done.returncode == 0, done.stderr
+    assert sandbox.calls() == [
+        f"python3 -m venv --system-site-packages {venv}",
+        f"python -m pip install -c {venv}/constraints.txt -e {sandbox.checkout}[report]",
+        "python -m fsdptoys train x=1",
+    ]
+    torch = metadata.version("torch")
+    assert f"keeps torch {torch} of {sandbox.path}/python3; " in done.stderr
+    constraints = (venv / "constraints.txt").read_text().splitlines()
+    assert (constraints[0], constraints[-1]) == (f"torch=={torch}", "fsdptoys-has-no-such-package==1.0")
+    pinned = [line.split("==")[0] for line in constraints[1:] if line and not line.startswith("#")]
+    assert not {"torch", "numpy", "hydra-core"} & set(pinned)
 
 
 @pytest.mark.parametrize(

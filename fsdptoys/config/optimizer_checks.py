@@ -11,6 +11,7 @@ from fsdptoys.optim import Implementation, OptimConfig, WeightDecayOn, low_bit_a
 from fsdptoys.parallel import ParallelConfig
 from fsdptoys.parallel.fsdp2 import placement
 from fsdptoys.parallel.mesh import MeshConfig
+from fsdptoys.utils.torchao import torchao_fault
 
 
 class Loop(Protocol):
@@ -86,11 +87,9 @@ def _check_low_bits(optim: OptimConfig, setting: str, parallel: ParallelConfig, 
             f"{setting} keeps a scale for each part of a row of a matrix, which parallel={parallel.name} "
             f"{parallel.matrices_lost}; set parallel=fsdp2 or optim.state_dtype=bfloat16"
         )
-    if not low_bit_adamw.is_installed():
-        raise ConfigError(
-            f"{setting} needs the package torchao, which is not installed; run pip install 'fsdptoys[torchao]' or set "
-            "optim.state_dtype=bfloat16"
-        )
+    fault = torchao_fault()
+    if fault is not None:
+        raise ConfigError(f"{setting} needs the package torchao, which {fault}, or set optim.state_dtype=bfloat16")
     if optim.implementation is Implementation.foreach:
         raise ConfigError(
             f"optim.implementation=foreach is not an option of {setting}; set optim.implementation=fused, which "

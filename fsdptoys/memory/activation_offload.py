@@ -216,7 +216,7 @@ class ActivationOffload:
 
     def _save(self, tensor: Tensor, block: _Block) -> Tensor | _Saved:
         travels = (
-            not isinstance(tensor, nn.Parameter)
+            not isinstance(tensor if tensor._base is None else tensor._base, nn.Parameter)
             and not is_traceable_wrapper_subclass(tensor)
             and tensor.device.type == self.device.type
             and _is_dense(tensor)

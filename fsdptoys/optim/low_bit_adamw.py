@@ -14,7 +14,6 @@ Source: https://github.com/pytorch/ao/tree/main/torchao/optim
 """
 
 import functools
-import importlib.util
 import logging
 import math
 import warnings
@@ -58,11 +57,6 @@ def state_bytes(format: str, shape: Sequence[int], elements: int) -> tuple[int, 
     block = block_elements(format, shape)
     assert block is not None
     return (elements // FORMATS[format].codes_a_byte, 4 * (elements // block)) * len(MOMENTS)
-
-
-def is_installed() -> bool:
-    """Whether torchao is installed."""
-    return importlib.util.find_spec("torchao") is not None
 
 
 class LowBitAdamW(MatrixOptimizer):

@@ -17,7 +17,6 @@ Source: https://docs.pytorch.org/ao/stable/workflows/training.html, arXiv:2209.0
 """
 
 import dataclasses
-import importlib.util
 import logging
 from enum import Enum
 from typing import Any
@@ -28,6 +27,7 @@ from torch import nn
 from fsdptoys.errors import ConfigError
 from fsdptoys.models import DecoderModel
 from fsdptoys.models.linear import Linear
+from fsdptoys.utils.torchao import torchao_fault
 
 from .precision import DType
 from .strategy import ParallelConfig
@@ -108,10 +108,9 @@ def check_float8_here(float8: Float8, device_type: str) -> None:
         raise ConfigError(
             f"{key} needs a device of compute capability 8.9 or more, and this one has {found}; set train.float8=none"
         )
-    if importlib.util.find_spec("torchao") is None:
-        raise ConfigError(
-            f"{key} needs torchao, which is not installed; pip install 'fsdptoys[torchao]' or set train.float8=none"
-        )
+    fault = torchao_fault()
+    if fault is not None:
+        raise ConfigError(f"{key} needs torchao, which {fault}, or set train.float8=none")
 
 
 def check_even_shards(model: DecoderModel, ranks: int) -> None:
@@ -162,6 +161,9 @@ def prepare_all_gathers(model: nn.Module) -> None:
 
 
 def _torchao() -> Any:
+    fault = torchao_fault()
+    if fault is not None:  # in a plan for other hardware
+        raise ConfigError(f"train.float8 needs torchao, which {fault}, or set train.float8=none")
     disabled = logging.root.manager.disable
     logging.disable(logging.WARNING)  # ABI warnings about prebuilt kernels, which float8 training does not use
     try:

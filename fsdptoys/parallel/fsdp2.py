@@ -101,6 +101,8 @@ class FSDP2(Strategy):
         library.fully_shard(
             model, mesh=self.mesh, reshard_after_forward=config.reshards(None), shard_placement_fn=place, **policies
         )
+        for module in (model, *(modules[0] for modules in members.values())):
+            keep_gradient_dtype(module)
         # The root's forward begins before any other.
         self._modules: list[list[nn.Module]] = [[model], *members.values()]
         tied = bool(units) and next(iter(units.values())).ends_forward
@@ -228,6 +230,30 @@ def gathering_stream(module: nn.Module) -> Any:
         return module._get_fsdp_state()._comm_ctx.all_gather_copy_in_stream  # type: ignore[operator]
     except AttributeError:
         return None
+
+
+def keep_gradient_dtype(module: nn.Module) -> None:
+    """Let the backward of a micro-batch add the gradients of a tied weight in the dtype of its forward.
+
+    From torch 2.15 on FSDP2 casts each of them to float32 before their sum if the gradients are not reduced in this
+    backward; other strategies, and FSDP2 where it reduces them, cast the sum. Private API, tried with torch 2.15; older
+    versions lack it and cast the sum.
+    """
+    for group in getattr(module._get_fsdp_state(), "_fsdp_param_groups", ()):  # type: ignore[operator]
+        set_dtypes = getattr(group, "_set_unsharded_grad_dtypes", None)
+        if set_dtypes is None:
+            return
+
+        def set_as_if_reduced(
+            defer_upcast: bool, group: Any = group, set_dtypes: Callable[[bool], None] = set_dtypes
+        ) -> None:
+            reduces, group.reduce_grads = group.reduce_grads, True
+            try:
+                set_dtypes(defer_upcast)
+            finally:
+                group.reduce_grads = reduces
+
+        group._set_unsharded_grad_dtypes = set_as_if_reduced
 
 
 def averages(group: dist.ProcessGroup) -> bool:

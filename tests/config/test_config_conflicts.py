@@ -1,8 +1,10 @@
 """Settings that exclude each other are refused in one sentence, before any process group or allocation."""
 
+import importlib.util
 from pathlib import Path
 
 import pytest
+import torch
 
 from fsdptoys.config.compose import compose_config
 from fsdptoys.device import available_cores
@@ -321,12 +323,22 @@ def test_shards_that_split_a_block_of_low_bit_states_are_refused() -> None:
     compose_config([*words, "mesh.fsdp_size=128"]).validate(1024, "cuda")
 
 
-def test_low_bit_states_without_torchao_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Oracle: the expected message."""
-    monkeypatch.setattr("fsdptoys.optim.low_bit_adamw.is_installed", lambda: False)
+@pytest.mark.parametrize(
+    ("installed", "fault"),
+    [
+        (False, "is not installed; run pip install 'fsdptoys[torchao]'"),
+        (True, f"cannot be imported with torch {torch.__version__}; install torch 2.11 or newer"),
+    ],
+    ids=["not installed", "torch too old"],
+)
+def test_low_bit_states_without_torchao_are_refused(
+    installed: bool, fault: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Oracle: the expected message; torch 2.7 lacks the name that torchao imports."""
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: installed or None)
+    monkeypatch.delattr(torch.nn.functional, "ScalingType", raising=False)
     with pytest.raises(ConfigError) as caught:
         compose_and_validate(["optim.state_dtype=int4"])
     assert str(caught.value) == (
-        "optim.state_dtype=int4 needs the package torchao, which is not installed; run pip install "
-        "'fsdptoys[torchao]' or set optim.state_dtype=bfloat16"
+        f"optim.state_dtype=int4 needs the package torchao, which {fault}, or set optim.state_dtype=bfloat16"
     )

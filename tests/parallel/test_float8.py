@@ -33,11 +33,15 @@ from fsdptoys.parallel.precision import DType
 from fsdptoys.train import build as prepare
 from fsdptoys.train.compile import compile_blocks
 from fsdptoys.train.trainer import Trainer
+from fsdptoys.utils.torchao import torchao_fault
 from scripts.ranks import run_ranks
 from tests.parallel.runs import TINY, make_config
 
-pytest.importorskip("torchao")
-pytestmark = pytest.mark.usefixtures("unmeasured")
+fault = torchao_fault()
+pytestmark = [
+    pytest.mark.usefixtures("unmeasured"),
+    pytest.mark.skipif(fault is not None, reason=f"torchao {fault}"),
+]
 
 MODEL = LlamaConfig(name="tiny", dim=32, n_layers=2, n_heads=2, n_kv_heads=1, ffn_dim=48, vocab_size=67, max_seq_len=64)
 
@@ -262,9 +266,9 @@ def test_devices_and_environments_without_float8_are_refused(monkeypatch: pytest
     check_float8_here(Float8.tensorwise, "cuda")
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     for device_type in ("cuda", "cpu"):
-        with pytest.raises(ConfigError, match="needs torchao, which is not installed; pip install"):
+        with pytest.raises(ConfigError, match="needs torchao, which is not installed; run pip install"):
             check_float8_here(Float8.tensorwise, device_type)
         check_float8_here(Float8.none, device_type)
-    with pytest.raises(ConfigError, match="needs torchao, which is not installed; pip install"):
+    with pytest.raises(ConfigError, match="needs torchao, which is not installed; run pip install"):
         resolve_run(["train.float8=tensorwise", "launch.device=cpu"], {})
     check_float8(**GOOD)

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import Shard
 
+from fsdptoys.parallel.fsdp import TORCH
 from tests.toys.fsdp_models import (
     NATIVE,
     TOY,
@@ -24,6 +25,8 @@ from tests.toys.fsdp_models import (
 )
 
 BF16 = {"param_dtype": torch.bfloat16}
+if TORCH >= (2, 15):  # PyTorch's default is float32 from then on; the toy's is the dtype of the parameters, as before
+    BF16["reduce_dtype"] = torch.bfloat16
 ACCUMULATE = Case(before=lambda model, index, count: model.set_requires_gradient_sync(index == count - 1))
 
 

@@ -62,6 +62,9 @@ class Stream:
 
     _numbers = itertools.count()
     query = staticmethod(lambda: True)  # lets the host continue
+    is_capturing = staticmethod(lambda: False)  # no CUDA graphs; read by torch 2.15, like the next two
+    device_index = 0
+    device_type = 1  # CUDA's number, an argument of an operator that does nothing here
 
     def __init__(self, device: Any = None, priority: int = 0, **kwargs: Any) -> None:
         self.number = self.stream_id = next(Stream._numbers)
