@@ -90,3 +90,11 @@ def test_out_of_memory_message_lists_live_tensors_and_options(tmp_path: Path) ->
     said = train(words, tmp_path, 1, SIMULATED_NPU_MIB="24")
     assert "the memory of the npu device ran out on rank" in said and "24.00 MiB in all" in said
     assert "activations, temporaries, gathered parameters" in said and "memory.gradient_checkpointing=full" in said
+
+
+def test_smoke_test_passes_on_an_npu(tmp_path: Path) -> None:
+    """Oracle: the checks' own, in float64 and by the input of one rank's collectives."""
+    words = [str(ROOT / "scripts" / "gpu_smoke.py"), "--device", "npu", "--checks", "device", "process group", "loss"]
+    lines = [json.loads(line) for line in run(words, tmp_path).splitlines()]
+    assert [line["status"] for line in lines] == ["passed"] * 3
+    assert "Simulated NPU" in lines[0]["facts"]["machine"] and lines[2]["facts"]["backend"] == "hccl"

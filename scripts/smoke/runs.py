@@ -1,0 +1,122 @@
+"""Small training runs of the checks, on a device and on a CPU as its oracle.
+
+    python scripts/smoke/runs.py DEVICE '{"row": ["parallel=fsdp2"]}'    # prints each row's numbers as JSON
+
+Initial values are a function of a parameter's name, drawn on the CPU, so that every device begins with the same.
+"""
+
+import gc
+import hashlib
+import json
+import os
+import subprocess
+import sys
+import zlib
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+import torch
+from torch import Tensor
+
+from fsdptoys.config.compose import compose_config
+from fsdptoys.errors import ConfigError
+from fsdptoys.metrics import StepMetrics
+from fsdptoys.train.distributed import process_group
+from fsdptoys.train.trainer import Trainer
+from fsdptoys.utils.dtensor import local_tensor
+from scripts.child_environment import child_environment
+
+COMMON = ["experiment=null", "data=synthetic", "metrics.console=none", "metrics.log_every=1", "optim.lr=1e-3"]
+COMMON += ["optim.schedule=constant", "train.steps=3"]
+TINY = ["model=llama_debug", "model.n_layers=4", "train.batch_size=2", "train.seq_len=64"]
+SMALL = ["model=llama_debug", "model.dim=512", "model.n_layers=4", "model.n_heads=4", "model.n_kv_heads=2"]
+SMALL += ["model.ffn_dim=1408", "model.vocab_size=32000", "train.batch_size=4", "train.seq_len=512"]
+RANK = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
+
+
+@dataclass
+class Trained:
+    """Numbers of a run."""
+
+    losses: list[float] = field(default_factory=list)
+    grad_norms: list[float] = field(default_factory=list)
+    digest: str = ""
+    """SHA-256 over the final parameters."""
+    peak_gib: float | None = None
+    """Of tensors on the device, in the last two steps."""
+    step_ms: float | None = None
+    """The last step."""
+    note: str = ""
+    refused: bool = False
+    """Whether the configuration says that this cannot be."""
+    error: str = ""
+
+
+def small_model(device: str) -> list[str]:
+    """A model of 45M parameters on CUDA, the debug model elsewhere."""
+    return SMALL if device == "cuda" else TINY
+
+
+def fill(param: Tensor, name: str) -> None:
+    """Ones for norms, and small numbers by the name for everything else."""
+    local = local_tensor(param)
+    if param.ndim == 1:
+        local.fill_(1.0)
+    else:
+        generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
+        local.copy_(torch.empty(local.shape).normal_(0.0, 0.02, generator=generator))
+
+
+def train(device: str, rows: dict[str, list[str]]) -> dict[str, Trained]:
+    """Train every row in this process, one rank by itself."""
+    os.environ.update(RANK)
+    with process_group(compose_config([*COMMON, f"launch.device={device}"])):
+        return {name: _train_row(device, words) for name, words in rows.items()}
+
+
+def _train_row(device: str, words: list[str]) -> Trained:
+    trained = Trained()
+    gc.collect()
+    try:
+        config = compose_config([*COMMON, f"launch.device={device}", *words])
+        config.validate(1, device)
+        trainer = Trainer(config, fill=fill)
+
+        def on_step(step: StepMetrics) -> None:
+            trained.losses.append(step.loss)
+            trained.grad_norms.append(step.grad_norm)
+            trained.peak_gib, trained.step_ms = step.memory_peak_gib, 1e3 * step.step_time_seconds
+            if step.step == 1:
+                trainer.device.reset_peak_memory()
+
+        trainer.device.reset_peak_memory()
+        trainer.train(on_step)
+        digest = hashlib.sha256()
+        for name, param in trainer.strategy.full_parameters():
+            digest.update(name.encode() + param.contiguous().cpu().view(torch.uint8).numpy().tobytes())
+        trained.digest = digest.hexdigest()
+        if trainer.compilation:
+            found = trainer.compilation.result()
+            trained.note = f"{found.compiled} compiled in {found.seconds:.0f} s, {len(found.recompilations)} again"
+            trained.note += f", graph breaks {sum(found.graph_breaks.values())}"
+    except ConfigError as error:
+        trained.error, trained.refused = str(error), True
+    except Exception as error:
+        trained.error = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
+    return trained
+
+
+def train_apart(device: str, rows: dict[str, list[str]]) -> dict[str, Trained]:
+    """The same in a process of its own, as for the oracle on a CPU."""
+    command = [sys.executable, __file__, device, json.dumps(rows)]
+    done = subprocess.run(command, env=child_environment(), capture_output=True, text=True)
+    if done.returncode:
+        raise RuntimeError(done.stderr.strip().splitlines()[-1])
+    return {name: Trained(**row) for name, row in json.loads(done.stdout.splitlines()[-1]).items()}
+
+
+if __name__ == "__main__":
+    results = train(sys.argv[1], json.loads(sys.argv[2]))
+    print(json.dumps({name: asdict(row) for name, row in results.items()}), flush=True)

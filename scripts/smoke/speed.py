@@ -1,0 +1,175 @@
+"""Checks of commands and speed: torchrun, the first command, and a 1B model with the device's idle time."""
+
+import os
+import pickle
+import statistics
+import subprocess
+import tempfile
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from fsdptoys.config.compose import compose_config
+from fsdptoys.config.schema import Config
+from fsdptoys.device import GIB
+from fsdptoys.device.profile import hardware_for, load_hardware
+from fsdptoys.errors import ConfigError
+from fsdptoys.metrics import StepMetrics
+from fsdptoys.plan.predict import Predictor
+from fsdptoys.train.distributed import process_group
+from fsdptoys.train.trainer import Trainer
+from scripts.child_environment import ROOT, child_environment
+from scripts.peers.ours import fill
+from scripts.smoke.report import Report
+from scripts.smoke.runs import COMMON, RANK, TINY
+from scripts.smoke.training import fsdptoys, losses_of, train_command
+
+STEPS, WARMUP = 6, 3
+ROWS = {
+    "fsdp2 foreach": ["parallel=fsdp2", "optim.implementation=foreach"],
+    "fsdp2 fused": ["parallel=fsdp2", "optim.implementation=fused"],
+    "single fused": ["parallel=single", "optim.implementation=fused"],
+    "single fused compiled": ["parallel=single", "optim.implementation=fused", "train.compile=true"],
+}
+IDLE_GAP_MICROSECONDS = 20.0
+"""Shorter gaps between kernels are not listed."""
+
+
+def check_speed(report: Report, device: str) -> None:
+    """Tokens/s, MFU and peak of each row, the planner's prediction of them, and the device's idle time in a step."""
+    os.environ.update(RANK)
+    model = ["model=llama3_1b", "train.batch_size=4", "train.seq_len=4096"] if device == "cuda" else TINY
+    common = [*COMMON, *model, f"launch.device={device}", "parallel.param_dtype=bfloat16", "memory.chunk_loss=true"]
+    common += [f"train.steps={STEPS}"]
+    rows = {name: [*common, *words] for name, words in ROWS.items() if device == "cuda" or "compile" not in words[-1]}
+    first: list[float] = []
+    with process_group(compose_config([*COMMON, f"launch.device={device}"])):
+        for name, words in rows.items():
+            try:
+                config = compose_config(words)
+                config.validate(1, device)
+                facts, losses = _measure(config)
+            except ConfigError as error:
+                report.fact(name, f"refused: {error}")
+                continue
+            if device == "cuda":
+                facts |= _predict(config, device)
+            report.fact(name, facts)
+            first = first or losses
+            report.close(f"{name}: losses against the first row's", losses, first, 2e-2)
+
+
+def _measure(config: Config) -> tuple[dict[str, Any], list[float]]:
+    """Figures of the steps after the warm-up, and all losses; the last step is profiled and not timed."""
+    device = config.launch.device.value
+    steps: list[StepMetrics] = []
+    profiler: Any = None
+    # The same values in every row.
+    torch.manual_seed(0)
+    trainer = Trainer(config, fill=fill)
+
+    def on_step(step: StepMetrics) -> None:
+        nonlocal profiler
+        steps.append(step)
+        if step.step == WARMUP:
+            trainer.device.reset_peak_memory()
+        if step.step == STEPS - 1 and device == "cuda":
+            profiler = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA])
+            profiler.start()
+
+    trainer.train(on_step)
+    trainer.device.synchronize()
+    timed = steps[WARMUP : STEPS - 1]
+    facts: dict[str, Any] = {
+        "step_ms": 1e3 * statistics.median(step.step_time_seconds for step in timed),
+        "tokens_per_second": statistics.median(step.tokens_per_second for step in timed),
+        "mfu": timed[-1].mfu,
+        "peak_gib": timed[-1].memory_peak_gib,
+        "reserved_gib": timed[-1].memory_reserved_gib,
+    }
+    if profiler is not None:
+        profiler.stop()
+        kernels = [
+            (event.time_range.start, event.time_range.end, event.name)
+            for event in profiler.events()
+            if event.device_type == torch.autograd.DeviceType.CUDA
+        ]
+        facts |= idle_time(kernels)
+    return facts, [step.loss for step in steps]
+
+
+def idle_time(kernels: list[tuple[float, float, str]]) -> dict[str, Any]:
+    """Busy and idle milliseconds of a device, the kernels before its gaps, and those that take the most time.
+
+    Args:
+        kernels: start, end in microseconds, and name.
+    """
+    busy, gaps, until, before = 0.0, Counter[str](), 0.0, ""
+    seconds = Counter[str]()
+    kernels = sorted(kernels)
+    for start, end, name in kernels:
+        seconds[name[:60]] += end - start
+        if before and start - until > IDLE_GAP_MICROSECONDS:
+            gaps[before[:60]] += start - until
+        busy += max(0.0, end - max(start, until))
+        if end > until:
+            until, before = end, name
+    span = until - kernels[0][0] if kernels else 0.0
+    return {
+        "device_busy_ms": busy / 1e3,
+        "device_idle_ms": (span - busy) / 1e3,
+        "idle_ms_after": {name: time / 1e3 for name, time in gaps.most_common(5)},
+        "kernel_ms": {name: time / 1e3 for name, time in seconds.most_common(8)},
+        "norm_kernel_ms": sum(time for name, time in seconds.items() if "norm" in name.lower()) / 1e3,
+    }
+
+
+def _predict(config: Config, device: str) -> dict[str, Any]:
+    hardware = hardware_for(torch.cuda.get_device_name(), device)
+    if hardware is None:
+        return {"predicted": "no profile of this device"}
+    profile = load_hardware(hardware)
+    found = Predictor(config, profile, 1)(profile)
+    return {"predicted_step_ms": 1e3 * found.time.step_seconds, "predicted_peak_gib": found.memory.peak_bytes / GIB}
+
+
+def check_torchrun(report: Report, device: str) -> None:
+    """A run under torchrun against the project's launcher, and the allocator's settings in its memory snapshot."""
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        words = ["train.steps=3"]
+        if device != "cpu":
+            words += ["profile.enabled=true", "profile.snapshot=true", "profile.snapshot_first_step=2"]
+            words += ["profile.skip_steps=0", "profile.active_steps=1", "profile.snapshot_steps=1"]
+        torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=1"]
+        fsdptoys(train_command(device, "own", *words), folder)
+        fsdptoys(train_command(device, "torchrun", *words), folder, torchrun)
+        report.close("losses under torchrun", losses_of(folder / "torchrun"), losses_of(folder / "own"), 1e-6)
+        if device != "cuda":
+            return
+        for run in ("own", "torchrun"):
+            snapshots = sorted((folder / run / "profile").glob("*.pickle"))
+            report.expect(bool(snapshots), f"{run}: the memory snapshot was written")
+            for path in snapshots[:1]:
+                settings = pickle.loads(path.read_bytes()).get("allocator_settings", {})
+                expandable = settings.get("expandable_segments")
+                report.expect(bool(expandable), f"{run}: expandable_segments is {expandable} in the allocator")
+
+
+def check_first_command(report: Report, device: str) -> None:
+    """``bash run_fsdp.sh`` with three steps: the model that it chooses fits, and its loss falls."""
+    with tempfile.TemporaryDirectory() as folder:
+        words = ["train.steps=3", f"launch.device={device}", f"metrics.run_dir={folder}/run", "metrics.log_every=1"]
+        words += ["metrics.console=plain"]
+        if device != "cuda":
+            words += ["experiment=null", *TINY, "launch.nproc_per_node=1"]
+        command = ["bash", str(ROOT / "run_fsdp.sh"), *words]
+        done = subprocess.run(command, cwd=folder, env=child_environment(), capture_output=True, text=True)
+        said = (done.stdout + done.stderr).strip().splitlines()
+        report.fact("first lines", said[:6])
+        report.expect(done.returncode == 0, f"run_fsdp.sh ends with status {done.returncode}: {said[-1:]}")
+        if done.returncode == 0:
+            losses = losses_of(Path(folder) / "run")
+            report.expect(len(losses) == 3 and all(0 < loss < 20 for loss in losses), f"losses {losses} are plausible")

@@ -1,0 +1,144 @@
+"""The smoke test of a device: its checks on a CPU, checks that fail, and limits of time."""
+
+import io
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from fsdptoys.config.compose import compose_config
+from scripts import gpu_smoke
+from scripts.gpu_smoke import CHECKS, read_events, run_check
+from scripts.smoke import kernels, speed, training
+from scripts.smoke.report import Report
+from scripts.smoke.runs import COMMON, SMALL, Trained
+from scripts.smoke.speed import idle_time
+from scripts.smoke.training import compare
+
+
+class Recorded(Report):
+    """Keeps the comparisons."""
+
+    def __init__(self) -> None:
+        self.met: list[str] = []
+        self.failed: list[str] = []
+        self.facts: dict[str, Any] = {}
+
+    def fact(self, name: str, value: Any) -> None:
+        """Keep."""
+        self.facts[name] = value
+
+    def expect(self, met: bool, sentence: str) -> None:
+        """Keep."""
+        (self.met if met else self.failed).append(sentence)
+
+
+@pytest.mark.parametrize("check", [kernels.check_loss, kernels.check_experts, kernels.check_attention])
+def test_checks_of_kernels_pass_on_a_cpu(check: Any) -> None:
+    """Oracle: float64, as on an accelerator."""
+    report = Recorded()
+    check(report, "cpu")
+    assert not report.failed and len(report.met) >= 6
+
+
+def test_wrong_attention_fails_its_check(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Oracle: attention that sees later tokens, and one with NaN in a gradient."""
+
+    def sees_all(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return F.scaled_dot_product_attention(q, k, v, enable_gqa=True)
+
+    monkeypatch.setitem(kernels.IMPLEMENTATIONS, "attention", {"torch": sees_all})
+    report = Recorded()
+    kernels.check_attention(report, "cpu")
+    assert len(report.failed) == 8 and all("torch torch." in sentence for sentence in report.failed)
+
+
+@pytest.mark.parametrize(
+    ("row", "failures"),
+    [
+        (Trained([5.0, 4.0, 3.0], [1.0, 1.0, 1.0]), 0),
+        (Trained([5.0, 4.0, 3.001], [1.0, 1.0, 1.0]), 1),
+        (Trained([5.0, 4.0, float("nan")], [1.0, 1.0, float("nan")]), 2),
+        (Trained(error="cpu_offload needs an accelerator", refused=True), 0),
+        (Trained(error="RuntimeError: CUDA error"), 1),
+    ],
+)
+def test_losses_other_than_the_oracles_fail(row: Trained, failures: int) -> None:
+    """Oracle: losses by hand."""
+    report = Recorded()
+    compare(report, "cuda", "row", row, Trained([5.0, 4.0, 3.0]), 1e-5)
+    assert len(report.failed) == failures
+
+
+@pytest.mark.parametrize(
+    ("output", "errors", "status", "expected"),
+    [
+        ('["met", "a", null]\nnoise\n["fact", "b", 2]\n', "", 0, ("passed", 1, [], {"b": 2})),
+        ('["met", "a", null]\n["failed", "c", null]\n', "", 0, ("failed", 1, ["c"], {})),
+        ('["fact", "b", 2]\n', "", 0, ("failed", 0, [], {"b": 2})),
+        ('["met", "a", null]\n["fa', "", None, ("timed out", 1, [], {})),
+        ("", "Traceback\nRuntimeError: no\n", 1, ("crashed", 0, [], {})),
+    ],
+)
+def test_check_passes_only_if_all_comparisons_are_met(
+    output: str, errors: str, status: int | None, expected: tuple[Any, ...]
+) -> None:
+    """Oracle: the status by hand; a check without comparisons and a process that died have failed."""
+    line = read_events(io.StringIO(output), io.StringIO(errors), status)
+    assert tuple(line[key] for key in ("status", "met", "failed", "facts")) == expected
+    assert ("RuntimeError: no" in line.get("reason", "")) == (line["status"] == "crashed")
+
+
+def test_check_over_its_limit_is_killed_and_later_ones_are_left_out() -> None:
+    """Oracle: limits shorter than the imports of a check, and no time left."""
+    check = gpu_smoke.Check("device", "device:check_device", 0.3)
+    assert run_check(check, "cpu", 60.0)["status"] == "timed out"
+    assert run_check(CHECKS[0], "cpu", 1.0)["status"] == "left out"
+
+
+def test_script_writes_a_line_of_each_check(tmp_path: Path) -> None:
+    """Oracle: the script's output and files for a check that a CPU has and one that it has not."""
+    script = Path(gpu_smoke.__file__)
+    words = ["--device", "cpu", "--checks", "float8", "device", "--out", str(tmp_path / "out")]
+    done = subprocess.run([sys.executable, script, *words], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "out" / "smoke.jsonl").read_text() == done.stdout
+    device, float8 = map(json.loads, done.stdout.splitlines())
+    assert device["status"] == "passed" and torch.__version__ in device["facts"]["machine"]
+    assert float8["status"] == "not on cpu" and float8["reason"]
+    page = (tmp_path / "out" / "smoke.md").read_text()
+    assert "| device | passed |" in page and device["facts"]["machine"] in page
+
+
+def test_idle_time_is_the_span_without_kernels() -> None:
+    """Oracle: three kernels by hand, two of which overlap, and a gap of 970 microseconds after the second."""
+    found = idle_time([(1000.0, 1100.0, "late"), (0.0, 20.0, "norm"), (10.0, 30.0, "product")])
+    assert found["device_busy_ms"] == pytest.approx(0.13) and found["device_idle_ms"] == pytest.approx(0.97)
+    assert found["idle_ms_after"] == {"product": pytest.approx(0.97)}
+    assert found["norm_kernel_ms"] == pytest.approx(0.02)
+
+
+def cuda_rows() -> dict[str, list[str]]:
+    """Words of every row that CUDA runs."""
+    fsdp2 = [*SMALL, "parallel=fsdp2"]
+    rows = {name: [*fsdp2, *words] for name, words in training.MEMORY.items()}
+    bf16 = [*fsdp2, "parallel.param_dtype=bfloat16"]
+    rows |= {name: [*bf16, *words] for name, words in (training.COMPILED | training.FLOAT8).items()}
+    rows |= {name: [*SMALL, *training.SINGLE, *words] for name, words in training.OPTIMIZERS.items()}
+    large = ["model=llama3_1b", "train.batch_size=4", "train.seq_len=4096", "parallel.param_dtype=bfloat16"]
+    return rows | {name: [*large, *words] for name, words in speed.ROWS.items()}
+
+
+@pytest.mark.parametrize("name", cuda_rows())
+def test_rows_are_valid_on_cuda(name: str) -> None:
+    """Oracle: the configuration's own checks, which need no device."""
+    if name in training.FLOAT8 or name in ("8-bit", "4-bit"):
+        pytest.importorskip("torchao")
+    config = compose_config([*COMMON, "launch.device=cuda", *cuda_rows()[name]])
+    config.validate(1, "cuda")
