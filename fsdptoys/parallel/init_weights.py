@@ -2,13 +2,17 @@
 
 Each parameter, seen as a matrix of its last dim, is split into blocks of consecutive rows, by its shape alone. The
 values of a block come from a generator seeded by (seed, parameter name, block), so every rank makes only the blocks
-that overlap its shard, and the same seed gives the same model on 1 or 1,000 ranks. A rank's peak of host memory is its
-shard plus one block.
+that overlap its shard, and the same seed gives the same model on 1 or 1,000 ranks. Threads draw the blocks of a
+parameter in parallel, as PyTorch releases the GIL meanwhile. Beyond its shard, a rank's peak of host memory is one
+block for each thread; a full block of float32 rows on the CPU is drawn in place.
 """
 
 import hashlib
 import math
+import threading
+from collections import deque
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from itertools import product
 
 import torch
@@ -27,9 +31,9 @@ Fill = Callable[[Tensor, str], None]
 """``fill(param, name)`` writes initial values into a materialized parameter, or into this rank's shard of it."""
 
 
-def seeded(init_rows: InitRows, seed: int) -> Fill:
+def seeded(init_rows: InitRows, seed: int, threads: int = 1) -> Fill:
     """Draw initial values from the run's seed; see :func:`initialize`."""
-    return lambda param, name: initialize(param, name, init_rows, seed)
+    return lambda param, name: initialize(param, name, init_rows, seed, threads)
 
 
 def seed_of(*parts: object) -> int:
@@ -39,14 +43,15 @@ def seed_of(*parts: object) -> int:
 
 
 @torch.no_grad()
-def initialize(param: Tensor, name: str, init_rows: InitRows, seed: int) -> None:
+def initialize(param: Tensor, name: str, init_rows: InitRows, seed: int, threads: int = 1) -> None:
     """Write initial values into a materialized parameter, or into this rank's shard of it.
 
     Args:
         param: a plain tensor, or a DTensor that ``utils.dtensor.local_bounds`` supports.
         name: the model's own name of the parameter, which with ``seed`` seeds its generator.
+        init_rows: called in ``threads`` threads at once.
     """
-    local = param.to_local() if is_dtensor(param) else param
+    local = (param.to_local() if is_dtensor(param) else param).detach()
     if local.numel() == 0:
         return
     bounds = local_bounds(param)
@@ -55,18 +60,40 @@ def initialize(param: Tensor, name: str, init_rows: InitRows, seed: int) -> None
     local_rows = local.view(-1, last_column - first_column)
     rows_per_block = max(1, BLOCK_ELEMENTS // columns)
     row_count = param.numel() // columns
+    parts: dict[int, list[tuple[slice, Tensor]]] = {}  # by block: rows of it, and their place in the shard
     filled = 0
-    block, rows = -1, torch.empty(0)
     for first, last in _row_intervals(tuple(param.shape), bounds):
-        for wanted in range(first // rows_per_block, (last - 1) // rows_per_block + 1):
-            start = wanted * rows_per_block
-            if wanted != block:
-                del rows  # or two blocks would be in memory
-                block, rows = wanted, torch.empty(min(rows_per_block, row_count - start), columns)
-                init_rows(name, rows, torch.Generator().manual_seed(seed_of(seed, name, block)))
-            part = rows[max(first - start, 0) : last - start, first_column:last_column]
-            local_rows[filled : filled + len(part)].copy_(part)
-            filled += len(part)
+        for block in range(first // rows_per_block, (last - 1) // rows_per_block + 1):
+            start = block * rows_per_block
+            rows = slice(max(first - start, 0), min(last - start, rows_per_block))
+            count = rows.stop - rows.start
+            parts.setdefault(block, []).append((rows, local_rows[filled : filled + count]))
+            filled += count
+    in_place = columns == local_rows.shape[1] and local.dtype is torch.float32 and local.device.type == "cpu"
+
+    scratch = threading.local()  # one block for each thread: new memory for each would cost page faults
+
+    @torch.no_grad()  # threads have modes of their own
+    def draw(block: int) -> None:
+        count = min(rows_per_block, row_count - block * rows_per_block)
+        generator = torch.Generator().manual_seed(seed_of(seed, name, block))
+        _, target = parts[block][0]
+        if in_place and len(target) == count:
+            init_rows(name, target, generator)
+            return
+        if not hasattr(scratch, "block"):
+            scratch.block = torch.empty(min(rows_per_block, row_count), columns, dtype=torch.float32)
+        drawn = scratch.block[:count]
+        init_rows(name, drawn, generator)
+        for rows, target in parts[block]:
+            target.copy_(drawn[rows, first_column:last_column])
+
+    if threads == 1 or len(parts) == 1:
+        for block in parts:
+            draw(block)
+        return
+    with ThreadPoolExecutor(min(threads, len(parts))) as pool:
+        deque(pool.map(draw, parts), maxlen=0)  # raises a thread's error
 
 
 def _row_intervals(shape: tuple[int, ...], bounds: tuple[tuple[int, int], ...]) -> Iterator[tuple[int, int]]:

@@ -99,7 +99,7 @@ class Trainer:
         local = self.strategy.local_data_ranks
         self.routing = build_routing_balance(model, self.device.torch_device, local, train.sum_dtype.torch)
         if fill is None:
-            drawn = seeded(model.init_rows, train.init_seed)
+            drawn = seeded(model.init_rows, train.init_seed, threads)
             fill = open_init_from(model).fill if config.model.init_from else drawn
         count = self.parameter_count
         constructing = functools.partial(oom_context, config, context, 0, "construction", parameter_count=count)

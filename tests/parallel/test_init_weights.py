@@ -22,8 +22,8 @@ def fill(name: str, rows: torch.Tensor, generator: torch.Generator) -> None:
     rows.normal_(generator=generator)
 
 
-def initialized(param: torch.Tensor) -> torch.Tensor:
-    initialize.initialize(param, "weight", fill, seed=3)
+def initialized(param: torch.Tensor, threads: int = 1) -> torch.Tensor:
+    initialize.initialize(param, "weight", fill, 3, threads)
     return param
 
 
@@ -45,7 +45,7 @@ def shards_unlike_the_full_parameter(shapes: list[tuple[int, ...]], sizes: list[
             (grid, [Shard(0), Shard(1)]),
         ]:
             sharded = distribute_tensor(torch.zeros(shape), mesh, placements)
-            got = initialized(sharded)
+            got = initialized(sharded, threads=3)
             assert isinstance(got, DTensor)
             if not torch.equal(got.full_tensor(), whole):
                 wrong.append((shape, block_elements, str(placements)))
@@ -56,6 +56,29 @@ def test_shards_are_slices_of_the_full_parameter_for_any_block_size() -> None:
     """Oracle: the parameter initialized in full; uneven shards, empty shards, blocks across shard borders."""
     shapes, sizes = [(23, 5), (5, 8, 12), (3, 7, 4)], [1, 5, 12, 40, 2**22]
     assert run_ranks(4, shards_unlike_the_full_parameter, shapes, sizes) == [[]] * 4
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_threads_draw_the_values_of_one_thread(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Oracle: each block drawn by itself from its seed."""
+    monkeypatch.setattr(initialize, "BLOCK_ELEMENTS", 5 * 17)
+    got = initialized(torch.nn.Parameter(torch.empty(33, 17, dtype=dtype)), threads=4)
+    blocks = []
+    for block, rows in enumerate([5, 5, 5, 5, 5, 5, 3]):
+        drawn = torch.empty(rows, 17)
+        fill("weight", drawn, torch.Generator().manual_seed(initialize.seed_of(3, "weight", block)))
+        blocks.append(drawn)
+    assert torch.equal(got, torch.cat(blocks).to(dtype))
+
+
+def test_an_error_in_a_thread_is_raised() -> None:
+    """Oracle: the exception of the function that draws."""
+
+    def fail(name: str, rows: torch.Tensor, generator: torch.Generator) -> None:
+        raise ZeroDivisionError(name)
+
+    with pytest.raises(ZeroDivisionError, match="weight"):
+        initialize.initialize(torch.empty(2, 2**22), "weight", fail, 3, threads=2)
 
 
 def test_seeds_depend_on_seed_name_and_block() -> None:
