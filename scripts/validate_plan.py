@@ -43,7 +43,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import torch
 
 from fsdptoys.config.plan_config import AllocatorKind
-from fsdptoys.device.profile import Hardware, Quantity, load_hardware
+from fsdptoys.device.profile import AttentionKind, Hardware, Quantity, load_hardware
 from fsdptoys.plan.calibrate import Case, calibrate, choose_parameters
 from fsdptoys.plan.simulator.allocator import build_allocator
 from fsdptoys.plan.simulator.events import Trace
@@ -114,10 +114,11 @@ def a2() -> Hardware:
 
 
 def h100() -> Hardware:
-    """Hardware of torchtitan's table: an H100 with other memory than the common one."""
+    """Hardware of torchtitan's table: an H100 with other memory than the common one, and FlashAttention."""
     source = "github.com/pytorch/torchtitan, benchmarks/llama3_h100_202412_torchtitan.md"
     return dataclasses.replace(
         load_hardware("h100"),
+        attention=AttentionKind.flash,
         memory_bandwidth=Quantity(2.4e12, source),
         memory_bytes=Quantity(96 * GIB, source),
     )

@@ -34,8 +34,14 @@ class AttentionKind(Enum):
     """Fused attention of the device; decides the tensors kept for the backward and the scratch memory."""
 
     flash = "flash"  # FlashAttention 2 (arXiv:2307.08691) as PyTorch calls it on CUDA
+    cudnn = "cudnn"  # cuDNN's, which PyTorch prefers on Hopper and Blackwell; else as ``flash``
     npu = "npu"  # torch_npu's npu_fusion_attention
     cpu = "cpu"
+
+    @property
+    def on_cuda(self) -> bool:
+        """Whether it is a CUDA device's."""
+        return self in (AttentionKind.flash, AttentionKind.cudnn)
 
 
 @dataclass(frozen=True)

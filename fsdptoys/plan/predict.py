@@ -6,7 +6,7 @@ import dataclasses
 from fsdptoys.config.kernel_choice import GroupedKernel
 from fsdptoys.config.schema import Config
 from fsdptoys.device import GIB, Device, available_device_type
-from fsdptoys.device.profile import Hardware, Quantity, list_hardware, load_hardware
+from fsdptoys.device.profile import AttentionKind, Hardware, Quantity, list_hardware, load_hardware
 from fsdptoys.errors import ConfigError
 from fsdptoys.launch.hardware import profile_of_this_machine
 from fsdptoys.metrics.prediction import Prediction
@@ -19,6 +19,7 @@ from fsdptoys.plan.simulator.allocator import build_allocator
 from fsdptoys.plan.simulator.events import Trace
 from fsdptoys.plan.simulator.replay import replay
 from fsdptoys.plan.trace.extrapolate_layers import choose_depths, extrapolate
+from fsdptoys.plan.trace.op_costs import attention_of
 from fsdptoys.plan.trace.tracer import trace
 
 VALIDATED_RANKS = 128  # Most ranks of a published run that the model was tested against
@@ -138,6 +139,8 @@ def doubts(config: Config, hardware: Hardware, world_size: int) -> tuple[str, ..
         "only two steps are traced; reserved memory may grow in a third, by up to 2% in measurements": (
             config.parallel.flattens_parameters or config.memory.optimizer_offload
         ),
+        f"{profile} assumes attention by cuDNN, as torch from 2.11 on with CUDA 13 chooses, with FlashAttention's "
+        "scratch memory: not measured on a device": attention_of(config, hardware) is AttentionKind.cudnn,
         "train.compile=true is predicted as eager: an upper bound of time and memory": config.train.compile,
         "document lengths are unknown: attention is assumed over full sequences": config.data.mask_documents,
         f"train.float8={float8.value} is predicted as bfloat16 matmuls and gathers: an upper bound of "

@@ -20,7 +20,7 @@ ATTENTION = {"cuda": AttentionKind.flash, "npu": AttentionKind.npu, "cpu": Atten
 def hardware(device_type: str) -> Hardware:
     """Hardware of a device type; its numbers do not matter."""
     numbers: dict[str, Any] = {field.name: Quantity(1.0, "none") for field in dataclasses.fields(Hardware)}
-    names = {"name": "any", "title": "any", "matches": ("any",), "peak_flops": {}}
+    names = {"name": "any", "title": "any", "matches": ("any",), "peak_flops": {}, "attention_backends": {}}
     return Hardware(**numbers | names | {"device_type": device_type, "attention": ATTENTION[device_type]})
 
 

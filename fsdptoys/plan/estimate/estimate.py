@@ -18,7 +18,7 @@ from fsdptoys.metrics.prediction import Category, MemoryPrediction, Prediction, 
 from fsdptoys.models import DecoderModel, ModelConfig, npu_kernels
 from fsdptoys.parallel.float8 import Float8
 from fsdptoys.plan.simulator.allocator import LARGE_SEGMENT_BYTES, Allocator, build_allocator
-from fsdptoys.plan.trace.op_costs import matmul_workspace_bytes
+from fsdptoys.plan.trace.op_costs import attention_of, matmul_workspace_bytes
 from fsdptoys.utils.uncached import Uncached
 
 from .activations import segments_of
@@ -139,7 +139,7 @@ def _setup(config: Config, hardware: Hardware, world_size: int) -> StepSetup:
     ranks = config.mesh.shard_ranks(world_size) if parallel.shards_parameters else 1
     model = _built(repr(config.model), Uncached(config.model))
     units = make_units(model, parallel, ranks)
-    segments = segments_of(config, model, hardware.attention, [tuple(block) for block in units.blocks])
+    segments = segments_of(config, model, attention_of(config, hardware), [tuple(block) for block in units.blocks])
     return StepSetup(config, world_size, model, segments, units, ranks)
 
 

@@ -222,6 +222,18 @@ def attention_cuda(
     return plain(query, key, value, attn_mask, dropout_p, is_causal, None, **options)[0]
 
 
+def attention_with_cudnn(
+    prefers_cudnn: bool, query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, **options: Any
+) -> Any:
+    """``attention_cuda`` where cuDNN is one of the backends; causal attention alone goes to it."""
+    chosen = torch.backends.cuda.cudnn_sdp_enabled() and (prefers_cudnn or not torch.backends.cuda.flash_sdp_enabled())
+    takes = query.dtype in (torch.bfloat16, torch.float16) and attn_mask is None and query.shape[-1] % 8 == 0
+    if not (chosen and takes and options.get("is_causal")):
+        return attention_cuda(query, key, value, attn_mask, **options)
+    cudnn = torch.ops.aten._scaled_dot_product_cudnn_attention
+    return cudnn(query, key, value, None, torch.is_grad_enabled(), 0.0, True, scale=options.get("scale"))[0]
+
+
 def attention_npu(query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Tensor:
     """torch_npu's ``F.scaled_dot_product_attention``: each causal call makes and keeps a mask."""
     mask = None
@@ -305,9 +317,10 @@ def replace_kernels(attention: AttentionKind, listener: Listener | None = None) 
     ]
     if listener is not None:
         replacements.append((cpu_offload, "ThreadPoolExecutor", lambda *args, **kwargs: InlineExecutor(listener)))
-    if attention is AttentionKind.flash:
+    if attention.on_cuda:
+        attend = functools.partial(attention_with_cudnn, attention is AttentionKind.cudnn)
         replacements += [
-            (F, "scaled_dot_product_attention", attention_cuda),
+            (F, "scaled_dot_product_attention", attend),
             (chunked_loss, "softmax_gradient_", softmax_gradient_cuda),
             (chunked_loss, "choose_products", lambda hidden, weight: CUDAProducts()),
         ]

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import flop_registry
 
+from fsdptoys.config.schema import Config
 from fsdptoys.device.profile import AttentionKind, Hardware
 from fsdptoys.plan.simulator.events import KernelKind
 from fsdptoys.profiler.dispatch import Argument, dtype_name, tensors_in
@@ -33,6 +34,9 @@ ATTENTION = {
 }
 """Operators bound by attention's speed, and their backend."""
 NARROW_HEAD = 64  # Head width up to which a profile may list another efficiency of a backend
+
+PREFERS_CUDNN = (2, 11)
+"""First torch whose wheels for CUDA 13 prefer cuDNN's attention (``native/transformers/cuda/sdp_utils.cpp``)."""
 
 HOPPER_WORKSPACE_BYTES = 32 * MIB
 WORKSPACE_BYTES = 8 * MIB + 128 * 1024
@@ -75,10 +79,17 @@ class Operator(NamedTuple):
 
 def matmul_workspace_bytes(hardware: Hardware) -> int:
     """cuBLAS's workspace for each thread and stream with matmuls."""
-    if hardware.attention is not AttentionKind.flash:
+    if not hardware.attention.on_cuda:
         return 0
     hopper = any(device in words for device in HOPPERS for words in hardware.matches)
     return HOPPER_WORKSPACE_BYTES if hopper else WORKSPACE_BYTES
+
+
+def attention_of(config: Config, hardware: Hardware) -> AttentionKind:
+    """The kind of fused attention in a run's steps; cuDNN's is not deterministic, nor preferred before torch 2.11."""
+    older = tuple(int(part) for part in torch.__version__.split(".")[:2]) < PREFERS_CUDNN
+    cudnn = hardware.attention is AttentionKind.cudnn
+    return AttentionKind.flash if cudnn and (older or config.train.deterministic) else hardware.attention
 
 
 def cost_of(
@@ -159,7 +170,7 @@ def updates_parameters(name: str, args: tuple[Any, ...]) -> int:
 
 def scratch_bytes(name: str, args: tuple[Any, ...], attention: AttentionKind) -> list[int]:
     """Temporary blocks of a kernel."""
-    scratch = _SCRATCH.get(name) if attention is AttentionKind.flash else None
+    scratch = _SCRATCH.get(name) if attention.on_cuda else None
     return scratch(args) if scratch else []
 
 
@@ -192,6 +203,7 @@ def _contiguous_copy(args: tuple[Any, ...]) -> list[int]:
 
 _SCRATCH: dict[str, Callable[[tuple[Any, ...]], list[int]]] = {
     "aten::_scaled_dot_product_flash_attention_backward": _flash_backward_scratch,
+    "aten::_scaled_dot_product_cudnn_attention_backward": _flash_backward_scratch,  # assumed
     "aten::embedding_dense_backward": _embedding_backward_scratch,
     "planned::rms_norm": _contiguous_copy,
     "planned::rms_norm_backward": _contiguous_copy,

@@ -51,14 +51,14 @@ from . import fake_device
 from .fake_device import PlannedDevice, torch_device_type
 from .fake_kernels import replace_kernels
 from .fake_tensors import fake_tensors
-from .op_costs import matmul_workspace_bytes
+from .op_costs import attention_of, matmul_workspace_bytes
 from .op_recorder import OpRecorder
 
 REQUEST, ANSWER = "request.pickle", "answer-{}.pickle"  # Files of the tracing process; an answer for each depth
 STEPS = 2
 TIMEOUT_SECONDS = 1800.0
 
-DEVICE_TYPES = {AttentionKind.flash: "cuda", AttentionKind.npu: "npu", AttentionKind.cpu: "cpu"}
+DEVICE_TYPES = {kind: "cuda" if kind.on_cuda else kind.value for kind in AttentionKind}
 """Kind of attention → its device type."""
 
 Program = Callable[[OpRecorder], None]
@@ -216,7 +216,9 @@ def answer_one(path: Path, config: Config, hardware: Hardware, world_size: int, 
         model = dataclasses.replace(config.model, n_layers=n_layers)
         program = trainer_program(dataclasses.replace(config, model=model), hardware)
         workspace = matmul_workspace_bytes(hardware)
-        answer = trace_here(program, attention=hardware.attention, world_size=world_size, workspace_bytes=workspace)
+        answer = trace_here(
+            program, attention=attention_of(config, hardware), world_size=world_size, workspace_bytes=workspace
+        )
     except ConfigError as mistake:
         answer = (ConfigError, str(mistake))
     except BaseException:
