@@ -7,7 +7,7 @@
 import functools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from typing import ClassVar, Protocol
+from typing import Any, ClassVar, Protocol
 
 import torch
 from torch import Tensor
@@ -44,8 +44,11 @@ class Updates:
 
     @property
     def skips_on_device(self) -> bool:
-        """Whether ``step`` reads no flag on the host: the optimizer's kernels decide on the device."""
-        return False
+        """Whether ``step`` reads no flag on the host: the optimizer's kernels decide on the device.
+
+        They also clip, so that ``clip`` need not pass over the gradients.
+        """
+        return getattr(self.optimizer, "skips_on_device", False)
 
     @property
     def steps_taken(self) -> int | None:
@@ -66,7 +69,11 @@ class Updates:
         Returns their norm in between. A collective.
         """
         with self._with_threads():
-            return norms.clip_grad_norm(max_norm, unscale=unscale)
+            scale_by = self._scale_in_step if self.skips_on_device else None
+            return norms.clip_grad_norm(max_norm, scale_by, unscale=unscale)
+
+    def _scale_in_step(self, factor: Tensor) -> None:
+        self.optimizer.grad_scale = factor.reciprocal()  # type: ignore[attr-defined]
 
     def step(self, skip: Tensor | None = None) -> None:
         """Take the optimizer's step, or begin it.
@@ -80,8 +87,13 @@ class Updates:
 
     def _step(self, skip: Tensor | None) -> None:
         """Take or begin the step; ``skip`` is for optimizers that skip on the device."""
+        optimizer: Any = self.optimizer
+        if self.skips_on_device:
+            optimizer.found_inf = skip
         with self._with_threads():
-            self.optimizer.step()
+            optimizer.step()
+        if self.skips_on_device:
+            optimizer.found_inf = optimizer.grad_scale = None
 
     def finish(self) -> None:
         """Finish pending updates: parameters are then as after the last step."""

@@ -7,14 +7,15 @@ from typing import Any, ClassVar
 
 import torch
 from torch import nn
-from torch.optim.adamw import adamw
 
+from fsdptoys.device import is_accelerator
 from fsdptoys.errors import ConfigError
 from fsdptoys.utils.bounds import above, between
 from fsdptoys.utils.dtensor import local_tensor
 
 from . import low_bit_adamw
 from .config import Implementation, OptimConfig
+from .fused_adamw import FusedAdamW
 from .vector_adamw import VectorAdamW, VectorUpdate
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -54,10 +55,11 @@ class AdamWSettings(OptimConfig):
         return (4, 4)
 
     def build_adamw(self, params: list[dict[str, Any]]) -> torch.optim.Optimizer:
-        """Construct ``torch.optim.AdamW``; its fused form on a CPU is :class:`VectorAdamW`."""
+        """Construct ``torch.optim.AdamW``; its fused form is :class:`FusedAdamW`, on a CPU :class:`VectorAdamW`."""
+        if self.implementation is not Implementation.fused:
+            return self._construct(torch.optim.AdamW, params)
         on_cpu = all(param.device.type == "cpu" for group in params for param in group["params"])
-        fused_on_cpu = on_cpu and self.implementation is Implementation.fused
-        return self._construct(VectorAdamW if fused_on_cpu else torch.optim.AdamW, params)
+        return self._construct(VectorAdamW if on_cpu else FusedAdamW, params)
 
     def _construct(self, kind: type[torch.optim.AdamW], params: list[dict[str, Any]]) -> torch.optim.AdamW:
         betas = (self.beta1, self.beta2)
@@ -125,7 +127,12 @@ class AdamWConfig(AdamWSettings):
         return self._construct(BFloat16AdamW, params) if self.updates_float32_copies else self.build_adamw(params)
 
 
-class BFloat16AdamW(VectorAdamW):
+def pads(device: torch.device) -> bool:
+    """Whether the fused kernel needs full vectors to round alike (``vector_adamw``)."""
+    return device.type == "cpu"
+
+
+class BFloat16AdamW(FusedAdamW):
     """``torch.optim.AdamW`` with bfloat16 moments, for dense parameters, DTensors included.
 
     An update makes float32 copies of one parameter's moments, updates with them as PyTorch does, and rounds them to
@@ -137,6 +144,12 @@ class BFloat16AdamW(VectorAdamW):
     (``memory.offload_state_dtype`` has it).
     """
 
+    @property
+    def skips_on_device(self) -> bool:
+        """With the fused kernel of an accelerator: unchanged float32 copies round to the same moments."""
+        group = self.param_groups[0]
+        return bool(group["fused"]) and is_accelerator(group["params"][0].device)
+
     def _update(self, params: list[nn.Parameter], group: dict[str, Any]) -> None:
         for param in params:
             state, local = self.state[param], local_tensor(param)
@@ -146,17 +159,12 @@ class BFloat16AdamW(VectorAdamW):
             kept = [local_tensor(state[name]) for name in MOMENTS]
             moments = [moment.float() for moment in kept]
             tensors = [local, local_tensor(param.grad), *moments]  # type: ignore[arg-type]
-            if group["fused"] and local.device.type == "cpu":
+            if group["fused"] and pads(local.device):
                 updates = VectorUpdate()
                 updates.add(tensors, state["step"])
                 updates.run(group)
             else:
-                beta1, beta2 = group["betas"]
-                adamw(
-                    [tensors[0]], [tensors[1]], [tensors[2]], [tensors[3]], [], [state["step"]],
-                    foreach=group["foreach"], fused=group["fused"], amsgrad=False, beta1=beta1, beta2=beta2,
-                    lr=group["lr"], weight_decay=group["weight_decay"], eps=group["eps"], maximize=False,
-                )  # fmt: skip
+                self._run(group, *([each] for each in (*tensors, state["step"])))
             for moment, rounded in zip(moments, kept, strict=True):
                 rounded.copy_(moment)
 

@@ -35,7 +35,7 @@ class Implementation(Enum):
     """How the update runs over the parameters."""
 
     auto = "auto"
-    """PyTorch's choice."""
+    """``fused`` AdamW on a CPU, and on CUDA unless ``train.deterministic=true``; otherwise PyTorch's choice."""
     fused = "fused"
     """One kernel; with states of 8 or 4 bits, compiled kernels."""
     foreach = "foreach"

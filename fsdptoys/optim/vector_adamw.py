@@ -8,42 +8,37 @@ in a copy padded to full vectors, so that bits do not depend on sharding.
 Cost: a copy of fewer than ``VECTOR_ELEMENTS`` elements per tensor. Not covered: AMSGrad, and gradient scalers.
 """
 
-from collections.abc import Callable
 from typing import Any
 
-import torch
-from torch import Tensor, nn
-from torch.optim.adamw import AdamW, adamw
+from torch import Tensor
+from torch.optim.adamw import adamw
 
-from fsdptoys.utils.dtensor import local_tensor
+from .fused_adamw import FusedAdamW
 
 VECTOR_ELEMENTS = 64
 """A multiple of the vector length of any dtype, and of the kernel's split of work among threads."""
 
 
-class VectorAdamW(AdamW):
+class VectorAdamW(FusedAdamW):
     """``torch.optim.AdamW(fused=True)`` for dense parameters on a CPU, DTensors included."""
 
-    @torch.no_grad()
-    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
-        """Update every parameter that has a gradient."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
-        for group in self.param_groups:
-            self._update([param for param in group["params"] if param.grad is not None], group)
-        return loss
+    @property
+    def skips_on_device(self) -> bool:
+        """Never: the host reads a flag of the CPU without a wait, and ``VectorUpdate`` pads gradients."""
+        return False
 
-    def _update(self, params: list[nn.Parameter], group: dict[str, Any]) -> None:
+    def _run(
+        self,
+        group: dict[str, Any],
+        params: list[Tensor],
+        grads: list[Tensor],
+        averages: list[Tensor],
+        squares: list[Tensor],
+        steps: list[Tensor],
+    ) -> None:
         updates = VectorUpdate()
-        for param in params:
-            state = self.state[param]
-            if not state:
-                state["step"] = torch.zeros(())
-                state["exp_avg"], state["exp_avg_sq"] = torch.zeros_like(param), torch.zeros_like(param)
-            tensors: list[Any] = [param, param.grad, state["exp_avg"], state["exp_avg_sq"]]
-            updates.add([local_tensor(each) for each in tensors], state["step"])
+        for *tensors, step in zip(params, grads, averages, squares, steps, strict=True):
+            updates.add(tensors, step)
         updates.run(group)
 
 

@@ -51,16 +51,18 @@ class CastParameters(nn.Module):
     Gradients flow back through the cast and accumulate in float32. A parameter is cast before the first module of a
     forward that owns it, so that its gradient is final as soon as the backward has left this module: DDP reduces it,
     and ``memory.optimizer_in_backward`` uses it up, during the rest of the backward. The copy replaces the parameter
-    while a module that owns it runs, including the recomputation of gradient checkpointing, and lives until the next
-    forward. A compiled block's parameters are swapped around the compiled call: inside, each block would trigger a
-    recompilation.
+    while a module that owns it runs, including the recomputation of gradient checkpointing, and is freed as soon as the
+    gradient is final. A compiled block's parameters are swapped around the compiled call: inside, each block would
+    trigger a recompilation.
     """
 
     def __init__(self, module: nn.Module, dtype: torch.dtype) -> None:
         super().__init__()
         self.module = module
         self.dtype = dtype
-        self._copies: dict[nn.Parameter, Tensor] = {}
+        self._copies: dict[Tensor, Tensor] = {}
+        for param in module.parameters():
+            param.register_post_accumulate_grad_hook(self._free)
         compiled: set[nn.Module] = set()
         for block in module.modules():
             forward: Any = getattr(block, "compiled_forward", None)
@@ -76,7 +78,10 @@ class CastParameters(nn.Module):
     def forward(self, *args: object, **kwargs: object) -> Tensor:
         """Call the model with cast parameters."""
         self._copies.clear()
-        return self.module(*args, **kwargs)
+        output: Tensor = self.module(*args, **kwargs)
+        if not torch.is_grad_enabled():
+            self._copies.clear()
+        return output
 
     @contextmanager
     def _swapped(self, owners: Sequence[nn.Module]) -> Iterator[None]:
@@ -88,6 +93,9 @@ class CastParameters(nn.Module):
         finally:
             for own, owner in parameters:
                 self._swap_out(own, owner)
+
+    def _free(self, param: Tensor) -> None:
+        self._copies.pop(param, None)
 
     def _swap_in(self, own: dict[str, nn.Parameter], owner: nn.Module, *_: object) -> None:
         for name, param in own.items():

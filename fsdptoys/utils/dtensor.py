@@ -1,6 +1,7 @@
 """Local tensors of DTensors and of torchao's float8 wrappers."""
 
 import sys
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, TypeGuard
 
 import torch
@@ -22,6 +23,15 @@ def local_tensor(tensor: Tensor) -> Tensor:
         held = tensor.to_local() if is_dtensor(tensor) else tensor.detach()
         inner: Tensor = held._tensor.detach() if is_wrapped(held) else held  # type: ignore[attr-defined]
         return inner
+
+
+def local_tensors(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """This rank's local tensors, sharing memory with ``tensors``; parameters stay parameters. Takes less host time."""
+    module = sys.modules.get("torch.distributed.tensor")
+    kind = module.DTensor if module is not None else ()
+    with torch.no_grad():
+        held: list[Tensor] = [each.to_local() if isinstance(each, kind) else each for each in tensors]
+        return [local_tensor(each) if is_wrapped(each) else each for each in held]
 
 
 def is_wrapped(tensor: Tensor) -> bool:

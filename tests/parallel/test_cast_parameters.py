@@ -83,6 +83,7 @@ def test_parameters_are_cast_once_and_gradients_arrive_block_by_block(how: str, 
     with Casts(model) as casts:
         casting(tokens_BT).float().square().mean().backward()
     assert casts.counts == dict.fromkeys(dict(model.named_parameters()), 1)
+    assert not casting._copies  # each is freed with its gradient
     assert order == ["last"] * len(list(model.layers[-1].parameters())) + ["first"]
     gradients: dict[str, Tensor | None] = {name: param.grad for name, param in model.named_parameters()}
     for name, param in oracle.named_parameters():

@@ -55,6 +55,9 @@ class Update:
         if self.implementation is Implementation.auto:
             on_cpu = ledger.hardware.device_type == "cpu"
             self.implementation = Implementation.for_loop if on_cpu else Implementation.foreach
+        fused = self.implementation is Implementation.fused and ledger.hardware.device_type != "cpu"
+        self.scales_in_kernel = fused and type(self) is Update and self.optim.fused_takes_shards
+        """Whether the update scales the gradients, in the pass that reads them."""
 
     def construct(self) -> None:
         """Allocate memory that exists before the first step."""
@@ -101,6 +104,8 @@ class Update:
         elements, count = sum(sizes), len(sizes)
         fused = self.implementation is Implementation.fused
         per_element = FUSED_BYTES if fused else PARTIAL_BYTES
+        if self.scales_in_kernel and self.setup.config.scales_gradients:
+            per_element += 4
         if self.optim.updates_float32_copies:
             pieces = [4 * max(sizes)] * (2 if fused else 3)
             return Cost(pieces, (per_element + 12) * elements, (5 if fused else 14) * count)

@@ -110,7 +110,7 @@ class StepModel(ABC):
             else:
                 kernels = 1 + sum(size >= FLOAT32_NORM_ELEMENTS for size in sizes)
             ledger.move(4 * self.units.local_elements, kernels)
-            if self.setup.config.scales_gradients:
+            if self.setup.config.scales_gradients and not self.update.scales_in_kernel:
                 ledger.move(8 * self.units.local_elements, len(sizes) if on_cpu else 1)
         else:
             # The norm reads; scaling reads and writes, unless the update does it.
@@ -282,7 +282,7 @@ class ReplicatedStepModel(StepModel):
     """
 
     def construct(self) -> None:
-        """Allocate the parameters, DDP's buckets, and the copies that the last forward cast."""
+        """Allocate the parameters and DDP's buckets."""
         self.elements = self.units.local_elements
         self.casts = self.setup.compute_bytes == 2
         self.ddp = not self.config.parallel.single_process
@@ -290,17 +290,11 @@ class ReplicatedStepModel(StepModel):
         self.reduced = 0.0  # End of the last reduction
         self.bucket_elements = 0  # Elements in the current bucket
         sizes = [param.numel() for unit in self.units.in_forward() for param in unit.params]
-        self.copies = [2 * size for size in sizes] if self.casts else []
         self.ledger.add(Category.parameters, *(4 * size for size in sizes))
         if self.ddp:
             self.ledger.add(Category.gradients, 4 * self.elements)
-        self.ledger.add(Category.gathered_parameters, *self.copies)
-        self.update.construct()
-
-    def begin_forward(self) -> None:
-        """Free the copies of the last forward."""
-        self.ledger.add(Category.gathered_parameters, *(-size for size in self.copies))
         self._cast: set[int] = set()
+        self.update.construct()
 
     def enter(self, unit: UnitBytes) -> None:
         """Cast a unit's parameters."""
@@ -336,6 +330,9 @@ class ReplicatedStepModel(StepModel):
         elif pieces:
             self.ledger.add(Category.gradients, *pieces)
             self.gradient_bytes += sum(pieces)
+        if id(unit) in self._cast:
+            self._cast.remove(id(unit))
+            self.ledger.add(Category.gathered_parameters, *(-2 * param.numel() for param in unit.params))
 
     def _fill_buckets(self, unit: UnitBytes) -> None:
         """Put a unit's gradients into buckets, and reduce each as soon as it has reached its size."""

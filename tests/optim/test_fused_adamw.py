@@ -1,0 +1,180 @@
+"""Fused AdamW over local tensors: its bits, clipping and skipping in the kernel, and the choice of it."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from fsdptoys.config.optimizer_checks import check_optimizer
+from fsdptoys.config.schema import TrainConfig
+from fsdptoys.memory import MemoryConfig, Updates
+from fsdptoys.optim import AdamWConfig, Implementation, MuonConfig, OptimConfig, OptimStateDType, SGDConfig
+from fsdptoys.optim.adamw import BFloat16AdamW
+from fsdptoys.optim.fused_adamw import FusedAdamW
+from fsdptoys.optim.vector_adamw import VectorAdamW
+from fsdptoys.parallel import FSDP2Config
+from fsdptoys.parallel.strategy import Strategy
+from scripts.ranks import run_ranks
+
+SHAPES = ((33, 7), (64,), (5,))
+
+
+def made(kind: type[torch.optim.AdamW], **options: Any) -> tuple[list[nn.Parameter], Any]:
+    torch.manual_seed(0)
+    params = [nn.Parameter(torch.randn(shape)) for shape in SHAPES]
+    return params, kind(params, lr=1e-2, weight_decay=0.1, fused=True, **options)
+
+
+def draw_gradients(params: list[nn.Parameter], seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    for param in params:
+        param.grad = torch.randn(param.shape, generator=generator)
+
+
+def tensors_of(params: list[nn.Parameter], optimizer: torch.optim.Optimizer) -> list[Tensor]:
+    states = [state for param in params for _, state in sorted(optimizer.state[param].items())]
+    return [each.detach().clone() for each in (*params, *states)]
+
+
+class Norms:
+    """The clipping of a strategy over plain parameters."""
+
+    clip_grad_norm = Strategy.clip_grad_norm
+    total_norm = Strategy.total_norm
+    local_norms = Strategy.local_norms
+    shard_group = Strategy.shard_group
+
+    def __init__(self, params: list[nn.Parameter]) -> None:
+        device = SimpleNamespace(torch_device=torch.device("cpu"))
+        self.context: Any = SimpleNamespace(device=device, sum_dtype=torch.float64, deterministic=False)
+        self.named_parameters: Any = lambda: enumerate(params)
+
+
+def test_steps_equal_pytorchs_bitwise() -> None:
+    """Oracle: torch.optim.AdamW(fused=True): parameters and states; a state dict goes both ways."""
+    ours, optimizer = made(FusedAdamW)
+    theirs, oracle = made(torch.optim.AdamW)
+    for step in range(4):
+        draw_gradients(ours, step)
+        draw_gradients(theirs, step)
+        optimizer.step()
+        oracle.step()
+        for found, expected in zip(tensors_of(ours, optimizer), tensors_of(theirs, oracle), strict=True):
+            assert torch.equal(found, expected)
+        if step == 1:
+            state, other = optimizer.state_dict(), oracle.state_dict()
+            optimizer.load_state_dict(other)
+            oracle.load_state_dict(state)
+
+
+@pytest.mark.parametrize("kind", [FusedAdamW, BFloat16AdamW])
+@pytest.mark.parametrize("when", ["first", "later"])
+def test_a_skipped_step_changes_no_bit(kind: type[FusedAdamW], when: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Oracles: parameters, moments and step counts before the step of NaN; the run without it."""
+    monkeypatch.setattr(BFloat16AdamW, "skips_on_device", True)  # as on an accelerator
+    monkeypatch.setattr("fsdptoys.optim.adamw.pads", lambda device: False)
+    params, optimizer = made(kind)
+    oracle_params, oracle = made(kind)
+    updates, skip = Updates(optimizer), torch.tensor(1.0)
+    monkeypatch.setattr(Tensor, "item", lambda self: pytest.fail("read on the host"))
+    for step in range(4):
+        if step == (0 if when == "first" else 2):
+            before = tensors_of(params, optimizer)
+            for param in params:
+                param.grad = torch.full_like(param, torch.nan)
+            updates.step(skip)
+            after = tensors_of(params, optimizer)
+            if when == "first":  # the step makes states
+                before += [torch.zeros_like(each) for each in after[len(before) :]]
+            assert all(torch.equal(*pair) for pair in zip(after, before, strict=True))
+        for each in (params, oracle_params):
+            draw_gradients(each, step)
+        updates.step(torch.tensor(0.0))
+        oracle.step()
+    found, expected = tensors_of(params, optimizer), tensors_of(oracle_params, oracle)
+    assert all(torch.equal(*pair) for pair in zip(found, expected, strict=True))
+    assert optimizer.found_inf is None
+
+
+@pytest.mark.parametrize("max_norm", [0.5, 1e9], ids=["clipped", "below"])
+def test_a_clipped_step_equals_scaling_then_stepping(max_norm: float) -> None:
+    """Oracle: gradients multiplied by the factor, then the same kernel: gradients to 2**-22, bitwise where 1."""
+    params, optimizer = made(FusedAdamW)
+    oracle_params, oracle = made(FusedAdamW)
+    updates = Updates(optimizer)
+    for step in range(3):
+        draw_gradients(params, step)
+        draw_gradients(oracle_params, step)
+        drawn = [param.grad.clone() for param in params]  # type: ignore[union-attr]
+        norm = updates.clip(Norms(params), max_norm)  # type: ignore[arg-type]
+        for param, grad in zip(params, drawn, strict=True):
+            assert torch.equal(param.grad, grad)  # type: ignore[arg-type]
+        updates.step(torch.tensor(0.0))
+        assert norm == Strategy.clip_grad_norm(Norms(oracle_params), max_norm)  # type: ignore[arg-type]
+        oracle.step()
+        close = {"rtol": 0.0, "atol": 0.0} if max_norm > 1e6 else {"rtol": 2**-22, "atol": 0.0}
+        for mine, theirs in zip(params, oracle_params, strict=True):
+            torch.testing.assert_close(mine.grad, theirs.grad, **close)
+    close = {"rtol": 0.0, "atol": 0.0} if max_norm > 1e6 else {"rtol": 1e-6, "atol": 1e-7}
+    for found, expected in zip(tensors_of(params, optimizer), tensors_of(oracle_params, oracle), strict=True):
+        torch.testing.assert_close(found, expected, **close)
+    assert optimizer.grad_scale is None
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("device", ["cuda", "npu", "cpu"])
+def test_auto_is_fused_where_it_is_faster(device: str, deterministic: bool) -> None:
+    """Oracle: the rule by hand: on a CPU, and on CUDA outside the deterministic mode; SGD's takes no DTensors."""
+
+    def chosen(optim: OptimConfig, memory: MemoryConfig | None = None) -> Implementation:
+        train = TrainConfig(deterministic=deterministic)
+        check_optimizer(optim, FSDP2Config(), memory or MemoryConfig(), train, device)
+        return optim.implementation
+
+    fused = device == "cpu" or (device == "cuda" and not deterministic)
+    expected = Implementation.fused if fused else Implementation.auto
+    for optim in (AdamWConfig(), MuonConfig(), AdamWConfig(state_dtype=OptimStateDType.bfloat16)):
+        assert chosen(optim) is expected
+    assert chosen(SGDConfig()) is Implementation.auto
+    offloaded = Implementation.fused if device == "cpu" or not deterministic else Implementation.auto
+    assert chosen(AdamWConfig(), MemoryConfig(cpu_offload=True)) is offloaded
+
+
+@pytest.mark.parametrize("device", ["meta", "cpu"])
+@pytest.mark.parametrize("implementation", [Implementation.fused, Implementation.foreach])
+def test_the_class_follows_device_and_implementation(implementation: Implementation, device: str) -> None:
+    """Oracle: the classes by hand; the meta device stands for an accelerator."""
+    groups = [{"params": [nn.Parameter(torch.empty(3, device=device))]}]
+    found = AdamWConfig(implementation=implementation).build(groups)
+    fused = FusedAdamW if device == "meta" else VectorAdamW
+    assert type(found) is (fused if implementation is Implementation.fused else torch.optim.AdamW)
+    assert Updates(found).skips_on_device is (type(found) is FusedAdamW)
+    half = AdamWConfig(implementation=implementation, state_dtype=OptimStateDType.bfloat16)
+    assert Updates(half.build(groups)).skips_on_device is (type(found) is FusedAdamW)
+
+
+def shard_steps() -> bool:
+    """Whether DTensors and their local tensors get the same bits, and states are DTensors."""
+    from torch.distributed.tensor import DTensor, Shard, distribute_tensor, init_device_mesh
+
+    mesh = init_device_mesh("cpu", (2,))
+    torch.manual_seed(0)
+    whole = [torch.randn(6, 5), torch.randn(3)]
+    params = [nn.Parameter(distribute_tensor(each, mesh, [Shard(0)])) for each in whole]
+    locals_ = [nn.Parameter(param.to_local().detach().clone()) for param in params]
+    ours, oracle = (FusedAdamW(each, lr=1e-2, fused=True) for each in (params, locals_))
+    for _ in range(2):
+        for param, local in zip(params, locals_, strict=True):
+            param.grad, local.grad = torch.ones_like(param), torch.ones_like(local)
+        ours.step()
+        oracle.step()
+    pairs = zip(params, locals_, strict=True)
+    equal = all(torch.equal(param.to_local(), local) for param, local in pairs)  # type: ignore[attr-defined]
+    return equal and all(isinstance(ours.state[param]["exp_avg"], DTensor) for param in params)
+
+
+def test_dtensors_are_updated_through_their_local_tensors() -> None:
+    """Oracle: the optimizer over the local tensors, bitwise; states of DTensors are DTensors, as checkpoints need."""
+    assert run_ranks(2, shard_steps) == [True, True]
