@@ -23,6 +23,7 @@ CPU_RANKS = 2  # on a machine without an accelerator: the smallest number that s
 MOST_RANKS_PER_CORE = 32
 MOST_THREADS = 1024  # above any machine's core count; OpenMP ends a process whose threads it cannot create
 MOST_RANKS = 2**24
+SINGLE = "parallel=single"
 
 AS_TORCHRUN = "start the ranks with torchrun, or unset RANK and WORLD_SIZE"
 
@@ -35,7 +36,8 @@ class ResolvedRun:
     hardware: FoundHardware
     local_ranks: int
     world_size: int
-    words: list[str]  # The overrides, including the chosen experiment and device
+    words: list[str]  # The overrides, including the chosen experiment, strategy and device
+    strategy_chosen: bool = False  # Whether the number of ranks decided the strategy
 
     def request(self) -> WorkerRequest:
         """Return the run for its workers."""
@@ -70,10 +72,15 @@ def resolve_run(
     else:
         local_ranks = _ranks_on_this_machine(launch, hardware, single_process)
         world_size = local_ranks * launch.nnodes
+    typed = bool(words)
     if composition is None:
         experiment = f"experiment={choose_experiment(hardware.device_type, world_size)}"
         words = [experiment, *words] if words else choose_preset(experiment, hardware.device_type, world_size)
         composition = compose(words)
+    # A preset is chosen together with its strategy.
+    single = choose_single(words, hardware.device_type) if typed and hardware.devices and world_size == 1 else None
+    if single is not None:
+        words, composition = [*words, SINGLE], single
     words.append(f"launch.device={hardware.device_type}")
     if any("${" in word for word in words):
         composition = compose(words)  # a reference to launch.device has its final value
@@ -83,7 +90,22 @@ def resolve_run(
     check_plan_settings(composition.config.plan, hardware.device_type)
     composition.config.validate(world_size, hardware.device_type, local_ranks)
     check_float8_here(composition.config.train.float8, hardware.device_type)
-    return ResolvedRun(composition, hardware, local_ranks, world_size, words)
+    return ResolvedRun(composition, hardware, local_ranks, world_size, words, strategy_chosen=single is not None)
+
+
+def choose_single(words: Sequence[str], device_type: str) -> Composition | None:
+    """Compose the run of one rank without sharding; None if ``words`` name a strategy or need another one.
+
+    FSDP2 would copy every parameter in the forward and in the backward, and every gradient, on the compute stream.
+    """
+    if any(word.startswith("parallel=") for word in words):
+        return None
+    try:
+        checked = compose([*words, SINGLE])
+        checked.config.validate(1, device_type, 1)
+        return compose([*words, SINGLE])
+    except ConfigError:  # such as memory.cpu_offload=true, or an option of FSDP2
+        return None
 
 
 def check_plan_settings(plan: PlanConfig, device_type: str) -> None:
@@ -219,8 +241,15 @@ def describe_run(run: ResolvedRun, environment: Mapping[str, str]) -> str:
 
 def print_run(run: ResolvedRun, environment: Mapping[str, str]) -> None:
     """Print the found hardware and the chosen run."""
-    for sentence in filter(None, (describe_run(run, environment), straddling_note(run))):
+    for sentence in filter(None, (describe_run(run, environment), strategy_note(run), straddling_note(run))):
         print_status(sentence, stdout=True)
+
+
+def strategy_note(run: ResolvedRun) -> str | None:
+    """Return a sentence on a strategy that the number of ranks decided, or None."""
+    if not run.strategy_chosen:
+        return None
+    return f"{SINGLE} since one rank has no ranks to shard over; type parallel=fsdp2 for FSDP2"
 
 
 def straddling_note(run: ResolvedRun) -> str | None:

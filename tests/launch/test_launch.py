@@ -242,6 +242,33 @@ def test_run_description_names_hardware_and_choices() -> None:
     assert "data=text memory=lean mesh=hsdp with fsdp2 on 2 ranks" in describe_run(chosen, {})
 
 
+@pytest.mark.parametrize(
+    ("words", "devices", "name"),
+    [
+        (["model=llama3_1b"], 1, "single"),
+        (["experiment=llama3_1b", "memory=none"], 1, "single"),
+        (["model=llama3_1b", "launch.nproc_per_node=1"], 2, "single"),
+        (["model=llama3_1b", "parallel=fsdp2"], 1, "fsdp2"),
+        (["model=llama3_1b", "memory.cpu_offload=true"], 1, "fsdp2"),
+        (["model=llama3_1b", "parallel.reshard_after_forward=never"], 1, "fsdp2"),
+        (["model=llama3_1b"], 2, "fsdp2"),
+        ([], 1, "fsdp2"),
+    ],
+)
+def test_one_accelerator_trains_without_sharding_unless_the_words_ask_for_it(
+    words: list[str], devices: int, name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Oracle: the table; the first lines give the reason, and a preset chosen by the planner keeps its strategy."""
+    found = FoundHardware("cuda", devices, "NVIDIA H200", 16)
+    monkeypatch.setattr("fsdptoys.launch.launch.find_hardware", lambda choice: found)
+    run = resolve_run(words, {})
+    assert run.composition.config.parallel.name == name
+    assert ("parallel=single" in run.words) is (name == "single")
+    print_run(run, {})
+    reason = "parallel=single since one rank has no ranks to shard over; type parallel=fsdp2 for FSDP2"
+    assert (reason in capsys.readouterr().out) is (name == "single")
+
+
 def test_unexpected_world_size_across_nodes_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """Oracle: the expected message; a launcher assumes equal numbers of ranks on all machines."""
     words = ["launch.nproc_per_node=2", "launch.nnodes=2", "launch.rdzv_endpoint=x:1", "launch.device=cpu"]
