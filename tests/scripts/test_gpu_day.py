@@ -1,0 +1,96 @@
+"""Measurements in calls of limited time: what is finished is not run again, and results travel in one file."""
+
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+PYTHON = """#!/bin/sh
+# Stands for Python: notes the script, and ends with the status that a file holds for it.
+name=$(basename "$1")
+echo "$name" >> "{calls}"
+[ ! -e "{folder}/$name" ] || exit "$(cat "{folder}/$name")"
+"""
+
+
+class Machine:
+    """Calls on a machine whose Python only notes the scripts.
+
+    Args:
+        folder: scratch space.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.calls = folder, folder / "calls"
+        self.python = folder / "python"
+        self.python.write_text(PYTHON.format(calls=self.calls, folder=folder))
+        self.python.chmod(0o755)
+
+    def call(self, *words: str, status: int = 0) -> list[str]:
+        """One call of the script with an expected status; returns the Python scripts that ran."""
+        self.calls.write_text("")
+        done = subprocess.run(
+            ["bash", ROOT / "scripts" / "gpu_day.sh", "run", "--out", self.folder / "day", *words],
+            env={"PATH": "/usr/bin:/bin", "PYTHON": str(self.python)}, capture_output=True, text=True,
+        )  # fmt: skip
+        assert done.returncode == status, done.stderr
+        return self.calls.read_text().split()
+
+    def ends(self, script: str, status: int) -> None:
+        """Let a script end with a status."""
+        (self.folder / script).write_text(str(status))
+
+
+ALL = ["gpu_smoke.py", "bench_loss.py", "bench_gpu.py", "bench_moe.py", "bench_memory.py", "bench_plan.py"]
+
+
+def test_finished_parts_are_not_run_again(tmp_path: Path) -> None:
+    """Oracle: scripts of each call; a part with rows left runs again, a missed target or failure does not."""
+    machine = Machine(tmp_path)
+    machine.ends("bench_gpu.py", 75)
+    machine.ends("bench_loss.py", 1)
+    assert machine.call(status=75) == ALL
+    machine.ends("bench_gpu.py", 0)
+    assert machine.call(status=1) == ["bench_gpu.py"]
+    assert machine.call("--only", "gpu moe") == []
+
+
+def test_fresh_machine_continues_from_the_archive(tmp_path: Path) -> None:
+    """Oracle: no script runs again where only the archive of the earlier call is left."""
+    machine = Machine(tmp_path)
+    machine.call("--only", "loss")
+    shutil.rmtree(tmp_path / "day")
+    assert machine.call("--only", "loss moe") == ["bench_moe.py"]
+
+
+def test_part_that_does_not_fit_is_left_for_the_next_call(tmp_path: Path) -> None:
+    """Oracle: a call of 100 seconds begins no part, as each needs more."""
+    machine = Machine(tmp_path)
+    assert machine.call("--seconds", "100", "--only", "loss moe", status=75) == []
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [(["run"], "--out FOLDER"), (["run", "--out"], "needs a value"), (["run", "--all"], "unknown"), ([], "write bash")],
+)
+def test_mistakes_are_one_sentence(words: list[str], said: str) -> None:
+    """Oracle: status 2 and the sentence."""
+    script = ROOT / "scripts" / "gpu_day.sh"
+    done = subprocess.run(["bash", script, *words], capture_output=True, text=True)
+    assert done.returncode == 2 and said in done.stderr and len(done.stderr.splitlines()) == 1
+
+
+@pytest.mark.usefixtures("unmeasured")
+def test_dry_run_writes_a_page(tmp_path: Path) -> None:
+    """Oracle: the page of one real part on a CPU; its target is an exit status of 0 or 1."""
+    words = ["run", "--device", "cpu", "--tiny", "--only", "loss", "--out", str(tmp_path / "day")]
+    environment = {"PATH": "/usr/bin:/bin", "PYTHON": sys.executable, "OMP_NUM_THREADS": "1"}
+    command = ["bash", ROOT / "scripts" / "gpu_day.sh", *words]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert done.returncode in (0, 1), done.stderr
+    page = (tmp_path / "day" / "loss.md").read_text()
+    assert "python scripts/bench_loss.py --device cpu" in page and "64 tokens" in page
+    assert (tmp_path / "day.tar.gz").exists()
