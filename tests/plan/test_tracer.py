@@ -5,6 +5,7 @@ from collections import Counter
 from typing import Any
 
 import pytest
+import torch
 
 from fsdptoys.errors import ConfigError
 from fsdptoys.metrics.prediction import Category
@@ -24,6 +25,7 @@ from fsdptoys.plan.simulator.events import (
     Transfer,
     WaitEvent,
 )
+from fsdptoys.plan.trace.fake_device import registers_devices
 from fsdptoys.plan.trace.op_costs import fuses_rms_norm
 from fsdptoys.plan.trace.tracer import trace
 from tests.plan.traced import configured, hardware, live_bytes, traced
@@ -116,6 +118,16 @@ def test_chunked_loss_matmuls_have_the_dtype_of_their_operands() -> None:
     assert len(products) > 20 and {event.dtype for event in products} == {"bfloat16"}
 
 
+@pytest.mark.skipif(registers_devices(), reason="this torch can trace DDP")
+def test_ddp_is_refused_where_no_device_can_be_registered() -> None:
+    """Oracle: the message, which names a fix."""
+    with pytest.raises(
+        RuntimeError, match=r"ConfigError: .* cannot trace PyTorch's DDP .*; set plan\.exact=false or install"
+    ):
+        traced([*LLAMA, "parallel=ddp"])
+
+
+@pytest.mark.skipif(not registers_devices(), reason="this torch cannot trace DDP")
 def test_ddp_all_reduces_concurrently_with_the_backward() -> None:
     """Oracle: every gradient is all-reduced once, off the computing stream, which waits for it before the update."""
     made = traced([*LLAMA, "parallel=ddp"])
@@ -234,6 +246,7 @@ def test_traces_of_families_and_switches_complete_and_repeat(words: tuple[str, .
     assert 0 in made.streams and {e.stream for e in made.events if isinstance(e, Alloc)} <= set(made.streams)
 
 
+@pytest.mark.skipif(not hasattr(torch, "_grouped_mm"), reason="this torch has no grouped matmul")
 def test_expert_flops_follow_from_routed_tokens() -> None:
     """Oracle: three matrices per expert, K experts per token: 6 FLOPs per used weight."""
     made = traced(["model=qwen3_moe_debug", "parallel=fsdp2", BF16])

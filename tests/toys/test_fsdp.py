@@ -141,6 +141,7 @@ def reshards_other_dims_to_fewer_ranks() -> None:
     assert outcomes[0][0] == outcomes[1][0]
 
 
+@pytest.mark.skipif(TORCH < (2, 8), reason="FSDP2 over gloo sums gradients in torch 2.7, where it should average them")
 @pytest.mark.parametrize("ranks", [1, 2, 4])
 def test_training_matches_pytorch_bitwise(ranks: int) -> None:
     """Oracle: PyTorch's ``fully_shard`` with the same arguments; losses, norms and parameters after some steps.

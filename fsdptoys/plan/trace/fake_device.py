@@ -214,7 +214,7 @@ def torch_device_type(device_type: str) -> str:
     """PyTorch's device type of the stand-in for ``cuda``, ``npu`` or ``cpu``."""
     if device_type == "cpu":
         return "cpu"
-    if not _registers_devices():
+    if not registers_devices():
         return "lazy"
     return "npu" if device_type == "npu" else DEVICE_NAME
 
@@ -226,7 +226,7 @@ def install(device_type: str, world_size: int) -> None:
 
     name = torch_device_type(device_type)
     if device_type != "cpu":
-        if _registers_devices():
+        if registers_devices():
             from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
 
             _setup_privateuseone_for_python_backend(rename=name, backend_module=MODULE)
@@ -239,7 +239,8 @@ def install(device_type: str, world_size: int) -> None:
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world_size)
 
 
-def _registers_devices() -> bool:
+def registers_devices() -> bool:
+    """Whether Python can register a device type."""
     from torch.utils import backend_registration
 
     return hasattr(backend_registration, "_setup_privateuseone_for_python_backend")

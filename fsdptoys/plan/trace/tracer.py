@@ -48,7 +48,7 @@ from fsdptoys.profiler import DebugConfig, ProfileConfig
 from fsdptoys.train.trainer import Trainer
 
 from . import fake_device
-from .fake_device import PlannedDevice, torch_device_type
+from .fake_device import PlannedDevice, registers_devices, torch_device_type
 from .fake_kernels import replace_kernels
 from .fake_tensors import fake_tensors
 from .op_costs import attention_of, matmul_workspace_bytes
@@ -130,6 +130,11 @@ def trainer_program(config: Config, hardware: Hardware, steps: int = STEPS) -> P
         recorder.objects = functools.partial(_known, trainer)
         trainer.on_phase = recorder.mark
         if isinstance(trainer.strategy.model, DistributedDataParallel) and not trainer.strategy.model._comm_hooks:
+            if device.is_accelerator and not registers_devices():
+                raise ConfigError(
+                    f"plan.exact=true cannot trace PyTorch's DDP with torch {torch.__version__}, whose reducer needs "
+                    "the device's own code; set plan.exact=false or install torch 2.9 or newer"
+                )
             trainer.strategy.model.register_comm_hook(None, _all_reduce)
         for module in trainer.strategy.model.modules():
             if isinstance(module, LMHead):

@@ -1,0 +1,255 @@
+"""Tests and commands under the installed PyTorch, and the page that compares versions: see ``versions.sh``.
+
+    python scripts/versions.py run RESULT.json [--quick]
+    python scripts/versions.py page benchmarks/versions.md --command COMMAND RESULT.json...
+
+A command fails if its status is not 0 or if it prints a traceback. A refusal (status 2 and one sentence) counts as
+skipped where the command names a feature that old versions lack.
+"""
+
+import argparse
+import datetime
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+import time
+import xml.etree.ElementTree as ElementTree
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from scripts.machine import machine
+from scripts.progress import progress, unit
+
+ROOT = Path(__file__).resolve().parents[1]
+
+TESTS: dict[str, list[str]] = {
+    "equality of strategies": ["tests/parallel/test_equality.py"],
+    "collectives, meshes": ["tests/parallel/test_collectives.py", "tests/parallel/test_mesh.py"],
+    "float8, 8-bit AdamW": ["tests/parallel/test_float8.py", "tests/optim/test_low_bit_adamw.py"],
+    "configuration": ["tests/config"],
+    "models": ["tests/models"],
+    "loss": ["tests/loss"],
+    "memory switches": ["tests/memory/test_activation_offload.py", "tests/memory/test_optimizer_in_backward.py"],
+    "resume": ["tests/train/test_resume.py"],
+    "checkpoints": ["tests/checkpoint/test_round_trips.py", "tests/checkpoint/test_sharded_io_ranks.py"],
+    "compiler": ["tests/train/test_compile.py"],
+    "plans": ["tests/plan/test_tracer.py", "tests/cli/test_plan.py"],
+    "toys": [
+        "tests/toys/test_fsdp.py",
+        "tests/toys/test_ddp.py",
+        "tests/toys/test_zero.py",
+        "tests/toys/test_memory.py",
+    ],
+    "patches": ["tests/patches"],
+    "launcher": ["tests/launch/test_failures.py", "tests/train/test_stop.py"],
+}
+"""Group → its folders and files."""
+QUICK = ("equality of strategies", "patches")
+"""The groups of ``--quick``."""
+
+SMALL = (
+    "experiment=null model=llama_debug model.n_layers=3 data=synthetic train.seq_len=64 train.batch_size=1 "
+    "train.steps=3 train.eval_every=0 launch.device=cpu launch.nproc_per_node=2"
+)
+PLAN = "model=llama3_1b plan.hardware=h100 plan.world_size=8"
+COMMANDS: list[tuple[str, bool]] = [
+    *((f"train {SMALL} parallel={name}", False) for name in ("ddp", "fsdp1", "toy_fsdp")),
+    (f"train {SMALL} parallel=single launch.nproc_per_node=1", False),
+    (
+        f"train {SMALL} parallel.param_dtype=bfloat16 memory=lean checkpoint.every=2 metrics.run_dir=run",
+        False,
+    ),
+    (f"train {SMALL} parallel=fsdp2 parallel.param_dtype=float16 memory=smallest", False),
+    (f"train {SMALL} parallel=fsdp2 train.compile=true", False),
+    (f"train {SMALL} parallel=fsdp2 optim=muon model=qwen3_moe_debug", False),
+    (f"train {SMALL} parallel=fsdp2 optim.state_dtype=int8", True),
+    (f"train {SMALL} parallel=fsdp2 train.float8=tensorwise", True),
+    ("checkpoint ls run", False),
+    ("report run", False),
+    (f"plan {PLAN} parallel=single plan.world_size=1", False),
+    (f"plan {PLAN} parallel=ddp", True),
+    (f"plan {PLAN} parallel=fsdp1 parallel.param_dtype=bfloat16", False),
+    (f"plan {PLAN} parallel=fsdp2 parallel.param_dtype=bfloat16 memory=lean", False),
+    (f"plan {PLAN} parallel=fsdp2 train.float8=tensorwise parallel.param_dtype=bfloat16", True),
+    (f"sweep {SMALL} parallel=fsdp1,fsdp2 --out sweep", False),
+]
+"""Arguments of ``fsdptoys``, and whether an old version may refuse them; run in one folder, in this order."""
+
+
+@dataclass
+class Row:
+    """A group of tests, or a command."""
+
+    name: str
+    passed: int = 0
+    skipped: int = 0
+    failed: int = 0
+    seconds: float = 0.0
+    failures: list[str] = field(default_factory=list)
+    """Name and first line of each error."""
+    reasons: list[str] = field(default_factory=list)
+    """Why something was skipped."""
+
+    @property
+    def outcome(self) -> str:
+        """A table's cell."""
+        return f"{self.passed} / {self.skipped} / {self.failed}"
+
+
+@dataclass
+class Result:
+    """One version of PyTorch."""
+
+    torch: str
+    machine: str
+    commit: str
+    tests: list[Row]
+    commands: list[Row]
+
+
+def run_tests(name: str, paths: list[str]) -> Row:
+    """Run a group in one process of pytest."""
+    row, started = Row(name), time.monotonic()
+    with tempfile.TemporaryDirectory() as folder:
+        log = Path(folder, "junit.xml")
+        words = [sys.executable, "-m", "pytest", "-q", "--tb=short", f"--junitxml={log}", *paths]
+        done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, errors="replace")
+        cases = ElementTree.parse(log).getroot().iter("testcase") if log.exists() else iter(())
+        for case in cases:
+            skips, faults = case.findall("skipped"), [*case.findall("failure"), *case.findall("error")]
+            row.skipped += bool(skips)
+            row.failed += bool(faults)
+            row.passed += not skips and not faults
+            row.reasons += [skip.get("message", "") for skip in skips]
+            row.failures += [f"{case.get('name')}: {first_line(fault.get('message', ''))}" for fault in faults]
+    if done.returncode and not row.failed:
+        row.failed = 1
+        row.failures.append(f"pytest ended with status {done.returncode}: {first_line(done.stdout + done.stderr)}")
+    row.seconds = time.monotonic() - started
+    return row
+
+
+def run_command(arguments: str, may_be_refused: bool, folder: Path) -> Row:
+    """Run a command in a folder."""
+    row, started = Row(f"fsdptoys {arguments}"), time.monotonic()
+    environment = os.environ | {"PYTHONPATH": f"{ROOT}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"}
+    words = [sys.executable, "-m", "fsdptoys", *arguments.split()]
+    done = subprocess.run(words, cwd=folder, env=environment, capture_output=True, text=True, errors="replace")
+    output = done.stdout + done.stderr
+    if done.returncode == 2 and may_be_refused and "Traceback" not in output:
+        row.skipped = 1
+        row.reasons.append(done.stderr.strip().splitlines()[-1])
+    elif done.returncode or "Traceback" in output:
+        row.failed = 1
+        errors = re.findall(r"^(?:\[.*?\] *)?(\w*(?:Error|Exception)\b.*|fsdptoys: .*)", output, re.M)
+        row.failures.append(f"status {done.returncode}: {errors[-1] if errors else first_line(output)}")
+    else:
+        row.passed = 1
+    row.seconds = time.monotonic() - started
+    return row
+
+
+def first_line(text: str) -> str:
+    """The first line with text, shortened."""
+    return next((line.strip()[:200] for line in text.splitlines() if line.strip()), "no output")
+
+
+def measure(groups: Sequence[str]) -> Result:
+    """Run groups of tests, and all commands, under this Python's torch."""
+    import torch
+
+    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True)
+    result = Result(torch.__version__, machine("cpu"), commit.stdout.strip(), [], [])
+    with tempfile.TemporaryDirectory() as folder, progress(units=len(groups) + len(COMMANDS)):
+        for name in groups:
+            with unit(name) as done:
+                result.tests.append(run_tests(name, TESTS[name]))
+                done.note = result.tests[-1].outcome
+        for arguments, may_be_refused in COMMANDS:
+            with unit(arguments) as done:
+                result.commands.append(run_command(arguments, may_be_refused, Path(folder)))
+                done.note = result.commands[-1].outcome
+    return result
+
+
+def sum_of(rows: list[Row]) -> Row:
+    """All rows as one."""
+    counts = [sum(getattr(row, key) for row in rows) for key in ("passed", "skipped", "failed", "seconds")]
+    return Row("all", *counts)
+
+
+def page_of(results: list[Result], command: str, date: str) -> str:
+    """The page in Markdown."""
+    lines = [
+        "# Versions of PyTorch",
+        "",
+        f"Command: `{command}`, on {date}, at commit {', '.join(sorted({result.commit for result in results}))}.",
+        "",
+        *(f"- {result.machine}" for result in results),
+        "",
+        "Passed / skipped / failed, for tests and for commands; seconds for both together.",
+        "",
+        "| torch | tests | commands | seconds |",
+        "|---|---:|---:|---:|",
+    ]
+    for result in results:
+        tests, commands = sum_of(result.tests), sum_of(result.commands)
+        seconds = tests.seconds + commands.seconds
+        lines.append(f"| {result.torch} | {tests.outcome} | {commands.outcome} | {seconds:.0f} |")
+    header = " | ".join(result.torch for result in results)
+    rule = "|---" + "|---:" * len(results) + "|"
+    for title, rows_of in (("Tests", [r.tests for r in results]), ("Commands", [r.commands for r in results])):
+        lines += ["", f"## {title}", "", f"| {title.lower()} | {header} |", rule]
+        for rows in zip(*rows_of, strict=True):
+            name = rows[0].name if title == "Tests" else f"`{rows[0].name}`"
+            lines.append(f"| {name} | {' | '.join(row.outcome for row in rows)} |")
+    lines += ["", "## Failures", ""]
+    failures = [
+        f"- torch {result.torch}, {row.name}: {failure}"
+        for result in results
+        for row in (*result.tests, *result.commands)
+        for failure in row.failures
+    ]
+    lines += [line.replace("<", "&lt;") for line in failures] or ["None."]
+    lines += ["", "## Skipped", "", "| torch | number | reason |", "|---|---:|---|"]
+    for result in results:
+        reasons = [reason for row in (*result.tests, *result.commands) for reason in row.reasons]
+        for reason in sorted(set(reasons)):
+            lines.append(f"| {result.torch} | {reasons.count(reason)} | {first_line(reason).replace('|', '/')} |")
+    return "\n".join(lines) + "\n"
+
+
+def main(words: list[str] | None = None) -> int:
+    """Measure one version, or write the page; the latter's status is 1 if anything failed."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    actions = parser.add_subparsers(dest="action", required=True)
+    run = actions.add_parser("run")
+    run.add_argument("result", type=Path)
+    run.add_argument("--quick", action="store_true")
+    page = actions.add_parser("page")
+    page.add_argument("page", type=Path)
+    page.add_argument("--command", required=True)
+    page.add_argument("results", type=Path, nargs="+")
+    arguments = parser.parse_args(words)
+    if arguments.action == "run":
+        arguments.result.write_text(json.dumps(asdict(measure(QUICK if arguments.quick else list(TESTS)))))
+        return 0
+    results = []
+    for path in arguments.results:
+        tree = json.loads(path.read_text())
+        rows = {key: [Row(**row) for row in tree.pop(key)] for key in ("tests", "commands")}
+        results.append(Result(**tree, **rows))
+    text = page_of(results, arguments.command, datetime.date.today().isoformat())
+    arguments.page.write_text(text)
+    print(text)
+    return int(any(row.failed for result in results for row in (*result.tests, *result.commands)))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
