@@ -6,9 +6,10 @@
     python scripts/bench_gpu.py --device cpu --tiny --seconds 120  # the script itself, without any target
 
 Contestants train the same shapes on the same batches, each in a fresh process, one after the other, by scripts in
-``scripts/peers`` that ``peers/measure.py`` watches from outside. Ours is the trainer with FSDP2 on one rank, forward
-and backward in bf16 over fp32 parameters; peers are transformers' Llama in a compiled loop of PyTorch alone, and under
-Hugging Face accelerate as it comes. Values are drawn on the device by each, so first losses agree only roughly.
+``scripts/peers`` that ``peers/measure.py`` watches from outside. Ours is the trainer without sharding, as a command
+trains on one device, forward and backward in bf16 over fp32 parameters; peers are transformers' Llama in a compiled
+loop of PyTorch alone, and under Hugging Face accelerate as it comes. Values are drawn on the device by each, so first
+losses agree only roughly.
 
 The 7B and 8B take more than one H200 with fp32 parameters, gradients and AdamW states. Ours keeps the states in bf16
 there (``optim.state_dtype``); transformers has no such switch, so its parameters, gradients and states are all bf16:
@@ -109,7 +110,7 @@ class Bench:
         added = CONTESTANTS[contestant]
         assert not isinstance(added, str)
         return [
-            "experiment=null", f"model={shape.model}", "parallel=fsdp2", "parallel.param_dtype=bfloat16",
+            "experiment=null", f"model={shape.model}", "parallel=single", "parallel.param_dtype=bfloat16",
             LOSS, "data=bin", f"data.files=[{self.folder / shape.name / 'tokens.bin'}]",
             "data.dtype=uint32", f"train.data_seed={DATA_SEED}", f"train.batch_size={shape.batch_size}",
             f"train.seq_len={shape.seq_len}", f"train.steps={STEPS}", f"train.max_grad_norm={MAX_GRAD_NORM}",

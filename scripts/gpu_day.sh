@@ -120,6 +120,7 @@ command_of() {
   plan)
     words=(scripts/bench_plan.py --device "$device" --measured "$out/memory.json" --write "$out/plan.md")
     words+=(--strategies fsdp2 --rows plain gc "gc chunk" "gc chunk oo")
+    least=300 # a trace of 32 layers takes half a minute
     [[ -z $tiny ]] || words+=(--hardware cpu --rows gc)
     ;;
   *) fail "--only $1: must be of smoke, loss, gpu, moe, memory, plan" ;;

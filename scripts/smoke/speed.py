@@ -6,6 +6,8 @@ import statistics
 import subprocess
 import tempfile
 from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +18,6 @@ from fsdptoys.config.schema import Config
 from fsdptoys.device import GIB
 from fsdptoys.device.profile import hardware_for, load_hardware
 from fsdptoys.errors import ConfigError
-from fsdptoys.metrics import StepMetrics
 from fsdptoys.plan.predict import Predictor
 from fsdptoys.train.distributed import process_group
 from fsdptoys.train.trainer import Trainer
@@ -26,7 +27,8 @@ from scripts.smoke.report import Report
 from scripts.smoke.runs import COMMON, RANK, TINY
 from scripts.smoke.training import fsdptoys, losses_of, train_command
 
-STEPS, WARMUP = 6, 3
+STEPS, WARMUP, PROFILED = 9, 3, 2
+"""Of a row: all steps, the first ones without figures, and the last ones, which the profiler slows down."""
 ROWS = {
     "fsdp2 foreach": ["parallel=fsdp2", "optim.implementation=foreach"],
     "fsdp2 fused": ["parallel=fsdp2", "optim.implementation=fused"],
@@ -38,7 +40,7 @@ IDLE_GAP_MICROSECONDS = 20.0
 
 
 def check_speed(report: Report, device: str) -> None:
-    """Tokens/s, MFU and peak of each row, the planner's prediction of them, and the device's idle time in a step."""
+    """Tokens/s, MFU and peak of each row, the planner's prediction of them, and the device's idle time."""
     os.environ.update(RANK)
     model = ["model=llama3_1b", "train.batch_size=4", "train.seq_len=4096"] if device == "cuda" else TINY
     common = [*COMMON, *model, f"launch.device={device}", "parallel.param_dtype=bfloat16", "memory.chunk_loss=true"]
@@ -62,26 +64,27 @@ def check_speed(report: Report, device: str) -> None:
 
 
 def _measure(config: Config) -> tuple[dict[str, Any], list[float]]:
-    """Figures of the steps after the warm-up, and all losses; the last step is profiled and not timed."""
-    device = config.launch.device.value
-    steps: list[StepMetrics] = []
+    """Figures of the steps between the warm-up and the profiled ones, and all losses."""
     profiler: Any = None
     # The same values in every row.
     torch.manual_seed(0)
     trainer = Trainer(config, fill=fill)
 
-    def on_step(step: StepMetrics) -> None:
+    @contextmanager
+    def around_step(step: int) -> Iterator[None]:
         nonlocal profiler
-        steps.append(step)
-        if step.step == WARMUP:
+        if step == WARMUP + 1:
             trainer.device.reset_peak_memory()
-        if step.step == STEPS - 1 and device == "cuda":
+        if step == STEPS - PROFILED + 1 and trainer.device.type == "cuda":
+            trainer.device.synchronize()
             profiler = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA])
             profiler.start()
+        yield
 
-    trainer.train(on_step)
+    trainer.around_step = around_step
+    trainer.train()
     trainer.device.synchronize()
-    timed = steps[WARMUP : STEPS - 1]
+    timed = trainer.history[WARMUP : STEPS - PROFILED]
     facts: dict[str, Any] = {
         "step_ms": 1e3 * statistics.median(step.step_time_seconds for step in timed),
         "tokens_per_second": statistics.median(step.tokens_per_second for step in timed),
@@ -96,8 +99,9 @@ def _measure(config: Config) -> tuple[dict[str, Any], list[float]]:
             for event in profiler.events()
             if event.device_type == torch.autograd.DeviceType.CUDA
         ]
+        facts["profiled_steps"] = PROFILED
         facts |= idle_time(kernels)
-    return facts, [step.loss for step in steps]
+    return facts, [step.loss for step in trainer.history]
 
 
 def idle_time(kernels: list[tuple[float, float, str]]) -> dict[str, Any]:
