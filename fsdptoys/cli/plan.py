@@ -24,7 +24,7 @@ from fsdptoys.config.schema import Config
 from fsdptoys.device import GIB
 from fsdptoys.device.profile import Hardware
 from fsdptoys.errors import ConfigError
-from fsdptoys.launch.launch import choose_experiment
+from fsdptoys.launch.launch import SINGLE, choose_experiment, choose_single
 from fsdptoys.plan.calibrate import calibrate_command
 from fsdptoys.plan.estimate.estimate import closed_form
 from fsdptoys.plan.predict import Predictor, hardware_of, predict, world_size_of
@@ -52,8 +52,8 @@ class HypotheticalRun:
     """The overrides, including the chosen experiment."""
 
 
-def compose_hypothetical(words: Sequence[str]) -> HypotheticalRun:
-    """Compose a run for the hardware named by its words."""
+def compose_hypothetical(words: Sequence[str], searches: bool = False) -> HypotheticalRun:
+    """Compose a run for the hardware named by its words; a search chooses the strategy itself."""
     words = list(words)
     named = any(word.startswith("experiment=") for word in words)
     config = compose_config([word for word in words if named or re.match(r"plan\.|launch\.|parallel=", word)])
@@ -63,6 +63,9 @@ def compose_hypothetical(words: Sequence[str]) -> HypotheticalRun:
     if not named:
         words.append(f"experiment={choose_experiment(hardware.device_type, world_size)}")
         config = compose_config(words)
+    if world_size == 1 and hardware.device_type != "cpu" and not searches:
+        single = choose_single(words, hardware.device_type)  # as ``fsdptoys train`` does
+        words, config = ([*words, SINGLE], single.config) if single is not None else (words, config)
     limit = config.plan.memory_gib
     memory_bytes = round(limit * GIB if limit is not None else hardware.usable_bytes)
     return HypotheticalRun(config, hardware, world_size, memory_bytes, words)
@@ -130,7 +133,7 @@ def _run(words: Sequence[str]) -> int:
 def _search(words: Sequence[str]) -> int:
     options = parse("plan search", words)
     _refuse(options.words, "plan.predict")
-    run = compose_hypothetical(options.words)
+    run = compose_hypothetical(options.words, searches=True)
     picture = Path(options.png) if options.png is not None else None
     if picture is not None:
         check_picture(picture)

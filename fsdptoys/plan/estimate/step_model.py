@@ -109,7 +109,9 @@ class StepModel(ABC):
                 kernels = sum(-(-size // norm_elements(ledger.hardware.device_type)) for size in sizes)
             else:
                 kernels = 1 + sum(size >= FLOAT32_NORM_ELEMENTS for size in sizes)
-            ledger.move(4 * self.units.local_elements, kernels)
+            # In float64 a device copies the gradient, which is read, written and read (``op_costs.WIDENED_NORM``).
+            each = 20 if train.deterministic and train.sum_dtype.value == "float64" and not on_cpu else 4
+            ledger.move(each * self.units.local_elements, kernels)
             if self.setup.config.scales_gradients and not self.update.scales_in_kernel:
                 ledger.move(8 * self.units.local_elements, len(sizes) if on_cpu else 1)
         else:

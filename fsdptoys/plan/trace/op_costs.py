@@ -33,6 +33,8 @@ ATTENTION = {
     for suffix in ("", "_backward")
 }
 """Operators bound by attention's speed, and their backend."""
+WIDENED_NORM = "aten::linalg_vector_norm"
+"""Reduces a copy in the wider dtype of its result: written, then read (``native/ReduceOpsUtils.h``)."""
 NARROW_HEAD = 64  # Head width up to which a profile may list another efficiency of a backend
 
 PREFERS_CUDNN = (2, 11)
@@ -136,6 +138,10 @@ def traffic(name: str, args: tuple[Any, ...], inputs: Inputs, fresh: list[Tensor
         if key not in seen:
             seen.add(key)
             total += size * (argument.reads + argument.writes)
+    if name == WIDENED_NORM and fresh:
+        (_, tensor), *_ = inputs
+        if tensor.device.type != "cpu" and fresh[0].element_size() > tensor.element_size():
+            total += 2 * tensor.numel() * fresh[0].element_size()
     return total
 
 
