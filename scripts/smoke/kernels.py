@@ -98,9 +98,12 @@ def check_attention(report: Report, device: str) -> None:
 
 
 def _check_documents(report: Report, device: str, length: int, K: int) -> None:
-    """Documents of odd lengths, with rows whose scores are all far below zero, such as -88 and less."""
+    """Documents of odd lengths, with rows whose scores are all below -88, where float32's exponential is zero.
+
+    cuDNN's backward gave NaN for such rows under a mask (https://github.com/pytorch/pytorch/issues/196678).
+    """
     q, k, v, grad = _inputs(device, torch.bfloat16, length, K, 8, 8)
-    k = -4.0 * q  # a document's first token sees itself alone, with a score of -4·|q|²/√K
+    k = q * (-160 / K**0.5)  # a document's first token sees itself alone, with a score near -160
     segments_BT = (torch.arange(length, device=q.device) // (length // 3 + 5)).expand(len(q), -1)
     seen = _causal(length, q.device) & (segments_BT[0, :, None] == segments_BT[0, None, :])
     exact = _exact_attention(q, k, v, grad, seen)
