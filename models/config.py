@@ -50,6 +50,11 @@ class ModelConfig(ABC):
         return {}
 
     @property
+    def head_width(self) -> int:
+        """Channels of a head."""
+        return self.dim // self.n_heads
+
+    @property
     def needs_its_context(self) -> bool:
         """Whether the weights belong to one ``max_seq_len``."""
         return True

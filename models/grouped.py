@@ -2,9 +2,10 @@
 
 Rows sorted by expert form contiguous groups of unequal length. A ``Product`` multiplies all groups:
 
-- ``Grouped``: torch's grouped matmul, one call for all groups without a device sync. For accelerators.
+- ``Grouped``: torch's grouped matmul, one call for all groups. On CUDA it is one kernel without a device sync for bf16
+  on the compute capabilities of ``FAST_CAPABILITIES``; elsewhere torch loops, with a device sync per call.
 - ``Looped``: one matmul per group; fetching the group ends is one device sync per layer call. For CPUs, where torch's
-  grouped matmul is the same loop plus fresh buffers, and for accelerators without a grouped matmul.
+  grouped matmul is the same loop plus fresh buffers, and for accelerators without a fast grouped matmul.
 - ``LoopedFloat32``: the same loop through float32, for bf16 and float16 on CPUs that cannot multiply it (``linear``).
 - ``LoopedOneDNN``: the same loop with oneDNN's float32 matmul, for CPUs with AVX-512, where torch's own (MKL) reached
   half the speed on an AMD EPYC (``benchmarks/moe.md``). Not tried on Intel.
@@ -121,7 +122,7 @@ class Grouped:
         self.grouped_mm = getattr(torch.nn.functional, "grouped_mm", None) or torch._grouped_mm
 
     def pieces(self, ends_E: Tensor, rows: int) -> Sequence[Segment]:
-        """All rows as one piece; the ends stay on the device."""
+        """All rows as one piece, whose ends are not fetched here."""
         return [Segment(slice(None), 0, rows, rows, ends_E)] if rows else []
 
     def linear(self, a_MI: Tensor, weight_EOI: Tensor, piece: Segment, out_MO: Tensor | None = None) -> Tensor:
@@ -134,6 +135,9 @@ class Grouped:
 
 
 Product = Looped | Grouped
+
+FAST_CAPABILITIES = (9, 10)
+"""Major compute capabilities of CUDA devices for which torch's grouped matmul is one kernel."""
 
 ONEDNN_ROW_MULTIPLE = 32
 """At 512 rows per expert this adds 3% of work, and 32 experts have about five lengths rather than 32."""
@@ -170,11 +174,18 @@ def _fastest(device_type: str, dtype: torch.dtype) -> Product:
             return Looped(ONEDNN_ROW_MULTIPLE)
         onednn = LoopedOneDNN(ONEDNN_ROW_MULTIPLE)
         return onednn if dtype == torch.float32 and works(onednn, device_type, dtype) else Looped()
+    if device_type == "cuda" and not has_fast_kernel(dtype):
+        return Looped()
     try:
         grouped = Grouped()
     except AttributeError:
         return Looped()
     return grouped if works(grouped, device_type, dtype) else Looped()
+
+
+def has_fast_kernel(dtype: torch.dtype) -> bool:
+    """Whether torch's grouped matmul is one kernel on the CUDA device here (``GroupedBlas.cpp`` in torch 2.11)."""
+    return dtype == torch.bfloat16 and torch.cuda.get_device_capability()[0] in FAST_CAPABILITIES
 
 
 @torch.no_grad()

@@ -1,12 +1,13 @@
 """Operations with more than one implementation, and the table of them.
 
 ``torch`` is PyTorch's own operators, the reference for the others; ``compiled`` is the same function through
-``torch.compile``; ``npu`` is torch_npu's fused kernel (``npu_kernels``). A layer uses the functions of its own
+``torch.compile``; ``npu`` is torch_npu's fused kernel (``npu_kernels``); attention has PyTorch's backends by name
+(``attention``). A layer uses the functions of its own
 ``kernels``, so recomputation in the backward uses the same ones. The choice for a run is made elsewhere
 (``fsdptoys.config.kernel_choice``): these functions know tensors, not devices.
 
 Not covered: LayerNorm and GELU (GPT-2); the experts' gate, which is part of their gradients (``experts``); the loss
-(``loss``); attention over a cache (``masked_attention``), which is PyTorch's on every device.
+(``loss``); attention over a cache (``attention.masked_attention``), which is PyTorch's on every device.
 
 Shapes: B batch, T sequence, S sequence with the cached tokens before it, H query heads, G key/value heads, K width of a
 head, F feed-forward width.
@@ -23,8 +24,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from . import npu_kernels
+from .attention import BACKENDS, attention, attention_by, masked_attention
 from .grouped import Product, choose_product, loop_alike
-from .linear import goes_through_float32
 
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask
@@ -39,25 +40,6 @@ class Pairs(Enum):
     """2i and 2i + 1."""
 
 
-def attention(q_BHTK: Tensor, k_BGTK: Tensor, v_BGTK: Tensor) -> Tensor:
-    """Causal attention with shared key/value heads; returns the shape of the queries."""
-    dtype = q_BHTK.dtype
-    shares = q_BHTK.shape[1] != k_BGTK.shape[1]
-    if goes_through_float32(q_BHTK):
-        q_BHTK, k_BGTK, v_BGTK = (x.float() for x in (q_BHTK, k_BGTK, v_BGTK))
-    return F.scaled_dot_product_attention(q_BHTK, k_BGTK, v_BGTK, is_causal=True, enable_gqa=shares).to(dtype)
-
-
-def masked_attention(q_BHTK: Tensor, k_BGSK: Tensor, v_BGSK: Tensor, seen: Tensor | None) -> Tensor:
-    """Attention with a mask that broadcasts to (B, H, T, S), bool or added to the scores; None for no mask."""
-    dtype = q_BHTK.dtype
-    shares = q_BHTK.shape[1] != k_BGSK.shape[1]
-    if goes_through_float32(q_BHTK):
-        q_BHTK, k_BGSK, v_BGSK = (x.float() for x in (q_BHTK, k_BGSK, v_BGSK))
-        seen = seen.float() if seen is not None and seen.is_floating_point() else seen
-    return F.scaled_dot_product_attention(q_BHTK, k_BGSK, v_BGSK, attn_mask=seen, enable_gqa=shares).to(dtype)
-
-
 def dense_mask(segments_BT: Tensor, dtype: torch.dtype) -> Tensor:
     """Additive mask of shape (B, 1, T, T): 0 where a token sees another of its segment, else -inf.
 
@@ -69,24 +51,25 @@ def dense_mask(segments_BT: Tensor, dtype: torch.dtype) -> Tensor:
     return added_BTT.masked_fill_(seen_BTT, 0.0).unsqueeze(1)
 
 
-def dense_document_attention(q_BHTK: Tensor, k_BGTK: Tensor, v_BGTK: Tensor, added: Tensor) -> Tensor:
-    """Attention with the mask of ``dense_mask``."""
-    share = q_BHTK.shape[1] // k_BGTK.shape[1]
-    if share > 1 and q_BHTK.device.type != "cpu":
-        # CUDA's memory-efficient kernel, which takes masks, cannot share heads; the fallback materializes all scores.
-        k_BGTK, v_BGTK = (x.repeat_interleave(share, dim=1) for x in (k_BGTK, v_BGTK))
-    return masked_attention(q_BHTK, k_BGTK, v_BGTK, added)
-
-
 def block_mask(segments_BT: Tensor, dtype: torch.dtype) -> "BlockMask":
-    """Mask of blocks, without those that no token sees."""
+    """Mask of blocks, without those that no token sees.
+
+    Compiled, it is computed block by block; eager ``create_block_mask`` would write (B, T, T) booleans.
+    """
     from torch.nn.attention.flex_attention import create_block_mask
 
     def sees(row: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
         return (query >= key) & (segments_BT[row, query] == segments_BT[row, key])
 
     batch, length = segments_BT.shape
-    return create_block_mask(sees, batch, None, length, length, device=segments_BT.device)
+    create: Any = _compiled(create_block_mask) if _compiles_flex(segments_BT) else create_block_mask
+    blocks: BlockMask = create(sees, batch, None, length, length, device=segments_BT.device)
+    return blocks
+
+
+def _compiles_flex(tensor: Tensor) -> bool:
+    """False on a CPU, where flex_attention has no gradients and is for comparison only."""
+    return tensor.device.type != "cpu"
 
 
 def flex_attention(q_BHTK: Tensor, k_BGTK: Tensor, v_BGTK: Tensor, seen: "BlockMask") -> Tensor:
@@ -94,8 +77,7 @@ def flex_attention(q_BHTK: Tensor, k_BGTK: Tensor, v_BGTK: Tensor, seen: "BlockM
     from torch.nn.attention.flex_attention import flex_attention
 
     shares = q_BHTK.shape[1] != k_BGTK.shape[1]
-    # On a CPU it has no gradients, and is for comparison only.
-    attend: Any = flex_attention if q_BHTK.device.type == "cpu" else _compiled(flex_attention)
+    attend: Any = _compiled(flex_attention) if _compiles_flex(q_BHTK) else flex_attention
     out_BHTK: Tensor = attend(q_BHTK, k_BGTK, v_BGTK, block_mask=seen, enable_gqa=shares)
     return out_BHTK
 
@@ -106,14 +88,26 @@ def rms_norm(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
 
 
 def rotary(x_BHTK: Tensor, cos: Tensor, sin: Tensor, pairs: Pairs) -> Tensor:
-    """Turn pairs by their angles, in float32, and return the input's dtype; cosines and sines are (T, K/2)."""
-    wide = x_BHTK.float()
+    """Turn pairs by their angles, in float32, and return the input's dtype; cosines and sines are (T, K/2).
+
+    On CUDA the result is a view of a contiguous (B, T, H, K), like an input from a projection. Attention kernels write
+    their result in the strides of the queries, so that its heads are joined without a copy. Elsewhere it is contiguous:
+    the strides also change the order of sums, and so the bits, in the gradients of norms of heads.
+    """
+    if x_BHTK.device.type in ("cpu", "npu"):
+        return turn(x_BHTK, cos, sin, pairs)
+    return turn(x_BHTK.transpose(1, 2), cos.unsqueeze(1), sin.unsqueeze(1), pairs).transpose(1, 2)
+
+
+def turn(x: Tensor, cos: Tensor, sin: Tensor, pairs: Pairs) -> Tensor:
+    """``rotary`` with tables that broadcast to the pairs; the result is contiguous."""
+    wide = x.float()
     if pairs is Pairs.halves:
         first, second = wide.chunk(2, dim=-1)
-        return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(x_BHTK.dtype)
+        return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(x.dtype)
     first, second = wide.unflatten(-1, (-1, 2)).unbind(-1)
     turned = torch.stack((first * cos - second * sin, second * cos + first * sin), dim=-1)
-    return turned.flatten(-2).to(x_BHTK.dtype)
+    return turned.flatten(-2).to(x.dtype)
 
 
 def swiglu(gate: Tensor, up: Tensor) -> Tensor:
@@ -122,14 +116,14 @@ def swiglu(gate: Tensor, up: Tensor) -> Tensor:
 
 
 @functools.cache
-def _compile(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
+def _compile(function: Callable[..., Any]) -> Callable[..., Any]:
     """``torch.compile``, which imports the compiler, so not before the first call."""
     return torch.compile(function)
 
 
-def _compiled(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
+def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(function)
-    def call(*args: Any, **options: Any) -> Tensor:
+    def call(*args: Any, **options: Any) -> Any:
         # A compiled block inlines the plain function and fuses it with its surroundings.
         chosen = function if torch.compiler.is_compiling() else _compile(function)
         return chosen(*args, **options)
@@ -148,9 +142,13 @@ class DocumentAttention:
 
 
 IMPLEMENTATIONS: dict[str, dict[str, Any]] = {
-    "attention": {"torch": attention, "npu": npu_kernels.attention},
+    "attention": {
+        "torch": attention,
+        **{name: attention_by(backend) for name, backend in BACKENDS.items()},
+        "npu": npu_kernels.attention,
+    },
     "document_attention": {
-        "torch": DocumentAttention(dense_mask, dense_document_attention),
+        "torch": DocumentAttention(dense_mask, masked_attention),
         "flex": DocumentAttention(block_mask, flex_attention),
     },
     "rms_norm": {"torch": rms_norm, "compiled": _compiled(rms_norm), "npu": npu_kernels.rms_norm},
@@ -180,7 +178,12 @@ class Kernels:
 
 def choose_kernels(names: Mapping[str, str]) -> Kernels:
     """Implementations by operation and name; PyTorch's own for the other operations."""
-    return Kernels(**{operation: IMPLEMENTATIONS[operation][name] for operation, name in names.items()})
+    chosen = {operation: IMPLEMENTATIONS[operation][name] for operation, name in names.items()}
+    backend = BACKENDS.get(names.get("attention", ""))
+    if backend is not None and names.get("document_attention", "torch") == "torch":
+        attend = functools.partial(masked_attention, backends=(backend,))
+        chosen["document_attention"] = DocumentAttention(dense_mask, attend)
+    return Kernels(**chosen)
 
 
 class UsesKernels(nn.Module):

@@ -11,9 +11,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from .attention import masked_attention
 from .cache import KeyValueCache
 from .documents import Documents
-from .kernels import Pairs, UsesKernels, masked_attention
+from .kernels import Pairs, UsesKernels
 from .linear import Linear
 
 LossFn = Callable[[Tensor, Tensor, Tensor], Tensor]

@@ -1,24 +1,55 @@
 """Select the implementation of each operation by settings and device.
 
-The implementations are in ``models/kernels.py``. ``auto`` is PyTorch's on CUDA and CPU, and torch_npu's on an NPU.
-Compiled kernels are used only on request, since their speed on accelerators has not been measured.
+The implementations are in ``models/kernels.py``. ``auto`` is torch_npu's on an NPU. On CUDA it compiles rotary
+positions and SwiGLU, which are about ten and two kernels otherwise. Everything else is PyTorch's. Not measured on an
+accelerator.
 """
 
 import dataclasses
+import functools
+import importlib.util
+import os
+import shutil
+import sysconfig
+import warnings
 from dataclasses import dataclass
 from enum import Enum
+from pathlib import Path
+
+import torch
+from torch import Tensor
 
 from fsdptoys.device import available_device_type
 from fsdptoys.errors import ConfigError
 from fsdptoys.models import DecoderModel, choose_kernels, npu_kernels, use_kernels
+from fsdptoys.models.attention import BACKENDS, chosen_backend
+from fsdptoys.models.layers import Attention
+
+COMPILED_ON_CUDA = ("rotary", "swiglu")
+"""Operations that ``auto`` compiles on CUDA."""
+TRITON_CAPABILITY = (7, 0)
+"""Oldest compute capability for which ``torch.compile`` generates Triton kernels."""
+FLASH_WIDTH = 256
+"""Widest head of FlashAttention in PyTorch."""
+CPU_BACKENDS = ("flash", "math")
+"""Backends of ``scaled_dot_product_attention`` on a CPU."""
 
 
-class KernelLibrary(Enum):
-    """Library of the implementation."""
+class AttentionKernel(Enum):
+    """Library of the implementation, or one backend of PyTorch's ``scaled_dot_product_attention``."""
 
     auto = "auto"
-    """torch_npu's on an NPU, else PyTorch's."""
+    """torch_npu's on an NPU, else ``torch``."""
     torch = "torch"
+    """PyTorch's choice of backend; on CUDA without cuDNN for masks, evaluation and generation."""
+    cudnn = "cudnn"
+    """cuDNN's; CUDA, 16-bit dtypes, no masks."""
+    flash = "flash"
+    """FlashAttention; CUDA with 16-bit dtypes and no masks, or CPU."""
+    efficient = "efficient"
+    """The memory-efficient kernel of CUDA; shared heads are repeated."""
+    math = "math"
+    """Matmuls and a softmax, which write all scores; CUDA and CPU, for comparisons."""
     npu = "npu"
 
 
@@ -26,7 +57,7 @@ class Kernel(Enum):
     """Library of the implementation, or PyTorch's compiled with ``torch.compile``."""
 
     auto = "auto"
-    """torch_npu's on an NPU, else PyTorch's."""
+    """torch_npu's on an NPU; ``compiled`` for rotary and swiglu on CUDA where Triton works; else PyTorch's."""
     torch = "torch"
     compiled = "compiled"
     npu = "npu"
@@ -58,8 +89,8 @@ class GroupedKernel(Enum):
 class KernelConfig:
     """Implementations of a model's operations."""
 
-    attention: KernelLibrary = KernelLibrary.auto
-    """Causal attention: PyTorch's, or torch_npu's."""
+    attention: AttentionKernel = AttentionKernel.auto
+    """Attention: PyTorch's, one of its backends (also for the mask of ``document_attention=torch``), or torch_npu's."""
     document_attention: DocumentKernel = DocumentKernel.auto
     """Attention under ``data.mask_documents``: PyTorch's with a mask, or flex_attention."""
     rms_norm: Kernel = Kernel.auto
@@ -80,8 +111,11 @@ class KernelConfig:
         """Whether any operation is compiled separately."""
         return Kernel.compiled.value in self.names().values()
 
-    def resolve(self, device_type: str, *, compiles: bool, deterministic: bool) -> None:
-        """Replace every ``auto``, and check the choices against the device, compiled blocks and deterministic mode."""
+    def resolve(self, device_type: str, *, compiles: bool, deterministic: bool, fuses: bool) -> None:
+        """Replace every ``auto``, and check the choices against the device, compiled blocks and deterministic mode.
+
+        ``fuses``: whether ``auto`` may compile operations by themselves.
+        """
         for operation, name in self.names().items():
             # Experts are not compiled.
             seen, fix = compiles and operation != "grouped_matmul", f"set kernels.{operation}=auto"
@@ -99,10 +133,66 @@ class KernelConfig:
                     f"not known to be deterministic, and {where}; set kernels.document_attention=auto"
                 )
             if name == "auto":
-                fused = device_type == "npu" and not seen and not deterministic and operation in npu_kernels.OPERATORS
-                if fused and available_device_type() == "npu" and not npu_kernels.is_there(operation):
-                    fused = False  # an older torch_npu; when planning on another machine, the operator is assumed
-                setattr(self, operation, type(getattr(self, operation))("npu" if fused else "torch"))
+                plain = seen or deterministic
+                compiled = device_type == "cuda" and fuses and operation in COMPILED_ON_CUDA
+                if compiled and available_device_type() == "cuda":  # assumed when planning on another machine
+                    compiled = triton_works()
+                fused = device_type == "npu" and operation in npu_kernels.OPERATORS
+                if fused and available_device_type() == "npu":  # which may be an older torch_npu
+                    fused = npu_kernels.is_there(operation)
+                chosen = "torch" if plain else "compiled" if compiled else "npu" if fused else "torch"
+                setattr(self, operation, type(getattr(self, operation))(chosen))
+
+    def check_attention(
+        self, device_type: str, dtype: torch.dtype, head_width: int, *, masks: bool, deterministic: bool
+    ) -> None:
+        """Refuse a backend of attention that the device, dtype, head or mask rules out.
+
+        Args:
+            device_type: of the run.
+            dtype: of queries, keys and values.
+            head_width: channels of a head.
+            masks: whether documents are kept apart.
+            deterministic: whether kernels must be deterministic.
+        """
+        name = self.attention.value
+        if name not in BACKENDS:
+            return
+        if device_type == "npu" or (device_type == "cpu" and name not in CPU_BACKENDS):
+            has = f"has {' and '.join(CPU_BACKENDS)} only" if device_type == "cpu" else "chooses by itself"
+            raise ConfigError(
+                f"kernels.attention={name} is a backend that this run's device lacks: attention on {device_type} "
+                f"{has}; set kernels.attention=auto"
+            )
+        if masks and self.document_attention is DocumentKernel.flex:
+            raise ConfigError(
+                f"kernels.attention={name} has no effect with kernels.document_attention=flex, which computes all "
+                "attention under data.mask_documents=true; set kernels.attention=auto"
+            )
+        if device_type == "cpu":
+            return
+        narrow = name in ("cudnn", "flash")
+        if narrow and dtype not in (torch.bfloat16, torch.float16):
+            raise ConfigError(
+                f"kernels.attention={name} takes bfloat16 and float16 only on CUDA, and parallel.param_dtype="
+                f"{str(dtype).removeprefix('torch.')}; set parallel.param_dtype=bfloat16 or kernels.attention=auto"
+            )
+        if narrow and masks:
+            raise ConfigError(
+                f"kernels.attention={name} cannot train with the mask of data.mask_documents=true: flash takes none, "
+                "and cuDNN returned NaN gradients (github.com/pytorch/pytorch/issues/196678); set "
+                "kernels.attention=auto"
+            )
+        if (name == "flash" and head_width > FLASH_WIDTH) or (name == "cudnn" and head_width % 8):
+            limit = f"at most {FLASH_WIDTH}" if name == "flash" else "a multiple of 8"
+            raise ConfigError(
+                f"kernels.attention={name} needs heads whose width is {limit}, and those of this model have "
+                f"{head_width} channels; set kernels.attention=auto"
+            )
+        if name == "cudnn" and deterministic:
+            raise ConfigError(
+                "kernels.attention=cudnn is not deterministic, and train.deterministic=true; set kernels.attention=auto"
+            )
 
     def check_documents(self, masks: bool, selective: bool) -> None:
         """Refuse flex_attention without document masking or with selective checkpointing."""
@@ -130,3 +220,52 @@ def put_kernels(model: DecoderModel, config: KernelConfig) -> None:
                 f"torch_npu of this torch or set kernels.{operation}=torch"
             )
     use_kernels(model, choose_kernels(config.names()))
+
+
+def find_attention_backend(
+    model: DecoderModel, config: KernelConfig, device: torch.device, dtype: torch.dtype, seq_len: int, *, masks: bool
+) -> str | None:
+    """Backend of PyTorch's attention in a training step, by the heads of the first layer and the length of a sequence.
+
+    Returns:
+        None if another function computes attention, or PyTorch does not say.
+
+    Raises:
+        ConfigError: if the device cannot run the configured backend.
+    """
+    name = config.attention.value
+    layer = next(module for module in model.modules() if isinstance(module, Attention))
+    flexes = masks and config.document_attention is DocumentKernel.flex
+    if name == "npu" or flexes or device.type not in ("cuda", "cpu"):
+        return None
+    memory_BTHK = torch.empty((1, seq_len, layer.n_heads, layer.head_dim), dtype=dtype, device=device)
+    if type(memory_BTHK) is not Tensor:  # a fake one, for predictions
+        return None
+    q_BHTK = memory_BTHK.transpose(1, 2).requires_grad_()
+    k_BGTK = q_BHTK[:, : layer.n_kv_heads]
+    seen = memory_BTHK.new_zeros(()).expand(1, 1, seq_len, seq_len) if masks else None
+    backends = (BACKENDS[name],) if name in BACKENDS else ()
+    with warnings.catch_warnings(record=True) as reasons:
+        warnings.simplefilter("always")
+        try:
+            return chosen_backend(q_BHTK, k_BGTK, k_BGTK, seen, backends)
+        except RuntimeError as error:
+            why = "; ".join(dict.fromkeys(str(reason.message).partition(" (Triggered")[0] for reason in reasons))
+            raise ConfigError(
+                f"kernels.attention={name} cannot run here, with {layer.n_heads} heads of {layer.head_dim} channels in "
+                f"{dtype} ({why or str(error).splitlines()[0]}); set kernels.attention=auto"
+            ) from error
+
+
+@functools.cache
+def triton_works() -> bool:
+    """Whether ``torch.compile`` can generate kernels for the CUDA device here, found without importing the compiler.
+
+    Triton compiles a launcher for each kernel, with a C compiler and Python's headers.
+    """
+    compiler = os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")
+    header = Path(sysconfig.get_path("include"), "Python.h")
+    installed = importlib.util.find_spec("triton") is not None
+    if not (installed and compiler and header.is_file()):
+        return False
+    return torch.cuda.get_device_capability() >= TRITON_CAPABILITY

@@ -143,7 +143,19 @@ class Config:
         self.parallel.resolve(self.train.deterministic)
         self._check_model()
         train = self.train
-        self.kernels.resolve(device_type, compiles=train.compile, deterministic=train.deterministic)
+        self.kernels.resolve(
+            device_type,
+            compiles=train.compile,
+            deterministic=train.deterministic,
+            fuses=not self.debug.trace_collectives,
+        )
+        self.kernels.check_attention(
+            device_type,
+            self.parallel.param_dtype.torch,
+            self.model.head_width,
+            masks=self.data.mask_documents,
+            deterministic=train.deterministic,
+        )
         self.parallel.check_model(self.model)
         check_float8(
             train.float8,

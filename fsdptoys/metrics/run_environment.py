@@ -53,6 +53,7 @@ def environment(device: Device, world_size: int, command: Sequence[str]) -> dict
             "python": platform.python_version(),
             "torch": str(torch.__version__),
             "cuda": torch.version.cuda,
+            "cudnn": torch.backends.cudnn.version(),
             "hip": torch.version.hip,
             "cann": getattr(torch.version, "cann", None),  # set by torch_npu where CANN is installed
             **{name.replace("-", "_"): _package_version(name) for name in PACKAGES},
@@ -75,7 +76,9 @@ def hardware_line(environment: dict[str, Any]) -> str:
     ranks = int(environment["world_size"])
     torch_version = versions.get("torch") if isinstance(versions, dict) else None
     where = f"{ranks} rank{'s' * (ranks != 1)} on {device['name']} ({device['type']})"
-    return f"{where}, torch {torch_version}" if torch_version else where
+    backend = environment.get("attention_backend") if device["type"] == "cuda" else None
+    parts = (where, torch_version and f"torch {torch_version}", backend and f"attention by {backend}")
+    return ", ".join(part for part in parts if part)
 
 
 def checkout_commit(root: Path) -> str | None:

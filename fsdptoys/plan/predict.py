@@ -126,6 +126,7 @@ def doubts(config: Config, hardware: Hardware, world_size: int) -> tuple[str, ..
     experts = isinstance(config.model, MoEConfig)
     single_experts = kernels.grouped_matmul is GroupedKernel.looped
     single_experts |= hardware.device_type == "npu" and kernels.grouped_matmul is not GroupedKernel.npu
+    single_experts |= hardware.device_type == "cuda" and config.parallel.param_dtype.value != "bfloat16"
     profile = f"plan.hardware={hardware.name}"
     sentences: dict[str, object] = {
         f"time beyond {VALIDATED_RANKS} ranks is not validated: stragglers, congestion and failures are not modeled, "

@@ -139,7 +139,8 @@ class TrainedModel:
         """Return the model with its weights on a device, in evaluation mode."""
         model = self._build()
         kernels = KernelConfig()
-        kernels.resolve(device.type, compiles=False, deterministic=False)
+        # Lengths change with every token, for which compiled functions would be compiled again.
+        kernels.resolve(device.type, compiles=False, deterministic=False, fuses=False)
         put_kernels(model, kernels)
         model.to(dtype).requires_grad_(False)
         materialize(model, device.torch_device, self._fill)

@@ -236,7 +236,10 @@ class Run:
             title=self.title,
             config_tree=self.config.to_dict(),
             environment=environment(self.trainer.device, self.world_size, sys.argv)
-            | {"patches_of_pytorch": self.trainer.patches.outcomes(self.trainer.strategy.model) or "none"},
+            | {
+                "attention_backend": self.trainer.attention_backend,
+                "patches_of_pytorch": self.trainer.patches.outcomes(self.trainer.strategy.model) or "none",
+            },
             steps=self.config.train.steps,
             references={label: nats for label, nats in references.items() if nats is not None},
             resumed=self._resumed,

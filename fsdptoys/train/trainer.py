@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fsdptoys.checkpoint import open_init_from
-from fsdptoys.config.kernel_choice import put_kernels
+from fsdptoys.config.kernel_choice import find_attention_backend, put_kernels
 from fsdptoys.config.schema import Config
 from fsdptoys.data import BatchStream, eval_batches
 from fsdptoys.device import Device
@@ -91,6 +91,15 @@ class Trainer:
         """Elements of each parameter; a shared one has the first of its names."""
         self.parameter_count = sum(self.parameter_sizes.values())
         put_kernels(model, config.kernels)
+        self.attention_backend = find_attention_backend(
+            model,
+            config.kernels,
+            self.device.torch_device,
+            config.parallel.param_dtype.torch,
+            train.seq_len,
+            masks=config.data.mask_documents,
+        )
+        """PyTorch's backend of attention; None for torch_npu's, and where PyTorch does not say."""
         matrix_names = {name for name, param in model.named_parameters() if param.ndim >= 2}
         self.block_names = {f"layers.{name}" for name, _ in model.layers.named_parameters()}
         convert_to_float8(model, train.float8, train.float8_all_gather, self.device.type)

@@ -12,8 +12,9 @@ from fsdptoys.device import Device
 from fsdptoys.loss import build_loss
 from fsdptoys.loss.objective import IGNORE_INDEX, Objective
 from fsdptoys.loss.softmax import softmax_gradient_
+from fsdptoys.models.attention import masked_attention
 from fsdptoys.models.grouped import choose_product, works
-from fsdptoys.models.kernels import IMPLEMENTATIONS, masked_attention
+from fsdptoys.models.kernels import IMPLEMENTATIONS
 from fsdptoys.models.moe import MoE, Scores
 from scripts.smoke.device import relative_error
 from scripts.smoke.report import Report

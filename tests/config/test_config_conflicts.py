@@ -234,7 +234,8 @@ CONFLICTS = {
     "memory.cpu_offload=true memory.cpu_threads=0": "memory.cpu_threads=0 must be at least 1; set memory.cpu_threads=1",
     "memory.cpu_offload_executor=overlapped": "memory.cpu_offload_executor=overlapped does nothing as set; "
     "set memory.cpu_offload=true or leave it out",
-    "kernels.attention=compiled": "kernels.attention=compiled must be one of auto, torch, npu; set "
+    "kernels.attention=compiled": "kernels.attention=compiled must be one of auto, torch, cudnn, flash, efficient, "
+    "math, npu; set "
     "kernels.attention=auto",
     "kernels.rms_norm=npu": "kernels.rms_norm=npu is torch_npu's, and this run is on cpu; set kernels.rms_norm=auto",
     "kernels.swiglu=compiled debug.trace_collectives=true": "debug.trace_collectives=true is a dispatch mode, under "

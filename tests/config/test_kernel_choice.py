@@ -1,5 +1,6 @@
 """Kernel implementations of a run: by device, by setting, and through to the trained parameters."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -7,7 +8,7 @@ import torch
 
 from fsdptoys.config import kernel_choice as kernels
 from fsdptoys.config.compose import compose_config
-from fsdptoys.config.kernel_choice import Kernel, KernelConfig, put_kernels
+from fsdptoys.config.kernel_choice import AttentionKernel, Kernel, KernelConfig, find_attention_backend, put_kernels
 from fsdptoys.errors import ConfigError
 from fsdptoys.memory import GradientCheckpointing, MemoryConfig
 from fsdptoys.models.kernels import IMPLEMENTATIONS, UsesKernels
@@ -15,6 +16,8 @@ from fsdptoys.parallel import FSDP2Config, ParallelConfig, SingleConfig
 from fsdptoys.train.trainer import Trainer
 from scripts.parity import train_all
 from scripts.ranks import run_ranks
+from tests.checkpoint.folders import build
+from tests.models.families import SMALL
 from tests.npu_stand_ins import IS_REAL
 from tests.parallel.runs import make_config
 
@@ -30,10 +33,14 @@ def test_every_operation_has_a_setting_with_all_implementations() -> None:
 
 
 @pytest.mark.parametrize(
-    ("device_type", "words", "npu"),
+    ("device_type", "words", "fused"),
     [
         ("cpu", (), set()),
-        ("cuda", (), set()),
+        ("cuda", (), {"rotary", "swiglu"}),
+        ("cuda", ("kernels.rotary=torch",), {"swiglu"}),
+        ("cuda", ("train.compile=true",), set()),
+        ("cuda", ("parallel=single", "train.deterministic=true"), set()),
+        ("cuda", ("debug.trace_collectives=true",), set()),
         ("npu", (), FUSED),
         ("npu", ("parallel=single", "train.deterministic=true"), set()),
         ("npu", ("train.compile=true",), {"grouped_matmul"}),
@@ -41,13 +48,114 @@ def test_every_operation_has_a_setting_with_all_implementations() -> None:
         ("npu", ("kernels.rms_norm=torch", "kernels.attention=torch"), {"rotary", "swiglu", "grouped_matmul"}),
     ],
 )
-def test_auto_is_torch_npu_on_npus_and_pytorch_elsewhere(
-    device_type: str, words: tuple[str, ...], npu: set[str]
+def test_auto_is_torch_npu_on_npus_compiled_for_two_operations_on_cuda_and_pytorch_elsewhere(
+    device_type: str, words: tuple[str, ...], fused: set[str]
 ) -> None:
     """Oracle: the documented rule; explicit settings stay."""
     config = compose_config(["experiment=null", *words])
     config.validate(1, device_type)
-    assert config.kernels.names() == {name: "npu" if name in npu else "torch" for name in IMPLEMENTATIONS}
+    library = {"npu": "npu", "cuda": "compiled"}.get(device_type)
+    assert config.kernels.names() == {name: library if name in fused else "torch" for name in IMPLEMENTATIONS}
+
+
+@pytest.mark.parametrize("missing", [None, "triton", "compiler", "headers", "capability"])
+def test_nothing_is_compiled_on_a_cuda_machine_without_a_part_of_triton(
+    missing: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Oracle: the parts one by one; a configuration without any of them is PyTorch's own."""
+    (tmp_path / "Python.h").touch()
+    monkeypatch.setattr(kernels, "available_device_type", lambda: "cuda")
+    monkeypatch.delenv("CC", raising=False)
+    monkeypatch.setattr(kernels.importlib.util, "find_spec", lambda _: None if missing == "triton" else object())
+    monkeypatch.setattr(kernels.shutil, "which", lambda _: None if missing == "compiler" else "/usr/bin/gcc")
+    folder = tmp_path / ("lost" if missing == "headers" else "")
+    monkeypatch.setattr(kernels.sysconfig, "get_path", lambda _: str(folder))
+    capability = (6, 1) if missing == "capability" else (9, 0)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
+    kernels.triton_works.cache_clear()
+    config = KernelConfig()
+    config.resolve("cuda", compiles=False, deterministic=False, fuses=True)
+    kernels.triton_works.cache_clear()
+    assert config.rotary is config.swiglu is (Kernel.torch if missing else Kernel.compiled)
+
+
+REFUSED = {
+    ("cpu", "kernels.attention=cudnn"): "kernels.attention=cudnn is a backend that this run's device lacks: attention "
+    "on cpu has flash and math only",
+    ("cpu", "kernels.attention=efficient"): "kernels.attention=efficient is a backend that this run's device lacks: "
+    "attention on cpu has flash and math only",
+    ("npu", "kernels.attention=flash"): "kernels.attention=flash is a backend that this run's device lacks: attention "
+    "on npu chooses by itself",
+    ("cuda", "kernels.attention=cudnn"): "kernels.attention=cudnn takes bfloat16 and float16 only on CUDA, and "
+    "parallel.param_dtype=float32; set parallel.param_dtype=bfloat16 or kernels.attention=auto",
+    ("cuda", "kernels.attention=flash parallel.param_dtype=bfloat16 data.mask_documents=true"): "kernels.attention="
+    "flash cannot train with the mask of data.mask_documents=true: flash takes none, and cuDNN returned NaN gradients "
+    "(github.com/pytorch/pytorch/issues/196678)",
+    ("cuda", "kernels.attention=math kernels.document_attention=flex data.mask_documents=true"): "kernels.attention="
+    "math has no effect with kernels.document_attention=flex, which computes all attention under "
+    "data.mask_documents=true",
+    (
+        "cuda",
+        "kernels.attention=flash parallel.param_dtype=bfloat16 model.head_dim=512",
+    ): "kernels.attention=flash needs heads whose width is at most 256, and those of this model have 512 channels",
+    (
+        "cuda",
+        "kernels.attention=cudnn parallel.param_dtype=bfloat16 model.head_dim=12",
+    ): "kernels.attention=cudnn needs heads whose width is a multiple of 8, and those of this model have 12 channels",
+    (
+        "cuda",
+        "kernels.attention=cudnn parallel=single parallel.param_dtype=bfloat16 train.deterministic=true",
+    ): "kernels.attention=cudnn is not deterministic, and train.deterministic=true",
+}
+"""Device and overrides → message, before the fix if it is ``auto``."""
+
+
+@pytest.mark.parametrize(("device_type", "words"), REFUSED)
+def test_backends_that_cannot_run_are_refused_before_any_worker_starts(device_type: str, words: str) -> None:
+    """Oracle: the expected message."""
+    config = compose_config(["experiment=null", "model=llama_debug", *words.split()])
+    with pytest.raises(ConfigError) as caught:
+        config.validate(1, device_type)
+    expected = REFUSED[device_type, words]
+    assert str(caught.value) == (expected if "; set" in expected else f"{expected}; set kernels.attention=auto")
+
+
+@pytest.mark.parametrize(
+    ("device_type", "words"),
+    [
+        ("cpu", "kernels.attention=flash data.mask_documents=true"),
+        ("cpu", "kernels.attention=math"),
+        ("cuda", "kernels.attention=cudnn parallel.param_dtype=bfloat16"),
+        ("cuda", "kernels.attention=efficient data.mask_documents=true"),
+        ("cuda", "kernels.attention=flash parallel.param_dtype=float16"),
+    ],
+)
+def test_backends_that_can_run_are_kept(device_type: str, words: str) -> None:
+    """Oracle: the setting itself."""
+    config = compose_config(["experiment=null", "model=llama_debug", "data=synthetic", *words.split()])
+    config.kernels.check_attention(
+        device_type, config.parallel.param_dtype.torch, 64, masks=config.data.mask_documents, deterministic=False
+    )
+    assert f"kernels.attention={config.kernels.attention.value}" in words
+
+
+@pytest.mark.parametrize(
+    ("attention", "masks", "expected"), [("torch", False, "flash"), ("torch", True, "flash"), ("math", True, "math")]
+)
+def test_backend_of_the_run_is_found(attention: str, masks: bool, expected: str) -> None:
+    """Oracle: the only fused backend of a CPU, and the one that is set."""
+    model, config = build(SMALL["llama4"]), KernelConfig(attention=AttentionKernel(attention))
+    assert find_attention_backend(model, config, torch.device("cpu"), torch.float32, 20, masks=masks) == expected
+
+
+def test_backend_that_the_device_refuses_is_reported_in_one_sentence() -> None:
+    """Oracle: the expected message, with PyTorch's reason."""
+    config = KernelConfig(attention=AttentionKernel.cudnn)
+    with pytest.raises(ConfigError) as caught:
+        find_attention_backend(build(SMALL["qwen3"]), config, torch.device("cpu"), torch.float32, 20, masks=False)
+    message = str(caught.value)
+    assert message.startswith("kernels.attention=cudnn cannot run here, with 4 heads of 32 channels in torch.float32 (")
+    assert message.endswith("; set kernels.attention=auto") and "No viable backend" in message
 
 
 def test_torch_npu_kernels_are_refused_in_compiled_blocks() -> None:

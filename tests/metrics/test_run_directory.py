@@ -215,7 +215,12 @@ def test_environment_has_versions_and_hardware_but_no_host_name(monkeypatch):
     assert found["environment_variables"]["PYTORCH_ALLOC_CONF"] is None
     assert found["started_at"].endswith("+00:00")
     assert "node" not in found["machine"]
+    assert found["versions"]["cudnn"] == torch.backends.cudnn.version()
     assert hardware_line(found).startswith("4 ranks on ")
+    found["device"]["type"] = "cuda"
+    assert hardware_line(found | {"attention_backend": "cudnn"}).endswith(
+        f"torch {torch.__version__}, attention by cudnn"
+    )
 
 
 def test_missing_package_has_no_version(monkeypatch):

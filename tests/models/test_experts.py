@@ -308,3 +308,23 @@ def test_widths_unsupported_by_grouped_mm_use_the_loop(
     if wanted is Looped:
         with pytest.raises(RuntimeError, match="strides"):
             apply_experts(hidden_ND, experts_NK, torch.ones(8, 1), *experts.parameters(), Grouped())
+
+
+@pytest.mark.parametrize(
+    ("capability", "dtype", "wanted"),
+    [
+        ((9, 0), torch.bfloat16, Grouped),
+        ((10, 3), torch.bfloat16, Grouped),
+        ((8, 0), torch.bfloat16, Looped),
+        ((12, 0), torch.bfloat16, Looped),
+        ((9, 0), torch.float32, Looped),
+    ],
+)
+def test_cuda_uses_the_grouped_matmul_only_where_it_is_one_kernel(
+    capability: tuple[int, int], dtype: torch.dtype, wanted: type, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Oracle: PyTorch's condition for its kernel; elsewhere its loop waits for the device in every call."""
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
+    monkeypatch.setattr(grouped, "works", lambda *_: True)
+    monkeypatch.setattr(Grouped, "__init__", lambda _: None)  # torch 2.7 has none
+    assert type(grouped._fastest.__wrapped__("cuda", dtype)) is wanted

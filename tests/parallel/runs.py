@@ -5,7 +5,7 @@ import dataclasses
 from typing import Any
 
 from fsdptoys.checkpoint import CheckpointConfig
-from fsdptoys.config.kernel_choice import GroupedKernel, Kernel, KernelConfig, KernelLibrary
+from fsdptoys.config.kernel_choice import AttentionKernel, GroupedKernel, Kernel, KernelConfig
 from fsdptoys.config.launch_config import DeviceChoice, LaunchConfig
 from fsdptoys.config.plan_config import PlanConfig
 from fsdptoys.config.schema import Config, TrainConfig
@@ -20,7 +20,7 @@ from fsdptoys.parallel.mesh import MeshConfig
 from fsdptoys.profiler import DebugConfig, ProfileConfig
 
 PLAIN_KERNELS = KernelConfig(
-    attention=KernelLibrary.torch,
+    attention=AttentionKernel.torch,
     rms_norm=Kernel.torch,
     rotary=Kernel.torch,
     swiglu=Kernel.torch,

@@ -75,7 +75,11 @@ def test_world_size_defaults_to_the_ranks_of_one_node(words: list[str], ranks: i
             8,
             "train.float8=rowwise is predicted as bfloat16 matmuls",
         ),
-        (("kernels.swiglu=compiled",), 8, "kernels.{swiglu=compiled} are assumed to touch each tensor once"),
+        (
+            ("kernels.rms_norm=compiled",),
+            8,
+            "kernels.{rms_norm=compiled, rotary=compiled, swiglu=compiled} are assumed to touch each tensor once",
+        ),
         (("model=qwen3_moe_debug",), 8, "experts are assumed to receive equal numbers of tokens"),
     ],
 )
@@ -121,11 +125,20 @@ def test_node_fsdp_size_uses_the_devices_of_the_hardware_profile(words: list[str
     assert config.mesh.fsdp_size == size
 
 
-@pytest.mark.parametrize(("words", "expected"), [((), False), (("kernels.grouped_matmul=torch",), True)])
-def test_npu_without_grouped_matmul_has_a_caveat(words: tuple[str, ...], expected: bool) -> None:
-    """Oracle: the expected message; an NPU uses torch_npu's grouped matmul by default."""
-    config = composed("model=qwen3_moe_debug", *words, device_type="npu")
-    assert any("multiplied one by one" in each for each in doubts(config, load_hardware("a2"), 8)) is expected
+@pytest.mark.parametrize(
+    ("hardware", "words", "expected"),
+    [
+        ("a2", (), False),
+        ("a2", ("kernels.grouped_matmul=torch",), True),
+        ("h100", ("parallel.param_dtype=bfloat16",), False),
+        ("h100", ("parallel.param_dtype=float32",), True),
+    ],
+)
+def test_device_without_grouped_matmul_has_a_caveat(hardware: str, words: tuple[str, ...], expected: bool) -> None:
+    """Oracle: the expected message; NPUs use torch_npu's grouped matmul by default, CUDA has a kernel for bfloat16."""
+    profile = load_hardware(hardware)
+    config = composed("model=qwen3_moe_debug", *words, device_type=profile.device_type)
+    assert any("multiplied one by one" in each for each in doubts(config, profile, 8)) is expected
 
 
 def test_predictions_that_differ_by_over_10_percent_are_reported() -> None:

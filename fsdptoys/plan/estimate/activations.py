@@ -321,6 +321,10 @@ def _kernels_of(attention: AttentionKind) -> Iterator[None]:
 
     def attend(query: Tensor, key: Tensor, value: Tensor, is_causal: bool = False, **_: Any) -> Tensor:
         shared = query.shape[1] // key.shape[1]
+        if not torch.backends.cuda.flash_sdp_enabled():
+            math = torch.ops.aten._scaled_dot_product_attention_math
+            plain: Tensor = math(query, key, value, is_causal=is_causal, enable_gqa=shared > 1)[0]
+            return plain
         if shared > 1 and not fuses_rms_norm():
             # torch 2.7's operator has no shared heads in its gradient.
             key, value = (x.repeat_interleave(shared, dim=1) for x in (key, value))

@@ -10,7 +10,7 @@ import functools
 
 import torch
 
-from fsdptoys.config.kernel_choice import KernelLibrary
+from fsdptoys.config.kernel_choice import AttentionKernel
 from fsdptoys.config.plan_config import AllocatorKind
 from fsdptoys.config.schema import Config
 from fsdptoys.device.profile import Hardware
@@ -79,7 +79,7 @@ def _run_steps(
     # The forward's and the backward's threads have one each.
     workspace = matmul_workspace_bytes(hardware)
     ledger.add(Category.temporary, workspace, workspace)
-    if setup.config.kernels.attention is KernelLibrary.npu:
+    if setup.config.kernels.attention is AttentionKernel.npu:
         ledger.add(Category.buffers, npu_kernels.MASK_ROWS**2)
     if allocator is None:
         model.make_states()

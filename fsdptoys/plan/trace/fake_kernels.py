@@ -71,7 +71,7 @@ SHAPES: dict[str, Callable[..., Any]] = {
     "npu_fusion_attention_backward(Tensor grad, Tensor query, Tensor key, Tensor value, Tensor output, Tensor maximum, "
     "Tensor sum) -> (Tensor, Tensor, Tensor)": _alike(1, 2, 3),
     "grouped_mm(Tensor left, Tensor right, Tensor offs) -> Tensor": _grouped_mm,
-    "rotary(Tensor input, Tensor cos, Tensor sin) -> Tensor": lambda input, *_: input.new_empty(input.shape),
+    "rotary(Tensor input, Tensor cos, Tensor sin) -> Tensor": lambda input, *_: torch.empty_like(input),
     "npu_swiglu(Tensor input) -> Tensor": lambda x: x.new_empty((*x.shape[:-1], x.shape[-1] // 2)),
     "npu_swiglu_backward(Tensor grad, Tensor input) -> Tensor": lambda _, input: input.new_empty(input.shape),
     "swiglu(Tensor gate, Tensor up) -> Tensor": lambda gate, _: gate.new_empty(gate.shape),
@@ -202,18 +202,23 @@ def attention_cuda(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Any:
-    """PyTorch's choice of ``F.scaled_dot_product_attention`` on CUDA.
+    """PyTorch's choice of ``F.scaled_dot_product_attention`` on CUDA, among the backends of ``sdpa_kernel``.
 
-    FlashAttention for 16-bit dtypes; else the memory-efficient kernel, which has no shared heads; else plain matmuls.
+    FlashAttention for 16-bit dtypes, also for cuDNN, which keeps tensors of the same sizes; else the memory-efficient
+    kernel, for which shared heads are repeated; else plain matmuls.
     """
     width = query.shape[-1]
-    if query.dtype in (torch.bfloat16, torch.float16) and attn_mask is None and width <= 256:
+    flashes = torch.backends.cuda.flash_sdp_enabled() or torch.backends.cuda.cudnn_sdp_enabled()
+    if flashes and query.dtype in (torch.bfloat16, torch.float16) and attn_mask is None and width <= 256:
         if width % 8:
             query, key, value = (F.pad(x, (0, -width % 8)) for x in (query, key, value))
             scale = scale or 1 / math.sqrt(width)
         flash = torch.ops.aten._scaled_dot_product_flash_attention
         return flash(query, key, value, dropout_p, is_causal, scale=scale)[0][..., :width]
-    if query.shape[1] == key.shape[1]:
+    if torch.backends.cuda.mem_efficient_sdp_enabled():
+        # As ``models.attention`` does on CUDA, which the fake device is not.
+        if (share := query.shape[1] // key.shape[1]) > 1:
+            key, value = (x.repeat_interleave(share, dim=1) for x in (key, value))
         keeps = torch.is_grad_enabled() and any(x.requires_grad for x in (query, key, value))
         efficient = torch.ops.aten._scaled_dot_product_efficient_attention
         return efficient(query, key, value, attn_mask, keeps, dropout_p, is_causal, scale=scale)[0]
