@@ -9,6 +9,7 @@ from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
 from fsdptoys.errors import ConfigError
 
@@ -67,9 +68,9 @@ class Streams:
         """A new stream; create few and keep them, since each has its own pool in the allocator."""
         return self._module.Stream(device=self._device)
 
-    def event(self) -> Event:
-        """An event without timing."""
-        return self._module.Event()
+    def event(self, timing: bool = False) -> Event:
+        """An event, with timing if its ``elapsed_time`` is read."""
+        return self._module.Event(enable_timing=True) if timing else self._module.Event()
 
     def current(self) -> Stream:
         """This thread's current stream."""
@@ -155,6 +156,21 @@ class Device:
         """Wait for the compute stream, if any; copies on other streams continue, unless it waits for them."""
         if self.is_accelerator:
             self.streams.current().synchronize()
+
+    def upload(self, tensor: Tensor) -> Tensor:
+        """Begin to copy a tensor from the host to the device; on a CPU, the tensor itself."""
+        if not self.is_accelerator:
+            return tensor
+        return tensor.pin_memory().to(self.torch_device, non_blocking=True)
+
+    def download(self, tensor: Tensor) -> Tensor:
+        """Begin to copy a tensor to the host; its values are there after the stream's next event.
+
+        On a CPU, the tensor itself.
+        """
+        if not self.is_accelerator:
+            return tensor
+        return torch.empty_like(tensor, device="cpu", pin_memory=True).copy_(tensor, non_blocking=True)
 
     # Memory.
 

@@ -27,5 +27,6 @@ class Objective:
     """Factor on the gradients that the chunked loss keeps until its backward, which divides by it.
 
     A power of two near the gradient that the backward will receive; in float16 small probabilities would become zero.
+    The trainer computes it from all tokens of the global batch, since the number of valid ones is on the device.
     The plain loss has no use for it, since its backward multiplies in float32 before it rounds.
     """

@@ -13,7 +13,7 @@ from .recorder import RunRecorder
 from .resume_log import ResumePoint
 from .run_directory import RunDirectory, lock_run_dir, new_run_dir
 from .run_environment import environment
-from .step import StepMetrics, measure_step
+from .step import StepMetrics, measure_memory, step_rates
 
 __all__ = [
     "COLLECTIVES_FILE",
@@ -28,8 +28,9 @@ __all__ = [
     "check_run_dir",
     "environment",
     "lock_run_dir",
-    "measure_step",
+    "measure_memory",
     "new_run_dir",
     "prediction_line",
     "run_dir_path",
+    "step_rates",
 ]

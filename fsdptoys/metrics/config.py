@@ -87,7 +87,10 @@ class MetricsConfig:
     console: Console = Console.auto
     """Console output of rank 0."""
     log_every: int = field(default=10, metadata=at_least(1, MOST_STEPS))
-    """Steps between lines of the plain console and of ``routing.jsonl``; the last step always has a line."""
+    """Steps between lines of the plain console and of ``routing.jsonl``; the last step always has a line.
+
+    With ``train.skip_nonfinite=false`` on an accelerator, also steps between reads of metrics and stop signals.
+    """
     warmup_steps: int = field(default=2, metadata=at_least(0, MOST_STEPS))
     """First steps of each start to exclude from the summary's medians; they include compilation."""
     spike_threshold: float = field(default=8.0, metadata=at_least(0))

@@ -83,7 +83,7 @@ class StepMetrics:
     learning_rate: float
     """Learning rate of this optimizer step."""
     step_time_seconds: float
-    """Wall time from the start of the step to the end of the optimizer step."""
+    """Time from the start of the step to the end of the optimizer step: by a CPU's clock, or by the device's events."""
     valid_tokens: int
     """Global number of labels in the loss."""
     tokens_per_second: float
@@ -115,7 +115,10 @@ class StepMetrics:
     loss_spike: float | None = None
     """Robust standard deviations above the median of earlier losses; None if the loss is no spike."""
     data_wait_seconds: float | None = None
-    """Part of the step time that rank 0 waited for its batches; None in lines of earlier versions."""
+    """Time that rank 0's host waited for its batches, in seconds; an accelerator may be busy with the step before.
+
+    None in lines of earlier versions.
+    """
     memory_parameters_gib: float | None = None
     """Part of ``memory_peak_gib`` in parameters; this and the next five are None on an accelerator."""
     memory_gradients_gib: float | None = None
@@ -186,35 +189,39 @@ class StepMetrics:
         return dataclasses.replace(self, routing=dataclasses.replace(self.routing, counts=[]))
 
 
-def measure_step(
+def step_rates(
     *,
     step_time_seconds: float,
     valid_tokens: int,
     flops_per_token: float,
     world_size: int,
-    device: Device,
     peak_flops: float | None,
 ) -> dict[str, Any]:
-    """Compute a step's rates and read the memory of this process; return these fields of ``StepMetrics``.
+    """Compute a step's rates; return these fields of ``StepMetrics``.
 
     Args:
         step_time_seconds: a field of ``StepMetrics``, like ``valid_tokens``.
         valid_tokens: over all ``world_size`` ranks.
         flops_per_token: model FLOPs of forward and backward per token.
-        device: source of the memory statistics.
         peak_flops: peak FLOP/s of one device in the dtype of the run; None if unknown.
     """
     assert step_time_seconds > 0
     flops_per_second_per_rank = flops_per_token * valid_tokens / step_time_seconds / world_size
-    memory = device.memory()
-    at_peak = memory.at_peak if memory and memory.at_peak is not None else None
-    highest = highest_resident_set_bytes()
     return {
         "step_time_seconds": step_time_seconds,
         "valid_tokens": valid_tokens,
         "tokens_per_second": valid_tokens / step_time_seconds,
         "tflops_per_second_per_rank": flops_per_second_per_rank / 1e12,
         "mfu": flops_per_second_per_rank / peak_flops if peak_flops else None,
+    }
+
+
+def measure_memory(device: Device) -> dict[str, Any]:
+    """Read the memory of the device and of this process now; return these fields of ``StepMetrics``."""
+    memory = device.memory()
+    at_peak = memory.at_peak if memory and memory.at_peak is not None else None
+    highest = highest_resident_set_bytes()
+    return {
         "memory_allocated_gib": memory.allocated_bytes / GIB if memory else None,
         "memory_peak_gib": memory.peak_bytes / GIB if memory else None,
         "memory_reserved_gib": _to_gib(memory.reserved_bytes if memory else None),

@@ -5,8 +5,8 @@ starts from a loss multiplied by a scale, and the reduced float32 gradients are 
 and clipped. A step in which a gradient of any rank overflows is skipped and lowers the scale; ``growth_interval`` steps
 in a row without one raise it.
 
-The ranks decide by the norm of the reduced gradients, summed with the loss and read on the host once a step, as in
-other dtypes. So the scale is a number on the host, the same on every rank, and costs no further device sync.
+The ranks decide by the norm of the reduced gradients, summed with the loss and read on the host once a step, before the
+update. In other dtypes an accelerator's numbers may be read a step later; here the next step needs the scale.
 
 The scale multiplies the mean over one micro-batch, not over the global batch, whose gradients shrink with its size. The
 number of micro-batches is rounded to a power of two, since only these are exact in float16. Neither depends on how

@@ -20,6 +20,11 @@ class DocumentCounter:
         self._document_end = document_end
         self._seq_len = seq_len
 
+    @property
+    def n_counts(self) -> int:
+        """Number of the results of ``count``."""
+        return 1 + len(self._model.chunk_lens)
+
     def count(self, microbatches: Sequence[tuple[Tensor, Tensor]]) -> list[int]:
         """Return the number of tokens in a rank's micro-batches, then per chunk length twice their attended keys."""
         keys = [

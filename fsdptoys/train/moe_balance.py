@@ -82,12 +82,19 @@ class RoutingBalance:
         for router, grad in zip(self._routers, torch.cat([aux_LE, z_L1], dim=1), strict=True):
             router.sums_grad.copy_(grad)
 
-    def end_step(self) -> RoutingMetrics:
-        """Compute the metrics of the step. A collective; synchronizes with the device."""
-        dist.all_reduce(self._sums)
+    def end_step(self) -> tuple[Tensor, Tensor]:
+        """Sums over this rank, which the caller adds up over ranks, and counts over all ranks, both flat.
+
+        A collective without auxiliary loss, with which the counts are added up already.
+        """
         if not self._aux_coef:
             dist.all_reduce(self._counts_LE)
-        means, counts_LE = self._sums.cpu().double() / self._tokens, self._counts_LE.cpu()
+        return self._sums.flatten(), self._counts_LE.flatten()
+
+    def metrics(self, sums: Tensor, counts: Tensor) -> RoutingMetrics:
+        """Compute the metrics of a step from the results of ``end_step`` over all ranks, on the host."""
+        n_layers = len(self._routers)
+        means, counts_LE = sums.view(n_layers, -1).double() / self._tokens, counts.view(n_layers, -1)
         probabilities_LE, z_L = means[:, :-1], means[:, -1]
         n_experts = counts_LE.shape[1]
         aux_L = n_experts * (counts_LE.double() / self._tokens * probabilities_LE).sum(1)

@@ -114,6 +114,17 @@ class Stop:
     """Whether too many steps were skipped."""
 
 
+N_VOTES = len(STOP_SIGNALS) + 1
+"""Votes of a rank: one for each signal, and one for the time limit."""
+
+
+def votes_to_stop(train: TrainConfig, request: StopRequest | None, run_started: float) -> list[float]:
+    """This rank's votes, 1 or 0, for ``agreed_stop``; the loop began at ``run_started`` by ``time.perf_counter``."""
+    received = request.received if request else None
+    out_of_time = train.max_seconds is not None and time.perf_counter() - run_started > train.max_seconds
+    return [float(received == number.name) for number in STOP_SIGNALS] + [float(out_of_time)]
+
+
 def agreed_stop(train: TrainConfig, votes: Sequence[float], skipped: SkippedSteps) -> Stop | None:
     """Return the reason to stop after a step; None if no rank has one.
 

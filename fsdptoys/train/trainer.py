@@ -10,8 +10,8 @@ import functools
 import math
 import os
 import time
-from collections.abc import Callable
-from contextlib import AbstractContextManager, closing, nullcontext
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, closing, nullcontext, suppress
 from datetime import timedelta
 from typing import Any
 
@@ -25,11 +25,10 @@ from fsdptoys.config.schema import Config
 from fsdptoys.data import BatchStream, eval_batches
 from fsdptoys.device import Device
 from fsdptoys.loss import build_loss
-from fsdptoys.loss.objective import IGNORE_INDEX, Objective
+from fsdptoys.loss.objective import Objective
 from fsdptoys.memory import threads_per_rank
-from fsdptoys.metrics import SpikeDetector, StepMetrics, measure_step
+from fsdptoys.metrics import SpikeDetector, StepMetrics, measure_memory
 from fsdptoys.metrics.compilation import CompilationWatch
-from fsdptoys.models.generate import Draw, generate
 from fsdptoys.optim import build_optimizer
 from fsdptoys.optim.config import build_schedule, set_schedule
 from fsdptoys.optim.loss_scale import LossScaler, nearest_power_of_two
@@ -47,8 +46,11 @@ from .garbage import collection_between_steps
 from .moe_balance import build_routing_balance
 from .oom_context import oom_context
 from .skipped_steps import SkippedSteps
+from .step_inputs import upload_inputs
 from .step_memory import StepMemory
-from .stop import STOP_SIGNALS, Stop, StopRequest, agreed_stop
+from .step_readings import StepReadings
+from .stop import Stop, StopRequest, votes_to_stop
+from .text_sample import continued
 
 
 class Trainer:
@@ -152,8 +154,23 @@ class Trainer:
         )
         self.steps_done = 0
         self.spikes = SpikeDetector(config.metrics.spike_threshold)
+        self.readings = StepReadings(
+            train,
+            self.device,
+            self.skipped,
+            self.spikes,
+            in_step=train.skip_nonfinite and (self.scaler is not None or not self.updates.skips_on_device),
+            log_every=config.metrics.log_every,
+            flops_per_token=self.documents.flops_per_token if self.documents else lambda _: self.flops_per_token,
+            routing=self.routing.metrics if self.routing else None,
+            n_document_counts=self.documents.n_counts if self.documents else 0,
+            world_size=self.world_size,
+            # Published peak FLOPs are for bfloat16; data sheets state the same for float16.
+            peak_flops=self.device.peak_flops if config.parallel.param_dtype is not DType.float32 else None,
+        )
+        """Numbers of the steps taken, until they are read."""
         self.history: list[StepMetrics] = []
-        """Metrics of the steps taken by this object."""
+        """Metrics of the steps taken by this object and read."""
         self.compilation = CompilationWatch() if train.compile or config.kernels.compiles else None
         """Records compilations and their causes; None if nothing is compiled."""
         self.on_phase: Callable[[int, str], None] = lambda step, phase: None
@@ -164,6 +181,7 @@ class Trainer:
 
     def state_dict(self) -> dict[str, Any]:
         """Progress of the run as JSON values; with the strategy's tensors, all that a resume needs."""
+        assert not self.readings.pending, "counts of steps that are not read yet would be missing"
         return {
             "step": self.steps_done,
             "data": self.batches.state_dict(),
@@ -197,7 +215,7 @@ class Trainer:
         """Take the remaining steps, with evaluations in between, and return the reason for the end.
 
         Args:
-            on_step: called after each step, on this rank.
+            on_step: called with each step's metrics when they are read (``step_readings``), in order, on this rank.
             profiler: entered around the loop, and advanced after each step.
             save: called on all ranks when a checkpoint is due, with the stop reason if it is the last one.
             request: may ask this rank to stop, which stops all ranks.
@@ -215,20 +233,14 @@ class Trainer:
         ):
             while stop is None:
                 step = self.steps_done + 1
-                with explain_out_of_memory(self.device, functools.partial(self._oom_context, step)):
-                    with self.around_step(step), self.memory.around(step, profiled):
-                        metrics, stop = self._train_step(step, started, request)
-                    if self.compilation:
-                        self.compilation.record_pass("training", step)
-                    if stop is None and step == train.steps:
-                        stop = Stop("all steps done")
-                    hurries = stop is not None and stop.signal
-                    if not hurries and (self._evaluates_after(step) or (train.eval_every and stop)):
-                        metrics = dataclasses.replace(metrics, eval_loss=self._evaluate(step))
+                try:
+                    stop, read = self._step_and_evaluate(step, started, profiled, request)
+                except Exception:
+                    with suppress(RuntimeError):  # a device that failed may not answer
+                        self._record(self.readings.finish_done(), on_step)
+                    raise
                 self.steps_done = step
-                self.history.append(metrics.without_counts())
-                if on_step:
-                    on_step(metrics)
+                self._record(self.readings.finish(read), on_step)
                 if watching:
                     watching.step(step)
                 if save and self._saves_after(step, stop):
@@ -238,42 +250,67 @@ class Trainer:
             self._finish_updates()
         return stop
 
-    def _train_step(
-        self, step: int, run_started: float, request: StopRequest | None = None
-    ) -> tuple[StepMetrics, Stop | None]:
-        """Take one optimizer step over a global batch; also return a stop reason if any rank has one."""
-        started = time.perf_counter()
+    def _step_and_evaluate(
+        self, step: int, started: float, profiled: Callable[[int], bool], request: StopRequest | None
+    ) -> tuple[Stop | None, int]:
+        """Take a step, and evaluate if it is due; return a reason to stop, and the last step that is read."""
+        train, readings = self.config.train, self.readings
+        with explain_out_of_memory(self.device, functools.partial(self._oom_context, step)):
+            with self.around_step(step), self.memory.around(step, profiled):
+                self._train_step(step, started, request)
+            if self.compilation:
+                self.compilation.record_pass("training", step)
+            last, evaluates = step == train.steps, self._evaluates_after(step)
+            read = step if last or evaluates or self._saves_after(step, None) else readings.due(step)
+            readings.judge(read)
+            if readings.stop:
+                readings.judge(read := step)
+            stop = readings.stop or (Stop("all steps done") if last else None)
+            hurries = stop is not None and stop.signal
+            if not hurries and (evaluates or (train.eval_every and stop)):
+                readings.newest.eval_loss = self._evaluate(step)
+        return stop, read
+
+    def _record(self, finished: Sequence[StepMetrics], on_step: Callable[[StepMetrics], None] | None) -> None:
+        for metrics in finished:
+            self.history.append(metrics.without_counts())
+            if on_step:
+                on_step(metrics)
+
+    def _train_step(self, step: int, run_started: float, request: StopRequest | None = None) -> None:
+        """Take one optimizer step over a global batch, and begin to copy its numbers to the host (``readings``)."""
+        started, started_on_device = time.perf_counter(), self.readings.mark()
         self._enter(step, "data")
-        train, strategy, device = self.config.train, self.strategy, self.device.torch_device
-        microbatches = self.batches.next_step()
+        train, strategy, device = self.config.train, self.strategy, self.device
+        batches = self.batches.next_step()
         data_wait_seconds = time.perf_counter() - started
 
-        # 1. The loss is the mean over valid tokens of all ranks and micro-batches: count them first (one device sync).
-        counts = [sum(int((labels_BT != IGNORE_INDEX).sum()) for _, labels_BT in microbatches)]
-        counts += self.documents.count(microbatches) if self.documents else []
-        counted = torch.tensor(counts).to(device)
+        # 1. The loss is the mean over valid tokens of all ranks and micro-batches: count them first.
+        microbatches, counted = upload_inputs(batches, self.documents, device)
         dist.all_reduce(counted)
-        valid, *in_documents = counted.tolist()
 
         # 2. Forward and backward of each micro-batch; gradients add up.
         loss_sum, loss_fn, factor = self._zero(), self.loss_fn, strategy.loss_scale
+        tokens = self.batches.global_batch * train.seq_len
         if self.scaler:
             factor = self.scaler.loss_factor(len(microbatches) * self.world_size)
-            objective = dataclasses.replace(self.objective, gradient_scale=nearest_power_of_two(factor / max(1, valid)))
+            # Valid tokens are known on the device only; there are at most as many as tokens.
+            objective = dataclasses.replace(self.objective, gradient_scale=nearest_power_of_two(factor / tokens))
             loss_fn = self._build_loss(objective=objective)
         if self.routing:
-            local_tokens = sum(tokens_BT.numel() for tokens_BT, _ in microbatches)
-            self.routing.begin_step(local_tokens * self.world_size, factor)
+            self.routing.begin_step(tokens, factor)
+        # Not ``factor / valid``, which multiplies by a rounded reciprocal.
+        per_token = torch.div(torch.full_like(loss_sum, factor), counted[0].clamp(min=1)).float()
         for index, (tokens_BT, labels_BT) in enumerate(microbatches):
             if self.routing:
                 self.routing.before_forward(strategy.model, index, microbatches)
             with strategy.microbatch(index, len(microbatches)):
                 self._enter(step, "forward")
-                loss = strategy.model(tokens_BT.to(device), labels_BT.to(device), loss_fn)
+                loss = strategy.model(tokens_BT, labels_BT, loss_fn)
                 if self.routing:
                     self.routing.before_backward()
                 self._enter(step, "backward")
-                (loss * (factor / max(1, valid))).backward()
+                (loss * per_token).backward()
             loss_sum += loss.detach()
 
         # 3. Clip, and reduce over ranks: the loss, whether to update, and whether to stop.
@@ -281,52 +318,32 @@ class Trainer:
         self.memory.label_gradients()
         learning_rate = float(self.schedule.get_last_lr()[0])
         grad_norm = self._clip(train.max_grad_norm or math.inf, strategy.loss_scale / factor)
-        received = request.received if request else None
-        out_of_time = train.max_seconds is not None and time.perf_counter() - run_started > train.max_seconds
-        mine = [float(received == number.name) for number in STOP_SIGNALS] + [float(out_of_time)]
+        votes = device.upload(torch.tensor(votes_to_stop(train, request, run_started), dtype=loss_sum.dtype))
+        routed = self.routing.end_step() if self.routing else None
         totals = torch.cat(
-            [loss_sum.view(1), (~grad_norm.isfinite()).to(loss_sum).view(1), torch.tensor(mine).to(loss_sum)]
+            [loss_sum.view(1), (~grad_norm.isfinite()).to(loss_sum).view(1), votes, *(routed[:1] if routed else ())]
         )
         dist.all_reduce(totals)
-        not_finite = ~totals[0].isfinite() | (totals[1] > 0)
-        self._update(not_finite.float() if train.skip_nonfinite else None)
-        total_loss, ranks_not_finite, *votes = totals.tolist()
-        loss = total_loss / max(1, valid)
-        skipped = train.skip_nonfinite and not (math.isfinite(loss) and ranks_not_finite == 0)
+        sums = torch.cat([totals, grad_norm.to(totals).view(1)])
+        counted = torch.cat([counted, *(routed[1:] if routed else ())])
+        host_values = {
+            "learning_rate": learning_rate,
+            "data_wait_seconds": data_wait_seconds,
+            "loss_scale": self.scaler.scale if self.scaler else None,
+        }
+        taken = self.readings.add(step, sums, counted, started_on_device, host_values)
+        if self.updates.skips_on_device or not self.readings.in_step:
+            not_finite = ~totals[0].isfinite() | (totals[1] > 0)
+            self._update(not_finite.float() if train.skip_nonfinite else None)
+        elif not taken.verdict["skipped"]:
+            self._update(None)
         if self._evaluates_after(step):
             self._finish_updates()  # within the step, so that their time counts in the step time
         set_schedule(self.schedule, step)
         strategy.zero_grad(self.optimizer)
-        loss_scale = self.scaler.scale if self.scaler else None
-        self.skipped.record(loss, overflowed=ranks_not_finite > 0, skipped=skipped)
-        routing = self.routing.end_step() if self.routing else None
-        self.device.synchronize()
-        seconds = time.perf_counter() - started
-        self.memory.end_step(step, seconds)
-        flops_per_token = self.documents.flops_per_token(in_documents) if self.documents else self.flops_per_token
-        metrics = StepMetrics(
-            **measure_step(
-                step_time_seconds=seconds,
-                valid_tokens=valid,
-                flops_per_token=flops_per_token,
-                world_size=self.world_size,
-                device=self.device,
-                # Published peak FLOPs are for bfloat16; data sheets state the same for float16.
-                peak_flops=self.device.peak_flops if self.config.parallel.param_dtype is not DType.float32 else None,
-            ),
-            memory_counted_step=self.memory.counted_step,
-            step=step,
-            loss=loss,
-            grad_norm=grad_norm.item(),
-            learning_rate=learning_rate,
-            routing=routing,
-            skipped=skipped,
-            skipped_steps=self.skipped.in_all,
-            loss_scale=loss_scale,
-            loss_spike=self.spikes.spike(loss),
-            data_wait_seconds=data_wait_seconds,
-        )
-        return metrics, agreed_stop(train, votes, self.skipped)
+        taken.ended, taken.seconds = self.readings.mark(), time.perf_counter() - started
+        self.memory.end_step(step, taken.seconds)
+        host_values |= measure_memory(device) | {"memory_counted_step": self.memory.counted_step}
 
     def _saves_after(self, step: int, stop: Stop | None) -> bool:
         checkpoint = self.config.checkpoint
@@ -370,18 +387,10 @@ class Trainer:
 
     def sample(self) -> str | None:
         """The prompt with the model's continuation; None without a ``text_sample``. A collective if sharded."""
-        sample, model, train = self.dataset.text_sample, self.strategy.model, self.config.train
-        if sample is None:
-            return None
-        assert train.sample_seed is not None
-        prompt_T = torch.from_numpy(sample.prompt_T).to(self.device.torch_device)
-        draw = Draw(sample.temperature, seed=train.sample_seed)
-        model.eval()
+        text, train = self.dataset.text_sample, self.config.train
         # Compiled parts run eagerly, since each length would recompile.
         with torch.compiler.set_stance("force_eager") if self.compilation else nullcontext():
-            tokens_T = generate(model, prompt_T, sample.tokens, train.seq_len, draw)
-        model.train()
-        return sample.decode(tokens_T.cpu().numpy())
+            return continued(text, self.strategy.model, self.device.torch_device, train) if text else None
 
     def _enter(self, step: int, phase: str) -> None:
         self._phase = phase

@@ -64,8 +64,8 @@ def train_all(rows: list[tuple[Config, str | None, dict[str, Any]]]) -> list[Out
 def take_steps(made: Trainer, first: int, last: int) -> None:
     """Take the steps numbered from ``first`` to ``last``."""
     for step in range(first, last + 1):
-        metrics, _ = made._train_step(step, time.perf_counter())
-        made.history.append(metrics.without_counts())
+        made._train_step(step, time.perf_counter())
+        made.history += made.readings.finish(step)
 
 
 def interrupted(rows: list[tuple[Config, str | None, str | None]], memory: dict[str, Any]) -> list[Outcome]:

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from fsdptoys.device import GIB, CountedBytes, Device, MemoryStats, resident_set_bytes
-from fsdptoys.metrics import StepMetrics, measure_step
+from fsdptoys.metrics import StepMetrics, measure_memory, step_rates
 from fsdptoys.metrics.step import (
     RoutingMetrics,
 )
@@ -61,16 +61,11 @@ class AcceleratorOnPaper(Device):
 
 
 def measure(device: Device, peak_flops: float | None, **changes: float) -> StepMetrics:
-    measured = measure_step(
-        step_time_seconds=0.5,
-        valid_tokens=4000,
-        flops_per_token=6e9,
-        world_size=8,
-        device=device,
-        peak_flops=peak_flops,
+    rates = step_rates(
+        step_time_seconds=0.5, valid_tokens=4000, flops_per_token=6e9, world_size=8, peak_flops=peak_flops
     )
-    values: dict[str, Any] = measured | {"step": 3, "loss": 2.5, "grad_norm": 0.75, "learning_rate": 1e-3} | changes
-    return StepMetrics(**values)
+    values: dict[str, Any] = {"step": 3, "loss": 2.5, "grad_norm": 0.75, "learning_rate": 1e-3} | changes
+    return StepMetrics(**rates, **measure_memory(device), **values)
 
 
 def test_rates_follow_their_formulas():

@@ -112,6 +112,7 @@ def pass_on(configs: list[Config]) -> tuple[dict[str, str], dict[str, str]]:
         last = trainer.steps_done + 1
         with closing(trainer.batches), deterministic_kernels(True, "cpu"):
             trainer._train_step(last, 0.0)
+            trainer.readings.finish(last)
         trainer.steps_done = last
         facts = trainer.state_dict()
         named = [dict(full_tensors(host_copy(trainer.strategy.state_tensors(trainer.optimizer))))]

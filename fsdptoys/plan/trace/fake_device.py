@@ -119,6 +119,10 @@ class Event:
         """Let a stream wait."""
         (stream or MODULE.current).wait_event(self)
 
+    def elapsed_time(self, end: "Event") -> float:
+        """A placeholder for the milliseconds between two events."""
+        return 1.0
+
     def synchronize(self) -> None:
         """Let the host wait."""
         if self.number is not None:

@@ -21,7 +21,7 @@ import sys
 import tempfile
 import traceback
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from multiprocessing.connection import wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -139,9 +139,17 @@ def trainer_program(config: Config, hardware: Hardware, steps: int = STEPS) -> P
         for module in trainer.strategy.model.modules():
             if isinstance(module, LMHead):
                 _watch_head(module, recorder)
-        trainer.train(on_step=lambda step: recorder.mark(step.step, "end"))
+        trainer.around_step = functools.partial(_ended, recorder)
+        trainer.train()
 
     return run
+
+
+@contextmanager
+def _ended(recorder: OpRecorder, step: int) -> Iterator[None]:
+    """Mark the end of a step where the host has launched it; its numbers may be read later."""
+    yield
+    recorder.mark(step, "end")
 
 
 def _steps_only(config: Config, steps: int) -> Config:

@@ -9,6 +9,7 @@
 #include "hooks.h"
 #include "random.h"
 #include "streams.h"
+#include "waits.h"
 
 #include <ATen/ops/empty_strided.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
@@ -16,6 +17,7 @@
 #include <cstring>
 #include <mutex>
 #include <optional>
+#include <set>
 
 namespace simulated_npu {
 namespace {
@@ -104,6 +106,18 @@ struct Call {
     for (const auto& result : op.schema().returns())
       if (result.alias_info() && !result.alias_info()->isWrite()) return true;
     return false;
+  }
+
+  // A number, or a shape that depends on values.
+  bool gives_host_a_value() const {
+    static const std::set<std::string> kShapes = {"aten::nonzero", "aten::masked_select", "aten::_unique2", "aten::unique_dim",
+                                                  "aten::unique_consecutive", "aten::repeat_interleave.Tensor"};
+    const auto& name = op.schema().name();
+    const auto& overload = op.schema().overload_name();
+    if (kShapes.count(name) || kShapes.count(name + "." + overload)) return true;
+    if (name == "aten::_fused_sdp_choice") return false;  // follows from shapes and dtypes
+    const auto& returns = op.schema().returns();
+    return !returns.empty() && !returns_view() && !returns_only_tensors();
   }
 
   bool returns_only_tensors() const {
@@ -256,6 +270,7 @@ bool submit_call(const Call& call, Stack* stack) {
 void run_on_cpu_kernel(const c10::OperatorHandle& op, Stack* stack) {
   count(all_calls, op);
   Call call(op, stack);
+  if (call.device && call.gives_host_a_value()) note_wait(op.schema().name());
   if (is_delayed() && !call.returns_view()) {
     if (submit_call(call, stack)) return;
     count(undelayed_calls, op);

@@ -1,6 +1,7 @@
 // What c10 asks of a device: which one is current, its streams, its events.
 #include "allocator.h"
 #include "streams.h"
+#include "waits.h"
 
 #include <c10/core/impl/DeviceGuardImplInterface.h>
 
@@ -50,8 +51,14 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
     advance(place);
     return is_done(place);
   }
-  void synchronizeStream(const c10::Stream& waited) const override { wait_for_stream(waited.device_index(), waited.id()); }
-  void synchronizeDevice(const c10::DeviceIndex device) const override { wait_for_device(device_or_current(device)); }
+  void synchronizeStream(const c10::Stream& waited) const override {
+    note_wait("Stream.synchronize");
+    wait_for_stream(waited.device_index(), waited.id());
+  }
+  void synchronizeDevice(const c10::DeviceIndex device) const override {
+    note_wait("synchronize");
+    wait_for_device(device_or_current(device));
+  }
   void recordDataPtrOnStream(const c10::DataPtr& data, const c10::Stream& user) const override {
     allocator().recordStream(data, user);
   }
@@ -73,11 +80,12 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
     return is_done(static_cast<Event*>(event)->place);
   }
   void synchronizeEvent(void* event) const override {
+    note_wait("Event.synchronize");
     if (event) wait_for(static_cast<Event*>(event)->place);
   }
   double elapsedTime(void* start, void* end, const c10::DeviceIndex) const override {
-    synchronizeEvent(start);
-    synchronizeEvent(end);
+    for (void* event : {start, end})  // as on hardware, which has no time to give before
+      TORCH_CHECK(event && is_done(static_cast<Event*>(event)->place), "both events must be completed before their time is calculated");
     const auto passed = *static_cast<Event*>(end)->reached - *static_cast<Event*>(start)->reached;
     return std::chrono::duration<double, std::milli>(passed).count();
   }

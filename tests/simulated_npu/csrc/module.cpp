@@ -6,6 +6,7 @@
 #include "pinned.h"
 #include "random.h"
 #include "streams.h"
+#include "waits.h"
 
 #include <torch/csrc/utils/pybind.h>
 #include <torch/library.h>
@@ -68,6 +69,17 @@ py::list history(int device) {
   return list;
 }
 
+py::list noted_waits() {
+  py::list list;
+  for (const auto& [call, frames] : take_waits()) {
+    py::dict one;
+    one["call"] = call;
+    one["frames"] = to_python(frames);
+    list.append(one);
+  }
+  return list;
+}
+
 py::list blocks(int device) {
   py::list list;
   for (const auto& [block, frames] : allocator().blocks(device)) {
@@ -106,6 +118,8 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("record_history", [](bool on, size_t most_entries) { allocator().set_history(on ? &python_stack : nullptr, most_entries); });
   m.def("history", &history);
   m.def("blocks", &blocks);
+  m.def("record_waits", [](bool on) { record_waits(on ? &python_stack : nullptr); });
+  m.def("take_waits", &noted_waits);
   m.def("count_operators", &count_operators);
   m.def("operator_counts", &operator_counts);
   m.def("undelayed_counts", &undelayed_counts);

@@ -4,6 +4,7 @@
 #include "fallback.h"
 #include "pinned.h"
 #include "streams.h"
+#include "waits.h"
 
 #include <ATen/EmptyTensor.h>
 #include <ATen/autocast_mode.h>
@@ -52,6 +53,8 @@ Tensor copy_from(const Tensor& from, const Tensor& to, bool non_blocking) {
   const auto source = is_npu(from) || !is_delayed() ? views.view(from) : source_for_later(from, non_blocking);
   const auto target = is_npu(to) ? views.view(to) : at::alias(to);  // `to` may be given other data by then
   submit(current_device(), current_stream(current_device()), [source, target] { target.copy_(source); });
+  const bool pinned = (to.is_cpu() && is_pinned(to.const_data_ptr())) || (from.is_cpu() && is_pinned(from.const_data_ptr()));
+  if (to.is_cpu() != from.is_cpu() && !(non_blocking && pinned)) note_wait(to.is_cpu() ? "copy to the host" : "copy to the device");
   const bool host_waits = to.is_cpu() ? !(non_blocking && is_pinned(to.const_data_ptr())) : from.is_cpu() && !non_blocking;
   if (host_waits) wait_for_current_stream();
   return to;

@@ -1,0 +1,44 @@
+"""A step's batches and counts on the device, in one copy.
+
+All micro-batches are copied before the first forward, from pinned memory, so that the host does not wait: it goes on to
+launch the forward. They take 16 bytes a token of the rank's share of the global batch until the step ends, half a
+mebibyte for 32,768 tokens. The host copies them into pinned memory itself, while the device computes the step before;
+workers (``data.workers``) cannot, since they have no device.
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from fsdptoys.device import Device
+from fsdptoys.loss.objective import IGNORE_INDEX
+
+from .document_flops import DocumentCounter
+
+
+class StepInputs(NamedTuple):
+    """Inputs of this process for one step, on the device."""
+
+    microbatches: Sequence[tuple[Tensor, Tensor]]
+    """(tokens_BT, labels_BT) of each."""
+    counts: Tensor
+    """Valid labels, then the counts of ``DocumentCounter``, if any: int64."""
+
+
+def upload_inputs(
+    microbatches: Sequence[tuple[Tensor, Tensor]], documents: DocumentCounter | None, device: Device
+) -> StepInputs:
+    """Copy a step's micro-batches and their counts to the device; on a CPU they stay where they are."""
+    counts = [sum(int((labels_BT != IGNORE_INDEX).sum()) for _, labels_BT in microbatches)]
+    counts += documents.count(microbatches) if documents else []
+    counted = torch.tensor(counts)
+    if not device.is_accelerator:
+        return StepInputs(microbatches, counted)
+    parts = [tensor for pair in microbatches for tensor in pair]
+    # Counts come last: kernels may be specialized on the alignment of the tokens.
+    placed = device.upload(torch.cat([*(part.flatten() for part in parts), counted]))
+    *placed_parts, on_device = placed.split([*(part.numel() for part in parts), len(counts)])
+    views = iter(flat.view(part.shape) for flat, part in zip(placed_parts, parts, strict=True))
+    return StepInputs(list(zip(views, views, strict=True)), on_device)

@@ -1,0 +1,197 @@
+"""The numbers of steps on their way from the device to the host, and the metrics made of them.
+
+A CPU's numbers are read in their step. An accelerator runs behind the host, which would idle it by waiting for a number
+of the step that it has just launched. So each step's numbers are copied to pinned memory, and read later, all of a
+step at once and in the order of the steps:
+
+- with ``train.skip_nonfinite=true``: those of step k − 1 after step k is launched, one wait a step;
+- with ``train.skip_nonfinite=false``: the same, but only if step k − 1 is a multiple of ``metrics.log_every`` or the
+  first one, for all steps up to it;
+- where the host needs the numbers of step k for its update: within the step, before the update. So it is in float16,
+  whose next step needs the loss scale, and with optimizers that cannot skip on the device;
+- before an evaluation, before a checkpoint, and at the end: all of them.
+
+Which of these applies depends on the configuration only, so all ranks read, and stop, after the same step.
+"""
+
+import math
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor
+
+from fsdptoys.config.schema import TrainConfig
+from fsdptoys.device import Device, Event
+from fsdptoys.metrics import SpikeDetector, StepMetrics, step_rates
+from fsdptoys.metrics.step import RoutingMetrics
+
+from .skipped_steps import SkippedSteps
+from .stop import N_VOTES, Stop, agreed_stop
+
+
+@dataclass
+class TakenStep:
+    """A step whose numbers may still be on the device."""
+
+    step: int
+    sums: Tensor
+    """On the host after the copy: loss, ranks with non-finite gradients, votes to stop, sums of the routing, norm."""
+    counts: Tensor
+    """On the host after the copy: valid labels, counts of documents, tokens of each expert."""
+    host_values: dict[str, Any]
+    """Fields of ``StepMetrics`` that the host knows without the device."""
+    started: Event
+    copied: Event
+    """After the copies of ``sums`` and ``counts``; None if only ``ended`` is waited for."""
+    ended: Event = None
+    seconds: float = 0.0
+    """Duration on a CPU; an accelerator's follows from its events."""
+    done: bool = False
+    """Whether the host knows that the step has ended on the device."""
+    verdict: dict[str, Any] = field(default_factory=dict)
+    """Fields of ``StepMetrics`` that follow from the loss and the earlier steps; empty before ``judge``."""
+    eval_loss: float | None = None
+
+
+class StepReadings:
+    """Reads the numbers of steps; counts skipped steps, scores losses and collects votes in the steps' order.
+
+    Args:
+        skipped: counts the skipped steps.
+        spikes: scores the losses.
+        in_step: whether the host needs the numbers before the update.
+        log_every: steps between reads without ``train.skip_nonfinite``.
+        flops_per_token: model FLOPs per token, from the counts of documents.
+        routing: makes routing metrics of sums and counts, None for a dense model.
+        n_document_counts: number of counts of documents.
+        world_size: ranks.
+        peak_flops: peak FLOP/s of one device in the dtype of the run; None if unknown.
+    """
+
+    def __init__(
+        self,
+        train: TrainConfig,
+        device: Device,
+        skipped: SkippedSteps,
+        spikes: SpikeDetector,
+        *,
+        in_step: bool,
+        log_every: int,
+        flops_per_token: Callable[[Sequence[int]], float],
+        routing: Callable[[Tensor, Tensor], RoutingMetrics] | None,
+        n_document_counts: int,
+        world_size: int,
+        peak_flops: float | None,
+    ) -> None:
+        self._train, self._device, self._skipped, self._spikes = train, device, skipped, spikes
+        self.in_step = in_step
+        self._log_every, self._flops_per_token, self._routing = log_every, flops_per_token, routing
+        self._n_document_counts, self._world_size, self._peak_flops = n_document_counts, world_size, peak_flops
+        self._queue: deque[TakenStep] = deque()
+        self.stop: Stop | None = None
+        """The first reason to stop that a judged step has; the same on all ranks."""
+
+    @property
+    def newest(self) -> TakenStep:
+        """The last step taken and not yet finished."""
+        return self._queue[-1]
+
+    @property
+    def pending(self) -> int:
+        """Number of steps whose metrics are not made yet."""
+        return len(self._queue)
+
+    def mark(self, timing: bool = True) -> Event:
+        """Record an event on the compute stream; None on a CPU."""
+        if not self._device.is_accelerator:
+            return None
+        event = self._device.streams.event(timing)
+        event.record(self._device.streams.current())
+        return event
+
+    def add(self, step: int, sums: Tensor, counts: Tensor, started: Event, host_values: dict[str, Any]) -> TakenStep:
+        """Begin the copies of a step's numbers; with ``in_step`` judge it as well, which waits for the device."""
+        sums, counts = self._device.download(sums), self._device.download(counts)
+        copied = self.mark(timing=False) if self.in_step else None
+        taken = TakenStep(step, sums, counts, host_values, started, copied)
+        self._queue.append(taken)
+        if self.in_step:
+            if copied is not None:
+                copied.synchronize()
+                for earlier in self._queue:
+                    earlier.done = earlier is not taken
+            self._judge(taken)
+        return taken
+
+    def due(self, step: int) -> int:
+        """Number of the last step to read after a step; the steps before it are read too."""
+        if not self._device.is_accelerator:
+            return step
+        before = step - 1
+        logged = before == 1 or before % self._log_every == 0
+        return before if self._train.skip_nonfinite or logged else 0
+
+    def judge(self, through: int) -> None:
+        """Read the steps up to a number, and decide whether to stop."""
+        waiting = [taken for taken in self._queue if taken.step <= through]
+        if waiting and not waiting[-1].done:
+            if waiting[-1].ended is not None:
+                waiting[-1].ended.synchronize()
+            for taken in waiting:
+                taken.done = True
+        for taken in waiting:
+            if not taken.verdict:
+                self._judge(taken)
+
+    def finish(self, through: int) -> list[StepMetrics]:
+        """Read the steps up to a number and return their metrics."""
+        self.judge(through)
+        finished = []
+        while self._queue and self._queue[0].step <= through:
+            finished.append(self._metrics(self._queue.popleft()))
+        return finished
+
+    def finish_done(self) -> list[StepMetrics]:
+        """Metrics of the steps that have ended by now, without a wait: for a run that ends by an error."""
+        done = 0
+        for taken in self._queue:
+            if taken.ended is None or not taken.ended.query():
+                break
+            done = taken.step
+        return self.finish(done)
+
+    def _judge(self, taken: TakenStep) -> None:
+        total_loss, not_finite, *votes = taken.sums[: 2 + N_VOTES].tolist()
+        loss = total_loss / max(1, int(taken.counts[0]))
+        skipped = self._train.skip_nonfinite and not (math.isfinite(loss) and not_finite == 0)
+        self._skipped.record(loss, overflowed=not_finite > 0, skipped=skipped)
+        taken.verdict = {
+            "loss": loss,
+            "skipped": skipped,
+            "skipped_steps": self._skipped.in_all,
+            "loss_spike": self._spikes.spike(loss),
+        }
+        self.stop = self.stop or agreed_stop(self._train, votes, self._skipped)
+
+    def _metrics(self, taken: TakenStep) -> StepMetrics:
+        seconds = taken.seconds
+        if taken.ended is not None:
+            seconds = taken.started.elapsed_time(taken.ended) / 1e3
+        first_count = 1 + self._n_document_counts
+        valid, *in_documents = taken.counts[:first_count].tolist()
+        routing = None
+        if self._routing is not None:
+            routing = self._routing(taken.sums[2 + N_VOTES : -1], taken.counts[first_count:])
+        rates = step_rates(
+            step_time_seconds=seconds,
+            valid_tokens=valid,
+            flops_per_token=self._flops_per_token(in_documents),
+            world_size=self._world_size,
+            peak_flops=self._peak_flops,
+        )
+        values = {**taken.host_values, **taken.verdict, **rates}
+        return StepMetrics(
+            step=taken.step, grad_norm=float(taken.sums[-1]), routing=routing, eval_loss=taken.eval_loss, **values
+        )
