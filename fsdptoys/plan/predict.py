@@ -3,7 +3,7 @@
 import copy
 import dataclasses
 
-from fsdptoys.config.kernel_choice import GroupedKernel
+from fsdptoys.config.kernel_choice import AttentionKernel, GroupedKernel
 from fsdptoys.config.schema import Config
 from fsdptoys.device import GIB, Device, available_device_type
 from fsdptoys.device.profile import AttentionKind, Hardware, Quantity, list_hardware, load_hardware
@@ -11,6 +11,7 @@ from fsdptoys.errors import ConfigError
 from fsdptoys.launch.hardware import profile_of_this_machine
 from fsdptoys.metrics.prediction import Prediction
 from fsdptoys.models import MoEConfig
+from fsdptoys.models.attention import BACKENDS
 from fsdptoys.parallel.float8 import Float8
 from fsdptoys.parallel.mesh import straddling
 from fsdptoys.plan.estimate.estimate import closed_form
@@ -121,8 +122,11 @@ def doubts(config: Config, hardware: Hardware, world_size: int) -> tuple[str, ..
     assumed = [name for name, quantity in quantities.items() if quantity.source.startswith("assumed")]
     sizes = ", ".join(name for name in assumed if name.endswith("_bytes"))
     rates = ", ".join(name for name in assumed if not name.endswith("_bytes"))
-    measured = ("torch", "auto", GroupedKernel.looped.value)
+    measured = ("torch", "auto", GroupedKernel.looped.value, *BACKENDS)
     unmeasured = ", ".join(f"{key}={name}" for key, name in kernels.names().items() if name not in measured)
+    prefers_cudnn = attention_of(config, hardware) is AttentionKind.cudnn and kernels.attention.value in measured[:2]
+    cudnn = (prefers_cudnn or kernels.attention is AttentionKernel.cudnn) and not config.data.mask_documents
+    cudnn &= config.parallel.param_dtype.torch.itemsize == 2
     experts = isinstance(config.model, MoEConfig)
     single_experts = kernels.grouped_matmul is GroupedKernel.looped
     single_experts |= hardware.device_type == "npu" and kernels.grouped_matmul is not GroupedKernel.npu
@@ -141,7 +145,7 @@ def doubts(config: Config, hardware: Hardware, world_size: int) -> tuple[str, ..
             config.parallel.flattens_parameters or config.memory.optimizer_offload
         ),
         f"{profile} assumes attention by cuDNN, as torch from 2.11 on with CUDA 13 chooses, with FlashAttention's "
-        "scratch memory: not measured on a device": attention_of(config, hardware) is AttentionKind.cudnn,
+        "scratch memory: not measured on a device": cudnn,
         "train.compile=true is predicted as eager: an upper bound of time and memory": config.train.compile,
         "document lengths are unknown: attention is assumed over full sequences": config.data.mask_documents,
         f"train.float8={float8.value} is predicted as bfloat16 matmuls and gathers: an upper bound of "
