@@ -250,6 +250,8 @@ def find_attention_backend(
         try:
             return chosen_backend(q_BHTK, k_BGTK, k_BGTK, seen, backends)
         except RuntimeError as error:
+            if not backends:
+                return None  # attention may run even if the private function does not
             why = "; ".join(dict.fromkeys(str(reason.message).partition(" (Triggered")[0] for reason in reasons))
             raise ConfigError(
                 f"kernels.attention={name} cannot run here, with {layer.n_heads} heads of {layer.head_dim} channels in "

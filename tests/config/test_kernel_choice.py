@@ -148,6 +148,19 @@ def test_backend_of_the_run_is_found(attention: str, masks: bool, expected: str)
     assert find_attention_backend(model, config, torch.device("cpu"), torch.float32, 20, masks=masks) == expected
 
 
+def test_backend_is_unknown_where_the_private_function_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Oracle: a torch whose function raises, and one without it; PyTorch's own choice may run all the same."""
+
+    def fails(*_: Any, **__: Any) -> int:
+        raise RuntimeError("changed")
+
+    model, cpu = build(SMALL["qwen3"]), torch.device("cpu")
+    monkeypatch.setattr(torch, "_fused_sdp_choice", fails)
+    assert find_attention_backend(model, KernelConfig(), cpu, torch.float32, 20, masks=False) is None
+    monkeypatch.delattr(torch, "_fused_sdp_choice")
+    assert find_attention_backend(model, KernelConfig(), cpu, torch.float32, 20, masks=False) is None
+
+
 def test_backend_that_the_device_refuses_is_reported_in_one_sentence() -> None:
     """Oracle: the expected message, with PyTorch's reason."""
     config = KernelConfig(attention=AttentionKernel.cudnn)
