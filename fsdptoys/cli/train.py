@@ -1,15 +1,14 @@
 """``fsdptoys train``: resolve the run, check its folders, weights and data, and start or be its ranks."""
 
+import functools
 import os
 import re
 import shlex
 
 import yaml
 
-from fsdptoys.config.compose import compose_config, compose_presets
-from fsdptoys.config.overrides import SeveralValuesError, list_choices
+from fsdptoys.config.overrides import SeveralValuesError
 from fsdptoys.config.schema import Config
-from fsdptoys.device.profile import load_hardware
 from fsdptoys.errors import ConfigError
 from fsdptoys.launch.hardware import profile_of_this_machine, set_allocator
 from fsdptoys.launch.launch import check_master, launch, print_run, resolve_run
@@ -17,6 +16,7 @@ from fsdptoys.utils.console_stream import let_stdout_end
 from fsdptoys.utils.text import print_status
 
 from .commands import parse
+from .planned import choose_largest, choose_switches
 
 
 def train_command(words: list[str]) -> int:
@@ -32,7 +32,9 @@ def train_command(words: list[str]) -> int:
 
 def _train(words: list[str], cfg: str | None) -> int:
     if cfg is not None:
-        run = resolve_run(words, os.environ, choose_largest)
+        # The choices are printed to stderr: stdout is the configuration.
+        choosers = [functools.partial(choose, stdout=False) for choose in (choose_largest, choose_switches)]
+        run = resolve_run(words, os.environ, *choosers)
         _check_places(run.composition.config)
         chosen = " ".join(f"{group}={name or 'null'}" for group, name in run.composition.choices.items())
         print(f"# {chosen}\n# validated for {run.world_size} ranks on {run.hardware.device_type}")
@@ -43,7 +45,7 @@ def _train(words: list[str], cfg: str | None) -> int:
         from fsdptoys.launch.worker import run_as_worker
 
         return run_as_worker(lambda: _work(words))
-    run = resolve_run(words, os.environ, choose_largest)
+    run = resolve_run(words, os.environ, choose_largest, choose_switches)
     if run.composition.config.launch.nnodes == 1:
         # With several nodes, rank 0 on another one may have made the folder already.
         _check_places(run.composition.config)
@@ -64,7 +66,7 @@ def _work(words: list[str]) -> None:
 
     request, run = read_request(), None
     if request is None:
-        run = resolve_run(words, os.environ, choose_largest)
+        run = resolve_run(words, os.environ, choose_largest, choose_switches)
         check_master(os.environ)
         request = run.request()
         _prepare_data(request.config, request.local_ranks)  # called by every rank; one of them prepares
@@ -95,6 +97,13 @@ def _work(words: list[str]) -> None:
             if estimated is not None:
                 prediction, profile = estimated
                 print_status(prediction_line(prediction, profile.usable_bytes), stdout=True)
+        elif request.hardware.device_type != "cpu" and config.plan.predict:
+            print_status(
+                f"no forecast, and no choice of model or memory switches: no hardware profile matches "
+                f"{request.hardware.name}; write one from a copy of a file in configs/hardware, correct it with "
+                "fsdptoys plan calibrate, and set plan.hardware to it",
+                stdout=True,
+            )
     train(config, prediction)
 
 
@@ -124,25 +133,3 @@ def _prepare_data(config: Config, local_ranks: int) -> None:
     check_shared_memory(config.data.workers, config.step_bytes, local_ranks)
     config.data.prepare(config.train.seq_len, config.model.vocab_size)
     config.check_evaluation()  # again: a split of few documents may be empty
-
-
-def choose_largest(experiment: str, device_type: str, world_size: int) -> list[str]:
-    """Return the overrides of the largest preset predicted to fit, on an accelerator with a known profile.
-
-    Args:
-        experiment: the override returned alone on other devices.
-        device_type: the run's device type.
-        world_size: number of ranks.
-    """
-    profile = profile_of_this_machine()
-    if profile is None or device_type == "cpu":
-        return [experiment]
-    # Importing the planner takes a while, and a run on a CPU or with overrides does not need it.
-    from fsdptoys.plan.estimate.estimate import closed_form
-    from fsdptoys.plan.search.search import largest_preset
-
-    hardware = load_hardware(profile)
-    presets = [preset for preset in compose_presets(list_choices()["model"]) if not preset.name.endswith("_debug")]
-    base = compose_config([experiment])
-    best = largest_preset(presets, base, [experiment], hardware, world_size, hardware.usable_bytes, closed_form)
-    return list(best.words)

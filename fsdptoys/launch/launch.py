@@ -8,6 +8,7 @@ from fsdptoys.config.compose import Composition, compose, read_launch
 from fsdptoys.config.launch_config import DeviceChoice, LaunchConfig
 from fsdptoys.config.overrides import list_defaults
 from fsdptoys.config.plan_config import PlanConfig
+from fsdptoys.config.schema import Config
 from fsdptoys.device import available_device_type
 from fsdptoys.device.profile import load_hardware
 from fsdptoys.errors import ConfigError
@@ -48,6 +49,7 @@ def resolve_run(
     words: Sequence[str],
     present: Mapping[str, str],
     choose_preset: Callable[[str, str, int], list[str]] = lambda experiment, device_type, world_size: [experiment],
+    choose_switches: Callable[[Sequence[str], Config, str, int, int], list[str]] = lambda *_: [],
 ) -> ResolvedRun:
     """Compose and validate the run of a command line on this machine's hardware.
 
@@ -58,6 +60,8 @@ def resolve_run(
         present: the environment; torchrun's variables set the number of ranks where present.
         choose_preset: returns the overrides of a command line without any, given an experiment's override, a device
             type and the number of ranks; the CLI passes the planner's choice.
+        choose_switches: returns overrides to append to those of any other command line, given these, the configuration
+            composed from them, the device type, and the numbers of ranks in all and on this machine.
     """
     words, composition = list(words), None
     if any(word.startswith("experiment=") for word in words):
@@ -75,12 +79,16 @@ def resolve_run(
     typed = bool(words)
     if composition is None:
         experiment = f"experiment={choose_experiment(hardware.device_type, world_size)}"
-        words = [experiment, *words] if words else choose_preset(experiment, hardware.device_type, world_size)
+        words = [experiment, *words] if typed else choose_preset(experiment, hardware.device_type, world_size)
         composition = compose(words)
     # A preset is chosen together with its strategy.
     single = choose_single(words, hardware.device_type) if typed and hardware.devices and world_size == 1 else None
     if single is not None:
         words, composition = [*words, SINGLE], single
+    if typed and hardware.devices:
+        more = choose_switches(words, composition.config, hardware.device_type, world_size, local_ranks)
+        if more:
+            words, composition = [*words, *more], compose([*words, *more])
     words.append(f"launch.device={hardware.device_type}")
     if any("${" in word for word in words):
         composition = compose(words)  # a reference to launch.device has its final value

@@ -7,10 +7,8 @@ import pytest
 import torch
 
 from fsdptoys.cli.main import main
-from fsdptoys.cli.train import choose_largest
 from fsdptoys.config.compose import compose_config
 from fsdptoys.device.profile import load_hardware
-from fsdptoys.launch.launch import resolve_run
 from fsdptoys.plan.predict import Predictor, predict
 
 TINY = ["model=llama_debug", "experiment=null", "train.seq_len=128", "plan.hardware=h100"]
@@ -92,16 +90,3 @@ def test_search_prints_overrides_accepted_by_train(tmp_path: Path, capsys: pytes
     best.validate(8, "cuda")
     assert (best.parallel.name, best.train.batch_size, best.model.name) == ("fsdp2", 4, "llama_debug")
     assert picture.read_bytes().startswith(b"\x89PNG")
-
-
-@pytest.mark.usefixtures("unmeasured")
-def test_default_run_trains_the_largest_model_that_fits(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Oracle: AdamW's step takes 20 bytes a parameter (itself, gradient, two states, a temporary), which 8 H100 of 77
-    GiB fit for the 30.5 billion of one preset but not, with activations, for the 32.8 of the next; a CPU has its own.
-    """
-    assert resolve_run(["launch.device=cpu"], {}).composition.choices["experiment"] == "cpu_text"
-    monkeypatch.setattr("fsdptoys.cli.train.profile_of_this_machine", lambda: "h100")
-    words = choose_largest("experiment=llama2_7b", "cuda", 8)
-    config = compose_config(words)
-    config.validate(8, "cuda")
-    assert words[0] == "experiment=llama2_7b" and config.model.name == "qwen3_moe_30b_a3b"

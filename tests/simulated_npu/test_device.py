@@ -1,13 +1,15 @@
 """The simulated device supports the calls of PyTorch and this project, and fails where hardware would."""
 
+import os
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 
+from fsdptoys.device.free_memory import least_free_bytes
 from scripts.ranks import run_ranks
-from tests.simulated_npu.ranks import MODES, run_on_npu
+from tests.simulated_npu.ranks import MODES, SITE, run_on_npu
 
 MIB = 2**20
 
@@ -271,3 +273,11 @@ def undelayed() -> dict[str, int]:
 def test_delayed_mode_delays_all_operators_of_a_training_step() -> None:
     """Oracle: only operators that return a number to the host, or choose a kernel, run immediately."""
     assert set(run_on_npu(undelayed, mode="delayed")) <= {"aten::_local_scalar_dense", "aten::_fused_sdp_choice"}
+
+
+def test_free_memory_is_that_of_the_fullest_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Oracle: the devices' size, as a process of its own with the simulated devices sees it."""
+    monkeypatch.setenv("PYTHONPATH", f"{SITE.parents[2]}{os.pathsep}{SITE}")
+    monkeypatch.setenv("SIMULATED_NPU_DEVICES", "2")
+    monkeypatch.setenv("SIMULATED_NPU_MIB", "64")
+    assert least_free_bytes("npu", 2) == 64 * MIB

@@ -1,0 +1,143 @@
+"""Model and memory switches that the planner chooses for a run on accelerators with a hardware profile.
+
+A command line without overrides trains the largest preset that fits. One that names a model, but no switch of
+``memory``, takes the fastest of these that fit. A margin stays free: ``MARGIN`` of the device's memory, or
+``MEASURED_MARGIN`` once the profile's ``outside_allocator_bytes`` is measured.
+"""
+
+import dataclasses
+import os
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from fsdptoys.config.compose import compose_config, compose_presets
+from fsdptoys.config.overrides import list_choices
+from fsdptoys.config.schema import Config
+from fsdptoys.device import GIB
+from fsdptoys.device.free_memory import least_free_bytes
+from fsdptoys.device.profile import Hardware, load_hardware
+from fsdptoys.errors import ConfigError
+from fsdptoys.launch.hardware import profile_of_this_machine
+from fsdptoys.utils.text import print_status, value_text
+
+MARGIN = 0.08  # cuBLAS's, cuDNN's and NCCL's memory is assumed in a profile
+MEASURED_MARGIN = 0.02  # growth of reserved memory after the two steps of a prediction
+
+
+@dataclass(frozen=True)
+class DeviceMemory:
+    """Memory of each device for a run."""
+
+    hardware: Hardware
+    available_bytes: float  # to PyTorch's allocator: free at the start, and at most as in the profile
+    margin: float  # share of the device's memory to be left free
+
+    @property
+    def limit_bytes(self) -> float:
+        """Memory that a prediction may reserve."""
+        return self.available_bytes - self.margin * self.hardware.memory_bytes.value
+
+    def describe(self, reserved_bytes: float) -> str:
+        """Memory needed, memory available and margin."""
+        margin_gib = self.margin * self.hardware.memory_bytes.value / GIB
+        reason = f" until outside_allocator_bytes of {self.hardware.name} is measured" if self.margin == MARGIN else ""
+        return (
+            f"predicted to need {reserved_bytes / GIB:.1f} GiB of {self.available_bytes / GIB:.1f} GiB available on "
+            f"each device, with a margin of {margin_gib:.1f} GiB ({self.margin:.0%} of its memory{reason})"
+        )
+
+
+def device_memory(device_type: str, devices: int) -> DeviceMemory | None:
+    """Memory of this machine's first devices; None without a hardware profile.
+
+    Under another launcher every rank asks, and all must agree: they take the profile's memory, not the free one.
+    """
+    profile = None if device_type == "cpu" else profile_of_this_machine()
+    if profile is None:
+        return None
+    hardware = load_hardware(profile)
+    free_bytes = None if "RANK" in os.environ else least_free_bytes(device_type, devices)
+    available_bytes = min(hardware.usable_bytes, hardware.usable_bytes if free_bytes is None else free_bytes)
+    is_assumed = hardware.outside_allocator_bytes.source.startswith("assumed")
+    return DeviceMemory(hardware, available_bytes, MARGIN if is_assumed else MEASURED_MARGIN)
+
+
+def choose_largest(experiment: str, device_type: str, world_size: int, *, stdout: bool = True) -> list[str]:
+    """Return the overrides of the largest preset predicted to fit, on an accelerator with a known profile.
+
+    Args:
+        experiment: the override returned alone on other devices.
+        device_type: the run's device type.
+        world_size: number of ranks, all on this machine.
+        stdout: print the choice to stdout rather than stderr.
+    """
+    memory = device_memory(device_type, world_size)
+    if memory is None:
+        return [experiment]
+    # Importing the planner takes a while, and a run on a CPU does not need it.
+    from fsdptoys.plan.estimate.estimate import closed_form
+    from fsdptoys.plan.search.search import largest_preset
+
+    presets = [preset for preset in compose_presets(list_choices()["model"]) if not preset.name.endswith("_debug")]
+    base = compose_config([experiment])
+    limit = memory.limit_bytes
+    best = largest_preset(presets, base, [experiment], memory.hardware, world_size, limit, closed_form)
+    _say(f"{' '.join(best.words)} is {memory.describe(best.reserved_bytes)}", stdout)
+    return list(best.words)
+
+
+def choose_switches(
+    words: Sequence[str], base: Config, device_type: str, world_size: int, local_ranks: int, *, stdout: bool = True
+) -> list[str]:
+    """Return overrides of ``memory``, to append to those of a run that sets none, with which it is fastest and fits.
+
+    Empty if the run sets a switch of ``memory``, turns predictions off, or has no prediction; or if nothing fits.
+
+    Args:
+        words: the run's overrides.
+        base: composed from them, not validated.
+        device_type: the run's device type.
+        world_size: number of ranks.
+        local_ranks: those on this machine.
+        stdout: print the choice to stdout rather than stderr.
+    """
+    sets_memory = any(word.lstrip("+~").startswith(("memory=", "memory.")) for word in words)
+    memory = None if sets_memory or not base.plan.predict else device_memory(device_type, local_ranks)
+    if memory is None or base.plan.hardware != "auto":
+        return []
+    from fsdptoys.plan.estimate.estimate import closed_form
+    from fsdptoys.plan.search.search import search
+    from fsdptoys.plan.search.switches import SENSIBLE, STRATEGIES
+
+    if base.parallel.name not in STRATEGIES:
+        return []
+    started = time.perf_counter()
+    own: dict[str, Any] = {name: (getattr(base.parallel, key),) for name, key in OWN if hasattr(base.parallel, key)}
+    space = dataclasses.replace(SENSIBLE, strategies=(base.parallel.name,), **own)
+    # Batch and mesh stay as the files have them.
+    fixed = [f"train.batch_size={base.train.batch_size}", f"mesh.fsdp_size={value_text(base.mesh.fsdp_size)}"]
+    given = [*words, *fixed]
+    try:
+        best = search(base, given, memory.hardware, world_size, memory.limit_bytes, closed_form, space=space).best
+    except ConfigError:
+        return []
+    changed = [word for word in best.words if word not in given]
+    seconds = time.perf_counter() - started
+    _say(
+        f"{' '.join(changed) or 'the memory switches as they are'}: the fastest of those that fit, "
+        f"{memory.describe(best.reserved_bytes)}; {best.tokens_per_second:,.0f} tokens/s predicted, chosen in "
+        f"{seconds:.1f} s; set a memory.* key to choose yourself",
+        stdout,
+    )
+    return changed
+
+
+OWN = (("wraps", "wrap"), ("reshards", "reshard_after_forward"))
+"""Field of a search's space → the strategy's setting that a choice of memory switches keeps."""
+
+
+def _say(sentence: str, stdout: bool) -> None:
+    if os.environ.get("RANK", "0") == "0":
+        print_status(sentence, stdout=stdout)
