@@ -112,6 +112,11 @@ CASES: dict[str, Case] = {
 }
 """Name → training case, which PyTorch's implementation supports too."""
 
+if not hasattr(NATIVE.FSDPModule, "set_reduce_scatter_unused_params"):  # torch 2.11
+    for name in ("head by chunks", "head by chunks, freed", "more reductions on their way"):
+        del CASES[name]
+    del CASES["unused parameters reduced, a unit that never runs"]
+
 CASES_OF_FOUR = {
     "by default": Case(clips=True),
     "reshard to two ranks": Case(options={"reshard_after_forward": 2}),
