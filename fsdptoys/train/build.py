@@ -1,4 +1,4 @@
-"""Apply memory options and compilation to the blocks before sharding, and choose how the optimizer steps."""
+"""Apply memory options and compilation before sharding; choose how the optimizer steps and when numbers are read."""
 
 import torch
 from torch import Tensor
@@ -15,11 +15,17 @@ from fsdptoys.memory import (
     offload_optimizer,
     overlap_cpu_offload,
 )
+from fsdptoys.metrics import SpikeDetector
 from fsdptoys.models import DecoderModel
-from fsdptoys.parallel import Strategy
+from fsdptoys.parallel import ParallelContext, Strategy
+from fsdptoys.parallel.precision import DType
 from fsdptoys.utils.dtensor import local_tensor
 
 from .compile import compile_blocks
+from .document_flops import DocumentCounter
+from .moe_balance import RoutingBalance
+from .skipped_steps import SkippedSteps
+from .step_readings import StepReadings
 
 
 def prepare_blocks(model: DecoderModel, config: Config, device: Device) -> None:
@@ -76,3 +82,31 @@ def build_updates(optimizer: torch.optim.Optimizer, strategy: Strategy, config: 
 
         return OptimizerInBackward(optimizer, (param for _, param in strategy.named_parameters()), measure)
     return Updates(optimizer, cpu_threads if memory.cpu_offload else None)
+
+
+def build_readings(
+    config: Config,
+    context: ParallelContext,
+    updates: Updates,
+    skipped: SkippedSteps,
+    spikes: SpikeDetector,
+    documents: DocumentCounter | None,
+    routing: RoutingBalance | None,
+    flops_per_token: float,
+) -> StepReadings:
+    """Choose when the numbers of steps are read, and the parts that interpret them."""
+    train, scaled = config.train, skipped.scaler is not None
+    return StepReadings(
+        train,
+        context.device,
+        skipped,
+        spikes,
+        in_step=train.skip_nonfinite and (scaled or not updates.skips_on_device),
+        log_every=config.metrics.log_every,
+        flops_per_token=documents.flops_per_token if documents else lambda _: flops_per_token,
+        routing=routing.metrics if routing else None,
+        n_document_counts=documents.n_counts if documents else 0,
+        world_size=context.world_size,
+        # Published peak FLOPs are for bfloat16; data sheets state the same for float16.
+        peak_flops=context.device.peak_flops if config.parallel.param_dtype is not DType.float32 else None,
+    )

@@ -34,11 +34,10 @@ from fsdptoys.optim.config import build_schedule, set_schedule
 from fsdptoys.optim.loss_scale import LossScaler, nearest_power_of_two
 from fsdptoys.parallel import Fill, ParallelContext, seeded
 from fsdptoys.parallel.float8 import convert_to_float8, prepare_all_gathers
-from fsdptoys.parallel.precision import DType
 from fsdptoys.patches import apply_patches
 from fsdptoys.profiler import OOMContext, Profiler, explain_out_of_memory
 
-from .build import build_updates, prepare_blocks
+from .build import build_readings, build_updates, prepare_blocks
 from .distributed import deterministic_kernels, device_of
 from .document_flops import DocumentCounter
 from .evaluation import held_out_loss
@@ -48,7 +47,6 @@ from .oom_context import oom_context
 from .skipped_steps import SkippedSteps
 from .step_inputs import upload_inputs
 from .step_memory import StepMemory
-from .step_readings import StepReadings
 from .stop import Stop, StopRequest, votes_to_stop
 from .text_sample import continued
 
@@ -154,19 +152,8 @@ class Trainer:
         )
         self.steps_done = 0
         self.spikes = SpikeDetector(config.metrics.spike_threshold)
-        self.readings = StepReadings(
-            train,
-            self.device,
-            self.skipped,
-            self.spikes,
-            in_step=train.skip_nonfinite and (self.scaler is not None or not self.updates.skips_on_device),
-            log_every=config.metrics.log_every,
-            flops_per_token=self.documents.flops_per_token if self.documents else lambda _: self.flops_per_token,
-            routing=self.routing.metrics if self.routing else None,
-            n_document_counts=self.documents.n_counts if self.documents else 0,
-            world_size=self.world_size,
-            # Published peak FLOPs are for bfloat16; data sheets state the same for float16.
-            peak_flops=self.device.peak_flops if config.parallel.param_dtype is not DType.float32 else None,
+        self.readings = build_readings(
+            config, context, self.updates, self.skipped, self.spikes, self.documents, self.routing, self.flops_per_token
         )
         """Numbers of the steps taken, until they are read."""
         self.history: list[StepMetrics] = []
