@@ -1,7 +1,7 @@
 """Model and memory switches that the planner chooses for a run on accelerators with a hardware profile.
 
-A command line without overrides trains the largest preset that fits. One that names a model, but no switch of
-``memory``, takes the fastest of these that fit. A margin stays free: ``MARGIN`` of the device's memory, or
+A command line without overrides trains the largest preset that fits. One that only names a model or experiment takes
+the fastest switches of ``memory`` that fit. A margin stays free: ``MARGIN`` of the device's memory, or
 ``MEASURED_MARGIN`` once the profile's ``outside_allocator_bytes`` is measured.
 """
 

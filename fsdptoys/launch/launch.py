@@ -25,6 +25,11 @@ MOST_RANKS_PER_CORE = 32
 MOST_THREADS = 1024  # above any machine's core count; OpenMP ends a process whose threads it cannot create
 MOST_RANKS = 2**24
 SINGLE = "parallel=single"
+NAMES = re.compile(
+    r"(model|data|metrics|checkpoint)=|experiment=(?!null$)|(launch|data|metrics|checkpoint)\.|train\.steps="
+)
+"""Overrides that name a model, its data, files and ranks. Other overrides are typed to compare runs, whose memory
+switches must not follow from the compared settings."""
 
 AS_TORCHRUN = "start the ranks with torchrun, or unset RANK and WORLD_SIZE"
 
@@ -60,8 +65,8 @@ def resolve_run(
         present: the environment; torchrun's variables set the number of ranks where present.
         choose_preset: returns the overrides of a command line without any, given an experiment's override, a device
             type and the number of ranks; the CLI passes the planner's choice.
-        choose_switches: returns overrides to append to those of any other command line, given these, the configuration
-            composed from them, the device type, and the numbers of ranks in all and on this machine.
+        choose_switches: returns overrides to append to those of a command line of ``NAMES``, given all overrides, the
+            configuration composed from them, the device type, and the numbers of ranks in all and on this machine.
     """
     words, composition = list(words), None
     if any(word.startswith("experiment=") for word in words):
@@ -76,7 +81,7 @@ def resolve_run(
     else:
         local_ranks = _ranks_on_this_machine(launch, hardware, single_process)
         world_size = local_ranks * launch.nnodes
-    typed = bool(words)
+    typed, names_only = bool(words), all(NAMES.match(word) for word in words)
     if composition is None:
         experiment = f"experiment={choose_experiment(hardware.device_type, world_size)}"
         words = [experiment, *words] if typed else choose_preset(experiment, hardware.device_type, world_size)
@@ -85,7 +90,7 @@ def resolve_run(
     single = choose_single(words, hardware.device_type) if typed and hardware.devices and world_size == 1 else None
     if single is not None:
         words, composition = [*words, SINGLE], single
-    if typed and hardware.devices:
+    if typed and names_only and hardware.devices:
         more = choose_switches(words, composition.config, hardware.device_type, world_size, local_ranks)
         if more:
             words, composition = [*words, *more], compose([*words, *more])

@@ -269,6 +269,29 @@ def test_one_accelerator_trains_without_sharding_unless_the_words_ask_for_it(
     assert (reason in capsys.readouterr().out) is (name == "single")
 
 
+@pytest.mark.parametrize(
+    ("words", "chosen"),
+    [
+        (["model=llama3_1b"], True),
+        (["experiment=llama3_1b", "train.steps=5", "metrics.run_dir=x", "launch.nproc_per_node=1"], True),
+        (["model=llama3_1b", "memory=lean"], False),
+        (["model=llama3_1b", "parallel=fsdp2"], False),
+        (["model=llama3_1b", "train.batch_size=2"], False),
+        (["experiment=null", "model=llama3_1b"], False),
+        ([], False),
+    ],
+)
+def test_memory_switches_are_chosen_only_for_runs_that_set_nothing_to_compare(
+    words: list[str], chosen: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Oracle: the table; the stand-in for the planner chooses a value that no file has."""
+    found = FoundHardware("cuda", 2, "NVIDIA H200", 16)
+    monkeypatch.setattr("fsdptoys.launch.launch.find_hardware", lambda choice: found)
+    run = resolve_run(words, {}, choose_switches=lambda *_: ["memory.chunk_loss=true", "memory.chunk_tokens=77"])
+    assert (run.composition.config.memory.chunk_tokens == "77") is chosen
+    assert ("memory.chunk_tokens=77" in run.words) is chosen
+
+
 def test_unexpected_world_size_across_nodes_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """Oracle: the expected message; a launcher assumes equal numbers of ranks on all machines."""
     words = ["launch.nproc_per_node=2", "launch.nnodes=2", "launch.rdzv_endpoint=x:1", "launch.device=cpu"]
