@@ -148,7 +148,7 @@ class BFloat16AdamW(FusedAdamW):
     def skips_on_device(self) -> bool:
         """With the fused kernel of an accelerator: unchanged float32 copies round to the same moments."""
         group = self.param_groups[0]
-        return bool(group["fused"]) and is_accelerator(group["params"][0].device)
+        return bool(group["fused"]) and is_accelerator(group["params"][0].device) and super().skips_on_device
 
     def _update(self, params: list[nn.Parameter], group: dict[str, Any]) -> None:
         for param in params:

@@ -17,6 +17,12 @@ from torch.optim.adamw import AdamW, adamw
 
 from fsdptoys.utils.dtensor import local_tensors
 
+IGNORED_ON = frozenset({"npu"})
+"""Devices whose kernel ignores ``grad_scale`` and ``found_inf``.
+
+Source: https://github.com/Ascend/op-plugin (op_plugin/ops/opapi/FusedAdamWKernelNpuOpApi.cpp)
+"""
+
 
 class FusedAdamW(AdamW):
     """``torch.optim.AdamW(fused=True)`` for dense parameters, DTensors included."""
@@ -29,7 +35,7 @@ class FusedAdamW(AdamW):
     @property
     def skips_on_device(self) -> bool:
         """Whether a step obeys ``grad_scale`` and ``found_inf``."""
-        return True
+        return self.param_groups[0]["params"][0].device.type not in IGNORED_ON
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
