@@ -31,7 +31,7 @@ class Profiler:
         first_step: int = 1,
         message: Callable[[str], None] | None = None,
     ) -> None:
-        self._first_step = first_step
+        self._device, self._first_step = device, first_step
         self._rank, self._ranks = rank, config.ranks
         self._is_on = config.enabled or config.snapshot
         self._trace: Trace | None = None
@@ -65,6 +65,8 @@ class Profiler:
     def step(self, step: int) -> None:
         """Report a completed step."""
         if self._trace:
+            if self._trace.begins_after(step):
+                self._device.synchronize()  # kernels of this step would otherwise run, and be traced, within the next
             self._trace.step(step)
         if self._snapshot:
             self._snapshot.step(step)

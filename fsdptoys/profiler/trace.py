@@ -74,6 +74,10 @@ class Trace:
         """Whether a step is in the window or its warm-up."""
         return self._first_traced - self._config.warmup_steps <= step <= self._last_step
 
+    def begins_after(self, step: int) -> bool:
+        """Whether the next step is the first one in the file."""
+        return step + 1 == self._first_traced
+
     def step(self, step: int) -> None:
         """Report a completed step."""
         if self._profiler is None:

@@ -203,12 +203,14 @@ def test_npu_trace_uses_the_names_and_keywords_of_torch_npu(tmp_path, monkeypatc
         _ExperimentalConfig=experimental_config,
     )
     monkeypatch.setitem(sys.modules, "torch_npu", fake)
-    device = types.SimpleNamespace(type="npu")
+    waits: list[int] = []
+    device = types.SimpleNamespace(type="npu", synchronize=lambda: waits.append(profiler._trace._last_done + 1))
     config = ProfileConfig(
         enabled=True, skip_steps=0, warmup_steps=1, active_steps=1, npu_level=NPULevel.level2, ranks=[3]
     )
     profiler = Profiler(config, device, 3, tmp_path)
     take_steps(profiler, 1, 3)
+    assert waits == [1], "kernels of the step before the window would be in the trace"
     assert levels == ["Level2 text"]
     assert "Rank 3, step 2; trace: `profile/rank3_1_2_ascend_pt`." in summary_of(profiler)
     assert "| `MatMulV2` | 2 | 0.10 ms |" in summary_of(profiler)
