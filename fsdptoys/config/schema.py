@@ -62,7 +62,10 @@ class TrainConfig:
     max_grad_norm: float | None = field(default=1.0, metadata=above(0))
     """Clip the gradient norm to this value; null only measures it."""
     max_seconds: float | None = field(default=None, metadata=above(0))
-    """Stop after the step in which the loop reaches this time; null for no limit. Schedules follow ``steps`` only."""
+    """Stop after the step in which the loop reaches this time, on an accelerator maybe later; null for no limit.
+
+    Schedules follow ``steps`` only.
+    """
     eval_every: int = field(default=0, metadata=at_least(0, MOST_STEPS))
     """Evaluate on the held-out split every N steps and after the last; 0 for never."""
     eval_batches: int = field(default=8, metadata=at_least(1, MOST_BATCHES))

@@ -115,7 +115,7 @@ class StepMetrics:
     loss_spike: float | None = None
     """Robust standard deviations above the median of earlier losses; None if the loss is no spike."""
     data_wait_seconds: float | None = None
-    """Time that rank 0's host waited for its batches, in seconds; an accelerator may be busy with the step before.
+    """Time that rank 0's host waited for its batches, in seconds; 0 if an accelerator still computed at its end.
 
     None in lines of earlier versions.
     """

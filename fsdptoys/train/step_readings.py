@@ -5,8 +5,8 @@ of the step that it has just launched. So each step's numbers are copied to pinn
 step at once and in the order of the steps:
 
 - with ``train.skip_nonfinite=true``: those of step k − 1 after step k is launched, one wait a step;
-- with ``train.skip_nonfinite=false``: the same, but only if step k − 1 is a multiple of ``metrics.log_every`` or the
-  first one, for all steps up to it;
+- with ``train.skip_nonfinite=false``: the same, but only if step k − 1 is a multiple of ``metrics.log_every`` (of
+  ``MOST_UNREAD`` if that is less) or the first one, for all steps up to it;
 - where the host needs the numbers of step k for its update: within the step, before the update. So it is in float16,
   whose next step needs the loss scale, and with optimizers that cannot skip on the device;
 - before an evaluation, before a checkpoint, and at the end: all of them.
@@ -15,6 +15,7 @@ Which of these applies depends on the configuration only, so all ranks read, and
 """
 
 import math
+import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -29,6 +30,11 @@ from fsdptoys.metrics.step import RoutingMetrics
 
 from .skipped_steps import SkippedSteps
 from .stop import N_VOTES, Stop, agreed_stop
+
+MOST_UNREAD = 100
+"""Steps after which stop signals are seen at the latest, however rarely the console has a line."""
+PATIENCE_SECONDS = 5.0
+"""Longest wait for steps still on the device when a run ends by an error."""
 
 
 @dataclass
@@ -99,6 +105,11 @@ class StepReadings:
         return self._queue[-1]
 
     @property
+    def is_idle(self) -> bool:
+        """Whether the device has no step left to compute; asked without a wait. True on a CPU."""
+        return not self._queue or self.newest.ended is None or bool(self.newest.ended.query())
+
+    @property
     def pending(self) -> int:
         """Number of steps whose metrics are not made yet."""
         return len(self._queue)
@@ -130,7 +141,7 @@ class StepReadings:
         if not self._device.is_accelerator:
             return step
         before = step - 1
-        logged = before == 1 or before % self._log_every == 0
+        logged = before == 1 or before % min(self._log_every, MOST_UNREAD) == 0
         return before if self._train.skip_nonfinite or logged else 0
 
     def judge(self, through: int) -> None:
@@ -154,10 +165,17 @@ class StepReadings:
         return finished
 
     def finish_done(self) -> list[StepMetrics]:
-        """Metrics of the steps that have ended by now, without a wait: for a run that ends by an error."""
-        done = 0
+        """Metrics of the steps that end within ``PATIENCE_SECONDS``: for a run that ends by an error.
+
+        A step that waits for a lost rank never ends.
+        """
+        done, give_up = 0, time.monotonic() + PATIENCE_SECONDS
         for taken in self._queue:
-            if taken.ended is None or not taken.ended.query():
+            if taken.ended is None:
+                break
+            while not taken.ended.query() and time.monotonic() < give_up:
+                time.sleep(0.01)
+            if not taken.ended.query():
                 break
             done = taken.step
         return self.finish(done)

@@ -222,17 +222,17 @@ class Trainer:
                 step = self.steps_done + 1
                 try:
                     stop, read = self._step_and_evaluate(step, started, profiled, request)
-                except Exception:
-                    with suppress(RuntimeError):  # a device that failed may not answer
+                    self.steps_done = step
+                    self._record(self.readings.finish(read), on_step)
+                    if watching:
+                        watching.step(step)
+                    if save and self._saves_after(step, stop):
+                        self._enter(step, "checkpoint")
+                        save(stop)
+                except BaseException:
+                    with suppress(Exception):  # a device that failed may not answer, a full disk takes no record
                         self._record(self.readings.finish_done(), on_step)
                     raise
-                self.steps_done = step
-                self._record(self.readings.finish(read), on_step)
-                if watching:
-                    watching.step(step)
-                if save and self._saves_after(step, stop):
-                    self._enter(step, "checkpoint")
-                    save(stop)
                 collect_garbage(step)
             self._finish_updates()
         return stop
@@ -270,7 +270,8 @@ class Trainer:
         self._enter(step, "data")
         train, strategy, device = self.config.train, self.strategy, self.device
         batches = self.batches.next_step()
-        data_wait_seconds = time.perf_counter() - started
+        # An accelerator that still computes earlier steps has not waited.
+        data_wait_seconds = time.perf_counter() - started if self.readings.is_idle else 0.0
 
         # 1. The loss is the mean over valid tokens of all ranks and micro-batches: count them first.
         microbatches, counted = upload_inputs(batches, self.documents, device)
