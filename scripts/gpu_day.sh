@@ -10,7 +10,7 @@
 # beside it, day.tar.gz; a machine that has only the file unpacks it. Pages (*.md) belong into benchmarks/. Parts, in this
 # order, of which --only "NAME NAME" selects some:
 #
-#   smoke   gpu_smoke.py, ten minutes: a call by itself
+#   smoke   gpu_smoke.py, check by check: a call by itself
 #   loss    bench_loss.py
 #   gpu     bench_gpu.py, row by row
 #   moe     bench_moe.py (needs transformers)
@@ -70,6 +70,7 @@ while [[ $# -gt 0 ]]; do
   shift 2
 done
 [[ -n $out ]] || fail "name a folder for the results: --out FOLDER"
+[[ -n $tiny || $seconds -ge 330 ]] || fail "--seconds $seconds is too short for the longest part; write 330 or more"
 
 if [[ ! -d $out && -f $out.tar.gz ]]; then
   mkdir -p "$out"
@@ -96,7 +97,7 @@ command_of() {
   least=120
   case $1 in
   smoke)
-    words=(scripts/gpu_smoke.py --device "$device" --seconds "$(($(left) - 10))" --out "$out")
+    words=(scripts/gpu_smoke.py --device "$device" --seconds "$(($(left) - 10))" --out "$out" --resume)
     least=$((seconds * 9 / 10))
     [[ -z $tiny ]] || words+=(--checks device "process group")
     ;;
@@ -140,8 +141,8 @@ run_part() { # name; returns 0 if it is finished, 1 if it is left for another ca
   tail -n 3 "$scratch/errors" >&2
   tail -n 40 "$scratch/errors" >>"$out/$part.log"
   calls=$((calls + 1))
-  # A part that continues row by row ends with 75. One that ran out of time altogether gets a second call.
-  if [[ $part != smoke && $status == 75 ]] || [[ ($status == 124 || $status == 137) && $calls -lt 2 ]]; then
+  # A part that continues check by check or row by row ends with 75. One that ran out of time altogether gets a second call.
+  if [[ $status == 75 ]] || [[ ($status == 124 || $status == 137) && $calls -lt 2 ]]; then
     echo "again $calls" >"$out/state/$part"
     return 1
   fi

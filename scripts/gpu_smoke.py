@@ -11,7 +11,7 @@ the same training on a CPU (1e-5 relative in float32), float64 for kernels, the 
 mode, and runs without the switch under test. A check that compared nothing has failed.
 
 After a failure the next check runs. A check that no longer fits into ``--seconds`` is reported as left out. Exits with
-status 1 if a check failed, 75 if none failed but some were left out.
+status 75 if some were left out, which ``--resume`` runs, else 1 if a check failed.
 """
 
 import argparse
@@ -29,6 +29,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from fsdptoys.launch.hardware import set_allocator
 from scripts.child_environment import child_environment
 from scripts.finished_rows import ROWS_LEFT
 from scripts.progress import progress, unit
@@ -60,16 +61,20 @@ def main() -> int:
     """Run the checks; 0 if all passed."""
     args = parse_arguments()
     if args.one:
+        set_allocator()  # as in every run, before the device is initialized
         check = next(check for check in CHECKS if check.name == args.one)
         module, function = check.function.split(":")
         getattr(importlib.import_module(f"scripts.smoke.{module}"), function)(Report(), args.device)
-        return 0
+        sys.stdout.flush()
+        # Not return: autograd's thread of a device may still run, and Python's end would abort the process.
+        os._exit(0)
     end = time.monotonic() + args.seconds
     lines: list[dict[str, Any]] = []
+    earlier = read_lines(args.out / "smoke.jsonl") if args.resume else {}
     with progress(len(args.checks)):
         for check in args.checks:
             with unit(check.name) as done:
-                line = run_check(check, args.device, end - time.monotonic())
+                line = earlier.get(check.name) or run_check(check, args.device, end - time.monotonic())
                 done.note = line["status"]
             lines.append(line)
             print(json.dumps(line), flush=True)
@@ -79,9 +84,9 @@ def main() -> int:
                 (args.out / "smoke.jsonl").write_text(written)
                 (args.out / "smoke.md").write_text(render(lines, args.device))
     statuses = {line["status"] for line in lines}
-    if statuses & {"failed", "timed out", "crashed"}:
-        return 1
-    return ROWS_LEFT if "left out" in statuses else 0
+    if "left out" in statuses:
+        return ROWS_LEFT
+    return 1 if statuses & {"failed", "timed out", "crashed"} else 0
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -91,6 +96,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--seconds", type=float, default=570.0, help="for all checks")
     parser.add_argument("--checks", nargs="+", metavar="NAME", help="some of them; --list names all")
     parser.add_argument("--out", type=Path, metavar="FOLDER", help="smoke.jsonl and smoke.md, written after each check")
+    parser.add_argument("--resume", action="store_true", help="do not repeat checks that have a line in --out")
     parser.add_argument("--list", action="store_true", help="print the checks and their limits")
     parser.add_argument("--one", help=argparse.SUPPRESS)
     args = parser.parse_args()
@@ -98,12 +104,20 @@ def parse_arguments() -> argparse.Namespace:
         for check in CHECKS:
             print(f"{check.name:15} {check.seconds:4.0f} s  {', '.join(check.devices)}")
         raise SystemExit(0)
+    if args.resume and not args.out:
+        parser.error("--resume needs --out, the folder of the earlier call")
     names = {check.name for check in CHECKS}
     for name in args.checks or []:
         if name not in names:
             parser.error(f"--checks {name}: must be of {', '.join(sorted(names))}")
     args.checks = [check for check in CHECKS if args.checks is None or check.name in args.checks]
     return args
+
+
+def read_lines(path: Path) -> dict[str, dict[str, Any]]:
+    """Check → its line in a file of an earlier call, without those that were left out."""
+    lines = map(json.loads, path.read_text().splitlines() if path.exists() else ())
+    return {line["check"]: line for line in lines if line["status"] != "left out"}
 
 
 def run_check(check: Check, device: str, left: float) -> dict[str, Any]:

@@ -22,6 +22,7 @@ from torch import Tensor
 
 from fsdptoys.config.compose import compose_config
 from fsdptoys.errors import ConfigError
+from fsdptoys.launch.hardware import set_allocator
 from fsdptoys.metrics import StepMetrics
 from fsdptoys.train.distributed import process_group
 from fsdptoys.train.trainer import Trainer
@@ -118,5 +119,6 @@ def train_apart(device: str, rows: dict[str, list[str]]) -> dict[str, Trained]:
 
 
 if __name__ == "__main__":
+    set_allocator()
     results = train(sys.argv[1], json.loads(sys.argv[2]))
     print(json.dumps({name: asdict(row) for name, row in results.items()}), flush=True)

@@ -2,6 +2,7 @@
 
 import os
 import pickle
+import re
 import statistics
 import subprocess
 import tempfile
@@ -104,6 +105,10 @@ def _measure(config: Config) -> tuple[dict[str, Any], list[float]]:
     return facts, [step.loss for step in trainer.history]
 
 
+GRADIENT_NORM = re.compile("NormTwoOps|LpNorm")
+"""Kernels of ``torch.linalg.vector_norm`` and ``torch._foreach_norm``, by the functors in their names."""
+
+
 def idle_time(kernels: list[tuple[float, float, str]]) -> dict[str, Any]:
     """Busy and idle milliseconds of a device, the kernels before its gaps, and those that take the most time.
 
@@ -114,7 +119,7 @@ def idle_time(kernels: list[tuple[float, float, str]]) -> dict[str, Any]:
     seconds = Counter[str]()
     kernels = sorted(kernels)
     for start, end, name in kernels:
-        seconds[name[:60]] += end - start
+        seconds[name] += end - start
         if before and start - until > IDLE_GAP_MICROSECONDS:
             gaps[before[:60]] += start - until
         busy += max(0.0, end - max(start, until))
@@ -125,8 +130,8 @@ def idle_time(kernels: list[tuple[float, float, str]]) -> dict[str, Any]:
         "device_busy_ms": busy / 1e3,
         "device_idle_ms": (span - busy) / 1e3,
         "idle_ms_after": {name: time / 1e3 for name, time in gaps.most_common(5)},
-        "kernel_ms": {name: time / 1e3 for name, time in seconds.most_common(8)},
-        "norm_kernel_ms": sum(time for name, time in seconds.items() if "norm" in name.lower()) / 1e3,
+        "kernel_ms": {name[:90]: time / 1e3 for name, time in seconds.most_common(8)},
+        "norm_kernel_ms": sum(time for name, time in seconds.items() if GRADIENT_NORM.search(name)) / 1e3,
     }
 
 

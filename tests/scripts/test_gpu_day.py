@@ -50,11 +50,13 @@ ALL = ["gpu_smoke.py", "bench_loss.py", "bench_gpu.py", "bench_moe.py", "bench_m
 def test_finished_parts_are_not_run_again(tmp_path: Path) -> None:
     """Oracle: scripts of each call; a part with rows left runs again, a missed target or failure does not."""
     machine = Machine(tmp_path)
+    machine.ends("gpu_smoke.py", 75)
     machine.ends("bench_gpu.py", 75)
     machine.ends("bench_loss.py", 1)
     assert machine.call(status=75) == ALL
+    machine.ends("gpu_smoke.py", 0)
     machine.ends("bench_gpu.py", 0)
-    assert machine.call(status=1) == ["bench_gpu.py"]
+    assert machine.call(status=1) == ["gpu_smoke.py", "bench_gpu.py"]
     assert machine.call("--only", "gpu moe") == []
 
 
@@ -66,15 +68,15 @@ def test_fresh_machine_continues_from_the_archive(tmp_path: Path) -> None:
     assert machine.call("--only", "loss moe") == ["bench_moe.py"]
 
 
-def test_part_that_does_not_fit_is_left_for_the_next_call(tmp_path: Path) -> None:
-    """Oracle: a call of 100 seconds begins no part, as each needs more."""
-    machine = Machine(tmp_path)
-    assert machine.call("--seconds", "100", "--only", "loss moe", status=75) == []
-
-
 @pytest.mark.parametrize(
     ("words", "said"),
-    [(["run"], "--out FOLDER"), (["run", "--out"], "needs a value"), (["run", "--all"], "unknown"), ([], "write bash")],
+    [
+        (["run"], "--out FOLDER"),
+        (["run", "--out"], "needs a value"),
+        (["run", "--all"], "unknown"),
+        (["run", "--out", "x", "--seconds", "100"], "330 or more"),
+        ([], "write bash"),
+    ],
 )
 def test_mistakes_are_one_sentence(words: list[str], said: str) -> None:
     """Oracle: status 2 and the sentence."""

@@ -109,6 +109,8 @@ def test_script_writes_a_line_of_each_check(tmp_path: Path) -> None:
     done = subprocess.run([sys.executable, script, *words], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert (tmp_path / "out" / "smoke.jsonl").read_text() == done.stdout
+    again = subprocess.run([sys.executable, script, *words, "--resume"], capture_output=True, text=True)
+    assert again.stdout == done.stdout, "a check was repeated"
     device, float8 = map(json.loads, done.stdout.splitlines())
     assert device["status"] == "passed" and torch.__version__ in device["facts"]["machine"]
     assert float8["status"] == "not on cpu" and float8["reason"]
@@ -118,7 +120,13 @@ def test_script_writes_a_line_of_each_check(tmp_path: Path) -> None:
 
 def test_idle_time_is_the_span_without_kernels() -> None:
     """Oracle: three kernels by hand, two of which overlap, and a gap of 970 microseconds after the second."""
-    found = idle_time([(1000.0, 1100.0, "late"), (0.0, 20.0, "norm"), (10.0, 30.0, "product")])
+    found = idle_time(
+        [
+            (1000.0, 1100.0, "late"),
+            (0.0, 20.0, "void reduce<" + "x" * 80 + "NormTwoOps<float>"),
+            (10.0, 30.0, "product"),
+        ]
+    )
     assert found["device_busy_ms"] == pytest.approx(0.13) and found["device_idle_ms"] == pytest.approx(0.97)
     assert found["idle_ms_after"] == {"product": pytest.approx(0.97)}
     assert found["norm_kernel_ms"] == pytest.approx(0.02)
