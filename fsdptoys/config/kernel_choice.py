@@ -243,7 +243,8 @@ def find_attention_backend(
         return None
     q_BHTK = memory_BTHK.transpose(1, 2).requires_grad_()
     k_BGTK = q_BHTK[:, : layer.n_kv_heads]
-    seen = memory_BTHK.new_zeros(()).expand(1, 1, seq_len, seq_len) if masks else None
+    # Fused kernels of CUDA refuse a mask whose last dim has no stride of 1, which a real one has.
+    seen = memory_BTHK.new_zeros(1, 1, 1, seq_len).expand(1, 1, seq_len, seq_len) if masks else None
     backends = (BACKENDS[name],) if name in BACKENDS else ()
     with warnings.catch_warnings(record=True) as reasons:
         warnings.simplefilter("always")

@@ -29,7 +29,7 @@ def kernel_seconds(
 ) -> float:
     """Time of an operator on the device; a dtype without a peak of its own counts with the slowest listed peak.
 
-    ``attention`` names a backend; one that the profile does not list runs at the profile's ``attention_efficiency``.
+    ``attention`` names a backend; one that the profile does not list runs as fast as FlashAttention at its width.
     """
     seconds = bytes / (hardware.memory_bandwidth.value * hardware.memory_efficiency.value)
     if kind is not KernelKind.memory:
@@ -37,10 +37,9 @@ def kernel_seconds(
         peak = peaks[dtype].value if dtype in peaks else min(quantity.value for quantity in peaks.values())
         efficiency = hardware.matmul_efficiency
         if kind is KernelKind.attention:
-            listed = hardware.attention_backends
-            efficiency = (
-                listed.get(attention) or listed.get(attention.partition(" ")[0]) or hardware.attention_efficiency
-            )
+            name, _, heads = attention.partition(" ")
+            listed = (hardware.attention_backends.get(key) for key in (attention, name, f"flash {heads}".rstrip()))
+            efficiency = next(filter(None, listed), hardware.attention_efficiency)
         seconds = max(seconds, flops / (peak * efficiency.value))
     return max(seconds, hardware.kernel_seconds.value)
 

@@ -90,6 +90,7 @@ def matmul_workspace_bytes(hardware: Hardware) -> int:
 def attention_of(config: Config, hardware: Hardware) -> AttentionKind:
     """The kind of fused attention in a run's steps; cuDNN's is not deterministic, nor preferred before torch 2.11."""
     older = tuple(int(part) for part in torch.__version__.split(".")[:2]) < PREFERS_CUDNN
+    older |= int((torch.version.cuda or "13").split(".")[0]) < 13  # builds without CUDA plan for another machine
     cudnn = hardware.attention is AttentionKind.cudnn
     return AttentionKind.flash if cudnn and (older or config.train.deterministic) else hardware.attention
 

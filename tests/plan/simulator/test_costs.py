@@ -53,11 +53,14 @@ def test_kernel_time_follows_the_roofline(
 
 @pytest.mark.parametrize(
     ("backend", "seconds"),
-    [("flash", 400.0), ("flash 64", 400.0), ("cudnn", 200.0), ("cudnn 128", 200.0), ("cudnn 64", 1000.0), ("", 400.0)],
-)
+    [
+        ("flash", 400.0), ("flash 64", 800.0), ("cudnn", 200.0), ("cudnn 128", 200.0), ("cudnn 64", 1000.0),
+        ("efficient", 400.0), ("efficient 64", 800.0), ("", 400.0),
+    ],
+)  # fmt: skip
 def test_attention_runs_at_the_efficiency_of_its_backend(backend: str, seconds: float) -> None:
     """Oracle: 100 FLOPs at 0.25 of one FLOP/s, or at the share of the backend for that head width."""
-    listed = {"cudnn": Quantity(0.5, "test"), "cudnn 64": Quantity(0.1, "test")}
+    listed = {"cudnn": Quantity(0.5, "test"), "cudnn 64": Quantity(0.1, "test"), "flash 64": Quantity(0.125, "test")}
     hardware = dataclasses.replace(imagined_hardware(attention_efficiency=0.25), attention_backends=listed)
     assert kernel_seconds(hardware, KernelKind.attention, 100.0, 1, "bfloat16", backend) == pytest.approx(seconds)
 
