@@ -69,7 +69,7 @@ def chosen_backend(
 ) -> str | None:
     """Name of the backend that PyTorch chooses for attention with a mask, or a causal one; None if it does not say.
 
-    By a private function, tried with torch 2.7.1, 2.13 and 2.15.
+    By a private function, tried with torch 2.13 and 2.15.
 
     Args:
         q_BHTK: with the requirement of gradients that it has in attention, as ``k_BGTK`` and ``v_BGTK``.

@@ -2,9 +2,8 @@
 
 ``torch`` is PyTorch's own operators, the reference for the others; ``compiled`` is the same function through
 ``torch.compile``; ``npu`` is torch_npu's fused kernel (``npu_kernels``); attention has PyTorch's backends by name
-(``attention``). A layer uses the functions of its own
-``kernels``, so recomputation in the backward uses the same ones. The choice for a run is made elsewhere
-(``fsdptoys.config.kernel_choice``): these functions know tensors, not devices.
+(``attention``). A layer uses the functions of its own ``kernels``, so recomputation in the backward uses the same ones.
+The choice for a run is made elsewhere (``fsdptoys.config.kernel_choice``): these functions know tensors, not devices.
 
 Not covered: LayerNorm and GELU (GPT-2); the experts' gate, which is part of their gradients (``experts``); the loss
 (``loss``); attention over a cache (``attention.masked_attention``), which is PyTorch's on every device.

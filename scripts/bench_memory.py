@@ -32,13 +32,10 @@ import time
 import traceback
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
-import torch.distributed as dist
-from torch import Tensor
 
 from fsdptoys.config.compose import compose_config
 from fsdptoys.device import DEVICE_TYPES, Device, available_cores, available_device_type, device_count
@@ -48,6 +45,7 @@ from fsdptoys.metrics import StepMetrics
 from fsdptoys.train.trainer import Trainer
 from scripts.child_environment import child_environment
 from scripts.counted import pretend
+from scripts.fake_collectives import reduce_to_zeros
 from scripts.finished_rows import ROWS_LEFT, FinishedRows
 from scripts.machine import machine, without_clocks
 from scripts.peers.ours import fill
@@ -323,21 +321,6 @@ def measure(args: argparse.Namespace) -> Result:
         peak_gib=last.memory_peak_gib,
         reserved_gib=last.memory_reserved_gib,
     )
-
-
-def reduce_to_zeros() -> None:
-    """Let each reduce-scatter write zeros: with no other ranks some versions of torch leave the output unwritten.
-
-    FSDP1 and FSDP2 look the function up in ``torch.distributed`` at each call.
-    """
-    reduce_scatter = dist.reduce_scatter_tensor
-
-    def zeros(output: Tensor, *args: Any, **kwargs: Any) -> Any:
-        work = reduce_scatter(output, *args, **kwargs)
-        output.zero_()
-        return work
-
-    dist.reduce_scatter_tensor = zeros
 
 
 def judge(results: dict[tuple[str, str], Result], classic: bool) -> list[str]:

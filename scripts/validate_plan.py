@@ -33,7 +33,6 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 from datetime import date
 from multiprocessing.pool import ThreadPool
 from pathlib import Path
@@ -52,6 +51,7 @@ from fsdptoys.plan.trace.op_costs import matmul_workspace_bytes
 from fsdptoys.plan.trace.op_recorder import OpRecorder
 from fsdptoys.plan.trace.tracer import trace_here
 from scripts import planned_rows, published_torchtitan, trainer_rows
+from scripts.finding import Finding
 from scripts.planned_rows import PlannedRow, planned_config, planned_table
 from scripts.progress import progress, unit
 from scripts.published_llama2 import Sizes
@@ -75,37 +75,6 @@ TORCHTITAN = {
 }
 PUBLISHED = [*(" ".join(key) for key in ROWS), *(f"torchtitan {ranks}" for ranks in TORCHTITAN)]
 NAMES = [*trainer_rows.NAMES, *PUBLISHED, *planned_rows.NAMES]
-
-
-@dataclass(frozen=True)
-class Finding:
-    """A prediction and its published value."""
-
-    row: str
-    what: str
-    published: float
-    predicted: float
-    bar: float
-    relative: bool = True
-
-    @property
-    def error(self) -> float:
-        """Relative error, or the difference in GiB."""
-        difference = self.predicted - self.published
-        return difference / self.published if self.relative else difference
-
-    @property
-    def met(self) -> bool:
-        """Whether the error is within the bar; published values have two digits after the point."""
-        return abs(self.error) <= self.bar + (0 if self.relative else 0.005)
-
-    def cells(self) -> list[str]:
-        """Cells of the table."""
-        error, bar = (
-            (f"{self.error:+.1%}", f"{self.bar:.0%}") if self.relative else (f"{self.error:+.3f}", f"{self.bar}")
-        )
-        figures = [f"{self.published:.2f}", f"{self.predicted:.2f}"]
-        return [self.row, self.what, *figures, error, bar, "met" if self.met else "**missed**"]
 
 
 def a2() -> Hardware:

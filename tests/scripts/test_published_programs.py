@@ -13,10 +13,11 @@ from fsdptoys.config.plan_config import AllocatorKind
 from fsdptoys.plan.simulator.allocator import build_allocator
 from fsdptoys.plan.simulator.replay import replay
 from scripts import published_llama2, published_torchtitan
+from scripts.finding import Finding
 from scripts.published_programs import ROWS, Switches, first_program
 from scripts.published_torchtitan import torchtitan_program
 from scripts.ranks import run_ranks
-from scripts.validate_plan import Finding, a2, trace_row
+from scripts.validate_plan import a2, trace_row
 from tests.plan.processes import in_fresh_process
 
 TINY = {"dim": 32, "n_layers": 2, "n_heads": 4, "ffn_dim": 64, "vocab_size": 96, "seq_len": 16}
