@@ -2,7 +2,8 @@
 
 ``torch`` is PyTorch's own operators, the reference for the others; ``compiled`` is the same function through
 ``torch.compile``; ``npu`` is torch_npu's fused kernel (``npu_kernels``); attention has PyTorch's backends by name
-(``attention``). A layer uses the functions of its own ``kernels``, so recomputation in the backward uses the same ones.
+(``attention``), and ``flex`` is its flex_attention. A layer uses the functions of its own ``kernels``, so recomputation
+in the backward uses the same ones.
 The choice for a run is made elsewhere (``fsdptoys.config.kernel_choice``): these functions know tensors, not devices.
 
 Not covered: LayerNorm and GELU (GPT-2); the experts' gate, which is part of their gradients (``experts``); the loss
@@ -64,6 +65,24 @@ def block_mask(segments_BT: Tensor, dtype: torch.dtype) -> "BlockMask":
     create: Any = _compiled(create_block_mask) if _compiles_flex(segments_BT) else create_block_mask
     blocks: BlockMask = create(sees, batch, None, length, length, device=segments_BT.device)
     return blocks
+
+
+@functools.lru_cache(maxsize=8)
+def causal_blocks(length: int, device: torch.device) -> "BlockMask":
+    """Mask of the blocks up to the diagonal, kept for the last few lengths."""
+    from torch.nn.attention.flex_attention import create_block_mask
+
+    def sees(row: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        return query >= key
+
+    create: Any = _compiled(create_block_mask) if device.type != "cpu" else create_block_mask
+    blocks: BlockMask = create(sees, None, None, length, length, device=device)
+    return blocks
+
+
+def causal_flex_attention(q_BHTK: Tensor, k_BGTK: Tensor, v_BGTK: Tensor) -> Tensor:
+    """Causal attention by ``flex_attention``."""
+    return flex_attention(q_BHTK, k_BGTK, v_BGTK, causal_blocks(q_BHTK.shape[2], q_BHTK.device))
 
 
 def _compiles_flex(tensor: Tensor) -> bool:
@@ -144,6 +163,7 @@ IMPLEMENTATIONS: dict[str, dict[str, Any]] = {
     "attention": {
         "torch": attention,
         **{name: attention_by(backend) for name, backend in BACKENDS.items()},
+        "flex": causal_flex_attention,
         "npu": npu_kernels.attention,
     },
     "document_attention": {
@@ -178,10 +198,12 @@ class Kernels:
 def choose_kernels(names: Mapping[str, str]) -> Kernels:
     """Implementations by operation and name; PyTorch's own for the other operations."""
     chosen = {operation: IMPLEMENTATIONS[operation][name] for operation, name in names.items()}
-    backend = BACKENDS.get(names.get("attention", ""))
-    if backend is not None and names.get("document_attention", "torch") == "torch":
-        attend = functools.partial(masked_attention, backends=(backend,))
+    named = names.get("attention", "")
+    if named in BACKENDS and names.get("document_attention", "torch") == "torch":
+        attend = functools.partial(masked_attention, backends=(BACKENDS[named],))
         chosen["document_attention"] = DocumentAttention(dense_mask, attend)
+    if named == "flex":
+        chosen["document_attention"] = IMPLEMENTATIONS["document_attention"]["flex"]
     return Kernels(**chosen)
 
 

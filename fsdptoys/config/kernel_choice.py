@@ -50,6 +50,8 @@ class AttentionKernel(Enum):
     """The memory-efficient kernel of CUDA; shared heads are repeated."""
     math = "math"
     """Matmuls and a softmax, which write all scores; CUDA and CPU, for comparisons."""
+    flex = "flex"
+    """PyTorch's flex_attention, compiled, which skips masked blocks; trains on CUDA only."""
     npu = "npu"
 
 
@@ -90,7 +92,7 @@ class KernelConfig:
     """Implementations of a model's operations."""
 
     attention: AttentionKernel = AttentionKernel.auto
-    """Attention: PyTorch's, one of its backends (also for the mask of ``document_attention=torch``), or torch_npu's."""
+    """Attention: PyTorch's, one of its backends or flex_attention (documents included), or torch_npu's."""
     document_attention: DocumentKernel = DocumentKernel.auto
     """Attention under ``data.mask_documents``: PyTorch's with a mask, or flex_attention."""
     rms_norm: Kernel = Kernel.auto
@@ -109,7 +111,7 @@ class KernelConfig:
     @property
     def compiles(self) -> bool:
         """Whether any operation is compiled separately."""
-        return Kernel.compiled.value in self.names().values()
+        return not {Kernel.compiled.value, DocumentKernel.flex.value}.isdisjoint(self.names().values())
 
     def resolve(self, device_type: str, *, compiles: bool, deterministic: bool, fuses: bool) -> None:
         """Replace every ``auto``, and check the choices against the device, compiled blocks and deterministic mode.
@@ -129,8 +131,13 @@ class KernelConfig:
             if name == "flex" and (device_type != "cuda" or deterministic):
                 where = f"this run is on {device_type}" if device_type != "cuda" else "train.deterministic=true"
                 raise ConfigError(
-                    "kernels.document_attention=flex is PyTorch's flex_attention, which trains on CUDA alone and is "
-                    f"not known to be deterministic, and {where}; set kernels.document_attention=auto"
+                    f"kernels.{operation}=flex is PyTorch's flex_attention, which trains on CUDA alone and is not "
+                    f"known to be deterministic, and {where}; {fix}"
+                )
+            if name == "flex" and operation == "attention" and compiles:
+                raise ConfigError(
+                    "kernels.attention=flex is compiled by itself, and train.compile=true compiles whole blocks; "
+                    f"{fix} or train.compile=false"
                 )
             if name == "auto":
                 plain = seen or deterministic
@@ -195,18 +202,17 @@ class KernelConfig:
             )
 
     def check_documents(self, masks: bool, selective: bool) -> None:
-        """Refuse flex_attention without document masking or with selective checkpointing."""
-        if self.document_attention is not DocumentKernel.flex:
-            return
-        if not masks:
+        """Refuse flex_attention of documents without any, and flex_attention with selective checkpointing."""
+        flexes = [operation for operation, name in self.names().items() if name == "flex"]
+        if self.document_attention is DocumentKernel.flex and not masks:
             raise ConfigError(
                 "kernels.document_attention=flex is for sequences whose documents are kept apart; set "
                 "data.mask_documents=true or kernels.document_attention=auto"
             )
-        if selective:
+        if selective and flexes:
             raise ConfigError(
-                "memory.gradient_checkpointing=selective knows no operator of kernels.document_attention=flex whose "
-                "result it could keep; set memory.gradient_checkpointing=full"
+                f"memory.gradient_checkpointing=selective knows no operator of kernels.{flexes[0]}=flex whose result "
+                "it could keep; set memory.gradient_checkpointing=full"
             )
 
 
@@ -236,7 +242,7 @@ def find_attention_backend(
     name = config.attention.value
     layer = next(module for module in model.modules() if isinstance(module, Attention))
     flexes = masks and config.document_attention is DocumentKernel.flex
-    if name == "npu" or flexes or device.type not in ("cuda", "cpu"):
+    if name in ("npu", "flex") or flexes or device.type not in ("cuda", "cpu"):
         return None
     memory_BTHK = torch.empty((1, seq_len, layer.n_heads, layer.head_dim), dtype=dtype, device=device)
     if type(memory_BTHK) is not Tensor:  # a fake one, for predictions

@@ -94,6 +94,17 @@ REFUSED = {
     ("cuda", "kernels.attention=math kernels.document_attention=flex data.mask_documents=true"): "kernels.attention="
     "math has no effect with kernels.document_attention=flex, which computes all attention under "
     "data.mask_documents=true",
+    ("cpu", "kernels.attention=flex"): "kernels.attention=flex is PyTorch's flex_attention, which trains on CUDA alone "
+    "and is not known to be deterministic, and this run is on cpu",
+    ("cuda", "kernels.attention=flex parallel=single train.deterministic=true"): "kernels.attention=flex is PyTorch's "
+    "flex_attention, which trains on CUDA alone and is not known to be deterministic, and train.deterministic=true",
+    ("cuda", "kernels.attention=flex train.compile=true"): "kernels.attention=flex is compiled by itself, and "
+    "train.compile=true compiles whole blocks; set kernels.attention=auto or train.compile=false",
+    (
+        "cuda",
+        "kernels.attention=flex memory.gradient_checkpointing=selective",
+    ): "memory.gradient_checkpointing=selective knows no operator of kernels.attention=flex whose result it could "
+    "keep; set memory.gradient_checkpointing=full",
     (
         "cuda",
         "kernels.attention=flash parallel.param_dtype=bfloat16 model.head_dim=512",

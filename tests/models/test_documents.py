@@ -8,7 +8,7 @@ from torch import Tensor
 
 from fsdptoys.models import Kernels, attended_keys, choose_kernels, use_kernels
 from fsdptoys.models.documents import document_positions
-from fsdptoys.models.kernels import dense_mask
+from fsdptoys.models.kernels import causal_flex_attention, dense_mask
 from tests.checkpoint.folders import build
 from tests.models.families import SMALL
 
@@ -95,14 +95,17 @@ def test_flex_attention_equals_the_dense_mask(heads: int) -> None:
     torch.testing.assert_close(flex.attend(q, k, v, mask), expected, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.parametrize("documents", [True, False])
+@pytest.mark.parametrize("operation", ["document_attention", "attention"])
 @torch.no_grad()
-def test_model_uses_flex_attention_if_configured() -> None:
-    """Oracle: the model with the dense mask; Llama 4 has masks of two kinds."""
+def test_model_uses_flex_attention_if_configured(operation: str, documents: bool) -> None:
+    """Oracle: the model with PyTorch's attention and dense masks; Llama 4 has masks of two kinds."""
     model = build(SMALL["llama4"])
-    model.document_end = END
+    model.document_end = END if documents else None
     tokens_BT = packed(model.config.vocab_size)
     expected = model(tokens_BT)
-    use_kernels(model, choose_kernels({"document_attention": "flex"}))
+    use_kernels(model, choose_kernels({operation: "flex"}))
+    assert (model.kernels.attention is causal_flex_attention) is (operation == "attention")
     assert model.kernels.document_attention is not Kernels().document_attention
     torch.testing.assert_close(model(tokens_BT), expected, rtol=1e-5, atol=1e-5)
 

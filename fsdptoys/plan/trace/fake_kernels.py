@@ -345,10 +345,12 @@ def replace_kernels(attention: AttentionKind, listener: Listener | None = None) 
         products = {**planned, "npu": lambda *args: npu_kernels.NPUGrouped()}
         stack.enter_context(mock.patch.dict(IMPLEMENTATIONS["grouped_matmul"], products))
         # A block mask is small, and flex_attention keeps the same tensors as FlashAttention.
+        causal = functools.partial(attention_cuda, is_causal=True)
         flex = DocumentAttention(
             lambda segments, dtype: segments.new_empty(segments.shape[0], 1),
-            lambda query, key, value, mask: attention_cuda(query, key, value, is_causal=True),
+            lambda query, key, value, mask: causal(query, key, value),
         )
+        stack.enter_context(mock.patch.dict(IMPLEMENTATIONS["attention"], flex=causal))
         stack.enter_context(mock.patch.dict(IMPLEMENTATIONS["document_attention"], flex=flex))
         for operation, function in COMPILED.items():
             stack.enter_context(mock.patch.dict(IMPLEMENTATIONS[operation], compiled=function))
