@@ -235,8 +235,7 @@ CONFLICTS = {
     "memory.cpu_offload_executor=overlapped": "memory.cpu_offload_executor=overlapped does nothing as set; "
     "set memory.cpu_offload=true or leave it out",
     "kernels.attention=compiled": "kernels.attention=compiled must be one of auto, torch, cudnn, flash, efficient, "
-    "math, npu; set "
-    "kernels.attention=auto",
+    "math, flex, npu; set kernels.attention=auto",
     "kernels.rms_norm=npu": "kernels.rms_norm=npu is torch_npu's, and this run is on cpu; set kernels.rms_norm=auto",
     "kernels.swiglu=compiled debug.trace_collectives=true": "debug.trace_collectives=true is a dispatch mode, under "
     "which PyTorch does not compile as kernels.*=compiled asks; set them to torch, which takes the same collectives",
