@@ -71,12 +71,20 @@ class FollowedRun:
 
     def poll(self) -> int:
         """Read new lines; return how many earlier steps remain valid: all, unless the run resumed before the last."""
+        before = self.steps
+        self._read_steps()
+        # After the steps: a run writes its settings first, so these steps never appear with older settings.
         names = (CONFIG_FILE, ENVIRONMENT_FILE, PREDICTION_FILE, RESUMES_FILE)
         seen = {name: _version(self.path / name) for name in names}
         if seen != self._seen:
             self._seen = seen
             self.settings, self.resumes = _read_settings(self.path), read_resumes(self.path / RESUMES_FILE)
-        before = self.steps
+        if self.steps[: len(before)] == before:
+            return len(before)
+        pairs = zip(before, self.steps, strict=False)
+        return next((index for index, (old, new) in enumerate(pairs) if old != new), min(len(before), len(self.steps)))
+
+    def _read_steps(self) -> None:
         try:
             with open_regular(self.path / METRICS_FILE) as file:
                 file.seek(self._offset - len(self._last_line))
@@ -92,12 +100,8 @@ class FollowedRun:
                     file.seek(self._offset)
         except OSError:  # missing, or moved aside by a new start
             self.steps, self._offset, self._last_line = [], 0, b""
-            return 0
+            return
         self.steps = self.steps + added if added else self.steps
-        if self.steps[: len(before)] == before:
-            return len(before)
-        pairs = zip(before, self.steps, strict=False)
-        return next((index for index, (old, new) in enumerate(pairs) if old != new), min(len(before), len(self.steps)))
 
     def state(self) -> State:
         """Current state of the run."""

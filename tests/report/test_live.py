@@ -16,6 +16,7 @@ from rich.console import Console
 
 from fsdptoys.errors import ConfigError
 from fsdptoys.metrics.prediction import MemoryPrediction, Prediction, TimePrediction
+from fsdptoys.report import live_reader
 from fsdptoys.report.live import follow
 from fsdptoys.report.live_reader import FollowedRun, State
 from fsdptoys.report.live_view import CHART_LINES, draw_chart, draw_run, fact_rows
@@ -69,6 +70,30 @@ def test_run_that_returns_to_a_checkpoint_is_read_again(run: WrittenRun, grows_p
     assert [metrics.loss for metrics in followed.steps[4:]] == [3.0] * 7
     (run.path / "metrics.jsonl").unlink()
     assert followed.poll() == 0 and followed.steps == []
+
+
+def test_steps_never_appear_with_settings_older_than_them(run: WrittenRun, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Oracle: the file's settings, where the run writes them and its first steps while the follower polls."""
+    config = run.path / "config.yaml"
+    text = config.read_text()
+    config.unlink()
+    followed = FollowedRun(run.path)
+    read_tree = live_reader.read_tree
+
+    def read_and_let_the_run_write(path: Path) -> dict[str, object]:
+        try:
+            return read_tree(path)
+        finally:
+            if not config.exists():
+                config.write_text(text)
+                run.add(step_of(1), step_of(2))
+
+    followed.poll()
+    (run.path / "environment.json").write_text("{}")
+    monkeypatch.setattr(live_reader, "read_tree", read_and_let_the_run_write)
+    for _ in range(2):
+        followed.poll()
+        assert not followed.steps or followed.settings.planned_steps == 20
 
 
 def test_repeated_steps_are_reported(run: WrittenRun) -> None:
