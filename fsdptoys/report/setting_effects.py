@@ -13,7 +13,7 @@ from typing import Any
 from .setting_diff import RANKS, Settings, effective
 
 GLOBAL_BATCH = "sequences of a step"
-"""Pseudo-key for the product of ranks, micro-batches and batch size, which selects the samples of a step."""
+"""Pseudo-key for the number of sequences that all ranks and micro-batches take, which selects the samples of a step."""
 
 
 class Effect(IntEnum):
@@ -61,7 +61,10 @@ USUAL_FORMATS: Settings = {
 ROUNDING = (
     RANKS,
     "mesh.fsdp_size",
+    "mesh.cp_size",
+    "mesh.ep_size",
     "parallel.name",
+    "parallel.context",
     "parallel.simulated_ranks",
     "parallel.reduce_dtype",
     "train.batch_size",
@@ -123,9 +126,13 @@ UPDATE = (
 )
 
 
+BATCH = (RANKS, "train.batch_size", "train.grad_accum", "parallel.simulated_ranks", "mesh.cp_size")
+"""Settings whose product, divided by the last, is the number of sequences of a step."""
+
+
 def effect_of(key: str, same_batch: bool = True) -> Effect:
     """Largest effect of changing a setting on losses, for runs with or without the same number of sequences a step."""
-    if key in (RANKS, "train.batch_size", "train.grad_accum", "parallel.simulated_ranks") and not same_batch:
+    if key in BATCH and not same_batch:
         return Effect.training
     if key in FORMATS:
         return Effect.format
@@ -146,7 +153,7 @@ def stage_of(key: str) -> Stage:
 def global_batch(settings: Mapping[str, Any]) -> int | None:
     """Sequences of a step over all ranks and micro-batches; None if a setting is missing."""
     parts = [settings.get(key) for key in (RANKS, "train.batch_size", "train.grad_accum")]
-    return _product([*parts, settings.get("parallel.simulated_ranks", 1)])
+    return _over_groups([*parts, settings.get("parallel.simulated_ranks", 1)], settings)
 
 
 def training_of(tree: dict[str, Any], world_size: int) -> Settings | None:
@@ -182,7 +189,7 @@ def rounds_coarsely(settings: Mapping[str, Any]) -> bool:
 def held_out_samples(tree: dict[str, Any], world_size: int) -> tuple[Any, Any] | None:
     """Key equal for runs that evaluate the same held-out samples; None if settings are missing."""
     settings = effective(tree)
-    asked = _product([settings.get("train.eval_batches"), settings.get("train.batch_size"), world_size])
+    asked = _over_groups([settings.get("train.eval_batches"), settings.get("train.batch_size"), world_size], settings)
     return None if asked is None else (asked, settings.get("data.eval_samples"))
 
 
@@ -199,6 +206,12 @@ def bits_of(tree: dict[str, Any], world_size: int, device_type: str) -> Settings
     left_out |= {"parallel.reduce_dtype", "train.sum_dtype"}  # set by the deterministic mode and the device
     left_out |= {"memory.cpu_offload"} if device_type == "cpu" else set()
     return {key: settings.get(key) for key in ROUNDING if key not in left_out} | {RANKS: ranks}
+
+
+def _over_groups(parts: Sequence[Any], settings: Mapping[str, Any]) -> int | None:
+    """Product of the parts, one of which counts ranks, over the ranks that share a sequence."""
+    product, shares = _product(parts), settings.get("mesh.cp_size", 1)
+    return None if product is None or type(shares) is not int or shares < 1 else product // shares
 
 
 def _product(parts: Sequence[Any]) -> int | None:
