@@ -16,9 +16,10 @@ from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import torch
 import torch.distributed as dist
-from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from fsdptoys.device import Device
@@ -180,25 +181,25 @@ def build_sparse_mesh(axes: Axes, device: Device, timeout: timedelta | None) -> 
 
 def named_mesh(sizes: dict[str, int], device: Device, timeout: timedelta | None) -> DeviceMesh:
     """A mesh of named axes over all ranks, the last varying fastest."""
-    ranks = torch.arange(dist.get_world_size()).view(*sizes.values())
+    ranks = np.arange(dist.get_world_size()).reshape(*sizes.values())
     groups = [axis_group(ranks, axis, name, timeout) for axis, name in enumerate(sizes)]
     if len(groups) == 1:
         return DeviceMesh.from_group(groups[0], device.type, mesh_dim_names=tuple(sizes))
-    return DeviceMesh.from_group(groups, device.type, ranks, mesh_dim_names=tuple(sizes))
+    return DeviceMesh.from_group(groups, device.type, torch.from_numpy(ranks), mesh_dim_names=tuple(sizes))
 
 
 def consecutive_group(size: int, name: str, timeout: timedelta | None) -> dist.ProcessGroup:
     """This rank's group of consecutive ranks. A collective over all ranks."""
-    return axis_group(torch.arange(dist.get_world_size()).view(-1, size), 1, name, timeout)
+    return axis_group(np.arange(dist.get_world_size()).reshape(-1, size), 1, name, timeout)
 
 
-def axis_group(ranks: Tensor, axis: int, name: str, timeout: timedelta | None) -> dist.ProcessGroup:
+def axis_group(ranks: npt.NDArray[np.int64], axis: int, name: str, timeout: timedelta | None) -> dist.ProcessGroup:
     """This rank's group along an axis of a mesh of all ranks. A collective over all ranks."""
     world = dist.group.WORLD
     assert world is not None
-    rows = ranks.movedim(axis, -1).flatten(0, -2)
-    own = int((rows == dist.get_rank()).any(1).nonzero())
-    members = rows[own].tolist()
+    # Not tensors, whose values a planner's fake mode would not know.
+    rows = np.moveaxis(ranks, axis, -1).reshape(-1, ranks.shape[axis])
+    members = rows[(rows == dist.get_rank()).any(1)][0].tolist()
     if len(members) == dist.get_world_size():
         return world
     description = f"mesh_{name}"
