@@ -21,7 +21,7 @@ from tests.toys.fsdp_models import NATIVE, Model, backward, batches, mesh_of, wh
 TOYS = Path(fsdptoys.toys.__file__).parent
 CORES = {"ddp": "ddp/core", "zero1": "zero1/core", "zero2": "zero2", "zero3": "zero3", "fsdp": "fsdp/core"}
 LIMIT = 500
-SHORT_CORES, SHORT_LIMIT = ("cp",), 200
+SHORT_CORES, SHORT_LIMIT = ("cp", "ep"), 200
 
 
 def imported_files(file: Path) -> Iterator[Path]:
