@@ -7,7 +7,8 @@ file here, its presets in ``configs/model``, and one entry below (``docs/models.
 from . import npu_kernels
 from .cache import KeyValueCache
 from .config import ModelConfig
-from .decoder import DecoderModel, ParameterCounts
+from .context import Context, FullSequences
+from .decoder import DecoderModel, ParameterCounts, use_context
 from .documents import attended_keys
 from .gpt2 import GPT2Config
 from .huggingface import HuggingFaceFormat, Piece, whole
@@ -26,7 +27,9 @@ MODELS: dict[str, type[ModelConfig]] = {
 
 __all__ = [
     "MODELS",
+    "Context",
     "DecoderModel",
+    "FullSequences",
     "GPT2Config",
     "HuggingFaceFormat",
     "Kernels",
@@ -45,6 +48,7 @@ __all__ = [
     "choose_kernels",
     "npu_kernels",
     "routers",
+    "use_context",
     "use_kernels",
     "whole",
 ]

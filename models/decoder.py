@@ -16,7 +16,8 @@ from torch import Tensor, nn
 
 from .cache import KeyValueCache
 from .config import ModelConfig
-from .documents import document_positions, mask_documents
+from .context import FULL_SEQUENCES, Context
+from .documents import Documents, document_positions, mask_documents
 from .kernels import UsesKernels
 from .layers import Attention, Block, LMHead, LossFn, RMSNorm
 from .moe import MoE, Router
@@ -55,6 +56,8 @@ class DecoderModel(UsesKernels, ABC):
     """Chunk lengths of the blocks' attentions, each once."""
     document_end: int | None = None
     """The id that ends every document, to keep documents apart (``documents``); None to attend across documents."""
+    context: Context = FULL_SEQUENCES
+    """Keeps this rank's part of the sequences."""
 
     def __init__(self, config: ModelConfig, blocks: Sequence[Block], norm: nn.Module) -> None:
         super().__init__()
@@ -68,13 +71,13 @@ class DecoderModel(UsesKernels, ABC):
         if config.tie_embeddings:
             self.lm_head.weight = self.embed_tokens.weight
 
-    def embed(self, tokens_BT: Tensor, start: int = 0, positions_BT: Tensor | None = None) -> Tensor:
-        """Token ids to hidden_BTD, before the first block; positions count from ``start``, unless given."""
+    def embed(self, tokens_BT: Tensor, positions: Tensor) -> Tensor:
+        """Token ids to hidden_BTD, before the first block; positions are (T,), or (B, T) within documents."""
         hidden_BTD: Tensor = self.embed_tokens(tokens_BT)
         return hidden_BTD
 
-    def rotations(self, seq_len: int, start: int = 0) -> tuple[Tensor, Tensor] | None:
-        """Cosines and sines from position ``start`` on, for every block's attention; None without rotary positions."""
+    def rotations(self, positions_T: Tensor) -> tuple[Tensor, Tensor] | None:
+        """Cosines and sines at these positions, for every block's attention; None without rotary positions."""
         return None
 
     def forward(
@@ -87,22 +90,29 @@ class DecoderModel(UsesKernels, ABC):
         """Predict the next token at every position.
 
         Args:
-            tokens_BT: token ids, int64.
+            tokens_BT: token ids of full sequences, int64.
             labels_BT: the next id at each position, or ``-100`` for ignored positions.
             loss_fn: called by the head as ``loss_fn(hidden_ND, weight_VD, labels_N)``.
             cache: of the tokens before these, which are added to it; without gradients only, and as one document.
 
         Returns:
-            logits_BTV in the parameters' dtype, or ``loss_fn``'s scalar if labels are given.
+            logits_BTV in the parameters' dtype, or ``loss_fn``'s scalar if labels are given, of this rank's part of the
+            sequences.
         """
         start, seq_len = 0 if cache is None else cache.length, tokens_BT.shape[1]
-        rotations = self.rotations(seq_len, start)
-        positions_BT, documents = None, None
+        context = self.context if cache is None else FULL_SEQUENCES
+        positions_T = context.cut(torch.arange(start, start + seq_len, device=tokens_BT.device), 0)
+        positions, documents = positions_T, None
         if self.document_end is not None and cache is None:
             positions_BT = document_positions(tokens_BT, self.document_end)
-        hidden_BTD = self.embed(tokens_BT, start, positions_BT)
-        if positions_BT is not None:
-            documents = mask_documents(positions_BT, self.chunk_lens, self.kernels, hidden_BTD.dtype)
+            positions = context.cut(positions_BT, 1)
+        tokens_BT = context.cut(tokens_BT, 1)
+        labels_BT = None if labels_BT is None else context.cut(labels_BT, 1)
+        rotations = self.rotations(positions_T)
+        hidden_BTD = self.embed(tokens_BT, positions)
+        if self.document_end is not None and cache is None:
+            masks = mask_documents(positions_BT, self.chunk_lens, context, self.kernels, hidden_BTD.dtype)
+            documents = Documents(positions, masks)
         for layer in self.layers:
             hidden_BTD = layer(hidden_BTD, rotations, cache, documents)
         if cache is not None:
@@ -164,6 +174,14 @@ class DecoderModel(UsesKernels, ABC):
             experts=experts,
             active=total - experts + sum(moe.active_expert_parameters for moe in moes),
         )
+
+
+def use_context(model: DecoderModel, context: Context) -> None:
+    """Set how a model and its attentions share sequences with other ranks."""
+    model.context = context
+    for module in model.modules():
+        if isinstance(module, Attention):
+            module.context = context
 
 
 def rms_norm(config: ModelConfig) -> RMSNorm:

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from .context import Context
 from .kernels import Kernels
 
 
@@ -24,30 +25,28 @@ class Documents(NamedTuple):
     """Positions and masks of the documents of a batch."""
 
     positions_BT: Tensor
-    """Position of each token in its own document, int64."""
+    """Position of each of this rank's tokens in its own document, int64."""
     seen: dict[int | None, Any]
-    """Chunk length of an attention → mask for ``Kernels.document_attention``."""
+    """Chunk length of an attention → mask for ``Context.attend``."""
 
 
 def mask_documents(
-    positions_BT: Tensor, chunk_lens: Sequence[int | None], kernels: Kernels, dtype: torch.dtype
-) -> Documents:
-    """Make the masks that all attentions of a model share.
+    positions_BT: Tensor, chunk_lens: Sequence[int | None], context: Context, kernels: Kernels, dtype: torch.dtype
+) -> dict[int | None, Any]:
+    """Make the masks that all attentions of a model share: chunk length → mask for ``Context.attend``.
 
     Args:
-        positions_BT: of each token in its document.
+        positions_BT: of each token of the full sequences in its document.
         chunk_lens: of the attentions; None for the full document.
+        context: of the attentions.
         kernels: of the attentions.
         dtype: of queries and keys.
     """
     seq_len = positions_BT.shape[1]
     places_T = torch.arange(seq_len, device=positions_BT.device)
     lengths = {chunk_len: _within(chunk_len, seq_len) for chunk_len in chunk_lens}
-    masks = {
-        length: kernels.document_attention.mask(places_T - positions_BT % length, dtype)
-        for length in set(lengths.values())
-    }
-    return Documents(positions_BT, {chunk_len: masks[length] for chunk_len, length in lengths.items()})
+    masks = {length: context.mask(places_T - positions_BT % length, kernels, dtype) for length in set(lengths.values())}
+    return {chunk_len: masks[length] for chunk_len, length in lengths.items()}
 
 
 def document_positions(tokens_BT: Tensor, document_end: int) -> Tensor:

@@ -9,7 +9,6 @@ Shapes: D width, T sequence.
 from dataclasses import dataclass, field
 from typing import ClassVar
 
-import torch
 from torch import Tensor, nn
 
 from .checks import MOST_HIDDEN, at_least
@@ -130,10 +129,7 @@ class GPT2Model(DecoderModel):
         super().__init__(config, blocks, norm())
         self.embed_positions = nn.Embedding(config.max_seq_len, config.dim)
 
-    def embed(self, tokens_BT: Tensor, start: int = 0, positions_BT: Tensor | None = None) -> Tensor:
+    def embed(self, tokens_BT: Tensor, positions: Tensor) -> Tensor:
         """Sum of token and position embeddings."""
-        positions = positions_BT
-        if positions is None:
-            positions = torch.arange(start, start + tokens_BT.shape[1], device=tokens_BT.device)
         hidden_BTD: Tensor = self.embed_tokens(tokens_BT) + self.embed_positions(positions)
         return hidden_BTD

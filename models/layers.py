@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from .attention import masked_attention
 from .cache import KeyValueCache
+from .context import FULL_SEQUENCES, Context
 from .documents import Documents
 from .kernels import Pairs, UsesKernels
 from .linear import Linear
@@ -35,10 +36,9 @@ class RMSNorm(UsesKernels):
         return self.kernels.rms_norm(hidden_BTD, self.weight.view_as(self.weight), self.eps)
 
 
-def rope_tables(inv_freq: Tensor, seq_len: int, start: int = 0) -> tuple[Tensor, Tensor]:
-    """Cosines and sines of the rotary angles from position ``start`` on, in float32, each of shape (T, K/2)."""
-    positions_T = torch.arange(start, start + seq_len, device=inv_freq.device, dtype=torch.float32)
-    angles = torch.outer(positions_T, inv_freq.float())
+def rope_tables(inv_freq: Tensor, positions_T: Tensor) -> tuple[Tensor, Tensor]:
+    """Cosines and sines of the rotary angles at integer positions, in float32, each of shape (T, K/2)."""
+    angles = torch.outer(positions_T.float(), inv_freq.float())
     return angles.cos(), angles.sin()
 
 
@@ -74,6 +74,8 @@ class Attention(UsesKernels):
 
     forward_order = ("q_proj", "q_norm", "k_proj", "k_norm", "v_proj", "o_proj")
     """Children in the order of their forwards, where they are registered in another."""
+    context: Context = FULL_SEQUENCES
+    """Attends without a cache."""
 
     def __init__(
         self,
@@ -125,29 +127,18 @@ class Attention(UsesKernels):
             )
         if self.temperature is not None:
             if documents is None:
-                first = 1 if cache is None else cache.length + 1
-                ordinals = torch.arange(first, first + T, device=q_BHTK.device, dtype=torch.float32)
+                first, context = (1, self.context) if cache is None else (cache.length + 1, FULL_SEQUENCES)
+                ordinals = torch.arange(first, first + T * context.ranks, device=q_BHTK.device, dtype=torch.float32)
+                ordinals = context.cut(ordinals, 0)
             else:
                 ordinals = (documents.positions_BT.unsqueeze(1) + 1).float()
             q_BHTK = (q_BHTK * self.temperature.factors(ordinals)).type_as(q_BHTK)
-        if documents is not None:
-            seen = documents.seen[self.chunk_len]
-            out_BHTK = self.kernels.document_attention.attend(q_BHTK, k_BGTK, v_BGTK, seen)
-        elif cache is None:
-            out_BHTK = self._attend(q_BHTK, k_BGTK, v_BGTK)
+        if cache is None:
+            seen = None if documents is None else documents.seen[self.chunk_len]
+            out_BHTK = self.context.attend(q_BHTK, k_BGTK, v_BGTK, self.kernels, self.chunk_len, seen)
         else:
             out_BHTK = self._attend_cached(q_BHTK, k_BGTK, v_BGTK, cache)
         return self.o_proj(out_BHTK.transpose(1, 2).reshape(B, T, -1))
-
-    def _attend(self, q_BHTK: Tensor, k_BGTK: Tensor, v_BGTK: Tensor) -> Tensor:
-        B, _, T, _ = q_BHTK.shape
-        chunk_len = self.chunk_len or T
-        if chunk_len < T:
-            q_BHTK, k_BGTK, v_BGTK = (_fold_chunks(x, chunk_len) for x in (q_BHTK, k_BGTK, v_BGTK))
-        out_BHTK = self.kernels.attention(q_BHTK, k_BGTK, v_BGTK)
-        if chunk_len < T:
-            out_BHTK = out_BHTK.unflatten(0, (B, -1)).transpose(1, 2).flatten(2, 3)[:, :, :T]
-        return out_BHTK
 
     def _attend_cached(self, q_BHTK: Tensor, k_BGTK: Tensor, v_BGTK: Tensor, cache: KeyValueCache) -> Tensor:
         start, T = cache.length, q_BHTK.shape[2]
@@ -155,7 +146,7 @@ class Attention(UsesKernels):
         k_BGSK, v_BGSK = cache.extend(self, k_BGTK, v_BGTK)
         S = k_BGSK.shape[2]
         if start == 0:
-            out_BHTK = self._attend(q_BHTK, k_BGTK, v_BGTK)
+            out_BHTK = FULL_SEQUENCES.attend(q_BHTK, k_BGTK, v_BGTK, self.kernels, self.chunk_len)
         elif T == 1:
             out_BHTK = masked_attention(q_BHTK, k_BGSK, v_BGSK, None)  # one token sees all kept keys
         else:
@@ -179,12 +170,6 @@ class Attention(UsesKernels):
         chunks, rest = divmod(seq_len, chunk_len)
         keys = (chunks * chunk_len**2 + rest**2) / 2 / seq_len
         return self.flops_per_key * keys
-
-
-def _fold_chunks(x_BHTK: Tensor, chunk_len: int) -> Tensor:
-    """Make each chunk a sequence of its own: (B·chunks, H, C, K); no token attends to the zeros at the end."""
-    padded = F.pad(x_BHTK, (0, 0, 0, -x_BHTK.shape[2] % chunk_len))
-    return padded.unflatten(2, (-1, chunk_len)).transpose(1, 2).flatten(0, 1)
 
 
 class SwiGLU(UsesKernels):

@@ -125,9 +125,9 @@ class RotaryModel(DecoderModel):
         super().__init__(config, blocks, norm)
         self.register_buffer("inv_freq", torch.empty(config.head_width // 2), persistent=False)
 
-    def rotations(self, seq_len: int, start: int = 0) -> tuple[Tensor, Tensor]:
-        """Cosines and sines of the positions from ``start`` on."""
-        return rope_tables(self.inv_freq, seq_len, start)
+    def rotations(self, positions_T: Tensor) -> tuple[Tensor, Tensor]:
+        """Cosines and sines at these positions."""
+        return rope_tables(self.inv_freq, positions_T)
 
     def init_buffers(self, device: torch.device) -> None:
         """Compute the rotary frequencies on the CPU and move them to ``device``."""

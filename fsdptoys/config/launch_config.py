@@ -4,9 +4,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 from fsdptoys.errors import ConfigError
-from fsdptoys.utils.bounds import MOST_SECONDS, above, at_least, check_bounds
-
-MOST_RANKS = 10**6
+from fsdptoys.utils.bounds import MOST_RANKS, MOST_SECONDS, above, at_least, check_bounds
 
 
 class DeviceChoice(Enum):

@@ -172,6 +172,7 @@ class Config:
         self._check_loss_scale()
         check_optimizer(self.optim, self.parallel, self.memory, train, device_type)
         self.parallel.validate(world_size, self.mesh, device_type, self.memory.cpu_offload)
+        self.parallel.axes(world_size, self.mesh)
         check_in_backward(self.optim, self.parallel, self.memory, train, self.mesh, world_size)
         self._check_shards(world_size)
         self._check_memory()

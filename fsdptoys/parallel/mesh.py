@@ -1,22 +1,35 @@
-"""Layout of the ranks: one axis that shards, and a second that replicates under hybrid sharding.
+"""Mesh axes, and the two views of the ranks.
 
-Without replicas the mesh has one axis: FSDP2 treats a (1, N) mesh as hybrid and keeps every reduced gradient on the
-device until the backward ends.
+Ranks are numbered with the last axis varying fastest:
+
+- dense view, for all parameters but those of experts: replicate × shard. The ``shard`` ranks share one copy of the
+  parameters. Groups of ``cp`` consecutive ranks share each sequence (context parallelism), so the shard axis is also
+  data × cp, and reducing gradients along it adds up the parts of a sequence.
+- sparse view, for parameters of experts: replicate × efsdp × ep. ``ep`` consecutive ranks split the experts, and the
+  ``efsdp`` ranks that have the same experts shard them.
+
+A size of 1 switches an axis off. Without replicas a mesh has no replicate axis: FSDP2 treats a (1, N) mesh as hybrid
+and keeps every reduced gradient on the device until the backward ends.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from fsdptoys.device import Device
 from fsdptoys.errors import ConfigError
+from fsdptoys.utils.bounds import MOST_RANKS, at_least, check_bounds
 
 SHARD_AXIS = "shard"
 REPLICATE_AXIS = "replicate"
+CONTEXT_AXIS = "cp"
+EXPERT_AXIS = "ep"
+EXPERT_SHARD_AXIS = "efsdp"
 
 NODE = "node"
 """``mesh.fsdp_size=node`` keeps each copy of the parameters within a node."""
@@ -34,8 +47,13 @@ class MeshConfig:
 
     ``node`` is the ranks of a node; ``hybrid`` is ``node`` on several nodes, and half of the ranks on one.
     """
+    cp_size: int = field(default=1, metadata=at_least(1, MOST_RANKS))
+    """Consecutive ranks that share each sequence (context parallelism); divides ``fsdp_size``."""
+    ep_size: int = field(default=1, metadata=at_least(1, MOST_RANKS))
+    """Consecutive ranks that split the experts (expert parallelism); divides ``fsdp_size``."""
 
     def __post_init__(self) -> None:
+        check_bounds("mesh", self)
         if self.fsdp_size in (NODE, HYBRID):
             return
         if type(self.fsdp_size) is not int:
@@ -83,6 +101,44 @@ class MeshConfig:
             )
         return size
 
+    def axes(self, world_size: int, shards: bool) -> "Axes":
+        """Sizes of the axes of a resolved configuration.
+
+        Args:
+            world_size: ranks.
+            shards: whether the strategy shards parameters over ``fsdp_size`` ranks.
+
+        Raises:
+            ConfigError: if sizes do not divide.
+        """
+        shard = self.shard_ranks(world_size) if shards else world_size
+        for key, size in (("cp_size", self.cp_size), ("ep_size", self.ep_size)):
+            if shard % size:
+                whole = f"{shard} ranks that share a copy of the parameters" if shards else f"world size {world_size}"
+                fitting = max(divisor for divisor in range(1, min(size, shard) + 1) if shard % divisor == 0)
+                raise ConfigError(f"mesh.{key}={size} must divide the {whole}; set mesh.{key}={fitting}")
+        return Axes(world_size // shard, shard, self.cp_size, self.ep_size)
+
+
+@dataclass(frozen=True)
+class Axes:
+    """Sizes of the mesh axes; without sharding all ranks are along the shard axis."""
+
+    replicate: int
+    shard: int
+    cp: int
+    ep: int
+
+    @property
+    def data_ranks(self) -> int:
+        """Groups of ranks with sequences of their own."""
+        return self.replicate * self.shard // self.cp
+
+    @property
+    def efsdp(self) -> int:
+        """Ranks that have the same experts, and shard them, in each copy of the parameters."""
+        return self.shard // self.ep
+
 
 def straddling(shard_ranks: int, world_size: int, node_ranks: int) -> str | None:
     """A warning where shard groups straddle nodes although another size would avoid it.
@@ -112,18 +168,40 @@ def build_mesh(config: MeshConfig, world_size: int, device: Device, timeout: tim
 
 def hybrid_mesh(replicas: int, shard: int, device: Device, timeout: timedelta | None) -> DeviceMesh:
     """A mesh ``(replicate, shard)`` as of ``init_device_mesh``, which has no argument for the timeout."""
+    names = (REPLICATE_AXIS, SHARD_AXIS)
+    return named_mesh(dict(zip(names, (replicas, shard), strict=True)), device, timeout)
+
+
+def named_mesh(sizes: dict[str, int], device: Device, timeout: timedelta | None) -> DeviceMesh:
+    """A mesh of named axes over all ranks, the last varying fastest."""
+    ranks = torch.arange(dist.get_world_size()).view(*sizes.values())
+    groups = [axis_group(ranks, axis, name, timeout) for axis, name in enumerate(sizes)]
+    if len(groups) == 1:
+        return DeviceMesh.from_group(groups[0], device.type, mesh_dim_names=tuple(sizes))
+    return DeviceMesh.from_group(groups, device.type, ranks, mesh_dim_names=tuple(sizes))
+
+
+def consecutive_group(size: int, name: str, timeout: timedelta | None) -> dist.ProcessGroup:
+    """This rank's group of consecutive ranks. A collective over all ranks."""
+    return axis_group(torch.arange(dist.get_world_size()).view(-1, size), 1, name, timeout)
+
+
+def axis_group(ranks: Tensor, axis: int, name: str, timeout: timedelta | None) -> dist.ProcessGroup:
+    """This rank's group along an axis of a mesh of all ranks. A collective over all ranks."""
     world = dist.group.WORLD
     assert world is not None
-    ranks = torch.arange(replicas * shard).view(replicas, shard)
-    replica, place = divmod(dist.get_rank(), shard)
-    axes = ((f"mesh_{REPLICATE_AXIS}", ranks.T, place), (f"mesh_{SHARD_AXIS}", ranks, replica))
-    groups: list[Any] = []
-    for name, axis, own in axes:
-        members = axis[own].tolist()
-        if len(members) == dist.get_world_size():
-            groups.append(world)
-        elif world.bound_device_id is not None:  # all ranks take part in one split, which makes all groups of an axis
-            groups.append(dist.split_group(split_ranks=axis.tolist(), timeout=timeout, group_desc=name))
-        else:  # only a group's own ranks take part, so the cost does not grow with the world
-            groups.append(dist.new_group(members, timeout=timeout, use_local_synchronization=True, group_desc=name))
-    return DeviceMesh.from_group(groups, device.type, ranks, mesh_dim_names=(REPLICATE_AXIS, SHARD_AXIS))
+    rows = ranks.movedim(axis, -1).flatten(0, -2)
+    own = int((rows == dist.get_rank()).any(1).nonzero())
+    members = rows[own].tolist()
+    if len(members) == dist.get_world_size():
+        return world
+    description = f"mesh_{name}"
+    if world.bound_device_id is not None:  # all ranks take part in one split, which makes all groups of an axis
+        split = dist.split_group(split_ranks=rows.tolist(), timeout=timeout, group_desc=description)
+        assert split is not None
+        return split
+    # Only a group's own ranks take part, so the cost does not grow with the world.
+    group: dist.ProcessGroup = dist.new_group(
+        members, timeout=timeout, use_local_synchronization=True, group_desc=description
+    )
+    return group

@@ -38,7 +38,7 @@ from fsdptoys.utils.dtensor import local_tensor
 
 from .gradient_norms import MapParts, norms_in, norms_in_float32, scale_gradients
 from .init_weights import Fill
-from .mesh import REPLICATE_AXIS, SHARD_AXIS, MeshConfig, build_mesh
+from .mesh import CONTEXT_AXIS, REPLICATE_AXIS, SHARD_AXIS, Axes, MeshConfig, build_mesh, consecutive_group
 from .precision import DType, ReduceDType
 from .state import Load, State
 
@@ -75,6 +75,10 @@ class ParallelConfig:
     """Whether parameters may be updated as late as the next forward, unit by unit."""
     keeps_full_states: ClassVar[bool] = True
     """Whether ``memory.optimizer_offload`` can move optimizer states by the parameters that they belong to."""
+    shares_sequences: ClassVar[bool] = False
+    """Whether ``mesh.cp_size`` ranks can share a sequence: gradients are summed over all ranks, whatever they saw."""
+    splits_experts: ClassVar[bool] = False
+    """Whether ``mesh.ep_size`` ranks can split the experts."""
     matrices_lost: ClassVar[str | None] = None
     """Why no rank has full rows of a matrix, which Muon and low-bit states need: follows the strategy's name."""
 
@@ -126,6 +130,20 @@ class ParallelConfig:
                 f"memory.cpu_offload=true is not an option of parallel={self.name}; "
                 "set parallel=fsdp2 or memory.cpu_offload=false"
             )
+
+    def axes(self, world_size: int, mesh: MeshConfig) -> Axes:
+        """Sizes of the mesh axes.
+
+        Raises:
+            ConfigError: if they do not divide, or this strategy has no such axis.
+        """
+        for key, has in (("cp_size", self.shares_sequences), ("ep_size", self.splits_experts)):
+            if getattr(mesh, key) > 1 and not has:
+                raise ConfigError(
+                    f"mesh.{key}={getattr(mesh, key)} is not an option of parallel={self.name}; "
+                    f"set parallel=fsdp2 or mesh.{key}=1"
+                )
+        return mesh.axes(world_size, self.shards_parameters)
 
     def build(self, context: "ParallelContext") -> "Strategy":
         """Construct the strategy; the process group must be initialized."""
@@ -191,7 +209,9 @@ class Strategy(ABC):
     model: nn.Module
     """The module that the trainer calls; set by ``parallelize``."""
     data_ranks: int
-    """Number of ranks whose micro-batches a gradient is summed over."""
+    """Number of micro-batches that run at once; ranks that share sequences have the same one."""
+    context_group: dist.ProcessGroup | None = None
+    """The ranks that share this rank's sequences; None if it has full ones."""
     local_data_ranks: int = 1
     """Number of ranks whose micro-batches this process runs one after another."""
     units_ahead: int = 0
@@ -201,7 +221,10 @@ class Strategy(ABC):
 
     def __init__(self, config: Any, context: ParallelContext) -> None:
         self.config, self.context = config, context
-        self.data_ranks = context.world_size
+        mesh_axes = config.axes(context.world_size, context.mesh)
+        self.data_ranks = mesh_axes.data_ranks
+        if mesh_axes.cp > 1:
+            self.context_group = consecutive_group(mesh_axes.cp, CONTEXT_AXIS, context.timeout)
 
     @property
     def loss_scale(self) -> float:

@@ -32,11 +32,16 @@ def sum_losses(
     return loss_sum, valid
 
 
-def held_out_loss(model: nn.Module, loss_fn: LossFn, batches: Iterable[tuple[Tensor, Tensor]], zero: Tensor) -> float:
-    """Mean loss over all ranks' batches, in nats per token, with arguments as for ``sum_losses``. A collective."""
+def held_out_loss(
+    model: nn.Module, loss_fn: LossFn, batches: Iterable[tuple[Tensor, Tensor]], zero: Tensor, shares: int = 1
+) -> float:
+    """Mean loss over all ranks' batches, in nats per token, with arguments as for ``sum_losses``. A collective.
+
+    ``shares``: ranks that share each sequence: each computes the loss of its part, and counts all labels.
+    """
     model.eval()
     loss_sum, valid = sum_losses(model, loss_fn, batches, zero.device, zero)
     dist.all_reduce(loss_sum)
     dist.all_reduce(valid)
     model.train()
-    return loss_sum.item() / max(1.0, valid.item())
+    return loss_sum.item() / max(1.0, valid.item() / shares)

@@ -106,6 +106,9 @@ class Trainer:
         prepare_blocks(model, config, self.device)
         self.strategy = config.parallel.build(context)
         local = self.strategy.local_data_ranks
+        self.data_rank, place_in_context = divmod(self.rank, config.mesh.cp_size)
+        self.counts_labels = place_in_context == 0
+        """Whether this rank counts the tokens of its sequences, which it may share with others."""
         self.routing = build_routing_balance(model, self.device.torch_device, local, train.sum_dtype.torch)
         if fill is None:
             drawn = seeded(model.init_rows, train.init_seed, threads)
@@ -143,7 +146,7 @@ class Trainer:
             self.dataset.train,
             train.batch_size,
             train.grad_accum,
-            ranks=range(self.rank * local, (self.rank + 1) * local),
+            ranks=range(self.data_rank * local, (self.data_rank + 1) * local),
             data_ranks=self.strategy.data_ranks,
             seed=train.data_seed,
             fingerprint=self.dataset.fingerprint,
@@ -275,6 +278,8 @@ class Trainer:
 
         # 1. The loss is the mean over valid tokens of all ranks and micro-batches: count them first.
         microbatches, counted = upload_inputs(batches, self.documents, device)
+        if not self.counts_labels:
+            counted.zero_()
         dist.all_reduce(counted)
 
         # 2. Forward and backward of each micro-batch; gradients add up.
@@ -366,9 +371,9 @@ class Trainer:
         assert self.dataset.eval is not None
         self._enter(step, "evaluation")
         self._finish_updates()
-        ranks = (self.rank, self.world_size)
+        ranks = (self.data_rank, self.world_size // self.config.mesh.cp_size)
         batches = eval_batches(self.dataset.eval, train.batch_size, train.eval_batches, *ranks)
-        loss = held_out_loss(self.strategy.model, self.eval_loss_fn, batches, self._zero())
+        loss = held_out_loss(self.strategy.model, self.eval_loss_fn, batches, self._zero(), self.config.mesh.cp_size)
         if self.compilation:
             self.compilation.record_pass("evaluation", step)
         return loss

@@ -15,6 +15,7 @@ from .text import printable, value_text
 
 MOST_STEPS = 10**12  # upper bound of step counts
 MOST_SECONDS = 30 * 24 * 3600  # upper bound of a collective's timeout, which timers store as an integer
+MOST_RANKS = 10**6  # upper bound of ranks, and of nodes
 MOST_TOKENS = 2**30  # upper bound of the tokens of one sequence
 GUARD = 2**16  # upper bounds from here on only guard against overflow; documentation omits them
 FILE_BYTES = 200  # longest path of a file relative to its run directory, in bytes

@@ -70,14 +70,17 @@ def sharded_like(param: Tensor, local: Tensor) -> Tensor:
 
 
 def local_bounds(param: Tensor) -> tuple[tuple[int, int], ...]:
-    """Start and stop index of this rank's shard in each dim of the full tensor.
+    """Start and stop index of this rank's shard in each dim of the full tensor, which must be one block of it.
 
-    DTensors may have placements ``Shard`` (as by ``torch.chunk``) or ``Replicate``.
+    DTensors may have placements ``Shard`` (as by ``torch.chunk``), ``Replicate``, or the strided ones of FSDP2 where
+    another axis shards the same dim.
     """
     bounds = [(0, size) for size in param.shape]
     if is_dtensor(param):
-        from torch.distributed.tensor import Shard
+        from torch.distributed.tensor import Replicate, Shard
 
+        if not all(type(placement) in (Shard, Replicate) for placement in param.placements):
+            return _strided_bounds(param)
         coordinate = param.device_mesh.get_coordinate()
         assert coordinate is not None
         for axis, placement in enumerate(param.placements):
@@ -87,3 +90,11 @@ def local_bounds(param: Tensor) -> tuple[tuple[int, int], ...]:
                 low = min(start + chunk * coordinate[axis], stop)
                 bounds[placement.dim] = (low, min(low + chunk, stop))
     return tuple(bounds)
+
+
+def _strided_bounds(param: "DTensor") -> tuple[tuple[int, int], ...]:
+    """``local_bounds`` by DTensor's own arithmetic: private, tried with torch 2.7.1, 2.11, 2.13 and 2.15."""
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+    lengths, starts = compute_local_shape_and_global_offset(param.shape, param.device_mesh, param.placements)
+    return tuple((start, start + length) for start, length in zip(starts, lengths, strict=True))

@@ -186,7 +186,7 @@ def test_pytorch_names_the_backend_that_it_chooses() -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_rotary_keeps_strides_on_cuda_and_rounds_alike_in_both_layouts(pairs: Pairs, dtype: torch.dtype) -> None:
     """Oracle: the contiguous layout of a CPU, bitwise, values and gradients; strides of the input on CUDA."""
-    cos, sin = rope_tables(torch.logspace(0, -3, 8), 33)
+    cos, sin = rope_tables(torch.logspace(0, -3, 8), torch.arange(33))
     leaf = _qkv(4, 2, dtype)[0]
     expected = _values_and_gradients(lambda x: rotary(x, cos, sin, pairs), [leaf])
 

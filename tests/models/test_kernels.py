@@ -40,7 +40,7 @@ def stand_ins() -> Iterator[None]:
 
 
 def _tables(length: int, width: int) -> tuple[Tensor, Tensor]:
-    return rope_tables(torch.logspace(0, -3, width // 2), length)
+    return rope_tables(torch.logspace(0, -3, width // 2), torch.arange(length))
 
 
 def _qkv(batch: int, heads: int, groups: int, length: int, width: int) -> list[Tensor]:
@@ -258,7 +258,7 @@ def test_compiled_kernels_join_the_graph_of_a_compiled_block() -> None:
     """Oracle: the compiler's own count: one graph that includes the functions, and the same result."""
     model = build(SMALL["qwen3"])
     tokens_BT = torch.zeros(1, 8, dtype=torch.int64)
-    hidden, rotations = model.embed(tokens_BT), model.rotations(8)
+    hidden, rotations = model.embed(tokens_BT, torch.arange(8)), model.rotations(torch.arange(8))
     expected = model.layers[0](hidden, rotations)
     use_kernels(model, choose_kernels(COMPILED))
     counter = CompileCounterWithBackend("aot_eager")

@@ -268,7 +268,7 @@ def _block(
     if mode is not GradientCheckpointing.none:
         checkpoint_blocks([block], mode, save=save)
     with torch.device("meta"):
-        rotations = model.rotations(common.length)
+        rotations = model.rotations(torch.arange(common.length))
     trace.ignore(*(rotations or ()))
     return _measure(block, lambda hidden: block(hidden, rotations), model.config.dim, common, trace)
 
@@ -300,7 +300,7 @@ def _embedding(key: str, common: _Common, source: Uncached[DecoderModel]) -> Seg
         if name.startswith("embed"):
             model._modules[name] = tables[name] = copy.deepcopy(module).to(common.dtype)
     tokens_BT = torch.empty(common.batch, common.length, dtype=torch.int64, device="meta")
-    return _measure(tables, lambda _: model.embed(tokens_BT), None, common, MetaTrace(common.attention))
+    return _measure(tables, lambda _: model.embed(tokens_BT, tokens_BT[0]), None, common, MetaTrace(common.attention))
 
 
 @functools.lru_cache(maxsize=1024)

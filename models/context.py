@@ -1,0 +1,102 @@
+"""Sequences that several ranks share (context parallelism), as a model sees them.
+
+A forward gets full rows of tokens and labels. A ``Context`` keeps this rank's part of each row, after labels were
+shifted and positions of documents counted on full rows. All layers but attention work on single tokens; attention asks
+the context, which exchanges queries, keys or values with other ranks. Without context parallelism, and with a cache, a
+rank has full sequences.
+
+Shapes: B batch, T tokens of a full sequence, t of this rank's part, H query heads, G key/value heads, K width of a
+head.
+"""
+
+from abc import ABC, abstractmethod
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from .kernels import Kernels
+
+
+class Context(ABC):
+    """The part of each sequence that this rank computes."""
+
+    ranks: int
+    """Ranks that share a sequence: t = T / ranks."""
+
+    @abstractmethod
+    def cut(self, full: Tensor, dim: int) -> Tensor:
+        """This rank's part of a tensor whose ``dim`` has T elements, in the order of positions."""
+
+    @abstractmethod
+    def mask(self, segments_BT: Tensor, kernels: Kernels, dtype: torch.dtype) -> Any:
+        """Mask with which ``attend`` keeps segments apart.
+
+        Args:
+            segments_BT: of the full sequences; a token sees earlier tokens of equal segment number.
+            kernels: of the attentions.
+            dtype: of queries and keys.
+        """
+
+    @abstractmethod
+    def attend(
+        self,
+        q_BHtK: Tensor,
+        k_BGtK: Tensor,
+        v_BGtK: Tensor,
+        kernels: Kernels,
+        chunk_len: int | None = None,
+        seen: Any = None,
+    ) -> Tensor:
+        """Causal attention of this rank's queries over the full sequence; returns their shape.
+
+        Args:
+            q_BHtK: queries of this rank's part.
+            k_BGtK: keys of the same part.
+            v_BGtK: values of the same part.
+            kernels: of the attention.
+            chunk_len: length of the chunks within which tokens attend; None for the full sequence.
+            seen: result of ``mask``, which has the chunks in it; None for one document.
+        """
+
+
+class FullSequences(Context):
+    """One rank computes each sequence."""
+
+    ranks = 1
+
+    def cut(self, full: Tensor, dim: int) -> Tensor:
+        """The tensor itself."""
+        return full
+
+    def mask(self, segments_BT: Tensor, kernels: Kernels, dtype: torch.dtype) -> Any:
+        """The kernel's own mask."""
+        return kernels.document_attention.mask(segments_BT, dtype)
+
+    def attend(
+        self,
+        q_BHtK: Tensor,
+        k_BGtK: Tensor,
+        v_BGtK: Tensor,
+        kernels: Kernels,
+        chunk_len: int | None = None,
+        seen: Any = None,
+    ) -> Tensor:
+        """Attention without communication."""
+        if seen is not None:
+            return kernels.document_attention.attend(q_BHtK, k_BGtK, v_BGtK, seen)
+        B, _, T, _ = q_BHtK.shape
+        if chunk_len is None or chunk_len >= T:
+            return kernels.attention(q_BHtK, k_BGtK, v_BGtK)
+        out = kernels.attention(*(_fold_chunks(x, chunk_len) for x in (q_BHtK, k_BGtK, v_BGtK)))
+        return out.unflatten(0, (B, -1)).transpose(1, 2).flatten(2, 3)[:, :, :T]
+
+
+FULL_SEQUENCES = FullSequences()
+
+
+def _fold_chunks(x_BHTK: Tensor, chunk_len: int) -> Tensor:
+    """Make each chunk a sequence of its own: (B·chunks, H, C, K); no token attends to the zeros at the end."""
+    padded = F.pad(x_BHTK, (0, 0, 0, -x_BHTK.shape[2] % chunk_len))
+    return padded.unflatten(2, (-1, chunk_len)).transpose(1, 2).flatten(0, 1)
