@@ -34,6 +34,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+causal = partial(F.scaled_dot_product_attention, is_causal=True, enable_gqa=True)
 
 def own_positions(length: int, ranks: int, rank: int, balanced: bool) -> Tensor:
     """Return the positions of a rank's tokens: one slice, or the chunks ``rank`` and ``2 * ranks - 1 - rank``."""
@@ -62,16 +63,15 @@ class SwapDims(torch.autograd.Function):
         return SwapDims.apply(grads[0], ctx.join, ctx.cut, ctx.group), None, None, None
 
 
-def ulysses_attention(q_BHTK: Tensor, k_BGTK: Tensor, v_BGTK: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Causal attention over sequences cut into one slice a rank."""
+def ulysses_attention(q_BHTK: Tensor, k_BGTK: Tensor, v_BGTK: Tensor, group: Any, attend: Any = causal) -> Tensor:
+    """Attention over sequences cut into one slice a rank; ``attend`` computes that of some heads."""
     if q_BHTK.shape[1] % group.size():
         raise ValueError(f"{q_BHTK.shape[1]} heads cannot be shared by {group.size()} ranks")
     # Copies of key heads, so that each rank has those of its query heads; autograd adds up the copies' gradients.
     copies = math.lcm(k_BGTK.shape[1], group.size()) // k_BGTK.shape[1]
     own_heads = (q_BHTK, *(x.repeat_interleave(copies, dim=1) for x in (k_BGTK, v_BGTK)))
     q, k, v = (SwapDims.apply(x, 1, 2, group) for x in own_heads)
-    out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=q.shape[1] != k.shape[1])
-    return SwapDims.apply(out, 2, 1, group)
+    return SwapDims.apply(attend(q, k, v), 2, 1, group)
 
 
 def pass_on(tensor: Tensor, group: dist.ProcessGroup) -> Callable[[], Tensor]:
