@@ -4,8 +4,9 @@
     python scripts/draw_toys.py --write /tmp --bucket-mb 2
 
 Pictures: ``timeline-ddp``, ``timeline-zero``, ``timeline-fsdp``: computation and collectives of both ranks; ``memory``:
-live bytes of both ranks through a step, one panel a strategy. ``record_toys`` describes the measurement. On a CPU,
-computation and communication share the cores: the pictures show order and overlap, not the gain on a GPU.
+live bytes of both ranks through a step, one panel a strategy; ``timeline-context``, ``timeline-experts``: one layer.
+``record_toys`` and ``record_layers`` describe the measurement. On a CPU, computation and communication share the cores:
+the pictures show order and overlap, not the gain on a GPU.
 """
 
 import argparse
@@ -23,6 +24,7 @@ from matplotlib.patches import Patch
 from scripts.machine import machine
 from scripts.progress import progress, unit
 from scripts.ranks import run_ranks
+from scripts.record_layers import ATTENTIONS, ROUTINGS, record_layers
 from scripts.record_toys import Bar, Recorded, record
 
 STRATEGIES = ["toy_ddp", "toy_zero1", "toy_zero2", "toy_zero3", "toy_fsdp"]
@@ -31,6 +33,7 @@ TIMELINES = {
     "timeline-zero": ["toy_zero1", "toy_zero2", "toy_zero3"],
     "timeline-fsdp": ["toy_fsdp"],
 }
+LAYERS = {"timeline-context": ATTENTIONS, "timeline-experts": ROUTINGS}
 RANKS = 2
 COLORS = {
     "forward": "#7fb3d5",
@@ -41,8 +44,10 @@ COLORS = {
     "all_reduce": "#8e44ad",
     "broadcast": "#f4d03f",
     "reduce": "#e67e22",
+    "all_to_all": "#27ae60",
+    "receive": "#76d7c4",
 }
-DARK = ("backward", "update", "all_reduce", "reduce_scatter")
+DARK = ("backward", "update", "all_reduce", "reduce_scatter", "all_to_all")
 """Kinds with white labels."""
 MIB = 2**20
 WIDTH_INCHES, LETTER_INCHES = 10.5, 0.06
@@ -65,6 +70,7 @@ def parse_arguments(words: list[str] | None = None) -> argparse.Namespace:
     """Parse the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--write", type=Path, default=Path("docs/toys"), help="folder of the pictures")
+    parser.add_argument("--only", choices=("strategies", "layers"), help="without the other pictures")
     parser.add_argument("--bucket-mb", type=int, default=4, help="MiB of the buckets of DDP, ZeRO-1 and ZeRO-2")
     return parser.parse_args(words)
 
@@ -72,16 +78,27 @@ def parse_arguments(words: list[str] | None = None) -> argparse.Namespace:
 def main(words: list[str] | None = None) -> int:
     """Record and draw."""
     arguments = parse_arguments(words)
-    with progress(2 * len(STRATEGIES) + 1):  # ``record`` has two for each
-        per_rank = run_ranks(RANKS, record, [[f"parallel={name}"] for name in STRATEGIES], arguments.bucket_mb)
-        steps = {name: [recorded[index] for recorded in per_rank] for index, name in enumerate(STRATEGIES)}
+    strategies = [] if arguments.only == "layers" else STRATEGIES
+    layers = {} if arguments.only == "strategies" else LAYERS
+    pictures: dict[str, Figure] = {}
+    with progress(2 * len(strategies) + sum(map(len, layers.values())) + 1):  # ``record`` has two for each
+        if strategies:
+            per_rank = run_ranks(RANKS, record, [[f"parallel={name}"] for name in strategies], arguments.bucket_mb)
+            steps = {name: [recorded[index] for recorded in per_rank] for index, name in enumerate(strategies)}
+            for name, drawn in TIMELINES.items():
+                pictures[name] = draw_timelines({f"parallel={each}": steps[each] for each in drawn})
+            pictures["memory"] = draw_memory(steps)
+        if layers:
+            of_ranks = run_ranks(RANKS, record_layers)
+            for name, cases in layers.items():
+                pictures[name] = draw_timelines(
+                    {case.replace("_", " "): [of[case] for of in of_ranks] for case in cases}
+                )
         with unit("pictures"):
             arguments.write.mkdir(parents=True, exist_ok=True)
-            for name, strategies in TIMELINES.items():
-                figure = draw_timelines({each: steps[each] for each in strategies})
+            for name, figure in pictures.items():
                 figure.savefig(arguments.write / f"{name}.png", dpi=110)
-            draw_memory(steps).savefig(arguments.write / "memory.png", dpi=110)
-    print(f"{', '.join([*TIMELINES, 'memory'])} in {arguments.write}; {machine('cpu')}")
+    print(f"{', '.join(pictures)} in {arguments.write}; {machine('cpu')}")
     return 0
 
 
@@ -89,7 +106,7 @@ def draw_timelines(steps: dict[str, list[Recorded]]) -> Figure:
     """Draw one panel a strategy: the computation of each rank, and its collectives below.
 
     Args:
-        steps: strategy → recording of each rank.
+        steps: title → recording of each rank.
     """
     heights = [sum(1 + LANE * max(1, _lanes(rank.collectives)[1]) + 0.5 for rank in ranks) for ranks in steps.values()]
     figure = Figure(figsize=(12, 0.95 + sum(0.5 * height + 0.65 for height in heights)), layout="constrained")
@@ -113,7 +130,7 @@ def draw_timelines(steps: dict[str, list[Recorded]]) -> Figure:
         axes.set_ylim(top - 0.4, -0.1)
         axes.set_yticks(ticks, labels)
         axes.tick_params(axis="y", length=0)
-        axes.set_title(f"parallel={name}", loc="left", fontsize=11, fontweight="bold")
+        axes.set_title(name, loc="left", fontsize=11, fontweight="bold")
         axes.spines[["top", "right", "left"]].set_visible(False)
         axes.grid(axis="x", alpha=0.3)
         axes.set_axisbelow(True)

@@ -139,7 +139,7 @@ def _record_times(build: Callable[[int], Trainer], found: Recorded) -> None:
 
     trainer.around_step = around
     trainer.train()
-    events = _events(profiler)
+    events = events_of(profiler)
     steps = [event for event in events if event["name"].startswith(f"{MARK}step ")]
     seconds = torch.tensor([event["dur"] for event in steps], dtype=torch.float64)
     dist.all_reduce(seconds)
@@ -238,13 +238,14 @@ class LiveBytes(TorchDispatchMode):
         self.changes.append((time.perf_counter(), -size))
 
 
-def _events(profiler: Any) -> list[dict[str, Any]]:
+def events_of(profiler: Any) -> list[dict[str, Any]]:
+    """Return a profile's events, with times in microseconds since the epoch."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "trace.json"
         profiler.export_chrome_trace(str(path))
         trace = json.loads(path.read_text())
     events: list[dict[str, Any]] = [event for event in trace["traceEvents"] if "name" in event and "ts" in event]
-    for event in events:  # to microseconds since the epoch
+    for event in events:
         event["ts"] += trace.get("baseTimeNanoseconds", 0) / 1e3
     return events
 
@@ -296,7 +297,7 @@ class Marks:
         self.begin(f"forward {label}")
         hidden, *others = args
         if hidden.requires_grad:
-            hidden = _EndOfBackward.apply(hidden, functools.partial(self.end, f"backward {label}"))
+            hidden = EndOfBackward.apply(hidden, functools.partial(self.end, f"backward {label}"))
         return (hidden, *others)
 
     def _end_forward(self, label: str, module: nn.Module, args: Any, output: Tensor) -> None:
@@ -305,15 +306,17 @@ class Marks:
             output.register_hook(lambda _: self.begin(f"backward {label}"))
 
 
-class _EndOfBackward(torch.autograd.Function):
+class EndOfBackward(torch.autograd.Function):
     """Identity that calls a function in its backward."""
 
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, call: Callable[[], None]) -> Tensor:
+        """Return the tensor."""
         ctx.call = call
         return hidden.view_as(hidden)
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
+        """Call the function."""
         ctx.call()
         return grads[0], None

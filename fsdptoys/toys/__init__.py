@@ -1,1 +1,1 @@
-"""Data parallel training from scratch, on torch and its collectives; each toy has a core of at most 500 lines."""
+"""Distributed training from scratch, on torch and its collectives; each toy has a core of at most 500 lines."""

@@ -5,9 +5,10 @@ from typing import Any
 
 import pytest
 
-from scripts import draw_toys, record_toys
+from scripts import draw_toys, record_layers, record_toys
 from scripts.draw_toys import KEPT, STRATEGIES, TIMELINES, draw_memory, draw_timelines
 from scripts.ranks import run_ranks
+from scripts.record_layers import ATTENTIONS, PASSED, ROUTINGS, SENT, SWAPPED
 from scripts.record_toys import Bar, Recorded, record
 from tests.measuring import without_coverage
 
@@ -64,13 +65,39 @@ def test_collectives_match_the_documentation(steps: Any) -> None:
 
 def test_every_strategy_has_a_picture(steps: Any, tmp_path: Path) -> None:
     """Oracle: the titles of the panels, and PNG's signature."""
-    figures = [draw_timelines({name: steps[name] for name in names}) for names in TIMELINES.values()]
+    figures = [draw_timelines({f"parallel={name}": steps[name] for name in names}) for names in TIMELINES.values()]
     titles = [axes.get_title(loc="left") for figure in figures for axes in figure.axes]
     assert titles == [f"parallel={name}" for names in TIMELINES.values() for name in names]
     memory = draw_memory(steps)
     assert [axes.get_title().splitlines()[0] for axes in memory.axes] == STRATEGIES
     memory.savefig(tmp_path / "memory.png", dpi=30)
     assert (tmp_path / "memory.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_layers_compute_and_exchange_what_the_pages_say(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Oracle: the pages: rank 0 sees no keys of rank 1 unless the cut is balanced; rows are conserved."""
+    for name, value in {"TIMED_STEPS": 2, "LENGTH": 32, "TOKENS": 64}.items():
+        monkeypatch.setattr(record_layers, name, value)
+    with without_coverage():
+        ranks = run_ranks(2, record_layers.record_layers)
+    computed = [
+        {case: [f"{bar.kind} {bar.label}" for bar in found.computing] for case, found in rank.items()} for rank in ranks
+    ]
+    turns = [[f"{phase} K V of rank {source}" for phase in ("forward", "backward") for source in of]
+             for of in ((0, 1), (1, 0))]  # fmt: skip
+    assert [rank["ring"] for rank in computed] == turns
+    assert [rank["unbalanced_ring"] for rank in computed] == [turns[0][::2], turns[1]]
+    assert [rank["ulysses"] for rank in computed] == [["forward its heads", "backward its heads"]] * 2
+    labels = {"ulysses": SWAPPED, "ring": PASSED, "unbalanced_ring": PASSED, **dict.fromkeys(ROUTINGS, SENT)}
+    for rank in ranks:
+        assert list(rank) == [*ATTENTIONS, *ROUTINGS]
+        assert {case: tuple(bar.label for bar in found.collectives) for case, found in rank.items()} == labels
+        for found in rank.values():
+            assert all(0 <= bar.begin < bar.end <= found.seconds for bar in [*found.computing, *found.collectives])
+    for routing in ROUTINGS:
+        rows = [int(rank[routing][0].split()[1]) for rank in computed]
+        assert sum(rows) == 2 * 64 * record_layers.TOP_K
+        assert (rows[0] > 2 * rows[1]) == (routing == ROUTINGS[1])
 
 
 def test_overlapping_bars_get_separate_lanes() -> None:

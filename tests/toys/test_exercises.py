@@ -28,6 +28,8 @@ WRONG = {
         ],
         "is kept for the backward",
     ),
+    "attention": ([("torch.logaddexp(lse, block_lse)", "torch.maximum(lse, block_lse)")], "to the keys of all ranks"),
+    "dispatch": ([("[order.argsort()]", "[order]")], "in the order of the rows"),
 }
 """Exercise → replacements in its solution, and the resulting message of its check."""
 
@@ -44,7 +46,7 @@ def check() -> ModuleType:
 
 @pytest.mark.parametrize("ranks", [2, 3, 4])
 def test_solutions_pass_and_unanswered_exercises_are_reported(check: ModuleType, ranks: int) -> None:
-    """Oracle: the checks, which compare answers with PyTorch's collectives, Adam, chunk and linear."""
+    """Oracle: the checks, which compare answers with PyTorch's collectives, Adam, chunk, linear and softmax."""
 
     def both() -> tuple[dict[str, str], dict[str, str]]:
         return check.check(SOLUTIONS, list(check.CHECKS)), check.check(EXERCISES, list(check.CHECKS))

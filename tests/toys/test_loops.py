@@ -15,9 +15,9 @@ from scripts.ranks import run_ranks
 LOOPS = Path(__file__).parents[2] / "docs" / "toys" / "loops"
 
 
-def load_run(folder: Path) -> ModuleType:
-    """``run.py`` as a module that takes its loops from ``folder``."""
-    spec = importlib.util.spec_from_file_location("run_loops", LOOPS / "run.py")
+def load_run(folder: Path, name: str = "run") -> ModuleType:
+    """``run.py`` or another script as a module that takes its loops from ``folder``."""
+    spec = importlib.util.spec_from_file_location(f"{name}_loops", LOOPS / f"{name}.py")
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
@@ -44,6 +44,29 @@ def test_a_loop_without_its_exchange_is_reported(tmp_path: Path, capsys: pytest.
     (tmp_path / "toy_zero2.py").write_text(text.replace("    zero.attach(optimizer)\n", ""), encoding="utf-8")
     assert load_run(tmp_path).main(["toy_zero2"]) == 1
     assert "DIFFERS" in capsys.readouterr().out
+
+
+def test_loops_over_parts_have_the_losses_of_one_process(capsys: pytest.CaptureFixture[str]) -> None:
+    """Oracle: the same model and batches on one rank, where nothing is split; a loop has 20 lines."""
+    assert load_run(LOOPS, "split").main() == 0
+    assert [line.split()[0] for line in capsys.readouterr().out.splitlines()] == ["one", "toy_cp", "toy_ep"]
+    for name in ("toy_cp", "toy_ep"):
+        _, _, loop = (LOOPS / f"{name}.py").read_text(encoding="utf-8").partition("def train")
+        assert loop.count("\n") <= 20, name
+
+
+@pytest.mark.parametrize(
+    ("name", "line"),
+    [("toy_cp", "        parallel.sum_gradients()\n"), ("toy_ep", "        sum_gradients(model, same)\n")],
+)
+def test_a_loop_without_its_sum_of_gradients_is_reported(tmp_path: Path, name: str, line: str) -> None:
+    """Oracle: the same script, on a copy of a loop whose ranks keep their own gradients."""
+    for other in ("toy_cp", "toy_ep"):
+        shutil.copy(LOOPS / f"{other}.py", tmp_path)
+    text = (LOOPS / f"{name}.py").read_text(encoding="utf-8")
+    assert line in text
+    (tmp_path / f"{name}.py").write_text(text.replace(line, ""), encoding="utf-8")
+    assert load_run(tmp_path, "split").main() == 1
 
 
 def average_unevenly() -> list[bool]:

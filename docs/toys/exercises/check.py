@@ -33,12 +33,13 @@ PATIENCE_SECONDS = 60
 
 
 class Traffic(TorchDispatchMode):
-    """Counts the calls of ``torch.distributed`` and their elements."""
+    """Counts the calls of ``torch.distributed`` and their elements, and notes the largest tensor of other calls."""
 
     def __init__(self) -> None:
         super().__init__()
         self.calls: Counter[str] = Counter()
         self.elements: Counter[str] = Counter()
+        self.largest = 0
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Count one operator and run it."""
@@ -47,7 +48,10 @@ class Traffic(TorchDispatchMode):
             self.calls[name] += 1
             tensors = args[0] if isinstance(args[0], (list, tuple)) else [args[0]]
             self.elements[name] += sum(tensor.numel() for tensor in tensors)
-        return function(*args, **(kwargs or {}))
+        result = function(*args, **(kwargs or {}))
+        if isinstance(result, Tensor):
+            self.largest = max(self.largest, result.numel())
+        return result
 
 
 def check_ring(answer: ModuleType, rank: int, ranks: int) -> None:
@@ -160,6 +164,51 @@ def check_linear(answer: ModuleType, rank: int, ranks: int) -> None:
     expect(kinds == {"gather": 2, "reduce_scatter": 1}, f"two all-gathers and a reduce-scatter, not {dict(kinds)}")
 
 
+def check_attention(answer: ModuleType, rank: int, ranks: int) -> None:
+    """Compare with attention to all keys, and the sends; large scores are there to overflow."""
+    for rows, columns, scale in ((9, 2, 1.0), (7, 3, 100.0)):
+        torch.manual_seed(rows)
+        q, k, v = torch.randn(3, ranks * rows, columns)
+        q = q * scale
+        own = slice(rank * rows, (rank + 1) * rows)
+        expected = (q[own] @ k.T / columns**0.5).softmax(1) @ v
+        with Traffic() as traffic:
+            found = answer.attend(q[own].clone(), k[own].clone(), v[own].clone())
+        right = found.shape == expected.shape and torch.allclose(found, expected, rtol=1e-4, atol=1e-5)
+        expect(right, f"attention to the keys of all ranks: {expected[0]}, not {found[0]}")
+        others = {name for name in traffic.calls if name not in ("send", "recv", "recv_any_source")}
+        expect(not others, f"nothing but sends and receives: {', '.join(sorted(others))} was used")
+        most = 2 * (ranks - 1) * rows * columns
+        expect(traffic.elements["send"] <= most, f"at most {most} elements sent, not {traffic.elements['send']}")
+        scores = ranks * rows * rows
+        expect(traffic.largest < scores, f"no tensor as large as all {scores} scores, but one has {traffic.largest}")
+
+
+def check_dispatch(answer: ModuleType, rank: int, ranks: int) -> None:
+    """Compare with all functions on one rank: random targets, one target for all, and a rank without rows."""
+    generator = torch.Generator().manual_seed(rank)
+    for case in ("random", "last", "none on rank 0"):
+        count = 0 if case == "none on rank 0" and rank == 0 else 5 + rank
+        targets = torch.randint(ranks, (count,), generator=generator)
+        targets = torch.full_like(targets, ranks - 1) if case == "last" else targets
+        rows = torch.randn(count, 3, generator=generator).requires_grad_()
+        factor = nn.Parameter(torch.tensor(rank + 2.0))
+        with Traffic() as traffic:
+            found = answer.apply_elsewhere(rows, targets, lambda rows, factor=factor: rows * factor + rank)
+            found.sum().backward()
+        factors = (targets + 2.0).unsqueeze(1)
+        expected = rows.detach() * factors + targets.unsqueeze(1)
+        expect(found.shape == rows.shape, f"{tuple(rows.shape)} for {case} targets, not {tuple(found.shape)}")
+        expect(torch.allclose(found, expected), f"results in the order of the rows, for {case} targets")
+        expect(rows.grad is not None, "a gradient of the rows")
+        expect(torch.equal(rows.grad, factors.expand_as(rows)), f"the functions' gradients, for {case} targets")
+        sums = torch.zeros(ranks).index_add_(0, targets, rows.detach().sum(1))
+        dist.all_reduce(sums)
+        expect(factor.grad is not None, f"zeros as the gradient of a function without rows, for {case} targets")
+        expect(torch.allclose(factor.grad, sums[rank], atol=1e-5), f"all rows in a function's gradient, {case} targets")
+        expect(traffic.calls == {"alltoall_base": 5}, f"five all_to_all_single, not {dict(traffic.calls)}")
+
+
 CHECKS: dict[str, Callable[[ModuleType, int, int], None]] = {
     "ring": check_ring,
     "buckets": check_buckets,
@@ -167,6 +216,8 @@ CHECKS: dict[str, Callable[[ModuleType, int, int], None]] = {
     "rows": check_rows,
     "owners": check_owners,
     "linear": check_linear,
+    "attention": check_attention,
+    "dispatch": check_dispatch,
 }
 
 

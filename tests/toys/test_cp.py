@@ -1,0 +1,180 @@
+"""Context parallelism: attention and training over slices of sequences, compared with one process."""
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from fsdptoys.toys.cp import ContextParallel, RingAttention, own_positions, seen_parts, ulysses_attention
+from scripts.ranks import run_ranks
+
+KINDS = ("ulysses", "ring", "unbalanced_ring")
+TOLERANCES = {torch.float64: 1e-14, torch.float32: 2e-6, torch.bfloat16: 1e-2}
+"""Relative to the largest number of a tensor."""
+BATCH, LENGTH, WIDTH, WORDS = 2, 24, 16, 11
+
+
+def causal_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """PyTorch's, over whole sequences."""
+    return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+
+
+class Decoder(nn.Module):
+    """Two blocks of attention with 4 query heads, and a classifier."""
+
+    def __init__(self, kv_heads: int) -> None:
+        super().__init__()
+        self.words, self.places = nn.Embedding(WORDS, WIDTH), nn.Embedding(LENGTH, WIDTH)
+        self.qkv = nn.ModuleList(nn.Linear(WIDTH, WIDTH + 2 * kv_heads * WIDTH // 4) for _ in range(2))
+        self.out = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(2))
+        self.head = nn.Linear(WIDTH, WORDS)
+
+    def forward(self, tokens_BT: Tensor, positions_T: Tensor, attend: Any) -> Tensor:
+        """Logits of the next word."""
+        hidden = self.words(tokens_BT) + self.places(positions_T)
+        for qkv, out in zip(self.qkv, self.out, strict=True):
+            heads = qkv(hidden).unflatten(-1, (-1, WIDTH // 4)).transpose(1, 2)
+            q, k, v = heads.split([4, *[(heads.shape[1] - 4) // 2] * 2], dim=1)
+            hidden = hidden + out(attend(q, k, v).transpose(1, 2).flatten(2))
+        return self.head(hidden)
+
+
+def relative(found: Tensor, expected: Tensor) -> float:
+    """Largest difference, divided by the largest expected number."""
+    return ((found - expected).abs().max() / expected.abs().max()).item()
+
+
+def attention_errors(kind: str, dtype: torch.dtype, kv_heads: int) -> float:
+    """Largest error of this rank's part of the result and of the gradients of q, k and v."""
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    torch.manual_seed(0)
+    whole = [torch.randn(BATCH, heads, LENGTH, 8, dtype=torch.float64) for heads in (4, kv_heads, kv_heads, 4)]
+    leaves = [tensor.to(dtype).double().clone().requires_grad_() for tensor in whole[:3]]
+    expected = causal_attention(*leaves)
+    expected.backward(whole[3].to(dtype).double())
+    own = own_positions(LENGTH, ranks, rank, kind == "ring")
+    parts = [tensor.to(dtype)[:, :, own].contiguous().requires_grad_() for tensor in whole[:3]]
+    group: Any = dist.group.WORLD
+    if kind == "ulysses":
+        found = ulysses_attention(*parts, group)
+    else:
+        found = RingAttention.apply(*parts, group, kind == "ring")
+    found.backward(whole[3].to(dtype)[:, :, own])
+    pairs = [(found, expected), *((part.grad, leaf.grad) for part, leaf in zip(parts, leaves, strict=True))]
+    assert all(one.dtype == dtype for one, _ in pairs)
+    return max(relative(one.double(), other[:, :, own]) for one, other in pairs)
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_attention_over_slices_equals_attention_over_whole_sequences(ranks: int) -> None:
+    """Oracle: PyTorch's attention in float64, result and gradients, with own, shared and single key heads."""
+    cases = [(kind, dtype, kv_heads) for kind in KINDS for dtype in TOLERANCES for kv_heads in (1, 2, 4)]
+    for errors in run_ranks(ranks, lambda: [attention_errors(*case) for case in cases]):
+        too_large = [(case, error) for case, error in zip(cases, errors, strict=True) if error > TOLERANCES[case[1]]]
+        assert not too_large
+
+
+def train(model: ContextParallel | Decoder, tokens: Tensor, labels: Tensor) -> tuple[list[float], list[Tensor]]:
+    """Three steps of SGD; losses, and the gradients of the last."""
+    losses = []
+    for _ in range(3):
+        model.zero_grad()
+        if isinstance(model, ContextParallel):
+            logits, own_labels = model(tokens), model.cut(labels)[0]
+        else:
+            logits, own_labels = model(tokens, torch.arange(LENGTH), causal_attention), labels
+        loss = F.cross_entropy(logits.flatten(0, 1), own_labels.flatten(), reduction="sum") / valid_labels()
+        loss.backward()
+        if isinstance(model, ContextParallel):
+            model.sum_gradients()
+            dist.all_reduce(loss.detach())
+        losses.append(loss.item())
+        with torch.no_grad():
+            for param in model.parameters():
+                param -= 0.5 * param.grad  # type: ignore[operator]
+    return losses, [param.grad for param in model.parameters()]  # type: ignore[misc]
+
+
+def batch() -> tuple[Tensor, Tensor]:
+    """Four sequences, and their labels, of which the last slices have few."""
+    generator = torch.Generator().manual_seed(1)
+    words = torch.randint(WORDS, (4, LENGTH + 1), generator=generator)
+    labels = words[:, 1:].clone()
+    labels[0, 5:] = -100
+    return words[:, :-1], labels
+
+
+def valid_labels() -> int:
+    """Labels of the batch that count."""
+    return int((batch()[1] != -100).sum())
+
+
+def training_errors(dtype: torch.dtype, shared_by: int) -> dict[str, float]:
+    """Kind → largest error of losses and gradients; ``shared_by`` ranks have parts of the same sequences."""
+    tokens, labels = batch()
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    groups = [dist.new_group(list(range(first, first + shared_by))) for first in range(0, ranks, shared_by)]
+    rows = slice(*(4 * (rank // shared_by + step) * shared_by // ranks for step in (0, 1)))
+    errors = {}
+    for kind in KINDS:
+        found = []
+        for group in (None, groups[rank // shared_by]):
+            torch.manual_seed(0)
+            model = Decoder(kv_heads=2).to(dtype)
+            if group is None:
+                found.append(train(model, tokens, labels))
+            else:
+                found.append(train(ContextParallel(model, group, kind), tokens[rows], labels[rows]))
+        (losses, grads), (own_losses, own_grads) = found
+        errors[kind] = max(
+            relative(torch.tensor(own_losses, dtype=torch.float64), torch.tensor(losses, dtype=torch.float64)),
+            *(relative(own, grad) for own, grad in zip(own_grads, grads, strict=True)),
+        )
+    return errors
+
+
+@pytest.mark.parametrize(("ranks", "shared_by"), [(2, 2), (4, 4), (4, 2)])
+def test_training_over_slices_equals_one_process(ranks: int, shared_by: int) -> None:
+    """Oracle: losses and gradients of three steps of one process, also with two groups of other sequences."""
+    dtypes = [torch.float64, torch.float32]
+    for found in run_ranks(ranks, lambda: [training_errors(dtype, shared_by) for dtype in dtypes]):
+        for dtype, errors in zip(dtypes, found, strict=True):
+            assert max(errors.values()) < 10 * TOLERANCES[dtype], errors
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+def test_parts_are_all_pairs_that_a_causal_mask_leaves(ranks: int) -> None:
+    """Oracle: positions, compared pair by pair; balanced parts of other ranks have equally many pairs."""
+    for balanced in (False, True):
+        own = [own_positions(24, ranks, rank, balanced) for rank in range(ranks)]
+        assert torch.equal(torch.cat(own).sort().values, torch.arange(24))
+        for rank in range(ranks):
+            for source in set(range(ranks)) - {rank}:
+                queries, keys = seen_parts(rank, source, 24 // ranks, balanced)
+                seen = torch.zeros(24 // ranks, 24 // ranks, dtype=torch.bool)
+                seen[queries, keys] = True
+                assert torch.equal(seen, own[rank][:, None] > own[source])
+                assert not balanced or seen.sum() == (24 // ranks) ** 2 // 2
+            assert own[rank].equal(own[rank].sort().values)  # so the own block's mask is the plain causal one
+
+
+def refusals() -> list[str]:
+    """Messages for what cannot be cut."""
+    messages = []
+    for call in (
+        lambda: own_positions(10, 4, 0, True),
+        lambda: ulysses_attention(*[torch.ones(1, 3, 2, 4)] * 3, dist.group.WORLD),  # type: ignore[arg-type]
+    ):
+        with pytest.raises(ValueError, match="cannot be") as raised:
+            call()
+        messages.append(str(raised.value))
+    return messages
+
+
+def test_uneven_cuts_are_refused() -> None:
+    """Oracle: the numbers in the messages."""
+    expected = ["sequences of 10 tokens cannot be cut into 8 equal chunks", "3 heads cannot be shared by 2 ranks"]
+    assert run_ranks(2, refusals) == [expected] * 2
