@@ -44,7 +44,9 @@ class FSDP2(Strategy):
         self.mesh = context.build_mesh()
         self.units_ahead = config.forward_prefetch
         # FSDP2 divides by itself in float64, and asks the collective for the mean otherwise.
-        self._averages = config.reduce_dtype is ReduceDType.float64 or averages(self.shard_group())
+        self._averages = not context.uses_float64 and (
+            config.reduce_dtype is ReduceDType.float64 or averages(self.shard_group())
+        )
 
     @property
     def library(self) -> Any:
@@ -73,10 +75,11 @@ class FSDP2(Strategy):
         """Make the units, and set the order in which they are prefetched."""
         config, context, library = self.config, self.context, self.library
         policies: dict[str, Any] = {}
+        param_dtype = torch.float64 if context.uses_float64 else config.param_dtype.torch
         if context.cpu_offload:
             policies["offload_policy"] = library.CPUOffloadPolicy(pin_memory=context.device.pins_memory)
         policies["mp_policy"] = library.MixedPrecisionPolicy(
-            param_dtype=None if config.param_dtype is DType.float32 else config.param_dtype.torch,
+            param_dtype=None if param_dtype is torch.float32 else param_dtype,
             reduce_dtype=config.reduce_dtype.torch,
             # The models keep rotary angles in float32 themselves; casting inputs would round them.
             cast_forward_inputs=False,
@@ -103,6 +106,8 @@ class FSDP2(Strategy):
         )
         for module in (model, *(modules[0] for modules in members.values())):
             keep_gradient_dtype(module)
+            if context.uses_float64:
+                sum_gradients(module)
         # The root's forward begins before any other.
         self._modules: list[list[nn.Module]] = [[model], *members.values()]
         tied = bool(units) and next(iter(units.values())).ends_forward
@@ -125,7 +130,7 @@ class FSDP2(Strategy):
     def microbatch(self, index: int, count: int) -> Iterator[None]:
         """Reduce-scatter once a step, with the last micro-batch; in the deterministic mode, after each."""
         model: Any = self.model
-        model.set_requires_gradient_sync(index == count - 1 or self.context.deterministic)
+        model.set_requires_gradient_sync(index == count - 1 or self.context.reduces_each_microbatch)
         yield
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
@@ -152,7 +157,7 @@ class FSDP2(Strategy):
 
     def mirror_parameters(self) -> Callable[[list[nn.Parameter]], None] | None:
         """Keep a mirror where parameters are offloaded and the forward does not compute in float32."""
-        if not self.context.cpu_offload or self.config.param_dtype is DType.float32:
+        if not self.context.cpu_offload or self.config.param_dtype is DType.float32 or self.context.uses_float64:
             return None
         modules = [module for module, _ in self.units()]
         pin_memory = self.context.device.pins_memory
@@ -188,6 +193,7 @@ class FSDP2Config(FSDPConfig):
 
     name: ClassVar[str] = "fsdp2"
     strategy = FSDP2
+    sums_grains: ClassVar[bool] = True
     uses_dtensor: ClassVar[bool] = True
     overlaps_cpu_offload: ClassVar[bool] = True
     gathers_float8: ClassVar[bool] = True
@@ -254,6 +260,18 @@ def keep_gradient_dtype(module: nn.Module) -> None:
                 group.reduce_grads = reduces
 
         group._set_unsharded_grad_dtypes = set_as_if_reduced
+
+
+def sum_gradients(module: Any) -> None:
+    """Make a unit sum gradients over ranks: only powers of two divide without rounding.
+
+    torch 2.7 has the first method under another name, and no collective that divides in float64.
+    """
+    set_factor = getattr(module, "set_gradient_divide_factor", None) or module.set_reduce_scatter_divide_factor
+    set_factor(1.0)
+    force_sum = getattr(module, "set_force_sum_reduction_for_comms", None)
+    if force_sum is not None:
+        force_sum(True)
 
 
 def averages(group: dist.ProcessGroup) -> bool:
