@@ -9,6 +9,7 @@ a group.
 """
 
 import functools
+import itertools
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -97,7 +98,7 @@ def sort_rows(experts_NK: Tensor, n_experts: int, grain: int) -> Routes:
     bounds = torch.searchsorted(keys_R, torch.arange(n_grains * n_experts + 1, device=keys_R.device)).tolist()
     groups = [
         Group(key % n_experts, slice(start, end))
-        for key, (start, end) in enumerate(zip(bounds[:-1], bounds[1:], strict=True))
+        for key, (start, end) in enumerate(itertools.pairwise(bounds))
         if end > start
     ]
     return Routes(pairs_R, pairs_R // K, torch.argsort(pairs_R).view(N, K), groups)

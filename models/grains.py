@@ -13,8 +13,8 @@ gradients are float64. The price: matmuls of few rows, a float64 sum of each wei
 On a CPU the bits also depend on the number of threads. Not covered: compiled kernels; second derivatives. Whether a
 GPU's attention and matmuls keep the promise has not been tried.
 
-Shapes: N rows, M rows of a grain, I and O inner and outer width of a matmul, D width, V vocabulary, B batch, T sequence,
-H query heads, G key/value heads, K width of a head.
+Shapes: N rows, M rows of a grain, I and O inner and outer width of a matmul, D width, V vocabulary, B batch, T
+sequence, H query heads, G key/value heads, K width of a head.
 """
 
 import dataclasses

@@ -52,7 +52,7 @@ class Router(nn.Module):
     counts_E: Tensor
     """After a forward: tokens of each expert, int64."""
     sums: Tensor
-    """After a forward: the sum of each expert's probability over the tokens, and of logsumexp²: (E + 1,), float32 or 64."""
+    """After a forward: the sum of each expert's probability over the tokens, and of logsumexp²: of shape (E + 1,)."""
     sums_grad: Tensor
     """Gradient of the training loss by ``sums``; read in the backward, so it may be filled after the forward."""
 

@@ -223,7 +223,7 @@ class Trainer:
         profiled = profiler.traces if profiler else lambda step: False
         with (
             closing(self.batches),
-            deterministic_kernels(bool(train.deterministic), self.device.type),
+            deterministic_kernels(bool(train.deterministic), self.device.type, fills=train.grain_tokens is None),
             collection_between_steps(train.gc_every) as collect_garbage,
             profiler or nullcontext() as watching,
         ):
