@@ -52,7 +52,7 @@ class Router(nn.Module):
     counts_E: Tensor
     """After a forward: tokens of each expert, int64."""
     sums: Tensor
-    """After a forward: the sum of each expert's probability over the tokens, and of logsumexp², float32 of (E + 1,)."""
+    """After a forward: the sum of each expert's probability over the tokens, and of logsumexp²: of shape (E + 1,)."""
     sums_grad: Tensor
     """Gradient of the training loss by ``sums``; read in the backward, so it may be filled after the forward."""
 
@@ -65,7 +65,12 @@ class Router(nn.Module):
 
     def forward(self, hidden_ND: Tensor) -> tuple[Tensor, Tensor]:
         """Return the chosen experts as experts_NK, int64, and their weights_NK in the dtype of the input."""
-        logits_NE = F.linear(hidden_ND, self.weight)
+        experts_NK, weights_NK, sums = self.choose(hidden_ND, self.weight)
+        return experts_NK, self.finish(experts_NK, weights_NK, sums).to(hidden_ND.dtype)
+
+    def choose(self, hidden_ND: Tensor, weight_ED: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Return experts_NK and their weights_NK by a given matrix, and the ``sums`` of these tokens, in float32."""
+        logits_NE = F.linear(hidden_ND, weight_ED)
         if self.scores is Scores.sigmoid:
             chosen_NK, experts_NK = logits_NE.topk(self.top_k, dim=-1)
             weights_NK = chosen_NK.float().sigmoid()
@@ -78,10 +83,14 @@ class Router(nn.Module):
                 weights_NK = weights_NK / weights_NK.sum(-1, keepdim=True)
         squares_N = logits_NE.float().logsumexp(-1).square()
         sums = torch.cat([probabilities_NE.sum(0), squares_N.sum().unsqueeze(0)])
+        return experts_NK, weights_NK, sums
+
+    def finish(self, experts_NK: Tensor, weights_NK: Tensor, sums: Tensor) -> Tensor:
+        """Record the choice, and return the weights, whose backward gives ``sums`` its gradient."""
         self._remember(experts_NK, sums.detach())
         if torch.is_grad_enabled():
             weights_NK = _WithGradient.apply(weights_NK, sums, self.sums_grad)
-        return experts_NK, weights_NK.to(hidden_ND.dtype)
+        return weights_NK
 
     @torch.no_grad()
     def _remember(self, experts_NK: Tensor, sums: Tensor) -> None:

@@ -88,7 +88,7 @@ def keys_of(schema: type, prefix: str = "") -> Iterator[Key]:
 
 def yaml_value(value: Any) -> str:
     """A default as YAML on one line."""
-    plain = value.name if isinstance(value, Enum) else value
+    plain = value.value if isinstance(value, Enum) else value
     return yaml.safe_dump(plain, default_flow_style=True, width=math.inf).removesuffix("...\n").strip()
 
 

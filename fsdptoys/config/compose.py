@@ -21,12 +21,13 @@ from fsdptoys.errors import ConfigError
 from fsdptoys.memory import GradientCheckpointing, MemoryConfig
 from fsdptoys.models import ModelConfig
 from fsdptoys.parallel import STRATEGIES
+from fsdptoys.parallel.determinism import Deterministic
 from fsdptoys.utils.bounds import check_home, check_text
 
 from .launch_config import LaunchConfig
 from .option_values import SWITCHED_CHOICES, read_value
 from .overrides import check_groups, check_values, list_choices, list_defaults, parse_overrides, schema_name
-from .schema import ROOT_OPTIONS, SCHEMAS, Config
+from .schema import ROOT_OPTIONS, SCHEMAS, Config, TrainConfig
 
 CONFIG_MODULE = "fsdptoys.configs"
 
@@ -45,10 +46,18 @@ class _YAMLMemory(MemoryConfig):
 
 
 @dataclass
+class _YAMLTrain(TrainConfig):
+    """Likewise."""
+
+    deterministic: Any = Deterministic.false
+
+
+@dataclass
 class _YAMLConfig(Config):
-    """As ``Config``, with that schema for ``memory``."""
+    """As ``Config``, with these schemas."""
 
     memory: Any
+    train: _YAMLTrain
 
 
 @dataclass(frozen=True)
@@ -147,12 +156,15 @@ def _compose_groups(groups: tuple[str, ...]) -> tuple[DictConfig, dict[str, str 
 
 def _read_booleans(tree: DictConfig) -> DictConfig:
     """Return the tree of a ``_YAMLConfig`` as that of a ``Config``."""
-    memory: Any = OmegaConf.to_container(tree.memory)
-    for key in SWITCHED_CHOICES:
-        name = key.removeprefix("memory.")
-        memory[name] = read_value(key, memory[name])
-    tree.memory = OmegaConf.merge(MemoryConfig, memory)
-    config = OmegaConf.merge(Config, dict(tree.items()))
+    sections: dict[Any, Any] = dict(tree.items())
+    for section, kind in (("memory", MemoryConfig), ("train", TrainConfig)):
+        values: Any = OmegaConf.to_container(tree[section])
+        for key in SWITCHED_CHOICES:
+            if key.startswith(f"{section}."):
+                name = key.removeprefix(f"{section}.")
+                values[name] = read_value(key, values[name])
+        sections[section] = OmegaConf.merge(kind, values)
+    config = OmegaConf.merge(Config, sections)
     assert isinstance(config, DictConfig)
     return config
 

@@ -24,6 +24,7 @@ from fsdptoys.errors import ConfigError
 from fsdptoys.models import DecoderModel, choose_kernels, npu_kernels, use_kernels
 from fsdptoys.models.attention import BACKENDS, chosen_backend
 from fsdptoys.models.layers import Attention
+from fsdptoys.parallel.determinism import Deterministic
 
 COMPILED_ON_CUDA = ("rotary", "swiglu")
 """Operations that ``auto`` compiles on CUDA."""
@@ -113,7 +114,7 @@ class KernelConfig:
         """Whether any operation is compiled separately."""
         return not {Kernel.compiled.value, DocumentKernel.flex.value}.isdisjoint(self.names().values())
 
-    def resolve(self, device_type: str, *, compiles: bool, deterministic: bool, fuses: bool) -> None:
+    def resolve(self, device_type: str, *, compiles: bool, deterministic: Deterministic | bool, fuses: bool) -> None:
         """Replace every ``auto``, and check the choices against the device, compiled blocks and deterministic mode.
 
         ``fuses``: whether ``auto`` may compile operations by themselves.
@@ -128,8 +129,9 @@ class KernelConfig:
                     f"kernels.{operation}=npu is a kernel that train.compile=true cannot see into, which torch_npu "
                     f"documents for attention as not to be compiled; {fix}"
                 )
+            mode = Deterministic(deterministic).word
             if name == "flex" and (device_type != "cuda" or deterministic):
-                where = f"this run is on {device_type}" if device_type != "cuda" else "train.deterministic=true"
+                where = f"this run is on {device_type}" if device_type != "cuda" else f"train.deterministic={mode}"
                 raise ConfigError(
                     f"kernels.{operation}=flex is PyTorch's flex_attention, which trains on CUDA alone and is not "
                     f"known to be deterministic, and {where}; {fix}"
@@ -140,7 +142,7 @@ class KernelConfig:
                     f"{fix} or train.compile=false"
                 )
             if name == "auto":
-                plain = seen or deterministic
+                plain = seen or bool(deterministic)
                 compiled = device_type == "cuda" and fuses and operation in COMPILED_ON_CUDA
                 if compiled and available_device_type() == "cuda":  # assumed when planning on another machine
                     compiled = triton_works()
@@ -151,7 +153,7 @@ class KernelConfig:
                 setattr(self, operation, type(getattr(self, operation))(chosen))
 
     def check_attention(
-        self, device_type: str, dtype: torch.dtype, head_width: int, *, masks: bool, deterministic: bool
+        self, device_type: str, dtype: torch.dtype, head_width: int, *, masks: bool, deterministic: Deterministic | bool
     ) -> None:
         """Refuse a backend of attention that the device, dtype, head or mask rules out.
 
@@ -198,7 +200,8 @@ class KernelConfig:
             )
         if name == "cudnn" and deterministic:
             raise ConfigError(
-                "kernels.attention=cudnn is not deterministic, and train.deterministic=true; set kernels.attention=auto"
+                "kernels.attention=cudnn is not deterministic, and train.deterministic="
+                f"{Deterministic(deterministic).word}; set kernels.attention=auto"
             )
 
     def check_documents(self, masks: bool, selective: bool) -> None:

@@ -9,6 +9,7 @@ from fsdptoys.memory import CPUOffloadExecutor, MemoryConfig
 from fsdptoys.models import ModelConfig, MoEConfig
 from fsdptoys.optim import Implementation, OptimConfig, WeightDecayOn, low_bit_adamw
 from fsdptoys.parallel import ParallelConfig
+from fsdptoys.parallel.determinism import Deterministic
 from fsdptoys.parallel.fsdp2 import sharding
 from fsdptoys.parallel.mesh import Axes, MeshConfig
 from fsdptoys.utils.torchao import torchao_fault
@@ -20,7 +21,7 @@ class Loop(Protocol):
     grad_accum: int
     max_grad_norm: float | None
     skip_nonfinite: bool
-    deterministic: bool
+    deterministic: Deterministic
 
 
 def check_optimizer(
@@ -28,7 +29,8 @@ def check_optimizer(
 ) -> None:
     """Resolve every ``auto``, and check the optimizer against strategy, offload and device, or raise a ConfigError."""
     deterministic = train.deterministic
-    if parallel.flattens_parameters and memory.cpu_offload and deterministic and train.grad_accum > 1:
+    reduces_each = deterministic and not deterministic.covers_layouts
+    if parallel.flattens_parameters and memory.cpu_offload and reduces_each and train.grad_accum > 1:
         # Each reduction would overwrite the offloaded gradient of the previous one.
         raise ConfigError(
             f"train.grad_accum={train.grad_accum} with train.deterministic=true reduces after every "
@@ -37,7 +39,7 @@ def check_optimizer(
     _check_states(optim, parallel, memory, deterministic)
     if optim.exchanges_matrices:
         _check_matrices(optim, parallel, memory)
-    optim.resolve(deterministic)
+    optim.resolve(bool(deterministic))
     on_cpu = device_type == "cpu" or memory.cpu_offload
     # In deterministic mode, offload must give the same bits as the accelerator, which the fused CPU step does not.
     may_fuse = device_type == "cpu" or ((memory.cpu_offload or device_type == "cuda") and not deterministic)
@@ -53,7 +55,7 @@ def check_optimizer(
         if deterministic and on_cpu:
             raise ConfigError(
                 f"optim.implementation=fused has {optim.name.upper()} round by a shard's size on a CPU, which "
-                "train.deterministic=true rules out; set optim.implementation=auto"
+                f"train.deterministic={deterministic.word} rules out; set optim.implementation=auto"
             )
     if not parallel.keeps_parameters and optim.weight_decay > 0 and optim.weight_decay_on is WeightDecayOn.matrices:
         raise ConfigError(
@@ -62,7 +64,9 @@ def check_optimizer(
         )
 
 
-def _check_states(optim: OptimConfig, parallel: ParallelConfig, memory: MemoryConfig, deterministic: bool) -> None:
+def _check_states(
+    optim: OptimConfig, parallel: ParallelConfig, memory: MemoryConfig, deterministic: Deterministic
+) -> None:
     if optim.low_bit_format is None and not optim.updates_float32_copies:
         return
     setting = f"optim.state_dtype={optim.low_bit_format or 'bfloat16'}"
@@ -80,7 +84,7 @@ def _check_states(optim: OptimConfig, parallel: ParallelConfig, memory: MemoryCo
         _check_low_bits(optim, setting, parallel, deterministic)
 
 
-def _check_low_bits(optim: OptimConfig, setting: str, parallel: ParallelConfig, deterministic: bool) -> None:
+def _check_low_bits(optim: OptimConfig, setting: str, parallel: ParallelConfig, deterministic: Deterministic) -> None:
     """Check that shards keep full rows, and that torchao can update them."""
     if parallel.matrices_lost:
         raise ConfigError(
@@ -98,7 +102,7 @@ def _check_low_bits(optim: OptimConfig, setting: str, parallel: ParallelConfig, 
     if deterministic and optim.implementation is Implementation.fused:
         raise ConfigError(
             f"optim.implementation=fused compiles updates for each size with {setting}, and rounds by it, which "
-            "train.deterministic=true rules out; set optim.implementation=auto"
+            f"train.deterministic={deterministic.word} rules out; set optim.implementation=auto"
         )
     if optim.implementation is Implementation.auto:
         optim.implementation = Implementation.for_loop if deterministic else Implementation.fused

@@ -21,7 +21,10 @@ SWITCHES = {
 }
 """Spellings of booleans → their value."""
 
-SWITCHED_CHOICES = {"memory.gradient_checkpointing": {"true": "full", "false": "none"}}
+SWITCHED_CHOICES = {
+    "memory.gradient_checkpointing": {"true": "full", "false": "none"},
+    "train.deterministic": {"true": "true", "false": "false"},
+}
 """Key with choices that also takes a boolean → boolean → its choice."""
 
 SYNONYMS = {"gpu": "cuda", "bf16": "bfloat16", "fp32": "float32", "f32": "float32", "fp16": "float16"}

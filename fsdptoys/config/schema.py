@@ -18,6 +18,7 @@ from fsdptoys.optim import OPTIMIZERS, OptimConfig
 from fsdptoys.optim.loss_scale import LossScaleConfig
 from fsdptoys.parallel import STRATEGIES, ParallelConfig
 from fsdptoys.parallel.expert_parallel import check_experts
+from fsdptoys.parallel.determinism import Deterministic
 from fsdptoys.parallel.float8 import Float8, check_even_shards, check_float8
 from fsdptoys.parallel.mesh import MeshConfig
 from fsdptoys.patches import check_patches
@@ -25,6 +26,7 @@ from fsdptoys.profiler import DebugConfig, ProfileConfig
 from fsdptoys.utils.bounds import MOST_STEPS, MOST_TOKENS, above, at_least, between, check_bounds
 
 from .context_checks import check_context
+from .grain_checks import check_grains
 from .kernel_choice import KernelConfig
 from .launch_config import LaunchConfig
 from .optimizer_checks import check_blocks, check_in_backward, check_optimizer
@@ -90,8 +92,10 @@ class TrainConfig:
     """float8 matmuls in the blocks' linear layers, with one scale per tensor (tensorwise) or per row (rowwise)."""
     float8_all_gather: bool = False
     """FSDP2 gathers the weights of float8 layers in float8 (tensorwise only)."""
-    deterministic: bool = False
-    """Deterministic kernels and float64 reductions: the same bits on any layout of 1, 2, 4, 8, … ranks."""
+    deterministic: Deterministic = Deterministic.false
+    """The same bits in every repetition, on any layout of 1, 2, 4, 8, … ranks (true), or on any layout at all."""
+    grains: int = field(default=8, metadata=at_least(1, MOST_TOKENS))
+    """``deterministic=layout``: pieces of each sequence, computed by themselves; divides ``seq_len``."""
     sum_dtype: SumDType = SumDType.auto
     """dtype of sums of gradient norms and losses over ranks; auto: float64, on NPUs float32."""
     seed: int = field(default=0, metadata=at_least(0, MOST_SEED))
@@ -105,6 +109,12 @@ class TrainConfig:
 
     def __post_init__(self) -> None:
         check_bounds("train", self)
+        self.deterministic = Deterministic(self.deterministic)
+
+    @property
+    def grain_tokens(self) -> int | None:
+        """Tokens of a grain; None where nothing is computed by grains."""
+        return self.seq_len // self.grains if self.deterministic.covers_layouts else None
 
     def resolve(self) -> None:
         """Set missing seeds to ``seed``."""
@@ -148,6 +158,7 @@ class Config:
         self.parallel.resolve(self.train.deterministic)
         self._check_model()
         train = self.train
+        check_grains(self, device_type)
         self.kernels.resolve(
             device_type,
             compiles=train.compile,
@@ -218,8 +229,9 @@ class Config:
             )
         elif train.sum_dtype is SumDType.float32 and train.deterministic and has_float64:
             raise ConfigError(
-                "train.sum_dtype=float32 contradicts train.deterministic=true, whose norms and losses have the same "
-                "bits on any layout, for which they are added up in float64; set train.sum_dtype=auto"
+                f"train.sum_dtype=float32 contradicts train.deterministic={train.deterministic.word}, whose norms and "
+                "losses have the same bits on any layout, for which they are added up in float64; set "
+                "train.sum_dtype=auto"
             )
 
     def _check_loss_scale(self) -> None:
@@ -289,8 +301,8 @@ class Config:
             )
         if memory.offload_state_dtype is OffloadStateDType.bfloat16 and self.train.deterministic:
             raise ConfigError(
-                "memory.offload_state_dtype=bfloat16 draws random numbers on each rank, which train.deterministic=true "
-                "rules out; set memory.offload_state_dtype=float32"
+                "memory.offload_state_dtype=bfloat16 draws random numbers on each rank, which train.deterministic="
+                f"{self.train.deterministic.word} rules out; set memory.offload_state_dtype=float32"
             )
         cores = available_cores()
         if memory.cpu_threads is not None and memory.cpu_threads > cores:

@@ -45,7 +45,7 @@ class WorkerRequest:
     def environment(self) -> dict[str, str]:
         """Return the variables, not in the environment yet, that this machine's hardware needs in a worker."""
         device_type, cores, timeout = self.hardware.device_type, self.hardware.cores, self.config.launch.timeout_seconds
-        deterministic = self.config.train.deterministic
+        deterministic = bool(self.config.train.deterministic)
         return hardware_environment(device_type, self.local_ranks, cores, deterministic, os.environ, timeout)
 
 

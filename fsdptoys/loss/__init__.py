@@ -14,6 +14,7 @@ from torch import Tensor
 from fsdptoys.models.linear import linear
 
 from .chunked import chunked_loss_sum
+from .grains import grain_chunked_loss_sum, grain_loss_sum
 from .objective import IGNORE_INDEX, Objective
 
 LossFn = Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -25,6 +26,7 @@ def build_loss(
     chunk_tokens: int | None = None,
     grad_dtype: torch.dtype = torch.float32,
     objective: Objective = Objective(),  # noqa: B008 (frozen)
+    grain: int | None = None,
 ) -> LossFn:
     """Choose the loss function.
 
@@ -33,11 +35,16 @@ def build_loss(
         chunk_tokens: tokens per chunk; None for ``chunked.auto_chunk_tokens``.
         grad_dtype: float32 or bfloat16, in which the gradient of the head's weight is summed over chunks.
         objective: function of the logits to minimize.
+        grain: tokens of a grain, for a model with grains (``models.grains``): the loss is float64 then; else None.
     """
     if chunk_loss:
-        return functools.partial(
+        chunked = functools.partial(
             chunked_loss_sum, objective=objective, chunk_tokens=chunk_tokens, grad_dtype=grad_dtype
         )
+        return chunked if grain is None else functools.partial(grain_chunked_loss_sum, loss_fn=chunked, grain=grain)
+    if grain is not None:
+        of_logits = functools.partial(logits_loss_sum, objective=objective)
+        return functools.partial(grain_loss_sum, logits_loss=of_logits, grain=grain)
     return functools.partial(cross_entropy_sum, objective=objective)
 
 
@@ -51,7 +58,11 @@ def cross_entropy_sum(
 
     Makes the full logits, once in the parameters' dtype and twice in float32: N·V·(2 + 4 + 4) bytes in bf16.
     """
-    logits_NV = linear(hidden_ND, weight_VD).float()
+    return logits_loss_sum(linear(hidden_ND, weight_VD).float(), labels_N, objective)
+
+
+def logits_loss_sum(logits_NV: Tensor, labels_N: Tensor, objective: Objective) -> Tensor:
+    """The objective of float32 logits, summed over valid labels."""
     loss = F.cross_entropy(
         logits_NV, labels_N, ignore_index=IGNORE_INDEX, label_smoothing=objective.label_smoothing, reduction="sum"
     )

@@ -41,9 +41,16 @@ class DDP(UnshardedStrategy):
             gradient_as_bucket_view=True,
             **self._own_settings(),
         )
-        if self.config.reduce_dtype.torch != torch.float32:
+        if self.context.uses_float64:
+            wrapped.register_comm_hook(None, all_reduce_sum)
+        elif self.config.reduce_dtype.torch != torch.float32:
             wrapped.register_comm_hook(self.config.reduce_dtype.torch, all_reduce_in_dtype)
         return wrapped
+
+    @property
+    def loss_scale(self) -> float:
+        """1 where a hook sums gradients rather than averages them."""
+        return 1.0 if self.context.uses_float64 else super().loss_scale
 
     def _own_settings(self) -> dict[str, Any]:
         """Return further arguments of ``kind``."""
@@ -53,9 +60,11 @@ class DDP(UnshardedStrategy):
     def microbatch(self, index: int, count: int) -> Iterator[None]:
         """All-reduce once a step, with the last micro-batch; in the deterministic mode, after each."""
         last = index == count - 1
-        with nullcontext() if last or self.context.deterministic else self.model.no_sync():
+        with nullcontext() if last or self.context.reduces_each_microbatch else self.model.no_sync():
             yield
-        if not self.context.deterministic or count == 1:
+        if self._leaves and last:
+            self._leaves.move_gradients()
+        if not self.context.reduces_each_microbatch or count == 1:
             return
         # DDP would reduce the .grad of earlier micro-batches once more, so each sum is set aside.
         for param in self._unwrapped.parameters():
@@ -69,6 +78,7 @@ class DDPConfig(ReducingConfig):
 
     name: ClassVar[str] = "ddp"
     strategy = DDP
+    sums_grains: ClassVar[bool] = True
 
     bucket_cap_mb: int = field(default=25, metadata=at_least(1, 2**20))
     """Gradients are all-reduced in buckets of this many MiB during the backward."""
@@ -82,6 +92,12 @@ class DDPConfig(ReducingConfig):
         """Refuse sharding."""
         super().validate(world_size, mesh, device_type, cpu_offload)
         self._refuse_sharding(mesh)
+
+
+def all_reduce_sum(_: None, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+    """Communication hook: sum a bucket over the default group in its own dtype."""
+    future = dist.all_reduce(bucket.buffer(), async_op=True).get_future()
+    return future.then(lambda done: done.value()[0])
 
 
 def all_reduce_in_dtype(dtype: torch.dtype, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:

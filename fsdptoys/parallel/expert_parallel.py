@@ -233,15 +233,19 @@ def check_experts(model: ModelConfig, axes: Axes) -> None:
     )
 
 
-def sums_gradients(units: Sequence[Any]) -> bool:
+def sums_gradients(units: Sequence[Any], in_float64: bool) -> bool:
     """Let units of FSDP2 sum gradients rather than average them; whether this torch can.
 
-    A size of the group as divisor would be another for experts than for the rest. ``set_force_sum_reduction_for_comms``
-    makes gloo and float64 sum too; torch 2.11 to 2.15 have it, torch 2.7 does not.
+    Averages over ranks are exact for powers of two only, and over other numbers of ranks for experts than for the rest.
+    FSDP2 divides by itself in float64, and otherwise has the collective average them, unless
+    ``set_force_sum_reduction_for_comms`` forbids it: torch 2.11 to 2.15 have it, torch 2.7 does not, and has the other
+    method under another name.
     """
-    if not all(hasattr(unit, "set_force_sum_reduction_for_comms") for unit in units):
+    if not in_float64 and not all(hasattr(unit, "set_force_sum_reduction_for_comms") for unit in units):
         return False
     for unit in units:
-        unit.set_gradient_divide_factor(1.0)
-        unit.set_force_sum_reduction_for_comms(True)
+        set_factor = getattr(unit, "set_gradient_divide_factor", None) or unit.set_reduce_scatter_divide_factor
+        set_factor(1.0)
+        if hasattr(unit, "set_force_sum_reduction_for_comms"):
+            unit.set_force_sum_reduction_for_comms(True)
     return True

@@ -24,7 +24,6 @@ from fsdptoys.models import DecoderModel
 from .fsdp import FSDPConfig, ReshardAfterForward
 from .init_weights import Fill, init_buffers, shared_parameters
 from .mesh import SHARD_AXIS, MeshConfig
-from .precision import DType
 from .state import State, settle, state_tensors
 from .strategy import ParallelContext, Strategy, UnitParams, own_parameters
 from .wrap import inside_out
@@ -71,6 +70,14 @@ class FSDP1(Strategy):
             setattr(parent, attribute, _wrap(getattr(parent, attribute), options | sharding))
             made.clear()
         self.model = _wrap(model, options)
+        if self.context.uses_float64:
+            for unit in self._units:
+                _sum_gradients(unit)
+
+    @property
+    def loss_scale(self) -> float:
+        """1 where gradients are summed rather than averaged."""
+        return 1.0 if self.context.uses_float64 else super().loss_scale
 
     def _sharding_strategy(self, reshards: bool) -> "ShardingStrategy":
         from torch.distributed.fsdp import ShardingStrategy
@@ -83,13 +90,14 @@ class FSDP1(Strategy):
         from torch.distributed.fsdp import BackwardPrefetch, CPUOffload, MixedPrecision
 
         config, context = self.config, self.context
+        param_dtype = torch.float64 if context.uses_float64 else config.param_dtype.torch
         return {
             "device_mesh": self.mesh,
             "device_id": context.device.torch_device,
             # The root's: FSDP1 never frees it after the forward.
             "sharding_strategy": self._sharding_strategy(config.reshard_after_forward is not ReshardAfterForward.never),
             "mixed_precision": MixedPrecision(
-                param_dtype=None if config.param_dtype is DType.float32 else config.param_dtype.torch,
+                param_dtype=None if param_dtype is torch.float32 else param_dtype,
                 reduce_dtype=config.reduce_dtype.torch,
                 buffer_dtype=config.buffer_dtype.torch,
                 # The models keep rotary angles in float32 themselves; casting inputs would round them.
@@ -105,7 +113,7 @@ class FSDP1(Strategy):
     @contextmanager
     def microbatch(self, index: int, count: int) -> Iterator[None]:
         """Reduce-scatter once a step, with the last micro-batch; in the deterministic mode, after each."""
-        reduces = index == count - 1 or self.context.deterministic or self._reduces_always
+        reduces = index == count - 1 or self.context.reduces_each_microbatch or self._reduces_always
         with nullcontext() if reduces else self.model.no_sync():
             yield
 
@@ -167,6 +175,7 @@ class FSDP1Config(FSDPConfig):
 
     name: ClassVar[str] = "fsdp1"
     strategy = FSDP1
+    sums_grains: ClassVar[bool] = True
     flattens_parameters: ClassVar[bool] = True
     # Its streams wait for the one that updates parameters once a forward, in the root.
     defers_updates: ClassVar[bool] = False
@@ -255,6 +264,21 @@ def _wrap(module: nn.Module, options: dict[str, object]) -> "FullyShardedDataPar
         # On one rank FSDP1 warns at every unit that it does not shard.
         warnings.filterwarnings("ignore", message="FSDP is switching to use `NO_SHARD`")
         return FullyShardedDataParallel(module, **options)  # type: ignore[arg-type]
+
+
+def _sum_gradients(unit: "FullyShardedDataParallel") -> None:
+    """Make a unit sum gradients over ranks: only powers of two divide without rounding.
+
+    Private attributes, seen in torch 2.7 to 2.15.
+    """
+    names = "_gradient_predivide_factor", "_gradient_postdivide_factor"
+    if not all(isinstance(getattr(unit, name, None), float | int) for name in names):
+        raise ConfigError(
+            f"train.deterministic=layout cannot make FSDP1 of torch {torch.__version__} sum gradients instead of "
+            "averaging them; set parallel=fsdp2"
+        )
+    for name in names:
+        setattr(unit, name, 1.0)
 
 
 def _free_flat_gradient(unit: "FullyShardedDataParallel") -> None:

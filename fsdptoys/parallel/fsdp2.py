@@ -46,7 +46,9 @@ class FSDP2(Strategy):
         self.mesh = context.build_mesh()
         self.units_ahead = config.forward_prefetch
         # FSDP2 divides by itself in float64, and asks the collective for the mean otherwise.
-        self._averages = config.reduce_dtype is ReduceDType.float64 or averages(self.shard_group())
+        self._averages = not context.uses_float64 and (
+            config.reduce_dtype is ReduceDType.float64 or averages(self.shard_group())
+        )
         self.sparse_mesh = None
         if self.mesh_axes.ep > 1:
             self.sparse_mesh = build_sparse_mesh(self.mesh_axes, context.device, context.timeout)
@@ -83,10 +85,11 @@ class FSDP2(Strategy):
         """Make the units, and set the order in which they are prefetched."""
         config, context, library = self.config, self.context, self.library
         policies: dict[str, Any] = {}
+        param_dtype = torch.float64 if context.uses_float64 else config.param_dtype.torch
         if context.cpu_offload:
             policies["offload_policy"] = library.CPUOffloadPolicy(pin_memory=context.device.pins_memory)
         policies["mp_policy"] = library.MixedPrecisionPolicy(
-            param_dtype=None if config.param_dtype is DType.float32 else config.param_dtype.torch,
+            param_dtype=None if param_dtype is torch.float32 else param_dtype,
             reduce_dtype=config.reduce_dtype.torch,
             # The models keep rotary angles in float32 themselves; casting inputs would round them.
             cast_forward_inputs=False,
@@ -108,7 +111,7 @@ class FSDP2(Strategy):
         roots = [model, *(modules[0] for modules in members.values())]
         for module in roots:
             keep_gradient_dtype(module)
-        if self.sparse_mesh is not None:
+        if context.uses_float64 or self.sparse_mesh is not None:
             self._sum_gradients(roots)
         # The root's forward begins before any other.
         self._modules: list[list[nn.Module]] = [[model], *members.values()]
@@ -124,11 +127,11 @@ class FSDP2(Strategy):
         return {"mesh": mesh[axes], "shard_placement_fn": place}
 
     def _sum_gradients(self, units: list[Any]) -> None:
-        """Sum gradients over both views: averages would divide those of experts by fewer ranks than the rest.
+        """Sum gradients: averages would divide those of experts by fewer ranks than the rest, and others inexactly.
 
         With an unchanged loss the gradients of experts would be exactly ep times too large.
         """
-        if sums_gradients(units):
+        if sums_gradients(units, self.config.reduce_dtype is ReduceDType.float64):
             self._averages = False
         elif self._averages:
             self._exchange.gradient_divisor = self.mesh_axes.ep
@@ -152,7 +155,7 @@ class FSDP2(Strategy):
     def microbatch(self, index: int, count: int) -> Iterator[None]:
         """Reduce-scatter once a step, with the last micro-batch; in the deterministic mode, after each."""
         model: Any = self.model
-        model.set_requires_gradient_sync(index == count - 1 or self.context.deterministic)
+        model.set_requires_gradient_sync(index == count - 1 or self.context.reduces_each_microbatch)
         yield
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
@@ -179,7 +182,7 @@ class FSDP2(Strategy):
 
     def mirror_parameters(self) -> Callable[[list[nn.Parameter]], None] | None:
         """Keep a mirror where parameters are offloaded and the forward does not compute in float32."""
-        if not self.context.cpu_offload or self.config.param_dtype is DType.float32:
+        if not self.context.cpu_offload or self.config.param_dtype is DType.float32 or self.context.uses_float64:
             return None
         modules = [module for module, _ in self.units()]
         pin_memory = self.context.device.pins_memory
@@ -215,6 +218,7 @@ class FSDP2Config(FSDPConfig):
 
     name: ClassVar[str] = "fsdp2"
     strategy = FSDP2
+    sums_grains: ClassVar[bool] = True
     uses_dtensor: ClassVar[bool] = True
     overlaps_cpu_offload: ClassVar[bool] = True
     gathers_float8: ClassVar[bool] = True

@@ -16,6 +16,7 @@ from fsdptoys.errors import ConfigError
 from fsdptoys.models import DecoderModel
 from fsdptoys.utils.bounds import at_least
 
+from .float64_leaves import Float64Leaves
 from .init_weights import Fill, init_buffers, materialize
 from .mesh import MeshConfig
 from .precision import CastParameters, DType
@@ -28,6 +29,7 @@ class UnshardedStrategy(Strategy):
     def __init__(self, config: ParallelConfig, context: ParallelContext) -> None:
         super().__init__(config, context)
         self._over_microbatches: dict[nn.Parameter, Tensor] = {}
+        self._leaves: Float64Leaves | None = None
 
     def parallelize(self, model: DecoderModel, fill: Fill) -> None:
         """Materialize and initialize the same values on every rank, then wrap."""
@@ -35,6 +37,8 @@ class UnshardedStrategy(Strategy):
         materialize(model, device, fill)
         init_buffers(model, device, self.config.buffer_dtype.torch)
         self._unwrapped = model
+        if self.context.uses_float64:  # which the model casts to its dtype itself
+            self._leaves, dtype = Float64Leaves(model), DType.float32
         self.model = self._wrap(model if dtype is DType.float32 else CastParameters(model, dtype.torch))
 
     def _wrap(self, model: nn.Module) -> Any:
@@ -42,15 +46,20 @@ class UnshardedStrategy(Strategy):
 
     def units(self) -> list[UnitParams]:
         """The blocks, and the modules before and after them."""
-        return unsharded_units(self._unwrapped)
+        units = unsharded_units(self._unwrapped)
+        return [(module, [self._parameter(param) for param in params]) for module, params in units]
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """The model's own parameters."""
-        return self._unwrapped.named_parameters()
+        return ((name, self._parameter(param)) for name, param in self._unwrapped.named_parameters())
+
+    def _parameter(self, param: nn.Parameter) -> nn.Parameter:
+        """The float32 parameter of one of the model's."""
+        return param if self._leaves is None else self._leaves.parameter(param)
 
     def full_parameters(self) -> Iterator[tuple[str, Tensor]]:
         """The model's own parameters."""
-        for name, param in self._unwrapped.named_parameters():
+        for name, param in self.named_parameters():
             yield name, param.detach().to("cpu", torch.float32)
 
     def _add_microbatch(self, param: nn.Parameter, grad: Tensor, is_last: bool) -> None:
@@ -74,7 +83,9 @@ class Single(UnshardedStrategy):
     def microbatch(self, index: int, count: int) -> Iterator[None]:
         """Let autograd sum gradients in float32; in the deterministic mode, over simulated ranks in float64."""
         yield
-        if not self.context.deterministic or self.local_data_ranks == 1:
+        if self._leaves and index == count - 1:
+            self._leaves.move_gradients()
+        if not self.context.reduces_each_microbatch or self.local_data_ranks == 1:
             return
         rank = index % self.local_data_ranks
         for param in self._unwrapped.parameters():
@@ -94,6 +105,7 @@ class SingleConfig(ParallelConfig):
     name: ClassVar[str] = "single"
     strategy = Single
     single_process: ClassVar[bool] = True
+    sums_grains: ClassVar[bool] = True
 
     simulated_ranks: int = field(default=1, metadata=at_least(1, 2**16))
     """Data-parallel ranks whose micro-batches the one process runs one after another."""

@@ -14,7 +14,9 @@ the global batch before the backward. PyTorch's strategies average, so the loss 
 (``loss_scale``), which is exact for powers of two.
 
 In the deterministic mode gradients are reduced after every micro-batch in float64, rounded to float32, and added up in
-float32: the bits then depend neither on the layout nor on the order in which a collective adds.
+float32: the bits then depend neither on the layout nor on the order in which a collective adds. With
+``train.deterministic=layout`` models compute by grains (``models.grains``) from float64 parameters; gradients are
+summed over micro-batches and ranks in float64, never averaged, and rounded to float32 once a step.
 """
 
 import math
@@ -37,6 +39,7 @@ from fsdptoys.utils.bounds import check_bounds
 from fsdptoys.utils.dtensor import local_tensor
 
 from .context import ContextForm
+from .determinism import Deterministic
 from .gradient_norms import MapParts, norms_in, norms_in_float32, scale_gradients
 from .init_weights import Fill
 from .mesh import CONTEXT_AXIS, EXPERT_AXIS, REPLICATE_AXIS, SHARD_AXIS, Axes, MeshConfig, build_mesh, consecutive_group
@@ -78,6 +81,8 @@ class ParallelConfig:
     """Whether ``memory.optimizer_offload`` can move optimizer states by the parameters that they belong to."""
     shares_sequences: ClassVar[bool] = False
     """Whether ``mesh.cp_size`` ranks can share a sequence: gradients are summed over all ranks, whatever they saw."""
+    sums_grains: ClassVar[bool] = False
+    """Whether ``train.deterministic=layout`` is possible."""
     splits_experts: ClassVar[bool] = False
     """Whether ``mesh.ep_size`` ranks can split the experts."""
     matrices_lost: ClassVar[str | None] = None
@@ -117,7 +122,7 @@ class ParallelConfig:
         """Whether the compiler takes blocks as this strategy leaves them; it skips modules with flat parameters."""
         return self.keeps_parameters
 
-    def resolve(self, deterministic: bool) -> None:
+    def resolve(self, deterministic: Deterministic | bool) -> None:
         """Replace every ``auto`` by its value."""
 
     def validate(self, world_size: int, mesh: MeshConfig, device_type: str, cpu_offload: bool) -> None:
@@ -167,12 +172,12 @@ class ReducingConfig(ParallelConfig):
     context: ContextForm = ContextForm.auto
     """Communication of attention where ranks share sequences (``mesh.cp_size``)."""
 
-    def resolve(self, deterministic: bool) -> None:
+    def resolve(self, deterministic: Deterministic | bool) -> None:
         """Choose the dtype of reductions."""
         if deterministic and self.reduce_dtype not in (ReduceDType.auto, ReduceDType.float64):
             raise ConfigError(
-                f"parallel.reduce_dtype={self.reduce_dtype.value} contradicts train.deterministic=true, which reduces "
-                "in float64; set parallel.reduce_dtype=auto"
+                f"parallel.reduce_dtype={self.reduce_dtype.value} contradicts train.deterministic="
+                f"{Deterministic(deterministic).word}, which reduces in float64; set parallel.reduce_dtype=auto"
             )
         if self.reduce_dtype is ReduceDType.auto:
             self.reduce_dtype = ReduceDType.float64 if deterministic else ReduceDType.float32
@@ -182,8 +187,9 @@ class ReducingConfig(ParallelConfig):
         super().validate(world_size, mesh, device_type, cpu_offload)
         if self.reduce_dtype is ReduceDType.float64 and not float64_collectives(device_type):
             raise ConfigError(
-                f"parallel.reduce_dtype=float64 (train.deterministic=true asks for it) cannot run on {device_type}, "
-                "whose collectives have no float64; set train.deterministic=false and parallel.reduce_dtype=float32"
+                "parallel.reduce_dtype=float64 (train.deterministic=true or layout asks for it) cannot run on "
+                f"{device_type}, whose collectives have no float64; set train.deterministic=false and "
+                "parallel.reduce_dtype=float32"
             )
 
 
@@ -195,11 +201,21 @@ class ParallelContext:
     rank: int
     world_size: int
     mesh: MeshConfig
-    deterministic: bool = False
+    deterministic: Deterministic = Deterministic.false
     cpu_offload: bool = False
     sum_dtype: torch.dtype = torch.float64
     timeout: timedelta | None = None
     """For collectives in groups that the strategy makes; None for PyTorch's default."""
+
+    @property
+    def uses_float64(self) -> bool:
+        """Whether parameters are gathered, and gradients summed over a step and over ranks, in float64."""
+        return self.deterministic.covers_layouts
+
+    @property
+    def reduces_each_microbatch(self) -> bool:
+        """Whether each micro-batch's gradients are reduced and rounded."""
+        return bool(self.deterministic) and not self.uses_float64
 
     def build_mesh(self) -> DeviceMesh:
         """Lay out the ranks by ``mesh``."""

@@ -102,6 +102,7 @@ class ToyDDPConfig(DDPConfig):
 
     name: ClassVar[str] = "toy_ddp"
     strategy = ToyDDP
+    sums_grains: ClassVar[bool] = False
 
     overlap: bool = True
     """Reduce gradients during the backward; false reduces after it (same bits), to measure the gain of overlap."""

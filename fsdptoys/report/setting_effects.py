@@ -70,6 +70,7 @@ ROUNDING = (
     "train.batch_size",
     "train.grad_accum",
     "train.deterministic",
+    "train.grains",
     "train.sum_dtype",
     "train.compile",
     "optim.implementation",
@@ -84,7 +85,8 @@ ROUNDING = (
         for operation in ("attention", "document_attention", "rms_norm", "rotary", "swiglu", "grouped_matmul")
     ),
 )
-"""Includes the layout, which matters by default; with ``train.deterministic=true`` layouts are bitwise equal."""
+"""Includes the layout, which matters by default; with ``train.deterministic=true`` layouts are bitwise equal, and with
+``layout`` micro-batches too."""
 
 NEUTRAL_SECTIONS = ("memory", "parallel", "mesh", "checkpoint", "metrics", "profile", "debug", "launch", "plan")
 """Sections whose settings change no bit, unless listed above."""
@@ -200,11 +202,15 @@ def bits_of(tree: dict[str, Any], world_size: int, device_type: str) -> Settings
     """
     settings = {RANKS: world_size} | effective(tree)
     ranks = _product([world_size, settings.get("parallel.simulated_ranks", 1)])
-    if settings.get("train.deterministic") is not True or ranks is None or ranks & (ranks - 1):
+    mode = settings.get("train.deterministic")
+    if mode == "layout":
+        ranks = 0  # any, with any micro-batches: only the global batch counts, which ``training_of`` has
+    if mode not in (True, "layout") or ranks is None or ranks & (ranks - 1):
         return None  # only a power of two divides without rounding
     left_out = {"mesh.fsdp_size", "parallel.name", "parallel.simulated_ranks", "memory.cpu_threads", "patches"}
     left_out |= {"parallel.reduce_dtype", "train.sum_dtype"}  # set by the deterministic mode and the device
     left_out |= {"memory.cpu_offload"} if device_type == "cpu" else set()
+    left_out |= {"train.batch_size", "train.grad_accum"} if mode == "layout" else {"train.grains"}
     return {key: settings.get(key) for key in ROUNDING if key not in left_out} | {RANKS: ranks}
 
 

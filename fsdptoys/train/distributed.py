@@ -5,6 +5,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -72,23 +73,30 @@ def process_group(config: Config) -> Iterator[None]:
 
 
 @contextmanager
-def deterministic_kernels(wanted: bool, device_type: str) -> Iterator[None]:
-    """Make PyTorch use deterministic kernels within this context, if ``wanted``."""
+def deterministic_kernels(wanted: bool, device_type: str, *, fills: bool = True) -> Iterator[None]:
+    """Make PyTorch use deterministic kernels within this context, if ``wanted``.
+
+    ``fills``: let it fill uninitialized memory too, as it does by default: a fifth of a step of many small matmuls.
+    """
     if not wanted:
         yield
         return
+    options: Any = torch.utils.deterministic
     before = torch.are_deterministic_algorithms_enabled(), torch.backends.cudnn.benchmark
+    filled = options.fill_uninitialized_memory
     # For processes not started by our launcher: cuBLAS reads its variable with the first handle, HCCL with the first
     # group. Without cuBLAS's variable PyTorch refuses deterministic matmuls.
     for name, value in DETERMINISTIC.get(device_type, {}).items():
         os.environ.setdefault(name, value)
     torch.use_deterministic_algorithms(True)
     torch.backends.cudnn.benchmark = False
+    options.fill_uninitialized_memory = filled and fills
     try:
         yield
     finally:
         torch.use_deterministic_algorithms(before[0])
         torch.backends.cudnn.benchmark = before[1]
+        options.fill_uninitialized_memory = filled
 
 
 def device_of(config: Config) -> Device:

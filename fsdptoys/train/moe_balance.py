@@ -3,7 +3,8 @@
 A router sees its own micro-batch only (``models/moe.py``). ``RoutingBalance`` sums the expert counts of all ranks
 between forward and backward and gives each router the gradient of the auxiliary losses, which are linear in the
 router's sums. With gradient accumulation a backward uses the counts of the micro-batches so far, since later ones are
-not routed yet (arXiv:2501.11873); the reported losses cover the full step.
+not routed yet (arXiv:2501.11873); the reported losses cover the full step. With ``train.deterministic=layout``, whose
+gradients do not depend on the micro-batches, one more forward of each routes the full step first.
 
 Over the tokens of a step, padding included, and a layer's E experts:
 
@@ -34,15 +35,25 @@ class RoutingBalance:
         model: with experts, as constructed, before anything wraps it.
         local_ranks: simulated ranks whose micro-batches this process runs in turn.
         sum_dtype: of the sums over ranks.
+        routes_first: route all micro-batches of a step before its first backward.
     """
 
     def __init__(
-        self, model: DecoderModel, config: MoEConfig, device: torch.device, local_ranks: int, sum_dtype: torch.dtype
+        self,
+        model: DecoderModel,
+        config: MoEConfig,
+        device: torch.device,
+        local_ranks: int,
+        sum_dtype: torch.dtype,
+        routes_first: bool,
     ) -> None:
         self._routers = routers(model)
         self._aux_coef, self._z_coef = config.router_aux_loss_coef, config.router_z_loss_coef
         self._top_k = config.top_k
         self._device, self._local_ranks, self._sum_dtype = device, local_ranks, sum_dtype
+        self._routes_first = routes_first and config.router_aux_loss_coef != 0
+        self._counted = False
+        """Whether ``before_forward`` has counted the next micro-batch."""
 
     def begin_step(self, tokens: int, loss_scale: float) -> None:
         """Reset the sums, for a global batch of ``tokens`` (with or without labels) and the factor on the loss."""
@@ -53,22 +64,29 @@ class RoutingBalance:
         self._sums = torch.zeros(n_layers, n_experts + 1, dtype=self._sum_dtype, device=self._device)
 
     def before_forward(self, model: nn.Module, index: int, microbatches: Sequence[tuple[Tensor, Tensor]]) -> None:
-        """If this process simulates several ranks, route the micro-batches that real ranks would run concurrently.
+        """Route the micro-batches that real ranks would run concurrently, or first, before one of them runs.
 
-        Costs one more forward per micro-batch of the step; ``index`` is that of the next one.
+        Costs one more forward per micro-batch of the step, if this process simulates several ranks or the full step is
+        routed first; ``index`` is that of the next micro-batch. A collective.
         """
-        if self._local_ranks == 1 or not self._aux_coef or index % self._local_ranks:
+        together = len(microbatches) if self._routes_first else self._local_ranks
+        self._counted = together > 1 and self._aux_coef != 0
+        if not self._counted or index % together:
             return
+        counts_LE = torch.zeros_like(self._counts_LE)
         with torch.no_grad():
-            for tokens_BT, labels_BT in microbatches[index : index + self._local_ranks]:
+            for tokens_BT, labels_BT in microbatches[index : index + together]:
                 # Labels and an empty loss avoid the computation of logits.
                 model(tokens_BT.to(self._device), labels_BT.to(self._device), _no_loss)
-                self._counts_LE += self._routed()
+                counts_LE += self._routed()
+        if self._routes_first:
+            dist.all_reduce(counts_LE)
+        self._counts_LE += counts_LE
 
     def before_backward(self) -> None:
         """Set the routers' gradients, between forward and backward of a micro-batch. A collective."""
         self._sums += torch.stack([router.sums for router in self._routers])
-        if self._local_ranks == 1 or not self._aux_coef:
+        if not self._counted:
             counts_LE = self._routed()
             if self._aux_coef:
                 dist.all_reduce(counts_LE)
@@ -120,8 +138,10 @@ def _no_loss(hidden_ND: Tensor, weight_VD: Tensor, labels_N: Tensor) -> Tensor:
 
 
 def build_routing_balance(
-    model: DecoderModel, device: torch.device, local_ranks: int, sum_dtype: torch.dtype
+    model: DecoderModel, device: torch.device, local_ranks: int, sum_dtype: torch.dtype, *, routes_first: bool
 ) -> RoutingBalance | None:
     """Return the ``RoutingBalance`` of an MoE model; None for a dense one."""
     config = model.config
-    return RoutingBalance(model, config, device, local_ranks, sum_dtype) if isinstance(config, MoEConfig) else None
+    if not isinstance(config, MoEConfig):
+        return None
+    return RoutingBalance(model, config, device, local_ranks, sum_dtype, routes_first)

@@ -25,7 +25,7 @@ def value_text(value: Any, *, quote: bool = False) -> str:
     if value is None or isinstance(value, bool):
         return {None: "null", True: "true", False: "false"}[value]
     if isinstance(value, Enum):
-        return str(value.value)
+        return value_text(value.value)
     if isinstance(value, (list, tuple)):
         return f"[{','.join(value_text(each, quote=quote) for each in value)}]"
     if quote:

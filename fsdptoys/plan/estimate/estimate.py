@@ -129,7 +129,10 @@ def _doubts(config: Config) -> tuple[str, ...]:
         (train.compile, "treats train.compile=true as eager"),
         (config.data.mask_documents, "treats data.mask_documents=true as attention over full sequences"),
         (train.float8 is not Float8.none, f"treats train.float8={train.float8.value} as bfloat16"),
-        (train.deterministic, "leaves out the float64 sums of train.deterministic=true"),
+        (
+            bool(train.deterministic),
+            f"leaves out the float64 tensors of train.deterministic={train.deterministic.word}",
+        ),
     )
     return tuple(f"the closed form {limit}" for applies, limit in limits if applies)
 

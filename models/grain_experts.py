@@ -1,0 +1,200 @@
+"""Routers and experts whose sums over tokens do not depend on the layout (``grains``).
+
+A router gets one grain at a time. The rows of each expert are split by grain too, so that a matmul has the rows of one
+grain and one expert, wherever the grain and the expert are. The price: grains × experts small matmuls in a Python loop,
+each of which reads its expert's matrices, and one device sync a layer.
+
+Shapes: N tokens, D width, E experts, K experts of a token, F width of an expert's hidden layer, R = N·K rows, M rows of
+a group.
+"""
+
+import functools
+import itertools
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+from .experts import Experts
+from .grains import aligned, split_rows
+from .linear import linear
+from .moe import Router
+
+
+class Group(NamedTuple):
+    """Rows that are multiplied by themselves."""
+
+    expert: int
+    rows: slice
+
+
+def use_grain_experts(model: nn.Module, grain: int) -> None:
+    """Replace the forwards of routers and experts."""
+    for module in model.modules():
+        if isinstance(module, Router):
+            module.forward = functools.partial(_router_forward, module, grain)  # type: ignore[method-assign]
+        elif isinstance(module, Experts):
+            module.forward = functools.partial(_experts_forward, module, grain)  # type: ignore[method-assign]
+
+
+class _Routing(torch.autograd.Function):
+    """``Router.choose``, grain by grain, with the sums over tokens in float64."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, hidden_ND: Tensor, weight_ED: Tensor, router: Router, grain: int
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        cast_ED = weight_ED.to(hidden_ND.dtype)
+        parts = [router.choose(aligned(hidden_ND[rows]), cast_ED) for rows in split_rows(len(hidden_ND), grain)]
+        experts, weights, sums = zip(*parts, strict=True)
+        experts_NK = torch.cat(experts)
+        ctx.mark_non_differentiable(experts_NK)
+        ctx.save_for_backward(hidden_ND, weight_ED)
+        ctx.settings = router, grain
+        return experts_NK, torch.cat(weights), torch.stack(sums).double().sum(0)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, _: None, grad_NK: Tensor, grad_sums: Tensor) -> tuple[Tensor | None, ...]:
+        (hidden_ND, weight_ED), (router, grain) = ctx.saved_tensors, ctx.settings
+        cast_ED = weight_ED.detach().to(hidden_ND.dtype).requires_grad_()
+        grad_hidden_ND, grad_weight_ED = torch.empty_like(hidden_ND), torch.zeros_like(weight_ED)
+        for rows in split_rows(len(hidden_ND), grain):
+            leaf_MD = aligned(hidden_ND[rows]).detach().requires_grad_()
+            with torch.enable_grad():
+                _, weights_MK, sums = router.choose(leaf_MD, cast_ED)
+            given = [grad_NK[rows].to(weights_MK.dtype), grad_sums.to(sums.dtype)]
+            grad_hidden_ND[rows], grad_ED = torch.autograd.grad([weights_MK, sums], [leaf_MD, cast_ED], given)
+            grad_weight_ED += grad_ED
+        return grad_hidden_ND, grad_weight_ED, None, None
+
+
+def _router_forward(router: Router, grain: int, hidden_ND: Tensor) -> tuple[Tensor, Tensor]:
+    experts_NK, weights_NK, sums = _Routing.apply(hidden_ND, router.weight, router, grain)
+    return experts_NK, router.finish(experts_NK, weights_NK, sums).to(hidden_ND.dtype)
+
+
+class Routes(NamedTuple):
+    """Rows of the (token, choice) pairs, sorted by grain, and within a grain by expert."""
+
+    pairs_R: Tensor
+    """Row → pair n·K + k."""
+    tokens_R: Tensor
+    """Row → token."""
+    rows_NK: Tensor
+    """Pair → row."""
+    groups: Sequence[Group]
+
+
+def sort_rows(experts_NK: Tensor, n_experts: int, grain: int) -> Routes:
+    """Sort the pairs; reads the numbers of rows on the host: one device sync."""
+    N, K = experts_NK.shape
+    n_grains = -(-N // grain)
+    grains_N = torch.arange(N, device=experts_NK.device) // grain
+    keys_R, pairs_R = torch.sort((grains_N[:, None] * n_experts + experts_NK).flatten(), stable=True)
+    bounds = torch.searchsorted(keys_R, torch.arange(n_grains * n_experts + 1, device=keys_R.device)).tolist()
+    groups = [
+        Group(key % n_experts, slice(start, end))
+        for key, (start, end) in enumerate(itertools.pairwise(bounds))
+        if end > start
+    ]
+    return Routes(pairs_R, pairs_R // K, torch.argsort(pairs_R).view(N, K), groups)
+
+
+class _Gather(torch.autograd.Function):
+    """A row for each pair; the gradient adds a token's K rows in the order of its choices."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden_ND: Tensor, routes: Routes) -> Tensor:
+        ctx.routes = routes
+        return hidden_ND[routes.tokens_R]
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_RD: Tensor) -> tuple[Tensor, None]:
+        return sum_choices(grad_RD, ctx.routes.rows_NK), None
+
+
+class _Combine(torch.autograd.Function):
+    """The sum of each token's K rows, in the order of its choices."""
+
+    @staticmethod
+    def forward(ctx: Any, out_RD: Tensor, routes: Routes) -> Tensor:
+        ctx.routes = routes
+        return sum_choices(out_RD, routes.rows_NK)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_ND: Tensor) -> tuple[Tensor, None]:
+        return grad_ND[ctx.routes.tokens_R], None
+
+
+def sum_choices(rows_RD: Tensor, rows_NK: Tensor) -> Tensor:
+    """Add K rows for each token in float32, one after the other."""
+    total_ND = rows_RD[rows_NK[:, 0]].float()
+    for rows_N in rows_NK.unbind(1)[1:]:
+        total_ND += rows_RD[rows_N]
+    return total_ND.to(rows_RD.dtype)
+
+
+class _GroupProducts(torch.autograd.Function):
+    """Gated feed-forward of each group of rows with its expert's float64 matrices."""
+
+    @staticmethod
+    def forward(ctx: Any, input_RD: Tensor, gate_up_EHD: Tensor, down_EDF: Tensor, groups: Sequence[Group]) -> Tensor:
+        gate_up, down = (each.to(input_RD.dtype).contiguous() for each in (gate_up_EHD, down_EDF))
+        gate_up_RH = input_RD.new_empty(len(input_RD), gate_up.shape[1])
+        out_RD = torch.empty_like(input_RD)
+        for expert, rows in groups:
+            gate_up_MH = linear(aligned(input_RD[rows]), gate_up[expert])
+            gate_up_RH[rows] = gate_up_MH
+            gate_MF, up_MF = (each.contiguous() for each in gate_up_MH.chunk(2, dim=1))
+            out_RD[rows] = linear(F.silu(gate_MF).mul_(up_MF), down[expert])
+        ctx.save_for_backward(input_RD, gate_up_RH, gate_up_EHD, down_EDF)
+        ctx.groups = groups
+        return out_RD
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_RD: Tensor) -> tuple[Tensor | None, ...]:
+        input_RD, gate_up_RH, gate_up_EHD, down_EDF = ctx.saved_tensors
+        gate_up, down = (each.to(input_RD.dtype).contiguous() for each in (gate_up_EHD, down_EDF))
+        grad_gate_up_EHD, grad_down_EDF = (
+            torch.zeros_like(each, memory_format=torch.contiguous_format) for each in (gate_up_EHD, down_EDF)
+        )
+        grad_input_RD = torch.empty_like(input_RD)
+        for expert, rows in ctx.groups:
+            grad_MD, input_MD = aligned(grad_RD[rows]), aligned(input_RD[rows])
+            gate_MF, up_MF = (each.contiguous() for each in gate_up_RH[rows].chunk(2, dim=1))
+            silu_MF = F.silu(gate_MF)
+            grad_down_EDF[expert] += linear(grad_MD.t(), (silu_MF * up_MF).t())
+            grad_act_MF = linear(grad_MD, down[expert].t())
+            grad_gate_MF = torch.ops.aten.silu_backward(grad_act_MF * up_MF, gate_MF)
+            grad_gate_up_MH = torch.cat([grad_gate_MF, grad_act_MF.mul_(silu_MF)], 1)
+            grad_gate_up_EHD[expert] += linear(grad_gate_up_MH.t(), input_MD.t())
+            grad_input_RD[rows] = linear(grad_gate_up_MH, gate_up[expert].t())
+        return grad_input_RD, grad_gate_up_EHD, grad_down_EDF, None
+
+
+def _experts_forward(
+    experts: Experts,
+    grain: int,
+    hidden_ND: Tensor,
+    experts_NK: Tensor,
+    weights_NK: Tensor,
+    *,
+    scale_input: bool = False,
+) -> Tensor:
+    routes = sort_rows(experts_NK, experts.gate_up_proj.shape[0], grain)
+    weights_R1 = weights_NK.flatten()[routes.pairs_R, None]
+    rows_RD = _Gather.apply(hidden_ND, routes)
+    if scale_input:
+        rows_RD = rows_RD * weights_R1
+    out_RD = _GroupProducts.apply(rows_RD, experts.gate_up_proj, experts.down_proj, routes.groups)
+    if not scale_input:
+        out_RD = out_RD * weights_R1
+    out_ND: Tensor = _Combine.apply(out_RD, routes)
+    return out_ND

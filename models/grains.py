@@ -1,0 +1,336 @@
+"""A model whose sums over tokens do not depend on how sequences are spread over ranks and micro-batches.
+
+A grain is a piece of one sequence, of a length that the layout does not change. Everything added over tokens (gradients
+of weights, routers' sums; the loss in ``fsdptoys.loss.grains``) is computed for each grain by itself in the compute
+dtype, and added over grains in float64: sums of a few float32 numbers are nearly always exact there, so their order
+does not matter. Products, and kernels that round differently in the tail of a vectorized loop, also get one grain at a
+time: a product of 7 rows rounds differently from one of 32. Everything else works on single tokens, or on sequences of
+single heads, which attention gets as a batch of their own.
+
+Parameters are float64 here (a strategy's copies of float32 ones), cast to the compute dtype where they are used; their
+gradients are float64. The price: matmuls of few rows, a float64 sum of each weight's gradient, and casts.
+
+On a CPU the bits also depend on the number of threads. Not covered: compiled kernels; second derivatives. Whether a
+GPU's attention and matmuls keep the promise has not been tried.
+
+Shapes: N rows, M rows of a grain, I and O inner and outer width of a matmul, D width, V vocabulary, B batch, T
+sequence, H query heads, G key/value heads, K width of a head.
+"""
+
+import dataclasses
+import functools
+import math
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+from .decoder import DecoderModel
+from .kernels import DocumentAttention, Kernels, use_kernels
+from .layers import Attention, AttentionTemperature, GELUFeedForward, LMHead
+from .linear import Linear, linear
+
+ALIGNMENT = 64
+"""Bytes: a CPU's matmuls may round by the alignment of their operands."""
+BLOCK_ELEMENTS = 2**16
+"""Elements of a gradient that are added over all grains at a time, so that the float64 sum stays in cache."""
+
+
+def use_grains(model: DecoderModel, grain: int, dtype: torch.dtype) -> None:
+    """Replace the operations of a model that is not wrapped yet.
+
+    Args:
+        model: its kernels must be PyTorch's own.
+        grain: tokens of a grain; divides the tokens of a rank's part of a sequence.
+        dtype: of the computation; parameters will be float64.
+    """
+    from .grain_experts import use_grain_experts  # which uses this module
+
+    for module in model.modules():
+        if isinstance(module, LMHead):
+            module.forward = functools.partial(_head_forward, module, grain)  # type: ignore[method-assign]
+        elif isinstance(module, Linear):
+            module.forward = functools.partial(_linear_forward, module, grain)  # type: ignore[method-assign]
+        elif isinstance(module, nn.Embedding):
+            module.forward = functools.partial(_embedding_forward, module, grain, dtype)  # type: ignore[method-assign]
+        elif isinstance(module, nn.LayerNorm):
+            module.forward = functools.partial(_layer_norm_forward, module, grain)  # type: ignore[method-assign]
+        elif isinstance(module, GELUFeedForward):
+            module.forward = functools.partial(_gelu_forward, module, grain)  # type: ignore[method-assign]
+        elif isinstance(module, Attention) and module.temperature is not None:
+            module.temperature = _GrainTemperature(module.temperature.scale, module.temperature.floor, grain)
+    use_grain_experts(model, grain)
+    model.rotations = functools.partial(_rotations, model.rotations, grain)  # type: ignore[method-assign]
+    model.embed = functools.partial(_embed, model.embed)  # type: ignore[method-assign]
+    use_kernels(model, _grain_kernels(model.kernels, grain))
+
+
+def _grain_kernels(kernels: Kernels, grain: int) -> Kernels:
+    documents = kernels.document_attention
+    return dataclasses.replace(
+        kernels,
+        attention=functools.partial(_attend, kernels.attention),
+        document_attention=DocumentAttention(documents.mask, functools.partial(_attend_documents, documents.attend)),
+        rms_norm=functools.partial(_rms_norm, kernels.rms_norm, grain),
+        swiglu=functools.partial(_swiglu, kernels.swiglu, grain),
+    )
+
+
+def split_rows(rows: int, grain: int) -> Iterator[slice]:
+    """The rows of each grain; a last one may be shorter."""
+    return (slice(start, min(start + grain, rows)) for start in range(0, rows, grain))
+
+
+def aligned(tensor: Tensor) -> Tensor:
+    """The tensor, or a contiguous copy where its rows do not lie like those of a new tensor."""
+    tensor = tensor.contiguous()
+    if tensor.device.type == "cpu" and tensor.numel() and tensor.data_ptr() % ALIGNMENT:
+        return tensor.clone()
+    return tensor
+
+
+def add_products(total_OI: Tensor, grads: Sequence[Tensor], inputs: Sequence[Tensor]) -> None:
+    """Add ``grad.T @ input`` of each grain, in their dtype, to a float64 sum."""
+    rows = max(1, BLOCK_ELEMENTS // total_OI.shape[1] // 16 * 16)
+    for start in range(0, len(total_OI), rows):
+        block = slice(start, start + rows)
+        for grad_MO, input_MI in zip(grads, inputs, strict=True):
+            total_OI[block] += linear(grad_MO[:, block].t(), input_MI.t())
+
+
+def sum_rows(pieces: Sequence[Tensor]) -> Tensor:
+    """The float64 sum of rows that are first added within each piece."""
+    return torch.stack([piece.sum(0) for piece in pieces]).double().sum(0)
+
+
+class _Linear(torch.autograd.Function):
+    """``torch.nn.functional.linear`` with float64 parameters."""
+
+    @staticmethod
+    def forward(ctx: Any, input_NI: Tensor, weight_OI: Tensor, bias_O: Tensor | None, grain: int) -> Tensor:
+        ctx.save_for_backward(input_NI, weight_OI)
+        ctx.grain = grain
+        cast_OI = weight_OI.to(input_NI.dtype)
+        bias = None if bias_O is None else bias_O.to(input_NI.dtype)
+        out_NO = input_NI.new_empty(len(input_NI), len(weight_OI))
+        for rows in split_rows(len(input_NI), grain):
+            out_NO[rows] = linear(aligned(input_NI[rows]), cast_OI, bias)
+        return out_NO
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_NO: Tensor) -> tuple[Tensor | None, ...]:
+        input_NI, weight_OI = ctx.saved_tensors
+        grad_NO = grad_NO.contiguous()
+        pieces = [(aligned(grad_NO[rows]), rows) for rows in split_rows(len(grad_NO), ctx.grain)]
+        grad_input_NI = grad_weight_OI = grad_bias_O = None
+        if ctx.needs_input_grad[0]:
+            cast_IO = weight_OI.to(input_NI.dtype).t()
+            grad_input_NI = torch.empty_like(input_NI)
+            for grad_MO, rows in pieces:
+                grad_input_NI[rows] = linear(grad_MO, cast_IO)
+        if ctx.needs_input_grad[1]:
+            grad_weight_OI = torch.zeros_like(weight_OI, memory_format=torch.contiguous_format)
+            inputs = [aligned(input_NI[rows]) for _, rows in pieces]
+            add_products(grad_weight_OI, [grad_MO for grad_MO, _ in pieces], inputs)
+        if ctx.needs_input_grad[2]:
+            grad_bias_O = sum_rows([grad_MO for grad_MO, _ in pieces])
+        return grad_input_NI, grad_weight_OI, grad_bias_O, None
+
+
+class _Grainwise(torch.autograd.Function):
+    """A function of rows and float64 parameters, recomputed in the backward grain by grain."""
+
+    @staticmethod
+    def forward(ctx: Any, function: Callable[..., Tensor], grain: int, n_inputs: int, *tensors: Tensor) -> Tensor:
+        ctx.save_for_backward(*tensors)
+        ctx.settings = function, grain, n_inputs
+        inputs, params = tensors[:n_inputs], [each.to(tensors[0].dtype) for each in tensors[n_inputs:]]
+        out = torch.empty_like(inputs[0], memory_format=torch.contiguous_format)
+        for rows in split_rows(len(out), grain):
+            out[rows] = function(*(aligned(each[rows]) for each in inputs), *params)
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+        (function, grain, n_inputs), tensors = ctx.settings, ctx.saved_tensors
+        inputs, given = tensors[:n_inputs], tensors[n_inputs:]
+        params = [each.detach().to(inputs[0].dtype).requires_grad_() for each in given]
+        grads = [torch.empty_like(each, memory_format=torch.contiguous_format) for each in inputs]
+        sums = [torch.zeros_like(each, memory_format=torch.contiguous_format) for each in given]
+        for rows in split_rows(len(grad), grain):
+            leaves = [aligned(each[rows]).detach().requires_grad_() for each in inputs]
+            with torch.enable_grad():
+                piece = function(*leaves, *params)
+            found = torch.autograd.grad(piece, [*leaves, *params], aligned(grad[rows]))
+            for whole, part in zip(grads, found, strict=False):
+                whole[rows] = part
+            for total, part in zip(sums, found[n_inputs:], strict=True):
+                total += part
+        return None, None, None, *grads, *sums
+
+
+class _Embedding(torch.autograd.Function):
+    """Rows of a float64 table; gradients of equal ids are added within a grain first."""
+
+    @staticmethod
+    def forward(ctx: Any, ids_N: Tensor, table_VD: Tensor, grain: int, dtype: torch.dtype) -> Tensor:
+        ctx.save_for_backward(ids_N)
+        ctx.settings = table_VD.shape, grain
+        return table_VD[ids_N].to(dtype)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_ND: Tensor) -> tuple[Tensor | None, ...]:
+        (ids_N,), (shape, grain) = ctx.saved_tensors, ctx.settings
+        total_VD = grad_ND.new_zeros(shape, dtype=torch.float64)
+        for rows in split_rows(len(ids_N), grain):
+            ids_M, grad_MD = ids_N[rows], grad_ND[rows]
+            places_M = torch.arange(len(ids_M), device=ids_M.device)
+            # The first place of an equal id gets the sum, and the others add zero: without a device sync.
+            first_M = torch.where(ids_M[:, None] == ids_M, places_M, len(ids_M)).amin(1)
+            sums_MD = torch.zeros_like(grad_MD).index_add_(0, first_M, grad_MD)
+            total_VD.index_add_(0, ids_M, sums_MD.double())
+        return None, total_VD, None, None
+
+
+def _linear_forward(module: Linear, grain: int, input: Tensor) -> Tensor:
+    out_NO: Tensor = _Linear.apply(input.reshape(-1, input.shape[-1]), module.weight, module.bias, grain)
+    return out_NO.view(*input.shape[:-1], -1)
+
+
+def _head_forward(
+    module: LMHead, grain: int, hidden_BTD: Tensor, labels_BT: Tensor | None = None, loss_fn: Any = None
+) -> Tensor:
+    if labels_BT is None:
+        return _linear_forward(module, grain, hidden_BTD)
+    return LMHead.forward(module, hidden_BTD, labels_BT, loss_fn)
+
+
+def _embedding_forward(module: nn.Embedding, grain: int, dtype: torch.dtype, ids: Tensor) -> Tensor:
+    hidden_ND: Tensor = _Embedding.apply(ids.flatten(), module.weight, grain, dtype)
+    return hidden_ND.view(*ids.shape, -1)
+
+
+def _layer_norm_forward(module: nn.LayerNorm, grain: int, hidden: Tensor) -> Tensor:
+    def norm(rows_MD: Tensor, weight_D: Tensor, bias_D: Tensor) -> Tensor:
+        return F.layer_norm(rows_MD, module.normalized_shape, weight_D, bias_D, module.eps)
+
+    hidden_ND = hidden.reshape(-1, hidden.shape[-1])
+    return _Grainwise.apply(norm, grain, 1, hidden_ND, module.weight, module.bias).view_as(hidden)
+
+
+def _rms_norm(kernel: Callable[..., Tensor], grain: int, hidden: Tensor, weight: Tensor | None, eps: float) -> Tensor:
+    if weight is None:  # nothing is added over tokens, and all its operations round alike wherever an element lies
+        return kernel(hidden, None, eps)
+    rows_per_token = math.prod(hidden.shape[2:-1])
+    rows_ND = hidden.reshape(-1, hidden.shape[-1])
+    return _Grainwise.apply(
+        lambda rows_MD, weight_D: kernel(rows_MD, weight_D, eps), grain * rows_per_token, 1, rows_ND, weight
+    ).view_as(hidden)
+
+
+def _swiglu(kernel: Callable[[Tensor, Tensor], Tensor], grain: int, gate: Tensor, up: Tensor) -> Tensor:
+    rows = (each.reshape(-1, each.shape[-1]) for each in (gate, up))
+    return _Grainwise.apply(kernel, grain, 2, *rows).view_as(gate)
+
+
+def _gelu_forward(module: GELUFeedForward, grain: int, hidden_BTD: Tensor) -> Tensor:
+    up = module.up_proj(hidden_BTD)
+    gelu = functools.partial(F.gelu, approximate="tanh")
+    return module.down_proj(_Grainwise.apply(gelu, grain, 1, up.reshape(-1, up.shape[-1])).view_as(up))
+
+
+def _embed(embed: Callable[[Tensor, Tensor], Tensor], tokens_BT: Tensor, positions: Tensor) -> Tensor:
+    # Positions for each sequence: a broadcast would add their gradients over the batch in the compute dtype.
+    return embed(tokens_BT, positions.expand_as(tokens_BT))
+
+
+def _rotations(
+    rotations: Callable[[Tensor], tuple[Tensor, Tensor] | None], grain: int, positions_T: Tensor
+) -> tuple[Tensor, Tensor] | None:
+    pieces = [rotations(piece_T) for piece_T in positions_T.split(grain)]
+    cosines, sines = [each[0] for each in pieces if each], [each[1] for each in pieces if each]
+    return (torch.cat(cosines), torch.cat(sines)) if cosines else None
+
+
+@dataclasses.dataclass(frozen=True)
+class _GrainTemperature(AttentionTemperature):
+    """Factors of one grain at a time."""
+
+    grain: int
+
+    def factors(self, ordinals: Tensor) -> Tensor:
+        """See ``AttentionTemperature``."""
+        pieces = [AttentionTemperature.factors(self, piece) for piece in ordinals.flatten().split(self.grain)]
+        return torch.cat(pieces).view(*ordinals.shape, 1)
+
+
+class _Share(torch.autograd.Function):
+    """A copy of each key or value head for every query head that uses it; gradients add up in float64."""
+
+    @staticmethod
+    def forward(ctx: Any, x_BGTK: Tensor, share: int) -> Tensor:
+        ctx.share = share
+        return x_BGTK.repeat_interleave(share, 1)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_BHTK: Tensor) -> tuple[Tensor, None]:
+        return grad_BHTK.unflatten(1, (-1, ctx.share)).double().sum(2).to(grad_BHTK.dtype), None
+
+
+class _ContiguousGradient(torch.autograd.Function):
+    """Identity whose gradient is contiguous."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return aligned(grad)
+
+
+def attend_by_head(
+    kernel: Callable[..., Tensor], q_BHTK: Tensor, k_BGTK: Tensor, v_BGTK: Tensor, pad: int = 0
+) -> Tensor:
+    """Causal attention of sequences of single heads, whose strides and alignment are the same in every batch.
+
+    ``pad`` zeros are added to the sequences, at their ends, which no token sees.
+    """
+    B, H, T, K = q_BHTK.shape
+    k_BHTK, v_BHTK = (_Share.apply(x, H // x.shape[1]) if x.shape[1] < H else x for x in (k_BGTK, v_BGTK))
+    heads = (F.pad(x, (0, 0, 0, pad)).reshape(B * H, 1, T + pad, K).contiguous() for x in (q_BHTK, k_BHTK, v_BHTK))
+    return _ContiguousGradient.apply(kernel(*heads))[:, :, :T].reshape(B, H, T, K)
+
+
+def _attend(kernel: Callable[..., Tensor], q_BHTK: Tensor, k_BGTK: Tensor, v_BGTK: Tensor) -> Tensor:
+    return attend_by_head(kernel, q_BHTK, k_BGTK, v_BGTK, _padding(q_BHTK))
+
+
+def _attend_documents(
+    kernel: Callable[..., Tensor], q_BHTK: Tensor, k_BGTK: Tensor, v_BGTK: Tensor, seen_B1TT: Tensor
+) -> Tensor:
+    pad, sequences = _padding(q_BHTK), []
+    for q_HTK, k_GTK, v_GTK, seen_1TT in zip(q_BHTK, k_BGTK, v_BGTK, seen_B1TT, strict=True):
+        seen = F.pad(F.pad(seen_1TT, (0, pad), value=-torch.inf), (0, 0, 0, pad)).unsqueeze(0)
+        attend = functools.partial(_with_mask, kernel, seen)
+        q, k, v = (x.unsqueeze(0) for x in (q_HTK, k_GTK, v_GTK))
+        sequences.append(attend_by_head(attend, q, k, v, pad))
+    return torch.cat(sequences)
+
+
+def _with_mask(kernel: Callable[..., Tensor], seen: Tensor, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return kernel(q, k, v, seen)
+
+
+def _padding(q_BHTK: Tensor) -> int:
+    """Tokens to add until every sequence of a head begins aligned."""
+    row_bytes = q_BHTK.shape[3] * q_BHTK.itemsize
+    return -q_BHTK.shape[2] % (ALIGNMENT // math.gcd(ALIGNMENT, row_bytes))
