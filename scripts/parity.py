@@ -19,6 +19,9 @@ A SHA-256 over the final parameters of all rows follows each table, to compare t
   sharding, so only strategies with equal sharding agree in every bit; every loss is within 1e-6 of the one process in
   float32. ``--against-cpu`` also trains every row on CPU ranks in the same arithmetic and prints the difference of the
   losses, which is no breach: another kernel may round otherwise.
+- ``--layouts all`` compares layouts of the mesh instead (context and expert parallelism, HSDP and their combinations)
+  with one ordinary process, gradients included: see ``parity_layouts``. ``--inject all`` makes ten bugs, one after
+  another, and reports whether the comparison finds each at step 1: see ``parity_bugs``.
 - the toys (``toy-``) must agree with PyTorch's implementations in every bit, in both modes: toy DDP and ZeRO-1 with
   DDP, toy FSDP with FSDP2. Toy ZeRO-2 and ZeRO-3 reduce after every micro-batch, DDP once a step; with --grad-accum 1
   and reductions of two numbers they must agree with DDP in every bit. Over more ranks, or with several micro-batches,
@@ -53,6 +56,8 @@ from fsdptoys.device import device_count, float64_collectives, missing_device
 from fsdptoys.errors import ConfigError
 from fsdptoys.models import MODELS
 from fsdptoys.train.trainer import Trainer
+from scripts.parity_bugs import BUGS, compare_all
+from scripts.parity_layouts import LAYOUTS
 from scripts.progress import doing, progress, unit
 from scripts.ranks import run_ranks
 
@@ -352,8 +357,12 @@ def parse_arguments(words: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--strategies", nargs="+", choices=list(STRATEGIES), default=list(STRATEGIES))
     parser.add_argument("--dtypes", nargs="+", choices=["float32", "bfloat16"], default=["float32", "bfloat16"])
     parser.add_argument("--modes", nargs="+", choices=list(MODES), help="by default all that the device runs")
+    parser.add_argument("--layouts", nargs="+", choices=["all", *LAYOUTS], help="compare layouts, not strategies")
+    parser.add_argument("--inject", nargs="+", choices=["all", *BUGS], help="bugs to make and to find")
     parser.add_argument("--against-cpu", action="store_true", help="train every row on CPU ranks too")
     args = parser.parse_args(words)
+    args.layouts = list(LAYOUTS) if args.layouts and "all" in args.layouts else args.layouts
+    args.inject = list(BUGS) if args.inject and "all" in args.inject else args.inject
     if args.modes is None:
         args.modes = ["deterministic", "default"] if float64_collectives(args.device) else ["portable"]
     return args
@@ -362,10 +371,12 @@ def parse_arguments(words: list[str] | None = None) -> argparse.Namespace:
 def main() -> int:
     """Print the tables; 1 on any breach, 2 on a mistake in the arguments."""
     args = parse_arguments()
-    console = Console(width=164 if args.against_cpu else 144)
+    console = Console(width=164 if args.against_cpu or args.layouts or args.inject else 144)
     breaches: list[str] = []
     try:
         check_device(args.device, args.against_cpu)
+        if args.layouts or args.inject:
+            return report(compare_all(args, console))
         check_world_sizes(args.world_sizes, args.device)
         with progress(count_units(args)):
             for model, dtype, mode in product(args.models, args.dtypes, args.modes):
@@ -373,10 +384,15 @@ def main() -> int:
     except ConfigError as error:
         print(f"parity: {error}", file=sys.stderr)
         return 2
+    print('Rows with "last bits !=" are not counted: their sums are added in another order (see --help).')
+    return report(breaches)
+
+
+def report(breaches: list[str]) -> int:
+    """Print the breaches; return the exit status."""
     for breach in breaches:
         print(f"BREACH: {breach}")
     print("parity: " + (f"{len(breaches)} breaches" if breaches else "no breach"))
-    print('Rows with "last bits !=" are not counted: their sums are added in another order (see --help).')
     return 1 if breaches else 0
 
 

@@ -17,8 +17,8 @@ from fsdptoys.models import MODELS, ModelConfig, MoEConfig
 from fsdptoys.optim import OPTIMIZERS, OptimConfig
 from fsdptoys.optim.loss_scale import LossScaleConfig
 from fsdptoys.parallel import STRATEGIES, ParallelConfig
-from fsdptoys.parallel.expert_parallel import check_experts
 from fsdptoys.parallel.determinism import Deterministic
+from fsdptoys.parallel.expert_parallel import check_experts
 from fsdptoys.parallel.float8 import Float8, check_even_shards, check_float8
 from fsdptoys.parallel.mesh import MeshConfig
 from fsdptoys.patches import check_patches

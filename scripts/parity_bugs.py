@@ -1,0 +1,233 @@
+"""Bugs of sharded training that other projects have shipped, injected into a run to see whether parity catches them.
+
+    python scripts/parity.py --inject all
+
+Each is a patch of this process before it forks the ranks, for one layout and one model. The run is compared with one
+process as in ``parity_layouts``: it is caught if something differs at step 1 that the mode promises to be equal. Beside
+it stands the tolerance that many projects use for such comparisons: every loss of 20 steps within 1e-3 relative.
+
+Reported, or like one that was, in: pytorch#160285 and transformers#48205 (experts), Megatron-LM#7452, #5956 and #5916
+(partial sums, norms, routers), torchtitan#2318 and #1750 (factors), Automodel#2995 and VeOmni#338 (cut sequences).
+"""
+
+import argparse
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor
+
+from fsdptoys.errors import ConfigError
+from fsdptoys.loss.objective import IGNORE_INDEX
+from fsdptoys.models.decoder import DecoderModel
+from fsdptoys.models.moe import Router
+from fsdptoys.models.rotary import RotaryModel
+from fsdptoys.parallel import gathered
+from fsdptoys.parallel.fsdp2 import FSDP2
+from fsdptoys.parallel.strategy import Strategy
+from fsdptoys.train import moe_balance, step_inputs
+from scripts.parity_layouts import (
+    LAYOUT_MODES,
+    Comparison,
+    Trajectory,
+    compare_layouts,
+    count_rows,
+    layout_configs,
+    reference_of,
+    train_and_compare,
+)
+from scripts.progress import progress
+from scripts.ranks import run_ranks
+
+ORDINARY_TOLERANCE = 1e-3
+"""Relative difference of losses that many comparisons allow."""
+
+
+@dataclass(frozen=True)
+class Bug:
+    """A mistake, and where to make it."""
+
+    patch: Callable[[], Any]
+    """Returns a context in which ranks are forked."""
+    layout: str
+    """Of ``parity_layouts.LAYOUTS``."""
+    model: str = "llama_debug"
+    world_size: int = 4
+    mode: str = "layout"
+
+
+def average_experts() -> Any:
+    """Experts' gradients are summed over all ranks by the exchange, and scaled as if they were averaged over all."""
+    return mock.patch.object(FSDP2, "_sum_gradients", lambda self, units: None)
+
+
+def drop_partial_sums() -> Any:
+    """Each rank keeps its own gradient of gathered keys and values, without the other ranks' queries."""
+
+    def keep_own(full: Tensor, group: dist.ProcessGroup) -> Tensor:
+        ranks, rank = group.size(), group.rank()
+        pieces = full.chunk(2 * ranks, dim=-2)
+        return torch.cat((pieces[rank], pieces[2 * ranks - 1 - rank]), dim=-2)
+
+    return mock.patch.object(gathered, "scatter_sequence", keep_own)
+
+
+def shift_labels_after_the_cut() -> Any:
+    """The last token of each rank's part has no label."""
+    forward = DecoderModel.forward
+
+    def without_last_labels(self: DecoderModel, tokens: Tensor, labels: Tensor | None = None, *args: Any) -> Tensor:
+        if labels is not None and self.context.ranks > 1:
+            size = labels.shape[1] // self.context.ranks
+            labels = labels.clone()
+            labels[:, size - 1 :: size] = IGNORE_INDEX
+        return forward(self, tokens, labels, *args)
+
+    return mock.patch.object(DecoderModel, "forward", without_last_labels)
+
+
+def count_replicas_in_the_norm() -> Any:
+    """The squares of gradients are added up over all ranks, replicas included."""
+    return mock.patch.object(Strategy, "total_norm", _norm_over_all_ranks)
+
+
+def _norm_over_all_ranks(self: Strategy, norms: list[Tensor]) -> Tensor:
+    total = torch.cat([norm.flatten() for norm in norms]).double().square().sum()
+    dist.all_reduce(total)
+    return total.sqrt().float()
+
+
+def divide_by_data_ranks() -> Any:
+    """The loss is scaled by the data-parallel ranks, and gradients are averaged over all ranks."""
+    scale = FSDP2.loss_scale.fget  # type: ignore[attr-defined]
+    wrong = property(lambda self: scale(self) * self.data_ranks / self.context.world_size)
+    return mock.patch.object(FSDP2, "loss_scale", wrong)
+
+
+def detach_routers() -> Any:
+    """No gradient reaches the routers through the weights of the chosen experts."""
+    forward = Router.forward
+
+    def detached(self: Router, hidden_ND: Tensor) -> tuple[Tensor, Tensor]:
+        experts_NK, weights_NK = forward(self, hidden_ND)
+        return experts_NK, weights_NK.detach()
+
+    return mock.patch.object(Router, "forward", detached)
+
+
+def start_positions_at_zero() -> Any:
+    """Each rank rotates its part of a sequence as if it began there."""
+    rotations = RotaryModel.rotations
+    return mock.patch.object(
+        RotaryModel, "rotations", lambda self, positions: rotations(self, positions - positions[0])
+    )
+
+
+def balance_local_batches() -> Any:
+    """The load-balancing loss of each rank uses the expert counts of its own tokens."""
+    before_backward = moe_balance.RoutingBalance.before_backward
+
+    def without_ranks(self: moe_balance.RoutingBalance) -> None:
+        with mock.patch.object(dist, "all_reduce", lambda *args, **kwargs: None):
+            before_backward(self)
+
+    return mock.patch.object(moe_balance.RoutingBalance, "before_backward", without_ranks)
+
+
+def count_padding() -> Any:
+    """The loss is divided by all tokens, those without a label included."""
+    return mock.patch.object(step_inputs, "IGNORE_INDEX", IGNORE_INDEX - 1)
+
+
+BUGS = {
+    "averaged experts": Bug(average_experts, "ep 2", "qwen3_moe_debug"),
+    "dropped partial sum": Bug(drop_partial_sums, "cp 2 gathered"),
+    "labels shifted after the cut": Bug(shift_labels_after_the_cut, "cp 2 ulysses"),
+    "replicas counted in the norm": Bug(count_replicas_in_the_norm, "hsdp"),
+    "wrong divide factor": Bug(divide_by_data_ranks, "cp 2 ulysses"),
+    "missing router gradient": Bug(detach_routers, "ep 2", "qwen3_moe_debug"),
+    "positions from zero on each rank": Bug(start_positions_at_zero, "cp 2 ulysses"),
+    "auxiliary loss of the local batch": Bug(balance_local_batches, "ep 2", "qwen3_moe_debug"),
+    "padding counted as valid": Bug(count_padding, "fsdp2"),
+}
+"""Name → bug."""
+
+
+@dataclass(frozen=True)
+class Catch:
+    """Whether and how a bug was found."""
+
+    sentence: str
+    """The first difference of step 1 that the mode excludes; empty if there is none."""
+    loss_difference: float
+    """Largest relative difference of a loss."""
+
+    @property
+    def passes_ordinarily(self) -> bool:
+        """Whether losses alone, with the ordinary tolerance, would have hidden the bug."""
+        return self.loss_difference <= ORDINARY_TOLERANCE
+
+
+def inject(bug: Bug, name: str, steps: int, seq_len: int, reference: Trajectory) -> Catch:
+    """Train with a bug on fresh ranks, and compare with one process without it."""
+    configs = layout_configs([bug.layout], bug.model, "float32", bug.mode, bug.world_size, steps, seq_len)
+    with bug.patch():
+        rows: list[Comparison] = run_ranks(
+            bug.world_size, train_and_compare, list(configs.values()), reference, [name], timeout_seconds=3600
+        )[0]
+    (row,) = rows
+    if bug.mode == "layout":
+        first = next((difference for difference in row.differences if difference.startswith("step 1:")), "")
+    else:
+        first = row.gradient  # other differences of the default mode may be rounding
+    return Catch(first, row.loss_difference)
+
+
+def inject_all(names: Sequence[str], steps: int, seq_len: int, console: Console) -> list[str]:
+    """Print a table of bugs; return those that were not caught."""
+    table = Table(title=f"injected bugs, {steps} steps")
+    for column in ("bug", "layout", "mode", "first difference", "largest loss difference", "loss within 1e-3?"):
+        table.add_column(column, justify="right" if "largest" in column else "left")
+    references: dict[tuple[str, str], Trajectory] = {}
+    missed, hidden = [], 0
+    for name in names:
+        bug = BUGS[name]
+        key = (bug.model, bug.mode)
+        if key not in references:
+            references[key] = reference_of(bug.model, "float32", bug.mode, steps, seq_len)
+        catch = inject(bug, name, steps, seq_len, references[key])
+        where = f"{bug.model}, {bug.layout}, {bug.world_size} ranks"
+        passes = "yes" if catch.passes_ordinarily else "no"
+        table.add_row(name, where, bug.mode, catch.sentence or "NOT FOUND", f"{catch.loss_difference:.1e}", passes)
+        missed += [] if catch.sentence else [f"{name} was not found at step 1"]
+        hidden += catch.passes_ordinarily
+    console.print(table)
+    caught = len(names) - len(missed)
+    console.print(
+        f"{caught} of {len(names)} bugs caught at step 1; {hidden} would have passed losses within "
+        f"{ORDINARY_TOLERANCE:g} over {steps} steps\n"
+    )
+    return missed
+
+
+def compare_all(args: argparse.Namespace, console: Console) -> list[str]:
+    """Print the tables of layouts and of bugs that the command line asks for; return the breaches.
+
+    Raises:
+        ConfigError: for a device, since a bug is a patch of this process that only forked ranks have.
+    """
+    if args.device != "cpu":
+        raise ConfigError(f"--layouts and --inject run on CPU ranks only, not on {args.device}; set --device cpu")
+    tables = [(model, dtype, mode) for model in args.models for dtype in args.dtypes for mode in LAYOUT_MODES]
+    breaches: list[str] = []
+    with progress(count_rows(args, tables) + len(args.inject or [])):
+        for model, dtype, mode in tables if args.layouts else []:
+            breaches += compare_layouts(args, model, dtype, mode, console)
+        if args.inject:
+            breaches += inject_all(args.inject, args.steps, args.seq_len, console)
+    return breaches
