@@ -45,10 +45,15 @@ def dense_mask(segments_BT: Tensor, dtype: torch.dtype) -> Tensor:
 
     Not bool, since each call of ``scaled_dot_product_attention`` would convert it and save it for the backward.
     """
-    batch, length = segments_BT.shape
-    seen_BTT = (segments_BT.unsqueeze(2) == segments_BT.unsqueeze(1)).tril_()
-    added_BTT = torch.full((batch, length, length), -torch.inf, dtype=dtype, device=segments_BT.device)
-    return added_BTT.masked_fill_(seen_BTT, 0.0).unsqueeze(1)
+    return dense_rows(segments_BT, 0, segments_BT.shape[1], dtype)
+
+
+def dense_rows(segments_BT: Tensor, start: int, stop: int, dtype: torch.dtype) -> Tensor:
+    """Rows ``start`` to ``stop`` of ``dense_mask``, over the keys before ``stop``: (B, 1, stop - start, stop)."""
+    keys_BS, queries_BP = segments_BT[:, :stop], segments_BT[:, start:stop]
+    seen_BPS = (queries_BP.unsqueeze(2) == keys_BS.unsqueeze(1)).tril_(start)
+    added_BPS = torch.full(seen_BPS.shape, -torch.inf, dtype=dtype, device=segments_BT.device)
+    return added_BPS.masked_fill_(seen_BPS, 0.0).unsqueeze(1)
 
 
 def block_mask(segments_BT: Tensor, dtype: torch.dtype) -> "BlockMask":

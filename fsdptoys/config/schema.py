@@ -24,6 +24,7 @@ from fsdptoys.patches import check_patches
 from fsdptoys.profiler import DebugConfig, ProfileConfig
 from fsdptoys.utils.bounds import MOST_STEPS, MOST_TOKENS, above, at_least, between, check_bounds
 
+from .context_checks import check_context
 from .grain_checks import check_grains
 from .kernel_choice import KernelConfig
 from .launch_config import LaunchConfig
@@ -177,13 +178,15 @@ class Config:
             parallel=self.parallel,
             inner_units=self.parallel.hooks_parts_of_blocks(self.model),
             device_type=device_type,
-            tokens=train.batch_size * train.seq_len,
+            tokens=train.batch_size * train.seq_len // self.mesh.cp_size,
             cpu_offload=self.memory.cpu_offload,
         )
         self._check_loss_scale()
         check_optimizer(self.optim, self.parallel, self.memory, train, device_type)
         self.parallel.validate(world_size, self.mesh, device_type, self.memory.cpu_offload)
         self.parallel.axes(world_size, self.mesh)
+        masks = self.data.mask_documents
+        check_context(self.parallel, self.mesh, self.model, self.kernels, seq_len=train.seq_len, masks=masks)
         check_in_backward(self.optim, self.parallel, self.memory, train, self.mesh, world_size)
         self._check_shards(world_size)
         self._check_memory()
@@ -330,10 +333,11 @@ class Config:
             )
         selective = memory.gradient_checkpointing is GradientCheckpointing.selective
         hidden = memory.activation_offload or isinstance(self.model, MoEConfig)
+        hidden = hidden or self.mesh.cp_size > 1
         if self.train.compile and selective and (hidden or parallel.hooks_parts_of_blocks(self.model)):
             raise ConfigError(
                 "memory.gradient_checkpointing=selective cannot see into blocks compiled by train.compile=true with "
-                "experts, units within a block or memory.activation_offload=true; set "
+                "experts, units within a block, memory.activation_offload=true or mesh.cp_size above 1; set "
                 "memory.gradient_checkpointing=full"
             )
 

@@ -93,8 +93,9 @@ def check_float8(
             raise ConfigError(f"{key} replaces matmuls of bfloat16 on a GPU; set parallel.param_dtype=bfloat16")
         if tokens % MULTIPLE:
             raise ConfigError(
-                f"{key} multiplies over the tokens of a micro-batch, and train.batch_size times train.seq_len is "
-                f"{tokens}, which {MULTIPLE} does not divide; set train.seq_len to a multiple of {MULTIPLE}"
+                f"{key} multiplies over the tokens of a micro-batch, and train.batch_size times train.seq_len over "
+                f"mesh.cp_size is {tokens}, which {MULTIPLE} does not divide; set train.seq_len to a multiple of "
+                f"{MULTIPLE} times mesh.cp_size"
             )
 
 

@@ -38,6 +38,7 @@ from fsdptoys.models import DecoderModel, ModelConfig
 from fsdptoys.utils.bounds import check_bounds
 from fsdptoys.utils.dtensor import local_tensor
 
+from .context import ContextForm
 from .determinism import Deterministic
 from .gradient_norms import MapParts, norms_in, norms_in_float32, scale_gradients
 from .init_weights import Fill
@@ -168,6 +169,8 @@ class ReducingConfig(ParallelConfig):
 
     reduce_dtype: ReduceDType = ReduceDType.auto
     """dtype in which gradients are summed over ranks."""
+    context: ContextForm = ContextForm.auto
+    """Communication of attention where ranks share sequences (``mesh.cp_size``)."""
 
     def resolve(self, deterministic: Deterministic | bool) -> None:
         """Choose the dtype of reductions."""

@@ -16,8 +16,9 @@ from fsdptoys.memory import (
     overlap_cpu_offload,
 )
 from fsdptoys.metrics import SpikeDetector
-from fsdptoys.models import DecoderModel
+from fsdptoys.models import DecoderModel, use_context
 from fsdptoys.parallel import ParallelContext, Strategy
+from fsdptoys.parallel.context import build_context
 from fsdptoys.parallel.precision import DType
 from fsdptoys.utils.dtensor import local_tensor
 
@@ -40,8 +41,16 @@ def prepare_blocks(model: DecoderModel, config: Config, device: Device) -> None:
         offload=ActivationOffload(device.torch_device) if memory.activation_offload else None,
     )
     if config.train.compile:
-        inner_hooks = config.parallel.hooks_parts_of_blocks(config.model)
+        # The compiler skips the exchange of shared sequences, which splits a block's graph as hooks do.
+        inner_hooks = config.parallel.hooks_parts_of_blocks(config.model) or config.mesh.cp_size > 1
         compile_blocks(model.layers, memory.checkpointing_budget, inner_hooks=inner_hooks)
+
+
+def share_sequences(model: DecoderModel, config: Config, strategy: Strategy) -> None:
+    """Let a model keep this rank's part of sequences that ranks share, before the strategy wraps it."""
+    if strategy.context_group is not None:
+        compiles = config.train.compile
+        use_context(model, build_context(strategy.config.context, strategy.context_group, compiles=compiles))
 
 
 def build_updates(optimizer: torch.optim.Optimizer, strategy: Strategy, config: Config, cpu_threads: int) -> Updates:

@@ -38,7 +38,7 @@ from fsdptoys.parallel.float8 import convert_to_float8, prepare_all_gathers
 from fsdptoys.patches import apply_patches
 from fsdptoys.profiler import OOMContext, Profiler, explain_out_of_memory
 
-from .build import build_readings, build_updates, prepare_blocks
+from .build import build_readings, build_updates, prepare_blocks, share_sequences
 from .distributed import deterministic_kernels, device_of
 from .document_flops import DocumentCounter
 from .evaluation import held_out_loss
@@ -109,6 +109,7 @@ class Trainer:
         convert_to_float8(model, train.float8, train.float8_all_gather, self.device.type)
         prepare_blocks(model, config, self.device)
         self.strategy = config.parallel.build(context)
+        share_sequences(model, config, self.strategy)
         local = self.strategy.local_data_ranks
         self.data_rank, place_in_context = divmod(self.rank, config.mesh.cp_size)
         self.counts_labels = place_in_context == 0

@@ -1,0 +1,78 @@
+"""Check context parallelism against model, data and kernels, and choose its form."""
+
+from typing import NoReturn
+
+from fsdptoys.errors import ConfigError
+from fsdptoys.models import ModelConfig
+from fsdptoys.parallel import ParallelConfig
+from fsdptoys.parallel.context import ContextForm
+from fsdptoys.parallel.mesh import MeshConfig
+
+from .kernel_choice import KernelConfig
+
+
+def check_context(
+    parallel: ParallelConfig, mesh: MeshConfig, model: ModelConfig, kernels: KernelConfig, *, seq_len: int, masks: bool
+) -> None:
+    """Replace ``parallel.context=auto``, and check the form of resolved settings.
+
+    Args:
+        parallel: settings of a strategy.
+        mesh: resolved.
+        model: settings of the model.
+        kernels: resolved.
+        seq_len: tokens of a full sequence.
+        masks: whether documents are kept apart.
+
+    Raises:
+        ConfigError: naming key, value and fix.
+    """
+    form, ranks = getattr(parallel, "context", ContextForm.auto), mesh.cp_size
+    if ranks == 1:
+        if form is not ContextForm.auto:
+            raise ConfigError(
+                f"parallel.context={form.value} has no effect with mesh.cp_size=1, where each rank has full sequences; "
+                "set parallel.context=auto or mesh.cp_size=2"
+            )
+        return
+    heads = model.n_heads
+    if form is ContextForm.auto:
+        form = ContextForm.gathered if heads % ranks else ContextForm.ulysses
+        parallel.context = form  # type: ignore[attr-defined]
+    if form is ContextForm.ulysses and heads % ranks:
+        fitting = max(size for size in range(1, ranks) if heads % size == 0 and ranks % size == 0)
+        raise ConfigError(
+            f"parallel.context=ulysses shares heads among mesh.cp_size={ranks} ranks, which does not divide the "
+            f"{heads} heads of the model; set parallel.context=gathered or mesh.cp_size={fitting}"
+        )
+    _check_length(form, ranks, seq_len, heads)
+    if form is not ContextForm.ulysses:
+        _check_kernels(form, kernels, masks)
+
+
+def _check_length(form: ContextForm, ranks: int, seq_len: int, heads: int) -> None:
+    pieces = form.pieces_per_rank * ranks
+    if seq_len % pieces == 0:
+        return
+    fix = f"set train.seq_len={max(1, seq_len // pieces) * pieces}"
+    if form is not ContextForm.ulysses and seq_len % ranks == 0 and heads % ranks == 0:
+        fix += " or parallel.context=ulysses"
+    raise ConfigError(
+        f"train.seq_len={seq_len} must be a multiple of {pieces}, the pieces into which parallel.context={form.value} "
+        f"cuts a sequence with mesh.cp_size={ranks}; {fix}"
+    )
+
+
+def _check_kernels(form: ContextForm, kernels: KernelConfig, masks: bool) -> None:
+    """Refuse kernels of attention that cannot compute rows of a sequence."""
+    names = kernels.names()
+    for operation in ("attention", *(("document_attention",) if masks else ())):
+        if names[operation] in ("flex", "cudnn"):
+            _refuse(form, operation, names[operation], "cannot take the mask of some rows of a sequence")
+
+
+def _refuse(form: ContextForm, operation: str, name: str, why: str) -> NoReturn:
+    raise ConfigError(
+        f"kernels.{operation}={name} {why}, which parallel.context={form.value} asks for; set kernels.{operation}=auto "
+        "or parallel.context=ulysses"
+    )

@@ -1,0 +1,58 @@
+"""Context parallelism: ``mesh.cp_size`` ranks share each sequence.
+
+Every rank keeps 1/N of a sequence in all layers. Only attention mixes tokens, so only attention communicates:
+
+- ``ulysses`` (arXiv:2309.14509) exchanges heads for sequence before attention and back after it: each rank computes
+  full sequences of H/N heads with the kernel of one rank. Activations stay at 1/N. N must divide the query heads.
+- ``gathered`` (arXiv:2407.21783, section 3.3.2) all-gathers keys and values, and computes the rows of its own queries.
+  Any number of heads; the keys and values of full sequences are in memory, few with grouped heads.
+
+``gathered`` cuts sequences into 2N pieces, of which rank r keeps r and 2N-1-r: a head and a tail, so that all ranks
+compute equally many scores of the causal half.
+
+Gradients of parameters are sums over a sequence's parts, which the strategy sums over ranks like those of sequences.
+The collectives are part of the forward and backward of each attention, and recomputation repeats them; all ranks of a
+group must run the same layers in the same order.
+"""
+
+from enum import Enum
+
+import torch
+import torch.distributed as dist
+
+from fsdptoys.models import Context
+
+from .gathered import Gathered
+from .ulysses import Ulysses
+
+
+class ContextForm(Enum):
+    """Communication of attention under ``mesh.cp_size``."""
+
+    auto = "auto"
+    """``ulysses`` where the ranks divide the query heads, else ``gathered``."""
+    ulysses = "ulysses"
+    """All-to-all: each rank has full sequences of some heads."""
+    gathered = "gathered"
+    """All-gather of keys and values: each rank has some queries of all heads."""
+
+    @property
+    def pieces_per_rank(self) -> int:
+        """Pieces of a sequence that a rank keeps."""
+        return 1 if self is ContextForm.ulysses else 2
+
+
+def build_context(form: ContextForm, group: dist.ProcessGroup, *, compiles: bool) -> Context:
+    """A context of a resolved form for the ranks of ``group``.
+
+    ``compiles``: whether the compiler traces the model. It then skips attention: compiled backwards may order the
+    exchange otherwise than FSDP's reductions on each rank, and ranks would wait for one another.
+    """
+    contexts: dict[ContextForm, type[Ulysses] | type[Gathered]] = {
+        ContextForm.ulysses: Ulysses,
+        ContextForm.gathered: Gathered,
+    }
+    context = contexts[form](group)
+    if compiles:
+        context.attend = torch.compiler.disable(context.attend)  # type: ignore[method-assign]
+    return context

@@ -1,0 +1,102 @@
+"""Attention over gathered keys and values, with sequences shared as heads and tails.
+
+Shapes: B batch, T tokens of a full sequence, t = T/N of this rank's part, c = T/2N of a piece, H query heads, G
+key/value heads, K width of a head.
+"""
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from fsdptoys.models import Context
+from fsdptoys.models.attention_rows import attend_rows
+from fsdptoys.models.kernels import Kernels, dense_rows
+
+# Renamed in torch 2.13, where the old names warn.
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
+class HeadTail(Context):
+    """Rank r of N keeps pieces r and 2N-1-r of 2N, which together see as many keys on every rank."""
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self.ranks, self._rank, self._group = group.size(), group.rank(), group
+
+    def starts(self, seq_len: int) -> tuple[int, int]:
+        """Positions of the first tokens of this rank's two pieces."""
+        size = seq_len // (2 * self.ranks)
+        return self._rank * size, (2 * self.ranks - 1 - self._rank) * size
+
+    def cut(self, full: Tensor, dim: int) -> Tensor:
+        """A head and a tail."""
+        size = full.shape[dim] // (2 * self.ranks)
+        return torch.cat([full.narrow(dim, start, size) for start in self.starts(full.shape[dim])], dim)
+
+
+class Gathered(HeadTail):
+    """Each rank attends with its own queries over gathered keys and values."""
+
+    def mask(self, segments_BT: Tensor, kernels: Kernels, dtype: torch.dtype) -> Any:
+        """The rows of both pieces."""
+        size = segments_BT.shape[1] // (2 * self.ranks)
+        return [dense_rows(segments_BT, start, start + size, dtype) for start in self.starts(segments_BT.shape[1])]
+
+    def attend(
+        self,
+        q_BHtK: Tensor,
+        k_BGtK: Tensor,
+        v_BGtK: Tensor,
+        kernels: Kernels,
+        chunk_len: int | None = None,
+        seen: Any = None,
+    ) -> Tensor:
+        """Gather keys and values, and attend with each piece of the queries."""
+        k_BGTK, v_BGTK = _GatherSequence.apply(torch.stack((k_BGtK, v_BGtK)), self._group)
+        starts, masks = self.starts(k_BGTK.shape[2]), seen or (None, None)
+        pieces = [
+            attend_rows(q_BHcK, k_BGTK, v_BGTK, start, kernels, chunk_len, rows)
+            for q_BHcK, start, rows in zip(q_BHtK.chunk(2, dim=2), starts, masks, strict=True)
+        ]
+        return torch.cat(pieces, dim=2)
+
+
+class _GatherSequence(torch.autograd.Function):
+    """All-gather tensors (…, t, K) of heads and tails into (…, T, K) in order of positions.
+
+    The gradients of all ranks' rows are summed in float32, also where keys and values have 16 bits.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, part: Tensor, group: dist.ProcessGroup) -> Tensor:
+        ctx.group = group
+        return gather_sequence(part, group)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        wide = torch.promote_types(grad.dtype, torch.float32)
+        return scatter_sequence(grad.to(wide), ctx.group).to(grad.dtype), None
+
+
+def gather_sequence(part: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """All-gather heads and tails (…, t, K) into the full sequence (…, T, K)."""
+    ranks = group.size()
+    # gloo takes an output that is concatenated along the first dim only.
+    gathered = part.new_empty((ranks * part.shape[0], *part.shape[1:]))
+    _all_gather(gathered, part.contiguous(), group=group)
+    heads, tails = gathered.unflatten(0, (ranks, -1)).unflatten(-2, (2, -1)).unbind(-3)
+    return torch.cat((heads, tails.flip(0))).movedim(0, -3).flatten(-3, -2)
+
+
+def scatter_sequence(full: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """Reduce-scatter full sequences (…, T, K) into this rank's head and tail (…, t, K): the transpose of a gather."""
+    ranks = group.size()
+    heads, tails = full.unflatten(-2, (2 * ranks, -1)).movedim(-3, 0).chunk(2)
+    parts = torch.stack((heads, tails.flip(0)), dim=-3).flatten(-3, -2)
+    part = parts.new_empty(parts.shape[1:])
+    _reduce_scatter(part, parts.flatten(0, 1).contiguous(), group=group)
+    return part
