@@ -19,7 +19,8 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from .experts import Experts
-from .grains import aligned, split_rows
+from .grain_attention import aligned
+from .grains import split_rows
 from .linear import linear
 from .moe import Router
 
