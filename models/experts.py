@@ -43,6 +43,9 @@ def _leave_uncompiled(function: Callable[..., Any]) -> Callable[..., Any]:
 class Experts(UsesKernels):
     """Stacked gated feed-forwards."""
 
+    exchange: Callable[..., Tensor] | None = None
+    """In place of ``apply_experts`` where other ranks have some of the experts; same arguments."""
+
     def __init__(self, dim: int, ffn_dim: int, n_experts: int) -> None:
         super().__init__()
         self.gate_up_proj = nn.Parameter(torch.empty(n_experts, 2 * ffn_dim, dim))
@@ -73,7 +76,8 @@ class Experts(UsesKernels):
             )
         dim, ffn_dim = self.down_proj.shape[1:]
         product = self.kernels.grouped_matmul(hidden_ND.device.type, hidden_ND.dtype, dim, ffn_dim)
-        return apply_experts(
+        apply = self.exchange or apply_experts
+        return apply(
             hidden_ND, experts_NK, weights_NK, self.gate_up_proj, self.down_proj, product, scale_input=scale_input
         )
 
@@ -148,7 +152,7 @@ class _Experts(torch.autograd.Function):
                 gate_MF, up_MF = (gate_up_MH * weights_R[rows] if scale_input else gate_up_MH).chunk(2, dim=1)
                 act_MF = F.silu(gate_MF).mul_(up_MF)
                 out_RD = _put(out_RD, rows, product, act_MF, down_EDF[piece.experts], piece)
-            out_ND = _gather_sum(out_RD, routes.rows_NK, product, None if scale_input else weights_NK)
+            out_ND = gather_sum(out_RD, routes.rows_NK, product, None if scale_input else weights_NK)
         if keep:
             ctx.save_for_backward(hidden_ND, weights_NK, gate_up_EHD, down_EDF, *routes[:3], *kept)
             ctx.pieces, ctx.product, ctx.scale_input = routes.pieces, product, scale_input
@@ -197,7 +201,7 @@ class _Experts(torch.autograd.Function):
                 if grad_gate_up_EHD is not None:
                     input_MD = _gather(hidden_ND, tokens[rows], piece)
                     grad_gate_up_EHD = _put_outer(grad_gate_up_EHD, product, grad_gate_up_MH, input_MD, piece)
-            grad_hidden_ND = _gather_sum(grad_input_RD, rows_NK, product) if ctx.needs_input_grad[0] else None
+            grad_hidden_ND = gather_sum(grad_input_RD, rows_NK, product) if ctx.needs_input_grad[0] else None
         grad_weights_NK = grad_weights_R.flatten()[rows_NK] if ctx.needs_input_grad[1] else None
         return grad_hidden_ND, grad_weights_NK, grad_gate_up_EHD, grad_down_EDF, None, None, None, None
 
@@ -210,7 +214,7 @@ def _gather(source_ND: Tensor, tokens_M: Tensor, piece: Segment) -> Tensor:
     return rows_MD
 
 
-def _gather_sum(source_RD: Tensor, rows_NK: Tensor, product: Product, weights_NK: Tensor | None = None) -> Tensor:
+def gather_sum(source_RD: Tensor, rows_NK: Tensor, product: Product, weights_NK: Tensor | None = None) -> Tensor:
     """Sum of each token's K rows, optionally weighted, in the order of its choices."""
     # One pass over the rows without a copy.
     if product.one_pass_sums and source_RD.device.type == "cpu" and rows_NK.numel():

@@ -10,8 +10,8 @@ from fsdptoys.models import ModelConfig, MoEConfig
 from fsdptoys.optim import Implementation, OptimConfig, WeightDecayOn, low_bit_adamw
 from fsdptoys.parallel import ParallelConfig
 from fsdptoys.parallel.determinism import Deterministic
-from fsdptoys.parallel.fsdp2 import placement
-from fsdptoys.parallel.mesh import MeshConfig
+from fsdptoys.parallel.fsdp2 import sharding
+from fsdptoys.parallel.mesh import Axes, MeshConfig
 from fsdptoys.utils.torchao import torchao_fault
 
 
@@ -108,20 +108,21 @@ def _check_low_bits(optim: OptimConfig, setting: str, parallel: ParallelConfig, 
         optim.implementation = Implementation.for_loop if deterministic else Implementation.fused
 
 
-def check_blocks(optim: OptimConfig, model: ModelConfig, mesh: MeshConfig, shards: int) -> None:
+def check_blocks(optim: OptimConfig, model: ModelConfig, mesh: MeshConfig, axes: Axes) -> None:
     """Refuse shards that end within a quantization block, as is possible for stacks of experts."""
     if optim.low_bit_format is None or not isinstance(model, MoEConfig):
         return
     with torch.device("meta"):
         parameters = list(model.build().named_parameters())
     for name, param in parameters:
-        block, chosen = low_bit_adamw.block_elements(optim.low_bit_format, param.shape), placement(param, shards)
-        cut = param.shape[-1] // shards if chosen is not None and chosen.dim == param.ndim - 1 else 0
+        block, (dim, ranks) = low_bit_adamw.block_elements(optim.low_bit_format, param.shape), sharding(param, axes)
+        cut = param.shape[-1] // ranks if dim == param.ndim - 1 else 0
         if block is not None and cut % block:
+            fix = f"a mesh.fsdp_size that divides {param.shape[0]}" if axes.ep == 1 else f"mesh.ep_size={axes.shard}"
             raise ConfigError(
                 f"optim.state_dtype={optim.low_bit_format} keeps a scale for {block} numbers of a row, and "
-                f"mesh.fsdp_size={mesh.fsdp_size} cuts rows of {name} into {cut}; set a mesh.fsdp_size that divides "
-                f"{param.shape[0]} or optim.state_dtype=bfloat16"
+                f"mesh.fsdp_size={mesh.fsdp_size} cuts rows of {name} into {cut}; set {fix} or "
+                "optim.state_dtype=bfloat16"
             )
 
 

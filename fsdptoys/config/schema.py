@@ -18,6 +18,7 @@ from fsdptoys.optim import OPTIMIZERS, OptimConfig
 from fsdptoys.optim.loss_scale import LossScaleConfig
 from fsdptoys.parallel import STRATEGIES, ParallelConfig
 from fsdptoys.parallel.determinism import Deterministic
+from fsdptoys.parallel.expert_parallel import check_experts
 from fsdptoys.parallel.float8 import Float8, check_even_shards, check_float8
 from fsdptoys.parallel.mesh import MeshConfig
 from fsdptoys.patches import check_patches
@@ -183,7 +184,7 @@ class Config:
         self._check_loss_scale()
         check_optimizer(self.optim, self.parallel, self.memory, train, device_type)
         self.parallel.validate(world_size, self.mesh, device_type, self.memory.cpu_offload)
-        self.parallel.axes(world_size, self.mesh)
+        check_experts(self.model, self.parallel.axes(world_size, self.mesh))
         masks = self.data.mask_documents
         check_context(self.parallel, self.mesh, self.model, self.kernels, seq_len=train.seq_len, masks=masks)
         check_grains(self, device_type)
@@ -286,7 +287,7 @@ class Config:
                 f"mesh.fsdp_size={self.mesh.fsdp_size} cuts parameters of {dim} rows (model.dim) into {shards} shards, "
                 f"so that ranks would hold nothing of them; set mesh.fsdp_size={fitting}"
             )
-        check_blocks(self.optim, self.model, self.mesh, shards)
+        check_blocks(self.optim, self.model, self.mesh, self.parallel.axes(world_size, self.mesh))
         if self.train.float8_all_gather:
             with torch.device("meta"):
                 check_even_shards(self.model.build(), shards)

@@ -165,6 +165,11 @@ class Muon(MatrixOptimizer):
         for matrix in matrices:
             if matrix.ranks == 1:
                 self._apply(matrix, orthogonalize(self._momentum_step(matrix), self.config.ns_steps), group)
+        for shared_by in dict.fromkeys(matrix.group for matrix in dealt):  # those of experts may be others
+            self._step_together([matrix for matrix in dealt if matrix.group is shared_by], group)
+
+    def _step_together(self, dealt: list[Matrix], group: dict[str, Any]) -> None:
+        """Update matrices that one group of ranks shares, in rounds."""
         while dealt:
             ranks, in_full = dealt[0].ranks, dealt[0].dim is None
             this_round, dealt = dealt[:ranks], dealt[ranks:]

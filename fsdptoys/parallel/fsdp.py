@@ -19,7 +19,7 @@ from fsdptoys.utils.uncached import Uncached
 
 from .mesh import MeshConfig
 from .strategy import ReducingConfig
-from .wrap import Unit, class_units, position_units, size_units
+from .wrap import Unit, class_units, position_units, size_units, split_off_experts
 
 TORCH = tuple(int(part) for part in torch.__version__.split(".")[:2])
 
@@ -79,12 +79,20 @@ class FSDPConfig(ReducingConfig):
         if not words:
             self.wrap = Wrap.block
 
-    def units(self, model: DecoderModel) -> list[Unit]:
+    def units(self, model: DecoderModel, splits_experts: bool = False) -> list[Unit]:
         """Units of a model in the order of their forwards, without the root, which holds all other parameters.
+
+        Args:
+            model: on any device.
+            splits_experts: whether experts are sharded over other ranks than the rest, so that no unit has both.
 
         Raises:
             ConfigError: if ``wrap_classes`` names a class that no unit can have.
         """
+        units = self._chosen_units(model)
+        return split_off_experts(model, units) if splits_experts else units
+
+    def _chosen_units(self, model: DecoderModel) -> list[Unit]:
         if self.wrap_classes:
             return class_units(model, self.wrap_classes)
         if self.min_params is not None:

@@ -1,7 +1,8 @@
 """FSDP2: PyTorch's ``fully_shard``, which shards every parameter along its first dim as a DTensor.
 
 Stacks of experts are sharded along another dim where the ranks do not divide the number of experts. A mesh of two axes
-makes it HSDP: sharded along the second, replicated and all-reduced along the first.
+makes it HSDP: sharded along the second, replicated and all-reduced along the first. Under expert parallelism the stacks
+are units of their own, over a mesh of their own (``expert_parallel``).
 
 Source: https://docs.pytorch.org/docs/stable/distributed.fsdp.fully_shard.html
 """
@@ -22,9 +23,10 @@ from fsdptoys.models import DecoderModel
 from fsdptoys.utils.dtensor import is_dtensor, unwrapped
 
 from .cpu_offload_cast import mirror_parameters
+from .expert_parallel import ExpertExchange, expert_placement, is_split, split_experts, sums_gradients
 from .fsdp import TORCH, FSDPConfig
 from .init_weights import Fill, init_buffers, materialize
-from .mesh import SHARD_AXIS, MeshConfig
+from .mesh import EXPERT_AXIS, EXPERT_SHARD_AXIS, REPLICATE_AXIS, SHARD_AXIS, Axes, MeshConfig, build_sparse_mesh
 from .precision import DType, ReduceDType
 from .state import State
 from .strategy import ParallelContext, Strategy, UnitParams, own_parameters
@@ -44,9 +46,12 @@ class FSDP2(Strategy):
         self.mesh = context.build_mesh()
         self.units_ahead = config.forward_prefetch
         # FSDP2 divides by itself in float64, and asks the collective for the mean otherwise.
-        self._averages = not context.uses_float64 and (
-            config.reduce_dtype is ReduceDType.float64 or averages(self.shard_group())
-        )
+        self._averages = config.reduce_dtype is ReduceDType.float64 or averages(self.shard_group())
+        self.sparse_mesh = None
+        if self.mesh_axes.ep > 1:
+            self.sparse_mesh = build_sparse_mesh(self.mesh_axes, context.device, context.timeout)
+            # The host waits for the splits of an exchange, so the device's queue is no help.
+            self.units_ahead = max(1, self.units_ahead)
 
     @property
     def library(self) -> Any:
@@ -64,6 +69,9 @@ class FSDP2(Strategy):
         """Shard the units from the inside out, then the root; materialize only the shards."""
         # Blocks add their parts' results to the residual stream out of place, so a view does no harm.
         warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
+        if self.sparse_mesh is not None:
+            self._exchange = ExpertExchange(self.sparse_mesh.get_group(EXPERT_AXIS))
+            split_experts(model, self.sparse_mesh[EXPERT_AXIS], self._exchange)
         self._shard(model)
         device = self.context.device.torch_device
         memory = torch.device("cpu") if self.context.cpu_offload else device
@@ -85,36 +93,57 @@ class FSDP2(Strategy):
             cast_forward_inputs=False,
         )
         place = functools.partial(placement, ranks=self.mesh[SHARD_AXIS].size())
-        units = {unit.modules[0]: unit for unit in config.units(model)}
+        dense = {"mesh": self.mesh, "shard_placement_fn": place}
+        units = {unit.modules[0]: unit for unit in config.units(model, self.sparse_mesh is not None)}
         members: dict[str, list[Any]] = {
             name: [model.get_submodule(each) for each in unit.modules] for name, unit in units.items()
         }
         for name in inside_out(list(units)):
-            library.fully_shard(
-                members[name],
-                mesh=self.mesh,
-                reshard_after_forward=config.reshards(units[name]),
-                shard_placement_fn=place,
-                **policies,
-            )
+            view = self._sparse_view() if is_split(members[name][0]) else dense
+            library.fully_shard(members[name], reshard_after_forward=config.reshards(units[name]), **view, **policies)
             if units[name].embeds:
                 # The gradient of an embedding needs the indices only.
                 members[name][0].set_unshard_in_backward(False)
         # The root gets the remaining parameters.
-        library.fully_shard(
-            model, mesh=self.mesh, reshard_after_forward=config.reshards(None), shard_placement_fn=place, **policies
-        )
-        for module in (model, *(modules[0] for modules in members.values())):
+        library.fully_shard(model, reshard_after_forward=config.reshards(None), **dense, **policies)
+        roots = [model, *(modules[0] for modules in members.values())]
+        for module in roots:
             keep_gradient_dtype(module)
-            if context.uses_float64:
-                sum_gradients(module)
+        if self.sparse_mesh is not None or context.uses_float64:
+            self._sum_gradients(roots)
         # The root's forward begins before any other.
         self._modules: list[list[nn.Module]] = [[model], *members.values()]
         tied = bool(units) and next(iter(units.values())).ends_forward
         self._set_prefetch([modules[0] for modules in members.values()], tied)
 
+    def _sparse_view(self) -> dict[str, Any]:
+        """Mesh and placement of the experts' units."""
+        mesh = self.sparse_mesh
+        assert mesh is not None
+        axes = (REPLICATE_AXIS, EXPERT_SHARD_AXIS) if self.mesh_axes.replicate > 1 else (EXPERT_SHARD_AXIS,)
+        place = functools.partial(expert_placement, ranks=self.mesh_axes.efsdp)
+        return {"mesh": mesh[axes], "shard_placement_fn": place}
+
+    def _sum_gradients(self, units: list[Any]) -> None:
+        """Sum gradients over both views: averages would divide those of experts by fewer ranks than the rest.
+
+        With an unchanged loss the gradients of experts would be exactly ep times too large. Sums also keep the bits of
+        one process on any number of ranks, where averages need a power of two.
+        """
+        if sums_gradients(units):
+            self._averages = False
+        elif self.context.uses_float64:
+            raise ConfigError(
+                f"train.deterministic=layout sums gradients, which FSDP2 of torch {torch.__version__} only averages; "
+                "set parallel=ddp or parallel=fsdp1"
+            )
+        elif self._averages:
+            self._exchange.gradient_divisor = self.mesh_axes.ep
+
     def _set_prefetch(self, units: list[Any], tied: bool) -> None:
         ahead, behind = self.config.forward_prefetch, self.config.backward_prefetch
+        if self.sparse_mesh is not None:
+            ahead = self.units_ahead
         for i, unit in enumerate(units):
             if ahead:
                 unit.set_modules_to_forward_prefetch(units[i + 1 : i + 1 + ahead])
@@ -198,6 +227,7 @@ class FSDP2Config(FSDPConfig):
     overlaps_cpu_offload: ClassVar[bool] = True
     gathers_float8: ClassVar[bool] = True
     shares_sequences: ClassVar[bool] = True
+    splits_experts: ClassVar[bool] = True
 
     @property
     def gradients_held(self) -> None:
@@ -225,6 +255,14 @@ def placement(param: nn.Parameter, ranks: int) -> "Shard | None":
     if param.ndim < 3 or param.shape[0] % ranks == 0:
         return None
     return next((Shard(dim) for dim in range(1, param.ndim) if param.shape[dim] % ranks == 0), None)
+
+
+def sharding(param: nn.Parameter, axes: Axes) -> tuple[int, int]:
+    """The dim along which FSDP2 shards a full parameter, and over how many ranks."""
+    if axes.ep > 1 and param.ndim == 3:
+        return expert_placement(param, axes.efsdp).dim, axes.efsdp
+    chosen = placement(param, axes.shard)
+    return chosen.dim if chosen is not None else 0, axes.shard
 
 
 def gathering_stream(module: nn.Module) -> Any:
@@ -261,18 +299,6 @@ def keep_gradient_dtype(module: nn.Module) -> None:
                 group.reduce_grads = reduces
 
         group._set_unsharded_grad_dtypes = set_as_if_reduced
-
-
-def sum_gradients(module: Any) -> None:
-    """Make a unit sum gradients over ranks: only powers of two divide without rounding.
-
-    torch 2.7 has the first method under another name, and no collective that divides in float64.
-    """
-    set_factor = getattr(module, "set_gradient_divide_factor", None) or module.set_reduce_scatter_divide_factor
-    set_factor(1.0)
-    force_sum = getattr(module, "set_force_sum_reduction_for_comms", None)
-    if force_sum is not None:
-        force_sum(True)
 
 
 def averages(group: dist.ProcessGroup) -> bool:

@@ -172,6 +172,12 @@ def hybrid_mesh(replicas: int, shard: int, device: Device, timeout: timedelta | 
     return named_mesh(dict(zip(names, (replicas, shard), strict=True)), device, timeout)
 
 
+def build_sparse_mesh(axes: Axes, device: Device, timeout: timedelta | None) -> DeviceMesh:
+    """Lay out the ranks as parameters of experts see them: ``([replicate,] efsdp, ep)``."""
+    replicas = {REPLICATE_AXIS: axes.replicate} if axes.replicate > 1 else {}
+    return named_mesh(replicas | {EXPERT_SHARD_AXIS: axes.efsdp, EXPERT_AXIS: axes.ep}, device, timeout)
+
+
 def named_mesh(sizes: dict[str, int], device: Device, timeout: timedelta | None) -> DeviceMesh:
     """A mesh of named axes over all ranks, the last varying fastest."""
     ranks = torch.arange(dist.get_world_size()).view(*sizes.values())

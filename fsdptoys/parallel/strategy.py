@@ -42,7 +42,7 @@ from .context import ContextForm
 from .determinism import Deterministic
 from .gradient_norms import MapParts, norms_in, norms_in_float32, scale_gradients
 from .init_weights import Fill
-from .mesh import CONTEXT_AXIS, REPLICATE_AXIS, SHARD_AXIS, Axes, MeshConfig, build_mesh, consecutive_group
+from .mesh import CONTEXT_AXIS, EXPERT_AXIS, REPLICATE_AXIS, SHARD_AXIS, Axes, MeshConfig, build_mesh, consecutive_group
 from .precision import DType, ReduceDType
 from .state import Load, State
 
@@ -240,10 +240,10 @@ class Strategy(ABC):
 
     def __init__(self, config: Any, context: ParallelContext) -> None:
         self.config, self.context = config, context
-        mesh_axes = config.axes(context.world_size, context.mesh)
-        self.data_ranks = mesh_axes.data_ranks
-        if mesh_axes.cp > 1:
-            self.context_group = consecutive_group(mesh_axes.cp, CONTEXT_AXIS, context.timeout)
+        self.mesh_axes: Axes = config.axes(context.world_size, context.mesh)
+        self.data_ranks = self.mesh_axes.data_ranks
+        if self.mesh_axes.cp > 1:
+            self.context_group = consecutive_group(self.mesh_axes.cp, CONTEXT_AXIS, context.timeout)
 
     @property
     def loss_scale(self) -> float:
@@ -281,7 +281,8 @@ class Strategy(ABC):
         """Mesh axis → ranks along it."""
         group = self.shard_group()
         shards = group.size() if group is not None else 1
-        return {REPLICATE_AXIS: self.context.world_size // shards, SHARD_AXIS: shards}
+        dense = {REPLICATE_AXIS: self.context.world_size // shards, SHARD_AXIS: shards}
+        return dense | {EXPERT_AXIS: self.mesh_axes.ep}
 
     def gradient_bytes(self, parameter_bytes: int) -> int:
         """Bytes of a rank's reduced gradients, from those of its parameters."""

@@ -25,6 +25,7 @@ from torch import nn
 
 from fsdptoys.errors import ConfigError
 from fsdptoys.models import DecoderModel
+from fsdptoys.models.experts import Experts
 from fsdptoys.utils.text import near_miss, value_text
 
 from .strategy import own_parameters
@@ -105,6 +106,14 @@ def size_units(model: DecoderModel, least: float) -> list[Unit]:
 
     wrap("", model)
     return [_unit(model, (name,)) for name in able if name in chosen]
+
+
+def split_off_experts(model: DecoderModel, units: Sequence[Unit]) -> list[Unit]:
+    """Units of which the stacks of each layer's experts are one of their own, in the order of the forward."""
+    names = [name for name, _ in _walk("", model)]
+    taken = {name for unit in units for name in unit.modules}
+    experts = [name for name in names if isinstance(model.get_submodule(name), Experts) and name not in taken]
+    return sorted([*units, *(_unit(model, (name,)) for name in experts)], key=lambda unit: names.index(unit.modules[0]))
 
 
 def inside_out(names: Sequence[str]) -> list[str]:
