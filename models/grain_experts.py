@@ -1,15 +1,14 @@
 """Routers and experts whose sums over tokens do not depend on the layout (``grains``).
 
 A router gets one grain at a time. The rows of each expert are split by grain too, so that a matmul has the rows of one
-grain and one expert, wherever the grain and the expert are. The price: grains × experts small matmuls in a Python loop,
-each of which reads its expert's matrices, and one device sync a layer.
+grain and one expert, wherever both are: other ranks may have the expert. The price: grains × experts small matmuls in a
+Python loop, and one device sync a layer.
 
 Shapes: N tokens, D width, E experts, K experts of a token, F width of an expert's hidden layer, R = N·K rows, M rows of
 a group.
 """
 
 import functools
-import itertools
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -19,7 +18,8 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from .experts import Experts
-from .grains import aligned, split_rows
+from .grain_attention import aligned
+from .grains import split_rows
 from .linear import linear
 from .moe import Router
 
@@ -78,7 +78,7 @@ def _router_forward(router: Router, grain: int, hidden_ND: Tensor) -> tuple[Tens
 
 
 class Routes(NamedTuple):
-    """Rows of the (token, choice) pairs, sorted by grain, and within a grain by expert."""
+    """Rows of the (token, choice) pairs, sorted by expert, and for each expert by grain."""
 
     pairs_R: Tensor
     """Row → pair n·K + k."""
@@ -86,22 +86,32 @@ class Routes(NamedTuple):
     """Row → token."""
     rows_NK: Tensor
     """Pair → row."""
-    groups: Sequence[Group]
+    counts_EG: Tensor
+    """Rows of each expert and grain."""
 
 
 def sort_rows(experts_NK: Tensor, n_experts: int, grain: int) -> Routes:
-    """Sort the pairs; reads the numbers of rows on the host: one device sync."""
+    """Sort the pairs."""
     N, K = experts_NK.shape
     n_grains = -(-N // grain)
     grains_N = torch.arange(N, device=experts_NK.device) // grain
-    keys_R, pairs_R = torch.sort((grains_N[:, None] * n_experts + experts_NK).flatten(), stable=True)
-    bounds = torch.searchsorted(keys_R, torch.arange(n_grains * n_experts + 1, device=keys_R.device)).tolist()
-    groups = [
-        Group(key % n_experts, slice(start, end))
-        for key, (start, end) in enumerate(itertools.pairwise(bounds))
-        if end > start
-    ]
-    return Routes(pairs_R, pairs_R // K, torch.argsort(pairs_R).view(N, K), groups)
+    keys_R, pairs_R = torch.sort((experts_NK * n_grains + grains_N[:, None]).flatten(), stable=True)
+    # Neither bincount nor one_hot: both sync with the device.
+    ends = torch.searchsorted(keys_R, torch.arange(n_experts * n_grains, device=keys_R.device), right=True)
+    counts_EG = ends.diff(prepend=ends.new_zeros(1)).view(n_experts, n_grains)
+    return Routes(pairs_R, pairs_R // K, torch.argsort(pairs_R).view(N, K), counts_EG)
+
+
+def list_groups(counts: Sequence[Sequence[Sequence[int]]]) -> list[Group]:
+    """Groups of rows that are sorted by source, expert and grain, from their numbers."""
+    groups, start = [], 0
+    for of_source in counts:
+        for expert, of_expert in enumerate(of_source):
+            for count in of_expert:
+                if count:
+                    groups.append(Group(expert, slice(start, start + count)))
+                start += count
+    return groups
 
 
 class _Gather(torch.autograd.Function):
@@ -193,8 +203,20 @@ def _experts_forward(
     rows_RD = _Gather.apply(hidden_ND, routes)
     if scale_input:
         rows_RD = rows_RD * weights_R1
-    out_RD = _GroupProducts.apply(rows_RD, experts.gate_up_proj, experts.down_proj, routes.groups)
+    stacks = experts.gate_up_proj, experts.down_proj
+    if experts.exchange is None:
+        out_RD = _multiply(rows_RD, *stacks, [routes.counts_EG.tolist()])  # one device sync
+    else:
+        exchange: Any = experts.exchange
+        out_RD = exchange.multiply_groups(rows_RD, routes.counts_EG, *stacks, _multiply)
     if not scale_input:
         out_RD = out_RD * weights_R1
     out_ND: Tensor = _Combine.apply(out_RD, routes)
     return out_ND
+
+
+def _multiply(
+    rows_RD: Tensor, gate_up_EHD: Tensor, down_EDF: Tensor, counts: Sequence[Sequence[Sequence[int]]]
+) -> Tensor:
+    out_RD: Tensor = _GroupProducts.apply(rows_RD, gate_up_EHD, down_EDF, list_groups(counts))
+    return out_RD

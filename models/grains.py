@@ -29,12 +29,11 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from .decoder import DecoderModel
-from .kernels import DocumentAttention, Kernels, use_kernels
+from .grain_attention import aligned, attention_kernels
+from .kernels import Kernels, use_kernels
 from .layers import Attention, AttentionTemperature, GELUFeedForward, LMHead
 from .linear import Linear, linear
 
-ALIGNMENT = 64
-"""Bytes: a CPU's matmuls may round by the alignment of their operands."""
 BLOCK_ELEMENTS = 2**16
 """Elements of a gradient that are added over all grains at a time, so that the float64 sum stays in cache."""
 
@@ -65,15 +64,13 @@ def use_grains(model: DecoderModel, grain: int, dtype: torch.dtype) -> None:
     use_grain_experts(model, grain)
     model.rotations = functools.partial(_rotations, model.rotations, grain)  # type: ignore[method-assign]
     model.embed = functools.partial(_embed, model.embed)  # type: ignore[method-assign]
-    use_kernels(model, _grain_kernels(model.kernels, grain))
+    use_kernels(model, _grain_kernels(model.kernels, grain, dtype))
 
 
-def _grain_kernels(kernels: Kernels, grain: int) -> Kernels:
-    documents = kernels.document_attention
+def _grain_kernels(kernels: Kernels, grain: int, dtype: torch.dtype) -> Kernels:
     return dataclasses.replace(
         kernels,
-        attention=functools.partial(_attend, kernels.attention),
-        document_attention=DocumentAttention(documents.mask, functools.partial(_attend_documents, documents.attend)),
+        **attention_kernels(kernels, grain, dtype),
         rms_norm=functools.partial(_rms_norm, kernels.rms_norm, grain),
         swiglu=functools.partial(_swiglu, kernels.swiglu, grain),
     )
@@ -82,14 +79,6 @@ def _grain_kernels(kernels: Kernels, grain: int) -> Kernels:
 def split_rows(rows: int, grain: int) -> Iterator[slice]:
     """The rows of each grain; a last one may be shorter."""
     return (slice(start, min(start + grain, rows)) for start in range(0, rows, grain))
-
-
-def aligned(tensor: Tensor) -> Tensor:
-    """The tensor, or a contiguous copy where its rows do not lie like those of a new tensor."""
-    tensor = tensor.contiguous()
-    if tensor.device.type == "cpu" and tensor.numel() and tensor.data_ptr() % ALIGNMENT:
-        return tensor.clone()
-    return tensor
 
 
 def add_products(total_OI: Tensor, grads: Sequence[Tensor], inputs: Sequence[Tensor]) -> None:
@@ -268,69 +257,3 @@ class _GrainTemperature(AttentionTemperature):
         """See ``AttentionTemperature``."""
         pieces = [AttentionTemperature.factors(self, piece) for piece in ordinals.flatten().split(self.grain)]
         return torch.cat(pieces).view(*ordinals.shape, 1)
-
-
-class _Share(torch.autograd.Function):
-    """A copy of each key or value head for every query head that uses it; gradients add up in float64."""
-
-    @staticmethod
-    def forward(ctx: Any, x_BGTK: Tensor, share: int) -> Tensor:
-        ctx.share = share
-        return x_BGTK.repeat_interleave(share, 1)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad_BHTK: Tensor) -> tuple[Tensor, None]:
-        return grad_BHTK.unflatten(1, (-1, ctx.share)).double().sum(2).to(grad_BHTK.dtype), None
-
-
-class _ContiguousGradient(torch.autograd.Function):
-    """Identity whose gradient is contiguous."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        return x.view_as(x)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> Tensor:
-        return aligned(grad)
-
-
-def attend_by_head(
-    kernel: Callable[..., Tensor], q_BHTK: Tensor, k_BGTK: Tensor, v_BGTK: Tensor, pad: int = 0
-) -> Tensor:
-    """Causal attention of sequences of single heads, whose strides and alignment are the same in every batch.
-
-    ``pad`` zeros are added to the sequences, at their ends, which no token sees.
-    """
-    B, H, T, K = q_BHTK.shape
-    k_BHTK, v_BHTK = (_Share.apply(x, H // x.shape[1]) if x.shape[1] < H else x for x in (k_BGTK, v_BGTK))
-    heads = (F.pad(x, (0, 0, 0, pad)).reshape(B * H, 1, T + pad, K).contiguous() for x in (q_BHTK, k_BHTK, v_BHTK))
-    return _ContiguousGradient.apply(kernel(*heads))[:, :, :T].reshape(B, H, T, K)
-
-
-def _attend(kernel: Callable[..., Tensor], q_BHTK: Tensor, k_BGTK: Tensor, v_BGTK: Tensor) -> Tensor:
-    return attend_by_head(kernel, q_BHTK, k_BGTK, v_BGTK, _padding(q_BHTK))
-
-
-def _attend_documents(
-    kernel: Callable[..., Tensor], q_BHTK: Tensor, k_BGTK: Tensor, v_BGTK: Tensor, seen_B1TT: Tensor
-) -> Tensor:
-    pad, sequences = _padding(q_BHTK), []
-    for q_HTK, k_GTK, v_GTK, seen_1TT in zip(q_BHTK, k_BGTK, v_BGTK, seen_B1TT, strict=True):
-        seen = F.pad(F.pad(seen_1TT, (0, pad), value=-torch.inf), (0, 0, 0, pad)).unsqueeze(0)
-        attend = functools.partial(_with_mask, kernel, seen)
-        q, k, v = (x.unsqueeze(0) for x in (q_HTK, k_GTK, v_GTK))
-        sequences.append(attend_by_head(attend, q, k, v, pad))
-    return torch.cat(sequences)
-
-
-def _with_mask(kernel: Callable[..., Tensor], seen: Tensor, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    return kernel(q, k, v, seen)
-
-
-def _padding(q_BHTK: Tensor) -> int:
-    """Tokens to add until every sequence of a head begins aligned."""
-    row_bytes = q_BHTK.shape[3] * q_BHTK.itemsize
-    return -q_BHTK.shape[2] % (ALIGNMENT // math.gcd(ALIGNMENT, row_bytes))

@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING
 
 from fsdptoys.device import float64_collectives
 from fsdptoys.errors import ConfigError, UnusedKeyError
+from fsdptoys.parallel.context import ContextForm
 from fsdptoys.parallel.float8 import Float8
 
 if TYPE_CHECKING:
@@ -37,6 +38,7 @@ def check_grains(config: "Config", device_type: str) -> None:
         raise ConfigError(
             f"train.grains={train.grains} must divide train.seq_len={train.seq_len}; set train.grains={fitting}"
         )
+    _check_context(config)
     if not float64_collectives(device_type):
         refuse(f"launch.device={device_type}", "has no collectives of float64", "train.deterministic=false")
     if train.compile:
@@ -53,9 +55,32 @@ def check_grains(config: "Config", device_type: str) -> None:
     for operation, name in config.kernels.names().items():
         if name in ("compiled", "npu", "flex"):
             refuse(f"kernels.{operation}={name}", "rounds by the sizes of its inputs", f"kernels.{operation}=torch")
+        if name in ("cudnn", "flash") and device_type == "cuda":
+            refuse(f"kernels.{operation}={name}", "cannot attend from one grain", f"kernels.{operation}=auto")
     if memory.optimizer_in_backward and not parallel.shards_parameters:
         refuse(
             "memory.optimizer_in_backward=true",
             f"needs gradients in the backward, and parallel={parallel.name} adds float64 ones up until its end",
             "parallel=fsdp2 or memory.optimizer_in_backward=false",
+        )
+
+
+def _check_context(config: "Config") -> None:
+    """Check that ranks that share a sequence have whole grains."""
+    train, ranks = config.train, config.mesh.cp_size
+    if ranks == 1:
+        return
+    form = getattr(config.parallel, "context", ContextForm.auto)
+    pieces = form.pieces_per_rank * ranks
+    if train.grains % pieces:
+        raise ConfigError(
+            f"train.grains={train.grains} must be a multiple of {pieces}, the pieces into which "
+            f"parallel.context={form.value} cuts a sequence with mesh.cp_size={ranks}; set train.grains="
+            f"{math.lcm(train.grains, pieces)}"
+        )
+    chunk_len, grain = getattr(config.model, "attention_chunk_len", None), train.seq_len // train.grains
+    if form is not ContextForm.ulysses and chunk_len and chunk_len < train.seq_len and chunk_len % grain:
+        raise ConfigError(
+            f"model.attention_chunk_len={chunk_len} must be a multiple of the {grain} tokens of a grain under "
+            f"parallel.context={form.value}; set another train.grains or parallel.context=ulysses"
         )

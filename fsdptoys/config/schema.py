@@ -158,7 +158,6 @@ class Config:
         self.parallel.resolve(self.train.deterministic)
         self._check_model()
         train = self.train
-        check_grains(self, device_type)
         self.kernels.resolve(
             device_type,
             compiles=train.compile,
@@ -188,6 +187,7 @@ class Config:
         check_experts(self.model, self.parallel.axes(world_size, self.mesh))
         masks = self.data.mask_documents
         check_context(self.parallel, self.mesh, self.model, self.kernels, seq_len=train.seq_len, masks=masks)
+        check_grains(self, device_type)
         check_in_backward(self.optim, self.parallel, self.memory, train, self.mesh, world_size)
         self._check_shards(world_size)
         self._check_memory()

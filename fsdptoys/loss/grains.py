@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from fsdptoys.models.grains import add_products, aligned, split_rows
+from fsdptoys.models.grain_attention import aligned
+from fsdptoys.models.grains import add_products, split_rows
 from fsdptoys.models.linear import linear
 
 

@@ -21,7 +21,7 @@ Sources: arXiv:2006.16668 (GShard), arXiv:2211.15841 (without dropping tokens).
 Shapes: N tokens, K experts of a token, E experts, D width, R = N·K rows sent, M rows received, W width of a row.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -99,6 +99,34 @@ class ExpertExchange:
         out_ND: Tensor = _Return.apply(out_MD, tokens_R, rows_NK, route.back(), product)
         return out_ND
 
+    def multiply_groups(
+        self,
+        rows_RD: Tensor,
+        counts_EG: Tensor,
+        gate_up_EHD: Tensor,
+        down_EDF: Tensor,
+        multiply: Callable[[Tensor, Tensor, Tensor, list[list[list[int]]]], Tensor],
+    ) -> Tensor:
+        """Multiply rows that are sorted by expert, and by grain within an expert (``grain_experts``). A collective.
+
+        Args:
+            rows_RD: of all experts.
+            counts_EG: rows of each expert and grain.
+            gate_up_EHD: all ranks' experts, of which this rank has some.
+            down_EDF: likewise.
+            multiply: called with rows, matrices of this rank's experts, and the numbers of rows by source, expert and
+                grain, in this order.
+        """
+        ranks, counts = self.group.size(), counts_EG.flatten()
+        coming = torch.empty_like(counts)
+        dist.all_to_all_single(coming, counts, group=self.group)
+        sent, came = torch.stack([counts, coming]).view(2, ranks, -1, counts_EG.shape[1]).tolist()  # one device sync
+        sends, gets = ([sum(map(sum, of_rank)) for of_rank in each] for each in (sent, came))
+        route = Route(self.group, sends, gets)
+        out_MD = multiply(_Exchange.apply(rows_RD, route), self._own(gate_up_EHD), self._own(down_EDF), came)
+        out_RD: Tensor = _Exchange.apply(out_MD, route.back())
+        return out_RD
+
     @torch.no_grad()
     def _route(self, experts_R: Tensor, n_experts: int) -> tuple[Route, Tensor]:
         """Splits of the exchange, and the local expert of each row that comes. A collective."""
@@ -153,6 +181,20 @@ class _Return(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         return ctx.route.back().exchange(grad.index_select(0, ctx.order_R)), None, None, None, None
+
+
+class _Exchange(torch.autograd.Function):
+    """Rows to other ranks, and their gradients back."""
+
+    @staticmethod
+    def forward(ctx: Any, rows_RD: Tensor, route: Route) -> Tensor:
+        ctx.route = route
+        return route.exchange(rows_RD)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_MD: Tensor) -> tuple[Tensor, None]:
+        return ctx.route.back().exchange(grad_MD), None
 
 
 class _DivideGradient(torch.autograd.Function):
@@ -233,19 +275,15 @@ def check_experts(model: ModelConfig, axes: Axes) -> None:
     )
 
 
-def sums_gradients(units: Sequence[Any], in_float64: bool) -> bool:
+def sums_gradients(units: Sequence[Any]) -> bool:
     """Let units of FSDP2 sum gradients rather than average them; whether this torch can.
 
-    Averages over ranks are exact for powers of two only, and over other numbers of ranks for experts than for the rest.
-    FSDP2 divides by itself in float64, and otherwise has the collective average them, unless
-    ``set_force_sum_reduction_for_comms`` forbids it: torch 2.11 to 2.15 have it, torch 2.7 does not, and has the other
-    method under another name.
+    A size of the group as divisor would be another for experts than for the rest. ``set_force_sum_reduction_for_comms``
+    makes gloo and float64 sum too; torch 2.11 to 2.15 have it, torch 2.7 does not.
     """
-    if not in_float64 and not all(hasattr(unit, "set_force_sum_reduction_for_comms") for unit in units):
+    if not all(hasattr(unit, "set_force_sum_reduction_for_comms") for unit in units):
         return False
     for unit in units:
-        set_factor = getattr(unit, "set_gradient_divide_factor", None) or unit.set_reduce_scatter_divide_factor
-        set_factor(1.0)
-        if hasattr(unit, "set_force_sum_reduction_for_comms"):
-            unit.set_force_sum_reduction_for_comms(True)
+        unit.set_gradient_divide_factor(1.0)
+        unit.set_force_sum_reduction_for_comms(True)
     return True

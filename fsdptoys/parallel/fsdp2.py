@@ -129,10 +129,16 @@ class FSDP2(Strategy):
     def _sum_gradients(self, units: list[Any]) -> None:
         """Sum gradients: averages would divide those of experts by fewer ranks than the rest, and others inexactly.
 
-        With an unchanged loss the gradients of experts would be exactly ep times too large.
+        With an unchanged loss the gradients of experts would be exactly ep times too large. Sums also keep the bits of
+        one process on any number of ranks, where averages need a power of two.
         """
-        if sums_gradients(units, self.config.reduce_dtype is ReduceDType.float64):
+        if sums_gradients(units):
             self._averages = False
+        elif self.context.uses_float64:
+            raise ConfigError(
+                f"train.deterministic=layout sums gradients, which FSDP2 of torch {torch.__version__} only averages; "
+                "set parallel=ddp or parallel=fsdp1"
+            )
         elif self._averages:
             self._exchange.gradient_divisor = self.mesh_axes.ep
 

@@ -17,6 +17,7 @@ from fsdptoys.memory import (
 )
 from fsdptoys.metrics import SpikeDetector
 from fsdptoys.models import DecoderModel, use_context
+from fsdptoys.models.grain_attention import Float64Context
 from fsdptoys.parallel import ParallelContext, Strategy
 from fsdptoys.parallel.context import build_context
 from fsdptoys.parallel.precision import DType
@@ -50,7 +51,8 @@ def share_sequences(model: DecoderModel, config: Config, strategy: Strategy) -> 
     """Let a model keep this rank's part of sequences that ranks share, before the strategy wraps it."""
     if strategy.context_group is not None:
         compiles = config.train.compile
-        use_context(model, build_context(strategy.config.context, strategy.context_group, compiles=compiles))
+        context = build_context(strategy.config.context, strategy.context_group, compiles=compiles)
+        use_context(model, context if config.train.grain_tokens is None else Float64Context(context))
 
 
 def build_updates(optimizer: torch.optim.Optimizer, strategy: Strategy, config: Config, cpu_threads: int) -> Updates:

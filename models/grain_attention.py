@@ -1,0 +1,169 @@
+"""Attention whose bits do not depend on the layout (``grains``).
+
+Queries attend grain by grain: the rows of one grain over the keys up to its last token. Each head of a sequence is an
+entry of a batch of its own, with the strides and the alignment that it has in every other batch. Gradients of keys and
+values are added over grains, and over the query heads that share them, in float64. So ranks that share a sequence may
+have its heads, or some of its grains. The price: a kernel call for each grain, and masks.
+
+Keys and values may be float64, and their gradients are then float64 too: that is how ranks exchange them
+(``Float64Context``).
+
+Shapes: B batch, T sequence, P queries, S keys, M queries of a grain, H query heads, G key/value heads, K width of a
+head.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from .attention_rows import last_rows
+from .context import Context
+from .kernels import DocumentAttention, Kernels
+
+ALIGNMENT = 64
+"""Bytes: a CPU's matmuls may round by the alignment of their operands."""
+
+MaskedKernel = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
+"""``kernel(q_BHTK, k_BGSK, v_BGSK, seen)`` with an additive mask."""
+
+
+def aligned(tensor: Tensor) -> Tensor:
+    """The tensor, or a contiguous copy where its rows do not lie like those of a new tensor."""
+    tensor = tensor.contiguous()
+    if tensor.device.type == "cpu" and tensor.numel() and tensor.data_ptr() % ALIGNMENT:
+        return tensor.clone()
+    return tensor
+
+
+def attention_kernels(kernels: Kernels, grain: int, dtype: torch.dtype) -> dict[str, Any]:
+    """The attentions of a table, grain by grain in ``dtype``, for a table of kernels."""
+    documents = kernels.document_attention
+
+    def attend(q_BHTK: Tensor, k_BGTK: Tensor, v_BGTK: Tensor) -> Tensor:
+        return attend_grains(documents.attend, q_BHTK, k_BGTK, v_BGTK, None, grain, dtype)
+
+    def attend_documents(q_BHPK: Tensor, k_BGSK: Tensor, v_BGSK: Tensor, seen: Tensor) -> Tensor:
+        if seen.ndim == 2 or len(seen) == 1:
+            return attend_grains(documents.attend, q_BHPK, k_BGSK, v_BGSK, seen, grain, dtype)
+        sequences = zip(*(x.split(1) for x in (q_BHPK, k_BGSK, v_BGSK, seen)), strict=True)
+        return torch.cat([attend_grains(documents.attend, q, k, v, rows, grain, dtype) for q, k, v, rows in sequences])
+
+    return {"attention": attend, "document_attention": DocumentAttention(documents.mask, attend_documents)}
+
+
+def attend_grains(
+    kernel: MaskedKernel,
+    q_BHPK: Tensor,
+    k_BGSK: Tensor,
+    v_BGSK: Tensor,
+    seen_PS: Tensor | None,
+    grain: int,
+    dtype: torch.dtype,
+) -> Tensor:
+    """The last P rows of attention over S keys, in the dtype of the queries.
+
+    Args:
+        kernel: attends with a mask.
+        q_BHPK: queries; the first one begins a grain.
+        k_BGSK: keys up to the last query.
+        v_BGSK: values.
+        seen_PS: additive mask, of any leading dims of 1; None for causal attention.
+        grain: tokens of a grain.
+        dtype: of the computation.
+    """
+    B, H, P, K = q_BHPK.shape
+    S, share = k_BGSK.shape[2], H // k_BGSK.shape[1]
+    starts = range(0, P, grain)
+    sizes = [min(grain, P - start) for start in starts]
+    ends = tuple(S - P + start + size for start, size in zip(starts, sizes, strict=True))
+    queries = q_BHPK.to(dtype).reshape(B * H, 1, P, K).contiguous().split(sizes, dim=2)
+    keys, values = (_Share.apply(x, share, ends, dtype) for x in (k_BGSK, v_BGSK))
+    pieces = []
+    for q_N1MK, k_N1EK, v_N1EK, start, size, end in zip(queries, keys, values, starts, sizes, ends, strict=True):
+        if seen_PS is None:
+            seen = last_rows(size, end, dtype, q_N1MK.device)
+        else:
+            seen = seen_PS[..., start : start + size, :end].to(dtype).contiguous()
+        pad = _padding(size, K, dtype)
+        if pad:  # rows that see all keys, and that nobody reads
+            q_N1MK, seen = F.pad(q_N1MK, (0, 0, 0, pad)), F.pad(seen, (0, 0, 0, pad))
+        seen = seen.view(1, 1, size + pad, end)
+        out_N1MK = _AlignedGradient.apply(kernel(_AlignedGradient.apply(q_N1MK), k_N1EK, v_N1EK, seen))
+        pieces.append(out_N1MK[:, :, :size])
+    return torch.cat(pieces, dim=2).view(B, H, P, K).to(q_BHPK.dtype)
+
+
+class _Share(torch.autograd.Function):
+    """Keys or values up to several ends, copied for every query head that shares them; gradients add up in float64."""
+
+    @staticmethod
+    def forward(ctx: Any, x_BGSK: Tensor, share: int, ends: Sequence[int], dtype: torch.dtype) -> tuple[Tensor, ...]:
+        ctx.settings = x_BGSK.shape, x_BGSK.dtype, share, ends
+        B, G, S, K = x_BGSK.shape
+        heads = x_BGSK.to(dtype).repeat_interleave(share, 1).view(B * G * share, 1, S, K)
+        heads = F.pad(heads, (0, 0, 0, _padding(S, K, dtype))).contiguous()  # every head begins aligned
+        return tuple(heads[:, :, :end] for end in ends)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        (B, G, S, K), dtype, share, ends = ctx.settings
+        total = grads[0].new_zeros(B * G * share, 1, S, K, dtype=torch.float64)
+        for end, grad in zip(ends, grads, strict=True):
+            total[:, :, :end] += grad
+        return total.view(B, G, share, S, K).sum(2).to(dtype), None, None, None
+
+
+class _AlignedGradient(torch.autograd.Function):
+    """A contiguous, aligned tensor whose gradient is too."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        given = aligned(x)
+        return given.view_as(given)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return aligned(grad)
+
+
+def _padding(rows: int, width: int, dtype: torch.dtype) -> int:
+    """Rows to add until the heads after one begin aligned."""
+    return -rows % (ALIGNMENT // math.gcd(ALIGNMENT, width * dtype.itemsize))
+
+
+class Float64Context(Context):
+    """Ranks exchange queries, keys and values, and their gradients, in float64.
+
+    Gradients of copies and of parts then add up before they are rounded; the price is two to four times the bytes.
+    """
+
+    def __init__(self, inner: Context) -> None:
+        self.ranks, self._inner = inner.ranks, inner
+
+    def cut(self, full: Tensor, dim: int) -> Tensor:
+        """The inner context's part."""
+        return self._inner.cut(full, dim)
+
+    def mask(self, segments_BT: Tensor, kernels: Kernels, dtype: torch.dtype) -> Any:
+        """The inner context's mask."""
+        return self._inner.mask(segments_BT, kernels, dtype)
+
+    def attend(
+        self,
+        q_BHtK: Tensor,
+        k_BGtK: Tensor,
+        v_BGtK: Tensor,
+        kernels: Kernels,
+        chunk_len: int | None = None,
+        seen: Any = None,
+    ) -> Tensor:
+        """The inner context's attention."""
+        q, k, v = (x.double() for x in (q_BHtK, k_BGtK, v_BGtK))
+        return self._inner.attend(q, k, v, kernels, chunk_len, seen).to(q_BHtK.dtype)
