@@ -70,11 +70,13 @@ def _unit_text(unit: Unit) -> str:
 
 
 def _mesh_text(layout: Layout) -> str:
-    axes, shards = " × ".join(f"{axis}={ranks}" for axis, ranks in layout.mesh.items()), layout.mesh.get("shard")
-    replicas = layout.mesh.get("replicate")
+    mesh = dict(layout.mesh)
+    splits = mesh.pop("ep", 1)  # lies within the shard axis
+    axes, shards = " × ".join(f"{axis}={ranks}" for axis, ranks in mesh.items()), mesh.get("shard")
+    replicas = mesh.get("replicate")
     if shards is None:
         return f"{axes}: {replicas} ranks with full copies" if replicas else "one rank"
-    split = f"{layout.sharded} split over {shards} ranks"
+    split = f"{layout.sharded} split over {shards} ranks" + f", experts over ep={splits} of them" * (splits > 1)
     return f"{axes}: {f'{replicas} copies, each with ' * bool(replicas)}{split}"
 
 
