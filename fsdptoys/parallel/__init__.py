@@ -11,6 +11,7 @@ from .init_weights import Fill, seeded
 from .single import SingleConfig
 from .state import full_tensors, host_copy
 from .strategy import ParallelConfig, ParallelContext, Strategy
+from .toy_cp import ToyCPConfig
 from .toy_ddp import ToyDDPConfig, ToyZero1Config, ToyZero2Config
 from .toy_fsdp import ToyFSDPConfig
 from .toy_zero3 import ToyZero3Config
@@ -22,6 +23,7 @@ STRATEGIES: dict[str, type[ParallelConfig]] = {
         DDPConfig,
         FSDP1Config,
         FSDP2Config,
+        ToyCPConfig,
         ToyDDPConfig,
         ToyFSDPConfig,
         ToyZero1Config,
@@ -42,6 +44,7 @@ __all__ = [
     "ParallelContext",
     "SingleConfig",
     "Strategy",
+    "ToyCPConfig",
     "ToyDDPConfig",
     "ToyFSDPConfig",
     "ToyZero1Config",

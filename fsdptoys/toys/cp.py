@@ -16,8 +16,8 @@ the log-sum-exp of each. These sums, and the gradients that pass round in the ba
 Under a causal mask the last slice attends to everything and the first to itself, and all wait for the last. So the ring
 cuts 2·N chunks, and rank r has chunks r and 2·N−1−r: on every rank every turn is half a square of scores.
 
-Parameters are on all ranks. Labels are shifted before the cut, the loss is a sum over tokens divided by the number of
-labels on all ranks, and gradients are summed over all ranks, also over those with other sequences.
+Labels are shifted before the cut, the loss is a sum over tokens divided by the number of labels on all ranks, and
+gradients are summed over all ranks, also over those with other sequences.
 Left out: padding, windows, masks of documents, fused kernels (a block's scores are whole in memory, (T/N)² a head).
 Sources: arXiv:2309.14509 (Ulysses), 2310.01889 (ring), 2311.09431 (balance, there by stripes), Megatron-LM (as here)
 
@@ -35,6 +35,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 causal = partial(F.scaled_dot_product_attention, is_causal=True, enable_gqa=True)
+
 
 def own_positions(length: int, ranks: int, rank: int, balanced: bool) -> Tensor:
     """Return the positions of a rank's tokens: one slice, or the chunks ``rank`` and ``2 * ranks - 1 - rank``."""
@@ -93,10 +94,8 @@ def pass_on(tensor: Tensor, group: dist.ProcessGroup) -> Callable[[], Tensor]:
 def seen_parts(rank: int, source: int, length: int, balanced: bool) -> tuple[slice, slice]:
     """Return which queries of ``rank`` see keys of ``source``, and which keys they see."""
     everything, half = slice(None), length // 2
-    if source == rank or (source < rank and not balanced):
-        return everything, everything
-    if not balanced:
-        return slice(0), slice(0)
+    if source == rank or not balanced:
+        return (everything, everything) if source <= rank else (slice(0), slice(0))
     return (everything, slice(half)) if source < rank else (slice(half, None), everything)
 
 

@@ -98,7 +98,7 @@ MISTAKES = {
     "memory.chunk_los=true,false": "memory.chunk_los=true names a key that does not exist; did you mean "
     "memory.chunk_loss=true?",
     "train.steps=5,many": "train.steps=many must be an integer; set train.steps=10",
-    "parallel=zero,fsdp2": "parallel=zero must be one of ddp, fsdp1, fsdp2, single, toy_ddp, "
+    "parallel=zero,fsdp2": "parallel=zero must be one of ddp, fsdp1, fsdp2, single, toy_cp, toy_ddp, "
     "toy_fsdp, toy_zero1, toy_zero2, toy_zero3; did you mean parallel=toy_zero3?",
     "optim.lr=1,-1": "optim.lr=-1.0 must be at least 0; set optim.lr=0.0003",
     "parallel=ddp parallel.wrap=block,block_attn_mlp": "parallel.wrap=block is not an option of parallel=ddp, it "

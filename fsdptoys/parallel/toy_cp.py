@@ -1,0 +1,88 @@
+"""The toy's context parallelism as a strategy: the toy DDP, whose ranks share sequences (``mesh.cp_size``).
+
+DDP's sum over all ranks adds up the gradients of other sequences and of other parts of the same one alike, so only the
+model's context is new: the cut, and attention by the toy's functions.
+"""
+
+from dataclasses import dataclass
+from enum import Enum
+from functools import partial
+from typing import Any, ClassVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from fsdptoys.models import Context, DecoderModel, use_context
+from fsdptoys.models.context import FULL_SEQUENCES
+from fsdptoys.models.kernels import Kernels
+from fsdptoys.toys.cp import RingAttention, own_positions, ulysses_attention
+
+from .init_weights import Fill
+from .toy_ddp import ToyDDP, ToyDDPConfig
+
+
+class ToyAttention(Enum):
+    """Attention over sequences that ranks share."""
+
+    ulysses = "ulysses"
+    """All-to-all: each rank attends over full sequences of some heads, with the model's kernels."""
+    ring = "ring"
+    """Keys and values pass round; every rank keeps a head and a tail of each sequence."""
+
+
+class ToyContext(Context):
+    """A part of each sequence, by the toy's functions."""
+
+    def __init__(self, group: dist.ProcessGroup, attention: ToyAttention) -> None:
+        self.ranks, self._group, self._is_ring = group.size(), group, attention is ToyAttention.ring
+
+    def cut(self, full: Tensor, dim: int) -> Tensor:
+        """This rank's positions."""
+        own = own_positions(full.shape[dim], self.ranks, self._group.rank(), self._is_ring)
+        return full.index_select(dim, own.to(full.device))
+
+    def mask(self, segments_BT: Tensor, kernels: Kernels, dtype: torch.dtype) -> Any:
+        """The kernel's own mask; a ring takes none."""
+        assert not self._is_ring
+        return FULL_SEQUENCES.mask(segments_BT, kernels, dtype)
+
+    def attend(
+        self,
+        q_BHtK: Tensor,
+        k_BGtK: Tensor,
+        v_BGtK: Tensor,
+        kernels: Kernels,
+        chunk_len: int | None = None,
+        seen: Any = None,
+    ) -> Tensor:
+        """Attend over the full sequence; a ring without chunks and masks."""
+        if self._is_ring:
+            out: Tensor = RingAttention.apply(q_BHtK, k_BGtK, v_BGtK, self._group, True)
+            return out
+        some_heads = partial(FULL_SEQUENCES.attend, kernels=kernels, chunk_len=chunk_len, seen=seen)
+        return ulysses_attention(q_BHtK, k_BGtK, v_BGtK, self._group, some_heads)
+
+
+class ToyCP(ToyDDP):
+    """The toy's DDP over parts of sequences."""
+
+    config: "ToyCPConfig"
+
+    def parallelize(self, model: DecoderModel, fill: Fill) -> None:
+        """Let the model's attentions share sequences, then wrap it."""
+        if self.context_group is not None:
+            use_context(model, ToyContext(self.context_group, self.config.attention))
+        super().parallelize(model, fill)
+
+
+@dataclass
+class ToyCPConfig(ToyDDPConfig):
+    """The full model on every rank, and a part of each sequence, from scratch."""
+
+    name: ClassVar[str] = "toy_cp"
+    strategy = ToyCP
+    shares_sequences: ClassVar[bool] = True
+
+    attention: ToyAttention = ToyAttention.ulysses
+    """Attention over sequences that ``mesh.cp_size`` ranks share."""
