@@ -8,7 +8,8 @@ choice took 20 to 27 µs of host time (2 cores of an AMD EPYC VM, shared; torch 
 training enters none.
 
 On CUDA only Flash and cuDNN share key/value heads; both need 16 bits, Flash takes no mask, and cuDNN gets none.
-Otherwise heads are repeated for the memory-efficient kernel, since the fallback would write all scores.
+Otherwise heads are repeated for the memory-efficient kernel, since the fallback would write all scores. So are they for
+a CPU's Flash before torch 2.9, which takes no shared heads.
 
 Not covered: shared heads of PyTorch's memory-efficient kernel after torch 2.13.
 
@@ -34,6 +35,9 @@ BACKENDS = {
 """Name of an implementation → PyTorch's backend."""
 
 WITHOUT_CUDNN = (SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH)
+
+SHARES_ON_CPU = tuple(int(part) for part in torch.__version__.split(".")[:2]) >= (2, 9)
+"""Whether a CPU's Flash takes shared heads (github.com/pytorch/pytorch/pull/157893)."""
 
 
 def attention(q_BHTK: Tensor, k_BGTK: Tensor, v_BGTK: Tensor) -> Tensor:
@@ -118,9 +122,10 @@ def _own_heads(
 ) -> tuple[Tensor, Tensor]:
     """Keys and values, repeated for each query head where only kernels without shared heads would take them."""
     share, device_type = q_BHTK.shape[1] // k_BGSK.shape[1], q_BHTK.device.type
-    masked = seen is not None and device_type != "cpu"
+    on_cpu = device_type == "cpu"
+    masked = seen is not None and not on_cpu
     efficient = tuple(backends) == (SDPBackend.EFFICIENT_ATTENTION,)
     wide = device_type == "cuda" and (q_BHTK.dtype not in (torch.bfloat16, torch.float16) or efficient)
-    if share == 1 or not (masked or wide):
+    if share == 1 or not (masked or wide or (on_cpu and not SHARES_ON_CPU)):
         return k_BGSK, v_BGSK
     return k_BGSK.repeat_interleave(share, dim=1), v_BGSK.repeat_interleave(share, dim=1)

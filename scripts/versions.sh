@@ -3,7 +3,8 @@
 #
 # Each version has an environment, FOLDER/torch-VERSION, which is created once and kept. A torch of that version that is
 # already there is kept too. The project is installed with the extras of the tests and the pins of constraints.txt,
-# except that of torch. benchmarks/versions.md is written anew; the exit status is 1 if anything failed.
+# except that of torch. benchmarks/versions.md is written anew after each version. The exit status is 1 if anything
+# failed.
 #
 #   --quick            all commands, and only the equality of strategies and the patches of the tests: a third of the time
 #   --envs FOLDER      the folder of the environments, by default .venv-versions
@@ -48,7 +49,7 @@ torch_version() { # of the given Python; nothing without a torch that can be imp
   "$1" -c 'from importlib import metadata; import torch; print(metadata.version("torch"))' 2>/dev/null || true
 }
 
-results=()
+results=() status=0
 for version in "${versions[@]}"; do
   environment=$folder/torch-$version
   python=$environment/bin/python
@@ -73,5 +74,8 @@ for version in "${versions[@]}"; do
   say "tests torch $found"
   "$python" scripts/versions.py run "$scratch/$version.json" $quick
   results+=("$scratch/$version.json")
+  status=0
+  "$python" scripts/versions.py page "$page" --command "$command" "${results[@]}" >"$scratch/page" || status=$?
 done
-"$python" scripts/versions.py page "$page" --command "$command" "${results[@]}"
+cat "$scratch/page"
+exit "$status"

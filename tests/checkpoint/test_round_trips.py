@@ -13,6 +13,7 @@ from fsdptoys.checkpoint import HuggingFaceFolder, verify_checksums
 from fsdptoys.models import GPT2Config, LlamaConfig, ModelConfig
 from tests.checkpoint.folders import build, build_empty, load, write
 from tests.models.families import SMALL
+from tests.oracle import import_transformers
 
 FILE_BYTES = 60_000
 """Small enough for several files in every case."""
@@ -30,7 +31,7 @@ def named_like(config: ModelConfig, other: ModelConfig) -> ModelConfig:
 @pytest.mark.parametrize("case", SMALL)
 def test_transformers_loads_our_folders(case: str, tmp_path: Path) -> None:
     """Oracle: transformers' from_pretrained on a sharded folder of ours: no key left over, logits to 1e-5."""
-    transformers = pytest.importorskip("transformers")
+    transformers = import_transformers()
     model = build(SMALL[case])
     written = write(tmp_path / "ours", model, max_file_bytes=FILE_BYTES)
     assert len(written.files) > 2
@@ -51,7 +52,7 @@ def test_transformers_loads_our_folders(case: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("case", SMALL)
 def test_folders_of_transformers_load(case: str, tmp_path: Path) -> None:
     """Oracle: transformers' model before it was saved in shards: logits to 1e-5."""
-    transformers = pytest.importorskip("transformers")
+    transformers = import_transformers()
     config = SMALL[case]
     tree = config.hugging_face.write_config(config)
     torch.manual_seed(1)

@@ -20,6 +20,7 @@ from fsdptoys.models import ModelConfig, whole
 from tests.checkpoint.folders import build, load, write
 from tests.checkpoint.test_weights import save_run
 from tests.models.families import SMALL
+from tests.oracle import import_transformers
 
 DEBUG_PRESETS = [name for name in list_choices()["model"] if name.endswith("_debug")]
 
@@ -74,7 +75,7 @@ def test_output_describes_the_written_files(tmp_path: Path) -> None:
 @pytest.mark.oracle
 def test_transformers_generates_from_the_written_folder(tmp_path: Path) -> None:
     """Oracle: transformers' greedy generation against the largest logits of ours."""
-    transformers = pytest.importorskip("transformers")
+    transformers = import_transformers()
     save_run(tmp_path / "run", SMALL["gpt2"])
     output_of("to-hf", str(tmp_path / "run"), str(tmp_path / "folder"))
     oracle = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "folder")

@@ -24,6 +24,7 @@ from tests.checkpoint.test_weights import save_run
 from tests.cli.test_generate import BYTES, save_tokenizer, train_on
 from tests.data import test_prepare as prepared
 from tests.models.families import SMALL
+from tests.oracle import import_transformers
 from tests.parallel.runs import make_config, tiny_model
 
 
@@ -39,7 +40,7 @@ def output_of(capsys: pytest.CaptureFixture[str], *words: str) -> dict[str, Any]
 @pytest.mark.parametrize("case", ["llama2", "qwen3_moe", "gpt2"])
 def test_loss_equals_transformers(case: str, batch: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Oracle: transformers' own loss of each window, weighted by its tokens; the last is shorter."""
-    transformers = pytest.importorskip("transformers")
+    transformers = import_transformers()
     write(tmp_path / "folder", build(SMALL[case]))
     ids_T = torch.randint(0, 96, (150,))
     (tmp_path / "ids").write_text(" ".join(map(str, ids_T.tolist())))

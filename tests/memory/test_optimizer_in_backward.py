@@ -20,7 +20,7 @@ from fsdptoys.parallel.precision import DType
 from fsdptoys.train.trainer import Trainer
 from scripts.parity import train_all
 from scripts.ranks import run_ranks
-from tests.parallel.runs import TINY, WITH_BLOCKS, make_config, tiny_model
+from tests.parallel.runs import TINY, WITH_BLOCKS, make_config, supported, tiny_model
 
 
 def config(parallel: ParallelConfig, ranks: int, in_backward: bool, **options: Any) -> Config:
@@ -32,21 +32,21 @@ def config(parallel: ParallelConfig, ranks: int, in_backward: bool, **options: A
 def rows(ranks: int) -> dict[str, tuple[ParallelConfig, dict[str, Any]]]:
     half, decays = DType.bfloat16, {"weight_decay_on": WeightDecayOn.all}
     parallel: ParallelConfig = SingleConfig() if ranks == 1 else FSDP2Config()
-    low = {"optim": AdamWConfig(lr=1e-2, state_dtype=OptimStateDType.int8), "model": WITH_BLOCKS["qwen3_moe"]}
+    int8 = {"optim": AdamWConfig(lr=1e-2, state_dtype=OptimStateDType.int8), "model": WITH_BLOCKS["qwen3_moe"]}
     rows: dict[str, tuple[ParallelConfig, dict[str, Any]]] = {
         "adamw, tied": (parallel, {"tie_embeddings": True}),
         "not deterministic": (parallel, {"deterministic": False}),
         "foreach": (parallel, {"optim": AdamWConfig(implementation=Implementation.foreach, **decays)}),
         "sgd": (parallel, {"optim": SGDConfig(lr=0.1, **decays), "model": TINY["gpt2"]}),
         "states of bfloat16": (parallel, {"optim": AdamWConfig(state_dtype=OptimStateDType.bfloat16, **decays)}),
-        "states of int8": (parallel, low),
+        "states of int8": (parallel, int8),
         "bfloat16": (replace(parallel, param_dtype=half), {"model": TINY["qwen3_moe"]}),
         "checkpointing, chunked loss": (
             parallel,
             {"memory": MemoryConfig(gradient_checkpointing=GradientCheckpointing.full, chunk_loss=True)},
         ),
     }
-    return {**rows, "fsdp2 alone": (FSDP2Config(), {})} if ranks == 1 else rows
+    return supported({**rows, "fsdp2 alone": (FSDP2Config(), {})} if ranks == 1 else rows)
 
 
 @pytest.mark.parametrize("ranks", [1, 2])

@@ -16,11 +16,12 @@ from fsdptoys.models.grouped import Looped
 from fsdptoys.models.layers import Attention
 from tests.checkpoint.folders import build, load
 from tests.models.families import LLAMA2, SMALL
+from tests.oracle import import_transformers
 
 
 def build_oracle(config: ModelConfig) -> Any:
     """transformers' model of the same configuration, with values far from those of its initialization."""
-    transformers = pytest.importorskip("transformers")
+    transformers = import_transformers()
     tree = config.hugging_face.write_config(config)
     torch.manual_seed(0)
     oracle = getattr(transformers, tree["architectures"][0])(
@@ -151,7 +152,7 @@ def test_labels_without_a_loss_function_are_refused() -> None:
 @pytest.mark.parametrize("family", [family for family, config in MODELS.items() if issubclass(config, RotaryConfig)])
 def test_missing_config_keys_default_like_transformers(family: str) -> None:
     """Oracle: transformers' configuration where ``config.json`` lacks all keys that have a default here."""
-    transformers = pytest.importorskip("transformers")
+    transformers = import_transformers()
     config = next(config for config in SMALL.values() if config.family == family)
     style = config.hugging_face
     optional = {style.keys[name] for name in style.defaults} | {"rope_theta", "rope_scaling", "rope_parameters"}

@@ -9,6 +9,7 @@ import yaml
 from fsdptoys.config.compose import compose_config
 from fsdptoys.config.overrides import CONFIGS
 from fsdptoys.models import DecoderModel, Llama4Config, RotaryConfig
+from tests.oracle import import_transformers
 
 PUBLISHED = {
     "gpt2": 124_439_808,
@@ -58,7 +59,7 @@ def test_active_parameters_match_the_published_counts(name: str, total: float, a
 @pytest.mark.parametrize("name", ["gpt2", "llama3_1b", "llama4_scout", "qwen3_0.6b", "qwen3_1.7b", "qwen3_moe_30b_a3b"])
 def test_preset_has_the_parameter_count_of_transformers(name: str) -> None:
     """Oracle: transformers' model on the meta device; Scout's configuration is transformers' default."""
-    transformers = pytest.importorskip("transformers")
+    transformers = import_transformers()
     model = build(name)
     tree: dict[str, Any] = model.config.hugging_face.write_config(model.config)
     (architecture,) = tree.pop("architectures")
@@ -83,7 +84,7 @@ def test_llama3_presets_scale_rope_from_8192_to_131072_tokens(name: str) -> None
 @pytest.mark.oracle
 def test_scout_is_the_default_llama4_of_transformers_except_its_context() -> None:
     """Oracle: defaults of transformers' Llama4TextConfig: Scout's except for context and rotary scaling."""
-    transformers = pytest.importorskip("transformers")
+    transformers = import_transformers()
     defaults = transformers.AutoConfig.for_model("llama4_text").to_dict()
     config = compose_config(["model=llama4_scout"]).model
     assert isinstance(config, Llama4Config)

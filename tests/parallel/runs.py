@@ -2,7 +2,7 @@
 
 import copy
 import dataclasses
-from typing import Any
+from typing import Any, TypeVar
 
 from fsdptoys.checkpoint import CheckpointConfig
 from fsdptoys.config.kernel_choice import AttentionKernel, GroupedKernel, Kernel, KernelConfig
@@ -15,9 +15,10 @@ from fsdptoys.metrics import Console, MetricsConfig
 from fsdptoys.models import GPT2Config, Llama4Config, LlamaConfig, ModelConfig, Qwen3Config, Qwen3MoEConfig
 from fsdptoys.optim import AdamWConfig, OptimConfig, WeightDecayOn
 from fsdptoys.parallel import ParallelConfig
-from fsdptoys.parallel.fsdp import Wrap
+from fsdptoys.parallel.fsdp import TORCH, Wrap
 from fsdptoys.parallel.mesh import MeshConfig
 from fsdptoys.profiler import DebugConfig, ProfileConfig
+from fsdptoys.utils.torchao import torchao_fault
 
 PLAIN_KERNELS = KernelConfig(
     attention=AttentionKernel.torch,
@@ -27,6 +28,15 @@ PLAIN_KERNELS = KernelConfig(
     grouped_matmul=GroupedKernel.looped,
 )
 """Kernels that every device has, with the same arithmetic on all of them; simulated NPUs lack torch_npu's."""
+
+
+Row = TypeVar("Row")
+
+
+def supported(rows: dict[str, Row]) -> dict[str, Row]:
+    """Leave out the rows whose label names a feature that this torch lacks."""
+    lacks = {"int8": torchao_fault() is not None, "hsdp2": TORCH < (2, 8)}  # FSDP2 replicates on a CPU from 2.8 on
+    return {label: row for label, row in rows.items() if not any(lacks[name] and name in label for name in lacks)}
 
 
 def tiny_model(tie_embeddings: bool = False) -> LlamaConfig:

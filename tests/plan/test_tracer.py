@@ -41,6 +41,7 @@ SHAPE = {
     "vocab_size": VOCAB,
 }
 LLAMA = ("model=llama_debug", *(f"model.{key}={value}" for key, value in SHAPE.items()), f"train.seq_len={TOKENS}")
+TRACES_DDP = pytest.mark.skipif(not registers_devices(), reason="this torch cannot trace DDP")
 BLOCK = 2 * DIM * DIM + 2 * DIM * KV_HEADS * HEAD_DIM + 3 * DIM * FFN + 2 * DIM
 PARAMETERS = LAYERS * BLOCK + 2 * VOCAB * DIM + DIM
 
@@ -63,9 +64,12 @@ def of_step(trace: Trace, kind: type, step: int = 2) -> list[Any]:
         (("parallel=fsdp1", "parallel.use_orig_params=false", "optim.weight_decay_on=all"), 8,
          {Category.parameters: 4, Category.optimizer_states: 8}),
         (("parallel=fsdp1",), 8, {Category.parameters: 4, Category.optimizer_states: 8}),
-        (("parallel=ddp", "optim=sgd"), 1,
-         {Category.parameters: 4, Category.gradients: 4, Category.optimizer_states: 4,
-          Category.gathered_parameters: 2}),
+        pytest.param(
+            ("parallel=ddp", "optim=sgd"), 1,
+            {Category.parameters: 4, Category.gradients: 4, Category.optimizer_states: 4,
+             Category.gathered_parameters: 2},
+            marks=TRACES_DDP,
+        ),
         (("parallel=fsdp2", "memory.optimizer_offload=true"), 8, {Category.parameters: 4}),
         (("parallel=fsdp2", "memory.cpu_offload=true"), 8, {}),
         (("parallel=fsdp1", "memory.cpu_offload=true"), 8, {}),
@@ -127,7 +131,7 @@ def test_ddp_is_refused_where_no_device_can_be_registered() -> None:
         traced([*LLAMA, "parallel=ddp"])
 
 
-@pytest.mark.skipif(not registers_devices(), reason="this torch cannot trace DDP")
+@TRACES_DDP
 def test_ddp_all_reduces_concurrently_with_the_backward() -> None:
     """Oracle: every gradient is all-reduced once, off the computing stream, which waits for it before the update."""
     made = traced([*LLAMA, "parallel=ddp"])

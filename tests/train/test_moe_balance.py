@@ -17,6 +17,7 @@ from fsdptoys.optim import SGDConfig
 from fsdptoys.parallel import DDPConfig, FSDP1Config, FSDP2Config, SingleConfig
 from fsdptoys.train.trainer import Trainer
 from scripts.ranks import run_ranks
+from tests.oracle import import_transformers
 from tests.parallel.runs import TINY, make_config
 from tests.train.test_trainer import plain_model
 
@@ -141,7 +142,7 @@ def test_auxiliary_loss_gradients_cover_the_global_batch(family: str, request: p
 @pytest.mark.oracle
 def test_load_balancing_loss_of_a_layer_equals_transformers() -> None:
     """Oracle: transformers' load_balancing_loss_func, for one layer; value and gradient."""
-    qwen = pytest.importorskip("transformers.models.qwen3_moe.modeling_qwen3_moe")
+    qwen = import_transformers("transformers.models.qwen3_moe.modeling_qwen3_moe")
     torch.manual_seed(0)
     router = Router(16, 8, 3, Scores.normalized_softmax)
     torch.nn.init.normal_(router.weight)

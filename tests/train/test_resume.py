@@ -15,6 +15,7 @@ from fsdptoys.checkpoint.config import Form
 from fsdptoys.checkpoint.retention import Series
 from fsdptoys.cli.convert import convert_command
 from fsdptoys.config.schema import Config
+from fsdptoys.data import SyntheticConfig
 from fsdptoys.errors import ConfigError, LostRanksError
 from fsdptoys.memory import CPUOffloadExecutor, MemoryConfig, OffloadSchedule, OffloadStateDType
 from fsdptoys.optim import AdamWConfig, MuonConfig, OptimStateDType, SGDConfig, WeightDecayOn
@@ -27,7 +28,7 @@ from fsdptoys.utils.file_lock import FolderLock
 from scripts.parity import hash_parameters
 from scripts.ranks import run_ranks
 from tests.measuring import without_coverage
-from tests.parallel.runs import TINY, WITH_BLOCKS, make_config, tiny_model
+from tests.parallel.runs import TINY, WITH_BLOCKS, make_config, supported, tiny_model
 from tests.train.resumed import kept, run_to_the_end, run_until, steps_of
 
 pytestmark = pytest.mark.usefixtures("without_pictures")
@@ -41,6 +42,19 @@ SMALL: dict[str, Any] = {
     "grad_accum": 1,
     "deterministic": False,
 }
+
+
+Row = tuple[ParallelConfig, dict[str, Any]]
+"""A strategy and options of ``make_config``, or under ``checkpoint`` of checkpoints."""
+
+
+def configs_of(rows: dict[str, Row], ranks: int) -> dict[str, tuple[Config, dict[str, Any]]]:
+    """Configuration and checkpoint options of each row that this torch supports."""
+
+    def made(parallel: ParallelConfig, checkpoint: dict[str, Any] | None = None, **options: Any) -> Any:
+        return make_config(parallel, ranks, **options), checkpoint or {}
+
+    return {label: made(parallel, **options) for label, (parallel, options) in supported(rows).items()}
 
 
 def resumed_and_uninterrupted(rows: dict[str, tuple[Config, dict[str, Any]]], folder: Path) -> dict[str, Any]:
@@ -58,10 +72,9 @@ def resumed_and_uninterrupted(rows: dict[str, tuple[Config, dict[str, Any]]], fo
     return outcomes
 
 
-def two_ranks() -> dict[str, tuple[Config, dict[str, Any]]]:
-    def row(parallel: ParallelConfig, memory: dict[str, Any] | None = None, **more: Any) -> tuple[Config, dict]:
-        checkpoint = more.pop("checkpoint", {})
-        return make_config(parallel, 2, memory=MemoryConfig(**(memory or {})), **{**SMALL, **more}), checkpoint
+def two_ranks() -> dict[str, Row]:
+    def row(parallel: ParallelConfig, memory: dict[str, Any] | None = None, **more: Any) -> Row:
+        return parallel, {**SMALL, "memory": MemoryConfig(**(memory or {})), **more}
 
     background = {"async_save": True}
     lazy = {"optimizer_offload": True, "offload_schedule": OffloadSchedule.lazy}
@@ -98,22 +111,25 @@ def two_ranks() -> dict[str, tuple[Config, dict[str, Any]]]:
     }
 
 
-def four_ranks() -> dict[str, tuple[Config, dict[str, Any]]]:
+def four_ranks() -> dict[str, Row]:
     rounded = MemoryConfig(optimizer_offload=True, offload_state_dtype=OffloadStateDType.bfloat16)
     return {
-        "hsdp2": (make_config(FSDP2Config(), 4, fsdp_size=2, **SMALL), {"async_save": True}),
-        "hsdp1": (make_config(FSDP1Config(), 4, fsdp_size=2, **SMALL), {}),
-        "hsdp2, rounded offload": (make_config(FSDP2Config(), 4, fsdp_size=2, memory=rounded, **SMALL), {}),
+        "hsdp2": (FSDP2Config(), {**SMALL, "fsdp_size": 2, "checkpoint": {"async_save": True}}),
+        "hsdp1": (FSDP1Config(), {**SMALL, "fsdp_size": 2}),
+        "hsdp2, rounded offload": (FSDP2Config(), {**SMALL, "fsdp_size": 2, "memory": rounded}),
     }
 
 
-def one_rank() -> dict[str, tuple[Config, dict[str, Any]]]:
-    with_workers = make_config(SingleConfig(simulated_ranks=2), 1, steps=SHORT)
-    with_workers.data.workers = 1
+def one_rank() -> dict[str, Row]:
+    loaded = SyntheticConfig(branching=4, ragged=True, workers=1)
+    at_a_url = {"url": "memory://", "async_save": True}
     return {
-        "single": (make_config(SingleConfig(), 1, steps=SHORT), {}),
-        "single, at a URL": (make_config(SingleConfig(), 1, steps=SHORT), {"url": "memory://", "async_save": True}),
-        "single that simulates two, with a loader worker": (with_workers, {}),
+        "single": (SingleConfig(), {"steps": SHORT}),
+        "single, at a URL": (SingleConfig(), {"steps": SHORT, "checkpoint": at_a_url}),
+        "single that simulates two, with a loader worker": (
+            SingleConfig(simulated_ranks=2),
+            {"steps": SHORT, "data": loaded},
+        ),
     }
 
 
@@ -124,12 +140,13 @@ def test_resumed_run_equals_the_uninterrupted_one_bitwise(
     """Oracle: the uninterrupted run: losses, norms, learning rates, tokens, final parameters."""
     if ranks > 1:
         request.getfixturevalue("unmeasured")
-    outcomes = run_ranks(ranks, resumed_and_uninterrupted, rows(), tmp_path)
-    for label in rows():
+    configs = configs_of(rows(), ranks)
+    outcomes = run_ranks(ranks, resumed_and_uninterrupted, configs, tmp_path)
+    for label, (_, checkpoint) in configs.items():
         uninterrupted = steps_of(tmp_path / label / "whole")
         assert steps_of(tmp_path / label / "killed") == uninterrupted, label
         assert [step[0] for step in uninterrupted] == list(range(1, SHORT + 1))
-        every = rows()[label][1].get("every", 2)
+        every = checkpoint.get("every", 2)
         for outcome in outcomes:
             took, whole, resumed = outcome[label]
             assert took == SHORT - (SHORT - 1) // every * every, label
