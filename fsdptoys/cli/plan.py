@@ -26,7 +26,7 @@ from fsdptoys.device.profile import Hardware
 from fsdptoys.errors import ConfigError
 from fsdptoys.launch.launch import SINGLE, choose_experiment, choose_single
 from fsdptoys.plan.calibrate import calibrate_command
-from fsdptoys.plan.estimate.estimate import closed_form
+from fsdptoys.plan.estimate.estimate import closed_form, covers_mesh
 from fsdptoys.plan.predict import Predictor, hardware_of, predict, world_size_of
 from fsdptoys.plan.search.advice import advise
 from fsdptoys.plan.search.frontier_plot import check_picture, draw_frontier
@@ -124,9 +124,14 @@ def _run(words: Sequence[str]) -> int:
         validate_switches(config, world_size, hardware.device_type, node_ranks)
     except ConfigError as mistake:  # plan.world_size sets the number of hypothetical ranks
         raise ConfigError(str(mistake).replace("launch.nproc_per_node=", "plan.world_size=")) from mistake
+    if config.plan.expert_imbalance != 1 and config.mesh.ep_size == 1:
+        raise ConfigError(
+            f"plan.expert_imbalance={config.plan.expert_imbalance:g} is a load of ranks that split experts, of which "
+            "mesh.ep_size=1 has none; leave it out or set mesh.ep_size"
+        )
     prediction = predict(config, hardware, world_size)
     estimate = functools.partial(closed_form, hardware=hardware, world_size=world_size)
-    advice = advise(run.config, estimate, prediction, run.memory_bytes, node_ranks)
+    advice = advise(run.config, estimate, prediction, run.memory_bytes, node_ranks) if covers_mesh(config) else []
     if options.json:
         limit = {"memory_limit_bytes": run.memory_bytes, "advice": advice_to_dict(advice)}
         print(json.dumps(prediction.to_dict() | limit, indent=2))

@@ -29,6 +29,8 @@ class PlanConfig:
     """Trace every layer instead of extrapolating from a few."""
     allocator: AllocatorKind = AllocatorKind.expandable
     """Mode of PyTorch's caching allocator on the device."""
+    expert_imbalance: float = field(default=1.0, metadata=at_least(1, 2**20))
+    """Tokens of the busiest rank's experts under ``mesh.ep_size``, as a multiple of the mean; 1 for an even load."""
     rows: int = field(default=10, metadata=at_least(1, 10**6))
     """Maximum number of combinations that ``plan search`` shows."""
     predict: bool = True

@@ -24,6 +24,8 @@ class Category(Enum):
     """Unsharded parameters of a unit, and buffers of the all-gather."""
     reduction_buffers = "reduction buffers"
     """Unsharded gradients of a unit, and buffers of the reduce-scatter or all-reduce."""
+    exchange_buffers = "exchange buffers"
+    """Messages between ranks that share sequences or split experts, as far as they are not kept as activations."""
     activations = "activations"
     """Tensors saved by the forward for the backward."""
     logits = "logits and loss"

@@ -137,8 +137,7 @@ class ExpertExchange:
         counts = ends_E.diff(prepend=ends_E.new_zeros(1))
         coming = torch.empty_like(counts)
         dist.all_to_all_single(coming, counts, group=self.group)
-        # The one device sync: the sizes of a collective are host numbers.
-        sends, gets = torch.stack([counts, coming]).view(2, ranks, local).sum(2).tolist()
+        sends, gets = read_splits(torch.stack([counts, coming]).view(2, ranks, local).sum(2), experts_R.numel())
         ids_M = torch.arange(local, device=device).repeat(ranks).repeat_interleave(coming, output_size=sum(gets))
         return Route(self.group, sends, gets), ids_M
 
@@ -146,6 +145,12 @@ class ExpertExchange:
         """This rank's experts, as a plain tensor."""
         own: Tensor = stack.to_local() if is_dtensor(stack) else stack
         return own if self.gradient_divisor == 1 else _DivideGradient.apply(own, self.gradient_divisor)
+
+
+def read_splits(splits_2N: Tensor, rows: int) -> tuple[list[int], list[int]]:
+    """Rows for and from each of N ranks, of which ``rows`` are sent: the one device sync of an exchange."""
+    sends, gets = splits_2N.tolist()
+    return sends, gets
 
 
 class _Send(torch.autograd.Function):

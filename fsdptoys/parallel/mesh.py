@@ -31,6 +31,9 @@ REPLICATE_AXIS = "replicate"
 CONTEXT_AXIS = "cp"
 EXPERT_AXIS = "ep"
 EXPERT_SHARD_AXIS = "efsdp"
+AXES = (REPLICATE_AXIS, SHARD_AXIS, EXPERT_SHARD_AXIS, CONTEXT_AXIS, EXPERT_AXIS)
+EXCHANGING_AXES = (CONTEXT_AXIS, EXPERT_AXIS)
+"""Axes whose collectives are issued within layers, while parameters are gathered along another."""
 
 NODE = "node"
 """``mesh.fsdp_size=node`` keeps each copy of the parameters within a node."""
@@ -194,13 +197,17 @@ def consecutive_group(size: int, name: str, timeout: timedelta | None) -> dist.P
 
 
 def axis_group(ranks: npt.NDArray[np.int64], axis: int, name: str, timeout: timedelta | None) -> dist.ProcessGroup:
-    """This rank's group along an axis of a mesh of all ranks. A collective over all ranks."""
+    """This rank's group along an axis of a mesh of all ranks. A collective over all ranks.
+
+    An axis of all ranks uses the default group, except for exchanges within layers, which would wait for the gathers
+    that this group has queued.
+    """
     world = dist.group.WORLD
     assert world is not None
     # Not tensors, whose values a planner's fake mode would not know.
     rows = np.moveaxis(ranks, axis, -1).reshape(-1, ranks.shape[axis])
     members = rows[(rows == dist.get_rank()).any(1)][0].tolist()
-    if len(members) == dist.get_world_size():
+    if len(members) == dist.get_world_size() and name not in EXCHANGING_AXES:
         return world
     description = f"mesh_{name}"
     if world.bound_device_id is not None:  # all ranks take part in one split, which makes all groups of an axis

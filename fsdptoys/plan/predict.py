@@ -14,7 +14,7 @@ from fsdptoys.models import MoEConfig
 from fsdptoys.models.attention import BACKENDS
 from fsdptoys.parallel.float8 import Float8
 from fsdptoys.parallel.mesh import straddling
-from fsdptoys.plan.estimate.estimate import closed_form
+from fsdptoys.plan.estimate.estimate import closed_form, covers_mesh
 from fsdptoys.plan.search.switches import STRATEGIES, check_strategy, node_ranks_of
 from fsdptoys.plan.simulator.allocator import build_allocator
 from fsdptoys.plan.simulator.events import Trace
@@ -58,6 +58,8 @@ def estimate_run(config: Config, world_size: int) -> tuple[Prediction, Hardware]
     memory = config.memory
     if hardware.device_type == "cpu" and (memory.cpu_offload or memory.optimizer_offload):
         return None  # offload on a CPU moves nothing, which the closed form does not model
+    if not covers_mesh(config):
+        return None
     return closed_form(config, hardware, world_size), hardware
 
 
@@ -91,9 +93,11 @@ class Predictor:
             result = extrapolate(replays[0], result, (self.depths[0], self.depths[1]), config.model.n_layers)
             method = f"traced, {self.depths[0]} and {self.depths[1]} layers"
         closed = closed_form(config, hardware, self.world_size)
-        memory = result.memory(closed.memory.host_bytes)
+        covered = covers_mesh(config)
+        memory = result.memory(closed.memory.host_bytes if covered else None)
         prediction = dataclasses.replace(closed, method=method, memory=memory, time=result.time())
-        found = (*doubts(config, hardware, self.world_size), *disagreement(prediction, closed))
+        compared = disagreement(prediction, closed) if covered else ()
+        found = (*doubts(config, hardware, self.world_size), *compared)
         return dataclasses.replace(prediction, doubts=found)
 
 
@@ -105,8 +109,10 @@ def predict(config: Config, hardware: Hardware, world_size: int) -> Prediction:
     """
     predictor = Predictor(config, hardware, world_size)
     prediction = predictor(hardware)
+    if len(predictor.depths) == 1 or not covers_mesh(config):
+        return prediction
     closed = closed_form(config, hardware, world_size)
-    if len(predictor.depths) > 1 and closed.memory.peak_bytes > (1 + HIGHER) * prediction.memory.peak_bytes:
+    if closed.memory.peak_bytes > (1 + HIGHER) * prediction.memory.peak_bytes:
         config = copy.deepcopy(config)
         config.plan.exact = True
         prediction = Predictor(config, hardware, world_size)(hardware)
@@ -156,7 +162,12 @@ def doubts(config: Config, hardware: Hardware, world_size: int) -> tuple[str, ..
         "keep, and to take no scratch memory: not measured on a device": unmeasured,
         f"optim.state_dtype={config.optim.low_bit_format} is assumed to update in two compiled kernels, with the "
         "scratch memory of the compiler on a CPU: not measured on other devices": config.optim.low_bit_format,
-        "experts are assumed to receive equal numbers of tokens: an idle or a busy one costs time": experts,
+        "experts are assumed to receive equal numbers of tokens: an idle or a busy one costs time": (
+            experts and config.mesh.ep_size == 1
+        ),
+        f"this rank's experts are assumed to receive {plan.expert_imbalance:g} times the mean of all ranks' tokens: "
+        "they receive what the router chooses, and memory and time grow with the busiest rank; set "
+        "plan.expert_imbalance": config.mesh.ep_size > 1,
         "experts are assumed to be one matmul, but are multiplied one by one: a lower bound of time": (
             experts and single_experts
         ),

@@ -128,11 +128,16 @@ def _print_header(config: Config, prediction: Prediction, hardware: Hardware, co
     replicas = prediction.world_size // shards
     sharding = f"shards over {_ranks(shards)}" if shards > 1 else "full parameters on each rank"
     replicating = f", {replicas} replicas" if replicas > 1 and shards > 1 else ""
+    mesh = config.mesh
+    sharing = f", sequences over {mesh.cp_size}" if mesh.cp_size > 1 else ""
+    splitting = f", experts over {mesh.ep_size}" if mesh.ep_size > 1 else ""
     on = f"; {', '.join(traits(config))}" if traits(config) else ""
-    _line(f"{parallel.name}: {sharding}{replicating}, {parallel.param_dtype.value}{on}", console)
+    axes = f"{sharding}{replicating}{sharing}{splitting}"
+    _line(f"{parallel.name}: {axes}, {parallel.param_dtype.value}{on}", console)
     accumulated = f" x {train.grad_accum} micro-batches" if train.grad_accum > 1 else ""
     per_rank = f"{train.batch_size} x {train.seq_len:,} tokens{accumulated}"
-    _line(f"{per_rank} per rank, {prediction.tokens_per_step:,} tokens per step", console)
+    sharers = f"{mesh.cp_size} ranks" if mesh.cp_size > 1 else "rank"
+    _line(f"{per_rank} per {sharers}, {prediction.tokens_per_step:,} tokens per step", console)
 
 
 def _print_memory(prediction: Prediction, hardware: Hardware, memory_bytes: float, console: Console) -> None:

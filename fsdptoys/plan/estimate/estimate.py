@@ -51,7 +51,8 @@ def closed_form(config: Config, hardware: Hardware, world_size: int) -> Predicti
     busy, communication, transfers = (ledger.sums[name] for name in ("busy", "communication", "transfers"))
     parts = (step, busy, communication, transfers, max(0.0, step - busy - communication - transfers))
     volumes = tuple(Volume(*key, calls, round(sent), time) for key, (calls, sent, time) in ledger.volumes.items())
-    tokens = train.batch_size * train.seq_len * micro_batches
+    # Those of one rank: ranks that share sequences have a part of each.
+    tokens = train.batch_size * train.seq_len * micro_batches // config.mesh.cp_size
     peak_flops = hardware.peak_flops.get(config.parallel.param_dtype.value)
     return Prediction(
         method="closed form",
@@ -65,6 +66,11 @@ def closed_form(config: Config, hardware: Hardware, world_size: int) -> Predicti
         device_type=hardware.device_type,
         doubts=_doubts(config),
     )
+
+
+def covers_mesh(config: Config) -> bool:
+    """Whether the closed form's memory and time are those of the mesh; they have no exchanges within layers."""
+    return config.mesh.cp_size == config.mesh.ep_size == 1
 
 
 def _run_steps(

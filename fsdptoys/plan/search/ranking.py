@@ -8,6 +8,8 @@ from typing import Any
 from fsdptoys.config.schema import Config
 from fsdptoys.memory import CPUOffloadExecutor
 from fsdptoys.metrics.prediction import Prediction
+from fsdptoys.parallel.context import ContextForm
+from fsdptoys.parallel.mesh import CONTEXT_AXIS, EXPERT_AXIS
 from fsdptoys.utils.text import value_text
 
 from .switches import STRATEGIES, Changes
@@ -19,15 +21,22 @@ def label(config: Config) -> str:
 
 
 def layout(config: Config) -> str:
-    """The strategy, and the size of its shard axis if less than all ranks."""
-    size = config.mesh.fsdp_size
-    return config.parallel.name + (f"/{size}" if size != -1 else "")
+    """The strategy, the size of its shard axis if less than all ranks, and those of the axes cp and ep."""
+    mesh = config.mesh
+    size = f"/{mesh.fsdp_size}" if mesh.fsdp_size != -1 else ""
+    axes = ((CONTEXT_AXIS, mesh.cp_size), (EXPERT_AXIS, mesh.ep_size))
+    return " ".join([config.parallel.name + size, *(f"{name}{ranks}" for name, ranks in axes if ranks > 1)])
 
 
 def traits(config: Config) -> list[str]:
     """Short names of the active switches."""
     memory, parallel = config.memory, config.parallel
     words = []
+    if (
+        config.mesh.cp_size > 1
+        and (form := getattr(parallel, "context", ContextForm.ulysses)) is not ContextForm.ulysses
+    ):
+        words.append(form.value)
     if memory.checkpoints:
         every = f"/{memory.checkpointing_every}" if memory.checkpointing_every > 1 else ""
         words.append(memory.gradient_checkpointing.value + every + "+offload" * memory.activation_offload)

@@ -19,6 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from fsdptoys.device.profile import AttentionKind
 from fsdptoys.metrics.prediction import Category
+from fsdptoys.parallel.mesh import AXES, EXCHANGING_AXES
 from fsdptoys.plan.simulator import events as simulated
 from fsdptoys.plan.simulator.events import COMPUTE_STREAM, KernelKind, Mark, Trace
 from fsdptoys.profiler.dispatch import COLLECTIVES, arguments_of, dtype_name, given, tensors_in
@@ -257,15 +258,16 @@ class OpRecorder(TorchDispatchMode):
         tensors = [tensor for value in args for tensor in tensors_in(value)]
         if name is None or not any(tensor.device.type == self.device_type for tensor in tensors):
             return result
-        for tensor in tensors:
-            self._storages.see(tensor)
-            if name in PURPOSES:
-                self.categorize(tensor, PURPOSES[name])
-        largest = max(sum(map(touched_bytes, tensors_in(value))) for value in args)
         group = dist.ProcessGroup.unbox(named["process_group"])
         ranks = dist.get_process_group_ranks(group)
         size, stride = len(ranks), ranks[1] - ranks[0] if len(ranks) > 1 else 1
         axis = axis_of(group.group_desc, name, stride, size == dist.get_world_size())
+        purpose = Category.exchange_buffers if axis in EXCHANGING_AXES else PURPOSES.get(name)
+        for tensor in tensors:
+            self._storages.see(tensor)
+            if purpose is not None:
+                self.categorize(tensor, purpose)
+        largest = max(sum(map(touched_bytes, tensors_in(value))) for value in args)
         by_default = any(each.name == "async_op" and each.default_value for each in func._schema.arguments)
         if not named.get("async_op", by_default) or self.device_type == "cpu":
             self.add(simulated.Collective(name, self._stream(), largest, size, stride, axis))
@@ -334,8 +336,8 @@ class OpRecorder(TorchDispatchMode):
 
 def axis_of(description: str, name: str, stride: int, everyone: bool) -> str:
     """Mesh axis of a group, by its mesh's description; the group of a one-axis mesh has none."""
-    if description in ("mesh_shard", "mesh_replicate"):
-        return description.removeprefix("mesh_")
+    if (axis := description.removeprefix("mesh_")) in AXES:
+        return axis
     if everyone and name not in ("all_gather", "reduce_scatter"):
         return "world"
     return "shard" if stride == 1 else "replicate"

@@ -22,7 +22,8 @@ from fsdptoys.plan.simulator.events import Alloc, Event, Free, RecordStream, Tra
 ALIGNMENT = 512  # Rounding of allocators, for the count of ``memory`` only; a trace has the requested sizes
 
 _CERTAINTY = (
-    "temporary activations gathered_parameters reduction_buffers logits buffers optimizer_states gradients parameters"
+    "temporary exchange_buffers activations gathered_parameters reduction_buffers logits buffers optimizer_states "
+    "gradients parameters"
 )
 """Categories of a block, later ones more certain."""
 _RANK = {Category[name]: rank for rank, name in enumerate(_CERTAINTY.split())}

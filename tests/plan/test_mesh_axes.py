@@ -1,0 +1,72 @@
+"""Traces of runs whose ranks share sequences or split experts, compared with formulas."""
+
+from collections import Counter
+
+import pytest
+
+from fsdptoys.metrics.prediction import Category
+from fsdptoys.plan.simulator.events import Collective, Kernel, KernelKind, Trace
+from tests.plan.test_tracer import of_step
+from tests.plan.traced import live_bytes, traced
+
+BF16 = "parallel.param_dtype=bfloat16"
+LAYERS, DIM, HEADS, WIDTH, TOKENS, VOCAB = 2, 256, 8, 32, 512, 1024
+LLAMA = (
+    "model=llama_debug", "parallel=fsdp2", BF16, "train.batch_size=1", f"train.seq_len={TOKENS}", "model.ffn_dim=512",
+    f"model.n_layers={LAYERS}", f"model.dim={DIM}", f"model.n_heads={HEADS}", f"model.vocab_size={VOCAB}",
+)  # fmt: skip
+EXPERTS, TOP_K, EXPERT_FFN = 8, 2, 64
+MOE = (
+    "model=qwen3_moe_debug", "parallel=fsdp2", BF16, "train.batch_size=1", f"train.seq_len={TOKENS}",
+    f"model.n_layers={LAYERS}", f"model.dim={DIM}", f"model.n_experts={EXPERTS}", f"model.top_k={TOP_K}",
+    f"model.expert_ffn_dim={EXPERT_FFN}",
+)  # fmt: skip
+
+
+def exchanged(trace: Trace, axis: str, ranks: int) -> Counter[int]:
+    """Bytes of each exchange along an axis in a step → how often."""
+    events = [event for event in of_step(trace, Collective) if event.axis == axis]
+    assert {(event.name, event.group_size, event.group_stride) for event in events} == {("all_to_all", ranks, 1)}
+    return Counter(event.bytes for event in events)
+
+
+@pytest.mark.parametrize(("kv_heads", "ranks", "copied"), [(4, 4, 4), (2, 8, 8)])
+def test_ulysses_exchanges_heads_for_sequence_and_back_in_forward_and_backward(
+    kv_heads: int, ranks: int, copied: int
+) -> None:
+    """Oracle: t tokens of H query heads and of both kinds of the copied key heads, and of H results, in 16 bits."""
+    made = traced([*LLAMA, f"model.n_kv_heads={kv_heads}", f"mesh.cp_size={ranks}"])
+    token = TOKENS // ranks * WIDTH * 2
+    assert exchanged(made, "cp", ranks) == {token * (HEADS + 2 * copied): 2 * LAYERS, token * HEADS: 2 * LAYERS}
+
+
+def test_activations_fall_with_the_ranks_that_share_a_sequence() -> None:
+    """Oracle: a quarter of the tokens, and attention's result twice: as computed, and after the exchange."""
+    words = [*LLAMA, "model.n_kv_heads=8"]
+    whole, part = (live_bytes(traced([*words, *more]), 2, "backward") for more in ((), ("mesh.cp_size=4",)))
+    twice = LAYERS * TOKENS // 4 * DIM * 2
+    assert part[Category.activations] == pytest.approx(whole[Category.activations] / 4 + twice, abs=1024)
+    assert part[Category.logits] == pytest.approx(whole[Category.logits] / 4, abs=1024)
+    assert part[Category.parameters] == whole[Category.parameters]
+
+
+@pytest.mark.parametrize("imbalance", [1, 2])
+def test_experts_exchange_rows_and_weights_of_the_assumed_load(imbalance: int) -> None:
+    """Oracle: N·K rows of D numbers to the experts and back, in forward and backward, and a weight with each."""
+    made = traced([*MOE, "mesh.ep_size=4", f"plan.expert_imbalance={imbalance}"])
+    rows = TOKENS * TOP_K * imbalance
+    assert exchanged(made, "ep", 4) == {rows * DIM * 2: 4 * LAYERS, rows * 2: 2 * LAYERS, EXPERTS * 8: LAYERS}
+    grouped = [event for event in of_step(made, Kernel) if event.name == "aten::_grouped_mm"]
+    assert {event.kind for event in grouped} == {KernelKind.matmul}
+    # Three matmuls of a token with D x F numbers, and twice as many in the backward.
+    assert sum(event.flops for event in grouped) == 3 * LAYERS * rows * 2 * 3 * DIM * EXPERT_FFN
+
+
+def test_a_rank_gathers_its_experts_only() -> None:
+    """Oracle: half of the experts' parameters, over the two ranks that have the same; the others in full."""
+    gathered: Counter[str] = Counter()
+    for event in of_step(traced([*MOE, "mesh.ep_size=4"]), Collective):
+        gathered[event.axis] += event.bytes * (event.name == "all_gather")
+    experts = LAYERS * EXPERTS * 3 * DIM * EXPERT_FFN
+    assert gathered["efsdp"] == 2 * experts // 4 * 2  # in forward and backward
+    assert gathered["shard"] > 0
