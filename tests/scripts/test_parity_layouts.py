@@ -1,0 +1,91 @@
+"""Parity over layouts: equal bits in real runs, and detection of bugs that are made on purpose."""
+
+import io
+import math
+
+import numpy as np
+import pytest
+from rich.console import Console
+
+from fsdptoys.config.compose import compose_config
+from scripts import parity
+from scripts.parity_bugs import BUGS, inject_all
+from scripts.parity_layouts import LAYOUTS, Trajectory, breach_of, compare, compare_layouts, kind_of
+
+pytestmark = pytest.mark.usefixtures("unmeasured")
+
+FEW = {
+    "gpt2_debug": ["ddp", "cp 2 gathered"],
+    "qwen3_moe_debug": ["fsdp1", "hsdp, cp 2, ep 2", "cp 4, ep 2"],
+    "llama4_debug": ["cp 2 ulysses", "ep 4"],
+}
+"""Preset → layouts that it is trained in on four ranks; together with ``tests/parallel`` all of them."""
+
+
+@pytest.mark.parametrize("model", FEW)
+@pytest.mark.parametrize(("mode", "dtype"), [("layout", "float32"), ("layout", "bfloat16"), ("default", "float32")])
+def test_layouts_have_the_promised_bits(model: str, mode: str, dtype: str) -> None:
+    """Oracle: one ordinary process with the global batch, over two steps."""
+    console = Console(file=io.StringIO(), width=200)
+    args = parity.parse_arguments(["--world-sizes", "4", "--steps", "2", "--seq-len", "32", "--layouts", *FEW[model]])
+    assert compare_layouts(args, model, dtype, mode, console) == []
+    table = console.file.getvalue()  # type: ignore[attr-defined]
+    rows = [[cell.strip() for cell in line.split("│")[2:-1]] for line in table.splitlines() if line.startswith("│")]
+    assert [row[0] for row in rows] == FEW[model]
+    if mode == "layout":
+        assert all(cell == "0" for row in rows for cell in row[1:-1])
+
+
+def test_every_injected_bug_is_caught_and_named_at_step_1() -> None:
+    """Oracle: the part of the training that each bug changes."""
+    console = Console(file=io.StringIO(), width=400)
+    assert len(BUGS) == 10
+    assert inject_all(list(BUGS), 1, 32, console) == []
+    named = {
+        "averaged experts": "experts.gate_up_proj has 2 times the norm",
+        "dropped partial sum": "attn.k_proj.weight",
+        "labels shifted after the cut": "step 1: loss",
+        "replicas counted in the norm": "step 1: gradient norm",
+        "wrong divide factor": "has 0.5 times the norm",
+        "missing router gradient": "router.weight has 0 times the norm",
+        "positions from zero on each rank": "step 1: loss",
+        "auxiliary loss of the local batch": "router.weight",
+        "padding counted as valid": "step 1: loss",
+        "ring accumulates in bf16": "attn.v_proj.weight",
+    }
+    rows = [line for line in console.file.getvalue().splitlines() if line.startswith("│")]  # type: ignore[attr-defined]
+    assert {name: part for name, part in named.items() if not any(name in row and part in row for row in rows)} == {}
+
+
+def trajectory(loss: float = 1.0, gradient: float = 1.0) -> Trajectory:
+    grads = {"layers.0.mlp.up_proj.weight": np.array([gradient, 2.0], dtype=np.float32)}
+    return Trajectory([2.0, loss], [1.0, 1.0], {1: grads, 2: grads}, dict(grads))
+
+
+@pytest.mark.parametrize(
+    ("row", "breaches"),
+    [
+        (trajectory(), []),
+        (trajectory(loss=1.0 + 1e-7), ["layout"]),
+        (trajectory(loss=1.0 + 1e-5), ["layout", "default"]),
+        (trajectory(loss=math.nan), ["layout", "default"]),
+        (trajectory(gradient=1.0 + 1e-6), ["layout"]),
+        (trajectory(gradient=1.01), ["layout", "default"]),
+        (trajectory(gradient=math.nan), ["layout", "default"]),
+    ],
+)
+def test_breaches_of_either_mode_are_detected(row: Trajectory, breaches: list[str]) -> None:
+    """Oracle: differences made by hand."""
+    compared = compare(row, trajectory())
+    assert [mode for mode in ("layout", "default") if breach_of(compared, mode)] == breaches
+
+
+def test_parameters_have_a_kind_and_layouts_fit_where_their_axes_divide() -> None:
+    """Oracle: names by hand; a dense model splits no experts, and four heads are no eight."""
+    names = ["embed_tokens.weight", "layers.0.attn.q_norm.weight", "layers.1.attn.o_proj.weight", "lm_head.weight"]
+    names += ["layers.0.mlp.router.weight", "layers.0.mlp.experts.down_proj", "layers.0.mlp.down_proj.weight"]
+    kinds = ["embedding", "norms", "attention", "head", "router", "experts", "mlp"]
+    assert [kind_of(name) for name in names] == kinds
+    dense, experts = (compose_config([f"model={model}"]) for model in ("llama_debug", "qwen3_moe_debug"))
+    assert not LAYOUTS["ep 2"].fits(4, dense) and LAYOUTS["ep 2"].fits(4, experts)
+    assert not LAYOUTS["cp 2, ep 4"].fits(2, experts) and not LAYOUTS["hsdp"].fits(2, experts)
