@@ -133,7 +133,7 @@ class Comparison:
     def first(self, step: int | None = None, over: float = 0.0) -> str:
         """The first difference, at ``step`` if given, of more than ``over``; empty for none.
 
-        A wrong loss comes first. Gradients of one step are found together, and the one that differs most is named, since
+        A wrong loss comes first. Gradients of one step are found together; the one that differs most is named, since
         the backward spreads an error to all earlier layers.
         """
         found = [each for each in self.differences if each.size > over and each.step == (step or each.step)]
