@@ -243,9 +243,9 @@ def activation_bytes(configs: list[Config]) -> list[float]:
 def test_four_ranks_hold_a_quarter_of_the_activations() -> None:
     """Oracle: the bytes that tensors hold at the peak of a step with the same global batch on four ranks."""
     model = tiny_model()
-    model.dim, model.n_heads, model.n_kv_heads, model.ffn_dim, model.max_seq_len = 64, 8, 4, 160, 1024
+    model.dim, model.n_heads, model.n_kv_heads, model.ffn_dim, model.max_seq_len = 64, 8, 4, 160, 2048
     model.n_layers = 2
-    settings: dict[str, Any] = {"model": model, "seq_len": 1024, "batch_size": 1, "steps": 2, "deterministic": False}
+    settings: dict[str, Any] = {"model": model, "seq_len": 2048, "batch_size": 1, "steps": 2, "deterministic": False}
     configs = [make_config(FSDP2Config(), 4, grad_accum=1, **settings)]
     configs += [make_config(FSDP2Config(context=form), 4, cp_size=4, grad_accum=4, **settings) for form in FORMS]
     alone, *shared = run_ranks(4, activation_bytes, configs)[0]
