@@ -66,11 +66,6 @@ def compose_hypothetical(words: Sequence[str], searches: bool = False) -> Hypoth
     if world_size == 1 and hardware.device_type != "cpu" and not searches:
         single = choose_single(words, hardware.device_type)  # as ``fsdptoys train`` does
         words, config = ([*words, SINGLE], single.config) if single is not None else (words, config)
-    if config.mesh.cp_size > 1:
-        raise ConfigError(
-            f"mesh.cp_size={config.mesh.cp_size} shares sequences among ranks, which plans do not predict; set "
-            "mesh.cp_size=1"
-        )
     limit = config.plan.memory_gib
     memory_bytes = round(limit * GIB if limit is not None else hardware.usable_bytes)
     return HypotheticalRun(config, hardware, world_size, memory_bytes, words)

@@ -71,13 +71,15 @@ def _unit_text(unit: Unit) -> str:
 
 def _mesh_text(layout: Layout) -> str:
     mesh = dict(layout.mesh)
-    splits = mesh.pop("ep", 1)  # lies within the shard axis
+    # Both are among the ranks of the other axes.
+    sharing, splits = mesh.pop("cp", 1), mesh.pop("ep", 1)
     axes, shards = " × ".join(f"{axis}={ranks}" for axis, ranks in mesh.items()), mesh.get("shard")
     replicas = mesh.get("replicate")
+    shared = f"; cp={sharing}: each sequence shared by {sharing} ranks" * (sharing > 1)
     if shards is None:
-        return f"{axes}: {replicas} ranks with full copies" if replicas else "one rank"
+        return f"{axes}: {replicas} ranks with full copies{shared}" if replicas else "one rank"
     split = f"{layout.sharded} split over {shards} ranks" + f", experts over ep={splits} of them" * (splits > 1)
-    return f"{axes}: {f'{replicas} copies, each with ' * bool(replicas)}{split}"
+    return f"{axes}: {f'{replicas} copies, each with ' * bool(replicas)}{split}{shared}"
 
 
 def _bytes_text(held: RankBytes) -> str:

@@ -52,8 +52,6 @@ def estimate_run(config: Config, world_size: int) -> tuple[Prediction, Hardware]
     unknown = config.plan.hardware == "auto" and profile_of_this_machine() is None
     if unknown or not config.plan.predict or config.parallel.name not in STRATEGIES:
         return None
-    if config.mesh.cp_size > 1:
-        return None  # the exchange of shared sequences is not modelled
     hardware = hardware_of(config)
     memory = config.memory
     if hardware.device_type == "cpu" and (memory.cpu_offload or memory.optimizer_offload):
