@@ -109,8 +109,12 @@ class ExpertExchange:
         counts = ends_E.diff(prepend=ends_E.new_zeros(1))
         coming = torch.empty_like(counts)
         dist.all_to_all_single(coming, counts, group=self.group)
-        # The one device sync: the sizes of a collective are host numbers.
-        sends, gets = torch.stack([counts, coming]).view(2, ranks, local).sum(2).tolist()
+        if type(experts_R) is Tensor:
+            # The one device sync: the sizes of a collective are host numbers.
+            sends, gets = torch.stack([counts, coming]).view(2, ranks, local).sum(2).tolist()
+        else:  # a fake one, for predictions, which assume equal loads
+            rows, rest = divmod(len(experts_R), ranks)
+            sends = gets = [rows + (rank < rest) for rank in range(ranks)]
         ids_M = torch.arange(local, device=device).repeat(ranks).repeat_interleave(coming, output_size=sum(gets))
         return Route(self.group, sends, gets), ids_M
 

@@ -81,7 +81,7 @@ class Collective(NamedTuple):
     bytes: int  # The full buffer to gather, scatter or reduce
     group_size: int
     group_stride: int  # Distance between the group's neighbors in the global rank order: 1 for a shard axis
-    axis: str  # ``shard``, ``replicate`` or ``world``
+    axis: str  # ``shard``, ``replicate``, ``efsdp``, ``ep`` or ``world``
 
 
 class RecordEvent(NamedTuple):

@@ -81,7 +81,7 @@ def fake_tensors(device_type: str) -> Iterator[None]:
         (DeviceMesh, "__init__", _really(DeviceMesh.__init__)),
         (DeviceMesh, "__getitem__", _really(DeviceMesh.__getitem__)),
         (fsdptoys.parallel.mesh, "init_device_mesh", _really(fsdptoys.parallel.mesh.init_device_mesh)),
-        (fsdptoys.parallel.mesh, "hybrid_mesh", _really(fsdptoys.parallel.mesh.hybrid_mesh)),
+        (fsdptoys.parallel.mesh, "named_mesh", _really(fsdptoys.parallel.mesh.named_mesh)),
     ]
     if device_type != "cpu":
         replacements += _fsdp1_streams()

@@ -334,7 +334,7 @@ class OpRecorder(TorchDispatchMode):
 
 def axis_of(description: str, name: str, stride: int, everyone: bool) -> str:
     """Mesh axis of a group, by its mesh's description; the group of a one-axis mesh has none."""
-    if description in ("mesh_shard", "mesh_replicate"):
+    if description.startswith("mesh_"):
         return description.removeprefix("mesh_")
     if everyone and name not in ("all_gather", "reduce_scatter"):
         return "world"
