@@ -169,6 +169,8 @@ def doubts(config: Config, hardware: Hardware, world_size: int) -> tuple[str, ..
         "experts are assumed to be one matmul, but are multiplied one by one: a lower bound of time": (
             experts and single_experts
         ),
+        f"mesh.ep_size={config.mesh.ep_size} makes the host wait for the sizes of each exchange, which is not "
+        "predicted: a lower bound of time": config.mesh.ep_size > 1,
         "reading the data is assumed to take no time": config.data.reads_files,
     }
     return tuple(sentence for sentence, applies in sentences.items() if applies)

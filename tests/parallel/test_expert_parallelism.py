@@ -102,8 +102,9 @@ def assert_close(got: Outcome, expected: Outcome, tolerance: float = 2e-6) -> No
 def test_split_experts_train_as_one_process(family: str) -> None:
     """Oracle: one process: losses, norms, every gradient and parameter; accumulation, ragged padding, balancing."""
     options: dict[str, Any] = {"model": MODELS[family]}
-    deterministic = {"deterministic": True, "memory": MemoryConfig(gradient_checkpointing=GradientCheckpointing.full)}
-    rows = [split(4, 2, **options), split(4, 4, **options), split(4, 2, **options, **deterministic)]
+    full, selective = (MemoryConfig(gradient_checkpointing=mode) for mode in list(GradientCheckpointing)[1:])
+    rows = [split(4, 2, **options, memory=selective), split(4, 4, **options)]
+    rows.append(split(4, 2, **options, memory=full, deterministic=True))
     if TORCH >= (2, 8):
         rows.append(split(4, 2, **options, fsdp_size=2))
     (expected,) = run_ranks(1, train_all, [single(4, **options)])[0]
