@@ -32,7 +32,7 @@ from .launch_config import LaunchConfig
 from .optimizer_checks import check_blocks, check_in_backward, check_optimizer
 from .option_values import Option
 from .plan_config import PlanConfig
-from .toy_context_checks import check_toy_context
+from .toy_checks import check_toy_context, check_toy_experts
 
 MOST_BATCHES = 2**20  # upper bound of a batch's sequences, and of the batches of a step or an evaluation
 MOST_SEED = 2**63 - 1
@@ -201,6 +201,7 @@ class Config:
         self._check_memory()
         facts = (train.seq_len, self.data.mask_documents, train.compile)
         check_toy_context(self.parallel, self.mesh, self.model, self.kernels.attention.value, *facts)
+        check_toy_experts(self.parallel, self.mesh, self.model, train.compile)
         selective = self.memory.gradient_checkpointing is GradientCheckpointing.selective
         self.kernels.check_documents(self.data.mask_documents, selective)
         self.data.check_documents()

@@ -13,6 +13,7 @@ from .state import full_tensors, host_copy
 from .strategy import ParallelConfig, ParallelContext, Strategy
 from .toy_cp import ToyCPConfig
 from .toy_ddp import ToyDDPConfig, ToyZero1Config, ToyZero2Config
+from .toy_ep import ToyEPConfig
 from .toy_fsdp import ToyFSDPConfig
 from .toy_zero3 import ToyZero3Config
 
@@ -25,6 +26,7 @@ STRATEGIES: dict[str, type[ParallelConfig]] = {
         FSDP2Config,
         ToyCPConfig,
         ToyDDPConfig,
+        ToyEPConfig,
         ToyFSDPConfig,
         ToyZero1Config,
         ToyZero2Config,
@@ -46,6 +48,7 @@ __all__ = [
     "Strategy",
     "ToyCPConfig",
     "ToyDDPConfig",
+    "ToyEPConfig",
     "ToyFSDPConfig",
     "ToyZero1Config",
     "ToyZero2Config",

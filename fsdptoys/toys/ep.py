@@ -27,6 +27,7 @@ Shapes: N tokens of this rank, K experts of a token, D width, F width of an expe
 experts of this rank, P = N·K pairs of a token and an expert, R rows that this rank receives.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -34,6 +35,9 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
+
+Compute = Callable[[Tensor, Tensor], Tensor]
+"""From rows_RD and the numbers local_R of their experts, among this rank's, to results_RD."""
 
 
 def make_groups(size: int) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
@@ -96,6 +100,17 @@ def plan_routes(experts_NK: Tensor, local_experts: int, group: dist.ProcessGroup
     )
 
 
+def apply_elsewhere(
+    hidden_ND: Tensor, experts_NK: Tensor, local_experts: int, group: dist.ProcessGroup, compute: Compute
+) -> Tensor:
+    """Send tokens to the ranks of their experts, which ``compute``; return the results of all pairs, (N, K, D)."""
+    routes = plan_routes(experts_NK, local_experts, group)
+    sorted_PD = hidden_ND[routes.order_P // experts_NK.shape[1]]
+    rows_RD = SendRows.apply(sorted_PD, routes.sent, routes.received, group)
+    back_PD = SendRows.apply(compute(rows_RD, routes.local_R), routes.received, routes.sent, group)
+    return back_PD[routes.order_P.argsort()].view(*experts_NK.shape, -1)
+
+
 class Experts(nn.Module):
     """Gated feed-forwards (SwiGLU), of which this rank keeps 1/n.
 
@@ -116,12 +131,7 @@ class Experts(nn.Module):
 
     def forward(self, hidden_ND: Tensor, experts_NK: Tensor, weights_NK: Tensor) -> Tensor:
         """Return the weighted sum of each token's experts, (N, D)."""
-        routes = plan_routes(experts_NK, len(self.down_LDF), self.group)
-        sorted_PD = hidden_ND[routes.order_P // experts_NK.shape[1]]
-        rows_RD = SendRows.apply(sorted_PD, routes.sent, routes.received, self.group)
-        done_RD = self.compute(rows_RD, routes.local_R)
-        back_PD = SendRows.apply(done_RD, routes.received, routes.sent, self.group)
-        pairs_NKD = back_PD[routes.order_P.argsort()].view(*experts_NK.shape, -1)
+        pairs_NKD = apply_elsewhere(hidden_ND, experts_NK, len(self.down_LDF), self.group, self.compute)
         return (pairs_NKD * weights_NK.unsqueeze(-1)).sum(1)
 
     def compute(self, rows_RD: Tensor, local_R: Tensor) -> Tensor:

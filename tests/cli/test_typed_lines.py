@@ -19,7 +19,9 @@ UNKNOWN = "names a key that does not exist;"
 COMPOSES = "composes:"
 MEMORY = "must be one of checkpointing, cpu_offload, lean, none, optimizer_offload, smallest;"
 MESH = "must be one of full, hsdp, node;"
-PARALLEL = "must be one of ddp, fsdp1, fsdp2, single, toy_cp, toy_ddp, toy_fsdp, toy_zero1, toy_zero2, toy_zero3;"
+PARALLEL = (
+    "must be one of ddp, fsdp1, fsdp2, single, toy_cp, toy_ddp, toy_ep, toy_fsdp, toy_zero1, toy_zero2, toy_zero3;"
+)
 
 LINES = {
     # Classic flags.

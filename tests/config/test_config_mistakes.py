@@ -59,7 +59,7 @@ MISTAKES = {
     # Choices.
     "model=llama3_9b": "model=llama3_9b must be a preset that fsdptoys models lists; did you mean model=llama3_8b?",
     "model=null": "model=null must be a preset that fsdptoys models lists; set model=llama_debug",
-    "parallel=zero": "parallel=zero must be one of ddp, fsdp1, fsdp2, single, toy_cp, toy_ddp, toy_fsdp, "
+    "parallel=zero": "parallel=zero must be one of ddp, fsdp1, fsdp2, single, toy_cp, toy_ddp, toy_ep, toy_fsdp, "
     "toy_zero1, toy_zero2, toy_zero3; did you mean parallel=toy_zero3?",
     "experiment=llama_7b": "experiment=llama_7b must be one of cpu_compare, cpu_text, llama2_7b, llama3_1b or null; "
     "did you mean experiment=llama2_7b?",

@@ -99,7 +99,7 @@ MISTAKES = {
     "memory.chunk_loss=true?",
     "train.steps=5,many": "train.steps=many must be an integer; set train.steps=10",
     "parallel=zero,fsdp2": "parallel=zero must be one of ddp, fsdp1, fsdp2, single, toy_cp, toy_ddp, "
-    "toy_fsdp, toy_zero1, toy_zero2, toy_zero3; did you mean parallel=toy_zero3?",
+    "toy_ep, toy_fsdp, toy_zero1, toy_zero2, toy_zero3; did you mean parallel=toy_zero3?",
     "optim.lr=1,-1": "optim.lr=-1.0 must be at least 0; set optim.lr=0.0003",
     "parallel=ddp parallel.wrap=block,block_attn_mlp": "parallel.wrap=block is not an option of parallel=ddp, it "
     "belongs to fsdp1, fsdp2, toy_fsdp; set parallel=fsdp1 or leave it out",

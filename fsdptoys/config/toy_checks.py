@@ -1,8 +1,8 @@
-"""Check sequences that ranks share under ``parallel=toy_cp`` against model, data, kernels and compilation."""
+"""Check ``parallel=toy_cp`` and ``toy_ep`` against model, data, kernels and compilation."""
 
 from fsdptoys.errors import ConfigError
-from fsdptoys.models import ModelConfig
-from fsdptoys.parallel import ParallelConfig, ToyCPConfig
+from fsdptoys.models import ModelConfig, MoEConfig
+from fsdptoys.parallel import ParallelConfig, ToyCPConfig, ToyEPConfig
 from fsdptoys.parallel.mesh import MeshConfig
 from fsdptoys.parallel.toy_cp import ToyAttention
 
@@ -52,6 +52,31 @@ def check_toy_context(
         raise ConfigError(
             f"parallel.attention=ulysses shares the {model.n_heads} heads of the model among mesh.cp_size={ranks} "
             "ranks, which do not divide them; set parallel.attention=ring"
+        )
+
+
+def check_toy_experts(parallel: ParallelConfig, mesh: MeshConfig, model: ModelConfig, compiles: bool) -> None:
+    """Check that ranks can split the experts of a model.
+
+    Raises:
+        ConfigError: naming key, value and fix.
+    """
+    ranks = mesh.ep_size
+    if ranks == 1 or not isinstance(parallel, ToyEPConfig):
+        return
+    if not isinstance(model, MoEConfig):
+        raise ConfigError(
+            f"mesh.ep_size={ranks} splits experts, of which model.family={model.family} has none; set mesh.ep_size=1"
+        )
+    if model.n_experts % ranks:
+        fitting = max(size for size in range(1, ranks) if model.n_experts % size == 0 and ranks % size == 0)
+        raise ConfigError(
+            f"mesh.ep_size={ranks} must divide model.n_experts={model.n_experts}; set mesh.ep_size={fitting}"
+        )
+    if compiles:
+        raise ConfigError(
+            f"train.compile=true would compile the exchanges of parallel=toy_ep with mesh.ep_size={ranks}; "
+            "set train.compile=false"
         )
 
 

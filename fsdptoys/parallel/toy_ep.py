@@ -1,0 +1,179 @@
+"""The toy's expert parallelism as a strategy: the toy DDP, whose ranks split the experts (``mesh.ep_size``).
+
+Each rank keeps 1/n of every stack of experts, as a plain parameter. DDP leaves these alone: their gradients are summed
+over the ranks with the same experts, after the last micro-batch. The model's own kernels compute the rows that arrive.
+
+Checkpoints have DTensors of the stacks, views of the parameters, so a run resumes under any strategy.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, ClassVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from fsdptoys.models import DecoderModel
+from fsdptoys.models.experts import Experts, apply_experts
+from fsdptoys.toys.ep import apply_elsewhere
+
+from .gradient_norms import MapParts
+from .init_weights import Fill
+from .mesh import EXPERT_AXIS, REPLICATE_AXIS, named_mesh
+from .state import State
+from .strategy import ParallelContext
+from .toy_ddp import ToyDDP, ToyDDPConfig
+
+
+class ToyEP(ToyDDP):
+    """The toy's DDP, with experts on the ranks that tokens are sent to."""
+
+    config: "ToyEPConfig"
+
+    def __init__(self, config: Any, context: ParallelContext) -> None:
+        super().__init__(config, context)
+        self.split = context.mesh.ep_size
+        self.mesh: Any = None
+        self.together: Any = None
+        """Ranks that have all experts together."""
+        if self.split > 1:
+            sizes = {REPLICATE_AXIS: context.world_size // self.split, EXPERT_AXIS: self.split}
+            self.mesh = named_mesh(sizes, context.device, context.timeout)
+            self.together = self.mesh.get_group(EXPERT_AXIS)
+        self.shapes: dict[nn.Parameter, torch.Size] = {}
+        """This rank's part of a stack → the stack's shape."""
+
+    def parallelize(self, model: DecoderModel, fill: Fill) -> None:
+        """Keep a part of each stack of experts; one stack at a time is in memory in full to draw its values."""
+        stacks: dict[str, torch.Size] = {}
+        for name, module in model.named_modules():
+            if self.split > 1 and isinstance(module, Experts):
+                for kind, stack in list(module.named_parameters()):
+                    stacks[f"{name}.{kind}"] = stack.shape
+                    setattr(module, kind, nn.Parameter(stack.detach().chunk(self.split)[0]))
+                module.forward = partial(_forward, module, self.together)  # type: ignore[method-assign]
+
+        def fill_part(param: Tensor, name: str) -> None:
+            if name not in stacks:
+                fill(param, name)
+                return
+            full = param.new_empty(stacks[name])
+            fill(full, name)
+            param.detach().copy_(full.chunk(self.split)[self.together.rank()])
+
+        self._stacks = stacks
+        super().parallelize(model, fill_part)
+
+    def _wrap(self, model: nn.Module) -> Any:
+        """Hide the stacks from DDP."""
+        self.shapes = {self._unwrapped.get_parameter(name): shape for name, shape in self._stacks.items()}
+        ignored = {name for name, param in model.named_parameters() if param in self.shapes}
+        model._ddp_params_and_buffers_to_ignore = ignored  # type: ignore[assignment]
+        return super()._wrap(model)
+
+    @contextmanager
+    def microbatch(self, index: int, count: int) -> Iterator[None]:
+        """Reduce as DDP; after the last micro-batch, sum experts' gradients over the ranks that have them."""
+        with super().microbatch(index, count):
+            yield
+        if index == count - 1:
+            for param in self.shapes:
+                assert param.grad is not None
+                total = param.grad.to(self.config.reduce_dtype.torch)
+                dist.all_reduce(total, group=self.mesh.get_group(REPLICATE_AXIS))
+                param.grad = total.div_(self.loss_scale).to(param.dtype)
+
+    def local_norms(self, grads: list[Tensor], map_parts: MapParts = map) -> list[Tensor]:
+        """Count gradients that all ranks have on one of those with different experts."""
+        if self.split > 1 and self.together.rank() > 0:
+            of_experts = {param.grad.data_ptr() for param in self.shapes if param.grad is not None}
+            grads = [grad for grad in grads if grad.data_ptr() in of_experts]
+        return super().local_norms(grads, map_parts)
+
+    def total_norm(self, norms: list[Tensor]) -> Tensor:
+        """Norm over the ranks with different experts."""
+        if self.split == 1:
+            return super().total_norm(norms)
+        total = torch.zeros((), dtype=self.context.sum_dtype, device=self.context.device.torch_device)
+        total += torch.cat([norm.flatten() for norm in norms]).to(total.dtype).square().sum()
+        dist.all_reduce(total, group=self.together)
+        return total.sqrt().float()
+
+    def full_parameters(self) -> Iterator[tuple[str, Tensor]]:
+        """The model's parameters, and gathered stacks."""
+        for name, param in self._unwrapped.named_parameters():
+            full = param.detach()
+            if param in self.shapes:
+                parts = [torch.empty_like(full) for _ in range(self.split)]
+                dist.all_gather(parts, full, group=self.together)
+                full = torch.cat(parts)
+            yield name, full.to("cpu", torch.float32)
+
+    def state(self, optimizer: torch.optim.Optimizer) -> State:
+        """Live tensors; stacks and their states as DTensors."""
+        return State(self.named_parameters, optimizer) if self.split == 1 else SplitState(self, optimizer)
+
+
+class SplitState(State):
+    """Live tensors, of which those of stacks are DTensors sharded between experts."""
+
+    def __init__(self, strategy: ToyEP, optimizer: torch.optim.Optimizer) -> None:
+        super().__init__(strategy.named_parameters, optimizer)
+        self.mesh = strategy.mesh
+        self.stacks = {
+            name: strategy.shapes[param] for name, param in self.named_parameters if param in strategy.shapes
+        }
+
+    def tensors(self) -> dict[str, Tensor]:
+        """All tensors; a state without dims is the same on all ranks."""
+        from torch.distributed.tensor import DTensor, Replicate, Shard  # takes a second to import
+
+        tensors = super().tensors()
+        for key, local in tensors.items():
+            name = key.split(".", 1)[1]
+            name = name if name in self.stacks else name.rpartition(".")[0]
+            if name in self.stacks and local.ndim:
+                shape = self.stacks[name]
+                tensors[key] = DTensor.from_local(
+                    local, self.mesh, [Replicate(), Shard(0)], run_check=False, shape=shape, stride=local.stride()
+                )
+        return tensors
+
+
+def _forward(
+    experts: Experts,
+    group: dist.ProcessGroup,
+    hidden_ND: Tensor,
+    experts_NK: Tensor,
+    weights_NK: Tensor,
+    *,
+    scale_input: bool = False,
+) -> Tensor:
+    """In place of ``Experts.forward``, with the same arguments."""
+    dim, ffn_dim = experts.down_proj.shape[1:]
+    product = experts.kernels.grouped_matmul(hidden_ND.device.type, hidden_ND.dtype, dim, ffn_dim)
+
+    def compute(rows_RD: Tensor, local_R: Tensor) -> Tensor:
+        ones_R1 = rows_RD.new_ones(len(rows_RD), 1)
+        return apply_experts(rows_RD, local_R[:, None], ones_R1, experts.gate_up_proj, experts.down_proj, product)
+
+    local = len(experts.down_proj)
+    if scale_input:  # each pair is a token of its own
+        pairs_PD = (hidden_ND.unsqueeze(1) * weights_NK.unsqueeze(-1)).flatten(0, 1)
+        pairs_NKD = apply_elsewhere(pairs_PD, experts_NK.reshape(-1, 1), local, group, compute)
+        return pairs_NKD.view(*experts_NK.shape, -1).sum(1)
+    pairs_NKD = apply_elsewhere(hidden_ND, experts_NK, local, group, compute)
+    return (pairs_NKD * weights_NK.unsqueeze(-1)).sum(1)
+
+
+@dataclass
+class ToyEPConfig(ToyDDPConfig):
+    """The full model on every rank but for experts, of which each has a part, from scratch."""
+
+    name: ClassVar[str] = "toy_ep"
+    strategy = ToyEP
+    splits_experts: ClassVar[bool] = True
+    keeps_full_states: ClassVar[bool] = False
