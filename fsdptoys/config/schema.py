@@ -21,6 +21,7 @@ from fsdptoys.parallel.determinism import Deterministic
 from fsdptoys.parallel.expert_parallel import check_experts
 from fsdptoys.parallel.float8 import Float8, check_even_shards, check_float8
 from fsdptoys.parallel.mesh import MeshConfig
+from fsdptoys.parallel.precision import SumDType
 from fsdptoys.patches import check_patches
 from fsdptoys.profiler import DebugConfig, ProfileConfig
 from fsdptoys.utils.bounds import MOST_STEPS, MOST_TOKENS, above, at_least, between, check_bounds
@@ -36,20 +37,6 @@ from .toy_checks import check_toy_context, check_toy_experts
 
 MOST_BATCHES = 2**20  # upper bound of a batch's sequences, and of the batches of a step or an evaluation
 MOST_SEED = 2**63 - 1
-
-
-class SumDType(Enum):
-    """dtype of sums over ranks, except those of gradients: gradient norms, losses, expert statistics."""
-
-    auto = "auto"
-    """float64 if the device's collectives support it (HCCL's do not), else float32."""
-    float32 = "float32"
-    float64 = "float64"
-
-    @property
-    def torch(self) -> torch.dtype:
-        """The torch dtype."""
-        return {SumDType.float32: torch.float32, SumDType.float64: torch.float64}[self]
 
 
 @dataclass

@@ -45,6 +45,20 @@ class ReduceDType(Enum):
         return getattr(torch, self.value)
 
 
+class SumDType(Enum):
+    """dtype of sums over ranks, except those of gradients: gradient norms, losses, expert statistics."""
+
+    auto = "auto"
+    """float64 if the device's collectives support it (HCCL's do not), else float32."""
+    float32 = "float32"
+    float64 = "float64"
+
+    @property
+    def torch(self) -> torch.dtype:
+        """The torch dtype."""
+        return {SumDType.float32: torch.float32, SumDType.float64: torch.float64}[self]
+
+
 class CastParameters(nn.Module):
     """Runs a model on low-precision copies of its float32 parameters, as FSDP's ``param_dtype`` does.
 

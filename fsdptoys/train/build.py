@@ -18,6 +18,7 @@ from fsdptoys.memory import (
 from fsdptoys.metrics import SpikeDetector
 from fsdptoys.models import DecoderModel, use_context
 from fsdptoys.models.grain_attention import Float64Context
+from fsdptoys.models.grains import use_grains
 from fsdptoys.parallel import ParallelContext, Strategy
 from fsdptoys.parallel.context import build_context
 from fsdptoys.parallel.precision import DType
@@ -31,8 +32,10 @@ from .step_readings import StepReadings
 
 
 def prepare_blocks(model: DecoderModel, config: Config, device: Device) -> None:
-    """Apply activation checkpointing, then compilation, to the blocks before anything wraps them."""
-    memory = config.memory
+    """Apply grains, activation checkpointing, and compilation to the blocks before anything wraps them."""
+    memory, grain = config.memory, config.train.grain_tokens
+    if grain is not None:
+        use_grains(model, grain, config.parallel.param_dtype.torch)
     checkpoint_blocks(
         model.layers,
         memory.gradient_checkpointing,

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from fsdptoys.config.schema import Config
 from fsdptoys.device import DETERMINISTIC, Device, available_device_type
 from fsdptoys.errors import ConfigError, LostRanksError
+from fsdptoys.parallel.determinism import Deterministic
 from fsdptoys.parallel.precision import DType
 
 from .heartbeat import is_lost
@@ -73,10 +74,11 @@ def process_group(config: Config) -> Iterator[None]:
 
 
 @contextmanager
-def deterministic_kernels(wanted: bool, device_type: str, *, fills: bool = True) -> Iterator[None]:
+def deterministic_kernels(wanted: Deterministic | bool, device_type: str) -> Iterator[None]:
     """Make PyTorch use deterministic kernels within this context, if ``wanted``.
 
-    ``fills``: let it fill uninitialized memory too, as it does by default: a fifth of a step of many small matmuls.
+    PyTorch then also fills uninitialized memory, which would take a fifth of a step of the many small matmuls of
+    ``layout``, and is left out there.
     """
     if not wanted:
         yield
@@ -90,7 +92,7 @@ def deterministic_kernels(wanted: bool, device_type: str, *, fills: bool = True)
         os.environ.setdefault(name, value)
     torch.use_deterministic_algorithms(True)
     torch.backends.cudnn.benchmark = False
-    options.fill_uninitialized_memory = filled and fills
+    options.fill_uninitialized_memory = filled and not Deterministic(wanted).covers_layouts
     try:
         yield
     finally:

@@ -26,6 +26,7 @@ from torch import Tensor, nn
 
 from fsdptoys.metrics.step import RoutingMetrics
 from fsdptoys.models import DecoderModel, MoEConfig, routers
+from fsdptoys.parallel.determinism import Deterministic
 
 
 class RoutingBalance:
@@ -138,10 +139,10 @@ def _no_loss(hidden_ND: Tensor, weight_VD: Tensor, labels_N: Tensor) -> Tensor:
 
 
 def build_routing_balance(
-    model: DecoderModel, device: torch.device, local_ranks: int, sum_dtype: torch.dtype, *, routes_first: bool
+    model: DecoderModel, device: torch.device, local_ranks: int, sum_dtype: torch.dtype, deterministic: Deterministic
 ) -> RoutingBalance | None:
     """Return the ``RoutingBalance`` of an MoE model; None for a dense one."""
     config = model.config
     if not isinstance(config, MoEConfig):
         return None
-    return RoutingBalance(model, config, device, local_ranks, sum_dtype, routes_first)
+    return RoutingBalance(model, config, device, local_ranks, sum_dtype, deterministic.covers_layouts)

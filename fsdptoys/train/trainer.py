@@ -29,7 +29,6 @@ from fsdptoys.loss.objective import Objective
 from fsdptoys.memory import threads_per_rank
 from fsdptoys.metrics import SpikeDetector, StepMetrics, measure_memory
 from fsdptoys.metrics.compilation import CompilationWatch
-from fsdptoys.models.grains import use_grains
 from fsdptoys.optim import build_optimizer
 from fsdptoys.optim.config import build_schedule, set_schedule
 from fsdptoys.optim.loss_scale import LossScaler, nearest_power_of_two
@@ -92,9 +91,6 @@ class Trainer:
         """Elements of each parameter; a shared one has the first of its names."""
         self.parameter_count = sum(self.parameter_sizes.values())
         put_kernels(model, config.kernels)
-        grain = train.grain_tokens
-        if grain is not None:
-            use_grains(model, grain, config.parallel.param_dtype.torch)
         self.attention_backend = find_attention_backend(
             model,
             config.kernels,
@@ -110,13 +106,11 @@ class Trainer:
         prepare_blocks(model, config, self.device)
         self.strategy = config.parallel.build(context)
         share_sequences(model, config, self.strategy)
-        local = self.strategy.local_data_ranks
+        local, sum_dtype = self.strategy.local_data_ranks, train.sum_dtype.torch
         self.data_rank, place_in_context = divmod(self.rank, config.mesh.cp_size)
         self.counts_labels = place_in_context == 0
         """Whether this rank counts the tokens of its sequences, which it may share with others."""
-        self.routing = build_routing_balance(
-            model, self.device.torch_device, local, train.sum_dtype.torch, routes_first=grain is not None
-        )
+        self.routing = build_routing_balance(model, self.device.torch_device, local, sum_dtype, train.deterministic)
         if fill is None:
             drawn = seeded(model.init_rows, train.init_seed, threads)
             fill = open_init_from(model).fill if config.model.init_from else drawn
@@ -129,7 +123,7 @@ class Trainer:
         chunk_tokens = None if memory.chunk_tokens == "auto" else int(memory.chunk_tokens)
         chunks = (memory.chunk_loss, chunk_tokens, memory.chunk_grad_dtype.torch)
         self.objective = Objective(train.label_smoothing, train.z_loss_coef)
-        self._build_loss = functools.partial(build_loss, *chunks, grain=grain)
+        self._build_loss = functools.partial(build_loss, *chunks, grain=train.grain_tokens)
         self.loss_fn = self._build_loss(objective=self.objective)
         self.eval_loss_fn = self._build_loss()
         optimizer = build_optimizer(config.optim, self.strategy.named_parameters(), matrix_names, self.block_names)
@@ -224,7 +218,7 @@ class Trainer:
         profiled = profiler.traces if profiler else lambda step: False
         with (
             closing(self.batches),
-            deterministic_kernels(bool(train.deterministic), self.device.type, fills=train.grain_tokens is None),
+            deterministic_kernels(train.deterministic, self.device.type),
             collection_between_steps(train.gc_every) as collect_garbage,
             profiler or nullcontext() as watching,
         ):
