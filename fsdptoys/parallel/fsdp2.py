@@ -218,7 +218,6 @@ class FSDP2Config(FSDPConfig):
     uses_dtensor: ClassVar[bool] = True
     overlaps_cpu_offload: ClassVar[bool] = True
     gathers_float8: ClassVar[bool] = True
-    shares_sequences: ClassVar[bool] = True
     splits_experts: ClassVar[bool] = True
 
     @property

@@ -162,6 +162,8 @@ class ParallelConfig:
 class ReducingConfig(ParallelConfig):
     """Settings of every strategy of several ranks."""
 
+    shares_sequences: ClassVar[bool] = True
+
     reduce_dtype: ReduceDType = ReduceDType.auto
     """dtype in which gradients are summed over ranks."""
     context: ContextForm = ContextForm.auto
@@ -262,11 +264,11 @@ class Strategy(ABC):
         return []
 
     def axes(self) -> dict[str, int]:
-        """Mesh axis → ranks along it."""
+        """Mesh axis → ranks along it; ranks that share sequences are among those of the others."""
         group = self.shard_group()
         shards = group.size() if group is not None else 1
         dense = {REPLICATE_AXIS: self.context.world_size // shards, SHARD_AXIS: shards}
-        return dense | {EXPERT_AXIS: self.mesh_axes.ep}
+        return dense | {CONTEXT_AXIS: self.mesh_axes.cp, EXPERT_AXIS: self.mesh_axes.ep}
 
     def gradient_bytes(self, parameter_bytes: int) -> int:
         """Bytes of a rank's reduced gradients, from those of its parameters."""

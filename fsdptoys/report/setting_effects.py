@@ -152,8 +152,15 @@ def stage_of(key: str) -> Stage:
 
 def global_batch(settings: Mapping[str, Any]) -> int | None:
     """Sequences of a step over all ranks and micro-batches; None if a setting is missing."""
-    parts = [settings.get(key) for key in (RANKS, "train.batch_size", "train.grad_accum")]
-    return _over_groups([*parts, settings.get("parallel.simulated_ranks", 1)], settings)
+    parts = [settings.get(key) for key in ("train.batch_size", "train.grad_accum")]
+    return _product([*parts, _data_ranks(settings), settings.get("parallel.simulated_ranks", 1)])
+
+
+def _data_ranks(settings: Mapping[str, Any]) -> int | None:
+    """Groups of ranks with sequences of their own; None if a setting is missing or makes no sense."""
+    ranks, sharing = settings.get(RANKS), settings.get("mesh.cp_size", 1)
+    known = type(ranks) is int and type(sharing) is int and sharing > 0
+    return ranks // sharing if known else None
 
 
 def training_of(tree: dict[str, Any], world_size: int) -> Settings | None:
@@ -189,7 +196,8 @@ def rounds_coarsely(settings: Mapping[str, Any]) -> bool:
 def held_out_samples(tree: dict[str, Any], world_size: int) -> tuple[Any, Any] | None:
     """Key equal for runs that evaluate the same held-out samples; None if settings are missing."""
     settings = effective(tree)
-    asked = _over_groups([settings.get("train.eval_batches"), settings.get("train.batch_size"), world_size], settings)
+    ranks = _data_ranks({RANKS: world_size} | settings)
+    asked = _product([settings.get("train.eval_batches"), settings.get("train.batch_size"), ranks])
     return None if asked is None else (asked, settings.get("data.eval_samples"))
 
 
@@ -198,20 +206,15 @@ def bits_of(tree: dict[str, Any], world_size: int, device_type: str) -> Settings
 
     ``memory.cpu_offload`` is left out on CPU devices, where the optimizer runs on the host anyway.
     """
-    settings = {RANKS: world_size} | effective(tree)
-    ranks = _product([world_size, settings.get("parallel.simulated_ranks", 1)])
+    # Ranks that share sequences add up each sequence in parts, in an order of their own.
+    settings = {RANKS: world_size, "mesh.cp_size": 1, "parallel.context": "auto"} | effective(tree)
+    ranks = _product([_data_ranks(settings), settings.get("parallel.simulated_ranks", 1)])
     if settings.get("train.deterministic") is not True or ranks is None or ranks & (ranks - 1):
         return None  # only a power of two divides without rounding
     left_out = {"mesh.fsdp_size", "parallel.name", "parallel.simulated_ranks", "memory.cpu_threads", "patches"}
     left_out |= {"parallel.reduce_dtype", "train.sum_dtype"}  # set by the deterministic mode and the device
     left_out |= {"memory.cpu_offload"} if device_type == "cpu" else set()
     return {key: settings.get(key) for key in ROUNDING if key not in left_out} | {RANKS: ranks}
-
-
-def _over_groups(parts: Sequence[Any], settings: Mapping[str, Any]) -> int | None:
-    """Product of the parts, one of which counts ranks, over the ranks that share a sequence."""
-    product, shares = _product(parts), settings.get("mesh.cp_size", 1)
-    return None if product is None or type(shares) is not int or shares < 1 else product // shares
 
 
 def _product(parts: Sequence[Any]) -> int | None:
