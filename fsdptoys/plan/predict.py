@@ -57,7 +57,7 @@ def estimate_run(config: Config, world_size: int) -> tuple[Prediction, Hardware]
     if hardware.device_type == "cpu" and (memory.cpu_offload or memory.optimizer_offload):
         return None  # offload on a CPU moves nothing, which the closed form does not model
     if not covers_mesh(config):
-        return None
+        return None  # the exchanges of shared sequences and split experts are not modelled
     return closed_form(config, hardware, world_size), hardware
 
 

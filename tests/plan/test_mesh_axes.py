@@ -5,7 +5,7 @@ from collections import Counter
 import pytest
 
 from fsdptoys.metrics.prediction import Category
-from fsdptoys.plan.simulator.events import Collective, Kernel, KernelKind, Trace
+from fsdptoys.plan.simulator.events import COMPUTE_STREAM, Collective, Kernel, KernelKind, Trace
 from tests.plan.test_tracer import of_step
 from tests.plan.traced import live_bytes, traced
 
@@ -23,10 +23,10 @@ MOE = (
 )  # fmt: skip
 
 
-def exchanged(trace: Trace, axis: str, ranks: int) -> Counter[int]:
+def exchanged(trace: Trace, axis: str, ranks: int, name: str = "all_to_all") -> Counter[int]:
     """Bytes of each exchange along an axis in a step → how often."""
-    events = [event for event in of_step(trace, Collective) if event.axis == axis]
-    assert {(event.name, event.group_size, event.group_stride) for event in events} == {("all_to_all", ranks, 1)}
+    events = [event for event in of_step(trace, Collective) if (event.name, event.axis) == (name, axis)]
+    assert {(event.group_size, event.group_stride) for event in events} == {(ranks, 1)}
     return Counter(event.bytes for event in events)
 
 
@@ -38,6 +38,37 @@ def test_ulysses_exchanges_heads_for_sequence_and_back_in_forward_and_backward(
     made = traced([*LLAMA, f"model.n_kv_heads={kv_heads}", f"mesh.cp_size={ranks}"])
     token = TOKENS // ranks * WIDTH * 2
     assert exchanged(made, "cp", ranks) == {token * (HEADS + 2 * copied): 2 * LAYERS, token * HEADS: 2 * LAYERS}
+
+
+def test_gathered_attention_gathers_keys_again_and_scatters_gradients_in_float32() -> None:
+    """Oracle: keys and values of full sequences, gathered in forward and backward, and their gradients."""
+    made = traced([*LLAMA, "model.n_kv_heads=4", "mesh.cp_size=4", "parallel.context=gathered"])
+    pair = 2 * TOKENS * 4 * WIDTH
+    assert exchanged(made, "cp", 4, "all_gather") == {pair * 2: 2 * LAYERS}
+    assert exchanged(made, "cp", 4, "reduce_scatter") == {pair * 4: LAYERS}
+
+
+def test_ring_attention_passes_blocks_in_forward_and_backward_and_their_gradients_home() -> None:
+    """Oracle: N-1 messages of a rank's keys and values each way, and N of their gradients in float32."""
+    made = traced([*LLAMA, "model.n_kv_heads=4", "mesh.cp_size=4", "parallel.context=ring"])
+    pair = 2 * TOKENS // 4 * 4 * WIDTH
+    assert exchanged(made, "cp", 4, "send") == {pair * 2: 2 * 3 * LAYERS, pair * 4: 4 * LAYERS}
+    streams = {event.stream for event in of_step(made, Collective) if event.axis == "cp"}
+    assert len(streams) == 1 and COMPUTE_STREAM not in streams
+
+
+@pytest.mark.parametrize("form", ["ulysses", "gathered", "ring"])
+def test_attention_of_a_rank_is_its_part_of_the_causal_half(form: str) -> None:
+    """Oracle: the FLOPs of one rank with full sequences, over the ranks; FlashAttention takes no masks."""
+    words = [*LLAMA, "model.n_kv_heads=8"]
+    made = traced([*words, "mesh.cp_size=4", f"parallel.context={form}"])
+    whole, part = (
+        sum(event.flops for event in of_step(each, Kernel) if event.kind is KernelKind.attention)
+        for each in (traced(words), made)
+    )
+    # Gathered: rank 0 has the first and the last of eight pieces, whose diagonal blocks count half.
+    assert part == pytest.approx(whole / 4)
+    assert {event.attention.split()[0] for event in of_step(made, Kernel) if event.attention} == {"flash"}
 
 
 def test_activations_fall_with_the_ranks_that_share_a_sequence() -> None:

@@ -77,7 +77,8 @@ def collective_seconds(hardware: Hardware, name: str, bytes: int, group_size: in
     ``sent_bytes / min(intra, local · inter) + latency``, with ``intra`` and ``inter`` the reached bandwidths of a
     device and ``local`` the ranks in a node. The latency of a ring is ``(nodes − 1) · inter + (ranks − nodes) ·
     intra``; of an all-reduce ``2 · (log2(nodes) · inter + (local − 1) · intra)``. An all-to-all sends the bytes that
-    leave the node through the rank's own card, all at once. A single rank copies.
+    leave the node through the rank's own card, all at once. Ranks that send to the next one wait for the slowest link
+    of their circle. A single rank copies.
     """
     if group_size == 1:
         return kernel_seconds(hardware, KernelKind.memory, 0.0, 2 * bytes, "")
@@ -90,6 +91,8 @@ def collective_seconds(hardware: Hardware, name: str, bytes: int, group_size: in
     if name == "all_to_all":
         leaving = bytes * (group_size - local) / group_size
         return max((sent - leaving) / intra, leaving / inter) + intra_latency + inter_latency
+    if name == "send":
+        return sent / (inter if nodes > 1 else intra) + (inter_latency if nodes > 1 else intra_latency)
     bandwidth = min(intra, local * inter) if nodes > 1 and local > 1 else inter if nodes > 1 else intra
     if name == "all_reduce":
         latency = 2 * (math.log2(nodes) * inter_latency + (local - 1) * intra_latency)

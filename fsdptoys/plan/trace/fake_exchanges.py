@@ -1,26 +1,50 @@
-"""Exchanges of tokens with ranks that do not exist.
+"""Exchanges with ranks that do not exist.
 
 The rows that a rank's experts receive depend on the router, so a trace assumes them: every rank sends equally many rows
 to each, and the traced one receives ``plan.expert_imbalance`` times as many as it sends. As it is slower than the
 others by this, they wait for it: its time is that of the step.
+
+Messages of ring attention travel on their group's stream, which the compute stream waits for where they are used.
 """
 
 import functools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
+import torch
 from torch import Tensor
 
-from fsdptoys.parallel import expert_parallel
+from fsdptoys.parallel import expert_parallel, ring
 
 from .fake_device import replaced
+from .op_costs import touched_bytes
+from .op_recorder import OpRecorder
 
 
 @contextmanager
-def assumed_loads(imbalance: float) -> Iterator[None]:
-    """Let the traced rank receive ``imbalance`` times the mean of all ranks' rows."""
-    with replaced((expert_parallel, "read_splits", functools.partial(_read_splits, imbalance))):
+def fake_exchanges(recorder: OpRecorder, imbalance: float) -> Iterator[None]:
+    """Let the traced rank receive ``imbalance`` times the mean of all ranks' rows, and messages as large as its own."""
+    replacements = (
+        (expert_parallel, "read_splits", functools.partial(_read_splits, imbalance)),
+        (ring, "_pass_on", functools.partial(_pass_on, recorder)),
+    )
+    with replaced(*replacements):
         yield
+
+
+def _pass_on(recorder: OpRecorder, tensor: Tensor, group: Any) -> Callable[[], Tensor]:
+    sent = tensor.contiguous()
+    received = torch.empty_like(sent)
+    wait = recorder.communicate("send", (sent, received), touched_bytes(sent), group, asynchronous=True)
+
+    def arrive() -> Tensor:
+        nonlocal sent
+        wait()
+        del sent  # kept until the message has left
+        return received
+
+    return arrive
 
 
 def _read_splits(imbalance: float, splits_2N: Tensor, rows: int) -> tuple[list[int], list[int]]:

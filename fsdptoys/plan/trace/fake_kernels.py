@@ -27,7 +27,7 @@ from fsdptoys.loss import chunked as chunked_loss
 from fsdptoys.loss.head_products import DeviceProducts
 from fsdptoys.memory import cpu_offload
 from fsdptoys.memory.activation_checkpointing import SAVED_OPERATORS
-from fsdptoys.models import grouped, npu_kernels
+from fsdptoys.models import block_attention, grouped, npu_kernels
 from fsdptoys.models.kernels import IMPLEMENTATIONS, DocumentAttention, Pairs
 from fsdptoys.optim import low_bit_adamw
 from fsdptoys.plan.simulator.events import HostWaitWorkers
@@ -239,6 +239,11 @@ def attention_with_cudnn(
     return cudnn(query, key, value, None, torch.is_grad_enabled(), 0.0, True, scale=options.get("scale"))[0]
 
 
+def blocks_flash_cuda(query: Tensor) -> bool:
+    """Whether FlashAttention takes blocks of keys on CUDA (``models.block_attention``)."""
+    return query.dtype in (torch.bfloat16, torch.float16) and query.shape[-1] % 8 == 0 and query.shape[-1] <= 256
+
+
 def attention_npu(query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Tensor:
     """torch_npu's ``F.scaled_dot_product_attention``: each causal call makes and keeps a mask."""
     mask = None
@@ -326,6 +331,7 @@ def replace_kernels(attention: AttentionKind, listener: Listener | None = None) 
         attend = functools.partial(attention_with_cudnn, attention is AttentionKind.cudnn)
         replacements += [
             (F, "scaled_dot_product_attention", attend),
+            (block_attention, "_takes", blocks_flash_cuda),
             (chunked_loss, "softmax_gradient_", softmax_gradient_cuda),
             (chunked_loss, "choose_products", lambda hidden, weight: CUDAProducts()),
         ]

@@ -17,7 +17,7 @@ from torch.utils.flop_counter import flop_registry
 from fsdptoys.config.schema import Config
 from fsdptoys.device.profile import AttentionKind, Hardware
 from fsdptoys.plan.simulator.events import KernelKind
-from fsdptoys.profiler.dispatch import Argument, dtype_name, tensors_in
+from fsdptoys.profiler.dispatch import Argument, arguments_of, dtype_name, given, tensors_in
 
 MIB = 2**20
 
@@ -147,10 +147,14 @@ def traffic(name: str, args: tuple[Any, ...], inputs: Inputs, fresh: list[Tensor
 
 
 def count_flops(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> float:
-    """Floating-point operations of an operator; causal attention counts half the square."""
+    """Floating-point operations of an operator; causal attention counts half the square, with a mask all of it."""
     name = func._schema.name
     if name in ATTENTION:
-        return _attention_flops(name, args, kwargs)
+        arguments = arguments_of(func)
+        values = {argument.name: value for argument, value in given(arguments, args, kwargs)}
+        # The NPU's operator has a mask that it knows to be causal.
+        causal = values.get("is_causal", all(argument.name != "is_causal" for argument in arguments))
+        return _attention_flops(name, args) * (1 if causal else 2)
     if name in ("aten::_grouped_mm", "planned::grouped_mm"):
         return 2.0 * args[0].numel() * args[1].shape[-1]
     if name == "planned::addmm_to_float32_":
@@ -159,7 +163,8 @@ def count_flops(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result
     return float(formula(*args, **kwargs, out_val=result)) if formula else 0.0
 
 
-def _attention_flops(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> float:
+def _attention_flops(name: str, args: tuple[Any, ...]) -> float:
+    """Of causal attention."""
     backward = name.endswith("_backward")
     query, key, value = args[1:4] if backward else args[:3]
     batch, heads, queries, width = query.shape

@@ -258,28 +258,35 @@ class OpRecorder(TorchDispatchMode):
         tensors = [tensor for value in args for tensor in tensors_in(value)]
         if name is None or not any(tensor.device.type == self.device_type for tensor in tensors):
             return result
+        largest = max(sum(map(touched_bytes, tensors_in(value))) for value in args)
+        by_default = any(each.name == "async_op" and each.default_value for each in func._schema.arguments)
         group = dist.ProcessGroup.unbox(named["process_group"])
+        self.communicate(name, tensors, largest, group, asynchronous=named.get("async_op", by_default))
+        return result
+
+    def communicate(
+        self, name: str, tensors: Iterable[Tensor], size: int, group: Any, *, asynchronous: bool
+    ) -> Callable[[], None]:
+        """Record a collective of ``size`` bytes, and return a function with which the current stream waits for it."""
         ranks = dist.get_process_group_ranks(group)
-        size, stride = len(ranks), ranks[1] - ranks[0] if len(ranks) > 1 else 1
-        axis = axis_of(group.group_desc, name, stride, size == dist.get_world_size())
+        place = len(ranks), ranks[1] - ranks[0] if len(ranks) > 1 else 1
+        axis = axis_of(group.group_desc, name, place[1], place[0] == dist.get_world_size())
         purpose = Category.exchange_buffers if axis in EXCHANGING_AXES else PURPOSES.get(name)
         for tensor in tensors:
             self._storages.see(tensor)
             if purpose is not None:
                 self.categorize(tensor, purpose)
-        largest = max(sum(map(touched_bytes, tensors_in(value))) for value in args)
-        by_default = any(each.name == "async_op" and each.default_value for each in func._schema.arguments)
-        if not named.get("async_op", by_default) or self.device_type == "cpu":
-            self.add(simulated.Collective(name, self._stream(), largest, size, stride, axis))
-            return result
+        if not asynchronous or self.device_type == "cpu":
+            self.add(simulated.Collective(name, self._stream(), size, *place, axis))
+            return lambda: None
         # The group has its own stream; the compute stream waits for it with the work.
         own = self._groups.get(group.group_name) or self._groups.setdefault(group.group_name, MODULE.Stream())
         own.wait_stream(MODULE.current)
-        self.add(simulated.Collective(name, own.number, largest, size, stride, axis))
-        done = own.record_event().number
-        assert done is not None
-        self._pending[own.number] = done
-        return result
+        self.add(simulated.Collective(name, own.number, size, *place, axis))
+        event = own.record_event()
+        assert event.number is not None
+        self._pending[own.number] = event.number
+        return lambda: MODULE.current.wait_event(event)
 
     # Events
 

@@ -49,7 +49,7 @@ from fsdptoys.train.trainer import Trainer
 
 from . import fake_device
 from .fake_device import PlannedDevice, registers_devices, torch_device_type
-from .fake_exchanges import assumed_loads
+from .fake_exchanges import fake_exchanges
 from .fake_kernels import replace_kernels
 from .fake_tensors import fake_tensors
 from .op_costs import attention_of, matmul_workspace_bytes
@@ -141,7 +141,7 @@ def trainer_program(config: Config, hardware: Hardware, steps: int = STEPS) -> P
             if isinstance(module, LMHead):
                 _watch_head(module, recorder)
         trainer.around_step = functools.partial(_ended, recorder)
-        with assumed_loads(config.plan.expert_imbalance):
+        with fake_exchanges(recorder, config.plan.expert_imbalance):
             trainer.train()
 
     return run
