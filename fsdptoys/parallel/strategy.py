@@ -283,12 +283,8 @@ class Strategy(ABC):
         """Mesh axis → ranks along it; ranks that share sequences are among those of the others."""
         group = self.shard_group()
         shards = group.size() if group is not None else 1
-        return {
-            REPLICATE_AXIS: self.context.world_size // shards,
-            SHARD_AXIS: shards,
-            CONTEXT_AXIS: self.mesh_axes.cp,
-            EXPERT_AXIS: self.mesh_axes.ep,
-        }
+        dense = {REPLICATE_AXIS: self.context.world_size // shards, SHARD_AXIS: shards}
+        return dense | {CONTEXT_AXIS: self.mesh_axes.cp, EXPERT_AXIS: self.mesh_axes.ep}
 
     def gradient_bytes(self, parameter_bytes: int) -> int:
         """Bytes of a rank's reduced gradients, from those of its parameters."""
