@@ -174,7 +174,7 @@ class Config:
         check_experts(self.model, self.parallel.axes(world_size, self.mesh))
         masks = self.data.mask_documents
         check_context(self.parallel, self.mesh, self.model, self.kernels, seq_len=train.seq_len, masks=masks)
-        check_grains(self, device_type)
+        check_grains(self, world_size, device_type)
         check_in_backward(self.optim, self.parallel, self.memory, train, self.mesh, world_size)
         self._check_shards(world_size)
         self._check_memory()

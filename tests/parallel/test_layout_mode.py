@@ -22,7 +22,7 @@ from fsdptoys.parallel.determinism import Deterministic
 from fsdptoys.parallel.float8 import Float8
 from fsdptoys.parallel.fsdp import TORCH
 from fsdptoys.parallel.fsdp1 import FSDP1
-from fsdptoys.parallel.precision import DType
+from fsdptoys.parallel.precision import DType, SumDType
 from fsdptoys.report.setting_effects import bits_of
 from fsdptoys.train.trainer import Trainer
 from fsdptoys.utils.dtensor import is_dtensor
@@ -208,7 +208,8 @@ REFUSED: dict[str, dict[str, Any]] = {
         "skip_nonfinite": False,
         "grad_accum": 1,
     },
-    "train.sum_dtype=float32": {"sum_dtype": "float32"},
+    "train.sum_dtype=float32": {"sum_dtype": SumDType.float32},
+    "model.tie_embeddings=true": {"parallel": FSDP1Config(), "tie_embeddings": True},
 }
 
 
@@ -217,8 +218,6 @@ def test_settings_that_the_layout_would_show_in_are_refused_by_name(named: str) 
     """Oracle: the key and its value in the message, with a fix; the same settings pass without the mode."""
     settings = dict(REFUSED[named])
     parallel = settings.pop("parallel", SingleConfig())
-    if "sum_dtype" in settings:
-        settings["sum_dtype"] = type(config(SingleConfig(), 1, "llama", DType.float32).train.sum_dtype)("float32")
     with pytest.raises(ConfigError, match=rf"{re.escape(named)}.*; set "):
         make_config(parallel, 1, deterministic="layout", **settings)
     if named.startswith("train.grains"):
