@@ -1,18 +1,23 @@
 """Check context parallelism against model, data and kernels, and choose its form."""
 
-from typing import NoReturn
-
 from fsdptoys.errors import ConfigError
 from fsdptoys.models import ModelConfig
 from fsdptoys.parallel import ParallelConfig
 from fsdptoys.parallel.context import ContextForm
 from fsdptoys.parallel.mesh import MeshConfig
 
-from .kernel_choice import KernelConfig
+from .kernel_choice import AttentionKernel, DocumentKernel, KernelConfig
 
 
 def check_context(
-    parallel: ParallelConfig, mesh: MeshConfig, model: ModelConfig, kernels: KernelConfig, *, seq_len: int, masks: bool
+    parallel: ParallelConfig,
+    mesh: MeshConfig,
+    model: ModelConfig,
+    kernels: KernelConfig,
+    *,
+    seq_len: int,
+    masks: bool,
+    device_type: str,
 ) -> None:
     """Replace ``parallel.context=auto``, and check the form of resolved settings.
 
@@ -23,6 +28,7 @@ def check_context(
         kernels: resolved.
         seq_len: tokens of a full sequence.
         masks: whether documents are kept apart.
+        device_type: of the run.
 
     Raises:
         ConfigError: naming key, value and fix.
@@ -43,11 +49,16 @@ def check_context(
         fitting = max(size for size in range(1, ranks) if heads % size == 0 and ranks % size == 0)
         raise ConfigError(
             f"parallel.context=ulysses shares heads among mesh.cp_size={ranks} ranks, which does not divide the "
-            f"{heads} heads of the model; set parallel.context=gathered or mesh.cp_size={fitting}"
+            f"{heads} heads of the model; set parallel.context=gathered{f' or mesh.cp_size={fitting}' * (fitting > 1)}"
         )
     _check_length(form, ranks, seq_len, heads)
+    if form is ContextForm.ring and masks:
+        raise ConfigError(
+            "parallel.context=ring does not keep documents apart, as data.mask_documents=true asks for; set "
+            "parallel.context=auto or data.mask_documents=false"
+        )
     if form is not ContextForm.ulysses:
-        _check_kernels(form, kernels, masks)
+        _check_kernels(form, kernels, model.head_width if device_type == "cuda" else 8, masks)
 
 
 def _check_length(form: ContextForm, ranks: int, seq_len: int, heads: int) -> None:
@@ -63,16 +74,25 @@ def _check_length(form: ContextForm, ranks: int, seq_len: int, heads: int) -> No
     )
 
 
-def _check_kernels(form: ContextForm, kernels: KernelConfig, masks: bool) -> None:
-    """Refuse kernels of attention that cannot compute rows of a sequence."""
-    names = kernels.names()
-    for operation in ("attention", *(("document_attention",) if masks else ())):
-        if names[operation] in ("flex", "cudnn"):
-            _refuse(form, operation, names[operation], "cannot take the mask of some rows of a sequence")
-
-
-def _refuse(form: ContextForm, operation: str, name: str, why: str) -> NoReturn:
-    raise ConfigError(
-        f"kernels.{operation}={name} {why}, which parallel.context={form.value} asks for; set kernels.{operation}=auto "
-        "or parallel.context=ulysses"
-    )
+def _check_kernels(form: ContextForm, kernels: KernelConfig, head_width: int, masks: bool) -> None:
+    """Refuse kernels that cannot compute attention in parts of a sequence."""
+    if masks and kernels.document_attention is DocumentKernel.flex:
+        raise ConfigError(
+            f"kernels.document_attention=flex computes full sequences, of which parallel.context={form.value} leaves "
+            "each rank some rows; set kernels.document_attention=torch or parallel.context=ulysses"
+        )
+    # Gathered rows are computed with a mask, the ring's blocks by flash attention or by matmuls.
+    fitting = {AttentionKernel.torch, AttentionKernel.flash, AttentionKernel.math}
+    fitting |= {AttentionKernel.efficient, AttentionKernel.npu} if form is ContextForm.gathered else set()
+    name = kernels.attention
+    if name not in fitting:
+        raise ConfigError(
+            f"kernels.attention={name.value} cannot compute the parts of a sequence of parallel.context={form.value}; "
+            "set kernels.attention=torch or parallel.context=ulysses"
+        )
+    if name is AttentionKernel.flash and head_width % 8:
+        raise ConfigError(
+            f"kernels.attention=flash takes heads whose width is a multiple of 8 with parallel.context={form.value}, "
+            f"and those of this model have {head_width} channels; set kernels.attention=torch or "
+            "parallel.context=ulysses"
+        )

@@ -8,7 +8,7 @@ spelling of it and for no value, ``false`` likewise, and ``N`` for every number.
 
 from collections.abc import Mapping
 
-DATA_PARALLEL = "only data parallelism is supported: parallel=fsdp2"
+DATA_PARALLEL = "only data and context parallelism are supported: parallel=fsdp2"
 
 _TABLE = {
     # Model; *: the typed value.
@@ -58,7 +58,11 @@ _TABLE = {
     "ddp_find_unused_parameters find_unused_parameters": "every parameter takes part in each step: ",
     "deepspeed zero zero_stage zero_optimization": "DeepSpeed is not used: parallel=fsdp2",
     "tp tp_size tensor_parallel tensor_parallel_size tensor_model_parallel_size sequence_parallel": DATA_PARALLEL,
-    "pp pp_size pipeline_parallel pipeline_model_parallel_size cp context_parallel ep expert_parallel": DATA_PARALLEL,
+    "pp pp_size pipeline_parallel pipeline_model_parallel_size ep expert_parallel": DATA_PARALLEL,
+    "cp cp_degree context_parallel context_parallel_size context_parallel_degree sequence_parallel_size "
+    "sp_size": "mesh.cp_size=*",
+    "ulysses_size ulysses_degree ulysses_sequence_parallel_size": "mesh.cp_size=* parallel.context=ulysses",
+    "ring_degree ring_attn_size ring_size": "mesh.cp_size=* parallel.context=ring",
     "fsdp_min_num_params min_num_params size_based_auto_wrap_policy": "parallel.min_params=*",
     "fsdp_transformer_layer_cls_to_wrap transformer_layer_cls_to_wrap transformer_layer_cls module_wrap_policy "
     "fsdp_module_classes": "parallel.wrap_classes=[*]",

@@ -78,6 +78,11 @@ def _check_context(config: "Config") -> None:
     if ranks == 1:
         return
     form = getattr(config.parallel, "context", ContextForm.auto)
+    if form is ContextForm.ring:
+        raise ConfigError(
+            "parallel.context=ring merges parts of sums in an order of each rank's own, which "
+            "train.deterministic=layout rules out; set parallel.context=gathered"
+        )
     pieces = form.pieces_per_rank * ranks
     if train.grains % pieces:
         raise ConfigError(

@@ -172,8 +172,15 @@ class Config:
         check_optimizer(self.optim, self.parallel, self.memory, train, device_type)
         self.parallel.validate(world_size, self.mesh, device_type, self.memory.cpu_offload)
         check_experts(self.model, self.parallel.axes(world_size, self.mesh))
-        masks = self.data.mask_documents
-        check_context(self.parallel, self.mesh, self.model, self.kernels, seq_len=train.seq_len, masks=masks)
+        check_context(
+            self.parallel,
+            self.mesh,
+            self.model,
+            self.kernels,
+            seq_len=train.seq_len,
+            masks=self.data.mask_documents,
+            device_type=device_type,
+        )
         check_grains(self, world_size, device_type)
         check_in_backward(self.optim, self.parallel, self.memory, train, self.mesh, world_size)
         self._check_shards(world_size)

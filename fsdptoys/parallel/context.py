@@ -5,9 +5,11 @@ Every rank keeps 1/N of a sequence in all layers. Only attention mixes tokens, s
 - ``ulysses`` (arXiv:2309.14509) exchanges heads for sequence before attention and back after it: each rank computes
   full sequences of H/N heads with the kernel of one rank. Activations stay at 1/N. N must divide the query heads.
 - ``gathered`` (arXiv:2407.21783, section 3.3.2) all-gathers keys and values, and computes the rows of its own queries.
-  Any number of heads; the keys and values of full sequences are in memory, few with grouped heads.
+  Any number of heads; keys and values of full sequences are in memory during a layer, few with grouped heads.
+- ``ring`` (arXiv:2310.01889) passes keys and values from rank to rank, and merges partial results by their log-sum-exp.
+  Any number of heads, and never more than two parts of other ranks' keys and values in memory.
 
-``gathered`` cuts sequences into 2N pieces, of which rank r keeps r and 2N-1-r: a head and a tail, so that all ranks
+The last two cut sequences into 2N pieces, of which rank r keeps r and 2N-1-r: a head and a tail, so that all ranks
 compute equally many scores of the causal half.
 
 Gradients of parameters are sums over a sequence's parts, which the strategy sums over ranks like those of sequences.
@@ -22,7 +24,8 @@ import torch.distributed as dist
 
 from fsdptoys.models import Context
 
-from .gathered import Gathered
+from .gathered import Gathered, HeadTail
+from .ring import Ring
 from .ulysses import Ulysses
 
 
@@ -35,6 +38,8 @@ class ContextForm(Enum):
     """All-to-all: each rank has full sequences of some heads."""
     gathered = "gathered"
     """All-gather of keys and values: each rank has some queries of all heads."""
+    ring = "ring"
+    """Keys and values pass from rank to rank; documents are not kept apart."""
 
     @property
     def pieces_per_rank(self) -> int:
@@ -48,9 +53,10 @@ def build_context(form: ContextForm, group: dist.ProcessGroup, *, compiles: bool
     ``compiles``: whether the compiler traces the model. It then skips attention: compiled backwards may order the
     exchange otherwise than FSDP's reductions on each rank, and ranks would wait for one another.
     """
-    contexts: dict[ContextForm, type[Ulysses] | type[Gathered]] = {
+    contexts: dict[ContextForm, type[Ulysses] | type[HeadTail]] = {
         ContextForm.ulysses: Ulysses,
         ContextForm.gathered: Gathered,
+        ContextForm.ring: Ring,
     }
     context = contexts[form](group)
     if compiles:

@@ -1,5 +1,10 @@
 """Attention over gathered keys and values, with sequences shared as heads and tails.
 
+Where a flash kernel takes the tensors, attention is added up over blocks of keys (``models/block_attention.py``): no
+mask is written, and the backward gathers keys and values once more instead of keeping them. Otherwise, and for masks of
+documents, ``attend_rows`` computes each piece with the run's own kernel and a mask, and gathered keys and values stay
+until the backward.
+
 Shapes: B batch, T tokens of a full sequence, t = T/N of this rank's part, c = T/2N of a piece, H query heads, G
 key/value heads, K width of a head.
 """
@@ -13,6 +18,14 @@ from torch.autograd.function import once_differentiable
 
 from fsdptoys.models import Context
 from fsdptoys.models.attention_rows import attend_rows
+from fsdptoys.models.block_attention import (
+    Block,
+    BlockKernel,
+    GradientsOfBlocks,
+    RowsOfBlocks,
+    blocks_between,
+    flash_blocks,
+)
 from fsdptoys.models.kernels import Kernels, dense_rows
 
 # Renamed in torch 2.13, where the old names warn.
@@ -26,10 +39,10 @@ class HeadTail(Context):
     def __init__(self, group: dist.ProcessGroup) -> None:
         self.ranks, self._rank, self._group = group.size(), group.rank(), group
 
-    def starts(self, seq_len: int) -> tuple[int, int]:
-        """Positions of the first tokens of this rank's two pieces."""
-        size = seq_len // (2 * self.ranks)
-        return self._rank * size, (2 * self.ranks - 1 - self._rank) * size
+    def starts(self, seq_len: int, rank: int | None = None) -> tuple[int, int]:
+        """Positions of the first tokens of a rank's two pieces; None for this rank."""
+        rank, size = self._rank if rank is None else rank, seq_len // (2 * self.ranks)
+        return rank * size, (2 * self.ranks - 1 - rank) * size
 
     def cut(self, full: Tensor, dim: int) -> Tensor:
         """A head and a tail."""
@@ -55,13 +68,48 @@ class Gathered(HeadTail):
         seen: Any = None,
     ) -> Tensor:
         """Gather keys and values, and attend with each piece of the queries."""
-        k_BGTK, v_BGTK = _GatherSequence.apply(torch.stack((k_BGtK, v_BGtK)), self._group)
-        starts, masks = self.starts(k_BGTK.shape[2]), seen or (None, None)
+        part, t = torch.stack((k_BGtK, v_BGtK)), q_BHtK.shape[2]
+        starts = self.starts(t * self.ranks)
+        flash = flash_blocks(kernels, q_BHtK) if seen is None else None
+        if flash is not None:
+            blocks = blocks_between(starts, [0], t // 2, t * self.ranks, chunk_len)
+            attended: Tensor = _GatheredBlocks.apply(q_BHtK, part, flash, blocks, self._group)
+            return attended
+        k_BGTK, v_BGTK = _GatherSequence.apply(part, self._group)
         pieces = [
             attend_rows(q_BHcK, k_BGTK, v_BGTK, start, kernels, chunk_len, rows)
-            for q_BHcK, start, rows in zip(q_BHtK.chunk(2, dim=2), starts, masks, strict=True)
+            for q_BHcK, start, rows in zip(q_BHtK.chunk(2, 2), starts, seen or (None, None), strict=True)
         ]
         return torch.cat(pieces, dim=2)
+
+
+class _GatheredBlocks(torch.autograd.Function):
+    """Attention over blocks of gathered keys and values, which the backward gathers again."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, q_BHtK: Tensor, part: Tensor, kernel: BlockKernel, blocks: list[Block], group: dist.ProcessGroup
+    ) -> Tensor:
+        k_BGTK, v_BGTK = gather_sequence(part, group)
+        rows = RowsOfBlocks(kernel, q_BHtK)
+        for block in blocks:
+            rows.add(block, k_BGTK, v_BGTK)
+        out_BHtK, lse_BHt = rows.result()
+        ctx.save_for_backward(q_BHtK, part, out_BHtK, lse_BHt)
+        ctx.kernel, ctx.blocks, ctx.group = kernel, blocks, group
+        return out_BHtK
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None, None, None]:
+        q_BHtK, part, out_BHtK, lse_BHt = ctx.saved_tensors
+        full = gather_sequence(part, ctx.group)
+        gradients = GradientsOfBlocks(ctx.kernel, grad, q_BHtK, out_BHtK, lse_BHt)
+        grads = torch.zeros(full.shape, dtype=lse_BHt.dtype, device=full.device)
+        for block in ctx.blocks:
+            gradients.add(block, *full, *grads)
+        grad_part = scatter_sequence(grads, ctx.group).to(part.dtype)
+        return gradients.grad_q.to(q_BHtK.dtype), grad_part, None, None, None
 
 
 class _GatherSequence(torch.autograd.Function):

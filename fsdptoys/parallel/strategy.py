@@ -167,6 +167,8 @@ class ParallelConfig:
 class ReducingConfig(ParallelConfig):
     """Settings of every strategy of several ranks."""
 
+    shares_sequences: ClassVar[bool] = True
+
     reduce_dtype: ReduceDType = ReduceDType.auto
     """dtype in which gradients are summed over ranks."""
     context: ContextForm = ContextForm.auto
@@ -206,16 +208,6 @@ class ParallelContext:
     sum_dtype: torch.dtype = torch.float64
     timeout: timedelta | None = None
     """For collectives in groups that the strategy makes; None for PyTorch's default."""
-
-    @property
-    def uses_float64(self) -> bool:
-        """Whether parameters are gathered, and gradients summed over a step and over ranks, in float64."""
-        return self.deterministic.covers_layouts
-
-    @property
-    def reduces_each_microbatch(self) -> bool:
-        """Whether each micro-batch's gradients are reduced and rounded."""
-        return bool(self.deterministic) and not self.uses_float64
 
     def build_mesh(self) -> DeviceMesh:
         """Lay out the ranks by ``mesh``."""
@@ -278,11 +270,15 @@ class Strategy(ABC):
         return []
 
     def axes(self) -> dict[str, int]:
-        """Mesh axis → ranks along it."""
+        """Mesh axis → ranks along it; ranks that share sequences are among those of the others."""
         group = self.shard_group()
         shards = group.size() if group is not None else 1
-        dense = {REPLICATE_AXIS: self.context.world_size // shards, SHARD_AXIS: shards}
-        return dense | {EXPERT_AXIS: self.mesh_axes.ep}
+        return {
+            REPLICATE_AXIS: self.context.world_size // shards,
+            SHARD_AXIS: shards,
+            CONTEXT_AXIS: self.context.mesh.cp_size,
+            EXPERT_AXIS: self.mesh_axes.ep,
+        }
 
     def gradient_bytes(self, parameter_bytes: int) -> int:
         """Bytes of a rank's reduced gradients, from those of its parameters."""

@@ -61,7 +61,9 @@ USUAL_FORMATS: Settings = {
 ROUNDING = (
     RANKS,
     "mesh.fsdp_size",
+    "mesh.cp_size",
     "parallel.name",
+    "parallel.context",
     "parallel.simulated_ranks",
     "parallel.reduce_dtype",
     "train.batch_size",
@@ -147,8 +149,15 @@ def stage_of(key: str) -> Stage:
 
 def global_batch(settings: Mapping[str, Any]) -> int | None:
     """Sequences of a step over all ranks and micro-batches; None if a setting is missing."""
-    parts = [settings.get(key) for key in (RANKS, "train.batch_size", "train.grad_accum")]
-    return _product([*parts, settings.get("parallel.simulated_ranks", 1)])
+    parts = [settings.get(key) for key in ("train.batch_size", "train.grad_accum")]
+    return _product([*parts, _data_ranks(settings), settings.get("parallel.simulated_ranks", 1)])
+
+
+def _data_ranks(settings: Mapping[str, Any]) -> int | None:
+    """Groups of ranks with sequences of their own; None if a setting is missing or makes no sense."""
+    ranks, sharing = settings.get(RANKS), settings.get("mesh.cp_size", 1)
+    known = type(ranks) is int and type(sharing) is int and sharing > 0
+    return ranks // sharing if known else None
 
 
 def training_of(tree: dict[str, Any], world_size: int) -> Settings | None:
@@ -184,7 +193,8 @@ def rounds_coarsely(settings: Mapping[str, Any]) -> bool:
 def held_out_samples(tree: dict[str, Any], world_size: int) -> tuple[Any, Any] | None:
     """Key equal for runs that evaluate the same held-out samples; None if settings are missing."""
     settings = effective(tree)
-    asked = _product([settings.get("train.eval_batches"), settings.get("train.batch_size"), world_size])
+    ranks = _data_ranks({RANKS: world_size} | settings)
+    asked = _product([settings.get("train.eval_batches"), settings.get("train.batch_size"), ranks])
     return None if asked is None else (asked, settings.get("data.eval_samples"))
 
 
@@ -193,8 +203,9 @@ def bits_of(tree: dict[str, Any], world_size: int, device_type: str) -> Settings
 
     ``memory.cpu_offload`` is left out on CPU devices, where the optimizer runs on the host anyway.
     """
-    settings = {RANKS: world_size} | effective(tree)
-    ranks = _product([world_size, settings.get("parallel.simulated_ranks", 1)])
+    # Ranks that share sequences add up each sequence in parts, in an order of their own.
+    settings = {RANKS: world_size, "mesh.cp_size": 1, "parallel.context": "auto"} | effective(tree)
+    ranks = _product([_data_ranks(settings), settings.get("parallel.simulated_ranks", 1)])
     mode = settings.get("train.deterministic")
     if mode == "layout":
         ranks = 0  # any, with any micro-batches: only the global batch counts, which ``training_of`` has
@@ -203,7 +214,8 @@ def bits_of(tree: dict[str, Any], world_size: int, device_type: str) -> Settings
     left_out = {"mesh.fsdp_size", "parallel.name", "parallel.simulated_ranks", "memory.cpu_threads", "patches"}
     left_out |= {"parallel.reduce_dtype", "train.sum_dtype"}  # set by the deterministic mode and the device
     left_out |= {"memory.cpu_offload"} if device_type == "cpu" else set()
-    left_out |= {"train.batch_size", "train.grad_accum"} if mode == "layout" else {"train.grains"}
+    by_grains = {"train.batch_size", "train.grad_accum", "mesh.cp_size", "parallel.context"}
+    left_out |= by_grains if mode == "layout" else {"train.grains"}
     return {key: settings.get(key) for key in ROUNDING if key not in left_out} | {RANKS: ranks}
 
 

@@ -230,6 +230,8 @@ def test_shared_sequences_need_whole_grains() -> None:
     gathered = FSDP2Config(context=ContextForm.gathered)
     with pytest.raises(ConfigError, match=r"train\.grains=6 must be a multiple of 8.*; set train.grains=24"):
         make_config(gathered, 4, cp_size=4, deterministic="layout", grains=6)
+    with pytest.raises(ConfigError, match=r"parallel\.context=ring merges .*; set parallel\.context=gathered"):
+        make_config(FSDP2Config(context=ContextForm.ring), 2, cp_size=2, deterministic="layout")
     with pytest.raises(
         ConfigError, match=r"model\.attention_chunk_len=10 must be a multiple of the 3 tokens of a grain"
     ):
