@@ -27,6 +27,10 @@ from .kernels import DocumentAttention, Kernels
 
 ALIGNMENT = 64
 """Bytes: a CPU's matmuls may round by the alignment of their operands."""
+GRADIENTS = 6.0
+"""Parts of gradients of weights become multiples of 2⁻⁵⁰; sums below 8 are exact."""
+ACTIVATIONS = 6.0 * 2**-10
+"""Parts of gradients of keys and values, which are smaller, become multiples of 2⁻⁶⁰; sums below 2⁻⁷ are exact."""
 
 MaskedKernel = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 """``kernel(q_BHTK, k_BGSK, v_BGSK, seen)`` with an additive mask."""
@@ -38,6 +42,20 @@ def aligned(tensor: Tensor) -> Tensor:
     if tensor.device.type == "cpu" and tensor.numel() and tensor.data_ptr() % ALIGNMENT:
         return tensor.clone()
     return tensor
+
+
+def on_grid(part: Tensor, shift: float) -> Tensor:
+    """A part of a sum in float64, rounded to a multiple of a power of two, at the cost of two passes over it.
+
+    Sums of such parts are exact, so their order does not matter. Without it a sum in float64 loses the bits of a part
+    below 2⁻⁵³ of the sum, and in some orders they decide the rounding to float32, where the rest is a tie: frequent
+    where parts have the few bits of bfloat16.
+
+    Args:
+        part: larger absolute values than a third of ``shift`` are rounded more coarsely.
+        shift: ``GRADIENTS`` or ``ACTIVATIONS``, 1.5 times a power of two; the multiples are those of 2⁻⁵² of it.
+    """
+    return (part.double() + shift).sub_(shift)
 
 
 def attention_kernels(kernels: Kernels, grain: int, dtype: torch.dtype) -> dict[str, Any]:
@@ -115,7 +133,7 @@ class _Share(torch.autograd.Function):
         (B, G, S, K), dtype, share, ends = ctx.settings
         total = grads[0].new_zeros(B * G * share, 1, S, K, dtype=torch.float64)
         for end, grad in zip(ends, grads, strict=True):
-            total[:, :, :end] += grad
+            total[:, :, :end] += on_grid(grad, ACTIVATIONS)
         return total.view(B, G, share, S, K).sum(2).to(dtype), None, None, None
 
 

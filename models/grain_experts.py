@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from .experts import Experts
-from .grain_attention import aligned
+from .grain_attention import GRADIENTS, aligned, on_grid
 from .grains import split_rows
 from .linear import linear
 from .moe import Router
@@ -68,7 +68,7 @@ class _Routing(torch.autograd.Function):
                 _, weights_MK, sums = router.choose(leaf_MD, cast_ED)
             given = [grad_NK[rows].to(weights_MK.dtype), grad_sums.to(sums.dtype)]
             grad_hidden_ND[rows], grad_ED = torch.autograd.grad([weights_MK, sums], [leaf_MD, cast_ED], given)
-            grad_weight_ED += grad_ED
+            grad_weight_ED += on_grid(grad_ED, GRADIENTS)
         return grad_hidden_ND, grad_weight_ED, None, None
 
 
@@ -180,11 +180,11 @@ class _GroupProducts(torch.autograd.Function):
             grad_MD, input_MD = aligned(grad_RD[rows]), aligned(input_RD[rows])
             gate_MF, up_MF = (each.contiguous() for each in gate_up_RH[rows].chunk(2, dim=1))
             silu_MF = F.silu(gate_MF)
-            grad_down_EDF[expert] += linear(grad_MD.t(), (silu_MF * up_MF).t())
+            grad_down_EDF[expert] += on_grid(linear(grad_MD.t(), (silu_MF * up_MF).t()), GRADIENTS)
             grad_act_MF = linear(grad_MD, down[expert].t())
             grad_gate_MF = torch.ops.aten.silu_backward(grad_act_MF * up_MF, gate_MF)
             grad_gate_up_MH = torch.cat([grad_gate_MF, grad_act_MF.mul_(silu_MF)], 1)
-            grad_gate_up_EHD[expert] += linear(grad_gate_up_MH.t(), input_MD.t())
+            grad_gate_up_EHD[expert] += on_grid(linear(grad_gate_up_MH.t(), input_MD.t()), GRADIENTS)
             grad_input_RD[rows] = linear(grad_gate_up_MH, gate_up[expert].t())
         return grad_input_RD, grad_gate_up_EHD, grad_down_EDF, None
 

@@ -2,10 +2,10 @@
 
 A grain is a piece of one sequence, of a length that the layout does not change. Everything added over tokens (gradients
 of weights, routers' sums; the loss in ``fsdptoys.loss.grains``) is computed for each grain by itself in the compute
-dtype, and added over grains in float64: sums of a few float32 numbers are nearly always exact there, so their order
-does not matter. Products, and kernels that round differently in the tail of a vectorized loop, also get one grain at a
-time: a product of 7 rows rounds differently from one of 32. Everything else works on single tokens, or on sequences of
-single heads, which attention gets as a batch of their own.
+dtype, rounded to a multiple of 2⁻⁵⁰, and added over grains in float64, where sums of such numbers are exact, so that
+their order does not matter. Products, and kernels that round differently in the tail of a vectorized loop, also get one
+grain at a time: a product of 7 rows rounds differently from one of 32. Everything else works on single tokens, or on
+sequences of single heads, which attention gets as a batch of their own.
 
 Parameters are float64 here (a strategy's copies of float32 ones), cast to the compute dtype where they are used; their
 gradients are float64. The price: matmuls of few rows, a float64 sum of each weight's gradient, and casts.
@@ -29,7 +29,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from .decoder import DecoderModel
-from .grain_attention import aligned, attention_kernels
+from .grain_attention import GRADIENTS, aligned, attention_kernels, on_grid
 from .kernels import Kernels, use_kernels
 from .layers import Attention, AttentionTemperature, GELUFeedForward, LMHead
 from .linear import Linear, linear
@@ -87,12 +87,12 @@ def add_products(total_OI: Tensor, grads: Sequence[Tensor], inputs: Sequence[Ten
     for start in range(0, len(total_OI), rows):
         block = slice(start, start + rows)
         for grad_MO, input_MI in zip(grads, inputs, strict=True):
-            total_OI[block] += linear(grad_MO[:, block].t(), input_MI.t())
+            total_OI[block] += on_grid(linear(grad_MO[:, block].t(), input_MI.t()), GRADIENTS)
 
 
 def sum_rows(pieces: Sequence[Tensor]) -> Tensor:
     """The float64 sum of rows that are first added within each piece."""
-    return torch.stack([piece.sum(0) for piece in pieces]).double().sum(0)
+    return on_grid(torch.stack([piece.sum(0) for piece in pieces]), GRADIENTS).sum(0)
 
 
 class _Linear(torch.autograd.Function):
@@ -159,7 +159,7 @@ class _Grainwise(torch.autograd.Function):
             for whole, part in zip(grads, found, strict=False):
                 whole[rows] = part
             for total, part in zip(sums, found[n_inputs:], strict=True):
-                total += part
+                total += on_grid(part, GRADIENTS)
         return None, None, None, *grads, *sums
 
 
@@ -183,7 +183,7 @@ class _Embedding(torch.autograd.Function):
             # The first place of an equal id gets the sum, and the others add zero: without a device sync.
             first_M = torch.where(ids_M[:, None] == ids_M, places_M, len(ids_M)).amin(1)
             sums_MD = torch.zeros_like(grad_MD).index_add_(0, first_M, grad_MD)
-            total_VD.index_add_(0, ids_M, sums_MD.double())
+            total_VD.index_add_(0, ids_M, on_grid(sums_MD, GRADIENTS))
         return None, total_VD, None, None
 
 

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 DEFAULT_GRAINS = 8
 
 
-def check_grains(config: "Config", device_type: str) -> None:
+def check_grains(config: "Config", world_size: int, device_type: str) -> None:
     """Refuse settings under which sums by grains would depend on the layout, or cannot run.
 
     Raises:
@@ -57,6 +57,13 @@ def check_grains(config: "Config", device_type: str) -> None:
             refuse(f"kernels.{operation}={name}", "rounds by the sizes of its inputs", f"kernels.{operation}=torch")
         if name in ("cudnn", "flash") and device_type == "cuda":
             refuse(f"kernels.{operation}={name}", "cannot attend from one grain", f"kernels.{operation}=auto")
+    if parallel.flattens_parameters and world_size == 1 and config.model.tie_embeddings and train.grad_accum > 1:
+        # torch refuses to assign its unreduced float64 gradient to each of its float32 names.
+        refuse(
+            "model.tie_embeddings=true",
+            f"makes parallel={parallel.name} on one rank round the gradients of each micro-batch",
+            "parallel=single",
+        )
     if memory.optimizer_in_backward and not parallel.shards_parameters:
         refuse(
             "memory.optimizer_in_backward=true",
@@ -71,6 +78,11 @@ def _check_context(config: "Config") -> None:
     if ranks == 1:
         return
     form = getattr(config.parallel, "context", ContextForm.auto)
+    if form is ContextForm.ring:
+        raise ConfigError(
+            "parallel.context=ring merges parts of sums in an order of each rank's own, which "
+            "train.deterministic=layout rules out; set parallel.context=gathered"
+        )
     pieces = form.pieces_per_rank * ranks
     if train.grains % pieces:
         raise ConfigError(

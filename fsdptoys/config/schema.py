@@ -182,7 +182,7 @@ class Config:
             masks=self.data.mask_documents,
             device_type=device_type,
         )
-        check_grains(self, device_type)
+        check_grains(self, world_size, device_type)
         check_in_backward(self.optim, self.parallel, self.memory, train, self.mesh, world_size)
         self._check_shards(world_size)
         self._check_memory()

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from fsdptoys.models.grain_attention import aligned
+from fsdptoys.models.grain_attention import GRADIENTS, aligned, on_grid
 from fsdptoys.models.grains import add_products, split_rows
 from fsdptoys.models.linear import linear
 
@@ -110,5 +110,5 @@ class _RecomputedLoss(torch.autograd.Function):
             with torch.enable_grad():
                 loss = loss_fn(leaf_MD, cast_VD, labels_N[rows])
             grad_hidden_ND[rows], grad_VD = torch.autograd.grad(loss, [leaf_MD, cast_VD], upstream.to(loss.dtype))
-            grad_weight_VD += grad_VD
+            grad_weight_VD += on_grid(grad_VD, GRADIENTS)
         return grad_hidden_ND, grad_weight_VD, None, None, None

@@ -22,6 +22,16 @@ class Deterministic(Enum):
         return self is Deterministic.layout
 
     @property
+    def uses_float64(self) -> bool:
+        """Whether parameters are gathered, and gradients summed over a step and over ranks, in float64."""
+        return self.covers_layouts
+
+    @property
+    def reduces_each_microbatch(self) -> bool:
+        """Whether each micro-batch's gradients are reduced in float64 and rounded."""
+        return self is Deterministic.true
+
+    @property
     def word(self) -> str:
         """For messages."""
         return self.name

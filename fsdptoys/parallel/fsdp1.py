@@ -70,14 +70,14 @@ class FSDP1(Strategy):
             setattr(parent, attribute, _wrap(getattr(parent, attribute), options | sharding))
             made.clear()
         self.model = _wrap(model, options)
-        if self.context.uses_float64:
+        if self.context.deterministic.uses_float64:
             for unit in self._units:
                 _sum_gradients(unit)
 
     @property
     def loss_scale(self) -> float:
         """1 where gradients are summed rather than averaged."""
-        return 1.0 if self.context.uses_float64 else super().loss_scale
+        return 1.0 if self.context.deterministic.uses_float64 else super().loss_scale
 
     def _sharding_strategy(self, reshards: bool) -> "ShardingStrategy":
         from torch.distributed.fsdp import ShardingStrategy
@@ -90,7 +90,7 @@ class FSDP1(Strategy):
         from torch.distributed.fsdp import BackwardPrefetch, CPUOffload, MixedPrecision
 
         config, context = self.config, self.context
-        param_dtype = torch.float64 if context.uses_float64 else config.param_dtype.torch
+        param_dtype = torch.float64 if context.deterministic.uses_float64 else config.param_dtype.torch
         return {
             "device_mesh": self.mesh,
             "device_id": context.device.torch_device,
@@ -113,7 +113,7 @@ class FSDP1(Strategy):
     @contextmanager
     def microbatch(self, index: int, count: int) -> Iterator[None]:
         """Reduce-scatter once a step, with the last micro-batch; in the deterministic mode, after each."""
-        reduces = index == count - 1 or self.context.reduces_each_microbatch or self._reduces_always
+        reduces = index == count - 1 or self.context.deterministic.reduces_each_microbatch or self._reduces_always
         with nullcontext() if reduces else self.model.no_sync():
             yield
 

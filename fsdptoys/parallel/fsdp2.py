@@ -85,7 +85,7 @@ class FSDP2(Strategy):
         """Make the units, and set the order in which they are prefetched."""
         config, context, library = self.config, self.context, self.library
         policies: dict[str, Any] = {}
-        param_dtype = torch.float64 if context.uses_float64 else config.param_dtype.torch
+        param_dtype = torch.float64 if context.deterministic.uses_float64 else config.param_dtype.torch
         if context.cpu_offload:
             policies["offload_policy"] = library.CPUOffloadPolicy(pin_memory=context.device.pins_memory)
         policies["mp_policy"] = library.MixedPrecisionPolicy(
@@ -111,7 +111,7 @@ class FSDP2(Strategy):
         roots = [model, *(modules[0] for modules in members.values())]
         for module in roots:
             keep_gradient_dtype(module)
-        if context.uses_float64 or self.sparse_mesh is not None:
+        if self.sparse_mesh is not None or context.deterministic.uses_float64:
             self._sum_gradients(roots)
         # The root's forward begins before any other.
         self._modules: list[list[nn.Module]] = [[model], *members.values()]
@@ -134,7 +134,7 @@ class FSDP2(Strategy):
         """
         if sums_gradients(units):
             self._averages = False
-        elif self.context.uses_float64:
+        elif self.context.deterministic.uses_float64:
             raise ConfigError(
                 f"train.deterministic=layout sums gradients, which FSDP2 of torch {torch.__version__} only averages; "
                 "set parallel=ddp or parallel=fsdp1"
@@ -161,7 +161,7 @@ class FSDP2(Strategy):
     def microbatch(self, index: int, count: int) -> Iterator[None]:
         """Reduce-scatter once a step, with the last micro-batch; in the deterministic mode, after each."""
         model: Any = self.model
-        model.set_requires_gradient_sync(index == count - 1 or self.context.reduces_each_microbatch)
+        model.set_requires_gradient_sync(index == count - 1 or self.context.deterministic.reduces_each_microbatch)
         yield
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
@@ -188,7 +188,11 @@ class FSDP2(Strategy):
 
     def mirror_parameters(self) -> Callable[[list[nn.Parameter]], None] | None:
         """Keep a mirror where parameters are offloaded and the forward does not compute in float32."""
-        if not self.context.cpu_offload or self.config.param_dtype is DType.float32 or self.context.uses_float64:
+        if (
+            not self.context.cpu_offload
+            or self.config.param_dtype is DType.float32
+            or self.context.deterministic.uses_float64
+        ):
             return None
         modules = [module for module, _ in self.units()]
         pin_memory = self.context.device.pins_memory

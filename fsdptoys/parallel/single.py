@@ -37,7 +37,7 @@ class UnshardedStrategy(Strategy):
         materialize(model, device, fill)
         init_buffers(model, device, self.config.buffer_dtype.torch)
         self._unwrapped = model
-        if self.context.uses_float64:  # which the model casts to its dtype itself
+        if self.context.deterministic.uses_float64:  # which the model casts to its dtype itself
             self._leaves, dtype = Float64Leaves(model), DType.float32
         self.model = self._wrap(model if dtype is DType.float32 else CastParameters(model, dtype.torch))
 
@@ -85,7 +85,7 @@ class Single(UnshardedStrategy):
         yield
         if self._leaves and index == count - 1:
             self._leaves.move_gradients()
-        if not self.context.reduces_each_microbatch or self.local_data_ranks == 1:
+        if not self.context.deterministic.reduces_each_microbatch or self.local_data_ranks == 1:
             return
         rank = index % self.local_data_ranks
         for param in self._unwrapped.parameters():

@@ -209,16 +209,6 @@ class ParallelContext:
     timeout: timedelta | None = None
     """For collectives in groups that the strategy makes; None for PyTorch's default."""
 
-    @property
-    def uses_float64(self) -> bool:
-        """Whether parameters are gathered, and gradients summed over a step and over ranks, in float64."""
-        return self.deterministic.covers_layouts
-
-    @property
-    def reduces_each_microbatch(self) -> bool:
-        """Whether each micro-batch's gradients are reduced and rounded."""
-        return bool(self.deterministic) and not self.uses_float64
-
     def build_mesh(self) -> DeviceMesh:
         """Lay out the ranks by ``mesh``."""
         return build_mesh(self.mesh, self.world_size, self.device, self.timeout)

@@ -219,10 +219,8 @@ def bits_of(tree: dict[str, Any], world_size: int, device_type: str) -> Settings
     left_out = {"mesh.fsdp_size", "parallel.name", "parallel.simulated_ranks", "memory.cpu_threads", "patches"}
     left_out |= {"parallel.reduce_dtype", "train.sum_dtype"}  # set by the deterministic mode and the device
     left_out |= {"memory.cpu_offload"} if device_type == "cpu" else set()
-    if mode == "layout":
-        left_out |= {"train.batch_size", "train.grad_accum", "mesh.cp_size", "mesh.ep_size", "parallel.context"}
-    else:
-        left_out |= {"train.grains"}
+    by_grains = {"train.batch_size", "train.grad_accum", "mesh.cp_size", "mesh.ep_size", "parallel.context"}
+    left_out |= by_grains if mode == "layout" else {"train.grains"}
     return {key: settings.get(key) for key in ROUNDING if key not in left_out} | {RANKS: ranks}
 
 

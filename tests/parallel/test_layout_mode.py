@@ -22,7 +22,7 @@ from fsdptoys.parallel.determinism import Deterministic
 from fsdptoys.parallel.float8 import Float8
 from fsdptoys.parallel.fsdp import TORCH
 from fsdptoys.parallel.fsdp1 import FSDP1
-from fsdptoys.parallel.precision import DType
+from fsdptoys.parallel.precision import DType, SumDType
 from fsdptoys.report.setting_effects import bits_of
 from fsdptoys.train.trainer import Trainer
 from fsdptoys.utils.dtensor import is_dtensor
@@ -208,7 +208,8 @@ REFUSED: dict[str, dict[str, Any]] = {
         "skip_nonfinite": False,
         "grad_accum": 1,
     },
-    "train.sum_dtype=float32": {"sum_dtype": "float32"},
+    "train.sum_dtype=float32": {"sum_dtype": SumDType.float32},
+    "model.tie_embeddings=true": {"parallel": FSDP1Config(), "tie_embeddings": True},
 }
 
 
@@ -217,8 +218,6 @@ def test_settings_that_the_layout_would_show_in_are_refused_by_name(named: str) 
     """Oracle: the key and its value in the message, with a fix; the same settings pass without the mode."""
     settings = dict(REFUSED[named])
     parallel = settings.pop("parallel", SingleConfig())
-    if "sum_dtype" in settings:
-        settings["sum_dtype"] = type(config(SingleConfig(), 1, "llama", DType.float32).train.sum_dtype)("float32")
     with pytest.raises(ConfigError, match=rf"{re.escape(named)}.*; set "):
         make_config(parallel, 1, deterministic="layout", **settings)
     if named.startswith("train.grains"):
@@ -231,6 +230,8 @@ def test_shared_sequences_need_whole_grains() -> None:
     gathered = FSDP2Config(context=ContextForm.gathered)
     with pytest.raises(ConfigError, match=r"train\.grains=6 must be a multiple of 8.*; set train.grains=24"):
         make_config(gathered, 4, cp_size=4, deterministic="layout", grains=6)
+    with pytest.raises(ConfigError, match=r"parallel\.context=ring merges .*; set parallel\.context=gathered"):
+        make_config(FSDP2Config(context=ContextForm.ring), 2, cp_size=2, deterministic="layout")
     with pytest.raises(
         ConfigError, match=r"model\.attention_chunk_len=10 must be a multiple of the 3 tokens of a grain"
     ):
