@@ -142,7 +142,8 @@ class MoE(nn.Module):
         experts_NK, weights_NK = self.router(hidden_ND)
         # Before the experts, with which the backward then starts: FSDP2 gathers a unit of experts at that point, and
         # would gather it once more if the shared expert's backward had recomputed the block first.
-        shared_ND = self.shared_expert(hidden_ND) if self.shared_expert is not None else None
+        # The view adds up the gradients of both of its projections first, as where the shared expert is a unit.
+        shared_ND = self.shared_expert(hidden_ND.view_as(hidden_ND)) if self.shared_expert is not None else None
         scale_input = self.router.scores is Scores.sigmoid
         out_ND = self.experts(hidden_ND, experts_NK, weights_NK, scale_input=scale_input)
         if shared_ND is not None:
