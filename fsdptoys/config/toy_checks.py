@@ -66,7 +66,7 @@ def check_toy_experts(parallel: ParallelConfig, mesh: MeshConfig, model: ModelCo
         return
     if not isinstance(model, MoEConfig):
         raise ConfigError(
-            f"mesh.ep_size={ranks} splits experts, of which model.family={model.family} has none; set mesh.ep_size=1"
+            f"mesh.ep_size={ranks} splits experts, and a {model.family} model has none; set mesh.ep_size=1"
         )
     if model.n_experts % ranks:
         fitting = max(size for size in range(1, ranks) if model.n_experts % size == 0 and ranks % size == 0)

@@ -83,6 +83,7 @@ class ToyCPConfig(ToyDDPConfig):
     name: ClassVar[str] = "toy_cp"
     strategy = ToyCP
     shares_sequences: ClassVar[bool] = True
+    splits_experts: ClassVar[bool] = False
 
     attention: ToyAttention = ToyAttention.ulysses
     """Attention over sequences that ``mesh.cp_size`` ranks share."""

@@ -71,7 +71,7 @@ REFUSED: list[tuple[list[str], str]] = [
     ([*RING, "kernels.attention=math"], "kernels.attention=math is not an option of parallel.attention=ring"),
     ([*RING, "data.mask_documents=true"], "data.mask_documents=true is not an option of parallel.attention=ring"),
     ([*RING, "model=llama4_debug", "model.attention_chunk_len=16"], "model.attention_chunk_len=16 is not an option"),
-    (["parallel=toy_ddp", "mesh.cp_size=2"], "mesh.cp_size=2 is not an option of parallel=toy_ddp"),
+    ([*SHARED, "mesh.ep_size=2"], "mesh.ep_size=2 is not an option of parallel=toy_cp"),
 ]
 
 

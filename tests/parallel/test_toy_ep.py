@@ -116,11 +116,11 @@ def test_checkpoints_go_to_fsdp2_and_back() -> None:
 
 SPLIT = ["parallel=toy_ep", "model=qwen3_moe_debug", "mesh.ep_size=2"]
 REFUSED: list[tuple[list[str], str]] = [
-    ([*SPLIT, "model=llama_debug"], "mesh.ep_size=2 splits experts, of which"),
+    ([*SPLIT, "model=llama_debug"], "mesh.ep_size=2 splits experts, and a llama model has none"),
     ([*SPLIT, "model.n_experts=5"], "mesh.ep_size=2 must divide model.n_experts=5; set mesh.ep_size=1"),
     ([*SPLIT, "train.compile=true"], "set train.compile=false"),
     ([*SPLIT, "memory.optimizer_offload=true"], "memory.optimizer_offload=true is not an option of parallel=toy_ep"),
-    (["parallel=toy_ddp", "mesh.ep_size=2"], "mesh.ep_size=2 is not an option of parallel=toy_ddp"),
+    ([*SPLIT, "mesh.cp_size=2"], "mesh.cp_size=2 is not an option of parallel=toy_ep"),
 ]
 
 
