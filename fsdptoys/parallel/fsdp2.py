@@ -46,7 +46,7 @@ class FSDP2(Strategy):
         self.mesh = context.build_mesh()
         self.units_ahead = config.forward_prefetch
         # FSDP2 divides by itself in float64, and asks the collective for the mean otherwise.
-        self._averages = not context.uses_float64 and (
+        self._averages = not context.deterministic.uses_float64 and (
             config.reduce_dtype is ReduceDType.float64 or averages(self.shard_group())
         )
         self.sparse_mesh = None
