@@ -5,6 +5,7 @@ from fsdptoys.models import ModelConfig
 from fsdptoys.parallel import ParallelConfig
 from fsdptoys.parallel.context import ContextForm
 from fsdptoys.parallel.mesh import MeshConfig
+from fsdptoys.parallel.strategy import ReducingConfig
 
 from .kernel_choice import AttentionKernel, DocumentKernel, KernelConfig
 
@@ -41,15 +42,20 @@ def check_context(
                 "set parallel.context=auto or mesh.cp_size=2"
             )
         return
-    heads = model.n_heads
+    assert isinstance(parallel, ReducingConfig)
+    heads, forms = model.n_heads, parallel.context_forms
     if form is ContextForm.auto:
-        form = ContextForm.gathered if heads % ranks else ContextForm.ulysses
-        parallel.context = form  # type: ignore[attr-defined]
+        form = parallel.context = forms[1] if heads % ranks else ContextForm.ulysses
+    if form not in forms:
+        raise ConfigError(
+            f"parallel.context={form.value} is not an option of parallel={parallel.name}; set parallel.context=auto"
+        )
     if form is ContextForm.ulysses and heads % ranks:
         fitting = max(size for size in range(1, ranks) if heads % size == 0 and ranks % size == 0)
         raise ConfigError(
             f"parallel.context=ulysses shares heads among mesh.cp_size={ranks} ranks, which does not divide the "
-            f"{heads} heads of the model; set parallel.context=gathered{f' or mesh.cp_size={fitting}' * (fitting > 1)}"
+            f"{heads} heads of the model; set parallel.context={forms[1].value}"
+            f"{f' or mesh.cp_size={fitting}' * (fitting > 1)}"
         )
     _check_length(form, ranks, seq_len, heads)
     if form is ContextForm.ring and masks:

@@ -186,8 +186,8 @@ class Config:
         check_in_backward(self.optim, self.parallel, self.memory, train, self.mesh, world_size)
         self._check_shards(world_size)
         self._check_memory()
-        facts = (train.seq_len, self.data.mask_documents, train.compile)
-        check_toy_context(self.parallel, self.mesh, self.model, self.kernels.attention.value, *facts)
+        facts = (self.kernels.attention.value, train.seq_len, train.compile)
+        check_toy_context(self.parallel, self.mesh, self.model, *facts)
         check_toy_experts(self.parallel, self.mesh, self.model, train.compile)
         selective = self.memory.gradient_checkpointing is GradientCheckpointing.selective
         self.kernels.check_documents(self.data.mask_documents, selective)

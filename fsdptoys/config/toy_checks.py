@@ -3,8 +3,8 @@
 from fsdptoys.errors import ConfigError
 from fsdptoys.models import ModelConfig, MoEConfig
 from fsdptoys.parallel import ParallelConfig, ToyCPConfig, ToyEPConfig
+from fsdptoys.parallel.context import ContextForm
 from fsdptoys.parallel.mesh import MeshConfig
-from fsdptoys.parallel.toy_cp import ToyAttention
 
 
 def check_toy_context(
@@ -13,10 +13,9 @@ def check_toy_context(
     model: ModelConfig,
     attention_kernel: str,
     seq_len: int,
-    masks: bool,
     compiles: bool,
 ) -> None:
-    """Check that sequences and heads can be cut, and that a ring is asked for causal attention only.
+    """Check that a ring is asked for causal attention over full sequences only, in addition to ``check_context``.
 
     Args:
         parallel: settings of any strategy.
@@ -24,7 +23,6 @@ def check_toy_context(
         model: settings of the model.
         attention_kernel: resolved value of ``kernels.attention``.
         seq_len: tokens of a full sequence.
-        masks: whether documents are kept apart.
         compiles: whether blocks are compiled.
 
     Raises:
@@ -33,26 +31,13 @@ def check_toy_context(
     ranks = mesh.cp_size
     if ranks == 1 or not isinstance(parallel, ToyCPConfig):
         return
-    is_ring = parallel.attention is ToyAttention.ring
     if compiles:
         raise ConfigError(
             f"train.compile=true would compile the exchanges of parallel=toy_cp with mesh.cp_size={ranks}; "
             "set train.compile=false"
         )
-    pieces = 2 * ranks if is_ring else ranks
-    if seq_len % pieces:
-        raise ConfigError(
-            f"train.seq_len={seq_len} must be a multiple of {pieces}, the pieces into which parallel.attention="
-            f"{parallel.attention.value} cuts it with mesh.cp_size={ranks}; "
-            f"set train.seq_len={max(1, seq_len // pieces) * pieces}"
-        )
-    if is_ring:
-        _check_ring(model, attention_kernel, seq_len, masks)
-    elif model.n_heads % ranks:
-        raise ConfigError(
-            f"parallel.attention=ulysses shares the {model.n_heads} heads of the model among mesh.cp_size={ranks} "
-            "ranks, which do not divide them; set parallel.attention=ring"
-        )
+    if parallel.context is ContextForm.ring:
+        _check_ring(model, attention_kernel, seq_len)
 
 
 def check_toy_experts(parallel: ParallelConfig, mesh: MeshConfig, model: ModelConfig, compiles: bool) -> None:
@@ -80,16 +65,15 @@ def check_toy_experts(parallel: ParallelConfig, mesh: MeshConfig, model: ModelCo
         )
 
 
-def _check_ring(model: ModelConfig, attention_kernel: str, seq_len: int, masks: bool) -> None:
+def _check_ring(model: ModelConfig, attention_kernel: str, seq_len: int) -> None:
     chunk_len = getattr(model, "attention_chunk_len", None)
     wrong = {
         f"kernels.attention={attention_kernel}": attention_kernel != "torch",
-        "data.mask_documents=true": masks,
         f"model.attention_chunk_len={chunk_len}": chunk_len is not None and chunk_len < seq_len,
     }
     for setting, is_set in wrong.items():
         if is_set:
             raise ConfigError(
-                f"{setting} is not an option of parallel.attention=ring, which has causal attention of its own; "
-                "set parallel.attention=ulysses"
+                f"{setting} is not an option of parallel=toy_cp parallel.context=ring, which has causal attention "
+                "of its own; set parallel.context=ulysses"
             )

@@ -169,6 +169,9 @@ class ReducingConfig(ParallelConfig):
 
     shares_sequences: ClassVar[bool] = True
 
+    context_forms: ClassVar[tuple[ContextForm, ...]] = (ContextForm.ulysses, ContextForm.gathered, ContextForm.ring)
+    """Values of ``context`` that the strategy has; the second needs no number of heads."""
+
     reduce_dtype: ReduceDType = ReduceDType.auto
     """dtype in which gradients are summed over ranks."""
     context: ContextForm = ContextForm.auto

@@ -5,7 +5,6 @@ model's context is new: the cut, and attention by the toy's functions.
 """
 
 from dataclasses import dataclass
-from enum import Enum
 from functools import partial
 from typing import Any, ClassVar
 
@@ -18,24 +17,16 @@ from fsdptoys.models.context import FULL_SEQUENCES
 from fsdptoys.models.kernels import Kernels
 from fsdptoys.toys.cp import RingAttention, own_positions, ulysses_attention
 
+from .context import ContextForm
 from .init_weights import Fill
 from .toy_ddp import ToyDDP, ToyDDPConfig
-
-
-class ToyAttention(Enum):
-    """Attention over sequences that ranks share."""
-
-    ulysses = "ulysses"
-    """All-to-all: each rank attends over full sequences of some heads, with the model's kernels."""
-    ring = "ring"
-    """Keys and values pass round; every rank keeps a head and a tail of each sequence."""
 
 
 class ToyContext(Context):
     """A part of each sequence, by the toy's functions."""
 
-    def __init__(self, group: dist.ProcessGroup, attention: ToyAttention) -> None:
-        self.ranks, self._group, self._is_ring = group.size(), group, attention is ToyAttention.ring
+    def __init__(self, group: dist.ProcessGroup, form: ContextForm) -> None:
+        self.ranks, self._group, self._is_ring = group.size(), group, form is ContextForm.ring
 
     def cut(self, full: Tensor, dim: int) -> Tensor:
         """This rank's positions."""
@@ -72,7 +63,7 @@ class ToyCP(ToyDDP):
     def parallelize(self, model: DecoderModel, fill: Fill) -> None:
         """Let the model's attentions share sequences, then wrap it."""
         if self.context_group is not None:
-            use_context(model, ToyContext(self.context_group, self.config.attention))
+            use_context(model, ToyContext(self.context_group, self.config.context))
         super().parallelize(model, fill)
 
 
@@ -84,6 +75,4 @@ class ToyCPConfig(ToyDDPConfig):
     strategy = ToyCP
     shares_sequences: ClassVar[bool] = True
     splits_experts: ClassVar[bool] = False
-
-    attention: ToyAttention = ToyAttention.ulysses
-    """Attention over sequences that ``mesh.cp_size`` ranks share."""
+    context_forms: ClassVar[tuple[ContextForm, ...]] = (ContextForm.ulysses, ContextForm.ring)

@@ -8,7 +8,7 @@ from fsdptoys.errors import ConfigError
 from fsdptoys.memory import GradientCheckpointing, MemoryConfig
 from fsdptoys.models import ModelConfig
 from fsdptoys.parallel import ParallelConfig, SingleConfig, ToyCPConfig
-from fsdptoys.parallel.toy_cp import ToyAttention
+from fsdptoys.parallel.context import ContextForm
 from fsdptoys.train.trainer import Trainer
 from scripts.ranks import run_ranks
 from tests.parallel.runs import TINY, make_config, tiny_model
@@ -47,29 +47,39 @@ def test_families_train_like_one_process(ranks: int, cp_size: int) -> None:
     """Oracle: losses, norms and held-out losses of one process; two micro-batches a step with ragged padding."""
     simulated = [config_of(SingleConfig(simulated_ranks=ranks // cp_size), 1, name) for name in MODELS]
     expected = dict(zip(MODELS, run_ranks(1, train, simulated)[0], strict=True))
-    cases = [(attention, name) for attention in ToyAttention for name in MODELS if can_share(attention, name, cp_size)]
+    cases = [
+        (attention, name)
+        for attention in ToyCPConfig.context_forms
+        for name in MODELS
+        if can_share(attention, name, cp_size)
+    ]
     assert {name for _, name in cases} >= {"llama", "qwen3_moe", "gpt2"}
-    configs = [config_of(ToyCPConfig(attention=attention), ranks, name, cp_size) for attention, name in cases]
+    configs = [config_of(ToyCPConfig(context=attention), ranks, name, cp_size) for attention, name in cases]
     for of_rank in run_ranks(ranks, train, configs):
         for (attention, name), losses in zip(cases, of_rank, strict=True):
             for found, one_process in zip(losses, expected[name], strict=True):
                 assert found == pytest.approx(one_process, rel=1e-5), (name, attention)
 
 
-def can_share(attention: ToyAttention, name: str, cp_size: int) -> bool:
+def can_share(attention: ContextForm, name: str, cp_size: int) -> bool:
     """Whether the ranks divide the heads (Ulysses), and attention has no chunks (the ring)."""
-    return name != "llama4" if attention is ToyAttention.ring else MODELS[name].n_heads % cp_size == 0
+    return name != "llama4" if attention is ContextForm.ring else MODELS[name].n_heads % cp_size == 0
 
 
 SHARED = ["parallel=toy_cp", "model=llama_debug", "mesh.cp_size=2"]
-RING = [*SHARED, "parallel.attention=ring"]
+RING = [*SHARED, "parallel.context=ring"]
+ODD = ["model.n_heads=3", "model.n_kv_heads=1", "model.dim=96"]
 REFUSED: list[tuple[list[str], str]] = [
     ([*SHARED, "train.seq_len=65"], "train.seq_len=65 must be a multiple of 2,"),
     ([*RING, "train.seq_len=66"], "set train.seq_len=64"),
-    ([*SHARED, "model.n_heads=3", "model.n_kv_heads=1", "model.dim=96"], "set parallel.attention=ring"),
+    ([*SHARED, "parallel.context=ulysses", *ODD], "set parallel.context=ring"),
+    ([*SHARED, "parallel.context=gathered"], "parallel.context=gathered is not an option of parallel=toy_cp"),
     ([*SHARED, "train.compile=true"], "set train.compile=false"),
-    ([*RING, "kernels.attention=math"], "kernels.attention=math is not an option of parallel.attention=ring"),
-    ([*RING, "data.mask_documents=true"], "data.mask_documents=true is not an option of parallel.attention=ring"),
+    (
+        [*RING, "kernels.attention=math"],
+        "kernels.attention=math is not an option of parallel=toy_cp",
+    ),
+    ([*RING, "data.mask_documents=true"], "parallel.context=ring does not keep documents apart"),
     ([*RING, "model=llama4_debug", "model.attention_chunk_len=16"], "model.attention_chunk_len=16 is not an option"),
     ([*SHARED, "mesh.ep_size=2"], "mesh.ep_size=2 is not an option of parallel=toy_cp"),
 ]
