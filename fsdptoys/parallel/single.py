@@ -59,8 +59,8 @@ class UnshardedStrategy(Strategy):
 
     def full_parameters(self) -> Iterator[tuple[str, Tensor]]:
         """The model's own parameters."""
-        for name, param in self.named_parameters():
-            yield name, param.detach().to("cpu", torch.float32)
+        for name, param in self._unwrapped.named_parameters():  # not the slices of a toy's optimizer
+            yield name, self._parameter(param).detach().to("cpu", torch.float32)
 
     def _add_microbatch(self, param: nn.Parameter, grad: Tensor, is_last: bool) -> None:
         """Add up a parameter's reduced gradients of a step in float32; the last one makes the sum its gradient."""

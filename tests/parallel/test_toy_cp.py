@@ -25,10 +25,7 @@ def config_of(parallel: ParallelConfig, ranks: int, name: str, cp_size: int = 1)
     options = {"steps": 2, "deterministic": False, "eval_every": 2}
     options["eval_batches"] = getattr(parallel, "simulated_ranks", 1)
     memory = CHECKPOINTED if name == "qwen3" else None
-    config = make_config(parallel, ranks, model=MODELS[name], memory=memory, **options)
-    config.mesh.cp_size = cp_size
-    config.validate(ranks, "cpu")
-    return config
+    return make_config(parallel, ranks, cp_size=cp_size, model=MODELS[name], memory=memory, **options)
 
 
 def train(configs: list[Config]) -> list[Losses]:
