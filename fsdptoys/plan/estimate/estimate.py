@@ -133,6 +133,11 @@ def _doubts(config: Config) -> tuple[str, ...]:
     limits = (
         (native, "has no fragmentation of native segments: reserved memory may be higher"),
         (train.compile, "treats train.compile=true as eager"),
+        (
+            config.mesh.cp_size > 1,
+            f"computes full sequences on each rank, of which mesh.cp_size={config.mesh.cp_size} "
+            "leaves it a part: memory and time are too high",
+        ),
         (config.mesh.ep_size > 1, f"treats mesh.ep_size={config.mesh.ep_size} as 1"),
         (config.data.mask_documents, "treats data.mask_documents=true as attention over full sequences"),
         (train.float8 is not Float8.none, f"treats train.float8={train.float8.value} as bfloat16"),
