@@ -108,7 +108,7 @@ def attend_grains(
         else:
             seen = seen_PS[..., start : start + size, :end].to(dtype).contiguous()
         pad = _padding(size, K, dtype)
-        if pad:  # rows that see all keys, and that nobody reads
+        if pad:  # rows that see all keys, and are dropped
             q_N1MK, seen = F.pad(q_N1MK, (0, 0, 0, pad)), F.pad(seen, (0, 0, 0, pad))
         seen = seen.view(1, 1, size + pad, end)
         out_N1MK = _AlignedGradient.apply(kernel(_AlignedGradient.apply(q_N1MK), k_N1EK, v_N1EK, seen))

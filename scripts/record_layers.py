@@ -30,7 +30,7 @@ ROUTINGS = ("equally popular experts", "three of four rows to experts of rank 0"
 SWAPPED = ("q", "k", "v", "result", "result", "v", "k", "q")
 PASSED = ("K V", "K V", "gradients", "gradients")
 SENT = ("counts", "rows", "results", "results", "rows")
-"""What the all-to-alls or receives of a step on two ranks carry, in their order."""
+"""Contents of the all-to-alls or receives of a step on two ranks, in their order."""
 
 
 def record_layers() -> dict[str, Recorded]:

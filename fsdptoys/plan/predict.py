@@ -164,7 +164,7 @@ def doubts(config: Config, hardware: Hardware, world_size: int) -> tuple[str, ..
             experts and config.mesh.ep_size == 1
         ),
         f"this rank's experts are assumed to receive {plan.expert_imbalance:g} times the mean of all ranks' tokens: "
-        "they receive what the router chooses, and memory and time grow with the busiest rank; set "
+        "loads depend on the router, and memory and time grow with the busiest rank; set "
         "plan.expert_imbalance": config.mesh.ep_size > 1,
         "experts are assumed to be one matmul, but are multiplied one by one: a lower bound of time": (
             experts and single_experts

@@ -239,7 +239,7 @@ def test_shared_sequences_need_whole_grains() -> None:
 
 
 def test_grains_without_the_mode_are_refused() -> None:
-    """Oracle: the message; an option that is read by nobody is no option."""
+    """Oracle: the message; an option without effect is refused."""
     with pytest.raises(ConfigError, match=r"train\.grains=4 does nothing as set; set train.deterministic=layout"):
         make_config(SingleConfig(), 1, deterministic=True, grains=4)
 
