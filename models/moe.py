@@ -133,8 +133,8 @@ class MoE(nn.Module):
     ) -> None:
         super().__init__()
         self.router = Router(dim, n_experts, top_k, scores)
-        self.experts = Experts(dim, ffn_dim, n_experts)
         self.shared_expert = SwiGLU(dim, shared_ffn_dim) if shared_ffn_dim else None
+        self.experts = Experts(dim, ffn_dim, n_experts)
 
     def forward(self, hidden_BTD: Tensor) -> Tensor:
         """Apply to the last dim; any leading shape."""
