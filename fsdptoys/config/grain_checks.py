@@ -1,20 +1,34 @@
 """Check the settings of ``train.deterministic=layout`` before the launch."""
 
 import math
-from typing import TYPE_CHECKING
+from typing import Any, Protocol
 
 from fsdptoys.device import float64_collectives
 from fsdptoys.errors import ConfigError, UnusedKeyError
+from fsdptoys.memory import MemoryConfig
+from fsdptoys.models import ModelConfig
+from fsdptoys.parallel import ParallelConfig
 from fsdptoys.parallel.context import ContextForm
 from fsdptoys.parallel.float8 import Float8
+from fsdptoys.parallel.mesh import MeshConfig
 
-if TYPE_CHECKING:
-    from .schema import Config
+from .kernel_choice import KernelConfig
 
 DEFAULT_GRAINS = 8
 
 
-def check_grains(config: "Config", world_size: int, device_type: str) -> None:
+class Sections(Protocol):
+    """Sections of a configuration that affect these checks; ``schema.Config`` has them."""
+
+    train: Any
+    parallel: ParallelConfig
+    mesh: MeshConfig
+    memory: MemoryConfig
+    model: ModelConfig
+    kernels: KernelConfig
+
+
+def check_grains(config: Sections, world_size: int, device_type: str) -> None:
     """Refuse settings under which sums by grains would depend on the layout, or cannot run.
 
     Raises:
@@ -72,7 +86,7 @@ def check_grains(config: "Config", world_size: int, device_type: str) -> None:
         )
 
 
-def _check_context(config: "Config") -> None:
+def _check_context(config: Sections) -> None:
     """Check that ranks that share a sequence have whole grains."""
     train, ranks = config.train, config.mesh.cp_size
     if ranks == 1:

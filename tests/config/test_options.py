@@ -24,7 +24,7 @@ def defaults_of(schema: type) -> list[tuple[str, Any]]:
     values = []
     for field in dataclasses.fields(schema):
         default = field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
-        values.append((field.name, default.name if isinstance(default, Enum) else default))
+        values.append((field.name, default.value if isinstance(default, Enum) else default))
     return values
 
 
