@@ -13,7 +13,7 @@ head.
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -34,6 +34,11 @@ ACTIVATIONS = 6.0 * 2**-10
 
 MaskedKernel = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 """``kernel(q_BHTK, k_BGSK, v_BGSK, seen)`` with an additive mask."""
+
+
+def split_rows(rows: int, grain: int) -> Iterator[slice]:
+    """The rows of each grain; a last one may be shorter."""
+    return (slice(start, min(start + grain, rows)) for start in range(0, rows, grain))
 
 
 def aligned(tensor: Tensor) -> Tensor:

@@ -18,8 +18,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from .experts import Experts
-from .grain_attention import GRADIENTS, aligned, on_grid
-from .grains import split_rows
+from .grain_attention import GRADIENTS, aligned, on_grid, split_rows
 from .linear import linear
 from .moe import Router
 

@@ -20,7 +20,7 @@ sequence, H query heads, G key/value heads, K width of a head.
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -29,7 +29,8 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from .decoder import DecoderModel
-from .grain_attention import GRADIENTS, aligned, attention_kernels, on_grid
+from .grain_attention import GRADIENTS, aligned, attention_kernels, on_grid, split_rows
+from .grain_experts import use_grain_experts
 from .kernels import Kernels, use_kernels
 from .layers import Attention, AttentionTemperature, GELUFeedForward, LMHead
 from .linear import Linear, linear
@@ -46,8 +47,6 @@ def use_grains(model: DecoderModel, grain: int, dtype: torch.dtype) -> None:
         grain: tokens of a grain; divides the tokens of a rank's part of a sequence.
         dtype: of the computation; parameters will be float64.
     """
-    from .grain_experts import use_grain_experts  # which uses this module
-
     for module in model.modules():
         if isinstance(module, LMHead):
             module.forward = functools.partial(_head_forward, module, grain)  # type: ignore[method-assign]
@@ -74,11 +73,6 @@ def _grain_kernels(kernels: Kernels, grain: int, dtype: torch.dtype) -> Kernels:
         rms_norm=functools.partial(_rms_norm, kernels.rms_norm, grain),
         swiglu=functools.partial(_swiglu, kernels.swiglu, grain),
     )
-
-
-def split_rows(rows: int, grain: int) -> Iterator[slice]:
-    """The rows of each grain; a last one may be shorter."""
-    return (slice(start, min(start + grain, rows)) for start in range(0, rows, grain))
 
 
 def add_products(total_OI: Tensor, grads: Sequence[Tensor], inputs: Sequence[Tensor]) -> None:

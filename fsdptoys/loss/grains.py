@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from fsdptoys.models.grain_attention import GRADIENTS, aligned, on_grid
-from fsdptoys.models.grains import add_products, split_rows
+from fsdptoys.models.grain_attention import GRADIENTS, aligned, on_grid, split_rows
+from fsdptoys.models.grains import add_products
 from fsdptoys.models.linear import linear
 
 
