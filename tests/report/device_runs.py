@@ -53,7 +53,7 @@ def device_steps(count: int, seconds: float, gib: float, shift: float = 0.0) -> 
 
 def device_prediction(seconds: float, gib: float) -> Prediction:
     """A prediction with all of its parts."""
-    parts = (0.1, 0.1, 0.25, 0.1, 0.05, 0.3, 0.06, 0.01, 0.03)
+    parts = (0.1, 0.1, 0.25, 0.1, 0.05, 0.02, 0.28, 0.06, 0.01, 0.03)
     sizes = {kind: int(share * 0.88 * gib * GIB) for kind, share in zip(Category, parts, strict=True)}
     memory = MemoryPrediction(
         int(0.4 * gib * GIB), sum(sizes.values()), int(0.96 * gib * GIB), "backward", sizes, {"compute": int(gib * GIB)}
