@@ -27,6 +27,8 @@ from pathlib import Path
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+import torch.distributed as dist
+
 from fsdptoys.config.compose import compose_config
 from fsdptoys.config.schema import Config
 from fsdptoys.models import Qwen3MoEConfig
@@ -76,7 +78,7 @@ def measure(configs: Sequence[Config], axis: str, titles: Sequence[str]) -> list
     """Train every configuration for its steps on the ranks that this one belongs to."""
     rows = []
     for config, title in zip(configs, titles, strict=True):
-        with unit(title):
+        with unit(title, announce=dist.get_rank() == 0):
             rows.append(_measure_one(config, axis))
     return rows
 
