@@ -188,7 +188,7 @@ class Config:
         self._check_memory()
         facts = (self.kernels.attention.value, train.seq_len, train.compile)
         check_toy_context(self.parallel, self.mesh, self.model, *facts)
-        check_toy_experts(self.parallel, self.mesh, self.model, train.compile)
+        check_toy_experts(self.parallel, self.mesh, train.compile)
         selective = self.memory.gradient_checkpointing is GradientCheckpointing.selective
         self.kernels.check_documents(self.data.mask_documents, selective)
         self.data.check_documents()

@@ -1,7 +1,7 @@
 """Check ``parallel=toy_cp`` and ``toy_ep`` against model, data, kernels and compilation."""
 
 from fsdptoys.errors import ConfigError
-from fsdptoys.models import ModelConfig, MoEConfig
+from fsdptoys.models import ModelConfig
 from fsdptoys.parallel import ParallelConfig, ToyCPConfig, ToyEPConfig
 from fsdptoys.parallel.context import ContextForm
 from fsdptoys.parallel.mesh import MeshConfig
@@ -40,27 +40,15 @@ def check_toy_context(
         _check_ring(model, attention_kernel, seq_len)
 
 
-def check_toy_experts(parallel: ParallelConfig, mesh: MeshConfig, model: ModelConfig, compiles: bool) -> None:
-    """Check that ranks can split the experts of a model.
+def check_toy_experts(parallel: ParallelConfig, mesh: MeshConfig, compiles: bool) -> None:
+    """Refuse compiled blocks, in addition to ``check_experts``.
 
     Raises:
         ConfigError: naming key, value and fix.
     """
-    ranks = mesh.ep_size
-    if ranks == 1 or not isinstance(parallel, ToyEPConfig):
-        return
-    if not isinstance(model, MoEConfig):
+    if mesh.ep_size > 1 and isinstance(parallel, ToyEPConfig) and compiles:
         raise ConfigError(
-            f"mesh.ep_size={ranks} splits experts, and a {model.family} model has none; set mesh.ep_size=1"
-        )
-    if model.n_experts % ranks:
-        fitting = max(size for size in range(1, ranks) if model.n_experts % size == 0 and ranks % size == 0)
-        raise ConfigError(
-            f"mesh.ep_size={ranks} must divide model.n_experts={model.n_experts}; set mesh.ep_size={fitting}"
-        )
-    if compiles:
-        raise ConfigError(
-            f"train.compile=true would compile the exchanges of parallel=toy_ep with mesh.ep_size={ranks}; "
+            f"train.compile=true would compile the exchanges of parallel=toy_ep with mesh.ep_size={mesh.ep_size}; "
             "set train.compile=false"
         )
 
