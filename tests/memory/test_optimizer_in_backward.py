@@ -132,6 +132,6 @@ def test_optimizer_in_backward_frees_gradients_early(ranks: int) -> None:
     gradient_bytes = 4 * sum(param.numel() for param in built(model)) // ranks
     assert most == params
     assert few == 1
-    # Less than all: FSDP2 keeps the gradients of a block in one storage, so 0.74 of the bytes where gloo holds no buffer
-    # in any step. On a busy machine it held one of two blocks in all sixteen (0.61).
+    # Less than all: FSDP2 keeps the gradients of a block in one storage, so 0.74 of the bytes where gloo holds no
+    # buffer. On a busy machine it held one of two blocks in all sixteen steps (0.61).
     assert ordinary - freeing > 0.5 * gradient_bytes

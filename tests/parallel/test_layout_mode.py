@@ -52,17 +52,22 @@ DOCUMENTS = SyntheticConfig(branching=60, mask_documents=True)
 
 
 def config(parallel: ParallelConfig, ranks: int, model: str, dtype: DType, **more: Any) -> Config:
-    """Two steps on the global batch, by four grains a sequence and micro-batches of one sequence unless given."""
+    """Two steps on the global batch, by four grains a sequence and micro-batches of one sequence unless given.
+
+    Then an evaluation on as many held-out sequences.
+    """
     shares = ranks // more.get("cp_size", 1)
     size = more.setdefault("batch_size", 1)
-    more = {"grad_accum": BATCH // shares // size, "steps": 2, "deterministic": "layout"} | more
+    micro_batches = BATCH // shares // size
+    settings = {"grad_accum": micro_batches, "steps": 2, "eval_every": 2, "eval_batches": micro_batches}
+    more = settings | {"deterministic": "layout"} | more
     if more["deterministic"] == "layout":
         more.setdefault("grains", 4)
     return make_config(dataclasses.replace(parallel, param_dtype=dtype), ranks, model=MODELS[model], **more)
 
 
 def train_with_gradients(configs: list[Config]) -> list[tuple[Outcome, dict[str, Any]]]:
-    """Results of each run, and the full gradients of its first step before they are clipped."""
+    """Results of each run, held-out losses after the others, and all gradients of its first step before clipping."""
     results = []
     for each in configs:
         trainer = Trainer(each)
@@ -73,6 +78,7 @@ def train_with_gradients(configs: list[Config]) -> list[tuple[Outcome, dict[str,
         )[1]
         trainer.train()
         losses, norms = ([getattr(step, name) for step in trainer.history] for name in ("loss", "grad_norm"))
+        losses += [step.eval_loss for step in trainer.history if step.eval_loss is not None]
         results.append((Outcome(losses, norms, hash_parameters(trainer)), kept_gradients))
     return results
 
@@ -103,6 +109,7 @@ def assert_bits_of_one_process(ranks: int, cases: list[Case]) -> None:
     different = []
     for (name, (outcome, gradients), _), (outcome_found, gradients_found) in zip(rows, found, strict=True):
         assert gradients.keys() == gradients_found.keys() and gradients
+        assert len(outcome.losses) == 3
         wrong = [key for key in gradients if not (gradients[key] == gradients_found[key]).all()]
         if wrong or outcome_found != outcome:
             different.append((name, wrong))
