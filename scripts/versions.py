@@ -32,6 +32,9 @@ ROOT = Path(__file__).resolve().parents[1]
 TESTS: dict[str, list[str]] = {
     "equality of strategies": ["tests/parallel/test_equality.py"],
     "collectives, meshes": ["tests/parallel/test_collectives.py", "tests/parallel/test_mesh.py"],
+    "shared sequences": ["tests/parallel/test_context.py"],
+    "split experts": ["tests/parallel/test_expert_parallelism.py", "tests/parallel/test_expert_shards.py"],
+    "layout mode": ["tests/parallel/test_layout_mode.py"],
     "float8, 8-bit AdamW": ["tests/parallel/test_float8.py", "tests/optim/test_low_bit_adamw.py"],
     "configuration": ["tests/config"],
     "models": ["tests/models"],
@@ -68,6 +71,9 @@ COMMANDS: list[tuple[str, bool]] = [
     ("train parallel=fsdp2 parallel.param_dtype=float16 memory=smallest", False),
     ("train parallel=fsdp2 train.compile=true", False),
     ("train parallel=fsdp2 optim=muon model=qwen3_moe_debug", False),
+    ("train parallel=fsdp2 mesh.cp_size=2", False),
+    ("train parallel=fsdp2 mesh.ep_size=2 model=qwen3_moe_debug", False),
+    ("train parallel=fsdp1 train.deterministic=layout", False),
     ("train parallel=fsdp2 optim.state_dtype=int8", True),
     ("train parallel=fsdp2 train.float8=tensorwise", True),
     ("checkpoint ls run", False),
@@ -77,6 +83,7 @@ COMMANDS: list[tuple[str, bool]] = [
     ("plan parallel=fsdp1 parallel.param_dtype=bfloat16", False),
     ("plan parallel=fsdp2 parallel.param_dtype=bfloat16 memory=lean", False),
     ("plan parallel=fsdp2 train.float8=tensorwise parallel.param_dtype=bfloat16", True),
+    ("plan parallel=fsdp2 parallel.param_dtype=bfloat16 memory=lean mesh.cp_size=4", False),
     ("sweep parallel=fsdp1,fsdp2 --out sweep", False),
 ]
 """Arguments of ``fsdptoys`` without the common ones, and whether an old version may refuse them; in this order."""

@@ -13,7 +13,7 @@
 #                      CPUs (200 MB), while PyPI's are for CUDA (up to 3 GB with the libraries that pip adds)
 #
 # PYTHON=/path/to/python makes the environments, by default PATH's python3: 3.10 or newer, and one that all versions have
-# wheels for. The tests and commands of a version take about a quarter of an hour on two cores (scripts/versions.py).
+# wheels for. The tests and commands of a version take about twenty minutes on two cores (scripts/versions.py).
 set -euo pipefail
 command="bash scripts/versions.sh $*"
 cd "$(dirname "${BASH_SOURCE[0]}")/.."

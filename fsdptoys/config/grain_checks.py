@@ -3,12 +3,15 @@
 import math
 from typing import Any, Protocol
 
+import torch
+
 from fsdptoys.device import float64_collectives
 from fsdptoys.errors import ConfigError, UnusedKeyError
 from fsdptoys.memory import MemoryConfig
 from fsdptoys.models import ModelConfig
 from fsdptoys.parallel import ParallelConfig
 from fsdptoys.parallel.context import ContextForm
+from fsdptoys.parallel.expert_parallel import fsdp2_can_sum
 from fsdptoys.parallel.float8 import Float8
 from fsdptoys.parallel.mesh import MeshConfig
 
@@ -47,6 +50,11 @@ def check_grains(config: Sections, world_size: int, device_type: str) -> None:
 
     if not parallel.sums_grains:
         refuse(f"parallel={parallel.name}", "does not sum gradients in float64 once a step", "parallel=fsdp2")
+    if parallel.name == "fsdp2" and not fsdp2_can_sum():
+        raise ConfigError(
+            f"train.deterministic=layout sums gradients, which FSDP2 of torch {torch.__version__} only averages; "
+            "set parallel=ddp or parallel=fsdp1"
+        )
     if train.seq_len % train.grains:
         fitting = math.gcd(train.seq_len, train.grains)
         raise ConfigError(

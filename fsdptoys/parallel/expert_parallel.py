@@ -280,13 +280,20 @@ def check_experts(model: ModelConfig, axes: Axes) -> None:
     )
 
 
+def fsdp2_can_sum() -> bool:
+    """Whether FSDP2 of this torch can sum gradients rather than average them: 2.11 to 2.15 can, 2.7 cannot."""
+    from torch.distributed.fsdp import FSDPModule
+
+    return hasattr(FSDPModule, "set_force_sum_reduction_for_comms")
+
+
 def sums_gradients(units: Sequence[Any]) -> bool:
     """Let units of FSDP2 sum gradients rather than average them; whether this torch can.
 
     A size of the group as divisor would be another for experts than for the rest. ``set_force_sum_reduction_for_comms``
-    makes gloo and float64 sum too; torch 2.11 to 2.15 have it, torch 2.7 does not.
+    makes gloo and float64 sum too.
     """
-    if not all(hasattr(unit, "set_force_sum_reduction_for_comms") for unit in units):
+    if not fsdp2_can_sum():
         return False
     for unit in units:
         unit.set_gradient_divide_factor(1.0)

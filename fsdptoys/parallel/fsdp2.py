@@ -134,11 +134,6 @@ class FSDP2(Strategy):
         """
         if sums_gradients(units):
             self._averages = False
-        elif self.context.deterministic.uses_float64:
-            raise ConfigError(
-                f"train.deterministic=layout sums gradients, which FSDP2 of torch {torch.__version__} only averages; "
-                "set parallel=ddp or parallel=fsdp1"
-            )
         elif self._averages:
             self._exchange.gradient_divisor = self.mesh_axes.ep
 

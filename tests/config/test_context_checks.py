@@ -11,8 +11,8 @@ REFUSED: dict[str, str] = {
     "parallel.context=ring": "parallel.context=ring has no effect with mesh.cp_size=1, where each rank has full "
     "sequences; set parallel.context=auto or mesh.cp_size=2",
     "mesh.cp_size=5": "mesh.cp_size=5 must divide the 12 ranks that share a copy of the parameters; set mesh.cp_size=4",
-    "mesh.cp_size=2 mesh.fsdp_size=3": "mesh.cp_size=2 must divide the 3 ranks that share a copy of the parameters; "
-    "set mesh.cp_size=1",
+    "mesh.cp_size=2 mesh.fsdp_size=3 parallel=fsdp1": "mesh.cp_size=2 must divide the 3 ranks that share a copy of the "
+    "parameters; set mesh.cp_size=1",
     "mesh.cp_size=6 parallel.context=ulysses train.seq_len=96": "parallel.context=ulysses shares heads among "
     "mesh.cp_size=6 ranks, which does not divide the 4 heads of the model; set parallel.context=gathered or "
     "mesh.cp_size=2",

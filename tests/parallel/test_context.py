@@ -251,5 +251,7 @@ def test_four_ranks_hold_a_quarter_of_the_activations() -> None:
     configs = [make_config(FSDP2Config(), 4, grad_accum=1, **settings)]
     configs += [make_config(FSDP2Config(context=form), 4, cp_size=4, grad_accum=4, **settings) for form in FORMS]
     alone, *shared = run_ranks(4, activation_bytes, configs)[0]
+    # A CPU's attention repeats shared key heads before torch 2.9: 0.31 to 0.33 with gathered keys.
+    most = 0.30 if TORCH >= (2, 9) else 0.35
     for form, found in zip(FORMS, shared, strict=True):
-        assert 0.2 * alone < found < 0.30 * alone, (form.value, found / alone)
+        assert 0.2 * alone < found < most * alone, (form.value, found / alone)

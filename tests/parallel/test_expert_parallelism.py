@@ -20,6 +20,7 @@ from fsdptoys.parallel.fsdp import TORCH, ReshardAfterForward, Wrap
 from fsdptoys.parallel.precision import DType
 from fsdptoys.profiler.collectives import Call, CollectiveTrace
 from fsdptoys.train.trainer import Trainer
+from fsdptoys.utils.torchao import torchao_fault
 from scripts.ranks import run_ranks
 from tests.parallel.runs import TINY, WITH_BLOCKS, make_config
 from tests.parallel.test_experts import only_the_first
@@ -210,8 +211,8 @@ def test_memory_switches_and_units_do_not_change_a_bit_of_split_experts() -> Non
 @pytest.mark.parametrize("kind", ["muon", "int8"])
 def test_optimizers_of_matrices_work_over_both_views(kind: str) -> None:
     """Oracle: one process; Muon's matrices are exchanged by other ranks for experts, and states of 8 bits sharded."""
-    if kind == "int8":
-        pytest.importorskip("torchao")
+    if kind == "int8" and torchao_fault():
+        pytest.skip(f"torchao {torchao_fault()}")
     optim = MuonConfig(lr=1e-2) if kind == "muon" else AdamWConfig(lr=1e-2, state_dtype=OptimStateDType.int8)
     model = dataclasses.replace(WITH_BLOCKS["qwen3_moe"], n_experts=4)  # type: ignore[call-arg]
     options: dict[str, Any] = {"model": model, "optim": optim, "deterministic": True}
@@ -283,11 +284,11 @@ def test_splits_that_cannot_be_are_refused(parallel: Any, ep_size: int, changes:
     assert str(refused.value).startswith(message)
 
 
+@pytest.mark.skipif(torchao_fault() is not None, reason=f"torchao {torchao_fault()}")
 def test_shards_within_a_block_of_states_are_refused() -> None:
     """Oracle: the rule; four ranks divide neither the rows of a matrix, so that they cut its columns."""
     model = dataclasses.replace(WITH_BLOCKS["qwen3_moe"], n_experts=2, dim=66, head_dim=16, expert_ffn_dim=64)  # type: ignore[call-arg]
     optim = AdamWConfig(state_dtype=OptimStateDType.int8)
-    pytest.importorskip("torchao")
     with pytest.raises(
         ConfigError, match=r"cuts rows of layers\.0\.mlp\.experts\.down_proj into 16; set mesh\.ep_size=8"
     ):

@@ -19,8 +19,8 @@ from fsdptoys.models import ModelConfig
 from fsdptoys.parallel import DDPConfig, FSDP1Config, FSDP2Config, ParallelConfig, SingleConfig, ToyDDPConfig
 from fsdptoys.parallel.context import ContextForm
 from fsdptoys.parallel.determinism import Deterministic
+from fsdptoys.parallel.expert_parallel import fsdp2_can_sum
 from fsdptoys.parallel.float8 import Float8
-from fsdptoys.parallel.fsdp import TORCH
 from fsdptoys.parallel.fsdp1 import FSDP1
 from fsdptoys.parallel.precision import DType, SumDType
 from fsdptoys.report.setting_effects import bits_of
@@ -44,6 +44,9 @@ MODELS: dict[str, ModelConfig] = {
     "llama4": dataclasses.replace(TINY["llama4"], **EXPERTS, attention_chunk_len=12),
     "gpt2": TINY["gpt2"],
 }
+
+# FSDP2 of torch 2.7 only averages, which the mode refuses.
+Sharded = FSDP2Config if fsdp2_can_sum() else FSDP1Config
 
 FULL = MemoryConfig(gradient_checkpointing=GradientCheckpointing.full, checkpointing_start_index=1)
 SELECTIVE = MemoryConfig(gradient_checkpointing=GradientCheckpointing.selective)
@@ -143,17 +146,17 @@ def test_two_ranks_have_the_bits_of_one_process_with_every_switch() -> None:
         2,
         [
             ("llama tied", DType.float32, {}, {"ddp": (DDPConfig(), {"memory": SELECTIVE})}),
-            ("llama tied", DType.bfloat16, smooth, {"fsdp1": (FSDP1Config(), {}), "fsdp2": (FSDP2Config(), {})}),
+            ("llama tied", DType.bfloat16, smooth, {"fsdp1": (FSDP1Config(), {}), "fsdp2": (Sharded(), {})}),
             ("qwen3_moe", DType.bfloat16, {}, {"fsdp1": (FSDP1Config(), {"memory": FULL})}),
-            ("llama4", DType.float32, {}, {"fsdp2": (FSDP2Config(), {"memory": SELECTIVE, "batch_size": 2})}),
+            ("llama4", DType.float32, {}, {"fsdp2": (Sharded(), {"memory": SELECTIVE, "batch_size": 2})}),
             ("gpt2", DType.bfloat16, {"data": DOCUMENTS}, {"ddp": (DDPConfig(), {"memory": FULL})}),
-            ("qwen3", DType.float32, {"grains": 3, "data": DOCUMENTS}, {"fsdp2": (FSDP2Config(), {})}),
+            ("qwen3", DType.float32, {"grains": 3, "data": DOCUMENTS}, {"fsdp2": (Sharded(), {})}),
         ],
     )
 
 
 @pytest.mark.usefixtures("unmeasured")
-@pytest.mark.skipif(TORCH < (2, 8), reason="FSDP2 cannot replicate on a CPU before torch 2.8")
+@pytest.mark.skipif(not fsdp2_can_sum(), reason="FSDP2 of this torch cannot sum gradients")
 def test_four_ranks_have_the_bits_of_one_process_on_every_axis() -> None:
     """Oracle: one process, one micro-batch; replicas, shared sequences and split experts, alone and together."""
     ulysses, gathered = (FSDP2Config(context=form) for form in (ContextForm.ulysses, ContextForm.gathered))
@@ -196,7 +199,7 @@ def test_a_run_resumed_on_other_layouts_has_the_bits_of_an_uninterrupted_one(
 
     whole = kept(config(SingleConfig(), 1, "gpt2", DType.float32, batch_size=BATCH, **options), tmp_path / "whole")
     (expected,) = run_ranks(1, resume, whole, None)
-    run_ranks(2, resume, part(FSDP2Config(), 2), 3)
+    run_ranks(2, resume, part(Sharded(), 2), 3)
     run_ranks(2, resume, part(DDPConfig(), 2, batch_size=2), 4)
     (found,) = run_ranks(1, resume, part(SingleConfig(), 1), None)
     assert found == expected
@@ -234,15 +237,23 @@ def test_settings_that_the_layout_would_show_in_are_refused_by_name(named: str) 
 
 def test_shared_sequences_need_whole_grains() -> None:
     """Oracle: eight pieces of four ranks, which six grains are no multiple of; chunks that end within a grain."""
-    gathered = FSDP2Config(context=ContextForm.gathered)
+    gathered = Sharded(context=ContextForm.gathered)
     with pytest.raises(ConfigError, match=r"train\.grains=6 must be a multiple of 8.*; set train.grains=24"):
         make_config(gathered, 4, cp_size=4, deterministic="layout", grains=6)
     with pytest.raises(ConfigError, match=r"parallel\.context=ring merges .*; set parallel\.context=gathered"):
-        make_config(FSDP2Config(context=ContextForm.ring), 2, cp_size=2, deterministic="layout")
+        make_config(Sharded(context=ContextForm.ring), 2, cp_size=2, deterministic="layout")
     with pytest.raises(
         ConfigError, match=r"model\.attention_chunk_len=10 must be a multiple of the 3 tokens of a grain"
     ):
         make_config(gathered, 2, cp_size=2, deterministic="layout", model=TINY["llama4"])
+
+
+def test_fsdp2_that_only_averages_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Oracle: the message; FSDP1 sums in every version."""
+    monkeypatch.setattr("fsdptoys.config.grain_checks.fsdp2_can_sum", lambda: False)
+    with pytest.raises(ConfigError, match=r"FSDP2 of torch .* only averages; set parallel=ddp or parallel=fsdp1"):
+        make_config(FSDP2Config(), 2, deterministic="layout")
+    make_config(FSDP1Config(), 2, deterministic="layout")
 
 
 def test_grains_without_the_mode_are_refused() -> None:
