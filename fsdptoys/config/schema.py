@@ -24,6 +24,7 @@ from fsdptoys.parallel.mesh import MeshConfig
 from fsdptoys.parallel.precision import SumDType
 from fsdptoys.patches import check_patches
 from fsdptoys.profiler import DebugConfig, ProfileConfig
+from fsdptoys.tune import TUNINGS, TuneConfig
 from fsdptoys.utils.bounds import MOST_STEPS, MOST_TOKENS, above, at_least, between, check_bounds
 
 from .context_checks import check_context
@@ -121,6 +122,7 @@ class Config:
     memory: MemoryConfig
     data: DataConfig
     optim: OptimConfig
+    tune: TuneConfig
     train: TrainConfig
     checkpoint: CheckpointConfig
     metrics: MetricsConfig
@@ -372,7 +374,7 @@ def _plain(value: Any) -> Any:
         return value.value
     if dataclasses.is_dataclass(value):
         # In sections with several dataclasses, ``name`` says which one; a model's ``name`` is its preset.
-        kind = {"name": value.name} if isinstance(value, (ParallelConfig, DataConfig, OptimConfig)) else {}
+        kind = {"name": value.name} if isinstance(value, (ParallelConfig, DataConfig, OptimConfig, TuneConfig)) else {}
         kind |= {"family": value.family} if isinstance(value, ModelConfig) else {}
         return kind | {each.name: _plain(getattr(value, each.name)) for each in dataclasses.fields(value)}
     if isinstance(value, (list, tuple)):
@@ -387,6 +389,7 @@ SCHEMAS: dict[str, dict[str, type]] = {
     "memory": {"none": MemoryConfig},
     "data": dict(DATASETS),
     "optim": dict(OPTIMIZERS),
+    "tune": dict(TUNINGS),
     "checkpoint": {"default": CheckpointConfig},
     "metrics": {"default": MetricsConfig},
 }

@@ -51,7 +51,7 @@ class FSDP1(Strategy):
         def materialize_own_parameters(module: nn.Module) -> None:
             for attribute, param in list(module.named_parameters(recurse=False)):
                 if param not in made:
-                    made[param] = nn.Parameter(torch.empty_like(param, device=device))
+                    made[param] = nn.Parameter(torch.empty_like(param, device=device), param.requires_grad)
                     fill(made[param], names[param])
                 setattr(module, attribute, made[param])
 

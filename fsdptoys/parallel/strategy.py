@@ -257,6 +257,10 @@ class Strategy(ABC):
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """Parameters for the optimizer, with the model's own names where the strategy keeps parameters apart."""
 
+    def trainable_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """Those of ``named_parameters`` that are not frozen."""
+        return ((name, param) for name, param in self.named_parameters() if param.requires_grad)
+
     @abstractmethod
     def full_parameters(self) -> Iterator[tuple[str, Tensor]]:
         """Yield every parameter in full, once, as float32 on the CPU, in any order.
@@ -302,7 +306,7 @@ class Strategy(ABC):
 
     def state(self, optimizer: torch.optim.Optimizer) -> State:
         """Parameters and optimizer states, with pending updates finished."""
-        return State(self.named_parameters, optimizer)
+        return State(self.trainable_parameters, optimizer)
 
     @torch.no_grad()
     def state_tensors(self, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:

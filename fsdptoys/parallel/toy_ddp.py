@@ -53,10 +53,13 @@ class ToyZero1(ToyDDP):
         self.model.attach(optimizer)
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """Flat slices, with the names of their parameters."""
-        for name, param in self._unwrapped.named_parameters():
+        """Flat slices of those that train, with the names of their parameters."""
+        for name, param in self._trained():
             bucket, slot = self.model.slices.places[param]
             yield name, bucket.pieces[slot]
+
+    def _trained(self) -> Iterator[tuple[str, nn.Parameter]]:
+        return ((name, param) for name, param in self._unwrapped.named_parameters() if param.requires_grad)
 
     def shard_group(self) -> dist.ProcessGroup | None:
         """All ranks."""
@@ -65,7 +68,7 @@ class ToyZero1(ToyDDP):
     def state(self, optimizer: torch.optim.Optimizer) -> ShardedState:
         """Live parameters, and copies of the states, sharded along their first dim."""
         slices, holdings, live = self.model.slices, [], {}
-        for name, param in self._unwrapped.named_parameters():
+        for name, param in self._trained():
             bucket, slot = slices.places[param]
             spans = [bucket.span(slot, rank) for rank in range(slices.ranks)]
             holdings.append(Holding(name, param.shape, spans, bucket.pieces[slot]))

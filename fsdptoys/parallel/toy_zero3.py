@@ -43,7 +43,7 @@ class ToyZero3(Strategy):
         )
         init_buffers(model, device, self.config.buffer_dtype.torch)
         self._own = {
-            name: param if self.model.owner_of[param] == self.context.rank else nn.Parameter(param.new_empty(0))
+            name: param if self.model.owner_of[param] == self.context.rank else nn.Parameter(param.new_empty(0), param.requires_grad)
             for name, param in model.named_parameters()
         }
 
@@ -85,7 +85,8 @@ class ToyZero3(Strategy):
 
     def state(self, optimizer: torch.optim.Optimizer) -> ShardedState:
         """Copies, sharded along their first dim."""
-        return ShardedState(self._holdings(), optimizer, self.context.build_mesh(), live={})
+        holdings = [each for each in self._holdings() if each.own.requires_grad]
+        return ShardedState(holdings, optimizer, self.context.build_mesh(), live={})
 
 
 @dataclass

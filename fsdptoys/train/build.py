@@ -61,12 +61,14 @@ def share_sequences(model: DecoderModel, config: Config, strategy: Strategy) -> 
 def build_updates(optimizer: torch.optim.Optimizer, strategy: Strategy, config: Config, cpu_threads: int) -> Updates:
     """Choose where and when the optimizer, made after ``parallelize``, steps; ``cpu_threads`` are for host memory."""
     memory, context = config.memory, strategy.context
+    units = [(module, [param for param in params if param.requires_grad]) for module, params in strategy.units()]
+    units = [(module, params) for module, params in units if params]
     if memory.optimizer_offload:
         assert config.train.init_seed is not None
         return BucketedUpdates(
             offload_optimizer(
                 optimizer,
-                strategy.units(),
+                units,
                 memory,
                 device=context.device,
                 model=strategy.model,
@@ -81,7 +83,7 @@ def build_updates(optimizer: torch.optim.Optimizer, strategy: Strategy, config: 
         return BucketedUpdates(
             overlap_cpu_offload(
                 optimizer,
-                strategy.units(),
+                units,
                 model=strategy.model,
                 threads=cpu_threads,
                 units_ahead=strategy.units_ahead,
@@ -94,7 +96,7 @@ def build_updates(optimizer: torch.optim.Optimizer, strategy: Strategy, config: 
         def measure(grad: Tensor) -> list[Tensor]:
             return strategy.local_norms([local_tensor(grad)])
 
-        return OptimizerInBackward(optimizer, (param for _, param in strategy.named_parameters()), measure)
+        return OptimizerInBackward(optimizer, (param for _, param in strategy.trainable_parameters()), measure)
     return Updates(optimizer, cpu_threads if memory.cpu_offload else None)
 
 

@@ -49,6 +49,7 @@ from .step_inputs import upload_inputs
 from .step_memory import StepMemory
 from .stop import Stop, StopRequest, votes_to_stop
 from .text_sample import continued
+from .tuning import fill_adapters, tune_model
 
 
 class Trainer:
@@ -86,6 +87,8 @@ class Trainer:
         self.patches = apply_patches(config.patches, config.parallel.name)
         with torch.device("meta"):
             model = config.model.build()
+        self.dropout_samples = tune_model(model, config)
+        """Told which samples a micro-batch holds, by which dropout draws; None where nothing is dropped."""
         self.flops_per_token = model.flops_per_token(train.seq_len)
         self.parameter_sizes = {name: param.numel() for name, param in model.named_parameters()}
         """Elements of each parameter; a shared one has the first of its names."""
@@ -107,6 +110,8 @@ class Trainer:
         self.strategy = config.parallel.build(context)
         share_sequences(model, config, self.strategy)
         local, sum_dtype = self.strategy.local_data_ranks, train.sum_dtype.torch
+        if self.dropout_samples:
+            self.dropout_samples.context = model.context
         self.data_rank, place_in_context = divmod(self.rank, config.mesh.cp_size)
         self.counts_labels = place_in_context == 0
         """Whether this rank counts the tokens of its sequences, which it may share with others."""
@@ -114,6 +119,7 @@ class Trainer:
         if fill is None:
             drawn = seeded(model.init_rows, train.init_seed, threads)
             fill = open_init_from(model).fill if config.model.init_from else drawn
+            fill = fill_adapters(fill, train.init_seed, threads)
         count = self.parameter_count
         constructing = functools.partial(oom_context, config, context, 0, "construction", parameter_count=count)
         with explain_out_of_memory(self.device, constructing):
@@ -126,7 +132,9 @@ class Trainer:
         self._build_loss = functools.partial(build_loss, *chunks, grain=train.grain_tokens)
         self.loss_fn = self._build_loss(objective=self.objective)
         self.eval_loss_fn = self._build_loss()
-        optimizer = build_optimizer(config.optim, self.strategy.named_parameters(), matrix_names, self.block_names)
+        optimizer = build_optimizer(
+            config.optim, self.strategy.trainable_parameters(), matrix_names, self.block_names
+        )
         self.strategy.attach(optimizer)
         with explain_out_of_memory(self.device, constructing):
             self.updates = build_updates(optimizer, self.strategy, config, threads)
@@ -273,6 +281,7 @@ class Trainer:
         started, started_on_device = time.perf_counter(), self.readings.mark()
         self._enter(step, "data")
         train, strategy, device = self.config.train, self.strategy, self.device
+        numbers = self.batches.sample_numbers() if self.dropout_samples else []
         batches = self.batches.next_step()
         # An accelerator that still computes earlier steps has not waited.
         data_wait_seconds = time.perf_counter() - started if self.readings.is_idle else 0.0
@@ -298,6 +307,8 @@ class Trainer:
         for index, (tokens_BT, labels_BT) in enumerate(microbatches):
             if self.routing:
                 self.routing.before_forward(strategy.model, index, microbatches)
+            if self.dropout_samples:
+                self.dropout_samples.numbers_B = numbers[index]
             with strategy.microbatch(index, len(microbatches)):
                 self._enter(step, "forward")
                 loss = strategy.model(tokens_BT, labels_BT, loss_fn)

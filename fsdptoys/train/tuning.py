@@ -1,0 +1,34 @@
+"""Adapters on a run's model (``tune=lora``): made, initialized, and told which samples a micro-batch holds."""
+
+from fsdptoys.config.schema import Config
+from fsdptoys.errors import ConfigError
+from fsdptoys.models import DecoderModel
+from fsdptoys.models.lora import Samples, add_adapters, init_adapter_rows, is_adapter
+from fsdptoys.parallel import Fill, seeded
+from fsdptoys.tune import LoRAConfig
+
+
+def tune_model(model: DecoderModel, config: Config) -> Samples | None:
+    """Freeze a model on the meta device and add adapters, where the configuration says so.
+
+    Returns:
+        What the layers ask for the samples of a micro-batch; None where nothing is dropped.
+
+    Raises:
+        ConfigError: if the family has none of the layers.
+    """
+    tune = config.tune
+    if not isinstance(tune, LoRAConfig):
+        return None
+    samples = Samples(config.train.seed)
+    try:
+        add_adapters(model, tune.targets, tune.rank, tune.alpha, tune.dropout, samples)
+    except ValueError as error:
+        raise ConfigError(f"tune.targets: {error}; set tune.targets=[q_proj,v_proj]") from error
+    return samples if tune.dropout else None
+
+
+def fill_adapters(fill: Fill, seed: int, threads: int) -> Fill:
+    """Fill adapters from the run's seed, and everything else with ``fill``."""
+    adapters = seeded(init_adapter_rows, seed, threads)
+    return lambda param, name: (adapters if is_adapter(name) else fill)(param, name)
