@@ -13,6 +13,7 @@ from datetime import timedelta
 from pathlib import Path
 
 import torch.distributed as dist
+from torch import Tensor
 
 from fsdptoys.checkpoint import WEIGHTS_FOLDER, Checkpoint, Checkpointer, save_weights
 from fsdptoys.config.schema import Config
@@ -33,10 +34,12 @@ from fsdptoys.metrics.prediction import Prediction
 from fsdptoys.metrics.results import ProfileResult, RunStatus
 from fsdptoys.parallel import full_tensors, host_copy
 from fsdptoys.profiler import Profiler
+from fsdptoys.tune import LoRAConfig
 from fsdptoys.utils.atomic_write import write_atomically
 from fsdptoys.utils.file_lock import FolderLock
 from fsdptoys.utils.from_tree import build
 
+from .adapter_folder import ADAPTER_FOLDER, merged, write_adapter
 from .distributed import process_group
 from .heartbeat import HEARTBEATS_FOLDER, HeartbeatWriter, explain_lost_ranks
 from .launch_env import remember_run_dir, remembered_run_dir, restart_count
@@ -306,10 +309,15 @@ class Run:
 
     def _save_weights(self) -> None:
         """Gather the trained weights and write them from rank 0. A collective."""
-        parameters = self.trainer.strategy.full_parameters()
+        parameters, tune = self.trainer.strategy.full_parameters(), self.config.tune
+        adapters: dict[str, Tensor] = {}
+        if isinstance(tune, LoRAConfig):
+            parameters = merged(parameters, tune.alpha / tune.rank, adapters)
         folder = self.run_dir / WEIGHTS_FOLDER
         if self.rank == 0 and not folder.exists():  # existing weights are current: no step was taken since
             save_weights(folder, parameters)
+            if isinstance(tune, LoRAConfig):
+                write_adapter(self.run_dir / ADAPTER_FOLDER, adapters, self.config.model, tune)
         else:
             for _ in parameters:
                 self.checkpoints.wait(LAST_WAIT_SECONDS)

@@ -87,6 +87,8 @@ class Trainer:
         self.patches = apply_patches(config.patches, config.parallel.name)
         with torch.device("meta"):
             model = config.model.build()
+        # Before it gets adapters, which such a folder does not hold.
+        init_from = open_init_from(model) if config.model.init_from else None
         self.dropout_samples = tune_model(model, config)
         """Told which samples a micro-batch holds, by which dropout draws; None where nothing is dropped."""
         self.flops_per_token = model.flops_per_token(train.seq_len)
@@ -118,7 +120,7 @@ class Trainer:
         self.routing = build_routing_balance(model, self.device.torch_device, local, sum_dtype, train.deterministic)
         if fill is None:
             drawn = seeded(model.init_rows, train.init_seed, threads)
-            fill = open_init_from(model).fill if config.model.init_from else drawn
+            fill = init_from.fill if init_from else drawn
             fill = fill_adapters(fill, train.init_seed, threads)
         count = self.parameter_count
         constructing = functools.partial(oom_context, config, context, 0, "construction", parameter_count=count)
