@@ -14,7 +14,7 @@ import math
 from collections.abc import Sequence
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from .context import FULL_SEQUENCES, Context
 from .decoder import DecoderModel
@@ -64,7 +64,7 @@ def add_adapters(
         ValueError: if no block has one of the targets.
     """
     model.requires_grad_(False)
-    found = []
+    found: list[str] = []
     for name, module in model.layers.named_modules():
         if type(module) is not Linear or name.rpartition(".")[2] not in targets:
             continue
@@ -100,7 +100,7 @@ def drop(input_BTI: Tensor, share: float, samples: Samples, layer: int) -> Tenso
     assert samples.numbers_B is not None
     T, device = input_BTI.shape[1], input_BTI.device
     positions_T = samples.context.cut(torch.arange(T * samples.context.ranks, device=device), 0)
-    first_B = _mixed(samples.numbers_B.to(device) ^ _mixed(torch.tensor(samples.seed * 1_000_003 + layer)).item())
+    first_B = _mixed(_mixed(samples.numbers_B.to(device)) + (samples.seed * 0x9E3779B1 + layer * 0x27D4EB2F) % 2**32)
     hash_BT = _mixed(first_B.unsqueeze(1) + positions_T * 0x9E3779B9)
     channels_I = torch.arange(input_BTI.shape[2], device=device)
     hash_BTI = _mixed(hash_BT.unsqueeze(2) + channels_I * 0x85EBCA6B)

@@ -35,6 +35,7 @@ from .optimizer_checks import check_blocks, check_in_backward, check_optimizer
 from .option_values import Option
 from .plan_config import PlanConfig
 from .toy_checks import check_toy_context, check_toy_experts
+from .tune_checks import check_tune
 
 MOST_BATCHES = 2**20  # upper bound of a batch's sequences, and of the batches of a step or an evaluation
 MOST_SEED = 2**63 - 1
@@ -171,6 +172,7 @@ class Config:
             tokens=train.batch_size * train.seq_len // self.mesh.cp_size,
             cpu_offload=self.memory.cpu_offload,
         )
+        check_tune(self.tune, self.model, self.parallel, train.float8)
         self._check_loss_scale()
         check_optimizer(self.optim, self.parallel, self.memory, train, device_type)
         self.parallel.validate(world_size, self.mesh, device_type, self.memory.cpu_offload)

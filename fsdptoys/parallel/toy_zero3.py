@@ -43,7 +43,9 @@ class ToyZero3(Strategy):
         )
         init_buffers(model, device, self.config.buffer_dtype.torch)
         self._own = {
-            name: param if self.model.owner_of[param] == self.context.rank else nn.Parameter(param.new_empty(0), param.requires_grad)
+            name: param
+            if self.model.owner_of[param] == self.context.rank
+            else nn.Parameter(param.new_empty(0), param.requires_grad)
             for name, param in model.named_parameters()
         }
 

@@ -1,7 +1,7 @@
 """Trained adapters: merged into the final weights, and as a folder in PEFT's format.
 
-``RUN/weights`` holds the model with W + alpha/rank · B A in place of each W, so that every command reads it like that of
-a full run. ``RUN/adapter`` holds ``adapter_config.json`` and ``adapter_model.safetensors``, which ``peft`` loads onto
+``RUN/weights`` holds the model with W + alpha/rank · B A in place of each W, so that every command reads it as usual.
+``RUN/adapter`` holds ``adapter_config.json`` and ``adapter_model.safetensors``, which ``peft`` loads onto
 the base model in Hugging Face format.
 
 GPT-2 keeps queries, keys and values in one Hugging Face tensor. Adapters of some of them become one of the sum of

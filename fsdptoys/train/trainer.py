@@ -134,9 +134,7 @@ class Trainer:
         self._build_loss = functools.partial(build_loss, *chunks, grain=train.grain_tokens)
         self.loss_fn = self._build_loss(objective=self.objective)
         self.eval_loss_fn = self._build_loss()
-        optimizer = build_optimizer(
-            config.optim, self.strategy.trainable_parameters(), matrix_names, self.block_names
-        )
+        optimizer = build_optimizer(config.optim, self.strategy.trainable_parameters(), matrix_names, self.block_names)
         self.strategy.attach(optimizer)
         with explain_out_of_memory(self.device, constructing):
             self.updates = build_updates(optimizer, self.strategy, config, threads)
@@ -306,11 +304,15 @@ class Trainer:
             self.routing.begin_step(tokens, factor)
         # Not ``factor / valid``, which multiplies by a rounded reciprocal.
         per_token = torch.div(torch.full_like(loss_sum, factor), counted[0].clamp(min=1)).float()
-        for index, (tokens_BT, labels_BT) in enumerate(microbatches):
-            if self.routing:
-                self.routing.before_forward(strategy.model, index, microbatches)
+
+        def begin_microbatch(index: int) -> None:
             if self.dropout_samples:
                 self.dropout_samples.numbers_B = numbers[index]
+
+        for index, (tokens_BT, labels_BT) in enumerate(microbatches):
+            if self.routing:
+                self.routing.before_forward(strategy.model, index, microbatches, begin_microbatch)
+            begin_microbatch(index)
             with strategy.microbatch(index, len(microbatches)):
                 self._enter(step, "forward")
                 loss = strategy.model(tokens_BT, labels_BT, loss_fn)

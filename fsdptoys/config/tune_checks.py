@@ -1,0 +1,39 @@
+"""Check adapters against model, strategy and layers before the launch."""
+
+import torch
+
+from fsdptoys.errors import ConfigError
+from fsdptoys.models import ModelConfig
+from fsdptoys.models.linear import Linear
+from fsdptoys.parallel import ParallelConfig
+from fsdptoys.parallel.float8 import Float8
+from fsdptoys.tune import LoRAConfig, TuneConfig
+
+
+def check_tune(tune: TuneConfig, model: ModelConfig, parallel: ParallelConfig, float8: Float8) -> None:
+    """Refuse adapters that the model has no layers for, and settings that cannot keep frozen weights apart.
+
+    Raises:
+        ConfigError: naming key, value and fix.
+    """
+    if not isinstance(tune, LoRAConfig):
+        return
+    with torch.device("meta"):
+        layers = model.build().layers
+    had = {name.rpartition(".")[2] for name, module in layers.named_modules() if type(module) is Linear}
+    missing = [target for target in tune.targets if target not in had]
+    if missing and tune.targets != LoRAConfig().targets:
+        kept = [target for target in tune.targets if target in had] or sorted(had)
+        raise ConfigError(
+            f"tune.targets names {missing[0]}, which is no linear layer of the blocks of a {model.family} model; set "
+            f"tune.targets=[{','.join(kept)}]"
+        )
+    if not parallel.keeps_parameters:
+        raise ConfigError(
+            f"tune=lora trains some parameters of a unit, which parallel={parallel.name} makes one flat one with "
+            "parallel.use_orig_params=false; set parallel.use_orig_params=true"
+        )
+    if float8 is not Float8.none:
+        raise ConfigError(
+            f"train.float8={float8.value} converts linear layers, to which tune=lora adds; set train.float8=none"
+        )
