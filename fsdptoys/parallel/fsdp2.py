@@ -225,6 +225,7 @@ class FSDP2Config(FSDPConfig):
     strategy = FSDP2
     sums_grains: ClassVar[bool] = True
     uses_dtensor: ClassVar[bool] = True
+    mixes_dtypes: ClassVar[bool] = True
     overlaps_cpu_offload: ClassVar[bool] = True
     gathers_float8: ClassVar[bool] = True
     splits_experts: ClassVar[bool] = True

@@ -105,6 +105,7 @@ class SingleConfig(ParallelConfig):
     name: ClassVar[str] = "single"
     strategy = Single
     single_process: ClassVar[bool] = True
+    mixes_dtypes: ClassVar[bool] = True
     sums_grains: ClassVar[bool] = True
 
     simulated_ranks: int = field(default=1, metadata=at_least(1, 2**16))

@@ -83,6 +83,8 @@ class ParallelConfig:
     """Whether ``mesh.cp_size`` ranks can share a sequence: gradients are summed over all ranks, whatever they saw."""
     sums_grains: ClassVar[bool] = False
     """Whether ``train.deterministic=layout`` is possible."""
+    mixes_dtypes: ClassVar[bool] = False
+    """Whether frozen parameters can be kept in ``param_dtype`` beside float32 ones."""
     splits_experts: ClassVar[bool] = False
     """Whether ``mesh.ep_size`` ranks can split the experts."""
     matrices_lost: ClassVar[str | None] = None
