@@ -58,7 +58,9 @@ class LayerNorm(torch.autograd.Function):
     ) -> Tensor:
         """``norm`` has the width and the smallest variance."""
         shape, params = list(norm.normalized_shape), [each.to(hidden_ND.dtype) for each in (weight_D, bias_D)]
-        out_ND, mean_N1, factor_N1 = torch.native_layer_norm(hidden_ND.contiguous(), shape, params[0], params[1], norm.eps)
+        out_ND, mean_N1, factor_N1 = torch.native_layer_norm(
+            hidden_ND.contiguous(), shape, params[0], params[1], norm.eps
+        )
         ctx.save_for_backward(hidden_ND, weight_D, bias_D, mean_N1, factor_N1)
         ctx.settings = shape, grain
         return out_ND

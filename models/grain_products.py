@@ -17,12 +17,14 @@ import torch
 from torch import Tensor
 
 from .grain_attention import ALIGNMENT, GRADIENTS, aligned, on_grid, split_rows
-from .linear import linear
+from .linear import goes_through_float32, linear
 
 JOINED_ELEMENTS = 2**15
 """Elements of a weight up to which products of grains are one call."""
-BLOCK_ELEMENTS = 2**16
+BLOCK_ELEMENTS = 2**15
 """Elements of a gradient that are added over all grains at a time, so that the float64 sum stays in cache."""
+BLOCK_WIDTH = 1024
+"""Columns of a product at a time: wider ones are slower where they have the few rows of a grain."""
 CALL_ELEMENTS = 2**15
 """Elements of a call that takes several grains; PyTorch splits larger ones over threads."""
 LANES = 64
@@ -45,7 +47,13 @@ def multiply(input_NI: Tensor, weight_OI: Tensor, bias_O: Tensor | None, grain: 
         return (out_NO if bias_O is None else out_NO.add_(bias_O)).to(input_NI.dtype)
     out_NO = input_NI.new_empty(N, O)
     for rows in split_rows(N, grain):
-        out_NO[rows] = linear(aligned(input_NI[rows]), weight_OI, bias_O)
+        input_MI = aligned(input_NI[rows])
+        if bias_O is not None or goes_through_float32(input_MI):
+            out_NO[rows] = linear(input_MI, weight_OI, bias_O)
+            continue
+        for start in range(0, O, BLOCK_WIDTH):
+            block = slice(start, start + BLOCK_WIDTH)
+            torch.mm(input_MI, weight_OI[block].t(), out=out_NO[rows, block])
     return out_NO
 
 
@@ -76,11 +84,23 @@ def add_weight_gradient(
 
 
 def _add_products(total_OI: Tensor, grads: Sequence[Tensor], inputs: Sequence[Tensor]) -> None:
-    rows = max(1, BLOCK_ELEMENTS // total_OI.shape[1] // 16 * 16)
-    for start in range(0, len(total_OI), rows):
+    """The parts are rounded as by ``on_grid``, in fewer passes.
+
+    A grain's part comes with the shift, and the next one's with its negative, so that the sum passes between 0 and the
+    shift. It is exact while it is below 2.
+    """
+    O, I = total_OI.shape  # noqa: E741
+    rows = max(16, BLOCK_ELEMENTS // I // 16 * 16)
+    wide = total_OI.new_empty(min(rows, O), I)
+    for start in range(0, O, rows):
         block = slice(start, start + rows)
+        total_BI = total_OI[block]
+        wide_BI, shift = wide[: len(total_BI)], GRADIENTS
         for grad_MO, input_MI in zip(grads, inputs, strict=True):
-            total_OI[block] += on_grid(linear(grad_MO[:, block].t(), input_MI.t()), GRADIENTS)
+            total_BI += wide_BI.copy_(linear(grad_MO[:, block].t(), input_MI.t())).add_(shift)
+            shift = -shift
+        if shift < 0:
+            total_BI -= GRADIENTS
 
 
 def sum_rows(rows_ND: Tensor, grain: int) -> Tensor:
