@@ -1,8 +1,8 @@
 """Routers and experts whose sums over tokens do not depend on the layout (``grains``).
 
-A router gets one grain at a time. The rows of each expert are split by grain too, so that a matmul has the rows of one
-grain and one expert, wherever both are: other ranks may have the expert. The price: grains × experts small matmuls in a
-Python loop, and one device sync a layer.
+The rows of each expert are split by grain too, so that a matmul has the rows of one grain and one expert, wherever both
+are: other ranks may have the expert. The price: grains × experts small matmuls in a Python loop, or, for small experts,
+rows padded for one call of all (``grain_products``); and one device sync a layer.
 
 Shapes: N tokens, D width, E experts, K experts of a token, F width of an expert's hidden layer, R = N·K rows, M rows of
 a group.

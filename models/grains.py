@@ -3,9 +3,10 @@
 A grain is a piece of one sequence, of a length that the layout does not change. Everything added over tokens (gradients
 of weights, routers' sums; the loss in ``fsdptoys.loss.grains``) is computed for each grain by itself in the compute
 dtype, rounded to a multiple of 2⁻⁵⁰, and added over grains in float64, where sums of such numbers are exact, so that
-their order does not matter. Products, and kernels that round differently in the tail of a vectorized loop, also get one
-grain at a time: a product of 7 rows rounds differently from one of 32. Everything else works on single tokens, or on
-sequences of single heads, which attention gets as a batch of their own.
+their order does not matter. Products also get one grain at a time: one of 7 rows rounds differently from one of 32.
+``grain_products`` joins many of them in a call, and gives kernels that round differently in the tail of a vectorized
+loop as many grains as leave none to it. Everything else works on single tokens, or on sequences of single heads, which
+attention gets as a batch of their own.
 
 Parameters are float64 here (a strategy's copies of float32 ones), cast to the compute dtype where they are used; their
 gradients are float64. The price: matmuls of few rows, a float64 sum of each weight's gradient, and casts.

@@ -74,17 +74,19 @@ class Layout:
     """Ranks that split the experts."""
     replicas: int = 1
     rings: bool = False
-    """Whether the layout mode refuses it, since its partial sums depend on the number of ranks."""
+    """Whether it merges partial sums, which the layout mode and masks of documents refuse."""
 
     def grains(self, mode: str) -> list[str]:
         """Overrides where the layout mode needs more grains than by default, to cut a sequence into whole ones."""
         many = mode == "layout" and "parallel.context=gathered" in self.overrides and 2 * self.shares > DEFAULT_GRAINS
         return [f"train.grains={2 * self.shares}"] if many else []
 
-    def fits(self, world_size: int, model: ModelConfig, mode: str) -> bool:
+    def fits(self, world_size: int, preset: str, mode: str) -> bool:
         """Whether a model can be trained so on this many ranks."""
-        shard = world_size // self.replicas
-        if (self.rings and mode == "layout") or (self.split > 1 and not isinstance(model, MoEConfig)):
+        shard, model = world_size // self.replicas, model_of(preset)
+        if self.rings and (mode == "layout" or "data.mask_documents=true" in EXTRAS.get(preset, ())):
+            return False
+        if (model.n_experts if isinstance(model, MoEConfig) else 1) % self.split:
             return False
         if "parallel.context=ulysses" in self.overrides and model.n_heads % self.shares:
             return False
@@ -239,7 +241,7 @@ def rows_of(args: argparse.Namespace, model: str, dtype: str, mode: str, world_s
     in_full = not args.pairs or (model in PAIRED_IN_FULL and (mode, dtype) == ("layout", "float32"))
     rows = {}
     for place, (name, layout) in enumerate(LAYOUTS.items()):
-        fitting = [size for size in sorted(args.world_sizes) if layout.fits(size, model_of(model), mode)]
+        fitting = [size for size in sorted(args.world_sizes) if layout.fits(size, model, mode)]
         fitting = fitting if in_full else fitting[:1]
         if name in args.layouts and world_size in fitting:
             rows[name] = place

@@ -11,7 +11,7 @@ from rich.console import Console
 from scripts import parity
 from scripts.parity_bugs import BUGS, inject_all
 from scripts.parity_compare import PARAMETERS, Measure, Trajectory, compare, kind_of
-from scripts.parity_layouts import LAYOUT_MODES, LAYOUTS, breach_of, compare_layouts, model_of, rows_of
+from scripts.parity_layouts import LAYOUT_MODES, LAYOUTS, breach_of, compare_layouts, rows_of
 
 pytestmark = pytest.mark.usefixtures("unmeasured")
 
@@ -90,9 +90,11 @@ def test_parameters_have_a_kind_and_layouts_fit_where_their_axes_divide() -> Non
     names += ["layers.0.mlp.router.weight", "layers.0.mlp.experts.down_proj", "layers.0.mlp.down_proj.weight"]
     kinds = ["embedding", "norms", "attention", "head", "router", "experts", "mlp"]
     assert [kind_of(name) for name in names] == kinds
-    dense, experts = (model_of(model) for model in ("llama_debug", "qwen3_moe_debug"))
+    dense, experts = "llama_debug", "qwen3_moe_debug"
     assert not LAYOUTS["ep 2"].fits(4, dense, "layout") and LAYOUTS["ep 2"].fits(4, experts, "layout")
+    assert LAYOUTS["ep 8"].fits(8, experts, "layout") and not LAYOUTS["ep 8"].fits(8, "llama4_debug", "layout")
     assert not LAYOUTS["cp 2, ep 4"].fits(2, experts, "layout") and not LAYOUTS["hsdp"].fits(2, experts, "layout")
+    assert not LAYOUTS["cp 2 ring"].fits(2, "qwen3_debug", "default")  # whose documents are masked
     assert not LAYOUTS["cp 2 ring"].fits(2, dense, "layout") and LAYOUTS["cp 2 ring"].fits(2, dense, "default")
 
 
