@@ -8,13 +8,15 @@ from dataclasses import dataclass, field
 from torch import nn
 
 from fsdptoys.config.schema import Config
+from fsdptoys.device.profile import AttentionKind
 from fsdptoys.models import DecoderModel
 from fsdptoys.parallel import FSDP2Config, FSDPConfig, ParallelConfig
 from fsdptoys.parallel.fsdp2 import placement
 from fsdptoys.parallel.strategy import own_parameters
 from fsdptoys.parallel.wrap import Unit, inside_out
 
-from .activations import HEAD, Segments
+from .unit_traces import HEAD, Segments
+from .update_traces import Exchange, Shard, local_shape
 
 
 @dataclass(eq=False)
@@ -80,7 +82,7 @@ class Units:
 
 @dataclass(frozen=True)
 class StepSetup:
-    """A configuration with its model's measured segments and units."""
+    """A configuration with its model's traced segments and units."""
 
     config: Config
     world_size: int
@@ -88,11 +90,58 @@ class StepSetup:
     segments: Segments
     units: Units
     shard_ranks: int  # Ranks that share one copy of the parameters
+    attention: AttentionKind
 
     @functools.cached_property
     def in_blocks(self) -> set[nn.Parameter]:
         """Parameters of the blocks."""
         return set(self.model.layers.parameters())
+
+    @functools.cached_property
+    def parameters(self) -> dict[str, nn.Parameter]:
+        """Name → parameter."""
+        return dict(self.model.named_parameters())
+
+    @functools.cached_property
+    def names(self) -> dict[nn.Parameter, str]:
+        """Parameter → name; a tied weight has that of the embedding."""
+        return {param: name for name, param in self.parameters.items()}
+
+    def full_name(self, segment: int, name: str) -> str:
+        """Name of a parameter, from the number of its segment and the name within it."""
+        return f"layers.{segment - 1}.{name}" if 0 < segment <= len(self.segments.blocks) else name
+
+    @property
+    def ties(self) -> bool:
+        """Whether embedding and head share a weight."""
+        return self.model.lm_head.weight is self.model.embed_tokens.weight
+
+    def shards(self) -> list[list[Shard]]:
+        """This rank's parts of the parameters of each unit that has any, for the optimizer."""
+        merged = self.config.parallel.flattens_parameters and not self.config.parallel.keeps_parameters
+        units = []
+        for unit in self.units.in_forward():
+            if merged:
+                shape = (unit.local_elements,)
+                units.append([Shard(self.names[unit.params[0]], shape, shape, 0, False)])
+            else:
+                units.append([self._shard(param, local) for param, local in unit.shards() if local])
+        return units
+
+    def _shard(self, param: nn.Parameter, local: int) -> Shard:
+        dim = shard_dim(param, self.shard_ranks) if self.shard_ranks > 1 else None
+        if self.config.parallel.flattens_parameters:
+            shape: tuple[int, ...] = (local,)
+        else:
+            shape = local_shape(param.shape, local, dim)
+        return Shard(self.names[param], tuple(param.shape), shape, dim, param in self.in_blocks)
+
+    @property
+    def exchange(self) -> Exchange:
+        """The ranks that share the update of a matrix."""
+        if self.config.parallel.shards_parameters:
+            return Exchange(self.shard_ranks, "shard" if self.replicas > 1 else "world")
+        return Exchange(self.world_size, "world")
 
     @property
     def compute_bytes(self) -> int:
@@ -155,16 +204,20 @@ def _unit(params: Iterable[nn.Parameter], flatten: bool, ranks: int) -> UnitByte
     chosen = list(params)
     if not flatten:
         return UnitBytes(chosen, [_shard_elements(param, ranks) for param in chosen])
-    # Only the end of the flat parameter is padded.
-    local = [round(param.numel() / ranks) for param in chosen]
-    if local:
-        local[-1] += -(-sum(param.numel() for param in chosen) // ranks) - sum(local)
+    left, local = -(-sum(param.numel() for param in chosen) // ranks), []
+    for param in chosen:  # the first rank has the beginning of the flat parameter
+        local.append(min(left, param.numel()))
+        left -= local[-1]
     return UnitBytes(chosen, local)
 
 
 def _shard_elements(param: nn.Parameter, ranks: int) -> int:
     """Elements of a rank's shard, sharded along one dim; dim 0 is padded."""
-    chosen = placement(param, ranks)
-    dim = chosen.dim if chosen is not None else 0
-    size = param.shape[dim]
+    size = param.shape[shard_dim(param, ranks)]
     return -(-size // ranks) * (math.prod(param.shape) // size)
+
+
+def shard_dim(param: nn.Parameter, ranks: int) -> int:
+    """The dim along which FSDP2 shards a parameter."""
+    chosen = placement(param, ranks)
+    return chosen.dim if chosen is not None else 0

@@ -38,12 +38,16 @@ PURPOSES = {
 
 
 class OpRecorder(TorchDispatchMode):
-    """Writes a trace; enter ``watch`` within a ``FakeTensorMode``."""
+    """Writes a trace; enter ``watch`` within a ``FakeTensorMode``.
+
+    With the device type ``meta`` it records parts of a program on meta tensors, in a process that stays usable.
+    """
 
     def __init__(self, device_type: str, attention: AttentionKind, workspace_bytes: int = 0) -> None:
         super().__init__()
         self.trace = Trace(events=[])
         self.device_type = device_type
+        self._shapes_only = "" if device_type == "meta" else "meta"  # Device type of tensors that no device computes
         self.objects: Callable[[], Iterable[tuple[Category, Tensor]]] = tuple
         """Returns tensors of known purpose; called at the start and end of a step, and before the optimizer step."""
         self.in_worker = False  # Whether the current work belongs to a worker thread
@@ -56,6 +60,7 @@ class OpRecorder(TorchDispatchMode):
         self._groups: dict[str, Any] = {}  # Group → its own stream
         self._pending: dict[int, int] = {}  # Stream of a group → event at the end of its last work without a wait
         self.memory, self.categorize = self._storages.memory, self._storages.categorize
+        self.find, self.see = self._storages.find, self._storages.see
 
     # Called by programs
 
@@ -77,6 +82,11 @@ class OpRecorder(TorchDispatchMode):
     def enter_region(self, category: Category | None) -> None:
         """Set the purpose of all later allocations; None for unknown."""
         self._storages.region = category
+
+    @property
+    def blocks(self) -> int:
+        """Number of the last block."""
+        return self._storages.blocks
 
     def finish(self) -> Trace:
         """Stop recording and return the trace up to the last mark."""
@@ -136,7 +146,7 @@ class OpRecorder(TorchDispatchMode):
         def handle(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             result = func(*args, **kwargs)
             outputs = list(tensors_in(result))
-            if any(tensor.device.type == "meta" for tensor in outputs):
+            if any(tensor.device.type == self._shapes_only for tensor in outputs):
                 return result
             inputs = [(each, tensor) for each, value in given(arguments, args, kwargs) for tensor in tensors_in(value)]
             storages = {tensor.untyped_storage()._cdata for _, tensor in inputs}
@@ -197,7 +207,7 @@ class OpRecorder(TorchDispatchMode):
             asynchronous = args[2] if len(args) > 2 else asynchronous
         within = 0
         for target, source in pairs:
-            if "meta" in (target.device.type, source.device.type):
+            if self._shapes_only in (target.device.type, source.device.type):
                 return result
             into = self._storages.see(target)
             onto_device, from_device = target.device.type == here, source.device.type == here
@@ -303,7 +313,7 @@ class OpRecorder(TorchDispatchMode):
                 self._storages.begin(Storage(self._workspace_bytes, True))
 
     def _stream(self) -> int:
-        return MODULE.current.number if self.device_type != "cpu" else COMPUTE_STREAM
+        return MODULE.current.number if self.device_type not in ("cpu", "meta") else COMPUTE_STREAM
 
     @contextmanager
     def watch(self) -> Iterator[None]:
