@@ -42,6 +42,9 @@ if TYPE_CHECKING:  # the command line composes configs without loading DTensor
     from torch.distributed.tensor import Shard
 
 
+all_to_all = dist.all_to_all_single
+
+
 class Route(NamedTuple):
     """Where a rank's rows go, and how many come."""
 
@@ -58,7 +61,7 @@ class Route(NamedTuple):
     def exchange(self, rows_RW: Tensor) -> Tensor:
         """Send rows, which are sorted by rank; returns those of other ranks, in the order of ranks. A collective."""
         rows_MW = rows_RW.new_empty(sum(self.gets), rows_RW.shape[1])
-        dist.all_to_all_single(rows_MW, rows_RW.contiguous(), self.gets, self.sends, group=self.group)
+        all_to_all(rows_MW, rows_RW.contiguous(), self.gets, self.sends, group=self.group)
         return rows_MW
 
 
@@ -85,14 +88,14 @@ class ExpertExchange:
         scale_input: bool = False,
     ) -> Tensor:
         """See ``Experts.forward``."""
-        top_k, n_experts = experts_NK.shape[1], gate_up_EHD.shape[0]
+        gate_up, down = self._own(gate_up_EHD), self._own(down_EDF)
+        top_k, n_experts = experts_NK.shape[1], len(gate_up) * self.group.size()
         experts_R, pairs_R = torch.sort(experts_NK.flatten(), stable=True)
         rows_NK = torch.argsort(pairs_R).view_as(experts_NK)
         route, ids_M = self._route(experts_R, n_experts)
         tokens_R = pairs_R.div(top_k, rounding_mode="floor")
         hidden_MD = _Send.apply(hidden_ND, tokens_R, rows_NK, route, product)
         weights_M1 = _Send.apply(weights_NK.reshape(-1, 1), pairs_R, rows_NK.view(-1, 1), route, product)
-        gate_up, down = self._own(gate_up_EHD), self._own(down_EDF)
         out_MD = apply_experts(
             hidden_MD, ids_M.unsqueeze(1), weights_M1, gate_up, down, product, scale_input=scale_input
         )
@@ -108,7 +111,7 @@ class ExpertExchange:
         ends_E = torch.searchsorted(experts_R, torch.arange(n_experts, device=device), right=True)
         counts = ends_E.diff(prepend=ends_E.new_zeros(1))
         coming = torch.empty_like(counts)
-        dist.all_to_all_single(coming, counts, group=self.group)
+        all_to_all(coming, counts, group=self.group)
         sends, gets = read_splits(torch.stack([counts, coming]).view(2, ranks, local).sum(2), experts_R.numel())
         ids_M = torch.arange(local, device=device).repeat(ranks).repeat_interleave(coming, output_size=sum(gets))
         return Route(self.group, sends, gets), ids_M

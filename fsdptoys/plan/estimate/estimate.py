@@ -11,8 +11,10 @@ import functools
 import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
+from torch import nn
 
 from fsdptoys.config.kernel_choice import AttentionKernel
 from fsdptoys.config.plan_config import AllocatorKind
@@ -20,11 +22,15 @@ from fsdptoys.config.schema import Config
 from fsdptoys.device.profile import Hardware
 from fsdptoys.metrics.prediction import Category, Prediction
 from fsdptoys.models import DecoderModel, ModelConfig, npu_kernels
+from fsdptoys.models.experts import Experts
+from fsdptoys.parallel.expert_parallel import ExpertExchange
 from fsdptoys.parallel.float8 import Float8
+from fsdptoys.parallel.mesh import EXPERT_AXIS
 from fsdptoys.plan.simulator.allocator import build_allocator
 from fsdptoys.plan.simulator.replay import Replay, replay
 from fsdptoys.plan.trace.extrapolate_layers import depths_of, extrapolate
 from fsdptoys.plan.trace.op_costs import attention_of, matmul_workspace_bytes
+from fsdptoys.plan.trace.op_recorder import PlannedGroup
 from fsdptoys.utils.uncached import Uncached
 
 from .fsdp_steps import FSDP1StepModel, FSDP2StepModel
@@ -70,11 +76,6 @@ def closed_form(config: Config, hardware: Hardware, world_size: int) -> Predicti
         device_type=hardware.device_type,
         doubts=_doubts(config),
     )
-
-
-def covers_mesh(config: Config) -> bool:
-    """Whether the closed form's memory and time are those of the mesh; they have no exchanges within layers."""
-    return config.mesh.cp_size == config.mesh.ep_size == 1
 
 
 def _replay(config: Config, hardware: Hardware, world_size: int, n_layers: int, micro_batches: int) -> Replay:
@@ -131,17 +132,26 @@ def _doubts(config: Config) -> tuple[str, ...]:
 def _setup(config: Config, hardware: Hardware, world_size: int) -> StepSetup:
     parallel = config.parallel
     ranks = config.mesh.shard_ranks(world_size) if parallel.shards_parameters else 1
-    model = _built(repr(config.model), Uncached(config.model))
-    units = make_units(model, parallel, ranks)
+    axes = parallel.axes(world_size, config.mesh)
+    model = _built(repr(config.model), Uncached(config.model), axes.ep)
+    units = make_units(model, parallel, ranks, axes)
     attention = attention_of(config, hardware)
     segments = segments_of(config, model, attention, [tuple(block) for block in units.blocks])
-    return StepSetup(config, world_size, model, segments, units, ranks, attention)
+    return StepSetup(config, world_size, model, segments, units, ranks, attention, axes)
 
 
 @functools.lru_cache(maxsize=64)
-def _built(key: str, config: Uncached[ModelConfig]) -> DecoderModel:
+def _built(key: str, config: Uncached[ModelConfig], experts_over: int = 1) -> DecoderModel:
+    """A model on the meta device, with one rank's experts where so many ranks split them."""
     with torch.device("meta"):
-        return config.value.build()
+        model = config.value.build()
+    for experts in model.modules() if experts_over > 1 else ():
+        if isinstance(experts, Experts):
+            for name, stack in list(experts.named_parameters()):
+                setattr(experts, name, nn.Parameter(stack.new_empty(len(stack) // experts_over, *stack.shape[1:])))
+            group: Any = PlannedGroup(EXPERT_AXIS, experts_over)
+            experts.exchange = ExpertExchange(group)
+    return model
 
 
 @functools.lru_cache(maxsize=256)

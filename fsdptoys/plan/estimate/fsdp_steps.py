@@ -30,7 +30,8 @@ class ShardedStepModel(StepModel):
         overlapped = self.memory.cpu_offload_executor is CPUOffloadExecutor.overlapped
         self.upload_width = 2 if overlapped and setup.compute_bytes == 2 else 4
         self.order = self.units.in_forward()
-        self.shared = setup.shard_ranks > 1
+        # As the strategy: the host waits for exchanges of tokens, so the next unit is gathered before.
+        self.forward_prefetch = max(self.parallel.forward_prefetch, setup.axes.ep > 1)
         self.gathered: dict[UnitBytes, list[int]] = {}
         self.in_flight: dict[UnitBytes, tuple[int | None, list[int]]] = {}
         """Unit → event at the end of its gather, and the gathered blocks."""
@@ -56,7 +57,7 @@ class ShardedStepModel(StepModel):
         self._issue(unit)
         self._complete(unit, in_forward=True)
         ahead = self.order.index(unit) + 1
-        for other in self.order[ahead : ahead + self.parallel.forward_prefetch]:
+        for other in self.order[ahead : ahead + self.forward_prefetch]:
             self._issue(other)
 
     def leave(self, unit: UnitBytes) -> None:
@@ -121,11 +122,11 @@ class ShardedStepModel(StepModel):
 
     def _padded_bytes(self, unit: UnitBytes, width: int) -> int:
         """Bytes of the full parameters or gradients of a unit, with padding."""
-        return unit.local_elements * self.setup.shard_ranks * width
+        return unit.local_elements * unit.ranks * width
 
-    def _over_shards(self, name: str, size: int, stream: str) -> None:
-        if self.shared:
-            self.writer.collective(name, size, self.setup.shard_ranks, 1, "shard", stream)
+    def _over_shards(self, unit: UnitBytes, name: str, size: int, stream: str) -> None:
+        if unit.ranks > 1:
+            self.writer.collective(name, size, unit.ranks, unit.stride, unit.axis, stream)
 
     def _finish_reduction(self, unit: UnitBytes, shard: list[int]) -> list[int]:
         """Reduce a shard's gradient over replicas, keep it in float32 or offload it, and update in the backward.
@@ -184,14 +185,14 @@ class FSDP2StepModel(ShardedStepModel):
 
     def _start_gather(self, unit: UnitBytes) -> None:
         writer, width = self.writer, self.setup.compute_bytes
-        if not self.shared:
+        if unit.ranks == 1:
             self.in_flight[unit] = None, []
             return
         shards = self._copy_in(unit.local)
         output = writer.alloc(Category.gathered_parameters, self._padded_bytes(unit, width), stream=COPY_IN)
         writer.move(2 * unit.local_elements * width, stream=COPY_IN)
         writer.wait_for(COPY_IN, GATHER)
-        self._over_shards("all_gather", self._padded_bytes(unit, width), GATHER)
+        self._over_shards(unit, "all_gather", self._padded_bytes(unit, width), GATHER)
         self.in_flight[unit] = writer.record(GATHER), output
         writer.free(shards)
 
@@ -201,12 +202,12 @@ class FSDP2StepModel(ShardedStepModel):
         if in_forward:
             writer.wait(self.previous[0], COPY_IN, GATHER)
         writer.wait(event, COMPUTE)
-        if self.cpu_offload and not self.shared:
+        if self.cpu_offload and unit.ranks == 1:
             for size in unit.local:
                 writer.copy(size * self.upload_width, COMPUTE, to_device=True)
-        ranks = self.setup.shard_ranks
-        self.gathered[unit] = writer.alloc(Category.gathered_parameters, *(size * ranks * width for size in unit.local))
-        writer.move((2 if self.shared else 5 if width < 4 else 2) * unit.elements * width)
+        sizes = [size * unit.ranks * width for size in unit.local]
+        self.gathered[unit] = writer.alloc(Category.gathered_parameters, *sizes)
+        writer.move((2 if unit.ranks > 1 else 5 if width < 4 else 2) * unit.elements * width)
         copied = writer.record()
         if in_forward:
             writer.free(self.previous[1])
@@ -250,8 +251,8 @@ class FSDP2StepModel(ShardedStepModel):
         writer.wait_for(COMPUTE, REDUCE)
         category = Category.gradients if setup.reduce_bytes == 4 else Category.reduction_buffers
         shard = writer.alloc(category, unit.local_elements * setup.reduce_bytes, stream=REDUCE)
-        self._over_shards("reduce_scatter", size, REDUCE)
-        if not self.shared:
+        self._over_shards(unit, "reduce_scatter", size, REDUCE)
+        if unit.ranks == 1:
             writer.move(2 * size, stream=REDUCE)
         self.reduction = writer.record(REDUCE), buffer
         free = self._finish_reduction(unit, shard)
@@ -313,9 +314,9 @@ class FSDP1StepModel(ShardedStepModel):
         writer.wait_for(COPY_IN, GATHER)
         if len(self.freed) >= 2:
             writer.host_wait(self.freed.popleft())
-        if self.shared:
+        if unit.ranks > 1:
             output = writer.alloc(Category.gathered_parameters, self._padded_bytes(unit, width), stream=GATHER)
-            self._over_shards("all_gather", self._padded_bytes(unit, width), GATHER)
+            self._over_shards(unit, "all_gather", self._padded_bytes(unit, width), GATHER)
             writer.use_on(GATHER, shards)
             writer.free(shards)
         else:
@@ -364,10 +365,10 @@ class FSDP1StepModel(ShardedStepModel):
         cast = writer.alloc(Category.reduction_buffers, padded, stream=REDUCE) if casts else []
         writer.move(unit.elements * setup.compute_bytes + padded, int(casts), REDUCE)
         shard = cast
-        if self.shared:
+        if unit.ranks > 1:
             shard = writer.alloc(Category.gradients, shard_bytes, stream=REDUCE)
             writer.move(2 * padded, stream=REDUCE)
-            self._over_shards("reduce_scatter", padded, REDUCE)
+            self._over_shards(unit, "reduce_scatter", padded, REDUCE)
             writer.move(2 * shard_bytes, stream=REDUCE)
             writer.free(cast)
         elif not casts:

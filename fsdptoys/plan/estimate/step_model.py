@@ -119,7 +119,7 @@ class StepModel(ABC):
         self.begin_forward()
         self._enter(self.units.root)
         rotations = getattr(setup.model, "inv_freq", None)
-        size = 4 * self.config.train.seq_len * rotations.numel() if isinstance(rotations, Tensor) else 0
+        size = 4 * self.setup.part * rotations.numel() if isinstance(rotations, Tensor) else 0
         writer.move(size, AFTER_BACKWARD)
         self._tables = writer.alloc(Category.activations, size, size)
         for number, units in enumerate(self._parts()):
@@ -138,7 +138,7 @@ class StepModel(ABC):
         outer = _outer(segment, units)
         for unit in outer:
             self._enter(unit)
-        self._bases[number] = self.writer.reserve(segment.blocks)
+        self._bases[number] = self.writer.reserve(segment.blocks, segment.device_events)
         self._known[number] = {segment.input: self._output(number - 1)} if segment.input else {}
         inside: list[str] = []
         for stage in segment.forward:
@@ -234,7 +234,7 @@ class StepModel(ABC):
         """Blocks that travel, and their bytes: what a checkpointed block keeps, and its input."""
         segment, base = self.segments[number], self._bases[number][0]
         known = self._known[number]
-        size = self.config.train.batch_size * self.config.train.seq_len * self.setup.model.config.dim
+        size = self.config.train.batch_size * self.setup.part * self.setup.model.config.dim
         kept = {base + block: size for block, size in segment.kept.items() if block != segment.input}
         return {known[segment.input]: size * self.setup.compute_bytes, **kept}
 

@@ -5,10 +5,11 @@ from collections.abc import Callable, Iterable, Mapping
 from fsdptoys.metrics.prediction import Category
 from fsdptoys.plan.simulator import events
 from fsdptoys.plan.simulator.events import Alloc, Event, Free, Kernel, KernelKind, Kernels, Trace
+from fsdptoys.plan.trace.op_recorder import EXCHANGE
 
 COMPUTE = "compute"
 LOAD, STORE = -1, -2  # Streams of copies in events recorded apart
-COPY_STREAMS = {LOAD: "load", STORE: "store"}
+SIDE_STREAMS = {LOAD: "load", STORE: "store", EXCHANGE: "communication"}
 ON_STREAM = (events.RecordEvent, events.WaitEvent, events.Transfer, events.Collective)
 
 
@@ -105,8 +106,10 @@ class TraceWriter:
                 add(Alloc(blocks + event.block, event.bytes, number, event.category))
             elif isinstance(event, events.Mark):
                 on_mark(event.phase)
+            elif isinstance(event, events.HostWaitStream):
+                add(events.HostWaitStream(number))
             elif isinstance(event, (*ON_STREAM, events.RecordStream)):
-                on = self.stream(COPY_STREAMS[event.stream]) if event.stream else number
+                on = self.stream(SIDE_STREAMS[event.stream]) if event.stream else number
                 if isinstance(event, (events.RecordEvent, events.WaitEvent)):
                     add(event._replace(event=device_events + event.event, stream=on))
                 elif isinstance(event, events.RecordStream):

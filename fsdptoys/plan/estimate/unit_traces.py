@@ -13,7 +13,7 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from types import SimpleNamespace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 from unittest import mock
 
 import torch
@@ -29,12 +29,16 @@ from fsdptoys.memory.activation_offload import MIN_BYTES
 from fsdptoys.metrics.prediction import Category
 from fsdptoys.models import DecoderModel, choose_kernels, grouped, npu_kernels, use_kernels
 from fsdptoys.models.kernels import IMPLEMENTATIONS
+from fsdptoys.models.layers import Attention
+from fsdptoys.parallel.context import ContextForm, build_context
+from fsdptoys.parallel.mesh import CONTEXT_AXIS
 from fsdptoys.plan.simulator.events import COMPUTE_STREAM, Alloc, Event, Free, Kernel, Kernels, Mark
 from fsdptoys.plan.trace.extrapolate_layers import block_kind
 from fsdptoys.plan.trace.fake_device import replaced
+from fsdptoys.plan.trace.fake_exchanges import fake_exchanges
 from fsdptoys.plan.trace.fake_kernels import replace_kernels
 from fsdptoys.plan.trace.op_costs import fuses_rms_norm
-from fsdptoys.plan.trace.op_recorder import OpRecorder
+from fsdptoys.plan.trace.op_recorder import OpRecorder, PlannedGroup
 from fsdptoys.utils.uncached import Uncached
 
 PARTS = ("attn", "mlp")  # Parts of a block that are stages of their own; others are if they are units
@@ -59,6 +63,7 @@ class Segment:
     forward: list[Stage]
     backward: list[Stage]
     blocks: int  # Largest number of a block
+    device_events: int  # Largest number of an event on a stream
     input: int  # Block of the input; 0 if none
     output: int
     output_gradient: int
@@ -134,7 +139,16 @@ def segments_of(
     """
     train, memory = config.train, config.memory
     dtype = config.parallel.param_dtype.torch
-    common = _Common(attention, tuple(config.kernels.names().items()), dtype, train.batch_size, train.seq_len)
+    context = getattr(config.parallel, "context", ContextForm.auto), config.mesh.cp_size
+    common = _Common(
+        attention,
+        tuple(config.kernels.names().items()),
+        dtype,
+        train.batch_size,
+        train.seq_len,
+        context,
+        config.plan.expert_imbalance,
+    )
     key = repr((type(config.model), vars(config.model) | {"name": "", "init_from": None, "n_layers": 0}))
     chosen = set(range(model.config.n_layers)[memory.checkpointing_start_index :: memory.checkpointing_every])
     blocks = []
@@ -155,7 +169,14 @@ class _Common:
     kernels: tuple[tuple[str, str], ...]  # Operation and its implementation
     dtype: torch.dtype
     batch: int
-    length: int
+    length: int  # Of full sequences
+    context: tuple[ContextForm, int]  # Form, and ranks that share a sequence
+    imbalance: float  # Of the ranks' experts
+
+    @property
+    def part(self) -> int:
+        """Tokens of this rank's part of a sequence."""
+        return self.length // self.context[1]
 
 
 @functools.lru_cache(maxsize=64)
@@ -181,7 +202,13 @@ def _block(
     if mode is not GradientCheckpointing.none:
         checkpoint_blocks([block], mode, save=save)
     with torch.device("meta"):
-        rotations = model.rotations(common.length)
+        rotations = model.rotations(torch.arange(common.part))
+    form, ranks = common.context
+    if ranks > 1:
+        context = build_context(form, cast(Any, PlannedGroup(CONTEXT_AXIS, ranks)), compiles=False)
+        for module in block.modules():
+            if isinstance(module, Attention):
+                module.context = context
     run = functools.partial(_run_block, block, rotations)
     return _trace_unit(block, run, model.config.dim, common, recorder, rotations or ())
 
@@ -216,8 +243,10 @@ def _embedding(key: str, common: _Common, source: Uncached[DecoderModel]) -> Seg
     for name, module in source.value.named_children():
         if name.startswith("embed"):
             model._modules[name] = tables[name] = copy.deepcopy(module).to(common.dtype)
-    tokens_BT = torch.empty(common.batch, common.length, dtype=torch.int64, device="meta")
-    return _trace_unit(tables, lambda _: model.embed(tokens_BT), None, common, OpRecorder("meta", common.attention))
+    tokens_BT = torch.empty(common.batch, common.part, dtype=torch.int64, device="meta")
+    return _trace_unit(
+        tables, lambda _: model.embed(tokens_BT, tokens_BT[0]), None, common, OpRecorder("meta", common.attention)
+    )
 
 
 @functools.lru_cache(maxsize=1024)
@@ -227,7 +256,7 @@ def _head(
     model, loss_fn = source.value, build_loss(*loss)
     both = nn.ModuleDict({name: copy.deepcopy(model.get_submodule(name)).to(common.dtype) for name in HEAD})
     norm, head = both.values()
-    labels_BT = torch.empty(common.batch, common.length, dtype=torch.int64, device="meta")
+    labels_BT = torch.empty(common.batch, common.part, dtype=torch.int64, device="meta")
     recorder = OpRecorder("meta", common.attention)
 
     def run(hidden_BTD: Tensor) -> Tensor:
@@ -308,13 +337,11 @@ def _trace_unit(
 
     seen = SimpleNamespace(number=number, input_gradient=0, output_gradient=0)
     anchor = torch.empty((), device="meta", requires_grad=True)
-    with kernels_of(common.attention), recorder.watch():
+    with kernels_of(common.attention), fake_exchanges(recorder, common.imbalance), recorder.watch():
         use_kernels(module, choose_kernels(dict(common.kernels)))
         for tensor in (anchor, *module.parameters(), *others, npu_kernels.causal_mask(anchor.device)):
             recorder.see(tensor.detach())
-        hidden = (
-            anchor if dim is None else _Source.apply(anchor, (common.batch, common.length, dim), common.dtype, seen)
-        )
+        hidden = anchor if dim is None else _Source.apply(anchor, (common.batch, common.part, dim), common.dtype, seen)
         given = number(hidden) if dim is not None else 0
         before = recorder.blocks
         recorder.mark(0, "forward")
@@ -362,4 +389,4 @@ def _trace_unit(
         [Stage(part, join_kernels(events)) for part, events in passes[name] if events]
         for name in ("forward", "backward")
     )
-    return Segment(forward, backward, recorder.blocks, *ends, kept, numbers)
+    return Segment(forward, backward, recorder.blocks, recorder.device_events, *ends, kept, numbers)
