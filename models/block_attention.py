@@ -180,7 +180,9 @@ class RowsOfBlocks:
         self._through = torch.float32 if goes_through_float32(q_BHPK) else q_BHPK.dtype
         self._q = q_BHPK.to(self._through)
         wide = torch.promote_types(q_BHPK.dtype, torch.float32)
-        self._out = torch.zeros(q_BHPK.shape, dtype=wide, device=q_BHPK.device)
+        # Tokens outermost, so that heads are joined without a copy.
+        self._out = torch.zeros_like(q_BHPK.transpose(1, 2), dtype=wide, memory_format=torch.contiguous_format)
+        self._out = self._out.transpose(1, 2)
         self._lse = torch.full(q_BHPK.shape[:3], -torch.inf, dtype=wide, device=q_BHPK.device)
 
     def add(self, block: Block, k_BGSK: Tensor, v_BGSK: Tensor) -> None:

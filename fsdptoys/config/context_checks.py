@@ -49,7 +49,7 @@ def check_context(
         fitting = max(size for size in range(1, ranks) if heads % size == 0 and ranks % size == 0)
         raise ConfigError(
             f"parallel.context=ulysses shares heads among mesh.cp_size={ranks} ranks, which does not divide the "
-            f"{heads} heads of the model; set parallel.context=gathered or mesh.cp_size={fitting}"
+            f"{heads} heads of the model; set parallel.context=gathered{f' or mesh.cp_size={fitting}' * (fitting > 1)}"
         )
     _check_length(form, ranks, seq_len, heads)
     if form is ContextForm.ring and masks:

@@ -70,12 +70,15 @@ def _unit_text(unit: Unit) -> str:
 
 
 def _mesh_text(layout: Layout) -> str:
-    axes, shards = " × ".join(f"{axis}={ranks}" for axis, ranks in layout.mesh.items()), layout.mesh.get("shard")
-    replicas = layout.mesh.get("replicate")
+    # Ranks that share sequences are among those of the other axes.
+    sizes = {axis: ranks for axis, ranks in layout.mesh.items() if axis != "cp"}
+    axes, shards = " × ".join(f"{axis}={ranks}" for axis, ranks in sizes.items()), sizes.get("shard")
+    replicas, sharing = sizes.get("replicate"), layout.mesh.get("cp")
+    shared = f"; cp={sharing}: each sequence shared by {sharing} ranks" if sharing else ""
     if shards is None:
-        return f"{axes}: {replicas} ranks with full copies" if replicas else "one rank"
+        return f"{axes}: {replicas} ranks with full copies{shared}" if replicas else "one rank"
     split = f"{layout.sharded} split over {shards} ranks"
-    return f"{axes}: {f'{replicas} copies, each with ' * bool(replicas)}{split}"
+    return f"{axes}: {f'{replicas} copies, each with ' * bool(replicas)}{split}{shared}"
 
 
 def _bytes_text(held: RankBytes) -> str:

@@ -44,11 +44,13 @@ def right() -> dict[str, Config]:
         "fsdp2 chunked": config_of(FSDP2Config(), 2, memory=CHUNKED),
         "fsdp2 cpu": config_of(FSDP2Config(), 2, memory=MemoryConfig(cpu_offload=True)),
         "fsdp2 smaller": config_of(FSDP2Config(), 2, batch_size=1, grad_accum=4),
+        "fsdp2 shared sequences": config_of(FSDP2Config(), 2, cp_size=2, batch_size=4),
         "ddp bf16": config_of(DDPConfig(param_dtype=BF16), 2),
         "fsdp1 bf16": config_of(FSDP1Config(param_dtype=BF16), 2),
         "fsdp2 bf16": config_of(FSDP2Config(param_dtype=BF16), 2, memory=CHUNKED),
         "ddp bits": config_of(DDPConfig(), 2, deterministic=True),
         "fsdp2 bits": config_of(FSDP2Config(), 2, deterministic=True),
+        "fsdp2 bits, shared sequences": config_of(FSDP2Config(), 2, deterministic=True, cp_size=2, batch_size=4),
     }
 
 

@@ -134,6 +134,11 @@ def test_a_parameter_belongs_to_the_innermost_unit() -> None:
         ({"replicate": 2}, "all", "replicate=2: 2 ranks with full copies"),
         ({"shard": 4}, "optimizer states", "shard=4: optimizer states split over 4 ranks"),
         (
+            {"replicate": 4, "cp": 2},
+            "all",
+            "replicate=4: 4 ranks with full copies; cp=2: each sequence shared by 2 ranks",
+        ),
+        (
             {"replicate": 2, "shard": 4},
             "parameters",
             "replicate=2 × shard=4: 2 copies, each with parameters split over 4 ranks",
