@@ -18,6 +18,7 @@ from fsdptoys.metrics.prediction import Category, Prediction
 from fsdptoys.models import ModelConfig
 from fsdptoys.optim import MuonConfig, SGDConfig
 from fsdptoys.parallel import DDPConfig, FSDP1Config, FSDP2Config, SingleConfig
+from fsdptoys.parallel.mesh import Axes
 from fsdptoys.plan.estimate import unit_traces
 from fsdptoys.plan.estimate.estimate import closed_form
 from fsdptoys.plan.estimate.unit_traces import segments_of
@@ -298,7 +299,7 @@ def test_every_parameter_is_in_one_unit(words: tuple[str, ...]) -> None:
     config = _config(*words, "parallel.param_dtype=bfloat16")
     with torch.device("meta"):
         model = config.model.build()
-    units = make_units(model, config.parallel, ranks=1)
+    units = make_units(model, config.parallel, ranks=1, axes=Axes(1, 1, 1, 1))
     assert sum(unit.elements for unit in units.in_forward()) == model.parameter_counts().total
     prediction = closed_form(config, _hardware("h100"), 8)
     assert 0 < prediction.memory.end_bytes <= prediction.memory.peak_bytes <= prediction.memory.reserved_bytes
