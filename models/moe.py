@@ -9,7 +9,8 @@ known, so nothing else leaves the block.
         expert e (their sum is K) and P_e the mean of its probability; no gradient flows through f
     z-loss (arXiv:2202.08906):                            mean of logsumexp(logits)²
 
-Not covered: capacity limits (no token is dropped), expert parallelism, bias-based balancing.
+Not covered: capacity limits (no token is dropped), bias-based balancing. Experts may be split over ranks from outside
+(``Experts.exchange``).
 
 Shapes: N tokens, D width, E experts, K experts of a token.
 """
@@ -130,10 +131,14 @@ class MoE(nn.Module):
         """Apply to the last dim; any leading shape."""
         hidden_ND = hidden_BTD.flatten(0, -2)
         experts_NK, weights_NK = self.router(hidden_ND)
+        # Before the experts, with which the backward then starts: FSDP2 gathers a unit of experts at that point, and
+        # would gather it once more if the shared expert's backward had recomputed the block first.
+        # The view adds up the gradients of both of its projections first, as where the shared expert is a unit.
+        shared_ND = self.shared_expert(hidden_ND.view_as(hidden_ND)) if self.shared_expert is not None else None
         scale_input = self.router.scores is Scores.sigmoid
         out_ND = self.experts(hidden_ND, experts_NK, weights_NK, scale_input=scale_input)
-        if self.shared_expert is not None:
-            out_ND = self.shared_expert(hidden_ND) + out_ND
+        if shared_ND is not None:
+            out_ND = shared_ND + out_ND
         return out_ND.view_as(hidden_BTD)
 
     @property

@@ -58,11 +58,13 @@ _TABLE = {
     "ddp_find_unused_parameters find_unused_parameters": "every parameter takes part in each step: ",
     "deepspeed zero zero_stage zero_optimization": "DeepSpeed is not used: parallel=fsdp2",
     "tp tp_size tensor_parallel tensor_parallel_size tensor_model_parallel_size sequence_parallel": DATA_PARALLEL,
-    "pp pp_size pipeline_parallel pipeline_model_parallel_size ep expert_parallel": DATA_PARALLEL,
+    "pp pp_size pipeline_parallel pipeline_model_parallel_size": DATA_PARALLEL,
     "cp cp_degree context_parallel context_parallel_size context_parallel_degree sequence_parallel_size "
     "sp_size": "mesh.cp_size=*",
     "ulysses_size ulysses_degree ulysses_sequence_parallel_size": "mesh.cp_size=* parallel.context=ulysses",
     "ring_degree ring_attn_size ring_size": "mesh.cp_size=* parallel.context=ring",
+    "ep ep_size expert_parallel expert_parallel_size expert_model_parallel_size expert_parallel_degree ep_degree "
+    "moe_expert_parallel_size": "mesh.ep_size=*",
     "fsdp_min_num_params min_num_params size_based_auto_wrap_policy": "parallel.min_params=*",
     "fsdp_transformer_layer_cls_to_wrap transformer_layer_cls_to_wrap transformer_layer_cls module_wrap_policy "
     "fsdp_module_classes": "parallel.wrap_classes=[*]",

@@ -70,14 +70,14 @@ def _unit_text(unit: Unit) -> str:
 
 
 def _mesh_text(layout: Layout) -> str:
-    # Ranks that share sequences are among those of the other axes.
-    sizes = {axis: ranks for axis, ranks in layout.mesh.items() if axis != "cp"}
+    # Ranks that share sequences or split experts are among those of the other axes.
+    sizes = {axis: ranks for axis, ranks in layout.mesh.items() if axis not in ("cp", "ep")}
     axes, shards = " × ".join(f"{axis}={ranks}" for axis, ranks in sizes.items()), sizes.get("shard")
-    replicas, sharing = sizes.get("replicate"), layout.mesh.get("cp")
+    replicas, sharing, splits = sizes.get("replicate"), layout.mesh.get("cp"), layout.mesh.get("ep", 1)
     shared = f"; cp={sharing}: each sequence shared by {sharing} ranks" if sharing else ""
     if shards is None:
         return f"{axes}: {replicas} ranks with full copies{shared}" if replicas else "one rank"
-    split = f"{layout.sharded} split over {shards} ranks"
+    split = f"{layout.sharded} split over {shards} ranks" + f", experts over ep={splits} of them" * (splits > 1)
     return f"{axes}: {f'{replicas} copies, each with ' * bool(replicas)}{split}{shared}"
 
 

@@ -54,7 +54,7 @@ class MeshConfig:
     cp_size: int = field(default=1, metadata=at_least(1, MOST_RANKS))
     """Consecutive ranks that share each sequence (context parallelism); divides ``fsdp_size``."""
     ep_size: int = field(default=1, metadata=at_least(1, MOST_RANKS))
-    """Consecutive ranks that split the experts (expert parallelism); divides ``fsdp_size``."""
+    """Consecutive ranks that split the experts (expert parallelism, FSDP2); divides ``fsdp_size`` and ``n_experts``."""
 
     def __post_init__(self) -> None:
         check_bounds("mesh", self)

@@ -9,7 +9,7 @@ trace shows it.
 
 Bytes are those of ring algorithms: with N ranks each sends S·(N−1)/N in an all-gather or reduce-scatter of S bytes, and
 twice that in an all-reduce. A broadcast or reduce passes S from rank to rank, N−1 times: S·(N−1)/N on average.
-Libraries may choose other algorithms with the same result.
+Libraries may choose other algorithms with the same result. An all-to-all with uneven splits is counted by its splits.
 
 The call stack shows the caller, and often the parameters: the gathered or reduced unit, bucket or share is a variable
 of one of the functions. Otherwise the addresses of the tensors may match parameters; else they stay unnamed. PyTorch's
@@ -76,7 +76,7 @@ class Call:
     size_bytes: int  # Of the full tensor: an all-gather's output, a reduce-scatter's input
     gives_bytes: int  # Input of this rank
     gets_bytes: int  # New data on this rank afterwards
-    sends_bytes: float  # Sent by a rank on average, on a ring
+    sends_bytes: float  # Sent by a rank on average, on a ring; by this rank in an uneven all-to-all
     ranks: int
     group: str  # The description of the process group
     site: str  # Innermost calling function outside torch.distributed
@@ -227,6 +227,11 @@ class CollectiveTrace(TorchDispatchMode):
             size *= ranks
         root = values.get("root_rank", values.get("src", 0))
         gives, gets = _exchanged(name, size, ranks, rank == root)
+        sends = ring_bytes(name, size, ranks)
+        splits = values.get("input_split_sizes")
+        if splits and func.namespace == "c10d":
+            gets, gives = sizes  # output and input
+            sends = gives * (1 - splits[rank] / max(1, sum(splits)))
         site, phase, parameters = self._origins.find(self._phase)
         call = Call(
             number=len(self.calls) + 1,
@@ -237,7 +242,7 @@ class CollectiveTrace(TorchDispatchMode):
             size_bytes=size if name != "barrier" else 0,
             gives_bytes=gives,
             gets_bytes=gets,
-            sends_bytes=ring_bytes(name, size, ranks),
+            sends_bytes=sends,
             ranks=ranks,
             group=group.group_desc,
             site=site,
