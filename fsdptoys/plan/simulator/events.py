@@ -55,6 +55,13 @@ class Kernel(NamedTuple):
     attention: str = ""  # Backend of attention: a key of a profile's ``attention_backends``
 
 
+class Kernels(NamedTuple):
+    """Operators one after the other on a stream, as if nothing came between them."""
+
+    stream: int
+    kernels: tuple[Kernel, ...]
+
+
 class HostWork(NamedTuple):
     """An operator on host memory; it blocks the host unless worker threads run it."""
 
@@ -124,7 +131,7 @@ class Mark(NamedTuple):
 
 
 Wait = RecordEvent | WaitEvent | HostWaitEvent | HostWaitStream | HostWaitWorkers
-Event = Alloc | Free | RecordStream | Kernel | HostWork | Transfer | Collective | Wait | Mark
+Event = Alloc | Free | RecordStream | Kernel | Kernels | HostWork | Transfer | Collective | Wait | Mark
 
 
 @dataclass

@@ -85,7 +85,10 @@ def replay(trace: Trace, hardware: Hardware, allocator: Allocator) -> Replay:
     Raises:
         allocator.OutOfMemory: if the allocator, a new one, has a limit and the trace does not fit.
     """
-    return _Replaying(trace, hardware, allocator).run()
+    try:
+        return _Replaying(trace, hardware, allocator).run()
+    finally:
+        allocator.wait_for_device = lambda: None  # no cycle, so that the trace's events are freed at once
 
 
 class _Replaying:

@@ -29,17 +29,23 @@ T = TypeVar("T")
 
 def choose_depths(config: Config) -> list[int]:
     """Numbers of layers to trace: two, or all layers if two depths would not be fewer."""
-    n_layers = config.model.n_layers
+    if config.plan.exact or config.plan.allocator is AllocatorKind.native:
+        return [config.model.n_layers]
     with torch.device("meta"):
-        turn = math.lcm(layers_in_turn(config.model.build()), config.memory.checkpointing_every)
+        return depths_of(config, config.model.build())
+
+
+def depths_of(config: Config, model: DecoderModel) -> list[int]:
+    """Numbers of layers from which those of a model can be extrapolated, or all if two depths would not be fewer."""
+    n_layers = config.model.n_layers
+    turn = math.lcm(layers_in_turn(model), config.memory.checkpointing_every)
     # Layers before the first checkpointed one differ from those after it.
     first = config.memory.checkpointing_start_index + turn * math.ceil(LEAST_LAYERS / turn)
     second = first + turn * math.ceil(max(LEAST_APART, n_layers // APART_SHARE) / turn)
-    in_full = config.plan.exact or config.plan.allocator is AllocatorKind.native
     # The model's depth must be a multiple of turns away.
     offset = (n_layers - first) % turn
     depths = [first + offset, second + offset]
-    return [n_layers] if in_full or sum(depths) >= n_layers else depths
+    return [n_layers] if sum(depths) >= n_layers else depths
 
 
 def layers_in_turn(model: DecoderModel) -> int:
