@@ -40,7 +40,7 @@ ERROR_BAR = 0.10
 SEARCHES_BAR = 0.95
 MOST_CANDIDATES = 16  # Of a search: each takes a second or two
 BASE = ("experiment=null", "model=llama3_1b", "model.n_layers=4", "parallel.param_dtype=bfloat16", "train.seq_len=2048")
-FULL = "memory.gradient_checkpointing=full"
+FULL, SELECTIVE = "memory.gradient_checkpointing=full", "memory.gradient_checkpointing=selective"
 OFFLOAD, CPU_OFFLOAD = "memory.optimizer_offload=true", "memory.cpu_offload=true"
 IN_BACKWARD = ("memory.optimizer_in_backward=true", "train.max_grad_norm=null", "train.skip_nonfinite=false")
 SGD_ROW = (
@@ -63,13 +63,15 @@ RUNS: list[tuple[str, int, tuple[str, ...]]] = [
     ("h100", 8, (*BASE, "parallel=fsdp2", "parallel.reduce_dtype=bfloat16", "mesh.fsdp_size=4")),
     ("h100", 8, (*BASE, "parallel=fsdp2", "parallel.reshard_after_forward=never")),
     ("h100", 8, (*BASE, "parallel=fsdp2", "parallel.wrap=block_attn_mlp", "train.grad_accum=3")),
-    ("h100", 16, (*BASE, "parallel=fsdp2", "memory.gradient_checkpointing=selective")),
+    ("h100", 16, (*BASE, "parallel=fsdp2", SELECTIVE)),
     ("h100", 8, (*BASE, "parallel=fsdp2", FULL, "memory.activation_offload=true", "memory.chunk_loss=true")),
+    ("h100", 8, (*BASE, "parallel=fsdp2", SELECTIVE, "memory.activation_offload=true")),
     ("h100", 8, (*BASE, "parallel=fsdp2", FULL, OFFLOAD)),
     ("h100", 8, (*BASE, "parallel=fsdp2", OFFLOAD, "memory.offload_schedule=lazy")),
     ("h100", 8, (*BASE, "parallel=fsdp2", CPU_OFFLOAD)),
     ("h100", 8, (*BASE, "parallel=fsdp2", CPU_OFFLOAD, "memory.cpu_offload_executor=overlapped", FULL)),
     ("h100", 8, (*BASE, "parallel=fsdp2", *IN_BACKWARD, FULL)),
+    ("h100", 8, (*BASE, "parallel=fsdp2", *IN_BACKWARD, FULL, "memory.chunk_loss=true")),
     ("h100", 8, (*BASE, "parallel=fsdp2", "optim=muon")),
     ("h100", 8, (*BASE, "parallel=ddp", "optim=muon", "parallel.param_dtype=float32")),
     ("h100", 8, (*BASE, "parallel=fsdp2", "optim.state_dtype=int4")),
@@ -83,6 +85,16 @@ RUNS: list[tuple[str, int, tuple[str, ...]]] = [
     ("a2", 8, (*BASE, "parallel=fsdp2")),
     ("a2", 8, (*BASE, "parallel=fsdp1", FULL)),
     ("h100", 8, (*BASE, "parallel=fsdp2", "model=qwen3_moe_mini")),
+    ("h100", 8, (*BASE, "parallel=fsdp2", "model=qwen3_moe_mini", "mesh.ep_size=2")),
+    ("h100", 8, (*BASE, "parallel=fsdp2", "model=qwen3_moe_mini", "mesh.ep_size=4", FULL)),
+    ("h100", 16, (*BASE, "parallel=fsdp2", "model=qwen3_moe_mini", "mesh.ep_size=4", "plan.expert_imbalance=1.5")),
+    ("h100", 8, (*BASE, "parallel=fsdp2", "mesh.cp_size=2", "parallel.context=ulysses")),
+    ("h100", 8, (*BASE, "parallel=fsdp2", "mesh.cp_size=4", "parallel.context=ulysses", FULL)),
+    ("h100", 8, (*BASE, "parallel=fsdp2", "mesh.cp_size=2", "parallel.context=gathered", SELECTIVE)),
+    ("h100", 8, (*BASE, "parallel=fsdp1", "mesh.cp_size=4", "parallel.context=gathered")),
+    ("h100", 8, (*BASE, "parallel=ddp", "mesh.cp_size=2", "parallel.context=ring")),
+    ("h100", 8, (*BASE, "parallel=fsdp2", "mesh.cp_size=4", "parallel.context=ring", "memory.chunk_loss=true")),
+    ("h100", 8, (*BASE, "parallel=fsdp2", "model=qwen3_moe_mini", "mesh.ep_size=2", "mesh.cp_size=2")),
     ("h100", 8, (*BASE, "parallel=fsdp2", "model=gpt2", "train.seq_len=1024", FULL)),
     ("h100", 8, (*BASE, "parallel=fsdp2", "model=llama2_7b", "model.n_layers=32", "memory.chunk_loss=true", FULL)),
 ]

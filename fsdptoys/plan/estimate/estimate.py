@@ -86,9 +86,6 @@ def _replay(config: Config, hardware: Hardware, world_size: int, n_layers: int, 
     writer.mark(0, "construction")
     step_model = _step_model(setup, writer)
     step_model.construct()
-    # The forward's and the backward's threads have one each.
-    workspace = matmul_workspace_bytes(hardware)
-    writer.alloc(Category.temporary, workspace, workspace)
     if config.kernels.attention is AttentionKernel.npu:
         writer.alloc(Category.buffers, npu_kernels.MASK_ROWS**2)
     step_model.step(min(2, micro_batches))
@@ -140,7 +137,7 @@ def _setup(config: Config, hardware: Hardware, world_size: int) -> StepSetup:
     units = make_units(model, parallel, ranks, axes)
     attention = attention_of(config, hardware)
     segments = segments_of(config, model, attention, [tuple(block) for block in units.blocks])
-    return StepSetup(config, world_size, model, segments, units, ranks, attention, axes)
+    return StepSetup(config, world_size, model, segments, units, ranks, attention, axes, matmul_workspace_bytes(hardware))
 
 
 @functools.lru_cache(maxsize=64)

@@ -42,7 +42,7 @@ class ShardedStepModel(StepModel):
     def construct(self) -> None:
         """Allocate the shards."""
         if not self.cpu_offload:
-            self.writer.alloc(Category.parameters, *(4 * size for unit in self.order for size in unit.local))
+            self.allocate_parameters(self.units.shards())
         self.update.construct()
 
     def begin_forward(self) -> None:

@@ -7,15 +7,16 @@ from abc import ABC, abstractmethod
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from fsdptoys.memory import GradientCheckpointing
 from fsdptoys.metrics.prediction import Category
 from fsdptoys.parallel import DDPConfig
+from fsdptoys.plan.simulator.events import Mark
 
 from .optimizer_step import Update
 from .trace_writer import COMPUTE, TraceWriter
-from .unit_traces import Segment, innermost
+from .unit_traces import GRADIENT, Segment, innermost
 from .units import StepSetup, UnitBytes
 from .update_traces import pinned_bytes
 
@@ -47,6 +48,7 @@ class StepModel(ABC):
         self._pending: dict[str, int] = {}  # First gradient of a tied weight
         self._leaving: dict[int, int | None] = {}  # Offloaded segment → event of its last copy
         self._on_host: set[int] = set()
+        self._multiplied: set[str] = set()  # Threads that have the library's workspace
 
     # Implemented by strategies
 
@@ -82,6 +84,15 @@ class StepModel(ABC):
         """Free a unit's reduced gradients."""
 
     # The step
+
+    def allocate_parameters(self, shards: Iterable[tuple[UnitBytes, nn.Parameter, int]]) -> None:
+        """Allocate shards as ``parallel.init_weights`` does: a tied weight twice, until it is tied again."""
+        tied = self.setup.parameters[EMBEDDING] if self.setup.ties else None
+        again = 0
+        for _, param, elements in shards:
+            self.writer.alloc(Category.parameters, 4 * elements)
+            again += 4 * elements * (param is tied)
+        self.writer.free(self.writer.alloc(Category.temporary, again))
 
     def step(self, micro_batches: int) -> None:
         """Run one step; micro-batches between the first and the last have no phases of their own."""
@@ -150,7 +161,7 @@ class StepModel(ABC):
                 if name not in inside:
                     self._enter(units[name])
             inside = path
-            self.writer.issue(stage.events, self._bases[number], self._known[number])
+            self.writer.issue(stage.events, self._bases[number], self._known[number], on_mark=self._take_workspace)
         for name in reversed(inside):
             self.leave(units[name])
         for unit in outer:
@@ -196,17 +207,26 @@ class StepModel(ABC):
                 self._known[number + 1].get(gradient) or self._bases[number + 1][0] + gradient
             )
 
-        def final(name: str) -> None:
-            self._final(number, name, base[0] + segment.gradients[name], units)
+        def reach(mark: Mark) -> None:
+            if mark.step == GRADIENT:
+                self._final(number, mark.phase, base[0] + segment.gradients[mark.phase], units)
+            else:
+                self._take_workspace(mark)
 
         for index, stage in enumerate(segment.backward):
             path = _path(stage.part, units)
             for name in path:
                 self.before_backward(units[name])
-            self.writer.issue(stage.events, base, known, on_mark=final)
+            self.writer.issue(stage.events, base, known, on_mark=reach)
             for name in reversed(path):
                 if not any(name in _path(later.part, units) for later in segment.backward[index + 1 :]):
                     self.after_backward(units[name])
+
+    def _take_workspace(self, mark: Mark) -> None:
+        """Allocate the library's workspace before a thread's first matmul."""
+        if mark.phase not in self._multiplied:
+            self._multiplied.add(mark.phase)
+            self.writer.alloc(Category.temporary, self.setup.workspace_bytes)
 
     def _final(self, number: int, name: str, block: int, units: dict[str, UnitBytes]) -> None:
         """Add the second gradient of a tied weight to the first; report any other."""
@@ -291,7 +311,7 @@ class ReplicatedStepModel(StepModel):
         self.grads: dict[str, list[int]] = {}
         self.bucket_elements = 0  # Elements in the current bucket
         shards = self.units.shards()
-        self.writer.alloc(Category.parameters, *(4 * param.numel() for _, param, _ in shards))
+        self.allocate_parameters(shards)
         if self.ddp:
             assert isinstance(self.config.parallel, DDPConfig)
             self.cap = self.config.parallel.bucket_cap_mb * 2**18

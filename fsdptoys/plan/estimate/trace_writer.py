@@ -85,7 +85,7 @@ class TraceWriter:
         base: tuple[int, int],
         known: Mapping[int, int] | None = None,
         stream: str = COMPUTE,
-        on_mark: Callable[[str], None] = lambda phase: None,
+        on_mark: Callable[[events.Mark], None] = lambda mark: None,
     ) -> None:
         """Issue events recorded apart.
 
@@ -93,7 +93,7 @@ class TraceWriter:
             base: as returned by ``reserve``.
             known: numbers of recorded blocks that exist already.
             stream: takes the place of the recorded compute stream.
-            on_mark: called with the phase of marks.
+            on_mark: called with marks.
         """
         add, number, known = self.add, self.stream(stream), known or {}
         blocks, device_events = base
@@ -105,7 +105,7 @@ class TraceWriter:
             elif isinstance(event, Alloc):
                 add(Alloc(blocks + event.block, event.bytes, number, event.category))
             elif isinstance(event, events.Mark):
-                on_mark(event.phase)
+                on_mark(event)
             elif isinstance(event, events.HostWaitStream):
                 add(events.HostWaitStream(number))
             elif isinstance(event, (*ON_STREAM, events.RecordStream)):

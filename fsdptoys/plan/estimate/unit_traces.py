@@ -49,7 +49,8 @@ GRADIENT = -1  # ``Mark.step`` at which the gradient of a parameter is final, wh
 class Stage(NamedTuple):
     """A section of a forward or backward, with blocks numbered within the segment.
 
-    Marks of step ``GRADIENT`` are where the gradient of the parameter named by their phase is final.
+    Marks of step ``GRADIENT`` are where the gradient of the parameter named by their phase is final; of step
+    ``FIRST_MATMUL``, where a thread needs the library's workspace.
     """
 
     part: str  # Name of a part of the block, the innermost one; empty outside
@@ -368,7 +369,7 @@ def _trace_unit(
     current, live, kept = passes["end"], dict[int, int](), dict[int, int]()
     current.append(Stage("", []))
     for event in trace.events:
-        if isinstance(event, Mark) and event.step != GRADIENT:
+        if isinstance(event, Mark) and event.step >= 0:
             current = passes.get(event.phase, current)
             current.append(Stage("" if event.phase in passes else event.phase, []))
             if event.phase == "turn":

@@ -97,6 +97,7 @@ class StepSetup:
     shard_ranks: int  # Ranks that share one copy of the parameters
     attention: AttentionKind
     axes: Axes
+    workspace_bytes: int  # Of a thread's matmuls
 
     @functools.cached_property
     def in_blocks(self) -> set[nn.Parameter]:

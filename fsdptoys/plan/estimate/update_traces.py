@@ -119,6 +119,8 @@ def _trace(
     hidden = {*range(before + 1), *transfers.host_blocks}
     parts: dict[tuple[int, str], list[Event]] = {}
     for event in trace.events:
+        if isinstance(event, Mark) and event.step < 0:
+            continue  # of a matmul, after those of the forward
         if isinstance(event, Mark):
             current = parts.setdefault((event.step, event.phase), [])
         elif isinstance(event, Alloc):

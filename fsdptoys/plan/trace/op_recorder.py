@@ -30,6 +30,7 @@ from .op_costs import COPIES, TRAFFIC, cost_of, has_no_kernel, scratch_bytes, to
 from .storages import Storage, Storages
 
 EXCHANGE = -3  # Stream of exchanges on the meta device, which has no streams
+FIRST_MATMUL = -2  # ``Mark.step`` before a thread's first matmul on the meta device; the phase is ``forward``'s or not
 Handler = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
 PURPOSES = {
     "all_gather": Category.gathered_parameters,
@@ -316,8 +317,12 @@ class OpRecorder(TorchDispatchMode):
     def _take_workspace(self) -> None:
         """Allocate the library's workspace for a thread's first matmul on a stream; the backward has its own thread."""
         place = (torch._C._current_graph_task_id() != -1, self.stream())
-        if self._workspace_bytes and place not in self._multiplied:
-            self._multiplied.add(place)
+        if place in self._multiplied:
+            return
+        self._multiplied.add(place)
+        if self.device_type == "meta":  # a part of a program does not know what ran before
+            self.add(Mark(FIRST_MATMUL, "backward" if place[0] else "forward"))
+        elif self._workspace_bytes:
             with replaced((self._storages, "phase", "library")):
                 self._storages.begin(Storage(self._workspace_bytes, True))
 
