@@ -92,7 +92,7 @@ class ShardedStepModel(StepModel):
 
     def _reshard(self, unit: UnitBytes) -> None:
         if unit in self.gathered:
-            self._free_gathered(self.gathered.pop(unit))
+            self._free_gathered(unit, self.gathered.pop(unit))
 
     @abstractmethod
     def _start_gather(self, unit: UnitBytes) -> None: ...
@@ -101,7 +101,7 @@ class ShardedStepModel(StepModel):
     def _complete(self, unit: UnitBytes, in_forward: bool) -> None: ...
 
     @abstractmethod
-    def _free_gathered(self, blocks: list[int]) -> None: ...
+    def _free_gathered(self, unit: UnitBytes, blocks: list[int]) -> None: ...
 
     def _copy_in(self, sizes: list[int]) -> list[int]:
         """Upload shards of so many elements if they are on the host, and cast them if needed; returns the blocks."""
@@ -225,7 +225,7 @@ class FSDP2StepModel(ShardedStepModel):
             self.writer.free(blocks)
             self.previous = None, []
 
-    def _free_gathered(self, blocks: list[int]) -> None:
+    def _free_gathered(self, unit: UnitBytes, blocks: list[int]) -> None:
         self.writer.free(blocks)
 
     def after_backward(self, unit: UnitBytes) -> None:
@@ -302,11 +302,15 @@ class FSDP1StepModel(ShardedStepModel):
         self._current = COMPUTE  # Stream of the latest work of FSDP1
 
     def construct(self) -> None:
-        """Materialize, flatten and shard one unit after the other."""
-        if not self.cpu_offload:
-            largest = 4 * max(unit.elements for unit in self.order)
-            self.writer.free(self.writer.alloc(Category.temporary, largest, largest))
-        super().construct()
+        """Materialize, flatten and shard one unit after the other, the root last."""
+        writer = self.writer
+        for unit in () if self.cpu_offload else self.units.after_forward():
+            full = writer.alloc(Category.temporary, *(4 * param.numel() for param in unit.params))
+            if unit.ranks > 1:
+                full += writer.alloc(Category.temporary, 4 * unit.local_elements * unit.ranks)
+            writer.alloc(Category.parameters, 4 * unit.local_elements)
+            writer.free(full)
+        self.update.construct()
 
     def _start_gather(self, unit: UnitBytes) -> None:
         writer, width = self.writer, self.setup.compute_bytes
@@ -327,10 +331,11 @@ class FSDP1StepModel(ShardedStepModel):
         self.gathered[unit] = self.in_flight.pop(unit)[1]
         self.writer.wait_for(GATHER, COMPUTE)
 
-    def _free_gathered(self, blocks: list[int]) -> None:
+    def _free_gathered(self, unit: UnitBytes, blocks: list[int]) -> None:
         self.writer.use_on(self._current, blocks)
         self.writer.free(blocks)
-        self.freed.append(self.writer.record(self._current))
+        if unit.ranks > 1:  # only gathers are limited
+            self.freed.append(self.writer.record(self._current))
 
     def after_backward(self, unit: UnitBytes) -> None:
         """Join the gradients into a flat one on the gathering stream, reshard, reduce on the reduction stream."""

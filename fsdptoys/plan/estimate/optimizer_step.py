@@ -20,6 +20,10 @@ class Update:
         self.units = setup.units.in_forward()
         self.trace = trace_update(setup.config, setup.shards(), setup.attention, setup.exchange)
         self.host_bytes = self.trace.host_bytes
+        train, scaled = setup.config.train, setup.config.parallel.param_dtype.needs_loss_scale
+        on_device = self.trace.skips_on_device and not self.memory.cpu_offload
+        self.waits = train.skip_nonfinite and (scaled or not on_device)
+        """Whether the host reads a step's numbers before the update (``train.step_readings``)."""
         self.step = MAKES_STATES
         self._ahead = 0  # Units that are updated
 

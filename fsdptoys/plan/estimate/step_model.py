@@ -115,6 +115,8 @@ class StepModel(ABC):
         writer.move(0, AFTER_NORM)
         for _ in range(2):  # of the norm; of the loss and the votes
             writer.collective("all_reduce", SMALL, self.setup.world_size, 1, "world")
+        if self.update.waits:
+            writer.host_wait_stream()
         self.update.take()
         for unit in () if self.update.holds_gradients else self.units.in_forward():
             self.free_gradients(unit)
@@ -346,15 +348,15 @@ class ReplicatedStepModel(StepModel):
             writer.free([block, self._cast.pop(name)])
         if self.update.in_backward:
             self.update.update_in_backward(name, COMPUTE)
-        elif self.ddp:
-            writer.move(8 * count if self.first else 12 * count)
+            writer.free(gradient)
         elif name in self.grads:
             writer.move(12 * count)
+            writer.free(gradient)
         else:
             self.grads[name] = gradient
-            return
-        writer.free(gradient)
-        if self.ddp and self.last:
+        if self.ddp and self.last:  # earlier micro-batches keep gradients of their own
+            writer.move(8 * count)
+            writer.free(self.grads.pop(name))
             self.bucket_elements += count
             if self.bucket_elements >= self.cap:
                 self._all_reduce()

@@ -213,8 +213,8 @@ def _make_units(
                 made.blocks[int(index)][part] = unit_bytes
             else:
                 (made.head if first in HEAD else made.embedding)[name] = unit_bytes
-    # FSDP1 never frees its root after the forward.
-    made.root.resharded = settings[-1][0] and not flatten
+    # FSDP1 frees its root after the forward only where it is a cast copy.
+    made.root.resharded = ranks == 1 if flatten else settings[-1][0]
     return made
 
 

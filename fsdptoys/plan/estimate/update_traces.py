@@ -58,6 +58,7 @@ class UpdateTrace:
     blocks: int
     device_events: int
     host_bytes: int
+    skips_on_device: bool  # Whether no step waits until the host knows that its gradients are finite
 
 
 @dataclass(frozen=True)
@@ -129,7 +130,8 @@ def _trace(
         elif not isinstance(event, Free) or event.block not in hidden:
             current.append(event)
     parts = {key: join_kernels(part) for key, part in parts.items()}
-    return UpdateTrace(parts, recorder.blocks, transfers.events, transfers.host_bytes)
+    skips = kind is not AttentionKind.npu and getattr(optimizer, "skips_on_device", False)
+    return UpdateTrace(parts, recorder.blocks, transfers.events, transfers.host_bytes, skips)
 
 
 def _step(
