@@ -40,6 +40,7 @@ from .trace_writer import TraceWriter
 from .unit_traces import segments_of
 from .units import StepSetup, make_units
 
+LEAST_LAYERS = 4  # Half of a trace's: issued units have no first calls and warm-up, which differ from later ones
 MICRO_BATCHES = 3  # Most micro-batches of a step that are issued: the first, one between, the last
 
 
@@ -47,7 +48,7 @@ def closed_form(config: Config, hardware: Hardware, world_size: int) -> Predicti
     """Predict one rank's memory and time for a validated configuration."""
     train, n_layers = config.train, config.model.n_layers
     model = _built(repr(config.model), Uncached(config.model))
-    depths = depths_of(config, model)
+    depths = depths_of(config, model, LEAST_LAYERS)
     micro_batches = train.grad_accum * getattr(config.parallel, "simulated_ranks", 1)
     counts = [micro_batches] if micro_batches <= MICRO_BATCHES else [MICRO_BATCHES - 1, MICRO_BATCHES]
     replays = []
@@ -137,7 +138,8 @@ def _setup(config: Config, hardware: Hardware, world_size: int) -> StepSetup:
     units = make_units(model, parallel, ranks, axes)
     attention = attention_of(config, hardware)
     segments = segments_of(config, model, attention, [tuple(block) for block in units.blocks])
-    return StepSetup(config, world_size, model, segments, units, ranks, attention, axes, matmul_workspace_bytes(hardware))
+    workspace = matmul_workspace_bytes(hardware)
+    return StepSetup(config, world_size, model, segments, units, ranks, attention, axes, workspace)
 
 
 @functools.lru_cache(maxsize=64)

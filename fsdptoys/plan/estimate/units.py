@@ -118,7 +118,7 @@ class StepSetup:
         """Name of a parameter, from the number of its segment and the name within it."""
         return f"layers.{segment - 1}.{name}" if 0 < segment <= len(self.segments.blocks) else name
 
-    @property
+    @functools.cached_property
     def ties(self) -> bool:
         """Whether embedding and head share a weight."""
         return self.model.lm_head.weight is self.model.embed_tokens.weight
