@@ -39,7 +39,7 @@ GIB = 2**30
 MODELS = ("llama3_1b", "llama3_8b", "llama2_7b", "qwen3_0.6b", "qwen3_moe_mini")
 ERROR_BAR = 0.10
 SEARCHES_BAR = 0.95
-MOST_CANDIDATES = 10  # Of a search: each takes a second or two
+MOST_CANDIDATES = 12  # Of a search: each takes a second or two
 BASE = ("experiment=null", "model=llama3_1b", "model.n_layers=4", "parallel.param_dtype=bfloat16", "train.seq_len=2048")
 FULL, SELECTIVE = "memory.gradient_checkpointing=full", "memory.gradient_checkpointing=selective"
 OFFLOAD, CPU_OFFLOAD = "memory.optimizer_offload=true", "memory.cpu_offload=true"
@@ -194,27 +194,31 @@ def estimate_errors(jobs: int, count: int | None = None) -> list[Error]:
 
 
 def random_search(draw: random.Random) -> tuple[str, Hardware, int, float, list[str]]:
-    """A name, and profile, ranks, memory and overrides of a search over some of the switches."""
+    """A name, and profile, ranks, memory and overrides of a search over two kinds of settings."""
     profile, world_size = draw.choice(["h100", "h200", "a100", "4090", "a2"]), draw.choice([1, 2, 8, 8, 16])
     model, layers = draw.choice([*MODELS, "gpt2"]), draw.choice([2, 3, 4])
     seq_len = draw.choice([512, 1024]) if model == "gpt2" else draw.choice([1024, 2048, 4096])
     words = [f"model={model}", f"model.n_layers={layers}", f"train.seq_len={seq_len}", "parallel.param_dtype=bfloat16"]
     words.append("experiment=null")
     words += draw.choice([[], [], ["optim=sgd"], ["optim.state_dtype=bfloat16"], ["optim.implementation=foreach"]])
-    varied = draw.choice([["checkpointing", "offload"], ["strategy", "checkpointing"], ["offload", "mesh"], ["batch"]])
-    fixed = {
-        "strategy": ["parallel=fsdp2" if world_size > 1 else "parallel=single"],
-        "mesh": ["mesh.fsdp_size=-1"],
-        "checkpointing": draw.choice([["memory.gradient_checkpointing=none"], [FULL]]),
+    settings = {
+        "checkpointing": [f"memory.gradient_checkpointing={draw.choice(['none', 'full'])}"],
+        "loss": [f"memory.chunk_loss={draw.choice(['true', 'false'])}"],
         "offload": ["memory.optimizer_offload=false", "memory.cpu_offload=false"],
         "batch": [f"train.batch_size={draw.choice([1, 2, 4])}"],
     }
-    words += [word for key, given in fixed.items() if key not in varied for word in given]
-    if "strategy" in varied and world_size == 1:
-        words.append("parallel=fsdp2")
-    if "parallel=single" not in words:
-        words += ["parallel.reshard_after_forward=default", "parallel.wrap=block"]
-    if "checkpointing" in varied and draw.random() < 0.5:
+    if world_size == 1:
+        words.append("parallel=single")
+    else:
+        settings |= {
+            "strategy": ["parallel=fsdp2"],
+            "units": ["parallel.reshard_after_forward=default", "parallel.wrap=block"],
+            "shards": ["mesh.fsdp_size=-1"],
+            "exchanges": ["mesh.cp_size=1", "mesh.ep_size=1"],
+        }
+    varied = draw.sample(sorted(settings), 2)
+    words += [word for name, fixed in settings.items() if name not in varied for word in fixed]
+    if "checkpointing" not in varied or draw.random() < 0.5:
         words.append("memory.activation_offload=false")
     gib = draw.choice([4, 8, 12, 16, 24, 40, 76])
     name = f"{profile}, {world_size}, {gib} GiB: {' '.join(words)}"
