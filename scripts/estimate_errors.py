@@ -137,7 +137,9 @@ def _tracing(jobs: int) -> Iterator[Callable[[Sequence[tuple[Config, Hardware, i
     """Yield a function that traces runs at full depth, and replays them; None for a run that a trace refuses."""
     os.environ |= {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["fsdptoys.plan.trace.tracer"])
+    # A child imports the main script again, and the strategy and the fake process group where it builds them.
+    modules = [f"fsdptoys.parallel.{name}" for name in ("single", "ddp", "fsdp1", "fsdp2")]
+    context.set_forkserver_preload(["scripts.validate_plan", "torch.testing._internal.distributed.fake_pg", *modules])
 
     with tempfile.TemporaryDirectory() as name, ThreadPool(jobs) as pool:
 
