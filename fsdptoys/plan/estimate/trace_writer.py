@@ -98,8 +98,9 @@ class TraceWriter:
         """
         add, number, known = self.add, self.stream(stream), known or {}
         blocks, device_events = base
+        event: Any
         for event in recorded:
-            kind: Any = type(event)  # faster than isinstance
+            kind = type(event)  # faster than isinstance
             if kind is Alloc:
                 block, size, _, category = event
                 add(Alloc(blocks + block, size, number, category))

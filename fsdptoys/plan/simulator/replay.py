@@ -13,6 +13,7 @@ import heapq
 import math
 from collections import Counter
 from dataclasses import dataclass, field
+from typing import Any
 
 from fsdptoys.device.profile import Hardware
 from fsdptoys.metrics.prediction import Category, MemoryPrediction, TimePrediction, Volume
@@ -119,13 +120,14 @@ class _Replaying:
         clock, events = self.clock, self.trace.events
         last_step = max((event.step for event in events if isinstance(event, Mark)), default=0)
         mark = Mark(0, "construction")
+        event: Any
         for event in events:
             kind = type(event)  # faster than isinstance
             if kind is Alloc:
-                if event.bytes:  # type: ignore[union-attr]
-                    self.allocate(event)  # type: ignore[arg-type]
+                if event.bytes:
+                    self.allocate(event)
             elif kind is Free:
-                self.free(event.block)  # type: ignore[union-attr]
+                self.free(event.block)
             elif isinstance(event, RecordStream):
                 self.record_stream(event)
             elif isinstance(event, Mark):
