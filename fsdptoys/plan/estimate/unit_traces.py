@@ -10,11 +10,10 @@ Shapes: B batch, T sequence, D width.
 import copy
 import functools
 from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any, NamedTuple, cast
-from unittest import mock
 
 import torch
 import torch.nn.functional as F
@@ -27,8 +26,7 @@ from fsdptoys.loss.objective import Objective
 from fsdptoys.memory import GradientCheckpointing, checkpoint_blocks
 from fsdptoys.memory.activation_offload import MIN_BYTES
 from fsdptoys.metrics.prediction import Category
-from fsdptoys.models import DecoderModel, choose_kernels, grouped, npu_kernels, use_kernels
-from fsdptoys.models.kernels import IMPLEMENTATIONS
+from fsdptoys.models import DecoderModel, choose_kernels, npu_kernels, use_kernels
 from fsdptoys.models.layers import Attention
 from fsdptoys.parallel.context import ContextForm, build_context
 from fsdptoys.parallel.mesh import CONTEXT_AXIS
@@ -102,33 +100,22 @@ class _Cut(torch.autograd.Function):
         return grads[0], None, None, None
 
 
-class _Source(torch.autograd.Function):
-    """An input without history."""
+class _End(torch.autograd.Function):
+    """The beginning or end of a unit: an output of another shape, and a gradient of the input's, that share nothing.
+
+    ``see`` is called with the gradient that arrives and the one that leaves.
+    """
 
     @staticmethod
-    def forward(ctx: Any, anchor: Tensor, shape: tuple[int, ...], dtype: torch.dtype, seen: Any) -> Tensor:
-        ctx.seen = seen
-        return anchor.new_empty(shape, dtype=dtype)
+    def forward(ctx: Any, tensor: Tensor, shape: tuple[int, ...], dtype: torch.dtype, see: Any) -> Tensor:
+        ctx.shape, ctx.dtype, ctx.see = tensor.shape, tensor.dtype, see
+        return tensor.new_empty(shape, dtype=dtype)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
-        ctx.seen.input_gradient = ctx.seen.number(grads[0])
-        return grads[0].new_empty((), dtype=torch.float32), None, None, None
-
-
-class _Sink(torch.autograd.Function):
-    """Consumer of a unit's output, which provides its gradient."""
-
-    @staticmethod
-    def forward(ctx: Any, output: Tensor, seen: Any) -> Tensor:
-        ctx.shape, ctx.dtype, ctx.seen = output.shape, output.dtype, seen
-        return output.new_empty((), dtype=torch.float32)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        gradient = grads[0].new_empty(ctx.shape, dtype=ctx.dtype)
-        ctx.seen.output_gradient = ctx.seen.number(gradient)
-        return gradient, None
+        made = grads[0].new_empty(ctx.shape, dtype=ctx.dtype)
+        ctx.see(grads[0], made)
+        return made, None, None, None
 
 
 def segments_of(
@@ -306,19 +293,8 @@ def kernels_of(attention: AttentionKind) -> Iterator[None]:
         out: Tensor = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(query, key, value, 0.0, is_causal)[0]
         return out
 
-    def choose_product(given: Any, device_type: str, dtype: torch.dtype, *widths: int) -> grouped.Product:
-        # CUDA's grouped matmul takes bfloat16 only; the loop's one group stands for all. torch 2.7 has none.
-        product: grouped.Product = grouped.Looped()
-        if attention is not AttentionKind.cpu and dtype is torch.bfloat16:
-            with suppress(AttributeError):
-                product = given(device_type, dtype, *widths)
-        return product
-
     fused = [(F, "scaled_dot_product_attention", attend)] if attention is AttentionKind.cpu else []
-    implementations = IMPLEMENTATIONS["grouped_matmul"]
-    with replace_kernels(attention), mock.patch.dict(implementations), replaced(*fused):
-        for name, given in implementations.items():
-            implementations[name] = functools.partial(choose_product, given)
+    with replace_kernels(attention), replaced(*fused):
         yield
 
 
@@ -336,13 +312,22 @@ def _trace_unit(
         storage = recorder.find(tensor)
         return storage.block if storage is not None else 0
 
-    seen = SimpleNamespace(number=number, input_gradient=0, output_gradient=0)
+    seen = SimpleNamespace(input_gradient=0, output_gradient=0)
+
+    def see_input(arrived: Tensor, _: Tensor) -> None:
+        seen.input_gradient = number(arrived)
+
+    def see_output(_: Tensor, made: Tensor) -> None:
+        seen.output_gradient = number(made)
+
     anchor = torch.empty((), device="meta", requires_grad=True)
     with kernels_of(common.attention), fake_exchanges(recorder, common.imbalance), recorder.watch():
         use_kernels(module, choose_kernels(dict(common.kernels)))
         for tensor in (anchor, *module.parameters(), *others, npu_kernels.causal_mask(anchor.device)):
             recorder.see(tensor.detach())
-        hidden = anchor if dim is None else _Source.apply(anchor, (common.batch, common.part, dim), common.dtype, seen)
+        hidden = (
+            anchor if dim is None else _End.apply(anchor, (common.batch, common.part, dim), common.dtype, see_input)
+        )
         given = number(hidden) if dim is not None else 0
         before = recorder.blocks
         recorder.mark(0, "forward")
@@ -351,7 +336,7 @@ def _trace_unit(
         made = number(output)
         recorder.categorize(output, Category.activations)
         recorder.mark(0, "turn")
-        loss = output if output.ndim == 0 else _Sink.apply(output, seen)
+        loss = output if output.ndim == 0 else _End.apply(output, (), torch.float32, see_output)
         del output
         recorder.mark(0, "backward")
         for name, param in module.named_parameters():
