@@ -319,7 +319,7 @@ def render(rows: Rows) -> tuple[str, bool]:
         lines += ["## 5. Today's trainer on one H200: predicted, not measured", "", *planned_table(planned), ""]
     missed = [finding for _, findings, _ in sections for finding in findings if not finding.met]
     lines += [
-        "## 6. Other validation",
+        "## 7. Other validation",
         "",
         "- Real allocations on a CPU, in order, against those of a trace: `tests/plan/test_real_allocations.py`.",
         "- Real allocations and times on a GPU need a GPU: not run here.",
