@@ -100,15 +100,19 @@ PLANNED += [(FSDP1Config(), 2), (FSDP2Config(), 2)]
 
 @pytest.mark.usefixtures("unmeasured")
 def test_four_ranks_print_the_bytes_of_the_planner_and_of_formulas() -> None:
-    """Oracles: the planner's closed form, which prints its own parameters and states, and the formulas of a Llama."""
+    """Oracles: the formulas of a Llama, and the planner's closed form, whose blocks are multiples of 512 bytes.
+
+    Each of AdamW's tensors is a block: two moments and the number of steps for each parameter.
+    """
     configs = [config_of(parallel, 4, fsdp_size=size, model=EVEN) for parallel, size in PLANNED]
-    shards = [1, 4, 4, 2, 2]
+    shards, tensors = [1, 4, 4, 2, 2], 2 + 1 + 2 * 9
     block, total = 4 * 64 * 64 + 3 * 64 * 128 + 2 * 64, 2 * 256 * 64 + 64 + 2 * (4 * 64 * 64 + 3 * 64 * 128 + 2 * 64)
     for config, layout, ranks in zip(configs, run_ranks(4, layouts, configs)[0], shards, strict=True):
         planned = closed_form(config, load_hardware("cpu"), 4).memory.categories
         gradients, states, parameters = (layout.bytes_per_rank[kind].device for kind in KINDS)
-        assert parameters == planned[Category.parameters] == gradients == 4 * total // ranks
-        assert states == planned[Category.optimizer_states] == 8 * total // ranks
+        assert parameters == gradients == 4 * total // ranks and states == 8 * total // ranks
+        assert 0 <= planned[Category.parameters] - parameters < 512 * tensors
+        assert 0 <= planned[Category.optimizer_states] - states < 512 * 3 * tensors
         assert layout.parameters == total and layout.parameters_per_rank == total // ranks
         axes = {"replicate": 4 // ranks, "shard": ranks}
         assert layout.mesh == {axis: size for axis, size in axes.items() if size > 1}

@@ -13,6 +13,7 @@ import heapq
 import math
 from collections import Counter
 from dataclasses import dataclass, field
+from typing import Any
 
 from fsdptoys.device.profile import Hardware
 from fsdptoys.metrics.prediction import Category, MemoryPrediction, TimePrediction, Volume
@@ -32,7 +33,14 @@ class Phase:
     end_bytes: int
     peak_bytes: int
     categories: dict[Category, int]  # Bytes at the peak
-    reserved: dict[str, int]  # Reserved by each stream at the end
+    used: dict[str, int]  # Most bytes that each stream's blocks have taken until its end
+    gaps: dict[str, int] = field(metadata={"extrapolates": False})
+    """Bytes that each stream reserves beyond ``used``, which depend on the order of sizes, hardly on depth."""
+
+    @property
+    def reserved(self) -> dict[str, int]:
+        """Reserved by each stream at the end."""
+        return {stream: used + self.gaps.get(stream, 0) for stream, used in self.used.items()}
 
 
 @dataclass(frozen=True)
@@ -85,7 +93,10 @@ def replay(trace: Trace, hardware: Hardware, allocator: Allocator) -> Replay:
     Raises:
         allocator.OutOfMemory: if the allocator, a new one, has a limit and the trace does not fit.
     """
-    return _Replaying(trace, hardware, allocator).run()
+    try:
+        return _Replaying(trace, hardware, allocator).run()
+    finally:
+        allocator.wait_for_device = lambda: None  # no cycle, so that the trace's events are freed at once
 
 
 class _Replaying:
@@ -109,11 +120,13 @@ class _Replaying:
         clock, events = self.clock, self.trace.events
         last_step = max((event.step for event in events if isinstance(event, Mark)), default=0)
         mark = Mark(0, "construction")
+        event: Any
         for event in events:
-            if isinstance(event, Alloc):
+            kind = type(event)  # faster than isinstance
+            if kind is Alloc:
                 if event.bytes:
                     self.allocate(event)
-            elif isinstance(event, Free):
+            elif kind is Free:
                 self.free(event.block)
             elif isinstance(event, RecordStream):
                 self.record_stream(event)
@@ -139,7 +152,8 @@ class _Replaying:
 
     def allocate(self, event: Alloc) -> None:
         """Allocate a block, after reclaiming those that other streams have finished with."""
-        self.reuse(self.clock.host)
+        if self.pending:
+            self.reuse(self.clock.host)
         block = self.allocator.allocate(event.bytes, event.stream)
         category = self.trace.categories.get(event.block, event.category)
         self.blocks[event.block] = block, category
@@ -162,7 +176,7 @@ class _Replaying:
         if self.rising:
             self.at_peak, self.rising = dict(self.by_category), False
         self.by_category[category] -= block.size
-        streams = self.uses.pop(number, None)
+        streams = self.uses.pop(number, None) if self.uses else None
         # PyTorch does not query events here: a block with uses always waits for the next request.
         if streams:
             moment = max(self.clock.tail(stream) for stream in streams)
@@ -187,11 +201,13 @@ class _Replaying:
         """Save the numbers of the phase that started with a mark, and start the next."""
         if self.rising:
             self.at_peak = dict(self.by_category)
-        reserved: Counter[str] = Counter()
+        used, gaps = Counter[str](), Counter[str]()
         for stream, bytes in self.allocator.reserved_by_stream.items():
-            reserved[self.trace.streams.get(stream, f"stream {stream}")] += bytes
+            name, most = self.trace.streams.get(stream, f"stream {stream}"), self.allocator.most_used(stream)
+            used[name] += most
+            gaps[name] += bytes - most
         end_bytes = self.allocator.allocated_bytes - self.pending_bytes
         seconds, memory = self.clock.now - self.phase_begins, (end_bytes, self.peak_bytes, self.at_peak)
-        self.phases.append(Phase(mark.step, mark.phase, seconds, *memory, dict(reserved)))
+        self.phases.append(Phase(mark.step, mark.phase, seconds, *memory, dict(used), dict(gaps)))
         self.phase_begins = self.clock.now
         self.peak_bytes, self.rising = end_bytes, True
