@@ -68,7 +68,7 @@ class Pool:
         self.stream, self.is_small = stream, is_small
         self.free: list[tuple[int, int, Block]] = []  # (size, address, block), sorted
         self.unmapped: list[tuple[int, Block]] = []  # (address, block), sorted
-        self.allocated = self.highest = 0  # Bytes of blocks in use, now and at most
+        self.allocated = self.highest = 0  # Bytes of blocks in use: now, and the most since ``take_most_used``
 
     @property
     def segment_bytes(self) -> int:
@@ -163,9 +163,12 @@ class Allocator(ABC):
             for _, _, block in list(pool.free):
                 self._release(block)
 
-    def most_used(self, stream: int) -> int:
-        """Most bytes of blocks in use in the pools of a stream."""
-        return sum(pool.highest for pool in self._pools[stream])
+    def take_most_used(self, stream: int) -> int:
+        """Most bytes of blocks in use in the pools of a stream, since the last call."""
+        most = sum(pool.highest for pool in self._pools[stream])
+        for pool in self._pools[stream]:
+            pool.highest = pool.allocated
+        return most
 
     def pools(self) -> Iterator[Pool]:
         """All pools: large ones first, as PyTorch empties them."""

@@ -33,14 +33,12 @@ class Phase:
     end_bytes: int
     peak_bytes: int
     categories: dict[Category, int]  # Bytes at the peak
-    used: dict[str, int]  # Most bytes that each stream's blocks have taken until its end
+    used: dict[str, int]  # Most bytes that the blocks of each stream take
     gaps: dict[str, int] = field(metadata={"extrapolates": False})
-    """Bytes that each stream reserves beyond ``used``, which depend on the order of sizes, hardly on depth."""
+    """Bytes that a stream reserves at the end beyond the most that its blocks have taken until then.
 
-    @property
-    def reserved(self) -> dict[str, int]:
-        """Reserved by each stream at the end."""
-        return {stream: used + self.gaps.get(stream, 0) for stream, used in self.used.items()}
+    They depend on the order of sizes, hardly on depth.
+    """
 
 
 @dataclass(frozen=True)
@@ -63,14 +61,20 @@ class Replay:
     def memory(self, host_bytes: int | None = None) -> MemoryPrediction:
         """End and peak of the last step, and the highest reserved memory since the construction."""
         peak = max(self.last_step, key=lambda phase: phase.peak_bytes)
-        most = max(self.phases, key=lambda phase: sum(phase.reserved.values()))
+        used: dict[str, int] = {}
+        reserved: dict[str, int] = {}
+        for phase in self.phases:
+            for stream, bytes in phase.used.items():
+                used[stream] = max(used.get(stream, 0), bytes)
+            then = {stream: bytes + phase.gaps.get(stream, 0) for stream, bytes in used.items()}
+            reserved = max(reserved, then, key=lambda streams: sum(streams.values()))
         return MemoryPrediction(
             end_bytes=self.phases[-1].end_bytes,
             peak_bytes=peak.peak_bytes,
-            reserved_bytes=sum(most.reserved.values()),
+            reserved_bytes=sum(reserved.values()),
             peak_phase=peak.name,
             categories={category: bytes for category, bytes in peak.categories.items() if bytes},
-            streams=dict(most.reserved),
+            streams=reserved,
             host_bytes=self.host_bytes if host_bytes is None else host_bytes,
         )
 
@@ -111,6 +115,7 @@ class _Replaying:
         self.pending_bytes = 0
         self.by_category = dict.fromkeys(Category, 0)
         self.peak_bytes = 0
+        self.most_used: dict[str, int] = {}  # By stream, until the last mark
         self.at_peak = dict(self.by_category)
         self.rising = True  # Whether nothing was freed since the peak, whose categories are not yet saved
         self.phases: list[Phase] = []
@@ -203,9 +208,12 @@ class _Replaying:
             self.at_peak = dict(self.by_category)
         used, gaps = Counter[str](), Counter[str]()
         for stream, bytes in self.allocator.reserved_by_stream.items():
-            name, most = self.trace.streams.get(stream, f"stream {stream}"), self.allocator.most_used(stream)
-            used[name] += most
-            gaps[name] += bytes - most
+            name = self.trace.streams.get(stream, f"stream {stream}")
+            used[name] += self.allocator.take_most_used(stream)
+            gaps[name] += bytes
+        for name, bytes in used.items():
+            self.most_used[name] = max(self.most_used.get(name, 0), bytes)
+            gaps[name] -= self.most_used[name]
         end_bytes = self.allocator.allocated_bytes - self.pending_bytes
         seconds, memory = self.clock.now - self.phase_begins, (end_bytes, self.peak_bytes, self.at_peak)
         self.phases.append(Phase(mark.step, mark.phase, seconds, *memory, dict(used), dict(gaps)))
