@@ -236,13 +236,16 @@ class Combinations:
         Sequences are shared only where a rank has a single one: half as many take less memory, and exchange nothing.
         """
         single = batch == 1 or "train.batch_size" in self.fixed
+        shards = changes.get("mesh.fsdp_size", self.base.mesh.fsdp_size) if strategy.shards_parameters else -1
+        ranks = self.world_size if shards == -1 else shards
         for key, applies in (
             ("mesh.cp_size", single and strategy.shares_sequences),
             ("mesh.ep_size", strategy.splits_experts and isinstance(self.base.model, MoEConfig)),
         ):
             if applies and key not in self.fixed:
                 others = {name: value for name, value in changes.items() if name != key}
-                yield from ({**others, key: size} if size > 1 else others for size in self._divisors)
+                sizes = (size for size in self._divisors if ranks % size == 0)
+                yield from ({**others, key: size} if size > 1 else others for size in sizes)
 
     def _strategy(self, changes: Changes) -> type[ParallelConfig]:
         return STRATEGIES[changes["parallel"]] if "parallel" in changes else type(self.base.parallel)
