@@ -144,7 +144,7 @@ def _setup(config: Config, hardware: Hardware, world_size: int) -> StepSetup:
 
 @functools.lru_cache(maxsize=64)
 def _built(key: str, config: Uncached[ModelConfig], experts_over: int = 1) -> DecoderModel:
-    """A model on the meta device, with one rank's experts where so many ranks split them."""
+    """A model on the meta device; its stacks hold one rank's share of the experts, 1/``experts_over``."""
     with torch.device("meta"):
         model = config.value.build()
     for experts in model.modules() if experts_over > 1 else ():

@@ -104,7 +104,7 @@ class ShardedStepModel(StepModel):
     def _free_gathered(self, unit: UnitBytes, blocks: list[int]) -> None: ...
 
     def _copy_in(self, sizes: list[int]) -> list[int]:
-        """Upload shards of so many elements if they are on the host, and cast them if needed; returns the blocks."""
+        """Upload offloaded shards, cast them if needed, and return their blocks; ``sizes`` in elements."""
         writer, width, made = self.writer, self.setup.compute_bytes, []
         if not self.cpu_offload:
             made = writer.alloc(Category.gathered_parameters, sum(sizes) * width, stream=COPY_IN) if width < 4 else []

@@ -253,7 +253,7 @@ class StepModel(ABC):
     # Activation offload
 
     def _kept(self, number: int) -> dict[int, int]:
-        """Blocks that travel, and their bytes: what a checkpointed block keeps, and its input."""
+        """Offloaded tensors of a checkpointed block, its input and what it saves for the backward: number → bytes."""
         segment, base = self.segments[number], self._bases[number][0]
         known = self._known[number]
         size = self.config.train.batch_size * self.setup.part * self.setup.model.config.dim

@@ -58,7 +58,7 @@ class TraceWriter:
     # Work
 
     def move(self, bytes: int, kernels: int = 1, stream: str = COMPUTE) -> None:
-        """Run kernels bound by memory bandwidth, of so many bytes together."""
+        """Run kernels bound by memory bandwidth; ``bytes`` is their total."""
         kernel = Kernel("", self.stream(stream), KernelKind.memory, 0.0, bytes // max(1, kernels), "float32")
         self.trace.events.extend([kernel] * kernels)
 

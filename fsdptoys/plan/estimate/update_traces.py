@@ -35,7 +35,7 @@ from fsdptoys.utils.uncached import Uncached
 from .trace_writer import LOAD, STORE
 from .unit_traces import join_kernels, kernels_of
 
-MAKES_STATES = 1  # Number of the step that makes the states; the next one stands for all later ones
+MAKES_STATES = 1  # Number of the step that makes the states; later steps repeat the next one
 
 
 class Shard(NamedTuple):
