@@ -60,7 +60,7 @@ def on_grid(part: Tensor, shift: float) -> Tensor:
         part: larger absolute values than a third of ``shift`` are rounded more coarsely.
         shift: ``GRADIENTS`` or ``ACTIVATIONS``, 1.5 times a power of two; the multiples are those of 2⁻⁵² of it.
     """
-    return (part.double() + shift).sub_(shift)
+    return part.to(torch.float64, copy=True).add_(shift).sub_(shift)
 
 
 def attention_kernels(kernels: Kernels, grain: int, dtype: torch.dtype) -> dict[str, Any]:

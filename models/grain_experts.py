@@ -1,15 +1,15 @@
 """Routers and experts whose sums over tokens do not depend on the layout (``grains``).
 
-A router gets one grain at a time. The rows of each expert are split by grain too, so that a matmul has the rows of one
-grain and one expert, wherever both are: other ranks may have the expert. The price: grains × experts small matmuls in a
-Python loop, and one device sync a layer.
+The rows of each expert are split by grain too, so that a matmul has the rows of one grain and one expert, wherever both
+are: other ranks may have the expert. The price: grains × experts small matmuls in a Python loop, or, for small experts,
+rows padded for one call of all (``grain_products``); and one device sync a layer.
 
 Shapes: N tokens, D width, E experts, K experts of a token, F width of an expert's hidden layer, R = N·K rows, M rows of
 a group.
 """
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -19,6 +19,7 @@ from torch.autograd.function import once_differentiable
 
 from .experts import Experts
 from .grain_attention import GRADIENTS, aligned, on_grid, split_rows
+from .grain_products import CALL_ELEMENTS, LANES, add_weight_gradient, joins, multiply, sum_grains
 from .linear import linear
 from .moe import Router
 
@@ -40,35 +41,46 @@ def use_grain_experts(model: nn.Module, grain: int) -> None:
 
 
 class _Routing(torch.autograd.Function):
-    """``Router.choose``, grain by grain, with the sums over tokens in float64."""
+    """``Router.choose``, with the sums over tokens by grains, and over grains in float64."""
 
     @staticmethod
     def forward(
         ctx: Any, hidden_ND: Tensor, weight_ED: Tensor, router: Router, grain: int
     ) -> tuple[Tensor, Tensor, Tensor]:
-        cast_ED = weight_ED.to(hidden_ND.dtype)
-        parts = [router.choose(aligned(hidden_ND[rows]), cast_ED) for rows in split_rows(len(hidden_ND), grain)]
-        experts, weights, sums = zip(*parts, strict=True)
-        experts_NK = torch.cat(experts)
+        logits_NE = multiply(hidden_ND, weight_ED.to(hidden_ND.dtype), None, grain)
+        parts = [router.score(padded_RE) for padded_RE, _ in _padded(logits_NE)]
+        experts_NK, weights_NK, probabilities_NE, squares_N = (
+            torch.cat(each)[: len(logits_NE)] for each in zip(*parts, strict=True)
+        )
         ctx.mark_non_differentiable(experts_NK)
-        ctx.save_for_backward(hidden_ND, weight_ED)
+        ctx.save_for_backward(hidden_ND, weight_ED, logits_NE)
         ctx.settings = router, grain
-        return experts_NK, torch.cat(weights), torch.stack(sums).double().sum(0)
+        terms = torch.cat([probabilities_NE, squares_N[:, None]], 1)
+        return experts_NK, weights_NK, sum_grains(terms, grain).double().sum(0)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, _: None, grad_NK: Tensor, grad_sums: Tensor) -> tuple[Tensor | None, ...]:
-        (hidden_ND, weight_ED), (router, grain) = ctx.saved_tensors, ctx.settings
-        cast_ED = weight_ED.detach().to(hidden_ND.dtype).requires_grad_()
-        grad_hidden_ND, grad_weight_ED = torch.empty_like(hidden_ND), torch.zeros_like(weight_ED)
-        for rows in split_rows(len(hidden_ND), grain):
-            leaf_MD = aligned(hidden_ND[rows]).detach().requires_grad_()
+        (hidden_ND, weight_ED, logits_NE), (router, grain) = ctx.saved_tensors, ctx.settings
+        grad_NE = torch.empty_like(logits_NE)
+        for padded_RE, rows in _padded(logits_NE):
+            leaf_RE = padded_RE.detach().requires_grad_()
             with torch.enable_grad():
-                _, weights_MK, sums = router.choose(leaf_MD, cast_ED)
-            given = [grad_NK[rows].to(weights_MK.dtype), grad_sums.to(sums.dtype)]
-            grad_hidden_ND[rows], grad_ED = torch.autograd.grad([weights_MK, sums], [leaf_MD, cast_ED], given)
-            grad_weight_ED += on_grid(grad_ED, GRADIENTS)
-        return grad_hidden_ND, grad_weight_ED, None, None
+                _, *outputs = router.score(leaf_RE)
+            given_RK, of_sums = torch.zeros_like(outputs[0]), grad_sums.to(outputs[1].dtype)
+            given_RK[: rows.stop - rows.start] = grad_NK[rows]
+            given = [given_RK, of_sums[:-1].expand_as(outputs[1]), of_sums[-1].expand_as(outputs[2])]
+            (grad_RE,) = torch.autograd.grad(outputs, leaf_RE, given)
+            grad_NE[rows] = grad_RE[: rows.stop - rows.start]
+        grad_weight_ED = torch.zeros_like(weight_ED, memory_format=torch.contiguous_format)
+        add_weight_gradient(grad_weight_ED, grad_NE, hidden_ND, grain)
+        return multiply(grad_NE, weight_ED.to(hidden_ND.dtype).t(), None, grain), grad_weight_ED, None, None
+
+
+def _padded(logits_NE: Tensor) -> Iterator[tuple[Tensor, slice]]:
+    """Some rows at a time, padded until a vectorized loop over them or their elements leaves none to its tail."""
+    for rows in split_rows(len(logits_NE), LANES * max(1, CALL_ELEMENTS // (LANES * logits_NE.shape[1]))):
+        yield F.pad(logits_NE[rows], (0, 0, 0, -(rows.stop - rows.start) % LANES)), rows
 
 
 def _router_forward(router: Router, grain: int, hidden_ND: Tensor) -> tuple[Tensor, Tensor]:
@@ -149,6 +161,73 @@ def sum_choices(rows_RD: Tensor, rows_NK: Tensor) -> Tensor:
     return total_ND.to(rows_RD.dtype)
 
 
+class _JoinedProducts(torch.autograd.Function):
+    """``_GroupProducts`` of small experts, with the groups of each padded to the rows of a grain, in one ``bmm``.
+
+    S padded rows.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, input_RD: Tensor, gate_up_EHD: Tensor, down_EDF: Tensor, groups: Sequence[Group], grain: int
+    ) -> Tensor:
+        dtype, stacks = input_RD.dtype, (gate_up_EHD, down_EDF)
+        gate_up, down = (each.to(dtype).float() for each in stacks)
+        slots_R, parts = _pad_groups(groups, grain)
+        input_SD = input_RD.new_zeros(len(groups) * grain, input_RD.shape[1], dtype=torch.float32)
+        input_SD[slots_R] = input_RD.float()
+        gate_up_SH = _multiply_parts(input_SD, gate_up.transpose(1, 2), parts, grain, dtype)
+        gate_SF, up_SF = (each.contiguous() for each in gate_up_SH.to(dtype).chunk(2, dim=1))
+        out_SD = _multiply_parts((F.silu(gate_SF) * up_SF).float(), down.transpose(1, 2), parts, grain, dtype)
+        ctx.save_for_backward(input_SD, gate_SF, up_SF, slots_R, *stacks)
+        ctx.settings = parts, grain, dtype
+        return out_SD[slots_R].to(dtype)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_RD: Tensor) -> tuple[Tensor | None, ...]:
+        input_SD, gate_SF, up_SF, slots_R, *stacks = ctx.saved_tensors
+        parts, grain, dtype = ctx.settings
+        gate_up, down = (each.to(dtype).float() for each in stacks)
+        grad_SD = torch.zeros_like(input_SD)
+        grad_SD[slots_R] = grad_RD.float()
+        silu_SF = F.silu(gate_SF)
+        grad_act_SF = _multiply_parts(grad_SD, down, parts, grain, dtype).to(dtype)
+        grad_gate_SF = torch.ops.aten.silu_backward(grad_act_SF * up_SF, gate_SF)
+        grad_gate_up_SH = torch.cat([grad_gate_SF, grad_act_SF * silu_SF], 1).float()
+        grad_input_SD = _multiply_parts(grad_gate_up_SH, gate_up, parts, grain, dtype)
+        totals = [torch.zeros_like(each, memory_format=torch.contiguous_format) for each in stacks]
+        for expert, rows in parts:
+            add_weight_gradient(totals[0][expert], grad_gate_up_SH[rows], input_SD[rows], grain, dtype)
+            add_weight_gradient(totals[1][expert], grad_SD[rows], (silu_SF * up_SF)[rows].float(), grain, dtype)
+        return grad_input_SD[slots_R].to(dtype), *totals, None, None
+
+
+def _pad_groups(groups: Sequence[Group], grain: int) -> tuple[Tensor, list[Group]]:
+    """The padded row of each row, and each expert's padded rows."""
+    slots: list[Tensor | None] = [None] * len(groups)
+    parts: list[Group] = []
+    for place, index in enumerate(sorted(range(len(groups)), key=lambda index: groups[index].expert)):
+        (expert, rows), start = groups[index], place * grain
+        slots[index] = torch.arange(start, start + rows.stop - rows.start)
+        if parts and parts[-1].expert == expert:
+            start = parts.pop().rows.start
+        parts.append(Group(expert, slice(start, (place + 1) * grain)))
+    return torch.cat([each for each in slots if each is not None]), parts
+
+
+def _multiply_parts(
+    rows_SI: Tensor, weight_EIO: Tensor, parts: Sequence[Group], grain: int, dtype: torch.dtype
+) -> Tensor:
+    """Each grain's product with its expert's matrix, in float32, rounded to a dtype."""
+    out_SO = rows_SI.new_empty(len(rows_SI), weight_EIO.shape[2], dtype=dtype)
+    for expert, rows in parts:
+        rows_GMI = rows_SI[rows].view(-1, grain, rows_SI.shape[1])
+        weight_GIO = weight_EIO[expert].expand(len(rows_GMI), -1, -1)
+        out_SO[rows] = torch.bmm(rows_GMI, weight_GIO).flatten(0, 1)
+    return out_SO
+
+
 class _GroupProducts(torch.autograd.Function):
     """Gated feed-forward of each group of rows with its expert's float64 matrices."""
 
@@ -204,10 +283,10 @@ def _experts_forward(
         rows_RD = rows_RD * weights_R1
     stacks = experts.gate_up_proj, experts.down_proj
     if experts.exchange is None:
-        out_RD = _multiply(rows_RD, *stacks, [routes.counts_EG.tolist()])  # one device sync
+        out_RD = _multiply(grain, rows_RD, *stacks, [routes.counts_EG.tolist()])  # one device sync
     else:
         exchange: Any = experts.exchange
-        out_RD = exchange.multiply_groups(rows_RD, routes.counts_EG, *stacks, _multiply)
+        out_RD = exchange.multiply_groups(rows_RD, routes.counts_EG, *stacks, functools.partial(_multiply, grain))
     if not scale_input:
         out_RD = out_RD * weights_R1
     out_ND: Tensor = _Combine.apply(out_RD, routes)
@@ -215,7 +294,17 @@ def _experts_forward(
 
 
 def _multiply(
-    rows_RD: Tensor, gate_up_EHD: Tensor, down_EDF: Tensor, counts: Sequence[Sequence[Sequence[int]]]
+    grain: int,
+    rows_RD: Tensor,
+    gate_up_EHD: Tensor,
+    down_EDF: Tensor,
+    counts: Sequence[Sequence[Sequence[int]]],
 ) -> Tensor:
-    out_RD: Tensor = _GroupProducts.apply(rows_RD, gate_up_EHD, down_EDF, list_groups(counts))
+    groups = list_groups(counts)
+    out_RD: Tensor
+    # A token sends one row to an expert at most, so a group has no more rows than a grain.
+    if groups and joins(rows_RD[:0], grain, *gate_up_EHD.shape[1:]) and not grain * down_EDF.shape[2] % LANES:
+        out_RD = _JoinedProducts.apply(rows_RD, gate_up_EHD, down_EDF, groups, grain)
+    else:
+        out_RD = _GroupProducts.apply(rows_RD, gate_up_EHD, down_EDF, groups)
     return out_RD

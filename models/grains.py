@@ -3,9 +3,10 @@
 A grain is a piece of one sequence, of a length that the layout does not change. Everything added over tokens (gradients
 of weights, routers' sums; the loss in ``fsdptoys.loss.grains``) is computed for each grain by itself in the compute
 dtype, rounded to a multiple of 2⁻⁵⁰, and added over grains in float64, where sums of such numbers are exact, so that
-their order does not matter. Products, and kernels that round differently in the tail of a vectorized loop, also get one
-grain at a time: a product of 7 rows rounds differently from one of 32. Everything else works on single tokens, or on
-sequences of single heads, which attention gets as a batch of their own.
+their order does not matter. Products also get one grain at a time: one of 7 rows rounds differently from one of 32.
+``grain_products`` joins many of them in a call, and gives kernels that round differently in the tail of a vectorized
+loop as many grains as leave none to it. Everything else works on single tokens, or on sequences of single heads, which
+attention gets as a batch of their own.
 
 Parameters are float64 here (a strategy's copies of float32 ones), cast to the compute dtype where they are used; their
 gradients are float64. The price: matmuls of few rows, a float64 sum of each weight's gradient, and casts.
@@ -20,7 +21,7 @@ sequence, H query heads, G key/value heads, K width of a head.
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -31,12 +32,11 @@ from torch.autograd.function import once_differentiable
 from .decoder import DecoderModel
 from .grain_attention import GRADIENTS, aligned, attention_kernels, on_grid, split_rows
 from .grain_experts import use_grain_experts
+from .grain_norms import LayerNorm, RMSNorm
+from .grain_products import CALL_ELEMENTS, add_weight_gradient, chunk_rows, multiply, sum_rows
 from .kernels import Kernels, use_kernels
 from .layers import Attention, AttentionTemperature, GELUFeedForward, LMHead
-from .linear import Linear, linear
-
-BLOCK_ELEMENTS = 2**16
-"""Elements of a gradient that are added over all grains at a time, so that the float64 sum stays in cache."""
+from .linear import Linear
 
 
 def use_grains(model: DecoderModel, grain: int, dtype: torch.dtype) -> None:
@@ -75,20 +75,6 @@ def _grain_kernels(kernels: Kernels, grain: int, dtype: torch.dtype) -> Kernels:
     )
 
 
-def add_products(total_OI: Tensor, grads: Sequence[Tensor], inputs: Sequence[Tensor]) -> None:
-    """Add ``grad.T @ input`` of each grain, in their dtype, to a float64 sum."""
-    rows = max(1, BLOCK_ELEMENTS // total_OI.shape[1] // 16 * 16)
-    for start in range(0, len(total_OI), rows):
-        block = slice(start, start + rows)
-        for grad_MO, input_MI in zip(grads, inputs, strict=True):
-            total_OI[block] += on_grid(linear(grad_MO[:, block].t(), input_MI.t()), GRADIENTS)
-
-
-def sum_rows(pieces: Sequence[Tensor]) -> Tensor:
-    """The float64 sum of rows that are first added within each piece."""
-    return on_grid(torch.stack([piece.sum(0) for piece in pieces]), GRADIENTS).sum(0)
-
-
 class _Linear(torch.autograd.Function):
     """``torch.nn.functional.linear`` with float64 parameters."""
 
@@ -96,65 +82,50 @@ class _Linear(torch.autograd.Function):
     def forward(ctx: Any, input_NI: Tensor, weight_OI: Tensor, bias_O: Tensor | None, grain: int) -> Tensor:
         ctx.save_for_backward(input_NI, weight_OI)
         ctx.grain = grain
-        cast_OI = weight_OI.to(input_NI.dtype)
         bias = None if bias_O is None else bias_O.to(input_NI.dtype)
-        out_NO = input_NI.new_empty(len(input_NI), len(weight_OI))
-        for rows in split_rows(len(input_NI), grain):
-            out_NO[rows] = linear(aligned(input_NI[rows]), cast_OI, bias)
-        return out_NO
+        return multiply(input_NI, weight_OI.to(input_NI.dtype), bias, grain)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_NO: Tensor) -> tuple[Tensor | None, ...]:
-        input_NI, weight_OI = ctx.saved_tensors
+        (input_NI, weight_OI), grain = ctx.saved_tensors, ctx.grain
         grad_NO = grad_NO.contiguous()
-        pieces = [(aligned(grad_NO[rows]), rows) for rows in split_rows(len(grad_NO), ctx.grain)]
         grad_input_NI = grad_weight_OI = grad_bias_O = None
         if ctx.needs_input_grad[0]:
-            cast_IO = weight_OI.to(input_NI.dtype).t()
-            grad_input_NI = torch.empty_like(input_NI)
-            for grad_MO, rows in pieces:
-                grad_input_NI[rows] = linear(grad_MO, cast_IO)
+            grad_input_NI = multiply(grad_NO, weight_OI.to(input_NI.dtype).t(), None, grain)
         if ctx.needs_input_grad[1]:
             grad_weight_OI = torch.zeros_like(weight_OI, memory_format=torch.contiguous_format)
-            inputs = [aligned(input_NI[rows]) for _, rows in pieces]
-            add_products(grad_weight_OI, [grad_MO for grad_MO, _ in pieces], inputs)
+            add_weight_gradient(grad_weight_OI, grad_NO, input_NI, grain)
         if ctx.needs_input_grad[2]:
-            grad_bias_O = sum_rows([grad_MO for grad_MO, _ in pieces])
+            grad_bias_O = sum_rows(grad_NO, grain)
         return grad_input_NI, grad_weight_OI, grad_bias_O, None
 
 
-class _Grainwise(torch.autograd.Function):
-    """A function of rows and float64 parameters, recomputed in the backward grain by grain."""
+class _Elementwise(torch.autograd.Function):
+    """An elementwise function of rows, recomputed in the backward."""
 
     @staticmethod
-    def forward(ctx: Any, function: Callable[..., Tensor], grain: int, n_inputs: int, *tensors: Tensor) -> Tensor:
-        ctx.save_for_backward(*tensors)
-        ctx.settings = function, grain, n_inputs
-        inputs, params = tensors[:n_inputs], [each.to(tensors[0].dtype) for each in tensors[n_inputs:]]
+    def forward(ctx: Any, function: Callable[..., Tensor], grain: int, *inputs: Tensor) -> Tensor:
+        ctx.save_for_backward(*inputs)
+        ctx.settings = function, grain
         out = torch.empty_like(inputs[0], memory_format=torch.contiguous_format)
-        for rows in split_rows(len(out), grain):
-            out[rows] = function(*(aligned(each[rows]) for each in inputs), *params)
+        for rows in chunk_rows(len(out), grain, out.shape[1]):
+            out[rows] = function(*(aligned(each[rows]) for each in inputs))
         return out
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-        (function, grain, n_inputs), tensors = ctx.settings, ctx.saved_tensors
-        inputs, given = tensors[:n_inputs], tensors[n_inputs:]
-        params = [each.detach().to(inputs[0].dtype).requires_grad_() for each in given]
+        (function, grain), inputs = ctx.settings, ctx.saved_tensors
         grads = [torch.empty_like(each, memory_format=torch.contiguous_format) for each in inputs]
-        sums = [torch.zeros_like(each, memory_format=torch.contiguous_format) for each in given]
-        for rows in split_rows(len(grad), grain):
+        for rows in chunk_rows(len(grad), grain, grad.shape[1]):
             leaves = [aligned(each[rows]).detach().requires_grad_() for each in inputs]
             with torch.enable_grad():
-                piece = function(*leaves, *params)
-            found = torch.autograd.grad(piece, [*leaves, *params], aligned(grad[rows]))
-            for whole, part in zip(grads, found, strict=False):
+                piece = function(*leaves)
+            found = torch.autograd.grad(piece, leaves, aligned(grad[rows]))
+            for whole, part in zip(grads, found, strict=True):
                 whole[rows] = part
-            for total, part in zip(sums, found[n_inputs:], strict=True):
-                total += on_grid(part, GRADIENTS)
-        return None, None, None, *grads, *sums
+        return None, None, *grads
 
 
 class _Embedding(torch.autograd.Function):
@@ -171,11 +142,12 @@ class _Embedding(torch.autograd.Function):
     def backward(ctx: Any, grad_ND: Tensor) -> tuple[Tensor | None, ...]:
         (ids_N,), (shape, grain) = ctx.saved_tensors, ctx.settings
         total_VD = grad_ND.new_zeros(shape, dtype=torch.float64)
-        for rows in split_rows(len(ids_N), grain):
+        for rows in split_rows(len(ids_N), grain * max(1, CALL_ELEMENTS // (grain * shape[1]))):
             ids_M, grad_MD = ids_N[rows], grad_ND[rows]
             places_M = torch.arange(len(ids_M), device=ids_M.device)
-            # The first place of an equal id gets the sum, and the others add zero: without a device sync.
-            first_M = torch.where(ids_M[:, None] == ids_M, places_M, len(ids_M)).amin(1)
+            keys_M = ids_M + places_M // grain * shape[0]  # equal ids of one grain
+            # The first place of an equal key gets the sum, and the others add zero: without a device sync.
+            first_M = torch.where(keys_M[:, None] == keys_M, places_M, len(ids_M)).amin(1)
             sums_MD = torch.zeros_like(grad_MD).index_add_(0, first_M, grad_MD)
             total_VD.index_add_(0, ids_M, on_grid(sums_MD, GRADIENTS))
         return None, total_VD, None, None
@@ -200,11 +172,8 @@ def _embedding_forward(module: nn.Embedding, grain: int, dtype: torch.dtype, ids
 
 
 def _layer_norm_forward(module: nn.LayerNorm, grain: int, hidden: Tensor) -> Tensor:
-    def norm(rows_MD: Tensor, weight_D: Tensor, bias_D: Tensor) -> Tensor:
-        return F.layer_norm(rows_MD, module.normalized_shape, weight_D, bias_D, module.eps)
-
     hidden_ND = hidden.reshape(-1, hidden.shape[-1])
-    return _Grainwise.apply(norm, grain, 1, hidden_ND, module.weight, module.bias).view_as(hidden)
+    return LayerNorm.apply(hidden_ND, module.weight, module.bias, module, grain).view_as(hidden)
 
 
 def _rms_norm(kernel: Callable[..., Tensor], grain: int, hidden: Tensor, weight: Tensor | None, eps: float) -> Tensor:
@@ -212,20 +181,18 @@ def _rms_norm(kernel: Callable[..., Tensor], grain: int, hidden: Tensor, weight:
         return kernel(hidden, None, eps)
     rows_per_token = math.prod(hidden.shape[2:-1])
     rows_ND = hidden.reshape(-1, hidden.shape[-1])
-    return _Grainwise.apply(
-        lambda rows_MD, weight_D: kernel(rows_MD, weight_D, eps), grain * rows_per_token, 1, rows_ND, weight
-    ).view_as(hidden)
+    return RMSNorm.apply(rows_ND, weight, eps, grain * rows_per_token).view_as(hidden)
 
 
 def _swiglu(kernel: Callable[[Tensor, Tensor], Tensor], grain: int, gate: Tensor, up: Tensor) -> Tensor:
     rows = (each.reshape(-1, each.shape[-1]) for each in (gate, up))
-    return _Grainwise.apply(kernel, grain, 2, *rows).view_as(gate)
+    return _Elementwise.apply(kernel, grain, *rows).view_as(gate)
 
 
 def _gelu_forward(module: GELUFeedForward, grain: int, hidden_BTD: Tensor) -> Tensor:
     up = module.up_proj(hidden_BTD)
     gelu = functools.partial(F.gelu, approximate="tanh")
-    return module.down_proj(_Grainwise.apply(gelu, grain, 1, up.reshape(-1, up.shape[-1])).view_as(up))
+    return module.down_proj(_Elementwise.apply(gelu, grain, up.reshape(-1, up.shape[-1])).view_as(up))
 
 
 def _embed(embed: Callable[[Tensor, Tensor], Tensor], tokens_BT: Tensor, positions: Tensor) -> Tensor:

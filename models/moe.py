@@ -71,7 +71,11 @@ class Router(nn.Module):
 
     def choose(self, hidden_ND: Tensor, weight_ED: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return experts_NK and their weights_NK by a given matrix, and the ``sums`` of these tokens, in float32."""
-        logits_NE = F.linear(hidden_ND, weight_ED)
+        experts_NK, weights_NK, probabilities_NE, squares_N = self.score(F.linear(hidden_ND, weight_ED))
+        return experts_NK, weights_NK, torch.cat([probabilities_NE.sum(0), squares_N.sum().unsqueeze(0)])
+
+    def score(self, logits_NE: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Return experts_NK, weights_NK, and the terms of each token in the ``sums``: (N, E) and (N), in float32."""
         if self.scores is Scores.sigmoid:
             chosen_NK, experts_NK = logits_NE.topk(self.top_k, dim=-1)
             weights_NK = chosen_NK.float().sigmoid()
@@ -82,9 +86,7 @@ class Router(nn.Module):
             weights_NK, experts_NK = probabilities_NE.topk(self.top_k, dim=-1)
             if self.scores is Scores.normalized_softmax:
                 weights_NK = weights_NK / weights_NK.sum(-1, keepdim=True)
-        squares_N = logits_NE.float().logsumexp(-1).square()
-        sums = torch.cat([probabilities_NE.sum(0), squares_N.sum().unsqueeze(0)])
-        return experts_NK, weights_NK, sums
+        return experts_NK, weights_NK, probabilities_NE, logits_NE.float().logsumexp(-1).square()
 
     def finish(self, experts_NK: Tensor, weights_NK: Tensor, sums: Tensor) -> Tensor:
         """Record the choice, and return the weights, whose backward gives ``sums`` its gradient."""

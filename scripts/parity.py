@@ -19,9 +19,10 @@ A SHA-256 over the final parameters of all rows follows each table, to compare t
   sharding, so only strategies with equal sharding agree in every bit; every loss is within 1e-6 of the one process in
   float32. ``--against-cpu`` also trains every row on CPU ranks in the same arithmetic and prints the difference of the
   losses, which is no breach: another kernel may round otherwise.
-- ``--layouts all`` compares layouts of the mesh instead (context and expert parallelism, HSDP and their combinations)
-  with one ordinary process, gradients included: see ``parity_layouts``. ``--inject all`` makes ten bugs, one after
-  another, and reports whether the comparison finds each at step 1: see ``parity_bugs``.
+- ``--layouts all`` compares layouts of the mesh instead (sequences and experts split over ranks, HSDP, combinations)
+  with one ordinary process, gradients included. ``--layouts pairs`` trains only two models, in layout mode and float32,
+  on every number of ranks; all else on the smallest that fits (``parity_layouts``). ``--inject all`` makes ten bugs,
+  and reports whether the comparison finds each at step 1 (``parity_bugs``).
 - the toys (``toy-``) must agree with PyTorch's implementations in every bit, in both modes: toy DDP and ZeRO-1 with
   DDP, toy FSDP with FSDP2. Toy ZeRO-2 and ZeRO-3 reduce after every micro-batch, DDP once a step; with --grad-accum 1
   and reductions of two numbers they must agree with DDP in every bit. Over more ranks, or with several micro-batches,
@@ -316,11 +317,7 @@ def compare(args: argparse.Namespace, model: str, mode: str, dtype: str, console
 
 
 def check_device(device: str, against_cpu: bool) -> None:
-    """Reject a missing device, and a comparison of CPU ranks with themselves.
-
-    Raises:
-        ConfigError: with the fix.
-    """
+    """Reject a missing device, and a comparison of CPU ranks with themselves, with a ConfigError."""
     if device_count(device) == 0:
         raise missing_device(device)
     if against_cpu and device == "cpu":
@@ -357,11 +354,13 @@ def parse_arguments(words: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--strategies", nargs="+", choices=list(STRATEGIES), default=list(STRATEGIES))
     parser.add_argument("--dtypes", nargs="+", choices=["float32", "bfloat16"], default=["float32", "bfloat16"])
     parser.add_argument("--modes", nargs="+", choices=list(MODES), help="by default all that the device runs")
-    parser.add_argument("--layouts", nargs="+", choices=["all", *LAYOUTS], help="compare layouts, not strategies")
+    several = "compare layouts, not strategies; pairs: each on the fewest ranks, on every number for two models only"
+    parser.add_argument("--layouts", nargs="+", choices=["all", "pairs", *LAYOUTS], help=several)
     parser.add_argument("--inject", nargs="+", choices=["all", *BUGS], help="bugs to make and to find")
     parser.add_argument("--against-cpu", action="store_true", help="train every row on CPU ranks too")
     args = parser.parse_args(words)
-    args.layouts = list(LAYOUTS) if args.layouts and "all" in args.layouts else args.layouts
+    args.pairs = bool(args.layouts) and "pairs" in args.layouts and "all" not in args.layouts
+    args.layouts = list(LAYOUTS) if args.layouts and {"all", "pairs"} & {*args.layouts} else args.layouts
     args.inject = list(BUGS) if args.inject and "all" in args.inject else args.inject
     if args.modes is None:
         args.modes = ["deterministic", "default"] if float64_collectives(args.device) else ["portable"]

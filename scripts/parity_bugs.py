@@ -33,11 +33,10 @@ from fsdptoys.parallel import gathered
 from fsdptoys.parallel.fsdp2 import FSDP2
 from fsdptoys.parallel.strategy import Strategy
 from fsdptoys.train import moe_balance, step_inputs
+from scripts.parity_compare import Comparison, Trajectory
 from scripts.parity_layouts import (
     GRADIENT_TOLERANCE,
     LAYOUT_MODES,
-    Comparison,
-    Trajectory,
     compare_layouts,
     count_rows,
     layout_configs,
@@ -194,10 +193,10 @@ class Catch:
 
 def inject(bug: Bug, name: str, steps: int, seq_len: int, reference: Trajectory) -> Catch:
     """Train with a bug on fresh ranks, and compare with one process without it."""
-    configs = layout_configs([bug.layout], bug.model, "float32", bug.mode, bug.world_size, steps, seq_len)
+    configs = layout_configs({bug.layout: 0}, bug.model, "float32", bug.mode, bug.world_size, steps, seq_len)
     with bug.patch():
         rows: list[Comparison] = run_ranks(
-            bug.world_size, train_and_compare, list(configs.values()), reference, [name], timeout_seconds=3600
+            bug.world_size, train_and_compare, list(configs.values()), [reference], [name], timeout_seconds=3600
         )[0]
     (row,) = rows
     # Smaller differences of the default mode may be rounding.

@@ -4,6 +4,7 @@
     python scripts/validate_plan.py --rows "fsdp2 block gc" "torchtitan 8"
     python scripts/validate_plan.py --rows h200
     python scripts/validate_plan.py --write benchmarks/plan.md --jobs 2
+    python scripts/validate_plan.py --errors 60 --searches 100 --jobs 2
 
 Every row is traced at full depth and replayed. Today's trainer did not make the published runs: sections 2 to 4 trace
 programs that do the same as the published ones (``published_programs``, ``published_torchtitan``).
@@ -19,6 +20,9 @@ programs that do the same as the published ones (``published_programs``, ``publi
    fitted on 8.
 
 5. Today's trainer on one H200 (``planned_rows``): predicted step, speed and memory, without a published counterpart.
+
+``--errors`` and ``--searches`` print the errors of the closed form instead, and searches checked by brute force
+(``estimate_errors``).
 
 Reserved memory settles after three steps, so three are traced; the numbers are of the last one.
 """
@@ -50,7 +54,7 @@ from fsdptoys.plan.simulator.replay import Replay, replay
 from fsdptoys.plan.trace.op_costs import matmul_workspace_bytes
 from fsdptoys.plan.trace.op_recorder import OpRecorder
 from fsdptoys.plan.trace.tracer import trace_here
-from scripts import planned_rows, published_torchtitan, trainer_rows
+from scripts import estimate_errors, planned_rows, published_torchtitan, trainer_rows
 from scripts.finding import Finding
 from scripts.planned_rows import PlannedRow, planned_config, planned_table
 from scripts.progress import progress, unit
@@ -315,7 +319,7 @@ def render(rows: Rows) -> tuple[str, bool]:
         lines += ["## 5. Today's trainer on one H200: predicted, not measured", "", *planned_table(planned), ""]
     missed = [finding for _, findings, _ in sections for finding in findings if not finding.met]
     lines += [
-        "## 6. Other validation",
+        "## 7. Other validation",
         "",
         "- Real allocations on a CPU, in order, against those of a trace: `tests/plan/test_real_allocations.py`.",
         "- Real allocations and times on a GPU need a GPU: not run here.",
@@ -326,6 +330,15 @@ def render(rows: Rows) -> tuple[str, bool]:
     if today:
         lines += ["", f"{above} of {2 * len(today)} cells of today's trainer are above the published value."]
     return "\n".join(lines) + "\n", not missed and not above
+
+
+def check_estimate(runs: int, searches: int, jobs: int) -> int:
+    """Compare the closed form with traces of the first runs, and check searches; 0 if the bars are met."""
+    with progress(bool(runs) + searches):
+        errors = estimate_errors.estimate_errors(jobs, runs) if runs else []
+        lines, met = estimate_errors.render(errors, estimate_errors.run_searches(searches, jobs) if searches else [])
+    print("\n".join([*about()[:2], "", *lines]))
+    return 0 if met else 1
 
 
 def about() -> list[str]:
@@ -347,6 +360,8 @@ def main() -> int:
     parser.add_argument("--keep", type=Path, help="folder for new and existing traces")
     parser.add_argument("--jobs", type=int, default=1, help="rows to trace concurrently")
     parser.add_argument("--layers", type=int, help="blocks of the model, for a quick run; the published models have 32")
+    parser.add_argument("--errors", type=int, metavar="N", help="compare the closed form with N runs' traces only")
+    parser.add_argument("--searches", type=int, metavar="N", help="check N random searches by brute force only")
     parser.add_argument("--trace", choices=NAMES, metavar="ROW", help="trace one row into --keep and exit")
     args = parser.parse_args()
     if not all(map(named, ([word] for word in args.rows))):
@@ -357,6 +372,8 @@ def main() -> int:
         with open(args.keep / file_name(args.trace), "wb") as file:
             pickle.dump(made, file, protocol=pickle.HIGHEST_PROTOCOL)
         return 0
+    if args.errors is not None or args.searches is not None:
+        return check_estimate(args.errors or 0, args.searches or 0, args.jobs)
     with tempfile.TemporaryDirectory() as temporary:
         folder = args.keep or Path(temporary)
         folder.mkdir(parents=True, exist_ok=True)

@@ -117,7 +117,8 @@ def choose_switches(
     own: dict[str, Any] = {name: (getattr(base.parallel, key),) for name, key in OWN if hasattr(base.parallel, key)}
     space = dataclasses.replace(SENSIBLE, strategies=(base.parallel.name,), **own)
     # Batch and mesh stay as the files have them.
-    fixed = [f"train.batch_size={base.train.batch_size}", f"mesh.fsdp_size={value_text(base.mesh.fsdp_size)}"]
+    fixed = [f"train.batch_size={base.train.batch_size}"]
+    fixed += [f"mesh.{name}={value_text(value)}" for name, value in vars(base.mesh).items()]
     given = [*words, *fixed]
     try:
         best = search(base, given, memory.hardware, world_size, memory.limit_bytes, closed_form, space=space).best

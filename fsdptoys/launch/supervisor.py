@@ -29,6 +29,7 @@ import time
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 from torch.distributed.elastic.agent.server import WorkerSpec
@@ -135,7 +136,8 @@ class _Workers:
         self, folder: Path, launch: LaunchConfig, token: bytes | None, command: Sequence[str], forks: bool
     ) -> None:
         self.folder, self.launch, self.command, self.forks, self._token = folder, launch, command, forks, token
-        self._events: queue.SimpleQueue[int | None] = queue.SimpleQueue()  # signals; None: the agent is done
+        # Signals and the time of each; None: the agent is done.
+        self._events: queue.SimpleQueue[tuple[int, float] | None] = queue.SimpleQueue()
         self._lock = threading.Lock()
         self._pids: dict[int, int] = {}  # of this start, by rank
         self._killed: set[int] = set()
@@ -160,12 +162,15 @@ class _Workers:
         numbers = {*STOP_SIGNALS, *END_SIGNALS}
         if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:  # as under nohup
             numbers.remove(signal.SIGHUP)
-        before = {number: signal.signal(number, lambda number, _: self._events.put(number)) for number in numbers}
+        before = {number: signal.signal(number, self._note) for number in numbers}
         try:
             yield
         finally:
             for number, handler in before.items():
                 signal.signal(number, handler)
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        self._events.put((number, time.monotonic()))
 
     def run(self) -> tuple[int, str | None]:
         """Start the workers and wait for them; return an exit status and a final message, if any."""
@@ -174,16 +179,18 @@ class _Workers:
         stopped_at = 0.0
         while agent.is_alive():
             try:
-                number = self._events.get(timeout=POLL_SECONDS)
+                event = self._events.get(timeout=POLL_SECONDS)
             except queue.Empty:
                 self._kill_what_hangs()
                 continue
-            if number is None:
+            if event is None:
                 agent.join()
-            elif number in STOP_SIGNALS and self._stop is None:
-                stopped_at = time.monotonic()
+                continue
+            number, received_at = event
+            if number in STOP_SIGNALS and self._stop is None:
+                stopped_at = received_at
                 self._pass_on(number)
-            elif number in STOP_SIGNALS and time.monotonic() - stopped_at < SAME_REQUEST_SECONDS:
+            elif number in STOP_SIGNALS and received_at - stopped_at < SAME_REQUEST_SECONDS:
                 continue
             else:
                 self._end = number

@@ -14,7 +14,7 @@ from torch import Tensor
 from fsdptoys.models.linear import linear
 
 from .chunked import chunked_loss_sum
-from .grains import grain_chunked_loss_sum, grain_loss_sum
+from .grains import grain_loss_sum
 from .objective import IGNORE_INDEX, Objective
 
 LossFn = Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -37,14 +37,12 @@ def build_loss(
         objective: function of the logits to minimize.
         grain: tokens of a grain, for a model with grains (``models.grains``): the loss is float64 then; else None.
     """
+    if grain is not None:
+        return functools.partial(grain_loss_sum, objective=objective, grain=grain, keeps_logits=not chunk_loss)
     if chunk_loss:
-        chunked = functools.partial(
+        return functools.partial(
             chunked_loss_sum, objective=objective, chunk_tokens=chunk_tokens, grad_dtype=grad_dtype
         )
-        return chunked if grain is None else functools.partial(grain_chunked_loss_sum, loss_fn=chunked, grain=grain)
-    if grain is not None:
-        of_logits = functools.partial(logits_loss_sum, objective=objective)
-        return functools.partial(grain_loss_sum, logits_loss=of_logits, grain=grain)
     return functools.partial(cross_entropy_sum, objective=objective)
 
 

@@ -1,25 +1,36 @@
 """The training loss grain by grain, so that neither it nor its gradients depend on the layout (``models.grains``).
 
 The plain loss keeps the logits of all tokens, once, in the compute dtype. The chunked loss keeps none: the backward
-makes them again, which is a fourth matmul, and adds a weight gradient of the vocabulary's size for each grain.
+makes them again, which is a fourth matmul. Both take several grains at a time; the rows of a softmax are padded until
+a vectorized loop leaves none to its tail.
 
-Shapes: N tokens, M tokens of a grain, D width, V vocabulary.
+Shapes: N tokens, C tokens of a chunk, R rows of a softmax, D width, V vocabulary.
 """
 
-from collections.abc import Callable
+from collections.abc import Iterator
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from fsdptoys.models.grain_attention import GRADIENTS, aligned, on_grid, split_rows
-from fsdptoys.models.grains import add_products
-from fsdptoys.models.linear import linear
+from fsdptoys.models.grain_attention import on_grid, split_rows
+from fsdptoys.models.grain_products import LANES, add_weight_gradient, multiply
+
+from .objective import IGNORE_INDEX, Objective
+from .softmax import block_gradient_
+
+CHUNK_ELEMENTS = 2**19
+"""Logits made at a time."""
+SOFTMAX_ELEMENTS = 2**18
+"""Logits of a softmax, as many as fit in a core's own cache."""
+LOSSES = 1.5 * 2.0**22
+"""Losses of tokens become multiples of 2⁻³⁰ (``on_grid``); sums below 2²³ are exact."""
 
 
 def grain_loss_sum(
-    hidden_ND: Tensor, weight_VD: Tensor, labels_N: Tensor, logits_loss: Callable[[Tensor, Tensor], Tensor], grain: int
+    hidden_ND: Tensor, weight_VD: Tensor, labels_N: Tensor, objective: Objective, grain: int, *, keeps_logits: bool
 ) -> Tensor:
     """The loss summed over valid labels, a float64 scalar.
 
@@ -27,88 +38,76 @@ def grain_loss_sum(
         hidden_ND: in the compute dtype.
         weight_VD: float64.
         labels_N: classes, or ``IGNORE_INDEX``.
-        logits_loss: ``logits_loss(logits_MV, labels_M)``: the sum of a grain's losses, from float32 logits.
+        objective: function of the logits to minimize.
         grain: tokens of a grain.
+        keeps_logits: keep logits for the backward rather than make them again.
     """
-    return _PlainLoss.apply(hidden_ND, weight_VD, labels_N, logits_loss, grain)
+    return _GrainLoss.apply(hidden_ND, weight_VD, labels_N, objective, grain, keeps_logits)
 
 
-def grain_chunked_loss_sum(
-    hidden_ND: Tensor, weight_VD: Tensor, labels_N: Tensor, loss_fn: Callable[..., Tensor], grain: int
-) -> Tensor:
-    """The same without kept logits; ``loss_fn(hidden_MD, weight_VD, labels_M)`` is the chunked loss of a grain."""
-    return _RecomputedLoss.apply(hidden_ND, weight_VD, labels_N, loss_fn, grain)
-
-
-class _PlainLoss(torch.autograd.Function):
+class _GrainLoss(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
         hidden_ND: Tensor,
         weight_VD: Tensor,
         labels_N: Tensor,
-        logits_loss: Callable[[Tensor, Tensor], Tensor],
+        objective: Objective,
         grain: int,
+        keeps_logits: bool,
     ) -> Tensor:
         cast_VD = weight_VD.to(hidden_ND.dtype)
-        keeps = any(ctx.needs_input_grad)
-        logits_NV = hidden_ND.new_empty(len(hidden_ND) if keeps else 0, len(weight_VD))
-        total = hidden_ND.new_zeros((), dtype=torch.float64)
-        for rows in split_rows(len(hidden_ND), grain):
-            logits_MV = linear(aligned(hidden_ND[rows]), cast_VD)
-            total += logits_loss(logits_MV.float(), labels_N[rows])
-            if keeps:
-                logits_NV[rows] = logits_MV
+        keeps = keeps_logits and any(ctx.needs_input_grad)
+        logits_NV = hidden_ND.new_empty(len(hidden_ND), len(weight_VD)) if keeps else None
+        losses_N = hidden_ND.new_empty(len(hidden_ND), dtype=torch.float32)
+        for rows in _chunks(len(hidden_ND), len(weight_VD), grain):
+            logits_CV = multiply(hidden_ND[rows], cast_VD, None, grain)
+            if logits_NV is not None:
+                logits_NV[rows] = logits_CV
+            losses_N[rows] = _softmax_(logits_CV.float(), labels_N[rows], objective, gradient=False)
         ctx.save_for_backward(hidden_ND, weight_VD, labels_N, logits_NV)
-        ctx.settings = logits_loss, grain
-        return total
+        ctx.settings = objective, grain
+        return on_grid(losses_N, LOSSES).sum()
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:
-        hidden_ND, weight_VD, labels_N, logits_NV = ctx.saved_tensors
-        logits_loss, grain = ctx.settings
-        cast_DV = weight_VD.to(hidden_ND.dtype).t()
-        grad_hidden_ND = torch.empty_like(hidden_ND, memory_format=torch.contiguous_format)
-        grads, inputs = [], []
-        for rows in split_rows(len(hidden_ND), grain):
-            leaf_MV = aligned(logits_NV[rows]).float().requires_grad_()
-            with torch.enable_grad():
-                loss = logits_loss(leaf_MV, labels_N[rows])
-            (grad_MV,) = torch.autograd.grad(loss, leaf_MV, upstream.to(loss.dtype))
-            grad_MV = grad_MV.to(hidden_ND.dtype)
-            grad_hidden_ND[rows] = linear(grad_MV, cast_DV)
-            grads.append(grad_MV)
-            inputs.append(aligned(hidden_ND[rows]))
-        grad_weight_VD = torch.zeros_like(weight_VD, memory_format=torch.contiguous_format)
-        add_products(grad_weight_VD, grads, inputs)
-        return grad_hidden_ND, grad_weight_VD, None, None, None
-
-
-class _RecomputedLoss(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any, hidden_ND: Tensor, weight_VD: Tensor, labels_N: Tensor, loss_fn: Callable[..., Tensor], grain: int
-    ) -> Tensor:
-        ctx.save_for_backward(hidden_ND, weight_VD, labels_N)
-        ctx.settings = loss_fn, grain
-        cast_VD = weight_VD.detach().to(hidden_ND.dtype)
-        total = hidden_ND.new_zeros((), dtype=torch.float64)
-        for rows in split_rows(len(hidden_ND), grain):
-            total += loss_fn(aligned(hidden_ND[rows]).detach(), cast_VD, labels_N[rows])
-        return total
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:
-        (hidden_ND, weight_VD, labels_N), (loss_fn, grain) = ctx.saved_tensors, ctx.settings
-        cast_VD = weight_VD.detach().to(hidden_ND.dtype).requires_grad_()
+        (hidden_ND, weight_VD, labels_N, logits_NV), (objective, grain) = ctx.saved_tensors, ctx.settings
+        cast_VD = weight_VD.to(hidden_ND.dtype)
         grad_hidden_ND = torch.empty_like(hidden_ND, memory_format=torch.contiguous_format)
         grad_weight_VD = torch.zeros_like(weight_VD, memory_format=torch.contiguous_format)
-        for rows in split_rows(len(hidden_ND), grain):
-            leaf_MD = aligned(hidden_ND[rows]).detach().requires_grad_()
-            with torch.enable_grad():
-                loss = loss_fn(leaf_MD, cast_VD, labels_N[rows])
-            grad_hidden_ND[rows], grad_VD = torch.autograd.grad(loss, [leaf_MD, cast_VD], upstream.to(loss.dtype))
-            grad_weight_VD += on_grid(grad_VD, GRADIENTS)
-        return grad_hidden_ND, grad_weight_VD, None, None, None
+        grad_NV = None if logits_NV is None else torch.empty_like(logits_NV)
+        for rows in _chunks(len(hidden_ND), len(weight_VD), grain):
+            logits_CV = multiply(hidden_ND[rows], cast_VD, None, grain) if logits_NV is None else logits_NV[rows]
+            values_CV = logits_CV.to(torch.float32, copy=logits_NV is not None)
+            _softmax_(values_CV, labels_N[rows], objective, gradient=True)
+            grad_CV = values_CV.mul_(upstream.to(torch.float32)).to(hidden_ND.dtype)
+            grad_hidden_ND[rows] = multiply(grad_CV, cast_VD.t(), None, grain)
+            if grad_NV is None:
+                add_weight_gradient(grad_weight_VD, grad_CV, hidden_ND[rows], grain)
+            else:
+                grad_NV[rows] = grad_CV
+        if grad_NV is not None:  # all grains at once: each block of the sum is read and written once
+            add_weight_gradient(grad_weight_VD, grad_NV, hidden_ND, grain)
+        return grad_hidden_ND, grad_weight_VD, None, None, None, None
+
+
+def _chunks(n_tokens: int, vocab_size: int, grain: int) -> Iterator[slice]:
+    return split_rows(n_tokens, grain * max(1, CHUNK_ELEMENTS // (grain * vocab_size)))
+
+
+def _softmax_(values_CV: Tensor, labels_C: Tensor, objective: Objective, *, gradient: bool) -> Tensor:
+    """Losses of float32 logits, which become their gradients; without ``gradient`` they end up undefined."""
+    losses = []
+    for rows in split_rows(len(values_CV), LANES * max(1, SOFTMAX_ELEMENTS // (LANES * values_CV.shape[1]))):
+        block_RV, labels_R = values_CV[rows], labels_C[rows]
+        missing = -len(block_RV) % LANES
+        if not missing:
+            losses.append(block_gradient_(block_RV, labels_R[:, None], objective, gradient, some_ignored=True))
+            continue
+        padded_RV, labels_R = F.pad(block_RV, (0, 0, 0, missing)), F.pad(labels_R, (0, missing), value=IGNORE_INDEX)
+        found_R = block_gradient_(padded_RV, labels_R[:, None], objective, gradient, some_ignored=True)
+        losses.append(found_R[: len(block_RV)])
+        if gradient:
+            block_RV.copy_(padded_RV[: len(block_RV)])
+    return torch.cat(losses)

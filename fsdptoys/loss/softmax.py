@@ -61,14 +61,14 @@ def softmax_gradient_(
     for start in range(0, C, rows):
         block_RV = logits_CV[start : start + rows]
         values_RV = block_RV if scratch_RV is None else scratch_RV[: len(block_RV)].copy_(block_RV)
-        losses_C[start : start + rows] = _block_gradient_(
+        losses_C[start : start + rows] = block_gradient_(
             values_RV, labels_C[start : start + rows, None], objective, gradient, some_ignored
         )
         if gradient and values_RV is not block_RV:
             block_RV.copy_(values_RV)
 
 
-def _block_gradient_(
+def block_gradient_(
     values_RV: Tensor, labels_R1: Tensor, objective: Objective, gradient: bool, some_ignored: bool
 ) -> Tensor:
     """Losses of a few rows; replaces their float32 logits by the gradient."""

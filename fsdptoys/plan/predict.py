@@ -14,7 +14,7 @@ from fsdptoys.models import MoEConfig
 from fsdptoys.models.attention import BACKENDS
 from fsdptoys.parallel.float8 import Float8
 from fsdptoys.parallel.mesh import straddling
-from fsdptoys.plan.estimate.estimate import closed_form, covers_mesh
+from fsdptoys.plan.estimate.estimate import closed_form
 from fsdptoys.plan.search.switches import STRATEGIES, check_strategy, node_ranks_of
 from fsdptoys.plan.simulator.allocator import build_allocator
 from fsdptoys.plan.simulator.events import Trace
@@ -56,8 +56,6 @@ def estimate_run(config: Config, world_size: int) -> tuple[Prediction, Hardware]
     memory = config.memory
     if hardware.device_type == "cpu" and (memory.cpu_offload or memory.optimizer_offload):
         return None  # offload on a CPU moves nothing, which the closed form does not model
-    if not covers_mesh(config):
-        return None  # the exchanges of shared sequences and split experts are not modelled
     return closed_form(config, hardware, world_size), hardware
 
 
@@ -91,11 +89,9 @@ class Predictor:
             result = extrapolate(replays[0], result, (self.depths[0], self.depths[1]), config.model.n_layers)
             method = f"traced, {self.depths[0]} and {self.depths[1]} layers"
         closed = closed_form(config, hardware, self.world_size)
-        covered = covers_mesh(config)
-        memory = result.memory(closed.memory.host_bytes if covered else None)
+        memory = result.memory(closed.memory.host_bytes)
         prediction = dataclasses.replace(closed, method=method, memory=memory, time=result.time())
-        compared = disagreement(prediction, closed) if covered else ()
-        found = (*doubts(config, hardware, self.world_size), *compared)
+        found = (*doubts(config, hardware, self.world_size), *disagreement(prediction, closed))
         return dataclasses.replace(prediction, doubts=found)
 
 
@@ -107,10 +103,8 @@ def predict(config: Config, hardware: Hardware, world_size: int) -> Prediction:
     """
     predictor = Predictor(config, hardware, world_size)
     prediction = predictor(hardware)
-    if len(predictor.depths) == 1 or not covers_mesh(config):
-        return prediction
     closed = closed_form(config, hardware, world_size)
-    if closed.memory.peak_bytes > (1 + HIGHER) * prediction.memory.peak_bytes:
+    if len(predictor.depths) > 1 and closed.memory.peak_bytes > (1 + HIGHER) * prediction.memory.peak_bytes:
         config = copy.deepcopy(config)
         config.plan.exact = True
         prediction = Predictor(config, hardware, world_size)(hardware)
@@ -169,8 +163,6 @@ def doubts(config: Config, hardware: Hardware, world_size: int) -> tuple[str, ..
         "experts are assumed to be one matmul, but are multiplied one by one: a lower bound of time": (
             experts and single_experts
         ),
-        f"mesh.ep_size={config.mesh.ep_size} makes the host wait for the sizes of each exchange, which is not "
-        "predicted: a lower bound of time": config.mesh.ep_size > 1,
         "reading the data is assumed to take no time": config.data.reads_files,
     }
     return tuple(sentence for sentence, applies in sentences.items() if applies)

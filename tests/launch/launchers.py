@@ -87,6 +87,8 @@ def stop():
             time.sleep(0.05)
             asked = torch.tensor(float(request.received is not None))
             dist.all_reduce(asked)
+        while request.received is None:  # the other rank's signal came first
+            time.sleep(0.05)
         leave(f"saved{rank}", str(request.received))
     dist.barrier()
     dist.destroy_process_group()

@@ -1,6 +1,7 @@
 """Optimizer steps in the backward against the ordinary ones, and the gradients that they free."""
 
 import functools
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -88,7 +89,8 @@ def counting(function: Callable[..., Any], count: Callable[[], None]) -> Callabl
 def peak_and_gradients(configs: list[Config]) -> list[tuple[int, int, int]]:
     """For each run: bytes at the peak of a step over those before it, most live gradients, and all parameters.
 
-    The smallest of sixteen steps counts: gloo's thread may hold a buffer for longer than the collective takes.
+    The smallest of four steps counts: gloo's thread may hold a buffer for longer than the collective takes. A sleep of
+    2 ms after each gradient lets it run on a busy machine.
     """
     measured = []
     for each in configs:
@@ -102,9 +104,10 @@ def peak_and_gradients(configs: list[Config]) -> list[tuple[int, int, int]]:
             def count(params: list[nn.Parameter] = params) -> None:
                 nonlocal most
                 most = max(most, sum(param.grad is not None for param in params))
+                time.sleep(0.002)
 
             made._train_step(1, 0.0)
-            peaks = [peak_of(functools.partial(made._train_step, step, 0.0)) for step in range(2, 18)]
+            peaks = [peak_of(functools.partial(made._train_step, step, 0.0)) for step in range(2, 6)]
         measured.append((min(peaks), most, len(params)))
     return measured
 
@@ -132,6 +135,5 @@ def test_optimizer_in_backward_frees_gradients_early(ranks: int) -> None:
     gradient_bytes = 4 * sum(param.numel() for param in built(model)) // ranks
     assert most == params
     assert few == 1
-    # Less than all: FSDP2 keeps the gradients of a block in one storage, so 0.74 of the bytes where gloo holds no
-    # buffer. On a busy machine it held one of two blocks in all sixteen steps (0.61).
-    assert ordinary - freeing > 0.5 * gradient_bytes
+    # Less than all: FSDP2 keeps the gradients of a block in one storage (0.74 of the bytes where no buffer is held).
+    assert ordinary - freeing > 0.7 * gradient_bytes

@@ -40,7 +40,7 @@ def formula(config: Config, hardware: Hardware, world_size: int) -> Prediction:
     full = memory.gradient_checkpointing is GradientCheckpointing.full
     kept = {"none": 30, "selective": 12, "full": 2}[memory.gradient_checkpointing.value]
     kept *= 0.3 if memory.activation_offload else 1
-    tokens = train.batch_size * train.seq_len
+    tokens = train.batch_size * train.seq_len // config.mesh.cp_size
     state = {True: 4, False: 16}[memory.optimizer_offload] * (not memory.cpu_offload) * parameters / shards
     gathered = 2 * parameters if value_text(read(config, "parallel.reshard_after_forward")) == "never" else 0
     whole = (0 if parallel.name.startswith("fsdp") else 2) * parameters
@@ -50,7 +50,7 @@ def formula(config: Config, hardware: Hardware, world_size: int) -> Prediction:
     compute = 6 * parameters * tokens * (4 / 3 if full else 1.1 if memory.checkpoints else 1) / 4e14
     traffic = (1 if gathered else 1.5) * parameters * (1 - 1 / shards) / (3e11 if shards <= 8 else 4e10)
     traffic += 0 if shards == world_size else 0.3 * parameters / 4e10
-    step = max(compute, traffic) + 0.01
+    step = max(compute, traffic) + 0.01 + 0.02 * (config.mesh.cp_size > 1)
     step += 0.03 if read(config, "parallel.wrap") is Wrap.block_attn_mlp else 0
     step += 0.05 * compute if memory.activation_offload else 0
     step += parameters / shards / 3e9 if memory.optimizer_offload else 0

@@ -1,13 +1,18 @@
 """Traces of runs whose ranks share sequences or split experts, compared with formulas."""
 
 from collections import Counter
+from collections.abc import Iterable
 
 import pytest
 
-from fsdptoys.metrics.prediction import Category
+from fsdptoys.device.profile import load_hardware
+from fsdptoys.metrics.prediction import Category, Volume
+from fsdptoys.plan.estimate.estimate import closed_form
+from fsdptoys.plan.simulator.allocator import build_allocator
 from fsdptoys.plan.simulator.events import COMPUTE_STREAM, Collective, Kernel, KernelKind, Trace
+from fsdptoys.plan.simulator.replay import replay
 from tests.plan.test_tracer import of_step
-from tests.plan.traced import live_bytes, traced
+from tests.plan.traced import configured, live_bytes, traced, traced_on
 
 BF16 = "parallel.param_dtype=bfloat16"
 LAYERS, DIM, HEADS, WIDTH, TOKENS, VOCAB = 2, 256, 8, 32, 512, 1024
@@ -101,3 +106,32 @@ def test_a_rank_gathers_its_experts_only() -> None:
     experts = LAYERS * EXPERTS * 3 * DIM * EXPERT_FFN
     assert gathered["efsdp"] == 2 * experts // 4 * 2  # in forward and backward
     assert gathered["shard"] > 0
+
+
+@pytest.mark.parametrize(
+    ("words", "more"),
+    [
+        (LLAMA, ("mesh.cp_size=4", "model.n_kv_heads=2")),
+        (LLAMA, ("mesh.cp_size=4", "parallel.context=gathered", "memory.gradient_checkpointing=selective")),
+        (LLAMA, ("mesh.cp_size=8", "parallel.context=ring", "mesh.fsdp_size=8", "parallel=fsdp1")),
+        (MOE, ("mesh.ep_size=4", "plan.expert_imbalance=2", "memory.gradient_checkpointing=full")),
+        (MOE, ("mesh.ep_size=2", "mesh.fsdp_size=4", "mesh.cp_size=2")),
+    ],
+)
+def test_closed_form_has_the_memory_and_the_exchanges_of_the_trace(
+    words: tuple[str, ...], more: tuple[str, ...]
+) -> None:
+    """Oracle: the trace of all layers."""
+    config = configured([*words, *more], 8, "cuda")
+    h100 = load_hardware("h100")
+    result = replay(traced_on(config, h100, 8), h100, build_allocator(config.plan.allocator))
+    closed, memory = closed_form(config, h100, 8), result.memory()
+    assert closed.memory.peak_bytes == pytest.approx(memory.peak_bytes, rel=0.01)
+    assert closed.time.step_seconds == pytest.approx(result.time().step_seconds, rel=0.1)
+
+    def moved(volumes: Iterable[Volume]) -> dict[tuple[str, str, int], tuple[int, int]]:
+        each = [volume for volume in volumes if volume.collective != "all_reduce"]  # norms and counts
+        return {(one.collective, one.axis, one.group_size): (one.calls, one.bytes) for one in each}
+
+    assert moved(closed.time.volumes) == moved(result.volumes.values())
+    assert closed.tokens_per_step == 8 // config.mesh.cp_size * TOKENS

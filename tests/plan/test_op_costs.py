@@ -4,15 +4,16 @@ import pytest
 import torch
 
 from fsdptoys.device.profile import AttentionKind
-from fsdptoys.plan.estimate.activations import MetaTrace
+from fsdptoys.plan.simulator.events import Kernel
+from fsdptoys.plan.trace.op_recorder import OpRecorder
 
 
 @pytest.mark.parametrize(("dtype", "each"), [(torch.float32, 4), (torch.float64, 4 + 8 + 8)])
 def test_norm_in_float64_reads_a_copy_of_the_gradient(dtype: torch.dtype, each: int) -> None:
     """Oracle: ``native/ReduceOpsUtils.h``: the input in float32, and its copy in float64, written and read."""
     gradient = torch.empty(1000, device="meta")
-    with MetaTrace(AttentionKind.flash) as trace:
-        trace.ignore(gradient)
+    recorder = OpRecorder("meta", AttentionKind.flash)
+    with recorder.watch():
         torch.linalg.vector_norm(gradient, dtype=dtype)
-    (norm,) = trace.operators
+    (norm,) = [event for event in recorder.trace.events if isinstance(event, Kernel)]
     assert norm.bytes == 1000 * each + dtype.itemsize

@@ -30,7 +30,7 @@ from fsdptoys.plan.search.switches import (
 )
 from tests.plan.formula_search import HARDWARE, MODEL, compose, find, find_once, formula
 
-SMALL = Space(strategies=("fsdp2", "ddp"), cpu_offload=False, every_shard_size=False)
+SMALL = Space(strategies=("fsdp2", "ddp"), cpu_offload=False, every_shard_size=False, exchanges=False)
 
 
 def brute_force(words: Sequence[str], world_size: int, gib: float) -> list[tuple[float, int, int, str]]:
@@ -331,3 +331,24 @@ def test_files_of_memory_and_mesh_on_the_command_line_fix_all_their_keys() -> No
     made = [candidate.config for candidate in find([*MODEL, *words], 16, 80).candidates]
     assert made and all(one.memory.chunk_loss and one.memory.checkpoints and one.mesh.fsdp_size == 8 for one in made)
     assert not any(one.memory.cpu_offload or one.memory.optimizer_offload for one in made)
+
+
+@pytest.mark.usefixtures("unmeasured")
+@pytest.mark.parametrize(("gib", "sizes"), [(12, {2, 4, 8}), (6, {8})])
+def test_sequences_are_shared_where_one_does_not_fit(gib: float, sizes: set[int]) -> None:
+    """Oracle: the formula with every switch that saves memory, by the number of ranks that share a sequence."""
+    words = [*MODEL, "model.max_seq_len=131072", "train.seq_len=131072", "parallel=fsdp2"]
+    found = find([*words, "memory.optimizer_offload=true"], 8, gib)
+    least = {
+        "memory.gradient_checkpointing": GradientCheckpointing.full,
+        "memory.activation_offload": True,
+        "memory.chunk_loss": True,
+        "parallel.wrap": Wrap.block_attn_mlp,
+    }
+    fitting = set()
+    for size in (1, 2, 4, 8):
+        config = vary(compose([*words, "memory.optimizer_offload=true"]), least | {"mesh.cp_size": size})
+        if formula(config, HARDWARE, 8).memory.reserved_bytes <= gib * GIB:
+            fitting.add(size)
+    assert {one.config.mesh.cp_size for one in found.candidates} == fitting == sizes
+    assert f"mesh.cp_size={found.best.config.mesh.cp_size}" in found.best.words or found.best.config.mesh.cp_size == 1

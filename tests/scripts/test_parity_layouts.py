@@ -5,18 +5,19 @@ import math
 
 import numpy as np
 import pytest
+import torch
 from rich.console import Console
 
-from fsdptoys.config.compose import compose_config
 from scripts import parity
 from scripts.parity_bugs import BUGS, inject_all
-from scripts.parity_layouts import LAYOUTS, Trajectory, breach_of, compare, compare_layouts, kind_of
+from scripts.parity_compare import PARAMETERS, Measure, Trajectory, compare, kind_of
+from scripts.parity_layouts import LAYOUT_MODES, LAYOUTS, breach_of, compare_layouts, rows_of
 
 pytestmark = pytest.mark.usefixtures("unmeasured")
 
 FEW = {
     "gpt2_debug": ["ddp", "cp 2 gathered"],
-    "qwen3_moe_debug": ["fsdp1", "hsdp, cp 2, ep 2", "cp 4, ep 2"],
+    "qwen3_moe_debug": ["fsdp1", "cp 4, ep 2", "hsdp, cp 2, ep 2"],
     "llama4_debug": ["cp 2 ulysses", "ep 4"],
 }
 """Preset → layouts that it is trained in on four ranks; together with ``tests/parallel`` all of them."""
@@ -76,7 +77,10 @@ def trajectory(loss: float = 1.0, gradient: float = 1.0) -> Trajectory:
 )
 def test_breaches_of_either_mode_are_detected(row: Trajectory, breaches: list[str]) -> None:
     """Oracle: differences made by hand."""
-    compared = compare(row, trajectory())
+    measure = Measure(trajectory())
+    for step, named in [*row.gradients.items(), (PARAMETERS, row.parameters)]:
+        measure.add(step, ((name, torch.from_numpy(values)) for name, values in named.items()))
+    compared = compare(row.losses, row.norms, measure.total(), trajectory())
     assert [mode for mode in ("layout", "default") if breach_of(compared, mode)] == breaches
 
 
@@ -86,6 +90,31 @@ def test_parameters_have_a_kind_and_layouts_fit_where_their_axes_divide() -> Non
     names += ["layers.0.mlp.router.weight", "layers.0.mlp.experts.down_proj", "layers.0.mlp.down_proj.weight"]
     kinds = ["embedding", "norms", "attention", "head", "router", "experts", "mlp"]
     assert [kind_of(name) for name in names] == kinds
-    dense, experts = (compose_config([f"model={model}"]) for model in ("llama_debug", "qwen3_moe_debug"))
-    assert not LAYOUTS["ep 2"].fits(4, dense) and LAYOUTS["ep 2"].fits(4, experts)
-    assert not LAYOUTS["cp 2, ep 4"].fits(2, experts) and not LAYOUTS["hsdp"].fits(2, experts)
+    dense, experts = "llama_debug", "qwen3_moe_debug"
+    assert not LAYOUTS["ep 2"].fits(4, dense, "layout") and LAYOUTS["ep 2"].fits(4, experts, "layout")
+    assert LAYOUTS["ep 8"].fits(8, experts, "layout") and not LAYOUTS["ep 8"].fits(8, "llama4_debug", "layout")
+    assert not LAYOUTS["cp 2, ep 4"].fits(2, experts, "layout") and not LAYOUTS["hsdp"].fits(2, experts, "layout")
+    assert not LAYOUTS["cp 2 ring"].fits(2, "qwen3_debug", "default")  # whose documents are masked
+    assert not LAYOUTS["cp 2 ring"].fits(2, dense, "layout") and LAYOUTS["cp 2 ring"].fits(2, dense, "default")
+
+
+def test_pairs_leave_out_numbers_of_ranks_but_no_layout_of_a_model_mode_and_dtype() -> None:
+    """Oracle: the rows of all layouts; two models have every number of ranks in layout mode and float32."""
+    tables = [("layout", "float32"), ("layout", "bfloat16"), ("default", "float32")]
+    assert {mode for mode, _ in tables} == set(LAYOUT_MODES)
+    every, pairs = (
+        {
+            (model, dtype, mode, name, world_size)
+            for model in parity.PRESETS
+            for mode, dtype in tables
+            for world_size in (2, 4, 8)
+            for name in rows_of(args, model, dtype, mode, world_size)
+        }
+        for args in (
+            parity.parse_arguments(["--world-sizes", "2", "4", "8", "--layouts", word]) for word in ("all", "pairs")
+        )
+    )
+    assert pairs < every and {row[:-1] for row in pairs} == {row[:-1] for row in every}
+    full = {row for row in every if row[0] in ("llama_debug", "qwen3_moe_debug") and row[1:3] == ("float32", "layout")}
+    assert full <= pairs
+    assert len(pairs - full) == len({row[:-1] for row in pairs - full})

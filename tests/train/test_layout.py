@@ -1,5 +1,7 @@
 """The layout printed at the start of a run: its numbers are those of the tensors that a step then has."""
 
+import itertools
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -98,17 +100,42 @@ PLANNED: list[tuple[ParallelConfig, int]] = [(DDPConfig(), -1), (FSDP1Config(), 
 PLANNED += [(FSDP1Config(), 2), (FSDP2Config(), 2)]
 
 
+UNITS = [[256 * 64], *[[64, *[64 * 64] * 4, 64, *[64 * 128] * 3]] * 2, [256 * 64], [64]]
+"""Elements of the parameters of each unit of ``EVEN``: embedding, blocks, head, norm."""
+
+
+def planned_bytes(ranks: int, flat: bool) -> tuple[int, int]:
+    """Parameters and AdamW's states of the first rank, in blocks of 512 bytes; also the number of steps is a block."""
+    blocks = [[-(-4 * size // 512) * 512 for size in sizes] for sizes in first_shards(ranks, flat)]
+    units = [-(-4 * sum(sizes) // 512) * 512 for sizes in first_shards(ranks, flat)]
+    states = sum(2 * block + 512 for unit in blocks for block in unit)
+    return sum(units if flat else map(sum, blocks)), states
+
+
+def first_shards(ranks: int, flat: bool) -> list[list[int]]:
+    """Elements of each parameter on the first rank, unit by unit; FSDP1 cuts the concatenation of a unit."""
+    if not flat:
+        return [[size // ranks for size in unit] for unit in UNITS]
+    starts = [list(itertools.accumulate(unit, initial=0)) for unit in UNITS]
+    held = [
+        [min(size, sum(unit) // ranks - start) for size, start in zip(unit, first, strict=False)]
+        for unit, first in zip(UNITS, starts, strict=True)
+    ]
+    return [[size for size in unit if size > 0] for unit in held]
+
+
 @pytest.mark.usefixtures("unmeasured")
 def test_four_ranks_print_the_bytes_of_the_planner_and_of_formulas() -> None:
-    """Oracles: the planner's closed form, which prints its own parameters and states, and the formulas of a Llama."""
+    """Oracles: the formulas of a Llama; those of its blocks for the planner's closed form."""
     configs = [config_of(parallel, 4, fsdp_size=size, model=EVEN) for parallel, size in PLANNED]
     shards = [1, 4, 4, 2, 2]
     block, total = 4 * 64 * 64 + 3 * 64 * 128 + 2 * 64, 2 * 256 * 64 + 64 + 2 * (4 * 64 * 64 + 3 * 64 * 128 + 2 * 64)
     for config, layout, ranks in zip(configs, run_ranks(4, layouts, configs)[0], shards, strict=True):
         planned = closed_form(config, load_hardware("cpu"), 4).memory.categories
         gradients, states, parameters = (layout.bytes_per_rank[kind].device for kind in KINDS)
-        assert parameters == planned[Category.parameters] == gradients == 4 * total // ranks
-        assert states == planned[Category.optimizer_states] == 8 * total // ranks
+        assert parameters == gradients == 4 * total // ranks and states == 8 * total // ranks
+        of_plan = planned[Category.parameters], planned[Category.optimizer_states]
+        assert of_plan == planned_bytes(ranks, config.parallel.flattens_parameters)
         assert layout.parameters == total and layout.parameters_per_rank == total // ranks
         axes = {"replicate": 4 // ranks, "shard": ranks}
         assert layout.mesh == {axis: size for axis, size in axes.items() if size > 1}

@@ -1,56 +1,67 @@
-"""Closed-form estimate of a run's memory and time: one analytic step, without a trace and without fitted constants.
+"""Closed-form estimate of a run's memory and time: a trace put together from traced units, replayed as any other.
 
-Each kind of block is measured once on the meta device (``activations``); a step model issues a strategy's gathers,
-reductions and frees (``step_model``, ``fsdp_steps``) to a ledger (``memory_ledger``). Not covered: fragmentation, above
-all of native segments; tensors smaller than an allocator's block; host time other than issuing kernels and collectives.
+Each unit of the model and the optimizer's step are traced once on the meta device (``unit_traces``, ``update_traces``)
+and cached. A step model issues them in the order of a step, with a strategy's gathers, reductions and waits
+(``step_model``, ``fsdp_steps``). Two depths are extrapolated as in a full trace. Not covered: tensors that depend on
+data; most kernels on single numbers.
 """
 
 import dataclasses
 import functools
+import gc
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, cast
 
 import torch
+from torch import Tensor, nn
 
 from fsdptoys.config.kernel_choice import AttentionKernel
 from fsdptoys.config.plan_config import AllocatorKind
 from fsdptoys.config.schema import Config
 from fsdptoys.device.profile import Hardware
-from fsdptoys.metrics.prediction import Category, MemoryPrediction, Prediction, TimePrediction, Volume
+from fsdptoys.metrics.prediction import Category, Prediction
 from fsdptoys.models import DecoderModel, ModelConfig, npu_kernels
+from fsdptoys.models.experts import Experts
+from fsdptoys.parallel.expert_parallel import ExpertExchange, Route
 from fsdptoys.parallel.float8 import Float8
-from fsdptoys.plan.simulator.allocator import LARGE_SEGMENT_BYTES, Allocator, build_allocator
+from fsdptoys.parallel.mesh import EXPERT_AXIS
+from fsdptoys.plan.simulator.allocator import build_allocator
+from fsdptoys.plan.simulator.replay import Replay, replay
+from fsdptoys.plan.trace.extrapolate_layers import depths_of, extrapolate
 from fsdptoys.plan.trace.op_costs import attention_of, matmul_workspace_bytes
+from fsdptoys.plan.trace.op_recorder import PlannedGroup
 from fsdptoys.utils.uncached import Uncached
 
-from .activations import segments_of
 from .fsdp_steps import FSDP1StepModel, FSDP2StepModel
-from .memory_ledger import Ledger
 from .optimizer_step import make_update
 from .step_model import ReplicatedStepModel, StepModel
+from .trace_writer import TraceWriter
+from .unit_traces import segments_of
 from .units import StepSetup, make_units
 
-SHALLOW_LAYERS = 4  # Blocks of the model in which gaps between allocations are measured
+LEAST_LAYERS = 4  # Half of a trace's: issued units have no first calls and warm-up, which differ from later ones
+MICRO_BATCHES = 3  # Most micro-batches of a step that are issued: the first, one between, the last
 
 
 def closed_form(config: Config, hardware: Hardware, world_size: int) -> Prediction:
     """Predict one rank's memory and time for a validated configuration."""
-    train, setup = config.train, _setup(config, hardware, world_size)
+    train, n_layers = config.train, config.model.n_layers
+    model = _built(repr(config.model), Uncached(config.model))
+    depths = depths_of(config, model, LEAST_LAYERS)
     micro_batches = train.grad_accum * getattr(config.parallel, "simulated_ranks", 1)
-    ledger, model = _run_steps(setup, hardware, micro_batches, None)
-    gaps = _gaps(setup, hardware, micro_batches)
-    streams = {name: _full_pages(bytes) + gaps.get(name, 0) for name, bytes in ledger.highest.items() if bytes}
-    memory = MemoryPrediction(
-        end_bytes=ledger.total,
-        peak_bytes=ledger.peak,
-        reserved_bytes=sum(streams.values()),
-        peak_phase=ledger.peak_phase,
-        categories={category: bytes for category, bytes in ledger.peak_categories.items() if bytes},
-        streams=streams,
-        host_bytes=model.offload_bytes + model.update.host_bytes,
-    )
-    step = max(ledger.compute, ledger.host)
-    busy, communication, transfers = (ledger.sums[name] for name in ("busy", "communication", "transfers"))
-    parts = (step, busy, communication, transfers, max(0.0, step - busy - communication - transfers))
-    volumes = tuple(Volume(*key, calls, round(sent), time) for key, (calls, sent, time) in ledger.volumes.items())
+    counts = [micro_batches] if micro_batches <= MICRO_BATCHES else [MICRO_BATCHES - 1, MICRO_BATCHES]
+    replays = []
+    for count in counts:
+        with _without_collection():
+            each = [_replay(config, hardware, world_size, depth, count) for depth in depths]
+        result = each[-1]
+        if len(each) > 1:
+            result = extrapolate(each[0], each[1], (depths[0], depths[1]), n_layers)
+        replays.append(result)
+    result, time = replays[-1], replays[-1].time()
+    if len(replays) > 1:
+        time = extrapolate(replays[0], result, (counts[0], counts[1]), micro_batches).time()
     # Those of one rank: ranks that share sequences have a part of each.
     tokens = train.batch_size * train.seq_len * micro_batches // config.mesh.cp_size
     peak_flops = hardware.peak_flops.get(config.parallel.param_dtype.value)
@@ -61,71 +72,47 @@ def closed_form(config: Config, hardware: Hardware, world_size: int) -> Predicti
         tokens_per_step=tokens * world_size,
         model_flops_per_step=tokens * _flops(repr(config.model), train.seq_len, Uncached(config.model)),
         peak_flops=peak_flops.value if peak_flops else None,
-        memory=memory,
-        time=TimePrediction(*parts, ledger.kinds, volumes),
+        memory=result.memory(),
+        time=time,
         device_type=hardware.device_type,
         doubts=_doubts(config),
     )
 
 
-def covers_mesh(config: Config) -> bool:
-    """Whether the closed form's memory and time are those of the mesh; they have no exchanges within layers."""
-    return config.mesh.cp_size == config.mesh.ep_size == 1
+def _replay(config: Config, hardware: Hardware, world_size: int, n_layers: int, micro_batches: int) -> Replay:
+    """Issue two steps of a model with that many layers, and replay them."""
+    if n_layers != config.model.n_layers:
+        config = dataclasses.replace(config, model=dataclasses.replace(config.model, n_layers=n_layers))
+    setup, writer = _setup(config, hardware, world_size), TraceWriter()
+    writer.mark(0, "construction")
+    step_model = _step_model(setup, writer)
+    step_model.construct()
+    if config.kernels.attention is AttentionKernel.npu:
+        writer.alloc(Category.buffers, npu_kernels.MASK_ROWS**2)
+    step_model.step(min(2, micro_batches))
+    step_model.step(micro_batches)
+    writer.trace.host_bytes = step_model.offload_bytes + step_model.update.host_bytes
+    return replay(writer.trace, hardware, build_allocator(config.plan.allocator, device_type=hardware.device_type))
 
 
-def _run_steps(
-    setup: StepSetup, hardware: Hardware, micro_batches: int, allocator: Allocator | None
-) -> tuple[Ledger, StepModel]:
-    ledger, parallel = Ledger(hardware, allocator), setup.config.parallel
+@contextmanager
+def _without_collection() -> Iterator[None]:
+    """Hold garbage collection, which visits every object for the thousands of new events: a third of the time."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
+
+
+def _step_model(setup: StepSetup, writer: TraceWriter) -> StepModel:
+    parallel = setup.config.parallel
     kind: type[StepModel] = FSDP1StepModel if parallel.flattens_parameters else FSDP2StepModel
     if not parallel.shards_parameters:
         kind = ReplicatedStepModel
-    model = kind(setup, ledger, make_update(setup, ledger))
-    model.construct()
-    # The forward's and the backward's threads have one each.
-    workspace = matmul_workspace_bytes(hardware)
-    ledger.add(Category.temporary, workspace, workspace)
-    if setup.config.kernels.attention is AttentionKernel.npu:
-        ledger.add(Category.buffers, npu_kernels.MASK_ROWS**2)
-    if allocator is None:
-        model.make_states()
-    else:
-        model.step(micro_batches, makes_states=True)
-    model.step(micro_batches)
-    return ledger, model
-
-
-def _gaps(setup: StepSetup, hardware: Hardware, micro_batches: int) -> dict[str, int]:
-    """Bytes that an allocator reserves on each stream beyond the highest allocation.
-
-    Measured with few layers: gaps depend on the order of tensor sizes, hardly on the depth.
-    """
-    allocator = build_allocator(setup.config.plan.allocator, device_type=hardware.device_type)
-    ledger, _ = _run_steps(_shallow(setup), hardware, min(2, micro_batches), allocator)
-    reserved = allocator.reserved_by_stream
-    return {
-        name: reserved[number] - _full_pages(ledger.highest[name])
-        for name, number in ledger.stream_numbers.items()
-        if number in reserved
-    }
-
-
-def _shallow(setup: StepSetup) -> StepSetup:
-    """The setup with the first few blocks, at least one of each kind."""
-    segments, units = setup.segments, setup.units
-    kinds = list(dict.fromkeys(map(id, segments.blocks)))
-    last_new = max(next(i for i, block in enumerate(segments.blocks) if id(block) == kind) for kind in kinds)
-    depth = max(SHALLOW_LAYERS, last_new + 1)
-    left_out = set(setup.model.layers[depth:].parameters())
-    kept = [(param, local) for param, local in units.root.shards() if param not in left_out]
-    root = dataclasses.replace(units.root, params=[param for param, _ in kept], local=[local for _, local in kept])
-    segments = dataclasses.replace(segments, blocks=segments.blocks[:depth])
-    units = dataclasses.replace(units, blocks=units.blocks[:depth], root=root)
-    return dataclasses.replace(setup, segments=segments, units=units)
-
-
-def _full_pages(bytes: int) -> int:
-    return -(-bytes // LARGE_SEGMENT_BYTES) * LARGE_SEGMENT_BYTES
+    return kind(setup, writer, make_update(setup, writer))
 
 
 def _doubts(config: Config) -> tuple[str, ...]:
@@ -133,12 +120,6 @@ def _doubts(config: Config) -> tuple[str, ...]:
     limits = (
         (native, "has no fragmentation of native segments: reserved memory may be higher"),
         (train.compile, "treats train.compile=true as eager"),
-        (
-            config.mesh.cp_size > 1,
-            f"computes full sequences on each rank, of which mesh.cp_size={config.mesh.cp_size} "
-            "leaves it a part: memory and time are too high",
-        ),
-        (config.mesh.ep_size > 1, f"treats mesh.ep_size={config.mesh.ep_size} as 1"),
         (config.data.mask_documents, "treats data.mask_documents=true as attention over full sequences"),
         (train.float8 is not Float8.none, f"treats train.float8={train.float8.value} as bfloat16"),
         (
@@ -152,16 +133,33 @@ def _doubts(config: Config) -> tuple[str, ...]:
 def _setup(config: Config, hardware: Hardware, world_size: int) -> StepSetup:
     parallel = config.parallel
     ranks = config.mesh.shard_ranks(world_size) if parallel.shards_parameters else 1
-    model = _built(repr(config.model), Uncached(config.model))
-    units = make_units(model, parallel, ranks)
-    segments = segments_of(config, model, attention_of(config, hardware), [tuple(block) for block in units.blocks])
-    return StepSetup(config, world_size, model, segments, units, ranks)
+    axes = parallel.axes(world_size, config.mesh)
+    model = _built(repr(config.model), Uncached(config.model), axes.ep)
+    units = make_units(model, parallel, ranks, axes)
+    attention = attention_of(config, hardware)
+    segments = segments_of(config, model, attention, [tuple(block) for block in units.blocks])
+    workspace = matmul_workspace_bytes(hardware)
+    return StepSetup(config, world_size, model, segments, units, ranks, attention, axes, workspace)
 
 
-@functools.lru_cache(maxsize=16)
-def _built(key: str, config: Uncached[ModelConfig]) -> DecoderModel:
+@functools.lru_cache(maxsize=64)
+def _built(key: str, config: Uncached[ModelConfig], experts_over: int = 1) -> DecoderModel:
+    """A model on the meta device; its stacks hold one rank's share of the experts, 1/``experts_over``."""
     with torch.device("meta"):
-        return config.value.build()
+        model = config.value.build()
+    for experts in model.modules() if experts_over > 1 else ():
+        if isinstance(experts, Experts):
+            for name, stack in list(experts.named_parameters()):
+                setattr(experts, name, nn.Parameter(stack.new_empty(len(stack) // experts_over, *stack.shape[1:])))
+            experts.exchange = _Exchange(cast(Any, PlannedGroup(EXPERT_AXIS, experts_over)))
+    return model
+
+
+class _Exchange(ExpertExchange):
+    """Of stacks that have this rank's experts only."""
+
+    def _route(self, experts_R: Tensor, n_experts: int) -> tuple[Route, Tensor]:
+        return super()._route(experts_R, n_experts * self.group.size())
 
 
 @functools.lru_cache(maxsize=256)

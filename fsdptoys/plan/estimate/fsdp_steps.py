@@ -1,4 +1,4 @@
-"""Step models of FSDP1 and FSDP2: memory, streams and collectives around a unit's forward and backward.
+"""Step models of FSDP1 and FSDP2: blocks, streams and collectives around a unit's forward and backward.
 
 After PyTorch 2.13 (``torch/distributed/fsdp``), with its names of streams. Not covered: float64 sums of the
 deterministic mode.
@@ -10,12 +10,10 @@ from collections import deque
 from fsdptoys.memory import CPUOffloadExecutor
 from fsdptoys.metrics.prediction import Category
 from fsdptoys.parallel.fsdp import FSDPConfig
-from fsdptoys.plan.simulator.costs import kernel_seconds
-from fsdptoys.plan.simulator.events import KernelKind
 
-from .memory_ledger import COMPUTE, Ledger
 from .optimizer_step import Update
 from .step_model import StepModel
+from .trace_writer import COMPUTE, TraceWriter
 from .units import StepSetup, UnitBytes
 
 COPY_IN, GATHER, REDUCE, ALL_REDUCE = "all-gather copy-in", "all-gather", "reduce-scatter", "all-reduce"
@@ -24,32 +22,32 @@ COPY_IN, GATHER, REDUCE, ALL_REDUCE = "all-gather copy-in", "all-gather", "reduc
 class ShardedStepModel(StepModel):
     """Common part of FSDP1 and FSDP2."""
 
-    def __init__(self, setup: StepSetup, ledger: Ledger, update: Update) -> None:
-        super().__init__(setup, ledger, update)
+    def __init__(self, setup: StepSetup, writer: TraceWriter, update: Update) -> None:
+        super().__init__(setup, writer, update)
         assert isinstance(self.config.parallel, FSDPConfig)
         self.parallel = self.config.parallel
         self.cpu_offload = self.memory.cpu_offload
         overlapped = self.memory.cpu_offload_executor is CPUOffloadExecutor.overlapped
         self.upload_width = 2 if overlapped and setup.compute_bytes == 2 else 4
         self.order = self.units.in_forward()
-        self.gathered: set[UnitBytes] = set()
-        self.in_flight: dict[UnitBytes, tuple[float, float, float]] = {}
-        """Unit → times at which its gather was issued, its shards were on the device, and the gather ends."""
-        self.reduced = 0.0  # End of the last reduction
-        self.gradients: dict[str, int] = {}
-        self.gather_after = 0.0  # Earliest start of the next gather
+        # As the strategy: the host waits for exchanges of tokens, so the next unit is gathered before.
+        self.forward_prefetch = max(self.parallel.forward_prefetch, setup.axes.ep > 1)
+        self.gathered: dict[UnitBytes, list[int]] = {}
+        self.in_flight: dict[UnitBytes, tuple[int | None, list[int]]] = {}
+        """Unit → event at the end of its gather, and the gathered blocks."""
         self.begun: set[UnitBytes] = set()
-        self.accumulated: set[UnitBytes] = set()
+        self.accumulated: dict[UnitBytes, list[int]] = {}
+        self.reduced: dict[UnitBytes, list[int]] = {}
 
     def construct(self) -> None:
         """Allocate the shards."""
         if not self.cpu_offload:
-            self.ledger.add(Category.parameters, *(4 * size for unit in self.order for size in unit.local))
+            self.allocate_parameters(self.units.shards())
         self.update.construct()
 
     def begin_forward(self) -> None:
         """Let the gathering streams wait for the optimizer step, as the root's forward does."""
-        self.gather_after = self.ledger.compute
+        self.writer.wait_for(COMPUTE, COPY_IN, GATHER)
         self.begun.clear()
 
     def enter(self, unit: UnitBytes) -> None:
@@ -59,7 +57,7 @@ class ShardedStepModel(StepModel):
         self._issue(unit)
         self._complete(unit, in_forward=True)
         ahead = self.order.index(unit) + 1
-        for other in self.order[ahead : ahead + self.parallel.forward_prefetch]:
+        for other in self.order[ahead : ahead + self.forward_prefetch]:
             self._issue(other)
 
     def leave(self, unit: UnitBytes) -> None:
@@ -88,77 +86,88 @@ class ShardedStepModel(StepModel):
         place = order.index(unit) if unit in order else 0
         return order[max(0, place - behind) : place][::-1]
 
-    def _gather(self, unit: UnitBytes, bytes: int) -> None:
-        issued, there = self.ledger.host, self._upload(unit)
-        self.in_flight[unit] = issued, there, self._over_shards("all_gather", bytes, max(self.gather_after, there))
-
-    def _complete(self, unit: UnitBytes, in_forward: bool) -> None:
-        """Wait for a unit's gather."""
-        for moment, why in zip(self.in_flight.pop(unit), ("host", "transfers", "communication"), strict=True):
-            self.ledger.wait(moment, why)
-        self.gathered.add(unit)
-
-    def _upload(self, unit: UnitBytes) -> float:
-        """Copy offloaded shards to the device; returns the end of the copy."""
-        if not self.cpu_offload:
-            return 0.0
-        self.ledger.spike(4 * max(unit.local), stream=COPY_IN)
-        return max(self.ledger.transfer(self.upload_width * size, "up", self.gather_after) for size in unit.local)
-
     def _issue(self, unit: UnitBytes) -> None:
         if unit not in self.gathered and unit not in self.in_flight:
             self._start_gather(unit)
 
     def _reshard(self, unit: UnitBytes) -> None:
         if unit in self.gathered:
-            self.gathered.remove(unit)
-            self._free_gathered(unit)
+            self._free_gathered(unit, self.gathered.pop(unit))
 
     @abstractmethod
     def _start_gather(self, unit: UnitBytes) -> None: ...
 
     @abstractmethod
-    def _free_gathered(self, unit: UnitBytes) -> None: ...
+    def _complete(self, unit: UnitBytes, in_forward: bool) -> None: ...
+
+    @abstractmethod
+    def _free_gathered(self, unit: UnitBytes, blocks: list[int]) -> None: ...
+
+    def _copy_in(self, sizes: list[int]) -> list[int]:
+        """Upload offloaded shards, cast them if needed, and return their blocks; ``sizes`` in elements."""
+        writer, width, made = self.writer, self.setup.compute_bytes, []
+        if not self.cpu_offload:
+            made = writer.alloc(Category.gathered_parameters, sum(sizes) * width, stream=COPY_IN) if width < 4 else []
+            writer.move(6 * sum(sizes), bool(made), COPY_IN)
+        for size in filter(None, sizes) if self.cpu_offload else ():
+            uploaded = writer.alloc(Category.gathered_parameters, size * self.upload_width, stream=COPY_IN)
+            writer.copy(size * self.upload_width, COPY_IN, to_device=True)
+            if width < self.upload_width:
+                made += writer.alloc(Category.gathered_parameters, size * width, stream=COPY_IN)
+                writer.move(6 * size, stream=COPY_IN)
+                writer.free(uploaded)
+            else:
+                made += uploaded
+        return made
 
     def _padded_bytes(self, unit: UnitBytes, width: int) -> int:
         """Bytes of the full parameters or gradients of a unit, with padding."""
-        return unit.local_elements * self.setup.shard_ranks * width
+        return unit.local_elements * unit.ranks * width
 
-    def _over_shards(self, name: str, bytes: int, after: float) -> float:
-        if self.setup.shard_ranks == 1:
-            return after
-        return self.ledger.communicate(name, bytes, self.setup.shard_ranks, 1, "shard", after)
+    def _over_shards(self, unit: UnitBytes, name: str, size: int, stream: str) -> None:
+        if unit.ranks > 1:
+            self.writer.collective(name, size, unit.ranks, unit.stride, unit.axis, stream)
 
-    def _all_reduce(self, shard_bytes: int, after: float) -> float:
-        setup = self.setup
-        if setup.replicas == 1:
-            return after
-        return self.ledger.communicate("all_reduce", shard_bytes, setup.replicas, setup.shard_ranks, "replicate", after)
+    def _finish_reduction(self, unit: UnitBytes, shard: list[int]) -> list[int]:
+        """Reduce a shard's gradient over replicas, keep it in float32 or offload it, and update in the backward.
 
-    def _keep_gradient(self, unit: UnitBytes, shard_bytes: int, holds_shard: bool = False) -> None:
-        """Keep a shard's reduced gradient in float32, or offload it, and update in the backward if asked to."""
-        bytes, stream = shard_bytes, REDUCE
-        if self.setup.reduce_bytes != 4:
-            bytes, stream = 4 * unit.local_elements, ALL_REDUCE if self.setup.replicas > 1 else REDUCE
-            self.ledger.add(Category.gradients, bytes, stream=stream)
-            if not holds_shard:
-                self.ledger.add(Category.gradients, -shard_bytes, stream=REDUCE)
+        Returns blocks that the strategy may free.
+        """
+        writer, setup, stream = self.writer, self.setup, REDUCE
+        size, free = unit.local_elements * setup.reduce_bytes, []
+        if setup.replicas > 1:
+            stream = ALL_REDUCE
+            writer.wait_for(REDUCE, ALL_REDUCE)
+            writer.collective("all_reduce", size, setup.replicas, setup.shard_ranks, "replicate", ALL_REDUCE)
+        if setup.reduce_bytes != 4:
+            free, shard = shard, writer.alloc(Category.gradients, 4 * unit.local_elements, stream=stream)
+            writer.move(unit.local_elements * (4 + setup.reduce_bytes), stream=stream)
         if self.cpu_offload:
-            self.reduced = max(self.reduced, self.ledger.transfer(bytes, "down", self.reduced))
-            self.ledger.add(Category.gradients, -bytes, stream=stream)
+            for elements in filter(None, self._downloads(unit)):
+                writer.copy(4 * elements, stream, to_device=False)
+            free = [*free, *shard]
         else:
-            self.gradients[stream] = self.gradients.get(stream, 0) + bytes
-        if self.update.in_backward:  # concurrent with the backward
-            self.reduced += self.update.update_in_backward(unit, self.update_stream)
-            self.free_gradients(unit.local_elements)
+            self.reduced[unit] = shard
+        self._reduction_stream = stream
+        if self.update.in_backward:
+            for param in unit.params:
+                self.update.update_in_backward(setup.names[param], REDUCE)
+            self.free_gradients(unit)
+        return free
 
-    def free_gradients(self, elements: int | None = None) -> None:
+    def _downloads(self, unit: UnitBytes) -> list[int]:
+        return unit.local
+
+    def end_backward(self) -> None:
+        """Wait for the reductions; the host waits for offloaded gradients."""
+        if self.last:
+            self.writer.wait_for(self._reduction_stream, COMPUTE)
+            if self.cpu_offload:
+                self.writer.host_wait_stream(self._reduction_stream)
+
+    def free_gradients(self, unit: UnitBytes) -> None:
         """Free gradients on the device."""
-        for stream in self.gradients:
-            left = self.gradients[stream]
-            freed = left if elements is None else min(left, 4 * elements)
-            self.ledger.add(Category.gradients, -freed, stream=stream)
-            self.gradients[stream] = left - freed
+        self.writer.free(self.reduced.pop(unit, ()))
 
 
 class FSDP2StepModel(ShardedStepModel):
@@ -166,188 +175,212 @@ class FSDP2StepModel(ShardedStepModel):
 
     update_stream = REDUCE
 
-    def __init__(self, setup: StepSetup, ledger: Ledger, update: Update) -> None:
-        super().__init__(setup, ledger, update)
-        self.previous_output = 0  # Bytes of the last gather's buffer, kept until the next is complete
-        self.reduce_input = 0  # Bytes of the last reduction's buffer, kept until the next
-        self.reduction_read = 0.0
-        self.held_until_end = 0
-        self.copied_out = 0.0  # Time at which the last gather's buffer was read
+    def __init__(self, setup: StepSetup, writer: TraceWriter, update: Update) -> None:
+        super().__init__(setup, writer, update)
+        self.previous: tuple[int | None, list[int]] = None, []
+        """Event after the last gather of the forward was copied, and its buffer, kept until the next is complete."""
+        self.reduction: tuple[int | None, list[int]] = None, []
+        """Event at the end of the last reduction, and its buffer, kept until the next."""
+        self.held: list[int] = []
 
     def _start_gather(self, unit: UnitBytes) -> None:
-        width = self.setup.compute_bytes
-        output = self._padded_bytes(unit, width)
-        if self.setup.shard_ranks > 1:
-            cast = unit.local_elements * width if width < 4 else 0
-            for bytes in (cast, output, -cast):
-                self.ledger.add(Category.gathered_parameters, bytes, stream=COPY_IN)
-        self._gather(unit, output)
+        writer, width = self.writer, self.setup.compute_bytes
+        if unit.ranks == 1:
+            self.in_flight[unit] = None, []
+            return
+        shards = self._copy_in(unit.local)
+        output = writer.alloc(Category.gathered_parameters, self._padded_bytes(unit, width), stream=COPY_IN)
+        writer.move(2 * unit.local_elements * width, stream=COPY_IN)
+        writer.wait_for(COPY_IN, GATHER)
+        self._over_shards(unit, "all_gather", self._padded_bytes(unit, width), GATHER)
+        self.in_flight[unit] = writer.record(GATHER), output
+        writer.free(shards)
 
     def _complete(self, unit: UnitBytes, in_forward: bool) -> None:
-        setup, ledger = self.setup, self.ledger
-        output = self._padded_bytes(unit, setup.compute_bytes) if setup.shard_ranks > 1 else 0
+        writer, width = self.writer, self.setup.compute_bytes
+        event, output = self.in_flight.pop(unit)
         if in_forward:
-            ledger.add(Category.gathered_parameters, -self.previous_output, stream=COPY_IN)
-            self.gather_after = max(self.gather_after, self.copied_out)
-        super()._complete(unit, in_forward)
-        self._hold(unit, 1)
-        ledger.move(2 * unit.elements * setup.compute_bytes)
+            writer.wait(self.previous[0], COPY_IN, GATHER)
+        writer.wait(event, COMPUTE)
+        if self.cpu_offload and unit.ranks == 1:
+            for size in unit.local:
+                writer.copy(size * self.upload_width, COMPUTE, to_device=True)
+        sizes = [size * unit.ranks * width for size in unit.local]
+        self.gathered[unit] = writer.alloc(Category.gathered_parameters, *sizes)
+        writer.move((2 if unit.ranks > 1 else 5 if width < 4 else 2) * unit.elements * width)
+        copied = writer.record()
         if in_forward:
-            self.previous_output, self.copied_out = output, ledger.compute
+            writer.free(self.previous[1])
+            self.previous = copied, output
         else:
-            ledger.add(Category.gathered_parameters, -output, stream=COPY_IN)
-            self.gather_after = ledger.compute
-
-    def begin_forward(self) -> None:
-        """Wait for the optimizer step."""
-        super().begin_forward()
-        self.copied_out = self.ledger.compute
+            writer.wait(copied, COPY_IN, GATHER)
+            writer.free(output)
 
     def leave(self, unit: UnitBytes) -> None:
         """Reshard; free the last buffer after the root."""
         super().leave(unit)
         if unit is self.units.root:
-            self.ledger.add(Category.gathered_parameters, -self.previous_output, stream=COPY_IN)
-            self.previous_output = 0
+            event, blocks = self.previous
+            self.writer.wait(event, COPY_IN, GATHER)
+            self.writer.free(blocks)
+            self.previous = None, []
 
-    def _free_gathered(self, unit: UnitBytes) -> None:
-        self._hold(unit, -1)
-
-    def _hold(self, unit: UnitBytes, sign: int) -> None:
-        each = sign * self.setup.shard_ranks * self.setup.compute_bytes
-        self.ledger.add(Category.gathered_parameters, *(size * each for size in unit.local))
+    def _free_gathered(self, unit: UnitBytes, blocks: list[int]) -> None:
+        self.writer.free(blocks)
 
     def after_backward(self, unit: UnitBytes) -> None:
         """Reshard, then reduce through a buffer of the compute stream, or accumulate before the last micro-batch."""
-        setup, ledger = self.setup, self.ledger
+        setup, writer = self.setup, self.writer
         if not unit.params:
             return
-        width = setup.compute_bytes
-        gradients = unit.elements * width
-        accumulated = [param.numel() * setup.reduce_bytes for param in unit.params]
+        gradients = unit.elements * setup.compute_bytes
         self._reshard(unit)
-        if unit in self.accumulated:
-            # Added to the gradients of earlier micro-batches, in the reduction's dtype.
-            ledger.move(gradients + 2 * unit.elements * setup.reduce_bytes)
-            self.release_gradients(unit)
+        if not self.last or unit in self.accumulated:
+            self._accumulate(unit)
             if not self.last:
                 return
-        elif not self.last:
-            # Converted to the reduction's dtype, one parameter after the other.
-            if width != setup.reduce_bytes:
-                ledger.note_peak(max(accumulated))
-                ledger.move(gradients + sum(accumulated))
-            self.release_gradients(unit)
-            ledger.add(Category.reduction_buffers, *accumulated)
-            self.accumulated.add(unit)
-            return
-        ledger.wait(self.reduction_read, "communication")
-        ledger.add(Category.reduction_buffers, -self.reduce_input)
-        self.reduce_input = self._padded_bytes(unit, setup.reduce_bytes)
-        ledger.add(Category.reduction_buffers, self.reduce_input)
-        ledger.move(gradients + self.reduce_input)
-        if unit in self.accumulated:
-            self.accumulated.remove(unit)
-            ledger.add(Category.reduction_buffers, *(-size for size in accumulated))
+        writer.wait(self.reduction[0], COMPUTE)
+        writer.free(self.reduction[1])
+        size = self._padded_bytes(unit, setup.reduce_bytes)
+        buffer = writer.alloc(Category.reduction_buffers, size)
+        writer.move(gradients + size)
+        writer.free(self.accumulated.pop(unit, ()))
+        # PyTorch's loop variable keeps the last one.
+        late = self._gradients[unit].pop(setup.names[unit.params[-1]], None)
+        self.release_gradients(unit)
+        writer.wait_for(COMPUTE, REDUCE)
+        category = Category.gradients if setup.reduce_bytes == 4 else Category.reduction_buffers
+        shard = writer.alloc(category, unit.local_elements * setup.reduce_bytes, stream=REDUCE)
+        self._over_shards(unit, "reduce_scatter", size, REDUCE)
+        if unit.ranks == 1:
+            writer.move(2 * size, stream=REDUCE)
+        self.reduction = writer.record(REDUCE), buffer
+        free = self._finish_reduction(unit, shard)
+        writer.free([late] if late is not None else [])
+        if setup.replicas > 1:
+            self.held += free
         else:
-            self.release_gradients(unit)
-        shard_bytes = unit.local_elements * setup.reduce_bytes
-        ledger.add(Category.gradients, shard_bytes, stream=REDUCE)
-        self.reduction_read = self._over_shards("reduce_scatter", self.reduce_input, ledger.compute)
-        self.reduced = max(self.reduced, self._all_reduce(shard_bytes, self.reduction_read))
-        holds = setup.replicas > 1 and (self.cpu_offload or setup.reduce_bytes != 4)
-        if holds:
-            self.held_until_end += shard_bytes
-            if setup.reduce_bytes == 4:
-                ledger.add(Category.gradients, shard_bytes, stream=REDUCE)
-        self._keep_gradient(unit, shard_bytes, holds)
+            writer.free(free)
+
+    def _accumulate(self, unit: UnitBytes) -> None:
+        """Add the gradients to those of earlier micro-batches, in the reduction's dtype."""
+        writer, setup = self.writer, self.setup
+        size = unit.elements * setup.reduce_bytes
+        if unit in self.accumulated:
+            writer.move(unit.elements * setup.compute_bytes + 2 * size, len(unit.params))
+        elif setup.compute_bytes == setup.reduce_bytes:
+            self.accumulated[unit] = [*self._gradients.pop(unit, {}).values()]
+        else:
+            made = self.accumulated[unit] = []
+            for name, block in self._gradients.pop(unit, {}).items():
+                count = setup.parameters[name].numel()
+                made += writer.alloc(Category.reduction_buffers, count * setup.reduce_bytes)
+                writer.move(count * (setup.compute_bytes + setup.reduce_bytes))
+                writer.free([block])
+        self.release_gradients(unit)
 
     def end_backward(self) -> None:
         """Wait for the reductions and free their buffers."""
+        super().end_backward()
         if self.last:
-            self.ledger.wait(self.reduced, "communication")
-            self.ledger.add(Category.reduction_buffers, -self.reduce_input)
-            self.ledger.add(Category.gradients, -self.held_until_end, stream=REDUCE)
-            self.reduce_input = self.held_until_end = 0
-            if self.cpu_offload:
-                self.ledger.wait_on_host()
+            event, blocks = self.reduction
+            self.writer.wait(event, COMPUTE)
+            self.writer.free([*blocks, *self.held])
+            self.reduction, self.held = (None, []), []
 
 
 class FSDP1StepModel(ShardedStepModel):
     """FullyShardedDataParallel: gathers into flat parameters on one stream, reduces flat gradients on another.
 
-    Memory that crosses streams is freed late (``record_stream``). The limit on gathers bounds it: the host waits for a
-    unit before it gathers the second next.
+    Memory that crosses streams is reusable only once these have passed the free. The limit on gathers bounds it: the
+    host waits for a unit before it gathers the second next.
     """
 
-    def __init__(self, setup: StepSetup, ledger: Ledger, update: Update) -> None:
-        super().__init__(setup, ledger, update)
-        self.freed: deque[tuple[int, float]] = deque()
-        """Freed gathers: bytes, and the time at which the compute stream has passed them."""
-        self.flat_gradients: deque[int] = deque()
+    def __init__(self, setup: StepSetup, writer: TraceWriter, update: Update) -> None:
+        super().__init__(setup, writer, update)
+        self.freed: deque[int] = deque()  # Events at which gathered parameters were freed
+        self._current = COMPUTE  # Stream of the latest work of FSDP1
 
     def construct(self) -> None:
-        """Materialize, flatten and shard one unit after the other."""
-        if not self.cpu_offload:
-            self.ledger.spike(8 * max(unit.elements for unit in self.order))
-        super().construct()
+        """Materialize, flatten and shard one unit after the other, the root last."""
+        writer = self.writer
+        for unit in () if self.cpu_offload else self.units.after_forward():
+            full = writer.alloc(Category.temporary, *(4 * param.numel() for param in unit.params))
+            if unit.ranks > 1:
+                full += writer.alloc(Category.temporary, 4 * unit.local_elements * unit.ranks)
+            writer.alloc(Category.parameters, 4 * unit.local_elements)
+            writer.free(full)
+        self.update.construct()
 
     def _start_gather(self, unit: UnitBytes) -> None:
-        ledger, width = self.ledger, self.setup.compute_bytes
-        if width < 4 or self.cpu_offload:
-            ledger.spike(unit.local_elements * width, stream=COPY_IN, category=Category.gathered_parameters)
+        writer, width = self.writer, self.setup.compute_bytes
+        shards = self._copy_in([unit.local_elements])
+        writer.wait_for(COPY_IN, GATHER)
         if len(self.freed) >= 2:
-            bytes_freed, moment = self.freed.popleft()
-            ledger.host = max(ledger.host, moment)
-            ledger.reuse(bytes_freed, GATHER)
-        output = self._padded_bytes(unit, width)
-        ledger.add(Category.gathered_parameters, output, stream=GATHER)
-        self._gather(unit, output)
+            writer.host_wait(self.freed.popleft())
+        if unit.ranks > 1:
+            output = writer.alloc(Category.gathered_parameters, self._padded_bytes(unit, width), stream=GATHER)
+            self._over_shards(unit, "all_gather", self._padded_bytes(unit, width), GATHER)
+            writer.use_on(GATHER, shards)
+            writer.free(shards)
+        else:
+            output = shards
+        self.in_flight[unit] = None, output
 
-    def _free_gathered(self, unit: UnitBytes) -> None:
-        freed = self._padded_bytes(unit, self.setup.compute_bytes)
-        self.ledger.retire(Category.gathered_parameters, freed)
-        self.freed.append((freed, self.ledger.compute))
+    def _complete(self, unit: UnitBytes, in_forward: bool) -> None:
+        self.gathered[unit] = self.in_flight.pop(unit)[1]
+        self.writer.wait_for(GATHER, COMPUTE)
+
+    def _free_gathered(self, unit: UnitBytes, blocks: list[int]) -> None:
+        self.writer.use_on(self._current, blocks)
+        self.writer.free(blocks)
+        if unit.ranks > 1:  # only gathers are limited
+            self.freed.append(self.writer.record(self._current))
 
     def after_backward(self, unit: UnitBytes) -> None:
-        """Join the gradients into a flat one, reshard, reduce on the reduction stream."""
-        setup, ledger = self.setup, self.ledger
+        """Join the gradients into a flat one on the gathering stream, reshard, reduce on the reduction stream."""
+        setup, writer = self.setup, self.writer
         if not unit.params:
             return
-        gradients = unit.elements * setup.compute_bytes
-        ledger.spike(gradients, category=Category.reduction_buffers)
-        ledger.move(2 * gradients, len(unit.params))
+        size, self._current = unit.elements * setup.compute_bytes, GATHER
+        writer.wait_for(COMPUTE, GATHER)
+        writer.use_on(GATHER, self._gradients[unit].values())
+        flat = writer.alloc(Category.gathered_parameters, size, stream=GATHER)
+        writer.move(2 * size, stream=GATHER)
+        self.release_gradients(unit)
         if unit.resharded or self.last:
             self._reshard(unit)
-        self.release_gradients(unit)
         if unit in self.accumulated:
-            ledger.move(3 * gradients)
+            writer.move(3 * size, stream=GATHER)
+            writer.free(flat)
+            flat = self.accumulated.pop(unit)
+        if self.last:
+            self._reduce(unit, flat)
         else:
-            ledger.add(Category.reduction_buffers, gradients)
-        if not self.last:
-            self.accumulated.add(unit)
-            return
-        self.accumulated.discard(unit)
-        if len(self.flat_gradients) >= 2:
-            ledger.reuse(self.flat_gradients.popleft(), COMPUTE)
+            self.accumulated[unit] = flat
+        writer.wait_for(GATHER, COMPUTE)
+        self._current = COMPUTE
+
+    def _reduce(self, unit: UnitBytes, flat: list[int]) -> None:
+        setup, writer = self.setup, self.writer
         padded = self._padded_bytes(unit, setup.reduce_bytes)
         shard_bytes = unit.local_elements * setup.reduce_bytes
-        cast = padded if setup.reduce_bytes != setup.compute_bytes else 0
-        ledger.add(Category.reduction_buffers, cast, stream=REDUCE)
-        ledger.add(Category.gradients, shard_bytes, stream=REDUCE)
-        # The cast and the division by the ranks run on the reduction stream.
-        moved = gradients + 3 * padded if cast else 2 * padded
-        begins = max(self.reduced, ledger.compute)
-        begins += kernel_seconds(ledger.hardware, KernelKind.memory, 0.0, moved, "")
-        self.reduced = self._over_shards("reduce_scatter", padded, begins)
-        ledger.add(Category.reduction_buffers, -cast, stream=REDUCE)
-        ledger.retire(Category.reduction_buffers, gradients)
-        self.flat_gradients.append(gradients)
-        self.reduced = self._all_reduce(shard_bytes, self.reduced)
-        self._keep_gradient(unit, shard_bytes)
+        writer.wait_for(GATHER, REDUCE)
+        casts = setup.reduce_bytes != setup.compute_bytes
+        cast = writer.alloc(Category.reduction_buffers, padded, stream=REDUCE) if casts else []
+        writer.move(unit.elements * setup.compute_bytes + padded, int(casts), REDUCE)
+        shard = cast
+        if unit.ranks > 1:
+            shard = writer.alloc(Category.gradients, shard_bytes, stream=REDUCE)
+            writer.move(2 * padded, stream=REDUCE)
+            self._over_shards(unit, "reduce_scatter", padded, REDUCE)
+            writer.move(2 * shard_bytes, stream=REDUCE)
+            writer.free(cast)
+        elif not casts:
+            shard, flat = flat, []
+        writer.use_on(REDUCE, flat)
+        writer.free(flat)
+        writer.free(self._finish_reduction(unit, shard))
 
-    def end_backward(self) -> None:
-        """Wait for the reductions."""
-        self.ledger.wait(self.reduced, "communication")
-        while self.last and self.flat_gradients:
-            self.ledger.reuse(self.flat_gradients.popleft(), COMPUTE)
+    def _downloads(self, unit: UnitBytes) -> list[int]:
+        return [unit.local_elements]

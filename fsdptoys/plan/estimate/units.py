@@ -8,13 +8,17 @@ from dataclasses import dataclass, field
 from torch import nn
 
 from fsdptoys.config.schema import Config
+from fsdptoys.device.profile import AttentionKind
 from fsdptoys.models import DecoderModel
 from fsdptoys.parallel import FSDP2Config, FSDPConfig, ParallelConfig
+from fsdptoys.parallel.expert_parallel import expert_dim, is_split
 from fsdptoys.parallel.fsdp2 import placement
+from fsdptoys.parallel.mesh import EXPERT_SHARD_AXIS, SHARD_AXIS, Axes
 from fsdptoys.parallel.strategy import own_parameters
 from fsdptoys.parallel.wrap import Unit, inside_out
 
-from .activations import HEAD, Segments
+from .unit_traces import HEAD, Segments
+from .update_traces import Exchange, Shard, local_shape
 
 
 @dataclass(eq=False)
@@ -25,6 +29,9 @@ class UnitBytes:
     local: list[int] = field(default_factory=list)  # Elements of each parameter on this rank, including padding
     resharded: bool = True  # Whether the gathered parameters are freed after the forward
     gathered_in_backward: bool = True
+    ranks: int = 1  # Ranks that share the parameters
+    axis: str = SHARD_AXIS
+    stride: int = 1  # Distance of these ranks
 
     @functools.cached_property
     def elements(self) -> int:
@@ -80,7 +87,7 @@ class Units:
 
 @dataclass(frozen=True)
 class StepSetup:
-    """A configuration with its model's measured segments and units."""
+    """A configuration with its model's traced segments and units."""
 
     config: Config
     world_size: int
@@ -88,11 +95,66 @@ class StepSetup:
     segments: Segments
     units: Units
     shard_ranks: int  # Ranks that share one copy of the parameters
+    attention: AttentionKind
+    axes: Axes
+    workspace_bytes: int  # Of a thread's matmuls
 
     @functools.cached_property
     def in_blocks(self) -> set[nn.Parameter]:
         """Parameters of the blocks."""
         return set(self.model.layers.parameters())
+
+    @functools.cached_property
+    def parameters(self) -> dict[str, nn.Parameter]:
+        """Name → parameter."""
+        return dict(self.model.named_parameters())
+
+    @functools.cached_property
+    def names(self) -> dict[nn.Parameter, str]:
+        """Parameter → name; a tied weight has that of the embedding."""
+        return {param: name for name, param in self.parameters.items()}
+
+    def full_name(self, segment: int, name: str) -> str:
+        """Name of a parameter, from the number of its segment and the name within it."""
+        return f"layers.{segment - 1}.{name}" if 0 < segment <= len(self.segments.blocks) else name
+
+    @functools.cached_property
+    def ties(self) -> bool:
+        """Whether embedding and head share a weight."""
+        return self.model.lm_head.weight is self.model.embed_tokens.weight
+
+    def shards(self) -> list[list[Shard]]:
+        """This rank's parts of the parameters of each unit that has any, for the optimizer."""
+        merged = self.config.parallel.flattens_parameters and not self.config.parallel.keeps_parameters
+        units = []
+        for unit in self.units.in_forward():
+            if merged:
+                shape = (unit.local_elements,)
+                units.append([Shard(self.names[unit.params[0]], shape, shape, 0, False)])
+            else:
+                units.append([self._shard(param, local) for param, local in unit.shards() if local])
+        return units
+
+    def _shard(self, param: nn.Parameter, local: int) -> Shard:
+        ranks = self.axes.efsdp if self.axes.ep > 1 and param.ndim == 3 else self.shard_ranks
+        dim = shard_dim(param, ranks, self.axes.ep > 1) if ranks > 1 else None
+        if self.config.parallel.flattens_parameters:
+            shape: tuple[int, ...] = (local,)
+        else:
+            shape = local_shape(param.shape, local, dim)
+        return Shard(self.names[param], tuple(param.shape), shape, dim, param in self.in_blocks)
+
+    @property
+    def exchange(self) -> Exchange:
+        """The ranks that share the update of a matrix."""
+        if self.config.parallel.shards_parameters:
+            return Exchange(self.shard_ranks, "shard" if self.replicas > 1 else "world")
+        return Exchange(self.world_size, "world")
+
+    @property
+    def part(self) -> int:
+        """Tokens of this rank's part of a sequence."""
+        return self.config.train.seq_len // self.config.mesh.cp_size
 
     @property
     def compute_bytes(self) -> int:
@@ -111,24 +173,25 @@ class StepSetup:
         return self.world_size // self.shard_ranks
 
 
-def make_units(model: DecoderModel, parallel: ParallelConfig, ranks: int) -> Units:
+def make_units(model: DecoderModel, parallel: ParallelConfig, ranks: int, axes: Axes) -> Units:
     """Divide a model into the units of its strategy.
 
     Args:
-        model: on the meta device.
+        model: on the meta device, with this rank's experts if they are split.
         parallel: a strategy without units is given those of whole blocks.
         ranks: number of shards.
+        axes: sizes of the mesh axes.
     """
     sharded = parallel if isinstance(parallel, FSDPConfig) else None
-    units = (sharded or FSDP2Config()).units(model)
+    units = (sharded or FSDP2Config()).units(model, axes.ep > 1)
     settings = [(sharded is None or sharded.reshards(unit), unit) for unit in [*units, None]]
     flatten = parallel.flattens_parameters
-    return _make_units(model, tuple(settings), flatten, ranks)
+    return _make_units(model, tuple(settings), flatten, ranks, axes)
 
 
 @functools.lru_cache(maxsize=256)
 def _make_units(
-    model: DecoderModel, settings: tuple[tuple[bool, Unit | None], ...], flatten: bool, ranks: int
+    model: DecoderModel, settings: tuple[tuple[bool, Unit | None], ...], flatten: bool, ranks: int, axes: Axes
 ) -> Units:
     modules = [[model.get_submodule(name) for name in (unit.modules if unit else [""])] for _, unit in settings]
     # Outer modules come first.
@@ -136,7 +199,11 @@ def _make_units(
     made = Units({}, [{} for _ in model.layers], {}, _unit(of_root, flatten, ranks))
     for (resharded, unit), params in zip(settings, owned, strict=False):
         assert unit is not None
-        unit_bytes = _unit(params, flatten, ranks)
+        if is_split(model.get_submodule(unit.modules[0])):
+            unit_bytes = _unit(params, flatten, axes.efsdp, split=True)
+            unit_bytes.axis, unit_bytes.stride = EXPERT_SHARD_AXIS, axes.ep
+        else:
+            unit_bytes = _unit(params, flatten, ranks)
         unit_bytes.resharded = resharded
         unit_bytes.gathered_in_backward = flatten or not unit.embeds
         for name in unit.modules:
@@ -146,25 +213,31 @@ def _make_units(
                 made.blocks[int(index)][part] = unit_bytes
             else:
                 (made.head if first in HEAD else made.embedding)[name] = unit_bytes
-    # FSDP1 never frees its root after the forward.
-    made.root.resharded = settings[-1][0] and not flatten
+    # FSDP1 frees its root after the forward only where it is a cast copy.
+    made.root.resharded = ranks == 1 if flatten else settings[-1][0]
     return made
 
 
-def _unit(params: Iterable[nn.Parameter], flatten: bool, ranks: int) -> UnitBytes:
+def _unit(params: Iterable[nn.Parameter], flatten: bool, ranks: int, split: bool = False) -> UnitBytes:
     chosen = list(params)
     if not flatten:
-        return UnitBytes(chosen, [_shard_elements(param, ranks) for param in chosen])
-    # Only the end of the flat parameter is padded.
-    local = [round(param.numel() / ranks) for param in chosen]
-    if local:
-        local[-1] += -(-sum(param.numel() for param in chosen) // ranks) - sum(local)
-    return UnitBytes(chosen, local)
+        return UnitBytes(chosen, [_shard_elements(param, ranks, split) for param in chosen], ranks=ranks)
+    left, local = -(-sum(param.numel() for param in chosen) // ranks), []
+    for param in chosen:  # the first rank has the beginning of the flat parameter
+        local.append(min(left, param.numel()))
+        left -= local[-1]
+    return UnitBytes(chosen, local, ranks=ranks)
 
 
-def _shard_elements(param: nn.Parameter, ranks: int) -> int:
+def _shard_elements(param: nn.Parameter, ranks: int, split: bool) -> int:
     """Elements of a rank's shard, sharded along one dim; dim 0 is padded."""
-    chosen = placement(param, ranks)
-    dim = chosen.dim if chosen is not None else 0
-    size = param.shape[dim]
+    size = param.shape[shard_dim(param, ranks, split)]
     return -(-size // ranks) * (math.prod(param.shape) // size)
+
+
+def shard_dim(param: nn.Parameter, ranks: int, split: bool) -> int:
+    """The dim along which FSDP2 shards a parameter; ``split`` if ranks split the stacks of experts."""
+    if split and param.ndim == 3:
+        return expert_dim(param.shape, ranks) or 0
+    chosen = placement(param, ranks)
+    return chosen.dim if chosen is not None else 0

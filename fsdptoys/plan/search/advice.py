@@ -13,6 +13,7 @@ from fsdptoys.config.schema import Config
 from fsdptoys.errors import ConfigError
 from fsdptoys.memory import CPUOffloadExecutor, GradientCheckpointing
 from fsdptoys.metrics.prediction import Prediction
+from fsdptoys.models import MoEConfig
 from fsdptoys.parallel.fsdp import ReshardAfterForward, Wrap
 from fsdptoys.parallel.precision import DType
 
@@ -115,6 +116,12 @@ def _changes(config: Config, world_size: int, node_ranks: int) -> Iterator[dict[
         alternatives += [{"parallel.wrap": wrap} for wrap in (Wrap.block, Wrap.block_attn_mlp)]
         alternatives += [{"parallel.reshard_after_forward": reshard} for reshard in ReshardAfterForward]
         alternatives += [{"mesh.fsdp_size": size} for size in (-1, node_ranks)]
+    for key, size, has in (
+        ("mesh.cp_size", config.mesh.cp_size, parallel.shares_sequences and batch == 1),
+        ("mesh.ep_size", config.mesh.ep_size, parallel.splits_experts and isinstance(config.model, MoEConfig)),
+    ):
+        if has:
+            alternatives += [{key: other} for other in (2 * size, max(1, size // 2)) if world_size % other == 0]
     if world_size > 1:
         alternatives.append({"parallel": "fsdp2"})
     for changes in alternatives:

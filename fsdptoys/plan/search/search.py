@@ -194,7 +194,7 @@ class _Exploration:
             by_speed = sorted(self.fitting, key=lambda candidate: -candidate.tokens_per_second)
             by_size = sorted(self.over, key=lambda candidate: candidate.reserved_bytes)
             for seed in _different(by_speed) + _different(frontier(self.fitting)) + _different(by_size):
-                for changes in combinations.neighbors(seed.changes):
+                for changes in combinations.neighbors(seed.changes, seed.config.train.batch_size):
                     self._grow_batch(changes, seed.config.train.batch_size)
 
     def _grow_batch(self, changes: Changes, start: int) -> None:

@@ -16,6 +16,7 @@ from fsdptoys.data import SyntheticConfig
 from fsdptoys.device.profile import Hardware
 from fsdptoys.errors import ConfigError
 from fsdptoys.memory import CPUOffloadExecutor, GradientCheckpointing, MemoryConfig
+from fsdptoys.models import MoEConfig
 from fsdptoys.parallel import DDPConfig, FSDP1Config, FSDP2Config, ParallelConfig, SingleConfig
 from fsdptoys.parallel.fsdp import ReshardAfterForward, Wrap
 from fsdptoys.parallel.mesh import MeshConfig
@@ -160,6 +161,7 @@ class Space:
     activation_offload: bool = True
     optimizer_offload: bool = True
     cpu_offload: bool = True
+    exchanges: bool = True  # Ranks of a node that share sequences, or split experts
 
 
 EVERYTHING = Space()
@@ -171,6 +173,7 @@ SENSIBLE = Space(
     activation_offload=False,
     optimizer_offload=False,
     cpu_offload=False,
+    exchanges=False,
 )
 
 
@@ -185,6 +188,8 @@ class Combinations:
         self.base, self.fixed, self.space, self.world_size = base, fixed, space, world_size
         # All ranks are typed as -1.
         self._sizes = [*shard_sizes(world_size, node_devices, space.every_shard_size)[:-1], -1]
+        ranks = min(world_size, node_devices)
+        self._divisors = [size for size in range(1, ranks + 1) if ranks % size == 0] if space.exchanges else []
 
     def all(self) -> Iterator[dict[str, Any]]:
         """All combinations that agree with the command line; validation may still refuse one."""
@@ -199,11 +204,12 @@ class Combinations:
         for strategy in self._allowed([{"parallel": kind.name} for kind in kinds]):
             yield from _products([strategy], *self._lists(self._strategy(strategy)))
 
-    def neighbors(self, changes: Changes) -> Iterator[dict[str, Any]]:
-        """Neighbors of a combination: unchunked logits, FSDP's own settings, and the next mesh sizes."""
+    def neighbors(self, changes: Changes, batch: int) -> Iterator[dict[str, Any]]:
+        """Neighbors of a combination in its batch: unchunked logits, FSDP's own settings, and other mesh sizes."""
         for chunked in self._allowed(CHUNKED):
             yield {**changes, **chunked}
         strategy = self._strategy(changes)
+        yield from self._exchanges(strategy, changes, batch)
         if not strategy.shards_parameters:
             return
         names = [strategy.name, *(name for name in self.space.strategies if STRATEGIES[name].shards_parameters)]
@@ -223,6 +229,23 @@ class Combinations:
             place = self._sizes.index(changes["mesh.fsdp_size"])
             for size in self._sizes[max(0, place - 1) : place + 2]:
                 yield {**changes, "mesh.fsdp_size": size}
+
+    def _exchanges(self, strategy: type[ParallelConfig], changes: Changes, batch: int) -> Iterator[dict[str, Any]]:
+        """Sizes of the axes cp and ep within a node.
+
+        Sequences are shared only where a rank has a single one: half as many take less memory, and exchange nothing.
+        """
+        single = batch == 1 or "train.batch_size" in self.fixed
+        shards = changes.get("mesh.fsdp_size", self.base.mesh.fsdp_size) if strategy.shards_parameters else -1
+        ranks = self.world_size if shards == -1 else shards
+        for key, applies in (
+            ("mesh.cp_size", single and strategy.shares_sequences),
+            ("mesh.ep_size", strategy.splits_experts and isinstance(self.base.model, MoEConfig)),
+        ):
+            if applies and key not in self.fixed:
+                others = {name: value for name, value in changes.items() if name != key}
+                sizes = (size for size in self._divisors if ranks % size == 0)
+                yield from ({**others, key: size} if size > 1 else others for size in sizes)
 
     def _strategy(self, changes: Changes) -> type[ParallelConfig]:
         return STRATEGIES[changes["parallel"]] if "parallel" in changes else type(self.base.parallel)

@@ -62,12 +62,13 @@ class Block:
 class Pool:
     """Free blocks of one stream, small or large."""
 
-    __slots__ = ("free", "is_small", "stream", "unmapped")
+    __slots__ = ("allocated", "free", "highest", "is_small", "stream", "unmapped")
 
     def __init__(self, stream: int, is_small: bool) -> None:
         self.stream, self.is_small = stream, is_small
         self.free: list[tuple[int, int, Block]] = []  # (size, address, block), sorted
         self.unmapped: list[tuple[int, Block]] = []  # (address, block), sorted
+        self.allocated = self.highest = 0  # Bytes of blocks in use: now, and the most since ``take_most_used``
 
     @property
     def segment_bytes(self) -> int:
@@ -141,6 +142,9 @@ class Allocator(ABC):
             pool.put(self._cut(block, size))
         block.in_use = True
         self.allocated_bytes += block.size
+        pool.allocated += block.size
+        if pool.allocated > pool.highest:
+            pool.highest = pool.allocated
         return block
 
     def free(self, block: Block) -> None:
@@ -148,6 +152,7 @@ class Allocator(ABC):
         assert block.in_use, "freed twice"
         block.in_use = False
         self.allocated_bytes -= block.size
+        block.pool.allocated -= block.size
         block.pool.put(self._merge(block))
 
     def release_cached(self) -> None:
@@ -157,6 +162,13 @@ class Allocator(ABC):
         for pool in self.pools():
             for _, _, block in list(pool.free):
                 self._release(block)
+
+    def take_most_used(self, stream: int) -> int:
+        """Most bytes of blocks in use in the pools of a stream, since the last call."""
+        most = sum(pool.highest for pool in self._pools[stream])
+        for pool in self._pools[stream]:
+            pool.highest = pool.allocated
+        return most
 
     def pools(self) -> Iterator[Pool]:
         """All pools: large ones first, as PyTorch empties them."""

@@ -16,6 +16,8 @@ COMPUTE_STREAM = 0
 class KernelKind(Enum):
     """Device speed that bounds an operator."""
 
+    __hash__ = object.__hash__  # A clock counts by kind at every kernel: an Enum's own hash takes a call
+
     matmul = "matrix products"
     attention = "attention"
     memory = "element-wise"  # Bound by memory bandwidth
@@ -53,6 +55,13 @@ class Kernel(NamedTuple):
     bytes: int
     dtype: str  # Dtype of its largest input, such as ``bfloat16``
     attention: str = ""  # Backend of attention: a key of a profile's ``attention_backends``
+
+
+class Kernels(NamedTuple):
+    """Operators one after the other on a stream, as if nothing came between them."""
+
+    stream: int
+    kernels: tuple[Kernel, ...]
 
 
 class HostWork(NamedTuple):
@@ -124,7 +133,7 @@ class Mark(NamedTuple):
 
 
 Wait = RecordEvent | WaitEvent | HostWaitEvent | HostWaitStream | HostWaitWorkers
-Event = Alloc | Free | RecordStream | Kernel | HostWork | Transfer | Collective | Wait | Mark
+Event = Alloc | Free | RecordStream | Kernel | Kernels | HostWork | Transfer | Collective | Wait | Mark
 
 
 @dataclass

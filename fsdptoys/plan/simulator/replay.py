@@ -13,6 +13,7 @@ import heapq
 import math
 from collections import Counter
 from dataclasses import dataclass, field
+from typing import Any
 
 from fsdptoys.device.profile import Hardware
 from fsdptoys.metrics.prediction import Category, MemoryPrediction, TimePrediction, Volume
@@ -32,7 +33,12 @@ class Phase:
     end_bytes: int
     peak_bytes: int
     categories: dict[Category, int]  # Bytes at the peak
-    reserved: dict[str, int]  # Reserved by each stream at the end
+    used: dict[str, int]  # Most bytes that the blocks of each stream take
+    gaps: dict[str, int] = field(metadata={"extrapolates": False})
+    """Bytes that a stream reserves at the end beyond the most that its blocks have taken until then.
+
+    They depend on the order of sizes, hardly on depth.
+    """
 
 
 @dataclass(frozen=True)
@@ -55,14 +61,20 @@ class Replay:
     def memory(self, host_bytes: int | None = None) -> MemoryPrediction:
         """End and peak of the last step, and the highest reserved memory since the construction."""
         peak = max(self.last_step, key=lambda phase: phase.peak_bytes)
-        most = max(self.phases, key=lambda phase: sum(phase.reserved.values()))
+        used: dict[str, int] = {}
+        reserved: dict[str, int] = {}
+        for phase in self.phases:
+            for stream, bytes in phase.used.items():
+                used[stream] = max(used.get(stream, 0), bytes)
+            then = {stream: bytes + phase.gaps.get(stream, 0) for stream, bytes in used.items()}
+            reserved = max(reserved, then, key=lambda streams: sum(streams.values()))
         return MemoryPrediction(
             end_bytes=self.phases[-1].end_bytes,
             peak_bytes=peak.peak_bytes,
-            reserved_bytes=sum(most.reserved.values()),
+            reserved_bytes=sum(reserved.values()),
             peak_phase=peak.name,
             categories={category: bytes for category, bytes in peak.categories.items() if bytes},
-            streams=dict(most.reserved),
+            streams=reserved,
             host_bytes=self.host_bytes if host_bytes is None else host_bytes,
         )
 
@@ -85,7 +97,10 @@ def replay(trace: Trace, hardware: Hardware, allocator: Allocator) -> Replay:
     Raises:
         allocator.OutOfMemory: if the allocator, a new one, has a limit and the trace does not fit.
     """
-    return _Replaying(trace, hardware, allocator).run()
+    try:
+        return _Replaying(trace, hardware, allocator).run()
+    finally:
+        allocator.wait_for_device = lambda: None  # no cycle, so that the trace's events are freed at once
 
 
 class _Replaying:
@@ -100,6 +115,7 @@ class _Replaying:
         self.pending_bytes = 0
         self.by_category = dict.fromkeys(Category, 0)
         self.peak_bytes = 0
+        self.most_used: dict[str, int] = {}  # By stream, until the last mark
         self.at_peak = dict(self.by_category)
         self.rising = True  # Whether nothing was freed since the peak, whose categories are not yet saved
         self.phases: list[Phase] = []
@@ -109,11 +125,13 @@ class _Replaying:
         clock, events = self.clock, self.trace.events
         last_step = max((event.step for event in events if isinstance(event, Mark)), default=0)
         mark = Mark(0, "construction")
+        event: Any
         for event in events:
-            if isinstance(event, Alloc):
+            kind = type(event)  # faster than isinstance
+            if kind is Alloc:
                 if event.bytes:
                     self.allocate(event)
-            elif isinstance(event, Free):
+            elif kind is Free:
                 self.free(event.block)
             elif isinstance(event, RecordStream):
                 self.record_stream(event)
@@ -139,7 +157,8 @@ class _Replaying:
 
     def allocate(self, event: Alloc) -> None:
         """Allocate a block, after reclaiming those that other streams have finished with."""
-        self.reuse(self.clock.host)
+        if self.pending:
+            self.reuse(self.clock.host)
         block = self.allocator.allocate(event.bytes, event.stream)
         category = self.trace.categories.get(event.block, event.category)
         self.blocks[event.block] = block, category
@@ -162,7 +181,7 @@ class _Replaying:
         if self.rising:
             self.at_peak, self.rising = dict(self.by_category), False
         self.by_category[category] -= block.size
-        streams = self.uses.pop(number, None)
+        streams = self.uses.pop(number, None) if self.uses else None
         # PyTorch does not query events here: a block with uses always waits for the next request.
         if streams:
             moment = max(self.clock.tail(stream) for stream in streams)
@@ -187,11 +206,16 @@ class _Replaying:
         """Save the numbers of the phase that started with a mark, and start the next."""
         if self.rising:
             self.at_peak = dict(self.by_category)
-        reserved: Counter[str] = Counter()
+        used, gaps = Counter[str](), Counter[str]()
         for stream, bytes in self.allocator.reserved_by_stream.items():
-            reserved[self.trace.streams.get(stream, f"stream {stream}")] += bytes
+            name = self.trace.streams.get(stream, f"stream {stream}")
+            used[name] += self.allocator.take_most_used(stream)
+            gaps[name] += bytes
+        for name, bytes in used.items():
+            self.most_used[name] = max(self.most_used.get(name, 0), bytes)
+            gaps[name] -= self.most_used[name]
         end_bytes = self.allocator.allocated_bytes - self.pending_bytes
         seconds, memory = self.clock.now - self.phase_begins, (end_bytes, self.peak_bytes, self.at_peak)
-        self.phases.append(Phase(mark.step, mark.phase, seconds, *memory, dict(reserved)))
+        self.phases.append(Phase(mark.step, mark.phase, seconds, *memory, dict(used), dict(gaps)))
         self.phase_begins = self.clock.now
         self.peak_bytes, self.rising = end_bytes, True

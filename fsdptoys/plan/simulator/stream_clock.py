@@ -93,10 +93,13 @@ class Clock:
         self._events: dict[int, tuple[float, Work | None]] = {}
         self._communicators: defaultdict[tuple[str, int, int], float] = defaultdict(float)
         self._intra, self._inter, self._up, self._down = Lane(), Lane(), Lane(), Lane()
+        self._sums: dict[int, tuple[float, dict[KernelKind, float]]] = {}
+        """Seconds of ``Kernels``, by the identity of their tuple."""
         self._workers: list[float] = []  # Ends of the worker threads' operators
         self._computed = 0.0  # Time until which the compute stream is accounted for in ``parts``
         self._handlers: dict[type, Callable[[Any], None]] = {
             events.Kernel: self._kernel,
+            events.Kernels: self._kernels,
             events.Collective: self._collective,
             events.Transfer: self._transfer,
             events.HostWork: self._host_work,
@@ -152,6 +155,31 @@ class Clock:
                 self._count_wait(ready, last)
             self.parts.kinds[kind] += end - self._computed
             self._computed, self._last[stream] = end, None
+        else:
+            self._last[stream] = Work(ready, end, self._causes[stream], self._needed(last))
+        if self._host_computes:
+            self._host_until(end, self._last[stream])
+
+    def _kernels(self, event: events.Kernels) -> None:
+        stream, kernels = event
+        if id(kernels) not in self._sums:
+            kinds = dict.fromkeys((kernel.kind for kernel in kernels), 0.0)
+            for kernel in kernels:
+                kinds[kernel.kind] += costs.kernel_seconds(self._hardware, *kernel[2:])
+            self._sums[id(kernels)] = sum(kinds.values()), kinds
+        seconds, kinds = self._sums[id(kernels)]
+        self.host += self._operator_seconds
+        ready, last = self._start(stream)
+        self.host += self._operator_seconds * (len(kernels) - 1)
+        # The last kernel starts no earlier than it is issued.
+        end = max(ready + seconds, self.host + seconds / len(kernels))
+        self._ready[stream], self._last[stream] = end, None
+        if stream == COMPUTE_STREAM:
+            self._count_wait(ready, last)
+            self._count_wait(end - seconds, None)
+            for kind, part in kinds.items():
+                self.parts.kinds[kind] += part
+            self._computed = end
         else:
             self._last[stream] = Work(ready, end, self._causes[stream], self._needed(last))
         if self._host_computes:

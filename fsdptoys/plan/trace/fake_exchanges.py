@@ -10,12 +10,14 @@ Messages of ring attention travel on their group's stream, which the compute str
 import functools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from fsdptoys.parallel import expert_parallel, ring
+from fsdptoys.parallel import expert_parallel, gathered, ring, ulysses
+from fsdptoys.plan.simulator.events import HostWaitStream
 
 from .fake_device import replaced
 from .op_costs import touched_bytes
@@ -25,12 +27,34 @@ from .op_recorder import OpRecorder
 @contextmanager
 def fake_exchanges(recorder: OpRecorder, imbalance: float) -> Iterator[None]:
     """Let the traced rank receive ``imbalance`` times the mean of all ranks' rows, and messages as large as its own."""
-    replacements = (
-        (expert_parallel, "read_splits", functools.partial(_read_splits, imbalance)),
+    replacements: list[tuple[Any, str, Any]] = [
+        (expert_parallel, "read_splits", functools.partial(_read_splits, recorder, imbalance)),
         (ring, "_pass_on", functools.partial(_pass_on, recorder)),
-    )
+    ]
+    if recorder.device_type == "meta":  # there are no process groups
+
+        def communicate(name: str) -> Callable[..., None]:
+            return functools.partial(_communicate, recorder, name)
+
+        replacements += [
+            (ulysses, "_exchange", functools.partial(_exchange, recorder)),
+            (gathered, "_all_gather", communicate("all_gather")),
+            (gathered, "_reduce_scatter", communicate("reduce_scatter")),
+            (expert_parallel, "dist", SimpleNamespace(all_to_all_single=communicate("all_to_all"))),
+        ]
     with replaced(*replacements):
         yield
+
+
+def _communicate(recorder: OpRecorder, name: str, received: Tensor, sent: Tensor, *_: Any, group: Any) -> None:
+    size = max(touched_bytes(received), touched_bytes(sent))
+    recorder.communicate(name, (received, sent), size, group, asynchronous=False)
+
+
+def _exchange(recorder: OpRecorder, sent: Tensor, group: Any) -> Tensor:
+    received = torch.empty_like(sent)
+    _communicate(recorder, "all_to_all", received, sent, group=group)
+    return received
 
 
 def _pass_on(recorder: OpRecorder, tensor: Tensor, group: Any) -> Callable[[], Tensor]:
@@ -47,8 +71,9 @@ def _pass_on(recorder: OpRecorder, tensor: Tensor, group: Any) -> Callable[[], T
     return arrive
 
 
-def _read_splits(imbalance: float, splits_2N: Tensor, rows: int) -> tuple[list[int], list[int]]:
-    splits_2N.tolist()  # the host waits
+def _read_splits(recorder: OpRecorder, imbalance: float, splits_2N: Tensor, rows: int) -> tuple[list[int], list[int]]:
+    if recorder.device_type != "cpu":
+        recorder.add(HostWaitStream(recorder.stream()))
     ranks = splits_2N.shape[1]
     return _even(rows, ranks), _even(min(round(rows * imbalance), rows * ranks), ranks)
 

@@ -7,6 +7,7 @@ covered: tensors that a kernel of this project allocates without the dispatcher;
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -28,6 +29,8 @@ from .fake_device import MODULE, replaced, stream_purposes
 from .op_costs import COPIES, TRAFFIC, cost_of, has_no_kernel, scratch_bytes, touched_bytes, traffic, updates_parameters
 from .storages import Storage, Storages
 
+EXCHANGE = -3  # Stream of exchanges on the meta device, which has no streams
+FIRST_MATMUL = -2  # ``Mark.step`` before a thread's first matmul on the meta device; the phase is ``forward``'s or not
 Handler = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
 PURPOSES = {
     "all_gather": Category.gathered_parameters,
@@ -38,24 +41,30 @@ PURPOSES = {
 
 
 class OpRecorder(TorchDispatchMode):
-    """Writes a trace; enter ``watch`` within a ``FakeTensorMode``."""
+    """Writes a trace; enter ``watch`` within a ``FakeTensorMode``.
+
+    With the device type ``meta`` it records parts of a program on meta tensors, in a process that stays usable.
+    """
 
     def __init__(self, device_type: str, attention: AttentionKind, workspace_bytes: int = 0) -> None:
         super().__init__()
         self.trace = Trace(events=[])
         self.device_type = device_type
+        self._shapes_only = "" if device_type == "meta" else "meta"  # Device type of tensors that no device computes
         self.objects: Callable[[], Iterable[tuple[Category, Tensor]]] = tuple
         """Returns tensors of known purpose; called at the start and end of a step, and before the optimizer step."""
         self.in_worker = False  # Whether the current work belongs to a worker thread
         self.worker_jobs = 0  # ``HostWork`` events of worker threads so far
+        self.device_events = 0  # Events on the streams of a meta device
         self._attention, self._workspace_bytes = attention, workspace_bytes
         self._multiplied: set[tuple[bool, int]] = set()
-        self._storages = Storages(device_type, self.trace.events, self._stream)
+        self._storages = Storages(device_type, self.trace.events, self.stream)
         self._recording, self._silent = True, False
         self._handlers: dict[Any, Handler] = {}
         self._groups: dict[str, Any] = {}  # Group → its own stream
         self._pending: dict[int, int] = {}  # Stream of a group → event at the end of its last work without a wait
         self.memory, self.categorize = self._storages.memory, self._storages.categorize
+        self.find, self.see = self._storages.find, self._storages.see
 
     # Called by programs
 
@@ -77,6 +86,11 @@ class OpRecorder(TorchDispatchMode):
     def enter_region(self, category: Category | None) -> None:
         """Set the purpose of all later allocations; None for unknown."""
         self._storages.region = category
+
+    @property
+    def blocks(self) -> int:
+        """Number of the last block."""
+        return self._storages.blocks
 
     def finish(self) -> Trace:
         """Stop recording and return the trace up to the last mark."""
@@ -136,7 +150,7 @@ class OpRecorder(TorchDispatchMode):
         def handle(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             result = func(*args, **kwargs)
             outputs = list(tensors_in(result))
-            if any(tensor.device.type == "meta" for tensor in outputs):
+            if any(tensor.device.type == self._shapes_only for tensor in outputs):
                 return result
             inputs = [(each, tensor) for each, value in given(arguments, args, kwargs) for tensor in tensors_in(value)]
             storages = {tensor.untyped_storage()._cdata for _, tensor in inputs}
@@ -153,7 +167,7 @@ class OpRecorder(TorchDispatchMode):
             self._storages.scratch(scratch_bytes(name, args, self._attention))
             if cost.kind is KernelKind.matmul:
                 self._take_workspace()
-            self.add(simulated.Kernel(name, self._stream(), *cost))
+            self.add(simulated.Kernel(name, self.stream(), *cost))
             if name in ("fsdp::chunk_cat", "aten::_chunk_cat"):
                 for _, tensor in inputs:
                     self.categorize(tensor, Category.reduction_buffers)
@@ -197,7 +211,7 @@ class OpRecorder(TorchDispatchMode):
             asynchronous = args[2] if len(args) > 2 else asynchronous
         within = 0
         for target, source in pairs:
-            if "meta" in (target.device.type, source.device.type):
+            if self._shapes_only in (target.device.type, source.device.type):
                 return result
             into = self._storages.see(target)
             onto_device, from_device = target.device.type == here, source.device.type == here
@@ -209,10 +223,10 @@ class OpRecorder(TorchDispatchMode):
             host = into if from_device else self._storages.find(source)
             waits = not (asynchronous and host is not None and host.pinned)
             size = touched_bytes(target if onto_device else source)
-            self.add(simulated.Transfer(self._stream(), size, onto_device, waits))
+            self.add(simulated.Transfer(self.stream(), size, onto_device, waits))
         if within and pairs[0][0].device.type == here:
             kind, dtype = KernelKind.memory, dtype_name(pairs[0][1])
-            self.add(simulated.Kernel(name, self._stream(), kind, 0.0, within, dtype))
+            self.add(simulated.Kernel(name, self.stream(), kind, 0.0, within, dtype))
         elif within:
             self._host_work(name, within, 0)
         return result
@@ -237,7 +251,7 @@ class OpRecorder(TorchDispatchMode):
         kind: type = bool if tensor.dtype is torch.bool else float if tensor.is_floating_point() else int
         if tensor.device.type != self.device_type or self.device_type == "cpu":
             return kind(1)
-        self.add(simulated.HostWaitStream(self._stream()))
+        self.add(simulated.HostWaitStream(self.stream()))
         return kind(0)
 
     def _numbers(self, tensor: Tensor) -> Any:
@@ -268,17 +282,23 @@ class OpRecorder(TorchDispatchMode):
         self, name: str, tensors: Iterable[Tensor], size: int, group: Any, *, asynchronous: bool
     ) -> Callable[[], None]:
         """Record a collective of ``size`` bytes, and return a function with which the current stream waits for it."""
-        ranks = dist.get_process_group_ranks(group)
-        place = len(ranks), ranks[1] - ranks[0] if len(ranks) > 1 else 1
-        axis = axis_of(group.group_desc, name, place[1], place[0] == dist.get_world_size())
+        place, axis = _place_of(group, name)
         purpose = Category.exchange_buffers if axis in EXCHANGING_AXES else PURPOSES.get(name)
         for tensor in tensors:
             self._storages.see(tensor)
             if purpose is not None:
                 self.categorize(tensor, purpose)
         if not asynchronous or self.device_type == "cpu":
-            self.add(simulated.Collective(name, self._stream(), size, *place, axis))
+            self.add(simulated.Collective(name, self.stream(), size, *place, axis))
             return lambda: None
+        if self.device_type == "meta":
+            self.device_events += 2
+            begun, done = self.device_events - 1, self.device_events
+            self.add(simulated.RecordEvent(begun, COMPUTE_STREAM))
+            self.add(simulated.WaitEvent(begun, EXCHANGE))
+            self.add(simulated.Collective(name, EXCHANGE, size, *place, axis))
+            self.add(simulated.RecordEvent(done, EXCHANGE))
+            return lambda: self.add(simulated.WaitEvent(done, COMPUTE_STREAM))
         # The group has its own stream; the compute stream waits for it with the work.
         own = self._groups.get(group.group_name) or self._groups.setdefault(group.group_name, MODULE.Stream())
         own.wait_stream(MODULE.current)
@@ -296,14 +316,19 @@ class OpRecorder(TorchDispatchMode):
 
     def _take_workspace(self) -> None:
         """Allocate the library's workspace for a thread's first matmul on a stream; the backward has its own thread."""
-        place = (torch._C._current_graph_task_id() != -1, self._stream())
-        if self._workspace_bytes and place not in self._multiplied:
-            self._multiplied.add(place)
+        place = (torch._C._current_graph_task_id() != -1, self.stream())
+        if place in self._multiplied:
+            return
+        self._multiplied.add(place)
+        if self.device_type == "meta":  # a part of a program does not know what ran before
+            self.add(Mark(FIRST_MATMUL, "backward" if place[0] else "forward"))
+        elif self._workspace_bytes:
             with replaced((self._storages, "phase", "library")):
                 self._storages.begin(Storage(self._workspace_bytes, True))
 
-    def _stream(self) -> int:
-        return MODULE.current.number if self.device_type != "cpu" else COMPUTE_STREAM
+    def stream(self) -> int:
+        """Number of the current stream."""
+        return MODULE.current.number if self.device_type not in ("cpu", "meta") else COMPUTE_STREAM
 
     @contextmanager
     def watch(self) -> Iterator[None]:
@@ -339,6 +364,31 @@ class OpRecorder(TorchDispatchMode):
         )
         with replaced(*replacements), self:
             yield
+
+
+@dataclass
+class PlannedGroup:
+    """A group of consecutive ranks that have no process group; the first one is traced."""
+
+    axis: str
+    ranks: int
+
+    def size(self) -> int:
+        """Number of ranks."""
+        return self.ranks
+
+    def rank(self) -> int:
+        """Rank of the traced process."""
+        return 0
+
+
+def _place_of(group: Any, name: str) -> tuple[tuple[int, int], str]:
+    """Size and stride of a group, and its axis."""
+    if isinstance(group, PlannedGroup):
+        return (group.ranks, 1), group.axis
+    ranks = dist.get_process_group_ranks(group)
+    size, stride = len(ranks), ranks[1] - ranks[0] if len(ranks) > 1 else 1
+    return (size, stride), axis_of(group.group_desc, name, stride, size == dist.get_world_size())
 
 
 def axis_of(description: str, name: str, stride: int, everyone: bool) -> str:

@@ -59,7 +59,7 @@ class Storages:
         self.region: Category | None = None
         self.recording = True
         self.host_bytes = 0
-        self._blocks = 0
+        self.blocks = 0
         self._live: dict[int, Storage] = {}
         self._categories: dict[int, Category] = {}
         self._of_forward: set[int] = set()
@@ -88,8 +88,8 @@ class Storages:
         if not storage.on_device:
             self.host_bytes += storage.bytes
         elif storage.bytes:
-            self._blocks += 1
-            block = storage.block = self._blocks
+            self.blocks += 1
+            block = storage.block = self.blocks
             recomputed = self.phase == "backward" and _recomputes()
             category = self.region or (Category.activations if recomputed else Category.temporary)
             self._add(Alloc(block, storage.bytes, self._stream(), category))

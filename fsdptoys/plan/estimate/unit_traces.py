@@ -1,0 +1,378 @@
+"""Traces of a model's units: embedding, each kind of block, head with loss.
+
+Which tensors are kept depends on the operators that autograd and the device choose, so each unit runs forward and
+backward once on the meta device, through the project's own modules, checkpointing and loss, under the recorder and the
+device's kernels of a full trace. That takes about 50 ms and is cached for the life of the process.
+
+Shapes: B batch, T sequence, D width.
+"""
+
+import copy
+import functools
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any, NamedTuple, cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from fsdptoys.config.schema import Config
+from fsdptoys.device.profile import AttentionKind
+from fsdptoys.loss import build_loss
+from fsdptoys.loss.objective import Objective
+from fsdptoys.memory import GradientCheckpointing, checkpoint_blocks
+from fsdptoys.memory.activation_offload import MIN_BYTES
+from fsdptoys.metrics.prediction import Category
+from fsdptoys.models import DecoderModel, choose_kernels, npu_kernels, use_kernels
+from fsdptoys.models.layers import Attention
+from fsdptoys.parallel.context import ContextForm, build_context
+from fsdptoys.parallel.mesh import CONTEXT_AXIS
+from fsdptoys.plan.simulator.events import COMPUTE_STREAM, Alloc, Event, Free, Kernel, Kernels, Mark
+from fsdptoys.plan.trace.extrapolate_layers import block_kind
+from fsdptoys.plan.trace.fake_device import replaced
+from fsdptoys.plan.trace.fake_exchanges import fake_exchanges
+from fsdptoys.plan.trace.fake_kernels import replace_kernels
+from fsdptoys.plan.trace.op_costs import fuses_rms_norm
+from fsdptoys.plan.trace.op_recorder import OpRecorder, PlannedGroup
+from fsdptoys.utils.uncached import Uncached
+
+PARTS = ("attn", "mlp")  # Parts of a block that are stages of their own; others are if they are units
+HEAD = ("norm", "lm_head")
+GRADIENT = -1  # ``Mark.step`` at which the gradient of a parameter is final, whose name is the phase
+
+
+class Stage(NamedTuple):
+    """A section of a forward or backward, with blocks numbered within the segment.
+
+    Marks of step ``GRADIENT`` are where the gradient of the parameter named by their phase is final; of step
+    ``FIRST_MATMUL``, where a thread needs the library's workspace.
+    """
+
+    part: str  # Name of a part of the block, the innermost one; empty outside
+    events: list[Event]
+
+
+@dataclass(frozen=True)
+class Segment:
+    """A unit in forward and backward. It frees its input and the gradient of its output, but allocates neither."""
+
+    forward: list[Stage]
+    backward: list[Stage]
+    blocks: int  # Largest number of a block
+    device_events: int  # Largest number of an event on a stream
+    input: int  # Block of the input; 0 if none
+    output: int
+    output_gradient: int
+    input_gradient: int
+    kept: dict[int, int]
+    """Block → bytes of what stays for the backward and is large enough for activation offload; without the output."""
+    gradients: dict[str, int]  # Parameter → block of its gradient, which outlives the backward
+
+
+@dataclass(frozen=True)
+class Segments:
+    """All units of a model."""
+
+    embedding: Segment
+    blocks: tuple[Segment, ...]  # In order; equal blocks are one object
+    head: Segment  # Norm, head and loss
+
+    def in_order(self) -> list[Segment]:
+        """Embedding, blocks, head."""
+        return [self.embedding, *self.blocks, self.head]
+
+
+class _Cut(torch.autograd.Function):
+    """Identity that begins a stage in forward and backward, between one part and another."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, recorder: OpRecorder, before: str, after: str) -> Tensor:
+        ctx.recorder, ctx.before = recorder, before
+        recorder.add(Mark(0, after))
+        return tensor.view_as(tensor)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
+        ctx.recorder.add(Mark(0, ctx.before))
+        return grads[0], None, None, None
+
+
+class _End(torch.autograd.Function):
+    """The beginning or end of a unit: an output of another shape, and a gradient of the input's, that share nothing.
+
+    ``see`` is called with the gradient that arrives and the one that leaves.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, shape: tuple[int, ...], dtype: torch.dtype, see: Any) -> Tensor:
+        ctx.shape, ctx.dtype, ctx.see = tensor.shape, tensor.dtype, see
+        return tensor.new_empty(shape, dtype=dtype)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
+        made = grads[0].new_empty(ctx.shape, dtype=ctx.dtype)
+        ctx.see(grads[0], made)
+        return made, None, None, None
+
+
+def segments_of(
+    config: Config, model: DecoderModel, attention: AttentionKind, parts: Sequence[Sequence[str]] = ()
+) -> Segments:
+    """Trace the units of a model on the meta device, or return cached traces.
+
+    ``parts`` names parts of each block that are stages of their own, besides ``PARTS``.
+    """
+    train, memory = config.train, config.memory
+    dtype = config.parallel.param_dtype.torch
+    context = getattr(config.parallel, "context", ContextForm.auto), config.mesh.cp_size
+    common = _Common(
+        attention,
+        tuple(config.kernels.names().items()),
+        dtype,
+        train.batch_size,
+        train.seq_len,
+        context,
+        config.plan.expert_imbalance,
+    )
+    key = repr((type(config.model), vars(config.model) | {"name": "", "init_from": None, "n_layers": 0}))
+    chosen = set(range(model.config.n_layers)[memory.checkpointing_start_index :: memory.checkpointing_every])
+    blocks = []
+    for index, kind in enumerate(_kinds(model)):
+        mode = memory.gradient_checkpointing if index in chosen else GradientCheckpointing.none
+        save = tuple(memory.checkpointing_save) if mode is GradientCheckpointing.selective else ()
+        marked = tuple(sorted({*PARTS, *(parts[index] if parts else ())} - {""}))
+        blocks.append(_block(key, kind, marked, common, mode, save, Uncached((model, index))))
+    chunks = None if memory.chunk_tokens == "auto" else int(memory.chunk_tokens)
+    objective = Objective(train.label_smoothing, train.z_loss_coef)
+    loss = (memory.chunk_loss, chunks, memory.chunk_grad_dtype.torch, objective)
+    return Segments(_embedding(key, common, Uncached(model)), tuple(blocks), _head(key, common, loss, Uncached(model)))
+
+
+@dataclass(frozen=True)
+class _Common:
+    attention: AttentionKind
+    kernels: tuple[tuple[str, str], ...]  # Operation and its implementation
+    dtype: torch.dtype
+    batch: int
+    length: int  # Of full sequences
+    context: tuple[ContextForm, int]  # Form, and ranks that share a sequence
+    imbalance: float  # Of the ranks' experts
+
+    @property
+    def part(self) -> int:
+        """Tokens of this rank's part of a sequence."""
+        return self.length // self.context[1]
+
+
+@functools.lru_cache(maxsize=64)
+def _kinds(model: DecoderModel) -> list[tuple[object, ...]]:
+    return [block_kind(block) for block in model.layers]
+
+
+@functools.lru_cache(maxsize=1024)
+def _block(
+    key: str,
+    kind: tuple[object, ...],
+    parts: tuple[str, ...],
+    common: _Common,
+    mode: GradientCheckpointing,
+    save: Any,
+    source: Uncached[tuple[DecoderModel, int]],
+) -> Segment:
+    model, index = source.value
+    block = copy.deepcopy(model.layers[index]).to(common.dtype)
+    recorder = OpRecorder("meta", common.attention)
+    for part in parts:
+        _cut_part(block.get_submodule(part), part, innermost(part.rpartition(".")[0], parts), recorder)
+    if mode is not GradientCheckpointing.none:
+        checkpoint_blocks([block], mode, save=save)
+    with torch.device("meta"):
+        rotations = model.rotations(torch.arange(common.part))
+    form, ranks = common.context
+    if ranks > 1:
+        context = build_context(form, cast(Any, PlannedGroup(CONTEXT_AXIS, ranks)), compiles=False)
+        for module in block.modules():
+            if isinstance(module, Attention):
+                module.context = context
+    run = functools.partial(_run_block, block, rotations)
+    return _trace_unit(block, run, model.config.dim, common, recorder, rotations or ())
+
+
+def _run_block(block: nn.Module, rotations: Any, hidden_BTD: Tensor) -> Any:
+    return block(hidden_BTD, rotations)
+
+
+def innermost(name: str, parts: Collection[str]) -> str:
+    """The longest of the parts that contains a module or parameter; empty if none does."""
+    return max((part for part in parts if f"{name}.".startswith(f"{part}.")), key=len, default="")
+
+
+def _cut_part(module: nn.Module, part: str, outside: str, recorder: OpRecorder) -> None:
+    forward = module.forward
+
+    def cut(hidden: Tensor, *args: Any, **kwargs: Any) -> Any:
+        made = forward(_Cut.apply(hidden, recorder, outside, part), *args, **kwargs)
+        if isinstance(made, Tensor):
+            return _Cut.apply(made, recorder, part, outside)
+        *others, last = made  # a router's experts, which have no gradient, and their weights
+        return (*others, _Cut.apply(last, recorder, part, outside))
+
+    module.forward = cut
+
+
+@functools.lru_cache(maxsize=1024)
+def _embedding(key: str, common: _Common, source: Uncached[DecoderModel]) -> Segment:
+    model = copy.copy(source.value)
+    model._modules = dict(model._modules)
+    tables = nn.ModuleDict()
+    for name, module in source.value.named_children():
+        if name.startswith("embed"):
+            model._modules[name] = tables[name] = copy.deepcopy(module).to(common.dtype)
+    tokens_BT = torch.empty(common.batch, common.part, dtype=torch.int64, device="meta")
+    return _trace_unit(
+        tables, lambda _: model.embed(tokens_BT, tokens_BT[0]), None, common, OpRecorder("meta", common.attention)
+    )
+
+
+@functools.lru_cache(maxsize=1024)
+def _head(
+    key: str, common: _Common, loss: tuple[bool, int | None, torch.dtype, Objective], source: Uncached[DecoderModel]
+) -> Segment:
+    model, loss_fn = source.value, build_loss(*loss)
+    both = nn.ModuleDict({name: copy.deepcopy(model.get_submodule(name)).to(common.dtype) for name in HEAD})
+    norm, head = both.values()
+    labels_BT = torch.empty(common.batch, common.part, dtype=torch.int64, device="meta")
+    recorder = OpRecorder("meta", common.attention)
+
+    def run(hidden_BTD: Tensor) -> Tensor:
+        normed_BTD = norm(hidden_BTD)
+        recorder.enter_region(Category.logits)
+        loss: Tensor = head(normed_BTD, labels_BT, loss_fn)
+        recorder.enter_region(None)
+        return loss
+
+    return _trace_unit(both, run, model.config.dim, common, recorder, [labels_BT])
+
+
+def join_kernels(recorded: list[Event]) -> list[Event]:
+    """Events with the kernels of each stretch at its end, as one event, which makes replays a third shorter."""
+    joined: list[Event] = []
+    kernels: list[Kernel] = []
+    for event in [*recorded, None]:
+        if isinstance(event, Kernel):
+            kernels.append(event)
+            continue
+        if kernels and not isinstance(event, (Alloc, Free)):
+            joined.append(Kernels(COMPUTE_STREAM, tuple(kernels)))
+            kernels = []
+        if event is not None:
+            joined.append(event)
+    return joined
+
+
+def _note_gradient(recorder: OpRecorder, name: str, param: Tensor) -> None:
+    recorder.add(Mark(GRADIENT, name))
+
+
+@contextmanager
+def kernels_of(attention: AttentionKind) -> Iterator[None]:
+    """Use a device's kernels on the meta device."""
+
+    def attend(query: Tensor, key: Tensor, value: Tensor, is_causal: bool = False, **_: Any) -> Tensor:
+        shared = query.shape[1] // key.shape[1]
+        if not torch.backends.cuda.flash_sdp_enabled():
+            math = torch.ops.aten._scaled_dot_product_attention_math
+            plain: Tensor = math(query, key, value, is_causal=is_causal, enable_gqa=shared > 1)[0]
+            return plain
+        if shared > 1 and not fuses_rms_norm():
+            # torch 2.7's operator has no shared heads in its gradient.
+            key, value = (x.repeat_interleave(shared, dim=1) for x in (key, value))
+        out: Tensor = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(query, key, value, 0.0, is_causal)[0]
+        return out
+
+    fused = [(F, "scaled_dot_product_attention", attend)] if attention is AttentionKind.cpu else []
+    with replace_kernels(attention), replaced(*fused):
+        yield
+
+
+def _trace_unit(
+    module: nn.Module,
+    run: Callable[[Tensor], Tensor],
+    dim: int | None,
+    common: _Common,
+    recorder: OpRecorder,
+    others: Sequence[Tensor] = (),
+) -> Segment:
+    """Run a unit, with an input of width ``dim`` if any; its parameters and ``others`` are not part of its memory."""
+
+    def number(tensor: Tensor) -> int:
+        storage = recorder.find(tensor)
+        return storage.block if storage is not None else 0
+
+    seen = SimpleNamespace(input_gradient=0, output_gradient=0)
+
+    def see_input(arrived: Tensor, _: Tensor) -> None:
+        seen.input_gradient = number(arrived)
+
+    def see_output(_: Tensor, made: Tensor) -> None:
+        seen.output_gradient = number(made)
+
+    anchor = torch.empty((), device="meta", requires_grad=True)
+    with kernels_of(common.attention), fake_exchanges(recorder, common.imbalance), recorder.watch():
+        use_kernels(module, choose_kernels(dict(common.kernels)))
+        for tensor in (anchor, *module.parameters(), *others, npu_kernels.causal_mask(anchor.device)):
+            recorder.see(tensor.detach())
+        hidden = (
+            anchor if dim is None else _End.apply(anchor, (common.batch, common.part, dim), common.dtype, see_input)
+        )
+        given = number(hidden) if dim is not None else 0
+        before = recorder.blocks
+        recorder.mark(0, "forward")
+        output = run(hidden)
+        del hidden
+        made = number(output)
+        recorder.categorize(output, Category.activations)
+        recorder.mark(0, "turn")
+        loss = output if output.ndim == 0 else _End.apply(output, (), torch.float32, see_output)
+        del output
+        recorder.mark(0, "backward")
+        for name, param in module.named_parameters():
+            param.register_post_accumulate_grad_hook(functools.partial(_note_gradient, recorder, name))
+        loss.backward()
+        gradients = {name: param.grad for name, param in module.named_parameters() if param.grad is not None}
+        for gradient in gradients.values():
+            recorder.categorize(gradient, Category.reduction_buffers)
+        numbers = {name: number(gradient) for name, gradient in gradients.items()}
+        recorder.mark(0, "end")
+        trace = recorder.finish()
+    ends = given, made, seen.output_gradient, seen.input_gradient
+    handed_on = {made, seen.input_gradient}
+    passes: dict[str, list[Stage]] = {"forward": [], "turn": [], "backward": [], "end": []}
+    current, live, kept = passes["end"], dict[int, int](), dict[int, int]()
+    current.append(Stage("", []))
+    for event in trace.events:
+        if isinstance(event, Mark) and event.step >= 0:
+            current = passes.get(event.phase, current)
+            current.append(Stage("" if event.phase in passes else event.phase, []))
+            if event.phase == "turn":
+                kept = {block: size for block, size in live.items() if size >= MIN_BYTES and block != made}
+        elif isinstance(event, Alloc):
+            if event.block == seen.output_gradient:
+                current[-1].events.clear()  # of the sink
+            elif event.block > before:
+                live[event.block] = event.bytes
+                current[-1].events.append(event._replace(category=trace.categories.get(event.block, event.category)))
+        elif not isinstance(event, Free) or event.block in {*live, *ends} - handed_on:
+            current[-1].events.append(event)
+            live.pop(getattr(event, "block", 0), None)
+    # Numbers that autograd computes for this trace alone.
+    left = live.keys() - handed_on - {*numbers.values()}
+    passes["backward"][-1].events.extend(map(Free, sorted(left)))
+    forward, backward = (
+        [Stage(part, join_kernels(events)) for part, events in passes[name] if events]
+        for name in ("forward", "backward")
+    )
+    return Segment(forward, backward, recorder.blocks, recorder.device_events, *ends, kept, numbers)

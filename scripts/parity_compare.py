@@ -1,0 +1,190 @@
+"""Differences between a training run and a reference: losses, gradients by kind of parameter, norms, parameters.
+
+Each rank compares the elements that it has with its shard of the reference, so that nothing is gathered and replicas
+are compared too; one all-reduce of a few sums a run follows.
+"""
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import distribute_tensor
+
+from fsdptoys.utils.dtensor import is_dtensor
+
+NOISE = 1e-4
+"""Share of the norm of all gradients up to which a gradient counts as rounding: a bias of keys has none but this."""
+KINDS = ("embedding", "attention", "mlp", "experts", "router", "norms", "head")
+PARAMETERS = 0
+"""In place of a step: the final parameters."""
+
+Arrays = dict[str, npt.NDArray[np.float32]]
+"""Name of a parameter → values; not tensors, whose memory would end with the rank that sends them."""
+Named = Iterable[tuple[str, Tensor]]
+"""Names of parameters, with full tensors or DTensors."""
+
+
+@dataclass
+class Trajectory:
+    """Numbers of a training run to compare."""
+
+    losses: list[float]
+    norms: list[float]
+    gradients: dict[int, Arrays]
+    """Step → name → full gradient before clipping."""
+    parameters: Arrays
+
+    def tensors(self) -> dict[tuple[int, str], npt.NDArray[np.float32]]:
+        """Gradients by step and name, then parameters."""
+        grads = {(step, name): grad for step, named in self.gradients.items() for name, grad in named.items()}
+        return grads | {(PARAMETERS, name): param for name, param in self.parameters.items()}
+
+
+def arrays(named: Named) -> Arrays:
+    """Copies of full tensors in host memory."""
+    return {name: tensor.detach().to("cpu", torch.float32, copy=True).numpy() for name, tensor in named}
+
+
+class Sums(NamedTuple):
+    """A tensor against the reference: sums over all elements that the ranks have, copies included."""
+
+    elements: float
+    unequal: float
+    """Ranks on which some element differs."""
+    differences: float
+    """Squares of differences."""
+    squares: float
+
+
+class Measure:
+    """Compares tensors with a reference as a run passes them on."""
+
+    def __init__(self, reference: Trajectory) -> None:
+        self._expected = {key: torch.from_numpy(values) for key, values in reference.tensors().items()}
+        self._places = {key: place for place, key in enumerate(self._expected)}
+        self._sums = torch.zeros(len(self._expected), len(Sums._fields), dtype=torch.float64)
+
+    @torch.no_grad()
+    def add(self, step: int, named: Named) -> None:
+        """Compare the gradients of a step, or the final ``PARAMETERS``."""
+        for name, tensor in named:
+            expected = self._expected[step, name]
+            if is_dtensor(tensor):
+                mesh, placements = tensor.device_mesh, tensor.placements
+                expected = distribute_tensor(expected, mesh, placements, src_data_rank=None).to_local()
+                tensor = tensor.to_local()
+            found, sums = tensor.detach().to("cpu", torch.float32), self._sums[self._places[step, name]]
+            sums[0] += found.numel()
+            if not torch.equal(found, expected):
+                of_both = [(found - expected).double().square().sum(), found.double().square().sum()]
+                sums[1:] += torch.stack([torch.ones((), dtype=torch.float64), *of_both])
+            else:
+                sums[3] += found.double().square().sum()
+
+    def total(self) -> dict[tuple[int, str], Sums]:
+        """The sums over ranks. A collective, where there are several."""
+        if dist.is_initialized():
+            dist.all_reduce(self._sums)
+        return {key: Sums(*sums) for key, sums in zip(self._expected, self._sums.tolist(), strict=True)}
+
+
+class Difference(NamedTuple):
+    """Something that is not equal in every bit."""
+
+    step: int
+    column: str
+    sentence: str
+    size: float
+    """Relative difference."""
+
+
+@dataclass
+class Comparison:
+    """A row against the reference."""
+
+    loss_difference: float
+    """Largest relative difference of a loss; infinite if one is nan."""
+    differences: list[Difference] = field(default_factory=list)
+    """In the order of a step: loss, gradients, norm; then parameters."""
+    cells: dict[str, str] = field(default_factory=dict)
+    """Column → the first difference; missing for none."""
+
+    def note(self, difference: Difference, cell: str) -> None:
+        """Add a difference."""
+        self.differences.append(difference)
+        self.cells.setdefault(difference.column, cell)
+
+    def first(self, step: int | None = None, over: float = 0.0) -> str:
+        """The first difference, at ``step`` if given, of more than ``over``; empty for none.
+
+        A wrong loss comes first. Gradients of one step are found together; the one that differs most is named, since
+        the backward spreads an error to all earlier layers.
+        """
+        found = [each for each in self.differences if each.size > over and each.step == (step or each.step)]
+        if not found:
+            return ""
+        together = [each for each in found if each.step == found[0].step and each.column in KINDS]
+        named = max(together, key=lambda each: each.size) if found[0].column in KINDS else found[0]
+        return f"step {named.step}: {named.sentence}"
+
+
+def kind_of(name: str) -> str:
+    """Kind of a parameter, by its name."""
+    parts = name.split(".")
+    if "norm" in parts[-2]:
+        return "norms"
+    known = {"attn": "attention", "experts": "experts", "router": "router", "lm_head": "head"}
+    found = [kind for part, kind in known.items() if part in parts]
+    return found[0] if found else "embedding" if parts[0].startswith("embed") else "mlp"
+
+
+def compare(
+    losses: Sequence[float], norms: Sequence[float], sums: dict[tuple[int, str], Sums], reference: Trajectory
+) -> Comparison:
+    """Compare with a reference in the order of a step."""
+    result = Comparison(max(_relative(a, b) for a, b in zip(losses, reference.losses, strict=True)))
+    for step, (loss, expected) in enumerate(zip(losses, reference.losses, strict=True), 1):
+        if loss != expected:
+            size, sentence = _relative(loss, expected), f"loss {loss:.9g} instead of {expected:.9g}"
+            result.note(Difference(step, "loss", sentence, size), f"{size:.0e} at {step}")
+        norm, expected = norms[step - 1], reference.norms[step - 1]
+        for name, grad in reference.gradients.get(step, {}).items():
+            _note_tensor(result, kind_of(name), step, f"gradient of {name}", sums[step, name], grad, NOISE * expected)
+        if norm != expected:
+            size, sentence = _relative(norm, expected), f"gradient norm {norm:.9g} instead of {expected:.9g}"
+            result.note(Difference(step, "norm", sentence, size), f"{size:.0e} at {step}")
+    for name, param in reference.parameters.items():
+        _note_tensor(result, "parameters", len(losses), f"parameter {name}", sums[PARAMETERS, name], param)
+    return result
+
+
+def _note_tensor(
+    result: Comparison,
+    column: str,
+    step: int,
+    name: str,
+    sums: Sums,
+    expected: npt.NDArray[np.float32],
+    least: float = 1e-30,
+) -> None:
+    if sums.elements < expected.size:
+        result.note(Difference(step, column, f"{name} is missing", math.inf), f"none at {step}")
+    elif sums.unequal:
+        copies, size = sums.elements / expected.size, float(np.linalg.norm(expected))
+        ratio = math.sqrt(sums.squares / copies) / max(size, 1e-30)
+        difference = math.sqrt(sums.differences / copies) / max(size, least)
+        difference = math.inf if math.isnan(difference) else difference
+        sentence = f"{name} has {ratio:.6g} times the norm, and differs by {difference:.1e} of it"
+        cell = f"{ratio:.4g}× at {step}" if abs(ratio - 1) > 1e-3 else f"{difference:.0e} at {step}"
+        result.note(Difference(step, column, sentence, difference), cell)
+
+
+def _relative(value: float, expected: float) -> float:
+    difference = abs(value - expected) / abs(expected)
+    return math.inf if math.isnan(difference) else difference
