@@ -25,10 +25,10 @@ from fsdptoys.config.overrides import list_choices, schema_name
 from fsdptoys.config.schema import TrainConfig
 from fsdptoys.errors import ConfigError
 from fsdptoys.models import ModelConfig
-from fsdptoys.train.pretrained import DTYPES, open_weights
+from fsdptoys.train.pretrained import DTYPES, TrainedModel, open_weights
 from fsdptoys.utils.text import near_miss, printable, value_text
 
-TO_HF = "fsdptoys convert to-hf RUN OUT_DIR [dtype=float32|bfloat16|float16]"
+TO_HF = "fsdptoys convert to-hf RUN OUT_DIR [dtype=float32|bfloat16|float16] [adapter=DIR]"
 FROM_HF = "fsdptoys convert from-hf DIR"
 
 
@@ -53,18 +53,20 @@ def _to_hf(words: list[str]) -> None:
     paths = [word for word in words if word not in options]
     if len(paths) != 2 or any(path.startswith("-") for path in paths):
         raise ConfigError(f"fsdptoys convert to-hf takes a run and a new folder, not {_joined(paths)}; write {TO_HF}")
-    name = "float32"
+    chosen = {"dtype": "float32"}
     for word in options:
-        key, _, name = word.partition("=")
-        if key != "dtype":
+        key, _, value = word.partition("=")
+        if key not in ("dtype", "adapter"):
             raise ConfigError(f"{word} is not a setting of fsdptoys convert to-hf; write {TO_HF}")
-        if name not in DTYPES:
+        if key == "dtype" and value not in DTYPES:
             raise ConfigError(f"{word} must be one of {', '.join(DTYPES)}; set dtype=float32")
-    if len(options) > 1:
-        raise ConfigError(f"{' and '.join(options)} exclude each other; keep one of them")
-    out_dir, dtype = Path(paths[1]).expanduser(), DTYPES[name]
+        if sum(other.startswith(f"{key}=") for other in options) > 1:
+            twice = [other for other in options if other.startswith(f"{key}=")]
+            raise ConfigError(f"{' and '.join(twice)} exclude each other; keep one of them")
+        chosen[key] = value
+    out_dir, dtype = Path(paths[1]).expanduser(), DTYPES[chosen["dtype"]]
     check_new_folder(out_dir)
-    weights = open_weights(paths[0])
+    weights = TrainedModel(paths[0], adapter=chosen["adapter"]) if "adapter" in chosen else open_weights(paths[0])
     written = write_hugging_face(out_dir, weights.config, weights.read, dtype)
     files = f"{len(written.files)} files" if len(written.files) > 1 else written.files[0]
     print(

@@ -35,7 +35,7 @@ from .optimizer_checks import check_blocks, check_in_backward, check_optimizer
 from .option_values import Option
 from .plan_config import PlanConfig
 from .toy_checks import check_toy_context, check_toy_experts
-from .tune_checks import check_tune
+from .tune_checks import check_tune, open_adapter
 
 MOST_BATCHES = 2**20  # upper bound of a batch's sequences, and of the batches of a step or an evaluation
 MOST_SEED = 2**63 - 1
@@ -205,9 +205,11 @@ class Config:
             check_patches(self.patches, self.parallel.name)
         except ValueError as mistake:  # patches do not import ConfigError, but word their messages alike
             raise ConfigError(str(mistake)) from mistake
+        with torch.device("meta"):
+            model = self.model.build()
         if self.model.init_from is not None:
-            with torch.device("meta"):
-                open_init_from(self.model.build())
+            open_init_from(model)
+        open_adapter(self.tune, model)
 
     @property
     def step_bytes(self) -> int:

@@ -2,12 +2,14 @@
 
 import torch
 
+from fsdptoys.checkpoint.adapter_folder import AdapterFolder
 from fsdptoys.errors import ConfigError
-from fsdptoys.models import ModelConfig
+from fsdptoys.models import DecoderModel, ModelConfig
 from fsdptoys.models.linear import Linear
 from fsdptoys.parallel import ParallelConfig
 from fsdptoys.parallel.float8 import Float8
 from fsdptoys.tune import LoRAConfig, TuneConfig
+from fsdptoys.utils.text import short_text
 
 
 def check_tune(tune: TuneConfig, model: ModelConfig, parallel: ParallelConfig, float8: Float8) -> None:
@@ -37,3 +39,30 @@ def check_tune(tune: TuneConfig, model: ModelConfig, parallel: ParallelConfig, f
         raise ConfigError(
             f"train.float8={float8.value} converts linear layers, to which tune=lora adds; set train.float8=none"
         )
+
+
+def open_adapter(tune: TuneConfig, model: DecoderModel) -> AdapterFolder | None:
+    """Open the folder of ``tune.adapter``, if any, and check that it fits the run.
+
+    Args:
+        tune: the run's.
+        model: on the meta device, without adapters.
+
+    Raises:
+        ConfigError: naming key, value and fix.
+    """
+    if not isinstance(tune, LoRAConfig) or tune.adapter is None:
+        return None
+    key = "tune.adapter"
+    try:
+        folder = AdapterFolder(tune.adapter)
+        folder.check(model)
+    except ConfigError as error:
+        raise ConfigError(f"{key}={error}") from error
+    folder.check_run(key, tune.rank, tune.alpha, tune.targets, model)
+    if model.config.init_from is None and folder.base is not None:
+        raise ConfigError(
+            f"{key}={tune.adapter} was trained on {short_text(folder.base)}, and model.init_from=null draws other "
+            "weights; set model.init_from to a folder with that model"
+        )
+    return folder

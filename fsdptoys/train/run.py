@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fsdptoys.checkpoint import WEIGHTS_FOLDER, Checkpoint, Checkpointer, save_weights
+from fsdptoys.checkpoint.adapter_folder import ADAPTER_FOLDER, merged, write_adapter
 from fsdptoys.config.schema import Config
 from fsdptoys.errors import GivenUpError
 from fsdptoys.metrics import (
@@ -39,7 +40,6 @@ from fsdptoys.utils.atomic_write import write_atomically
 from fsdptoys.utils.file_lock import FolderLock
 from fsdptoys.utils.from_tree import build
 
-from .adapter_folder import ADAPTER_FOLDER, merged, write_adapter
 from .distributed import process_group
 from .heartbeat import HEARTBEATS_FOLDER, HeartbeatWriter, explain_lost_ranks
 from .launch_env import remember_run_dir, remembered_run_dir, restart_count
@@ -317,7 +317,14 @@ class Run:
         if self.rank == 0 and not folder.exists():  # existing weights are current: no step was taken since
             save_weights(folder, parameters)
             if isinstance(tune, LoRAConfig):
-                write_adapter(self.run_dir / ADAPTER_FOLDER, adapters, self.config.model, tune)
+                write_adapter(
+                    self.run_dir / ADAPTER_FOLDER,
+                    adapters,
+                    self.config.model,
+                    rank=tune.rank,
+                    alpha=tune.alpha,
+                    dropout=tune.dropout,
+                )
         else:
             for _ in parameters:
                 self.checkpoints.wait(LAST_WAIT_SECONDS)

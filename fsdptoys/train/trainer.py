@@ -22,6 +22,7 @@ from torch import Tensor
 from fsdptoys.checkpoint import open_init_from
 from fsdptoys.config.kernel_choice import find_attention_backend, put_kernels
 from fsdptoys.config.schema import Config
+from fsdptoys.config.tune_checks import open_adapter
 from fsdptoys.data import BatchStream, eval_batches
 from fsdptoys.device import Device
 from fsdptoys.loss import build_loss
@@ -87,8 +88,9 @@ class Trainer:
         self.patches = apply_patches(config.patches, config.parallel.name)
         with torch.device("meta"):
             model = config.model.build()
-        # Before it gets adapters, which such a folder does not hold.
+        # Before it gets adapters.
         init_from = open_init_from(model) if config.model.init_from else None
+        adapter = open_adapter(config.tune, model) if fill is None else None
         self.dropout_samples = tune_model(model, config)
         """Told which samples a micro-batch holds, by which dropout draws; None where nothing is dropped."""
         self.flops_per_token = model.flops_per_token(train.seq_len)
@@ -121,7 +123,7 @@ class Trainer:
         if fill is None:
             drawn = seeded(model.init_rows, train.init_seed, threads)
             fill = init_from.fill if init_from else drawn
-            fill = fill_adapters(fill, train.init_seed, threads)
+            fill = fill_adapters(fill, adapter, train.init_seed, threads)
         count = self.parameter_count
         constructing = functools.partial(oom_context, config, context, 0, "construction", parameter_count=count)
         with explain_out_of_memory(self.device, constructing):

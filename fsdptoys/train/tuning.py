@@ -1,5 +1,6 @@
 """Adapters on a run's model (``tune=lora``): made, initialized, and told which samples a micro-batch holds."""
 
+from fsdptoys.checkpoint.adapter_folder import AdapterFolder
 from fsdptoys.config.schema import Config
 from fsdptoys.errors import ConfigError
 from fsdptoys.models import DecoderModel
@@ -33,7 +34,7 @@ def tune_model(model: DecoderModel, config: Config) -> Samples | None:
     return samples if tune.dropout else None
 
 
-def fill_adapters(fill: Fill, seed: int, threads: int) -> Fill:
-    """Fill adapters from the run's seed, and everything else with ``fill``."""
-    adapters = seeded(init_adapter_rows, seed, threads)
+def fill_adapters(fill: Fill, source: AdapterFolder | None, seed: int, threads: int) -> Fill:
+    """Fill adapters from a folder or, without one, from the run's seed, and everything else with ``fill``."""
+    adapters = source.fill if source else seeded(init_adapter_rows, seed, threads)
     return lambda param, name: (adapters if is_adapter(name) else fill)(param, name)

@@ -47,8 +47,15 @@ class LoRAConfig(TuneConfig):
     targets: list[str] = field(default_factory=lambda: list(LINEAR_LAYERS))
     """Linear layers of the blocks that get adapters, of those that the family has."""
 
+    adapter: str | None = None
+    """Folder in PEFT's format whose adapters the run starts from; null for new ones."""
+
     def __post_init__(self) -> None:
         super().__post_init__()
+        if self.adapter is not None and not self.adapter.strip():
+            raise ConfigError(
+                f"tune.adapter={self.adapter!r} must name a folder; set tune.adapter=null to start from new adapters"
+            )
         for target in self.targets:
             if target not in LINEAR_LAYERS:
                 raise ConfigError(
