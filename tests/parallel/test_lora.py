@@ -1,10 +1,13 @@
 """Low-rank adapters under every strategy, against one process."""
 
 import dataclasses
+from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+from fsdptoys.checkpoint.adapter_folder import write_adapter
 from fsdptoys.config.schema import Config
 from fsdptoys.errors import ConfigError
 from fsdptoys.memory import GradientCheckpointing, MemoryConfig
@@ -82,6 +85,31 @@ def test_adapters_have_the_bits_of_one_process_under_every_layout() -> None:
     assert [
         (name, layout) for (name, layout, _), each in zip(rows, found, strict=True) if each != references[name]
     ] == []
+
+
+def read_adapters(configs: list[Config]) -> list[dict[str, bytes]]:
+    """The initial adapters of each run, in full."""
+    return [
+        {name: param.numpy().tobytes() for name, param in Trainer(each).strategy.full_parameters() if is_adapter(name)}
+        for each in configs
+    ]
+
+
+@pytest.mark.usefixtures("unmeasured")
+def test_runs_start_from_the_adapters_of_a_folder(tmp_path: Path) -> None:
+    """Oracle: the adapters that were written."""
+    with torch.device("meta"):
+        model = tiny_model().build()
+    shapes = {name: (param.shape, name.removesuffix(".weight")) for name, param in model.layers.named_parameters()}
+    layers = {f"layers.{layer}": shape for shape, layer in shapes.values() if layer.endswith("_proj")}
+    adapters = {f"{layer}.lora_a.weight": torch.randn(4, shape[1]) for layer, shape in layers.items()}
+    adapters |= {f"{layer}.lora_b.weight": torch.randn(shape[0], 4) for layer, shape in layers.items()}
+    write_adapter(tmp_path / "adapter", adapters, tiny_model(), rank=4, alpha=16.0, dropout=0.0)
+    lora = LoRAConfig(rank=4, adapter=str(tmp_path / "adapter"))
+    kinds = [kind() for name, kind in STRATEGIES.items() if not kind.single_process and name != "toy_ep"]
+    runs = [config(kind, 2, tune=lora) for kind in kinds]
+    for kind, found in zip(kinds, run_ranks(2, read_adapters, runs)[0], strict=True):
+        assert found == {name: param.numpy().tobytes() for name, param in adapters.items()}, kind
 
 
 def test_settings_that_adapters_rule_out_are_refused() -> None:
