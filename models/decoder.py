@@ -146,8 +146,15 @@ class DecoderModel(UsesKernels, ABC):
         utilization by this number is model FLOPs utilization (arXiv:2204.02311, appendix B, with the causal half: on
         average a token attends to half of the sequence).
         """
-        matrices = (module.weight for module in self.modules() if isinstance(module, (nn.Linear, Router)))
-        weights = sum(weight.numel() * (6 if weight.requires_grad else 4) for weight in matrices)
+        weights = 0
+        for module in self.modules():
+            if isinstance(module, (nn.Linear, Router)):
+                size = (
+                    module.in_features * module.out_features if isinstance(module, nn.Linear) else module.weight.numel()
+                )
+                # A quantized weight has another shape, and is frozen.
+                trains = "weight" in module._parameters and module.weight.requires_grad
+                weights += size * (6 if trains else 4)
         routed = sum(
             module.active_expert_parameters * (6 if module.experts.down_proj.requires_grad else 4)
             for module in self.modules()

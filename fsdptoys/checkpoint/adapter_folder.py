@@ -27,6 +27,7 @@ from fsdptoys.errors import ConfigError
 from fsdptoys.models import DecoderModel, ModelConfig
 from fsdptoys.models.linear import Linear
 from fsdptoys.models.lora import is_adapter
+from fsdptoys.models.nf4 import NAME, Codebook, is_packed, unpack
 from fsdptoys.utils.dtensor import local_bounds, local_tensor
 from fsdptoys.utils.text import one_line, short_text
 
@@ -288,11 +289,13 @@ def merged(params: Iterator[tuple[str, Tensor]], scale: float, kept: dict[str, T
     """Yield the parameters of the model alone, with adapters added to their layers' weights.
 
     Args:
-        params: all parameters in full, in float32 on the CPU; a layer's weight comes before its adapter.
+        params: all parameters, as of ``Strategy.full_parameters``; a weight comes before its adapter.
         scale: alpha / rank.
         kept: filled with the adapters, by name.
     """
     waiting: dict[str, Tensor] = {}
+    codebook = Codebook()
+    codebook.put(torch.device("cpu"))
     for name, param in params:
         if is_adapter(name):
             kept[name] = param
@@ -300,6 +303,10 @@ def merged(params: Iterator[tuple[str, Tensor]], scale: float, kept: dict[str, T
             if layer + A in kept and layer + B in kept:
                 weight = waiting.pop(layer)
                 yield f"{layer}.weight", weight.addmm(kept[layer + B], kept[layer + A], alpha=scale)
+        elif is_packed(name):
+            # Rounded as in the forward.
+            weight = unpack(param, codebook.pairs, param.dtype).float()
+            waiting[name.removesuffix(NAME)] = weight
         elif name.endswith("_proj.weight") and name.startswith("layers."):
             waiting[name.removesuffix(".weight")] = param
         else:

@@ -172,7 +172,7 @@ class Config:
             tokens=train.batch_size * train.seq_len // self.mesh.cp_size,
             cpu_offload=self.memory.cpu_offload,
         )
-        check_tune(self.tune, self.model, self.parallel, train.float8)
+        check_tune(self)
         self._check_loss_scale()
         check_optimizer(self.optim, self.parallel, self.memory, train, device_type)
         self.parallel.validate(world_size, self.mesh, device_type, self.memory.cpu_offload)

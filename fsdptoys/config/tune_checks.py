@@ -1,23 +1,39 @@
 """Check adapters against model, strategy and layers before the launch."""
 
+from typing import Any, Protocol
+
 import torch
+from torch import nn
 
 from fsdptoys.checkpoint.adapter_folder import AdapterFolder
 from fsdptoys.errors import ConfigError
+from fsdptoys.memory import MemoryConfig
 from fsdptoys.models import DecoderModel, ModelConfig
 from fsdptoys.models.linear import Linear
+from fsdptoys.models.nf4 import BLOCK
 from fsdptoys.parallel import ParallelConfig
 from fsdptoys.parallel.float8 import Float8
-from fsdptoys.tune import LoRAConfig, TuneConfig
+from fsdptoys.tune import Base, LoRAConfig, TuneConfig
 from fsdptoys.utils.text import short_text
 
 
-def check_tune(tune: TuneConfig, model: ModelConfig, parallel: ParallelConfig, float8: Float8) -> None:
+class Sections(Protocol):
+    """Sections of a configuration that affect these checks; ``schema.Config`` has them."""
+
+    tune: TuneConfig
+    train: Any
+    parallel: ParallelConfig
+    memory: MemoryConfig
+    model: ModelConfig
+
+
+def check_tune(config: Sections) -> None:
     """Refuse adapters that the model has no layers for, and settings that cannot keep frozen weights apart.
 
     Raises:
         ConfigError: naming key, value and fix.
     """
+    tune, model, parallel, float8 = config.tune, config.model, config.parallel, config.train.float8
     if not isinstance(tune, LoRAConfig):
         return
     with torch.device("meta"):
@@ -39,6 +55,33 @@ def check_tune(tune: TuneConfig, model: ModelConfig, parallel: ParallelConfig, f
         raise ConfigError(
             f"train.float8={float8.value} converts linear layers, to which tune=lora adds; set train.float8=none"
         )
+    if tune.base is Base.nf4:
+        _check_nf4(config, layers)
+
+
+def _check_nf4(config: Sections, layers: nn.Module) -> None:
+    key, parallel = "tune.base=nf4", config.parallel
+    if config.train.deterministic.covers_layouts:
+        raise ConfigError(
+            f"{key} packs weights that train.deterministic=layout computes with in float64; set tune.base=plain or "
+            "train.deterministic=true"
+        )
+    if not parallel.mixes_dtypes:
+        raise ConfigError(
+            f"{key} packs weights into bytes, which parallel={parallel.name} would cast like other weights; set "
+            "parallel=fsdp2 or tune.base=plain"
+        )
+    if config.memory.cpu_offload:
+        raise ConfigError(
+            f"{key} packs weights on the device, and memory.cpu_offload=true keeps them in host memory; set "
+            "memory.cpu_offload=false or tune.base=plain"
+        )
+    for name, module in layers.named_modules():
+        if type(module) is Linear and module.in_features % BLOCK:
+            raise ConfigError(
+                f"{key} scales blocks of {BLOCK} elements, which do not divide the {module.in_features} columns of "
+                f"layers.{name}; set tune.base=plain"
+            )
 
 
 def open_adapter(tune: TuneConfig, model: DecoderModel) -> AdapterFolder | None:

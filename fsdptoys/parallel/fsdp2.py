@@ -28,7 +28,7 @@ from .fsdp import TORCH, FSDPConfig
 from .init_weights import Fill, init_buffers, materialize
 from .mesh import EXPERT_AXIS, EXPERT_SHARD_AXIS, REPLICATE_AXIS, SHARD_AXIS, Axes, MeshConfig, build_sparse_mesh
 from .precision import DType, ReduceDType
-from .state import State
+from .state import State, unrounded
 from .strategy import ParallelContext, Strategy, UnitParams, own_parameters
 from .wrap import inside_out
 
@@ -205,7 +205,7 @@ class FSDP2(Strategy):
         for name, param in self.named_parameters():
             on_mesh = unwrapped(param).to(self.mesh.device_type)
             assert is_dtensor(on_mesh)
-            yield name, on_mesh.full_tensor().to("cpu", torch.float32)
+            yield name, unrounded(name, on_mesh.full_tensor())
 
     def _reshard(self) -> None:
         for module in self.model.modules():

@@ -265,7 +265,7 @@ class Strategy(ABC):
 
     @abstractmethod
     def full_parameters(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield every parameter in full, once, as float32 on the CPU, in any order.
+        """Yield every parameter in full, once, on the CPU, in any order: float32, and quantized weights as they are.
 
         A collective: all ranks must exhaust it.
         """

@@ -146,7 +146,7 @@ def check_same_run(config: Config, facts: dict[str, Any]) -> list[str]:
     trees = before, config.to_dict()
     # Checkpoints of versions without adapters lack the section.
     tuned = [dict(tree.get("tune", {"name": "full"})) for tree in trees]
-    for key in ("name", "rank", "alpha", "targets"):
+    for key in ("name", "rank", "alpha", "targets", "base"):
         saved, own = (each.get(key) for each in tuned)
         if saved != own:
             shown = "tune" if key == "name" else f"tune.{key}"

@@ -50,7 +50,7 @@ from .step_inputs import upload_inputs
 from .step_memory import StepMemory
 from .stop import Stop, StopRequest, votes_to_stop
 from .text_sample import continued
-from .tuning import fill_adapters, tune_model
+from .tuning import fill_adapters, fill_packed, quantize_base, tune_model
 
 
 class Trainer:
@@ -110,6 +110,7 @@ class Trainer:
         matrix_names = {name for name, param in model.named_parameters() if param.ndim >= 2}
         self.block_names = {f"layers.{name}" for name, _ in model.layers.named_parameters()}
         convert_to_float8(model, train.float8, train.float8_all_gather, self.device.type)
+        quantize_base(model, config)
         prepare_blocks(model, config, self.device)
         self.strategy = config.parallel.build(context)
         share_sequences(model, config, self.strategy)
@@ -123,7 +124,7 @@ class Trainer:
         if fill is None:
             drawn = seeded(model.init_rows, train.init_seed, threads)
             fill = init_from.fill if init_from else drawn
-            fill = fill_adapters(fill, adapter, train.init_seed, threads)
+            fill = fill_packed(fill_adapters(fill, adapter, train.init_seed, threads))
         count = self.parameter_count
         constructing = functools.partial(oom_context, config, context, 0, "construction", parameter_count=count)
         with explain_out_of_memory(self.device, constructing):

@@ -1,12 +1,17 @@
 """Adapters on a run's model (``tune=lora``): made, initialized, and told which samples a micro-batch holds."""
 
+import torch
+from torch import Tensor
+
 from fsdptoys.checkpoint.adapter_folder import AdapterFolder
 from fsdptoys.config.schema import Config
 from fsdptoys.errors import ConfigError
 from fsdptoys.models import DecoderModel
 from fsdptoys.models.lora import Samples, add_adapters, init_adapter_rows, is_adapter
+from fsdptoys.models.nf4 import is_packed, pack, quantize_linears, unpacked_columns, unquantized_name
 from fsdptoys.parallel import Fill, seeded
-from fsdptoys.tune import LoRAConfig
+from fsdptoys.tune import Base, LoRAConfig
+from fsdptoys.utils.dtensor import local_tensor, sharded_rows
 
 
 def tune_model(model: DecoderModel, config: Config) -> Samples | None:
@@ -32,6 +37,28 @@ def tune_model(model: DecoderModel, config: Config) -> Samples | None:
             if not param.requires_grad:
                 param.data = param.data.to(config.parallel.param_dtype.torch)  # keeps shared weights shared
     return samples if tune.dropout else None
+
+
+def quantize_base(model: DecoderModel, config: Config) -> None:
+    """Quantize the frozen weights of a model on the meta device, where the configuration says so."""
+    if isinstance(config.tune, LoRAConfig) and config.tune.base is Base.nf4:
+        quantize_linears(model)
+
+
+def fill_packed(fill: Fill) -> Fill:
+    """Fill quantized weights from the values that ``fill`` gives to plain ones, one at a time."""
+
+    def fill_or_pack(param: Tensor, name: str) -> None:
+        if not is_packed(name):
+            fill(param, name)
+            return
+        packed = local_tensor(param)
+        columns = unpacked_columns(packed)
+        rows = torch.empty(*packed.shape[:-1], columns, device=packed.device)
+        fill(sharded_rows(param, rows), unquantized_name(name))
+        pack(rows, packed)
+
+    return fill_or_pack
 
 
 def fill_adapters(fill: Fill, source: AdapterFolder | None, seed: int, threads: int) -> Fill:

@@ -3,9 +3,9 @@
 ``TUNINGS`` is the registry.
 """
 
-from .config import FullConfig, LoRAConfig, TuneConfig
+from .config import Base, FullConfig, LoRAConfig, TuneConfig
 
 TUNINGS: dict[str, type[TuneConfig]] = {config.name: config for config in (FullConfig, LoRAConfig)}
 """The word after ``tune=`` → configuration class."""
 
-__all__ = ["TUNINGS", "FullConfig", "LoRAConfig", "TuneConfig"]
+__all__ = ["TUNINGS", "Base", "FullConfig", "LoRAConfig", "TuneConfig"]

@@ -2,6 +2,7 @@
 
 from abc import ABC
 from dataclasses import dataclass, field
+from enum import Enum
 from typing import ClassVar
 
 from fsdptoys.errors import ConfigError
@@ -9,6 +10,15 @@ from fsdptoys.utils.bounds import above, at_least, between, check_bounds
 
 LINEAR_LAYERS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 """Names of the linear layers of blocks, over all families."""
+
+
+class Base(Enum):
+    """Forms of frozen weights."""
+
+    plain = "plain"
+    """In ``parallel.param_dtype``, or in float32 where the strategy updates all weights alike."""
+    nf4 = "nf4"
+    """In four bits and a half each, the normal float of QLoRA; embeddings, norms, experts and the head stay plain."""
 
 
 @dataclass
@@ -47,6 +57,8 @@ class LoRAConfig(TuneConfig):
     targets: list[str] = field(default_factory=lambda: list(LINEAR_LAYERS))
     """Linear layers of the blocks that get adapters, of those that the family has."""
 
+    base: Base = Base.plain
+    """Form of the frozen weights of the blocks' linear layers."""
     adapter: str | None = None
     """Folder in PEFT's format whose adapters the run starts from; null for new ones."""
 
