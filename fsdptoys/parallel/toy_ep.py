@@ -23,7 +23,7 @@ from fsdptoys.toys.ep import apply_elsewhere
 from .gradient_norms import MapParts
 from .init_weights import Fill
 from .mesh import EXPERT_AXIS, REPLICATE_AXIS, named_mesh
-from .state import State
+from .state import State, unrounded
 from .strategy import ParallelContext
 from .toy_ddp import ToyDDP, ToyDDPConfig
 
@@ -111,7 +111,7 @@ class ToyEP(ToyDDP):
                 parts = [torch.empty_like(full) for _ in range(self.split)]
                 dist.all_gather(parts, full, group=self.together)
                 full = torch.cat(parts)
-            yield name, full.to("cpu", torch.float32)
+            yield name, unrounded(name, full)
 
     def state(self, optimizer: torch.optim.Optimizer) -> State:
         """Live tensors; stacks and their states as DTensors."""
