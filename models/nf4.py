@@ -68,9 +68,14 @@ def packed_columns(columns: int, dtype: torch.dtype) -> int:
     return (columns // 2 + columns // BLOCK * 4) // dtype.itemsize
 
 
+def unpacked_elements(packed_bytes: int) -> int:
+    """Elements of a weight, or of one row, from the bytes of its packed form."""
+    return packed_bytes * 16 // 9
+
+
 def unpacked_columns(packed_OP: Tensor) -> int:
     """I, from the length of a packed row."""
-    return packed_OP.shape[-1] * packed_OP.element_size() * 16 // 9
+    return unpacked_elements(packed_OP.shape[-1] * packed_OP.element_size())
 
 
 @torch.no_grad()

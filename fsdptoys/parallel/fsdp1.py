@@ -177,6 +177,7 @@ class FSDP1Config(FSDPConfig):
     strategy = FSDP1
     sums_grains: ClassVar[bool] = True
     flattens_parameters: ClassVar[bool] = True
+    reduces_frozen: ClassVar[bool] = True
     # Its streams wait for the one that updates parameters once a forward, in the root.
     defers_updates: ClassVar[bool] = False
     # A shard of a flat parameter ends in the middle of a row.

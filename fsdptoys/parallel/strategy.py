@@ -85,6 +85,8 @@ class ParallelConfig:
     """Whether ``train.deterministic=layout`` is possible."""
     mixes_dtypes: ClassVar[bool] = False
     """Whether frozen parameters can be kept in ``param_dtype`` beside float32 ones."""
+    reduces_frozen: ClassVar[bool] = False
+    """Whether a tensor of gradients has room for frozen parameters between others."""
     splits_experts: ClassVar[bool] = False
     """Whether ``mesh.ep_size`` ranks can split the experts."""
     matrices_lost: ClassVar[str | None] = None
@@ -259,13 +261,17 @@ class Strategy(ABC):
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """Parameters for the optimizer, with the model's own names where the strategy keeps parameters apart."""
 
+    def held_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """``named_parameters``, and those frozen ones that are not among them."""
+        return self.named_parameters()
+
     def trainable_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """Those of ``named_parameters`` that are not frozen."""
         return ((name, param) for name, param in self.named_parameters() if param.requires_grad)
 
     @abstractmethod
     def full_parameters(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield every parameter in full, once, on the CPU, in any order: float32, and quantized weights as they are.
+        """Yield every parameter in full, once, on the CPU, in any order: in float32, but quantized weights as they are.
 
         A collective: all ranks must exhaust it.
         """

@@ -58,6 +58,11 @@ class ToyZero1(ToyDDP):
             bucket, slot = self.model.slices.places[param]
             yield name, bucket.pieces[slot]
 
+    def held_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """Also full frozen ones."""
+        yield from self.named_parameters()
+        yield from ((name, param) for name, param in self._unwrapped.named_parameters() if not param.requires_grad)
+
     def _trained(self) -> Iterator[tuple[str, nn.Parameter]]:
         return ((name, param) for name, param in self._unwrapped.named_parameters() if param.requires_grad)
 

@@ -98,6 +98,7 @@ class ToyZero3Config(ReducingConfig):
     name: ClassVar[str] = "toy_zero3"
     strategy = ToyZero3
     keeps_full_states: ClassVar[bool] = False
+    reduces_frozen: ClassVar[bool] = True
     matrices_lost: ClassVar[str | None] = "keeps on one rank each"
 
     evenness: Evenness = Evenness.model

@@ -9,9 +9,11 @@ from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from fsdptoys.memory import BucketedOptimizer
 from fsdptoys.metrics.layout import Layout, RankBytes, Unit
+from fsdptoys.models.nf4 import is_packed, unpacked_elements
 from fsdptoys.utils.dtensor import local_tensor
 from fsdptoys.utils.storages import storage_bytes
 
@@ -22,19 +24,23 @@ if TYPE_CHECKING:
 def measure_layout(trainer: "Trainer") -> Layout:
     """Measure this rank and take the largest number over all ranks. A collective."""
     config, strategy, sizes = trainer.config, trainer.strategy, trainer.parameter_sizes
-    params = dict(strategy.named_parameters())
+    params = dict(strategy.held_parameters())
     own = {name: local_tensor(param) for name, param in params.items()}
-    held = storage_bytes(own.values())
-    elements = held // next(iter(own.values())).element_size()
-    gradients = 0 if config.memory.optimizer_in_backward else strategy.gradient_bytes(held)
+    trained = {name: own[name] for name, param in params.items() if param.requires_grad}
+    held, elements = storage_bytes(own.values()), count_elements(own)
+    gradients = 0
+    if not config.memory.optimizer_in_backward:
+        frozen = [own[name] for name in own.keys() - trained.keys()]
+        shared = [] if config.parallel.reduces_frozen else frozen
+        gradients = strategy.gradient_bytes(bytes_beside(trained.values(), shared))
     if isinstance(trainer.optimizer, BucketedOptimizer):
         buckets = trainer.optimizer.buckets
         states = sum(bucket.slab.nbytes for bucket in buckets if not bucket.on_host)
         on_host = sum(bucket.slab.nbytes for bucket in buckets if bucket.on_host)
     else:
         states, on_host = 0, 0
-        for name, param in params.items():
-            states += sum(config.optim.state_bytes(param.shape, own[name].numel(), name in trainer.block_names))
+        for name, local in trained.items():
+            states += sum(config.optim.state_bytes(params[name].shape, local.numel(), name in trainer.block_names))
     numbers = torch.tensor([elements, held, gradients, states, on_host], device=trainer.device.torch_device)
     dist.all_reduce(numbers, op=dist.ReduceOp.MAX)
     elements, *each, on_host = map(int, numbers.tolist())
@@ -60,7 +66,24 @@ def measure_layout(trainer: "Trainer") -> Layout:
         mesh={axis: ranks for axis, ranks in strategy.axes().items() if ranks > 1},
         sharded=strategy.sharded,
         bytes_per_rank=held_bytes,
+        trained=trainer.trained_count,
     )
+
+
+def bytes_beside(tensors: Iterable[Tensor], others: Iterable[Tensor]) -> int:
+    """Bytes of the storages of some tensors, and of the tensors alone where a storage holds others too."""
+    mixed = {each.untyped_storage().data_ptr() for each in others}
+    kept = list(tensors)
+    alone = [each for each in kept if each.untyped_storage().data_ptr() not in mixed]
+    return storage_bytes(alone) + sum(each.nbytes for each in kept if each.untyped_storage().data_ptr() in mixed)
+
+
+def count_elements(own: Mapping[str, Tensor]) -> int:
+    """Elements of one rank's tensors, by name, with the padding of shards."""
+    packed = storage_bytes(tensor for name, tensor in own.items() if is_packed(name))
+    kinds = {tensor.dtype for tensor in own.values()}
+    plain = {kind: [each for name, each in own.items() if each.dtype is kind and not is_packed(name)] for kind in kinds}
+    return unpacked_elements(packed) + sum(storage_bytes(each) // kind.itemsize for kind, each in plain.items())
 
 
 def unit_sizes(units: Iterable[list[str]], sizes: Mapping[str, int]) -> dict[str, int]:

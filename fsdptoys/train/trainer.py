@@ -97,6 +97,7 @@ class Trainer:
         self.parameter_sizes = {name: param.numel() for name, param in model.named_parameters()}
         """Elements of each parameter; a shared one has the first of its names."""
         self.parameter_count = sum(self.parameter_sizes.values())
+        self.trained_count = sum(param.numel() for param in model.parameters() if param.requires_grad)
         put_kernels(model, config.kernels)
         self.attention_backend = find_attention_backend(
             model,
