@@ -40,8 +40,8 @@ class LoRALinear(Linear):
     lora_b: Linear
     scale: float
     dropout: float
-    number: int
-    """Of the layer, to drop other elements in each."""
+    number: Tensor
+    """Of the layer, to drop other elements in each; on the CPU. With an integer, compiled layers would share no graph."""
     samples: Samples
 
     def forward(self, input: Tensor) -> Tensor:
@@ -74,7 +74,7 @@ def add_adapters(
         module.lora_a = Linear(module.in_features, rank, bias=False, dtype=dtype, device=module.weight.device)
         module.lora_b = Linear(rank, module.out_features, bias=False, dtype=dtype, device=module.weight.device)
         module.scale, module.dropout = alpha / rank, dropout
-        module.number, module.samples = len(found), samples
+        module.number, module.samples = torch.tensor(len(found), device="cpu"), samples
         found.append(f"layers.{name}")
     if not found:
         raise ValueError(f"none of {', '.join(targets)} is a linear layer of this model's blocks")
@@ -95,12 +95,12 @@ def is_adapter(name: str) -> bool:
     return ".lora_a." in name or ".lora_b." in name
 
 
-def drop(input_BTI: Tensor, share: float, samples: Samples, layer: int) -> Tensor:
+def drop(input_BTI: Tensor, share: float, samples: Samples, layer: Tensor | int) -> Tensor:
     """Set a share of the elements to zero, and scale the others by 1/(1 - share)."""
     assert samples.numbers_B is not None
     T, device = input_BTI.shape[1], input_BTI.device
     positions_T = samples.context.cut(torch.arange(T * samples.context.ranks, device=device), 0)
-    first_B = _mixed(_mixed(samples.numbers_B.to(device)) + (samples.seed * 0x9E3779B1 + layer * 0x27D4EB2F) % 2**32)
+    first_B = _mixed(_mixed(samples.numbers_B.to(device)) + samples.seed * 0x9E3779B1 % 2**32 + layer * 0x27D4EB2F)
     hash_BT = _mixed(first_B.unsqueeze(1) + positions_T * 0x9E3779B9)
     channels_I = torch.arange(input_BTI.shape[2], device=device)
     hash_BTI = _mixed(hash_BT.unsqueeze(2) + channels_I * 0x85EBCA6B)
