@@ -41,7 +41,7 @@ class LoRALinear(Linear):
     scale: float
     dropout: float
     number: Tensor
-    """Of the layer, to drop other elements in each; on the CPU. With an integer, compiled layers would share no graph."""
+    """Of the layer, to drop other elements in each; on the CPU. With integers, compiled layers would share no graph."""
     samples: Samples
 
     def forward(self, input: Tensor) -> Tensor:
@@ -50,7 +50,8 @@ class LoRALinear(Linear):
         if self.training and self.dropout > 0:
             assert self.samples.numbers_B is not None, "dropout needs the numbers of the samples"
             kept = drop(input, self.dropout, self.samples, self.number)
-        return self.multiply(input) + self.lora_b(self.lora_a(kept)) * self.scale
+        # Scaled where it is narrow: one pass less over the output.
+        return self.multiply(input) + self.lora_b(self.lora_a(kept) * self.scale)
 
 
 def add_adapters(
