@@ -280,6 +280,8 @@ class PreparedDataset(TokenDataset):
             held_out = MixedHeldOut(evals, weights) if len(evals) == len(parts) else None
         super().__init__(train, held_out, hash_of(PreparedConfig.name, seq_len, seed, contents))
         self.document_end = parts[0].index.document_end
+        if any(part.index.has_learned for part in parts):
+            self.answers_end = self.document_end
         self._parts = parts
         self._weights = weights
         self._fixes = fixes

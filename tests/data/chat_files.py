@@ -53,7 +53,8 @@ GENERATED = {
     # Nothing but the line's end tells that an answer is over.
     "plain": (
         "{% for m in messages %}{% if m.role == 'assistant' %}Answer:{% generation %}"
-        "{{ ' ' + m.content | trim + '\n' }}{% endgeneration %}{% else %}{{ m.role + ': ' + m.content + '\n' }}{% endif %}{% endfor %}"
+        "{{ ' ' + m.content | trim + '\n' }}{% endgeneration %}"
+        "{% else %}{{ m.role + ': ' + m.content + '\n' }}{% endif %}{% endfor %}"
         "{% if add_generation_prompt %}Answer:{% endif %}"
     ),
 }

@@ -8,9 +8,16 @@ from typing import Any
 import numpy as np
 import pytest
 
+from fsdptoys.config.schema import Config
 from fsdptoys.data import IGNORE_INDEX, ChatConfig, HFConfig, PreparedConfig
+from fsdptoys.data.permutation import EndlessShuffle
 from fsdptoys.errors import ConfigError
+from fsdptoys.metrics import StepMetrics
+from fsdptoys.parallel import FSDP2Config
+from fsdptoys.train.trainer import Trainer
+from scripts.ranks import run_ranks
 from tests.data.chat_files import CONVERSATIONS, GENERATED, save_chat_tokenizer, without_blocks, write_rows
+from tests.parallel.runs import make_config
 
 WIDE = 512
 """Tokens of a row that holds any conversation whole."""
@@ -277,3 +284,36 @@ def test_damaged_learned_file_is_named() -> None:
     path.write_bytes(b"\7" * path.stat().st_size)
     with pytest.raises(ConfigError, match=r"shard-00000.learned\] has 7, where 0 and 1 say which tokens are learned"):
         config().build(WIDE, 512, 0).train[0]
+
+
+def steps_of(config: Config) -> list[StepMetrics]:
+    trainer = Trainer(config)
+    trainer.train()
+    return trainer.history
+
+
+def test_training_counts_answers_for_the_loss_and_all_tokens_for_the_rate() -> None:
+    """Oracle: labels and ids of the dataset's rows; one process for the losses of two. A row may have no label."""
+    save_chat_tokenizer(Path("tokenizer"), without_blocks(GENERATED["chatml"]))
+    long = [{"role": "user", "content": "word " * 150}, {"role": "assistant", "content": "yes"}]
+    write_rows(Path("a.jsonl"), [{"messages": messages} for messages in (*CONVERSATIONS, long)])
+    histories: list[list[StepMetrics]] = []
+    for ranks, batch_size in ((1, 4), (2, 2)):
+        wanted = make_config(FSDP2Config(), ranks, steps=3, seq_len=64, grad_accum=1, batch_size=batch_size)
+        wanted.model.vocab_size, wanted.data = 512, config()
+        wanted.data.prepare(64, 512)
+        wanted.validate(ranks, "cpu")
+        histories += run_ranks(ranks, steps_of, wanted)
+    dataset = config().build(64, 512, 0)
+    rows = [dataset.train[number] for number in range(len(dataset.train))]
+    labels = [int((labels_T != IGNORE_INDEX).sum()) for _, labels_T in rows]
+    padding = [64 - len(np.trim_zeros(tokens_T - dataset.document_end, "b")) for tokens_T, _ in rows]
+    tokens = [64 - max(0, each - 1) for each in padding]
+    assert min(labels) == 0 and len(rows) > 4 and min(tokens) < 64
+    stream = EndlessShuffle(len(rows), 0)
+    for number, (step, *others) in enumerate(zip(*histories, strict=True)):
+        chosen = [stream[4 * number + each] for each in range(4)]
+        assert step.valid_tokens == sum(labels[each] for each in chosen)
+        assert step.tokens_per_second * step.step_time_seconds == pytest.approx(sum(tokens[each] for each in chosen))
+        for other in others:
+            assert other.valid_tokens == step.valid_tokens and other.loss == pytest.approx(step.loss, rel=1e-5)
