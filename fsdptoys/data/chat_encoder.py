@@ -18,7 +18,7 @@ from fsdptoys.utils.text import one_line
 
 from .chat_rows import BadRowError, ChatRecords, ChatRow, texts_of
 from .chat_template import ChatTemplate, Rendered, open_template
-from .text_encoder import ByteEncoder, Encoded, Encoder, FileEncoder
+from .text_encoder import Encoded, Encoder, FileEncoder, open_encoder
 
 
 class ChatEncoder(Encoder):
@@ -112,10 +112,11 @@ def open_chat_encoder(
     ``owner`` is the tokenizer as the user named it; ``template_key`` and ``end_owner`` are the options for the template
     and for the token behind each conversation.
     """
+    missing = (
+        f"{owner} has no chat template; set {template_key}=chatml, {template_key} to the path of a Jinja template, or the "
+        "tokenizer to that of a chat model"
+    )
+    opened = open_template(template, tokenizer, template_key, missing)
     if tokenizer == "bytes":
-        if end is not None:
-            raise ConfigError(f"{end_owner} names a token, and bytes have none but 0 for the end; leave it out")
-        return ChatEncoder(ByteEncoder(), open_template(template, tokenizer, template_key, owner), end_owner)
-    opened = open_template(template, tokenizer, template_key, owner)
-    encoder = FileEncoder(tokenizer, end, owner, end_owner, texts=False)
-    return ChatEncoder(encoder, opened, end_owner)
+        return ChatEncoder(open_encoder(tokenizer, end, owner, end_owner), opened, end_owner)
+    return ChatEncoder(FileEncoder(tokenizer, end, owner, end_owner, texts=False), opened, end_owner)

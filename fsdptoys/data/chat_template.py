@@ -22,7 +22,7 @@ from fsdptoys.utils.foreign import parse_json
 from fsdptoys.utils.regular_file import read_regular
 from fsdptoys.utils.text import one_line
 
-from .chat_rows import BadRowError, ChatRow
+from .chat_rows import ANSWERS, BadRowError, ChatRow
 from .text_encoder import MOST_SETTINGS_BYTES, SETTINGS_FILE
 
 CHATML = (
@@ -64,6 +64,13 @@ class ChatTemplate:
         if BEGIN in marked:
             return _unmark(marked, row)
         return Rendered(marked, [self._answer(marked, row, number) for number in row.learned])
+
+    def turn(self, message: str) -> tuple[str, str]:
+        """The text with which a model answers one message, and the text that closes its answer; BadRowError if none."""
+        asked = [{"role": "user", "content": message}]
+        row = ChatRow("--prompt", asked)
+        answered = self._text([*asked, {"role": ANSWERS, "content": STAND_IN}], row).replace(BEGIN, "").replace(END, "")
+        return self._text(asked, row, prompt=True), answered.partition(STAND_IN)[2].rstrip()
 
     def _text(self, messages: Sequence[Mapping[str, Any]], row: ChatRow, prompt: bool = False) -> str:
         from jinja2.exceptions import TemplateError
@@ -117,7 +124,7 @@ class ChatTemplate:
 def _unmark(marked: str, row: ChatRow) -> Rendered:
     """Remove ``BEGIN`` and ``END``; a template with ``generation`` blocks has one for every answer."""
     parts, answers, length, blocks = [], [], 0, 0
-    roles = [number for number, message in enumerate(row.messages) if message["role"] == "assistant"]
+    roles = [number for number, message in enumerate(row.messages) if message["role"] == ANSWERS]
     for position, piece in enumerate(marked.split(BEGIN)):
         inside, found, outside = piece.partition(END)
         if bool(found) != bool(position):
@@ -174,10 +181,10 @@ def _compile(source: str, owner: str) -> Any:
         raise ConfigError(f"{owner} is no Jinja template ({one_line(error)}); name another") from error
 
 
-def open_template(choice: str | None, tokenizer: str, key: str, tokenizer_owner: str) -> ChatTemplate:
-    """The template ``chatml``, of a file, or the tokenizer's own; ConfigError if there is none.
+def open_template(choice: str | None, tokenizer: str, key: str, missing: str) -> ChatTemplate:
+    """The template ``chatml``, of a file, or the tokenizer's own.
 
-    ``key`` is the option for the choice, and ``tokenizer_owner`` the tokenizer as the user named it.
+    ``key`` is the option for the choice, and ``missing`` the ConfigError where there is none.
     """
     place = Path(tokenizer).expanduser()
     folder = place if place.is_dir() else place.parent
@@ -196,10 +203,7 @@ def open_template(choice: str | None, tokenizer: str, key: str, tokenizer_owner:
             own = {each.get("name"): each.get("template") for each in own if isinstance(each, dict)}.get("default")
         if isinstance(own, str):
             return ChatTemplate(own, tokens, f"the chat_template of {folder / SETTINGS_FILE}")
-    raise ConfigError(
-        f"{tokenizer_owner} has no chat template; set {key}=chatml, {key} to the path of a Jinja template, or the "
-        "tokenizer to that of a chat model"
-    )
+    raise ConfigError(missing)
 
 
 def _read(path: Path, owner: str) -> str:
