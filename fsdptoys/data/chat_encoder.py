@@ -113,8 +113,8 @@ def open_chat_encoder(
     and for the token behind each conversation.
     """
     missing = (
-        f"{owner} has no chat template; set {template_key}=chatml, {template_key} to the path of a Jinja template, or the "
-        "tokenizer to that of a chat model"
+        f"{owner} has no chat template; set {template_key}=chatml, {template_key} to the path of a Jinja template, "
+        "or the tokenizer to that of a chat model"
     )
     opened = open_template(template, tokenizer, template_key, missing)
     if tokenizer == "bytes":
