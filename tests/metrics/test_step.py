@@ -69,7 +69,8 @@ def measure(device: Device, peak_flops: float | None, **changes: float) -> StepM
 
 
 def test_rates_follow_their_formulas():
-    """Oracle: 4000 tokens in 0.5 s are 8000/s, whatever number has labels; at 6e9 FLOPs over 8 ranks 6e12 FLOP/s each; of a peak of 24e12, 1/4."""
+    """Oracle: 4000 tokens in 0.5 s are 8000/s, whatever number has labels; at 6e9 FLOPs over 8 ranks 6e12 FLOP/s each;
+    of a peak of 24e12, 1/4."""
     metrics = measure(AcceleratorOnPaper(), peak_flops=24e12)
     assert metrics.tokens_per_second == 8000
     assert metrics.tflops_per_second_per_rank == pytest.approx(6.0)
