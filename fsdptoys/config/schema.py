@@ -31,7 +31,7 @@ from .context_checks import check_context
 from .grain_checks import check_grains
 from .kernel_choice import KernelConfig
 from .launch_config import LaunchConfig
-from .optimizer_checks import check_blocks, check_in_backward, check_optimizer
+from .optimizer_checks import check_blocks, check_in_backward, check_loss_scale, check_optimizer
 from .option_values import Option
 from .plan_config import PlanConfig
 from .toy_checks import check_toy_context, check_toy_experts
@@ -173,7 +173,7 @@ class Config:
             cpu_offload=self.memory.cpu_offload,
         )
         check_tune(self)
-        self._check_loss_scale()
+        check_loss_scale(self.loss_scale, self.parallel.param_dtype, self.memory, train)
         check_optimizer(self.optim, self.parallel, self.memory, train, device_type)
         self.parallel.validate(world_size, self.mesh, device_type, self.memory.cpu_offload)
         check_experts(self.model, self.parallel.axes(world_size, self.mesh))
@@ -236,23 +236,6 @@ class Config:
                 f"train.sum_dtype=float32 contradicts train.deterministic={train.deterministic.word}, whose norms and "
                 "losses have the same bits on any layout, for which they are added up in float64; set "
                 "train.sum_dtype=auto"
-            )
-
-    def _check_loss_scale(self) -> None:
-        dtype = self.parallel.param_dtype
-        if not dtype.needs_loss_scale:
-            self.loss_scale.check_used(dtype.value)
-        elif self.memory.optimizer_in_backward:
-            raise ConfigError(
-                f"memory.optimizer_in_backward=true updates before it is known whether a gradient of "
-                f"parallel.param_dtype={dtype.value} overflowed, which skips the step; set "
-                "memory.optimizer_in_backward=false or parallel.param_dtype=bfloat16"
-            )
-        elif not self.train.skip_nonfinite:
-            raise ConfigError(
-                f"train.skip_nonfinite=false would update with overflowed gradients, from which "
-                f"parallel.param_dtype={dtype.value} finds its loss scale; set train.skip_nonfinite=true or "
-                "parallel.param_dtype=bfloat16"
             )
 
     def _check_model(self) -> None:

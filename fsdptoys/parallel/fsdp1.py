@@ -164,6 +164,10 @@ class FSDP1(Strategy):
         """The ranks along the shard axis."""
         return self.mesh.get_group(SHARD_AXIS)
 
+    def gradient_bytes(self, trained: list[Tensor], frozen: list[Tensor]) -> int:
+        """A flat parameter has a gradient for its frozen elements too."""
+        return super().gradient_bytes(trained, [])
+
     def state(self, optimizer: torch.optim.Optimizer) -> State:
         """Parameters and states, resharded along the first dim."""
         return FlatState(self.model, optimizer)
@@ -177,7 +181,6 @@ class FSDP1Config(FSDPConfig):
     strategy = FSDP1
     sums_grains: ClassVar[bool] = True
     flattens_parameters: ClassVar[bool] = True
-    reduces_frozen: ClassVar[bool] = True
     # Its streams wait for the one that updates parameters once a forward, in the root.
     defers_updates: ClassVar[bool] = False
     # A shard of a flat parameter ends in the middle of a row.

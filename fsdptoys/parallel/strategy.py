@@ -37,6 +37,7 @@ from fsdptoys.errors import ConfigError
 from fsdptoys.models import DecoderModel, ModelConfig
 from fsdptoys.utils.bounds import check_bounds
 from fsdptoys.utils.dtensor import local_tensor
+from fsdptoys.utils.storages import bytes_beside
 
 from .context import ContextForm
 from .determinism import Deterministic
@@ -85,8 +86,6 @@ class ParallelConfig:
     """Whether ``train.deterministic=layout`` is possible."""
     mixes_dtypes: ClassVar[bool] = False
     """Whether frozen parameters can be kept in ``param_dtype`` beside float32 ones."""
-    reduces_frozen: ClassVar[bool] = False
-    """Whether a tensor of gradients has room for frozen parameters between others."""
     splits_experts: ClassVar[bool] = False
     """Whether ``mesh.ep_size`` ranks can split the experts."""
     matrices_lost: ClassVar[str | None] = None
@@ -291,9 +290,9 @@ class Strategy(ABC):
         dense = {REPLICATE_AXIS: self.context.world_size // shards, SHARD_AXIS: shards}
         return dense | {CONTEXT_AXIS: self.mesh_axes.cp, EXPERT_AXIS: self.mesh_axes.ep}
 
-    def gradient_bytes(self, parameter_bytes: int) -> int:
-        """Bytes of a rank's reduced gradients, from those of its parameters."""
-        return parameter_bytes
+    def gradient_bytes(self, trained: list[Tensor], frozen: list[Tensor]) -> int:
+        """Bytes of a rank's reduced gradients, from its local tensors of parameters."""
+        return bytes_beside(trained, frozen)
 
     def attach(self, optimizer: torch.optim.Optimizer) -> None:  # noqa: B027 (only who shards updates must exchange them)
         """Receive the optimizer over ``named_parameters`` before its first step."""
@@ -339,8 +338,7 @@ class Strategy(ABC):
     @property
     def shard_rank(self) -> int:
         """Index of this rank's shard; 0 where nothing is sharded."""
-        group = self.shard_group()
-        return dist.get_rank(group) if group is not None else 0
+        return dist.get_rank(group) if (group := self.shard_group()) is not None else 0
 
     def local_norms(self, grads: list[Tensor], map_parts: MapParts = map) -> list[Tensor]:
         """Norms of parts of this rank's gradients, for ``total_norm``; ``map_parts`` is like ``map``, over parts.
@@ -373,9 +371,7 @@ class Strategy(ABC):
     ) -> Tensor:
         """Scale all gradients so that their norm is at most ``max_norm``; return the norm before, as float32.
 
-        Gradients of a scaled loss are first multiplied by ``unscale``: in one pass with the clipping, so with
-        ``max_norm=inf`` this costs a pass over them.
-
+        Gradients of a scaled loss are multiplied by ``unscale`` in the same pass, with ``max_norm=inf`` in one.
         The squares of parts are added up in the context's ``sum_dtype`` and rounded once at the end: with parts in
         float64 the norm is the same number however the gradients are sharded. ``scale_by`` receives the factor instead
         of multiplying the gradients here; ``map_parts`` is like ``map``, over parts of gradients, and may use threads.

@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 
 from fsdptoys.toys.ddp import DistributedDataParallel
 from fsdptoys.toys.zero1 import Zero1
@@ -86,9 +86,9 @@ class ToyZero2(ToyZero1):
 
     sharded = "gradients and optimizer states"
 
-    def gradient_bytes(self, parameter_bytes: int) -> int:
+    def gradient_bytes(self, trained: list[Tensor], frozen: list[Tensor]) -> int:
         """One slice of each bucket."""
-        return parameter_bytes // self.context.world_size
+        return super().gradient_bytes(trained, frozen) // self.context.world_size
 
     def _wrap(self, model: nn.Module) -> Any:
         return Zero2(

@@ -73,6 +73,10 @@ class ToyZero3(Strategy):
             own = holding.own.detach()
             yield holding.name, holding.assemble(own, own.dtype, device).to("cpu", torch.float32)
 
+    def gradient_bytes(self, trained: list[Tensor], frozen: list[Tensor]) -> int:
+        """A share's gradients have room for its frozen parameters."""
+        return super().gradient_bytes(trained, [])
+
     def shard_group(self) -> dist.ProcessGroup | None:
         """All ranks."""
         return dist.group.WORLD
@@ -98,7 +102,6 @@ class ToyZero3Config(ReducingConfig):
     name: ClassVar[str] = "toy_zero3"
     strategy = ToyZero3
     keeps_full_states: ClassVar[bool] = False
-    reduces_frozen: ClassVar[bool] = True
     matrices_lost: ClassVar[str | None] = "keeps on one rank each"
 
     evenness: Evenness = Evenness.model

@@ -19,6 +19,7 @@ from fsdptoys.metrics import SpikeDetector
 from fsdptoys.models import DecoderModel, use_context
 from fsdptoys.models.grain_attention import Float64Context
 from fsdptoys.models.grains import use_grains
+from fsdptoys.models.lora import Samples
 from fsdptoys.parallel import ParallelContext, Strategy
 from fsdptoys.parallel.context import build_context
 from fsdptoys.parallel.precision import DType
@@ -29,10 +30,12 @@ from .document_flops import DocumentCounter
 from .moe_balance import RoutingBalance
 from .skipped_steps import SkippedSteps
 from .step_readings import StepReadings
+from .tuning import quantize_base
 
 
 def prepare_blocks(model: DecoderModel, config: Config, device: Device) -> None:
-    """Apply grains, activation checkpointing, and compilation to the blocks before anything wraps them."""
+    """Apply quantization, grains, activation checkpointing and compilation before anything wraps the blocks."""
+    quantize_base(model, config)
     memory, grain = config.memory, config.train.grain_tokens
     if grain is not None:
         use_grains(model, grain, config.parallel.param_dtype.torch)
@@ -50,12 +53,14 @@ def prepare_blocks(model: DecoderModel, config: Config, device: Device) -> None:
         compile_blocks(model.layers, memory.checkpointing_budget, inner_hooks=inner_hooks)
 
 
-def share_sequences(model: DecoderModel, config: Config, strategy: Strategy) -> None:
-    """Let a model keep this rank's part of sequences that ranks share, before the strategy wraps it."""
+def share_sequences(model: DecoderModel, config: Config, strategy: Strategy, samples: Samples | None) -> None:
+    """Let a model, and its dropout, keep this rank's part of sequences that ranks share, before it is wrapped."""
     if strategy.context_group is not None:
         compiles = config.train.compile
         context = build_context(strategy.config.context, strategy.context_group, compiles=compiles)
         use_context(model, context if config.train.grain_tokens is None else Float64Context(context))
+    if samples is not None:
+        samples.context = model.context
 
 
 def build_updates(optimizer: torch.optim.Optimizer, strategy: Strategy, config: Config, cpu_threads: int) -> Updates:

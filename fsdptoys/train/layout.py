@@ -28,11 +28,9 @@ def measure_layout(trainer: "Trainer") -> Layout:
     own = {name: local_tensor(param) for name, param in params.items()}
     trained = {name: own[name] for name, param in params.items() if param.requires_grad}
     held, elements = storage_bytes(own.values()), count_elements(own)
-    gradients = 0
-    if not config.memory.optimizer_in_backward:
-        frozen = [own[name] for name in own.keys() - trained.keys()]
-        shared = [] if config.parallel.reduces_frozen else frozen
-        gradients = strategy.gradient_bytes(bytes_beside(trained.values(), shared))
+    frozen = [own[name] for name in own.keys() - trained.keys()]
+    in_backward = config.memory.optimizer_in_backward
+    gradients = 0 if in_backward else strategy.gradient_bytes(list(trained.values()), frozen)
     if isinstance(trainer.optimizer, BucketedOptimizer):
         buckets = trainer.optimizer.buckets
         states = sum(bucket.slab.nbytes for bucket in buckets if not bucket.on_host)
@@ -66,16 +64,8 @@ def measure_layout(trainer: "Trainer") -> Layout:
         mesh={axis: ranks for axis, ranks in strategy.axes().items() if ranks > 1},
         sharded=strategy.sharded,
         bytes_per_rank=held_bytes,
-        trained=trainer.trained_count,
+        trained=sum(sizes[name] for name in trained) if config.tune.freezes else sum(sizes.values()),
     )
-
-
-def bytes_beside(tensors: Iterable[Tensor], others: Iterable[Tensor]) -> int:
-    """Bytes of the storages of some tensors, and of the tensors alone where a storage holds others too."""
-    mixed = {each.untyped_storage().data_ptr() for each in others}
-    kept = list(tensors)
-    alone = [each for each in kept if each.untyped_storage().data_ptr() not in mixed]
-    return storage_bytes(alone) + sum(each.nbytes for each in kept if each.untyped_storage().data_ptr() in mixed)
 
 
 def count_elements(own: Mapping[str, Tensor]) -> int:

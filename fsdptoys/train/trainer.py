@@ -19,10 +19,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fsdptoys.checkpoint import open_init_from
 from fsdptoys.config.kernel_choice import find_attention_backend, put_kernels
 from fsdptoys.config.schema import Config
-from fsdptoys.config.tune_checks import open_adapter
 from fsdptoys.data import BatchStream, eval_batches
 from fsdptoys.device import Device
 from fsdptoys.loss import build_loss
@@ -33,16 +31,17 @@ from fsdptoys.metrics.compilation import CompilationWatch
 from fsdptoys.optim import build_optimizer
 from fsdptoys.optim.config import build_schedule, set_schedule
 from fsdptoys.optim.loss_scale import LossScaler, nearest_power_of_two
-from fsdptoys.parallel import Fill, ParallelContext, seeded
+from fsdptoys.parallel import Fill, ParallelContext
 from fsdptoys.parallel.float8 import convert_to_float8, prepare_all_gathers
 from fsdptoys.patches import apply_patches
 from fsdptoys.profiler import OOMContext, Profiler, explain_out_of_memory
 
 from .build import build_readings, build_updates, prepare_blocks, share_sequences
 from .distributed import deterministic_kernels, device_of
-from .document_flops import DocumentCounter
+from .document_flops import build_document_counter
 from .evaluation import held_out_loss
 from .garbage import collection_between_steps
+from .initial_values import InitialValues
 from .moe_balance import build_routing_balance
 from .oom_context import oom_context
 from .skipped_steps import SkippedSteps
@@ -50,7 +49,7 @@ from .step_inputs import upload_inputs
 from .step_memory import StepMemory
 from .stop import Stop, StopRequest, votes_to_stop
 from .text_sample import continued
-from .tuning import fill_adapters, fill_packed, quantize_base, tune_model
+from .tuning import show_samples, tune_model
 
 
 class Trainer:
@@ -88,16 +87,12 @@ class Trainer:
         self.patches = apply_patches(config.patches, config.parallel.name)
         with torch.device("meta"):
             model = config.model.build()
-        # Before it gets adapters.
-        init_from = open_init_from(model) if config.model.init_from else None
-        adapter = open_adapter(config.tune, model) if fill is None else None
+        fill = fill or InitialValues(model, config, threads).fill
         self.dropout_samples = tune_model(model, config)
-        """Told which samples a micro-batch holds, by which dropout draws; None where nothing is dropped."""
+        """The samples of the micro-batch, by which dropout draws; None where nothing is dropped."""
         self.flops_per_token = model.flops_per_token(train.seq_len)
         self.parameter_sizes = {name: param.numel() for name, param in model.named_parameters()}
         """Elements of each parameter; a shared one has the first of its names."""
-        self.parameter_count = sum(self.parameter_sizes.values())
-        self.trained_count = sum(param.numel() for param in model.parameters() if param.requires_grad)
         put_kernels(model, config.kernels)
         self.attention_backend = find_attention_backend(
             model,
@@ -111,22 +106,15 @@ class Trainer:
         matrix_names = {name for name, param in model.named_parameters() if param.ndim >= 2}
         self.block_names = {f"layers.{name}" for name, _ in model.layers.named_parameters()}
         convert_to_float8(model, train.float8, train.float8_all_gather, self.device.type)
-        quantize_base(model, config)
         prepare_blocks(model, config, self.device)
         self.strategy = config.parallel.build(context)
-        share_sequences(model, config, self.strategy)
+        share_sequences(model, config, self.strategy, self.dropout_samples)
         local, sum_dtype = self.strategy.local_data_ranks, train.sum_dtype.torch
-        if self.dropout_samples:
-            self.dropout_samples.context = model.context
         self.data_rank, place_in_context = divmod(self.rank, config.mesh.cp_size)
         self.counts_labels = place_in_context == 0
         """Whether this rank counts the tokens of its sequences, which it may share with others."""
         self.routing = build_routing_balance(model, self.device.torch_device, local, sum_dtype, train.deterministic)
-        if fill is None:
-            drawn = seeded(model.init_rows, train.init_seed, threads)
-            fill = init_from.fill if init_from else drawn
-            fill = fill_packed(fill_adapters(fill, adapter, train.init_seed, threads))
-        count = self.parameter_count
+        count = sum(self.parameter_sizes.values())
         constructing = functools.partial(oom_context, config, context, 0, "construction", parameter_count=count)
         with explain_out_of_memory(self.device, constructing):
             self.strategy.parallelize(model, fill)
@@ -152,9 +140,7 @@ class Trainer:
 
         # 4. Data: this process's share of every global batch.
         self.dataset = config.data.build(train.seq_len, config.model.vocab_size, train.data_seed)
-        self.documents = None
-        if config.data.mask_documents:
-            self.documents = DocumentCounter(model, self.dataset.end_labels_with_documents(), train.seq_len)
+        self.documents = build_document_counter(model, config, self.dataset)
         self.batches = BatchStream(
             self.dataset.train,
             train.batch_size,
@@ -309,10 +295,7 @@ class Trainer:
         # Not ``factor / valid``, which multiplies by a rounded reciprocal.
         per_token = torch.div(torch.full_like(loss_sum, factor), counted[0].clamp(min=1)).float()
 
-        def begin_microbatch(index: int) -> None:
-            if self.dropout_samples:
-                self.dropout_samples.numbers_B = numbers[index]
-
+        begin_microbatch = functools.partial(show_samples, self.dropout_samples, numbers)
         for index, (tokens_BT, labels_BT) in enumerate(microbatches):
             if self.routing:
                 self.routing.before_forward(strategy.model, index, microbatches, begin_microbatch)
@@ -329,7 +312,6 @@ class Trainer:
         # 3. Clip, and reduce over ranks: the loss, whether to update, and whether to stop.
         self._enter(step, "optimizer")
         self.memory.label_gradients()
-        learning_rate = float(self.schedule.get_last_lr()[0])
         grad_norm = self._clip(train.max_grad_norm or math.inf, strategy.loss_scale / factor)
         votes = device.upload(torch.tensor(votes_to_stop(train, request, run_started), dtype=loss_sum.dtype))
         routed = self.routing.end_step() if self.routing else None
@@ -340,7 +322,7 @@ class Trainer:
         sums = torch.cat([totals, grad_norm.to(totals).view(1)])
         counted = torch.cat([counted, *(routed[1:] if routed else ())])
         host_values = {
-            "learning_rate": learning_rate,
+            "learning_rate": float(self.schedule.get_last_lr()[0]),
             "data_wait_seconds": data_wait_seconds,
             "loss_scale": self.scaler.scale if self.scaler else None,
         }
