@@ -36,7 +36,7 @@ CODEBOOK = (
     *(0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0),
 )
 """Appendix E of the paper."""
-CHUNK_ELEMENTS = 2**22
+CHUNK_ELEMENTS = 2**24
 """Elements that are converted at a time, so that indices and float32 values of a large weight take little memory."""
 NAME = ".nf4"
 
