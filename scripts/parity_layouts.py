@@ -180,8 +180,9 @@ def gradients(trainer: Trainer) -> Iterator[Named]:
             named = {name.replace("_fsdp_wrapped_module.", ""): param.grad for name, param in model.named_parameters()}
             yield [(name, grad) for name, grad in named.items() if grad is not None]
     else:
-        grads = ((name, param.grad) for name, param in trainer.strategy.named_parameters())
-        yield [(name, grad) for name, grad in grads if grad is not None]
+        strategy = trainer.strategy
+        grads = [(name, param.grad) for name, param in strategy.named_parameters()]
+        yield [(name, strategy.spread(name, grad)) for name, grad in grads if grad is not None]
 
 
 def train_and_compare(
@@ -205,7 +206,9 @@ def train_and_compare(
 def parameters(trainer: Trainer) -> Named:
     """The parameters, in full or as DTensors; a collective."""
     strategy = trainer.strategy
-    return strategy.named_parameters() if isinstance(strategy, FSDP2) else strategy.full_parameters()
+    if not isinstance(strategy, FSDP2):
+        return strategy.full_parameters()
+    return ((name, strategy.spread(name, param)) for name, param in strategy.named_parameters())
 
 
 def train(config: Config) -> Trajectory:

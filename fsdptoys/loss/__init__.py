@@ -16,6 +16,7 @@ from fsdptoys.models.linear import linear
 from .chunked import chunked_loss_sum
 from .grains import grain_loss_sum
 from .objective import IGNORE_INDEX, Objective
+from .vocabulary import Vocabulary, vocabulary_loss_sum
 
 LossFn = Callable[[Tensor, Tensor, Tensor], Tensor]
 """``loss_fn(hidden_ND, weight_VD, labels_N)``: the loss summed over valid labels, a float32 scalar."""
@@ -27,6 +28,7 @@ def build_loss(
     grad_dtype: torch.dtype = torch.float32,
     objective: Objective = Objective(),  # noqa: B008 (frozen)
     grain: int | None = None,
+    vocabulary: Vocabulary | None = None,
 ) -> LossFn:
     """Choose the loss function.
 
@@ -36,13 +38,20 @@ def build_loss(
         grad_dtype: float32 or bfloat16, in which the gradient of the head's weight is summed over chunks.
         objective: function of the logits to minimize.
         grain: tokens of a grain, for a model with grains (``models.grains``): the loss is float64 then; else None.
+        vocabulary: ranks that split the classes; None where each has all.
     """
     if grain is not None:
         return functools.partial(grain_loss_sum, objective=objective, grain=grain, keeps_logits=not chunk_loss)
     if chunk_loss:
         return functools.partial(
-            chunked_loss_sum, objective=objective, chunk_tokens=chunk_tokens, grad_dtype=grad_dtype
+            chunked_loss_sum,
+            objective=objective,
+            chunk_tokens=chunk_tokens,
+            grad_dtype=grad_dtype,
+            vocabulary=vocabulary,
         )
+    if vocabulary is not None:
+        return functools.partial(vocabulary_loss_sum, objective=objective, vocabulary=vocabulary)
     return functools.partial(cross_entropy_sum, objective=objective)
 
 

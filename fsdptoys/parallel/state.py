@@ -29,17 +29,26 @@ NamedParameters = Callable[[], Iterable[tuple[str, nn.Parameter]]]
 """Returns the optimizer's parameters by name, in the order of the model."""
 Load = Callable[[dict[str, Tensor]], None]
 """Fills every tensor in place."""
+Spread = Callable[[str, Tensor], Tensor]
+"""Maps a parameter's name, and the parameter or one of its states, to the tensor to save."""
+
+
+def keep(name: str, tensor: Tensor) -> Tensor:
+    """The tensor itself."""
+    return tensor
 
 
 class State:
     """Live tensors of a model whose parameters keep their shape; subclasses copy those of others.
 
-    ``named_parameters`` has the names before wrapping.
+    ``named_parameters`` has the names before wrapping; ``spread`` is ``Strategy.spread``.
     """
 
-    def __init__(self, named_parameters: NamedParameters, optimizer: torch.optim.Optimizer) -> None:
+    def __init__(
+        self, named_parameters: NamedParameters, optimizer: torch.optim.Optimizer, spread: Spread = keep
+    ) -> None:
         settle(optimizer)
-        self.named_parameters, self.optimizer = list(named_parameters()), optimizer
+        self.named_parameters, self.optimizer, self._spread = list(named_parameters()), optimizer, spread
 
     def tensors(self) -> dict[str, Tensor]:
         """Plain tensors, the same on all ranks, and DTensors, to read or to fill in place. May be a collective.
@@ -48,8 +57,9 @@ class State:
         """
         tensors: dict[str, Tensor] = {}
         for name, param in self.named_parameters:
-            tensors[f"model.{name}"] = unwrapped(param)
-            tensors |= state_tensors(name, self.optimizer.state.get(param, {}))
+            tensors[f"model.{name}"] = self._spread(name, unwrapped(param))
+            states = state_tensors(name, self.optimizer.state.get(param, {}))
+            tensors |= {key: self._spread(name, state) for key, state in states.items()}
         return tensors
 
     def install(self, tensors: dict[str, Tensor]) -> None:

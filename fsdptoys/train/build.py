@@ -1,10 +1,14 @@
 """Apply memory options and compilation before sharding; choose how the optimizer steps and when numbers are read."""
 
+import functools
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
 from fsdptoys.config.schema import Config
 from fsdptoys.device import Device
+from fsdptoys.loss import LossFn, Vocabulary, build_loss
 from fsdptoys.memory import (
     ActivationOffload,
     BucketedUpdates,
@@ -56,6 +60,19 @@ def share_sequences(model: DecoderModel, config: Config, strategy: Strategy) -> 
         compiles = config.train.compile
         context = build_context(strategy.config.context, strategy.context_group, compiles=compiles)
         use_context(model, context if config.train.grain_tokens is None else Float64Context(context))
+
+
+def loss_builder(config: Config, strategy: Strategy) -> Callable[..., LossFn]:
+    """``build_loss`` with the settings of a run, except for the objective."""
+    memory, group = config.memory, strategy.tensor_group
+    return functools.partial(
+        build_loss,
+        memory.chunk_loss,
+        None if memory.chunk_tokens == "auto" else int(memory.chunk_tokens),
+        memory.chunk_grad_dtype.torch,
+        grain=config.train.grain_tokens,
+        vocabulary=None if group is None else Vocabulary(group),
+    )
 
 
 def build_updates(optimizer: torch.optim.Optimizer, strategy: Strategy, config: Config, cpu_threads: int) -> Updates:

@@ -91,7 +91,7 @@ def full_gradients(trainer: Trainer) -> dict[str, Any]:
     if isinstance(strategy, FSDP1):
         with strategy.model.summon_full_params(strategy.model, with_grads=True):
             return {name: param.grad.numpy().copy() for name, param in strategy.named_parameters()}  # type: ignore[union-attr]
-    grads = {name: param.grad for name, param in strategy.named_parameters()}
+    grads = {name: strategy.spread(name, param.grad) for name, param in strategy.named_parameters()}  # type: ignore[arg-type]
     return {name: (g.full_tensor() if is_dtensor(g) else g).numpy().copy() for name, g in grads.items()}  # type: ignore[arg-type, union-attr]
 
 
