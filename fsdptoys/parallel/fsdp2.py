@@ -23,7 +23,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from fsdptoys.errors import ConfigError
 from fsdptoys.models import DecoderModel
 from fsdptoys.models.experts import Experts
-from fsdptoys.utils.dtensor import is_dtensor, local_tensor, unwrapped
+from fsdptoys.utils.dtensor import full_tensor, is_dtensor, local_tensor, unwrapped
 
 from .cpu_offload_cast import mirror_parameters
 from .expert_parallel import ExpertExchange, expert_placement, split_experts, sums_gradients
@@ -252,7 +252,7 @@ class FSDP2(Strategy):
         for name, param in self.named_parameters():
             on_mesh = self.spread(name, unwrapped(param)).to(self.mesh.device_type)
             assert is_dtensor(on_mesh)
-            yield name, on_mesh.full_tensor().to("cpu", torch.float32)
+            yield name, full_tensor(on_mesh).to("cpu", torch.float32)
 
     def _reshard(self) -> None:
         for module in self.model.modules():

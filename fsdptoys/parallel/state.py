@@ -23,7 +23,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from fsdptoys.device import Streams, is_accelerator
-from fsdptoys.utils.dtensor import is_dtensor, local_tensor, sharded_like, unwrapped
+from fsdptoys.utils.dtensor import full_tensor, is_dtensor, local_tensor, sharded_like, unwrapped
 
 NamedParameters = Callable[[], Iterable[tuple[str, nn.Parameter]]]
 """Returns the optimizer's parameters by name, in the order of the model."""
@@ -90,7 +90,7 @@ def full_tensors(tensors: dict[str, Tensor]) -> Iterator[tuple[str, Tensor | Non
         if is_dtensor(tensor):
             on_mesh = tensor.to(tensor.device_mesh.device_type)
             assert is_dtensor(on_mesh)
-            whole = on_mesh.full_tensor()
+            whole = full_tensor(on_mesh)
         yield name, whole.to("cpu") if first_rank else None
 
 

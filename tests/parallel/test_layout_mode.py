@@ -25,7 +25,7 @@ from fsdptoys.parallel.fsdp1 import FSDP1
 from fsdptoys.parallel.precision import DType, SumDType
 from fsdptoys.report.setting_effects import bits_of
 from fsdptoys.train.trainer import Trainer
-from fsdptoys.utils.dtensor import is_dtensor
+from fsdptoys.utils.dtensor import full_tensor, is_dtensor
 from scripts.parity import Outcome, hash_parameters
 from scripts.ranks import run_ranks
 from tests.parallel.runs import TINY, make_config, tiny_model
@@ -92,7 +92,7 @@ def full_gradients(trainer: Trainer) -> dict[str, Any]:
         with strategy.model.summon_full_params(strategy.model, with_grads=True):
             return {name: param.grad.numpy().copy() for name, param in strategy.named_parameters()}  # type: ignore[union-attr]
     grads = {name: strategy.spread(name, param.grad) for name, param in strategy.named_parameters()}  # type: ignore[arg-type]
-    return {name: (g.full_tensor() if is_dtensor(g) else g).numpy().copy() for name, g in grads.items()}  # type: ignore[arg-type, union-attr]
+    return {name: (full_tensor(g) if is_dtensor(g) else g).numpy().copy() for name, g in grads.items()}  # type: ignore[arg-type, union-attr]
 
 
 Case = tuple[str, DType, dict[str, Any], dict[str, tuple[ParallelConfig, dict[str, Any]]]]
