@@ -28,8 +28,8 @@ from fsdptoys.utils.dtensor import full_tensor, is_dtensor, local_tensor, unwrap
 from .cpu_offload_cast import mirror_parameters
 from .expert_parallel import ExpertExchange, expert_placement, split_experts, sums_gradients
 from .fsdp import TORCH, FSDPConfig
-from .init_weights import Fill, init_buffers, materialize
 from .gradient_norms import MapParts
+from .init_weights import Fill, init_buffers, materialize
 from .mesh import (
     EXPERT_AXIS,
     EXPERT_SHARD_AXIS,
@@ -242,7 +242,9 @@ class FSDP2(Strategy):
         """Count gradients that all ranks of tp have on the first of them."""
         if self.features is not None and self.features.exchange.rank > 0:
             held = (param.grad for param in self.features.in_every_part(self.named_parameters()))
-            counted = {local_tensor(grad).data_ptr() for grad in held if grad is not None and local_tensor(grad).numel()}
+            counted = {
+                local_tensor(grad).data_ptr() for grad in held if grad is not None and local_tensor(grad).numel()
+            }
             grads = [grad for grad in grads if grad.data_ptr() not in counted]
         return super().local_norms(grads, map_parts)
 

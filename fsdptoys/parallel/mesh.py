@@ -154,10 +154,20 @@ class Axes:
         """Consecutive ranks with the same sequences, of which each has a part of the tokens."""
         return self.cp * self.tp
 
+    def named(self, world_size: int, shards: int) -> dict[str, int]:
+        """Mesh axis → ranks along it, of a strategy that shards over ``shards`` ranks."""
+        dense = {REPLICATE_AXIS: world_size // shards // self.tp, SHARD_AXIS: shards}
+        return dense | {CONTEXT_AXIS: self.cp, TENSOR_AXIS: self.tp, EXPERT_AXIS: self.ep}
+
+    @property
+    def copy(self) -> int:
+        """Ranks that share one copy of the parameters."""
+        return self.shard * self.tp
+
     @property
     def efsdp(self) -> int:
         """Ranks that have the same experts, and shard them, in each copy of the parameters."""
-        return self.shard * self.tp // self.ep
+        return self.copy // self.ep
 
 
 def straddling(shard_ranks: int, world_size: int, node_ranks: int) -> str | None:

@@ -42,22 +42,11 @@ from .context import ContextForm
 from .determinism import Deterministic
 from .gradient_norms import MapParts, norms_in, norms_in_float32, scale_gradients
 from .init_weights import Fill
-from .mesh import (
-    CONTEXT_AXIS,
-    EXPERT_AXIS,
-    REPLICATE_AXIS,
-    SHARD_AXIS,
-    TENSOR_AXIS,
-    Axes,
-    MeshConfig,
-    build_mesh,
-    regular_group,
-)
+from .mesh import CONTEXT_AXIS, Axes, MeshConfig, build_mesh, regular_group
 from .precision import DType, ReduceDType
 from .state import Load, State
-
-UnitParams = tuple[nn.Module, list[nn.Parameter]]
-"""A module, and the parameters that its forward is the first to need."""
+from .wrap import UnitParams
+from .wrap import own_parameters as own_parameters
 
 
 @dataclass
@@ -298,10 +287,7 @@ class Strategy(ABC):
     def axes(self) -> dict[str, int]:
         """Mesh axis → ranks along it; ranks that share sequences are among those of the others."""
         group = self.shard_group()
-        shards = group.size() if group is not None else 1
-        axes = self.mesh_axes
-        dense = {REPLICATE_AXIS: self.context.world_size // shards // axes.tp, SHARD_AXIS: shards}
-        return dense | {CONTEXT_AXIS: axes.cp, EXPERT_AXIS: axes.ep, TENSOR_AXIS: axes.tp}
+        return self.mesh_axes.named(self.context.world_size, group.size() if group is not None else 1)
 
     def gradient_bytes(self, parameter_bytes: int) -> int:
         """Bytes of a rank's reduced gradients, from those of its parameters."""
@@ -407,14 +393,3 @@ class Strategy(ABC):
             else:
                 scale_gradients(grads, scale)
         return norm
-
-
-def own_parameters(modules: list[list[nn.Module]]) -> list[list[nn.Parameter]]:
-    """Parameters of each group of modules that no later group has; outer modules must come before inner ones."""
-    seen: set[nn.Parameter] = set()
-    owned: list[list[nn.Parameter]] = []
-    for group in reversed(modules):
-        params = [param for module in group for param in module.parameters()]
-        owned.append([param for param in dict.fromkeys(params) if param not in seen])
-        seen.update(params)
-    return owned[::-1]

@@ -1,8 +1,8 @@
 """Tensor parallelism with sequence parallelism: ``mesh.tp_size`` consecutive ranks split the features of each layer.
 
-Between attentions and feed-forwards a rank has 1/N of the tokens of a sequence, and norms, residuals and routers work on
-these (sequence parallelism, arXiv:2205.05198). A layer begins with an all-gather of its tokens; then each rank computes
-H/N heads, or F/N channels of the hidden layer, and a reduce-scatter sums the N partial results (arXiv:1909.08053):
+Between attentions and feed-forwards a rank has 1/N of the tokens of a sequence; norms, residuals and routers work on
+these (sequence parallelism, arXiv:2205.05198). A layer begins with an all-gather of tokens; then each rank computes H/N
+heads, or F/N channels of the hidden layer, and a reduce-scatter sums the N partial results (arXiv:1909.08053):
 
     projection                    weight (out, in)    each rank has
     q, k, v, gate, up             columns             out/N rows of the weight: all-gather before, none after
@@ -14,10 +14,10 @@ The backward of an all-gather is a reduce-scatter and the other way round, so fo
 much: 2 · (N - 1)/N · B·T·D numbers for attention, and as many for the feed-forward. Experts stay whole: their layer
 takes the rank's own tokens, and their stacks are sharded over all ranks of a copy (``mesh``, sparse view).
 
-Why not ``parallelize_module``: its styles make DTensors of activations, whose dispatch costs host time in every operator
-around a collective, which the kernels and the sums of ``train.deterministic=layout`` would have to unwrap, and whose
-loss-parallel mode cannot chunk. Here parameters are plain tensors of a rank's features, which FSDP2 shards as usual, and
-layers get the collectives as wrappers of their forwards. Full parameters (checkpoints, initial values) are DTensors that
+Why not ``parallelize_module``: its styles make DTensors of activations, whose dispatch costs host time around every
+collective, which the kernels and the sums of ``train.deterministic=layout`` would have to unwrap, and whose parallel
+loss cannot be chunked. Here parameters are plain tensors of a rank's features, which FSDP2 shards as usual, and layers
+get collectives as wrappers of their forwards. Full parameters (checkpoints, initial values) are DTensors that
 ``FeatureSplit.spread`` makes of the shards.
 
 Memory: a layer's gathered input is kept for the backward, once for all of its projections; activation checkpointing
@@ -37,9 +37,9 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.distributed.device_mesh import DeviceMesh
 
-from fsdptoys.errors import ConfigError
-from fsdptoys.models import DecoderModel, ModelConfig, Router
-from fsdptoys.models.experts import Experts
+from fsdptoys.models import DecoderModel, Router
+from fsdptoys.models.experts import Experts, leave_uncompiled
+from fsdptoys.models.grain_slices import use_slices
 from fsdptoys.models.layers import Attention, GELUFeedForward, LMHead, RMSNorm, SwiGLU
 from fsdptoys.models.linear import linear
 from fsdptoys.utils.dtensor import is_dtensor, local_tensor, sharded_like
@@ -63,10 +63,15 @@ REPLICATED = (RMSNorm, nn.LayerNorm, Router)
 
 
 class TensorExchange:
-    """Collectives of the ranks that split features; tokens are the last dim but one."""
+    """Collectives of the ranks that split features; tokens are the last dim but one.
+
+    The compiler skips them, as compiled backwards may order collectives otherwise than FSDP's on each rank.
+    """
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self.group, self.ranks, self.rank = group, group.size(), group.rank()
+        self.dtype: torch.dtype | None = None
+        """Compute dtype where layers get and give float64 (``models.grain_slices``); None where they use their own."""
         self.in_full = False
         """Whether every rank has all tokens, as in generation, where one token cannot be split."""
 
@@ -93,23 +98,26 @@ class TensorExchange:
         size = full.shape[-1] // self.ranks
         return full.narrow(-1, self.rank * size, size)
 
+    @leave_uncompiled
     def enter(self, part_BtD: Tensor) -> Tensor:
         """Begin a layer: all tokens, whose gradients are summed over ranks. A collective, in forward and backward."""
         if self.in_full:
-            return part_BtD
+            return part_BtD if self.dtype is None else part_BtD.double()
         part_3 = part_BtD if part_BtD.ndim == 3 else part_BtD.unsqueeze(0)
         full: Tensor = _Enter.apply(part_3, self)
         return full if part_BtD.ndim == 3 else full.squeeze(0)
 
+    @leave_uncompiled
     def leave(self, partial_BTD: Tensor) -> Tensor:
         """End a layer: this rank's tokens of the sum over ranks. A collective, in forward and backward."""
         if self.in_full:
             dist.all_reduce(partial_BTD, group=self.group)
-            return partial_BTD
+            return partial_BTD if self.dtype is None else partial_BTD.to(self.dtype)
         partial_3 = partial_BTD if partial_BTD.ndim == 3 else partial_BTD.unsqueeze(0)
         own: Tensor = _Leave.apply(partial_3, self)
         return own if partial_BTD.ndim == 3 else own.squeeze(0)
 
+    @leave_uncompiled
     def sum_gradient(self, param: Tensor) -> Tensor:
         """A parameter that all ranks have, of whose gradient each has a part. A collective in the backward."""
         summed: Tensor = _SumGradient.apply(param, self.group)
@@ -125,25 +133,27 @@ class TensorExchange:
 class _Enter(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, part_BtD: Tensor, exchange: TensorExchange) -> Tensor:
-        ctx.exchange = exchange
-        return exchange.gather_tokens(part_BtD)
+        ctx.exchange, ctx.dtype = exchange, part_BtD.dtype
+        full_BTD = exchange.gather_tokens(part_BtD)
+        return full_BTD if exchange.dtype is None else full_BTD.double()
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_BTD: Tensor) -> tuple[Tensor, None]:
-        return ctx.exchange.scatter_tokens(grad_BTD.contiguous()), None
+        return ctx.exchange.scatter_tokens(grad_BTD.contiguous()).to(ctx.dtype), None
 
 
 class _Leave(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, partial_BTD: Tensor, exchange: TensorExchange) -> Tensor:
-        ctx.exchange = exchange
-        return exchange.scatter_tokens(partial_BTD.contiguous())
+        ctx.exchange, ctx.dtype = exchange, partial_BTD.dtype
+        own_BtD = exchange.scatter_tokens(partial_BTD.contiguous())
+        return own_BtD if exchange.dtype is None else own_BtD.to(exchange.dtype)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_BtD: Tensor) -> tuple[Tensor, None]:
-        return ctx.exchange.gather_tokens(grad_BtD), None
+        return ctx.exchange.gather_tokens(grad_BtD).to(ctx.dtype), None
 
 
 class _SumGradient(torch.autograd.Function):
@@ -191,7 +201,8 @@ class FeatureSplit:
                 )
             if isinstance(module, REPLICATED) or module is getattr(model, "embed_positions", None):
                 self.dims |= {names[param]: None for param in module.parameters(recurse=False)}
-        of_experts = {param for module in model.modules() if isinstance(module, Experts) for param in module.parameters()}
+        experts = [module for module in model.modules() if isinstance(module, Experts)]
+        of_experts = {param for module in experts for param in module.parameters()}
         missing = [name for param, name in names.items() if name not in self.dims and param not in of_experts]
         assert not missing, f"tensor parallelism has no plan for {missing}"
         self._shapes = {name: shapes[name] for name in self.dims}
@@ -210,10 +221,16 @@ class FeatureSplit:
             setattr(module, attribute, split.get(param, param))
 
     def _wrap(self, model: DecoderModel) -> None:
-        exchange = self.exchange
+        exchange, by_slices = self.exchange, model.slices is not None
+        if by_slices:
+            slices = model.slices[0]
+            exchange.dtype = slices.dtype
+            use_slices(model, slices._replace(number=slices.number // exchange.ranks), exchange)
         model.forward = functools.partial(_model_forward, model.forward, exchange)  # type: ignore[method-assign]
         for module in model.modules():
             wrapped: Callable[..., Tensor] | None = None
+            if by_slices and isinstance(module, (LMHead, *PLAN)):
+                continue
             if isinstance(module, LMHead):
                 wrapped = functools.partial(_head_forward, module.forward, exchange)
             elif isinstance(module, tuple(PLAN)):
@@ -222,10 +239,9 @@ class FeatureSplit:
                     if dim == ROWS:
                         rows: Any = module.get_submodule(name)
                         rows.forward = functools.partial(_rows_forward, rows, exchange)
-            elif module is model.embed_tokens:
-                wrapped = functools.partial(_vocabulary_forward, module, module.forward, exchange)
             elif isinstance(module, nn.Embedding):
-                wrapped = functools.partial(_positions_forward, module, module.forward, exchange)
+                of_embedding = _vocabulary_forward if module is model.embed_tokens else _positions_forward
+                wrapped = functools.partial(of_embedding, module, module.forward, exchange)
             elif isinstance(module, REPLICATED):
                 wrapped = functools.partial(_replicated_forward, module, module.forward, exchange)
             if wrapped is not None:
@@ -261,8 +277,12 @@ class FeatureSplit:
 
 
 def _model_forward(
-    forward: Callable[..., Tensor], exchange: TensorExchange, tokens_BT: Tensor, labels_BT: Tensor | None = None,
-    *args: Any, **options: Any
+    forward: Callable[..., Tensor],
+    exchange: TensorExchange,
+    tokens_BT: Tensor,
+    labels_BT: Tensor | None = None,
+    *args: Any,
+    **options: Any,
 ) -> Tensor:
     """Without labels every rank computes all tokens: of one token there are no parts."""
     exchange.in_full = labels_BT is None

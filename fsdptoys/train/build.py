@@ -39,7 +39,7 @@ def prepare_blocks(model: DecoderModel, config: Config, device: Device) -> None:
     """Apply grains, activation checkpointing, and compilation to the blocks before anything wraps them."""
     memory, grain = config.memory, config.train.grain_tokens
     if grain is not None:
-        use_grains(model, grain, config.parallel.param_dtype.torch)
+        use_grains(model, grain, config.parallel.param_dtype.torch, config.train.slices)
     checkpoint_blocks(
         model.layers,
         memory.gradient_checkpointing,
@@ -49,8 +49,9 @@ def prepare_blocks(model: DecoderModel, config: Config, device: Device) -> None:
         offload=ActivationOffload(device.torch_device) if memory.activation_offload else None,
     )
     if config.train.compile:
-        # The compiler skips the exchange of shared sequences, which splits a block's graph as hooks do.
-        inner_hooks = config.parallel.hooks_parts_of_blocks(config.model) or config.mesh.cp_size > 1
+        # The compiler skips exchanges of shared sequences and split features, which split a block's graph as hooks do.
+        exchanges = config.mesh.cp_size * config.mesh.tp_size > 1
+        inner_hooks = config.parallel.hooks_parts_of_blocks(config.model) or exchanges
         compile_blocks(model.layers, memory.checkpointing_budget, inner_hooks=inner_hooks)
 
 
@@ -71,7 +72,9 @@ def loss_builder(config: Config, strategy: Strategy) -> Callable[..., LossFn]:
         None if memory.chunk_tokens == "auto" else int(memory.chunk_tokens),
         memory.chunk_grad_dtype.torch,
         grain=config.train.grain_tokens,
-        vocabulary=None if group is None else Vocabulary(group),
+        vocabulary=Vocabulary(group) if group is not None or config.train.slices > 1 else None,
+        slices=config.train.slices // strategy.mesh_axes.tp,
+        dtype=config.parallel.param_dtype.torch,
     )
 
 

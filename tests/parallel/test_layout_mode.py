@@ -59,7 +59,7 @@ def config(parallel: ParallelConfig, ranks: int, model: str, dtype: DType, **mor
 
     Then an evaluation on as many held-out sequences.
     """
-    shares = ranks // more.get("cp_size", 1)
+    shares = ranks // (more.get("cp_size", 1) * more.get("tp_size", 1))
     size = more.setdefault("batch_size", 1)
     micro_batches = BATCH // shares // size
     settings = {"grad_accum": micro_batches, "steps": 2, "eval_every": 2, "eval_batches": micro_batches}
