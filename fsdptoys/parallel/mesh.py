@@ -210,11 +210,17 @@ def build_tensor_meshes(axes: Axes, device: Device, timeout: timedelta | None) -
     """
     replicas = {REPLICATE_AXIS: axes.replicate} if axes.replicate > 1 else {}
     mesh = named_mesh(replicas | {SHARD_AXIS: axes.shard, TENSOR_AXIS: axes.tp}, device, timeout)
-    names = (*replicas, TENSOR_AXIS, SHARD_AXIS)
-    ranks = np.arange(dist.get_world_size()).reshape(*replicas.values(), axes.shard, axes.tp).swapaxes(-1, -2)
+    return mesh, tensor_axis_first(mesh, axes, device)
+
+
+def tensor_axis_first(mesh: DeviceMesh, axes: Axes, device: Device) -> DeviceMesh:
+    """The mesh with its last two axes exchanged, and the same groups."""
+    replicas = (axes.replicate,) if axes.replicate > 1 else ()
+    ranks = np.arange(dist.get_world_size()).reshape(*replicas, axes.shard, axes.tp).swapaxes(-1, -2)
+    assert mesh.mesh_dim_names is not None
+    names = (*mesh.mesh_dim_names[:-2], TENSOR_AXIS, SHARD_AXIS)
     groups = [mesh.get_group(name) for name in names]
-    whole = DeviceMesh.from_group(groups, device.type, torch.from_numpy(ranks.copy()), mesh_dim_names=names)
-    return mesh, whole
+    return DeviceMesh.from_group(groups, device.type, torch.from_numpy(ranks.copy()), mesh_dim_names=names)
 
 
 def build_sparse_mesh(axes: Axes, device: Device, timeout: timedelta | None) -> DeviceMesh:
