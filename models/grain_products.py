@@ -125,6 +125,7 @@ class Elementwise(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, function: Callable[..., Tensor], grain: int, *inputs: Tensor) -> Tensor:
+        """Some whole grains at a time."""
         ctx.save_for_backward(*inputs)
         ctx.settings = function, grain
         out = torch.empty_like(inputs[0], memory_format=torch.contiguous_format)
@@ -135,6 +136,7 @@ class Elementwise(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+        """Gradients of the inputs."""
         (function, grain), inputs = ctx.settings, ctx.saved_tensors
         grads = [torch.empty_like(each, memory_format=torch.contiguous_format) for each in inputs]
         for rows in chunk_rows(len(grad), grain, grad.shape[1]):

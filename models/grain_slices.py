@@ -153,9 +153,7 @@ class _Rows(torch.autograd.Function):
         ctx.slices = slices
         total_NO = input_NI.new_zeros(len(input_NI), len(weight_OI), dtype=torch.float64)
         for part in slices.of(weight_OI.shape[1]):
-            product = multiply(
-                input_NI[:, part].contiguous(), _cast(weight_OI[:, part], slices), None, slices.grain
-            )
+            product = multiply(input_NI[:, part].contiguous(), _cast(weight_OI[:, part], slices), None, slices.grain)
             total_NO += on_grid(product, GRADIENTS)
         return total_NO
 

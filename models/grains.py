@@ -30,7 +30,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from .decoder import DecoderModel
-from .grain_attention import GRADIENTS, aligned, attention_kernels, on_grid, split_rows
+from .grain_attention import GRADIENTS, attention_kernels, on_grid, split_rows
 from .grain_experts import use_grain_experts
 from .grain_norms import LayerNorm, RMSNorm
 from .grain_products import CALL_ELEMENTS, Elementwise, add_weight_gradient, multiply, sum_rows
