@@ -187,12 +187,18 @@ def open_init_from(model: DecoderModel) -> HuggingFaceFolder:
 
 
 def write_hugging_face(
-    out_dir: Path, config: ModelConfig, read: ReadRegion, dtype: torch.dtype, max_file_bytes: int = MAX_FILE_BYTES
+    out_dir: Path,
+    config: ModelConfig,
+    read: ReadRegion,
+    dtype: torch.dtype,
+    max_file_bytes: int = MAX_FILE_BYTES,
+    tokenizer: Mapping[str, bytes] | None = None,
 ) -> Written:
     """Write a folder in Hugging Face format, atomically.
 
     ``read`` returns any part of a parameter by its name in the model; ``max_file_bytes`` is also roughly the peak
-    memory. ConfigError if ``out_dir`` is taken or cannot be written, or a value overflows ``dtype``.
+    memory; ``tokenizer`` has the names and contents of a tokenizer's files. ConfigError if ``out_dir`` is taken or
+    cannot be written, or a value overflows ``dtype``.
     """
     with new_folder(out_dir) as folder:
         written = write_tensors(folder, STEM, _tensors(config, read, dtype), max_file_bytes)
@@ -201,6 +207,8 @@ def write_hugging_face(
         tree = config.hugging_face.write_config(config) | {"dtype": word, "torch_dtype": word} | NO_TOKENS
         for name, values in ((CONFIG_FILE, tree), (GENERATION_CONFIG_FILE, NO_TOKENS)):
             (folder / name).write_text(json.dumps(values, indent=2, allow_nan=False) + "\n", encoding="utf-8")
+        for name, content in (tokenizer or {}).items():
+            (folder / name).write_bytes(content)
     return written
 
 

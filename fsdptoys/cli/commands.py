@@ -219,11 +219,12 @@ without memory.
     models.flag("--json", "exact numbers, as a list of objects")
 
     add(
-        "convert to-hf RUN OUT_DIR [dtype=float32|bfloat16|float16]",
+        "convert to-hf RUN OUT_DIR [dtype=float32|bfloat16|float16] [tokenizer=DIR]",
         "write a run's weights in Hugging Face format",
         """\
 Write the final weights of a run (checkpoint.final_weights=true) or those of a checkpoint in Hugging Face format. RUN is
-the run's directory, its folder weights, or a checkpoint's folder or URL; OUT_DIR must not exist.
+the run's directory, its folder weights, or a checkpoint's folder or URL; OUT_DIR must not exist. The files of a
+tokenizer, its chat template included, are copied from the folder DIR.
 """,
     )
     add(
@@ -248,6 +249,7 @@ has one.
         default=[],
     )
     generate.any_text.add("--prompt")
+    generate.flag("--chat", "each prompt is a user's message, to which the chat template has the model answer")
     generate.value("--tokens N", "tokens to add; default: 200", "200", type=integer(200), default=200)
     generate.value(
         "--temperature X",

@@ -23,12 +23,13 @@ from fsdptoys.checkpoint import (
 from fsdptoys.config.compose import compose_presets
 from fsdptoys.config.overrides import list_choices, schema_name
 from fsdptoys.config.schema import TrainConfig
+from fsdptoys.data.tokenizer import read_tokenizer_files
 from fsdptoys.errors import ConfigError
 from fsdptoys.models import ModelConfig
 from fsdptoys.train.pretrained import DTYPES, open_weights
 from fsdptoys.utils.text import near_miss, printable, value_text
 
-TO_HF = "fsdptoys convert to-hf RUN OUT_DIR [dtype=float32|bfloat16|float16]"
+TO_HF = "fsdptoys convert to-hf RUN OUT_DIR [dtype=float32|bfloat16|float16] [tokenizer=DIR]"
 FROM_HF = "fsdptoys convert from-hf DIR"
 
 
@@ -53,24 +54,28 @@ def _to_hf(words: list[str]) -> None:
     paths = [word for word in words if word not in options]
     if len(paths) != 2 or any(path.startswith("-") for path in paths):
         raise ConfigError(f"fsdptoys convert to-hf takes a run and a new folder, not {_joined(paths)}; write {TO_HF}")
-    name = "float32"
+    chosen = {"dtype": "float32", "tokenizer": ""}
     for word in options:
-        key, _, name = word.partition("=")
-        if key != "dtype":
+        key, _, value = word.partition("=")
+        if key not in chosen:
             raise ConfigError(f"{word} is not a setting of fsdptoys convert to-hf; write {TO_HF}")
-        if name not in DTYPES:
+        if key == "dtype" and value not in DTYPES:
             raise ConfigError(f"{word} must be one of {', '.join(DTYPES)}; set dtype=float32")
-    if len(options) > 1:
-        raise ConfigError(f"{' and '.join(options)} exclude each other; keep one of them")
-    out_dir, dtype = Path(paths[1]).expanduser(), DTYPES[name]
+        same = [other for other in options if other.startswith(f"{key}=")]
+        if len(same) > 1:
+            raise ConfigError(f"{' and '.join(same)} exclude each other; keep one of them")
+        chosen[key] = value
+    out_dir, dtype = Path(paths[1]).expanduser(), DTYPES[chosen["dtype"]]
+    tokenizer = read_tokenizer_files(chosen["tokenizer"], "tokenizer") if chosen["tokenizer"] else {}
     check_new_folder(out_dir)
     weights = open_weights(paths[0])
-    written = write_hugging_face(out_dir, weights.config, weights.read, dtype)
+    written = write_hugging_face(out_dir, weights.config, weights.read, dtype, tokenizer=tokenizer)
     files = f"{len(written.files)} files" if len(written.files) > 1 else written.files[0]
     print(
         f"wrote {out_dir}: {files} with {written.parameters:,} parameters in {dtype_name(dtype)}, "
         f"{written.tensor_bytes:,} bytes\n"
-        f"load it with transformers.AutoModelForCausalLM.from_pretrained({str(out_dir)!r}); a tokenizer is not in it"
+        f"load it with transformers.AutoModelForCausalLM.from_pretrained({str(out_dir)!r}); "
+        + (f"its tokenizer is that of {chosen['tokenizer']}" if tokenizer else "a tokenizer is not in it")
     )
 
 

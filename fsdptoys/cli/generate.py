@@ -6,10 +6,12 @@ fsdptoys generate DIR --prompt "Once upon a time" --tokens 100 --temperature 0
 
 import json
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
+from fsdptoys.data.chat_rows import BadRowError
+from fsdptoys.data.chat_template import ChatTemplate
 from fsdptoys.data.tokenizer import check_ids
 from fsdptoys.errors import ConfigError
 from fsdptoys.models.generate import Draw, generate
@@ -39,7 +41,17 @@ def generate_command(words: Sequence[str]) -> int:
     trained = TrainedModel(places[0], say=print_status)
     context = trained.choose_context(options.context)
     tokenizer = trained.tokenizer(options.tokenizer)
-    encoded = [tokenizer.encode(prompt) for prompt in prompts]
+    ends, closing = trained.ends(), ""
+    if options.chat:
+        if tokenizer.encode_chat is None:
+            raise ConfigError(
+                "--chat needs text, and --tokenizer ids has none; name the folder of the model's tokenizer"
+            )
+        encoded, closing = _encode_messages(trained.chat_template(options.tokenizer), tokenizer.encode_chat, prompts)
+        if len(end := tokenizer.encode_chat(closing)) == 1:
+            ends |= set(end)
+    else:
+        encoded = [tokenizer.encode(prompt) for prompt in prompts]
     longest = trained.config.max_seq_len
     for prompt, ids in zip(prompts, encoded, strict=True):
         option = f"--prompt {prompt!r:.40}"
@@ -51,14 +63,19 @@ def generate_command(words: Sequence[str]) -> int:
             raise ConfigError(f"{option} has {len(ids)} tokens, and the model sees {context}; shorten it, {fix}")
     model = trained.load(device, dtype)
 
-    ends, made, broken, results = trained.ends(), 0, False, []
+    made, broken, results = 0, False, []
     started = time.perf_counter()
     for prompt, ids in zip(prompts, encoded, strict=True):
         tokens_T = torch.tensor(ids, device=device.torch_device)
         written = generate(model, tokens_T, options.tokens, context, draw, ends)[len(ids) :].tolist()
         made += len(written)
         broken |= len(written) < options.tokens and not (written and written[-1] in ends)
-        results.append({"prompt": prompt, "text": tokenizer.decode(ids + written), "ids": written})
+        if options.chat:
+            text = tokenizer.decode([token for token in written if token not in ends])
+            text = text.partition(closing)[0] if closing else text
+        else:
+            text = tokenizer.decode(ids + written)
+        results.append({"prompt": prompt, "text": text, "ids": written})
         if not options.json:
             print(("\n" if len(results) > 1 else "") + str(results[-1]["text"]), flush=True)
     seconds = time.perf_counter() - started
@@ -69,3 +86,17 @@ def generate_command(words: Sequence[str]) -> int:
     if broken:
         print_status("the model's logits were not finite; its training diverged, or another --dtype is needed")
     return int(broken)
+
+
+def _encode_messages(
+    template: ChatTemplate, encode: Callable[[str], list[int]], prompts: Sequence[str]
+) -> tuple[list[list[int]], str]:
+    """Ids with which a model answers each message, and the text that closes an answer."""
+    encoded, closing = [], ""
+    for prompt in prompts:
+        try:
+            text, closing = template.turn(prompt)
+        except BadRowError as error:
+            raise ConfigError(f"--prompt {prompt!r:.40} {error}; write another, or leave out --chat") from error
+        encoded.append(encode(text))
+    return encoded, closing

@@ -1,4 +1,5 @@
-"""Training data: a synthetic source, bytes of text, binary token files, and prepared folders of tokens.
+"""Training data: a synthetic source, bytes of text, binary token files, prepared folders of tokens, and
+conversations.
 
 ``DataConfig.build`` returns a ``TokenDataset`` of numbered samples; ``BatchStream`` turns them into batches in an order
 determined by the seed and the number of samples seen. ``prepare_folder`` turns text into a folder of
@@ -10,6 +11,7 @@ from .bin import TokenDType as TokenDType
 from .byte_text import TextConfig as TextConfig
 from .byte_text import decode_bytes as decode_bytes
 from .byte_text import encode_bytes as encode_bytes
+from .chat import ChatConfig as ChatConfig
 from .dataset import IGNORE_INDEX as IGNORE_INDEX
 from .dataset import DataConfig as DataConfig
 from .dataset import Samples as Samples
@@ -36,6 +38,6 @@ from .synthetic import SyntheticConfig as SyntheticConfig
 from .text_encoder import open_encoder as open_encoder
 
 DATASETS: dict[str, type[DataConfig]] = {
-    kind.name: kind for kind in (SyntheticConfig, TextConfig, BinConfig, PreparedConfig, HFConfig)
+    kind.name: kind for kind in (SyntheticConfig, TextConfig, BinConfig, PreparedConfig, HFConfig, ChatConfig)
 }
 """Registry: the name after ``data=`` → the dataclass that ``configs/data/NAME.yaml`` starts from."""

@@ -56,6 +56,7 @@ class TokenDataset(ABC):
     fingerprint: str
     """Hash of everything that decides the training samples and their order; a run must not resume if it differs."""
     document_end: int | None = None  # the last id of every document; None if unknown
+    answers_end: int | None = None  # ``document_end`` where only answers have labels, else None
     conditional_entropy_nats: float | None = None  # lowest loss that a model can reach, if known
     text_sample: TextSample | None = None  # sample to generate after training, if any
 

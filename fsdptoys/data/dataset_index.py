@@ -3,6 +3,7 @@
 - ``index.json``: dtype, meaning and source of the ids, and size and checksums of every shard.
 - ``shard-00000.bin``: ids of whole documents, little-endian, each with the end-of-document id behind it.
 - ``shard-00000.ends``: the position behind each document's last id in that shard, little-endian, 64 bits each.
+- ``shard-00000.learned``: a byte for each id, 1 if it counts as a label, else 0; of conversations only (``data=chat``).
 - ``tokenizer.json``: a copy of the tokenizer's file, if there is one, for users of the trained model.
 
 A shard belongs to one split, ``train`` or ``eval``. The index is written last, so a folder with an index is complete.
@@ -34,10 +35,12 @@ INDEX_FILE = "index.json"
 TOKENIZER_FILE = "tokenizer.json"
 FORMAT = "fsdptoys tokens"
 VERSION = 1
+VERSION_WITH_LEARNED = 2  # programs that know version 1 only would train on every id
 SPLITS = ("train", "eval")
 SHARD_NAME = re.compile(r"shard-[0-9]{5,9}")  # a name with a slash would reach other folders
 DTYPES: dict[str, "np.dtype[Any]"] = {"uint16": np.dtype("<u2"), "uint32": np.dtype("<u4")}
 ENDS_DTYPE = np.dtype("<i8")
+LEARNED_DTYPE = np.dtype("u1")
 MOST_IDS = 2**32
 BLOCK_BYTES = 2**20
 MOST_INDEX_BYTES = 2**28  # more than the index of a million shards
@@ -55,7 +58,7 @@ class UnusableFolderError(ConfigError):
 
 @dataclass(frozen=True)
 class Shard:
-    """Two files: ids, and ends of documents."""
+    """Two or three files: ids, ends of documents, and perhaps which ids are learned."""
 
     name: str
     split: str
@@ -63,6 +66,13 @@ class Shard:
     documents: int = field(metadata=between(1, MOST_COUNT))
     sha256: str  # of the ids, in hexadecimal
     ends_sha256: str
+    learned_sha256: str | None = None
+
+    def files(self) -> list[tuple[str, int, str]]:
+        """Name, number of items and SHA-256 of each file."""
+        counts, sums = (self.tokens, self.documents, self.tokens), (self.sha256, self.ends_sha256, self.learned_sha256)
+        named = zip(shard_files(self.name, self.learned_sha256 is not None), counts, sums, strict=False)
+        return [(file, count, sha256 or "") for file, count, sha256 in named]
 
 
 @dataclass(frozen=True)
@@ -105,11 +115,20 @@ class Index:
 
     def fingerprint(self, split: str) -> str:
         """Hash of a split's contents, made of its shards' checksums."""
-        return hash_of(self.dtype, self.document_end, [[shard.tokens, shard.sha256] for shard in self.of(split)])
+        contents = [[shard.tokens, *filter(None, [shard.sha256, shard.learned_sha256])] for shard in self.of(split)]
+        return hash_of(self.dtype, self.document_end, contents)
+
+    @property
+    def has_learned(self) -> bool:
+        """Whether only some ids are learned."""
+        return any(shard.learned_sha256 for shard in self.shards)
 
     def to_json(self) -> str:
         """The file's text, a function of the contents."""
-        tree = {"format": FORMAT, "version": VERSION} | dataclasses.asdict(self)
+        version = VERSION_WITH_LEARNED if self.has_learned else VERSION
+        tree: dict[str, Any] = {"format": FORMAT, "version": version} | dataclasses.asdict(self)
+        for shard in () if self.has_learned else tree["shards"]:
+            del shard["learned_sha256"]
         return json.dumps(tree, indent=1) + "\n"  # escaped, since a file's name may not be UTF-8
 
 
@@ -158,17 +177,17 @@ def read_index(folder: str, owner: str) -> Index:
 
 def files_of(index: Index) -> list[tuple[str, int]]:
     """Names and sizes of a folder's files, without the index."""
-    sizes = DTYPES[index.dtype].itemsize, ENDS_DTYPE.itemsize
+    sizes = DTYPES[index.dtype].itemsize, ENDS_DTYPE.itemsize, LEARNED_DTYPE.itemsize
     return [
         (file, count * size)
         for shard in index.shards
-        for file, count, size in zip(shard_files(shard.name), (shard.tokens, shard.documents), sizes, strict=True)
+        for (file, count, _), size in zip(shard.files(), sizes, strict=False)
     ]
 
 
-def shard_files(shard: str) -> tuple[str, str]:
-    """Names of a shard's files: ids, and documents' ends."""
-    return f"{shard}.bin", f"{shard}.ends"
+def shard_files(shard: str, learned: bool = False) -> list[str]:
+    """Names of a shard's files: ids, documents' ends, and with ``learned`` which ids are learned."""
+    return [f"{shard}.bin", f"{shard}.ends", *([f"{shard}.learned"] if learned else [])]
 
 
 def read_ends(folder: str, shard: Shard) -> NDArray[np.int64]:
@@ -187,14 +206,14 @@ def check_folder(folder: str, advance: Callable[[int], None] = lambda count: Non
     damage = _check_tokenizer(root, index)
     damages = [damage] if damage else []
     for shard in index.shards:
-        files = shard_files(shard.name)
-        for file, expected in zip(files, (shard.sha256, shard.ends_sha256), strict=True):
+        files = shard.files()
+        for file, _, expected in files:
             digest, highest = hashlib.sha256(), 0
             try:
                 with open_regular(root / file) as opened:
                     while block := opened.read(BLOCK_BYTES):
                         digest.update(block)
-                        if file == files[0]:
+                        if file == files[0][0]:
                             highest = max(highest, int(np.frombuffer(block, dtype).max()))
                         advance(len(block))
             except OSError as error:
@@ -209,7 +228,7 @@ def check_folder(folder: str, advance: Callable[[int], None] = lambda count: Non
         except OSError:
             continue  # reported above
         if len(ends) and not (ends[0] > 0 and ends[-1] == shard.tokens and (np.diff(ends) > 0).all()):
-            damages.append(f"{files[1]} does not fit its {shard.tokens} ids")
+            damages.append(f"{files[1][0]} does not fit its {shard.tokens} ids")
     return index, damages
 
 
@@ -242,13 +261,16 @@ def _from_tree(tree: Any) -> Index:
     """Build the index from a file's content; ValueError with the mistake."""
     if not isinstance(tree, dict) or tree.get("format") != FORMAT:
         raise ForeignError(f"it is not of the format {FORMAT!r}")
-    if tree.get("version") != VERSION:
-        raise ForeignError(f"it is of version {tree.get('version')}, and this program reads version {VERSION}")
+    if tree.get("version") not in (VERSION, VERSION_WITH_LEARNED):
+        known = f"versions {VERSION} and {VERSION_WITH_LEARNED}"
+        raise ForeignError(f"it is of version {tree.get('version')}, and this program reads {known}")
     index = build(Index, tree, skip_unknown=True)
     if index.dtype not in DTYPES or index.document_end >= index.vocab_size:
         raise ForeignError("dtype, vocabulary and end of document do not fit each other")
     if index.eval_fraction == 1:
         raise ForeignError("eval_fraction is 1")
+    if any((shard.learned_sha256 is None) == index.has_learned for shard in index.shards):
+        raise ForeignError("some of its shards say which ids are learned, and others do not")
     if len({shard.name for shard in index.shards}) < len(index.shards):
         raise ForeignError("it lists a shard twice")
     for shard in index.shards:

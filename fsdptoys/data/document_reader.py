@@ -14,7 +14,8 @@ import itertools
 import json
 import os
 import zlib
-from collections.abc import Iterable, Iterator, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any, cast
 
@@ -50,8 +51,39 @@ class LongText:
         self._content = bytearray()
 
 
-Read = Iterator[tuple["str | LongText | None", float]]
-"""Texts (None or empty for a record without text), each with the share of its file read so far."""
+Read = Iterator[tuple[Any, float]]
+"""Documents as a ``Records`` reads them, or ``LongText``, each with the share of its file read so far."""
+
+
+class Records(ABC):
+    """What is read of a record."""
+
+    optional_fields: tuple[str, ...] = ()
+    """Fields besides the one that the user names."""
+    plain_files = False
+    """Whether other files are one document of text each."""
+
+    @abstractmethod
+    def read(self, owner: str, name: str, record: Mapping[str, Any], where: str) -> Any:
+        """The document in field ``name``; ``owner`` and ``where`` are file and line for messages."""
+
+
+class TextRecords(Records):
+    """Documents that are one text: a ``str``, None or empty for a record without text."""
+
+    plain_files = True
+
+    def read(self, owner: str, name: str, record: Mapping[str, Any], where: str) -> str | None:
+        """The text; ConfigError if there is none in that field."""
+        if name not in record:
+            raise _no_field(owner, name, sorted(record), where)
+        value = record[name]
+        if value is None or isinstance(value, str):
+            return value
+        raise ConfigError(f"{owner} has {short_text(value)} as {name}{where}, which is no text; name a field of text")
+
+
+TEXTS = TextRecords()
 
 
 def kind_of(source: SourceFile) -> str:
@@ -102,8 +134,10 @@ def find_sources(key: str, patterns: Sequence[str]) -> list[SourceFile]:
     return sources
 
 
-def read_documents(key: str, source: SourceFile, field: str, *, long_texts: bool = False) -> Read:
-    """A source's documents, in order: the text in ``field`` of each record.
+def read_documents(
+    key: str, source: SourceFile, field: str, *, long_texts: bool = False, records: Records = TEXTS
+) -> Read:
+    """A source's documents, in order: what ``records`` reads in ``field`` of each record.
 
     ``long_texts`` yields files of text from ``LONG_BYTES`` on as ``LongText``. ConfigError if the source cannot be read
     or has no such field, or a document does not fit into memory.
@@ -112,7 +146,14 @@ def read_documents(key: str, source: SourceFile, field: str, *, long_texts: bool
     readers = {"lines": _lines, "parquet": _parquet, "arrow": _arrow, "folder": _arrow}
     try:
         reader = readers.get(kind_of(source))
-        yield from _text(owner, source, long_texts) if reader is None else reader(owner, source, field)
+        if reader is not None:
+            yield from reader(owner, source, field, records)
+        elif records.plain_files:
+            yield from _text(owner, source, long_texts)
+        else:
+            raise ConfigError(
+                f"{owner} is neither JSON lines nor a table; name files that end in {', '.join((*LINES, *TABLES))}"
+            )
     except ConfigError:
         raise
     except MemoryError as error:
@@ -152,60 +193,65 @@ def _text(owner: str, source: SourceFile, long_texts: bool) -> Read:
     yield long, 1.0
 
 
-def _lines(owner: str, source: SourceFile, field: str) -> Read:
+def _lines(owner: str, source: SourceFile, field: str, records: Records) -> Read:
     opened, raw = _open(source)
     with opened as file:
         for number, line in enumerate(file, 1):
             if line.isspace():
                 continue
             try:
-                # Only one field is used, so the others need no bounds; parse_json checks them in eight times the time.
+                # Few fields are used, so the others need no bounds; parse_json checks them in eight times the time.
                 record = json.loads(line)
             except (ValueError, RecursionError) as error:
                 raise ConfigError(
                     f"{owner} has no JSON object in line {number} ({one_line(error)}); write one object a line"
                 ) from error
             del line  # or a long document would be held twice
-            if not isinstance(record, dict) or field not in record:
-                found = sorted(record) if isinstance(record, dict) else []
-                raise _no_field(owner, field, found, f" in line {number}")
-            yield _checked(owner, field, record[field], f" in line {number}"), raw.tell() / source.size_bytes
+            if not isinstance(record, dict):
+                raise _no_field(owner, field, [], f" in line {number}")
+            yield records.read(owner, field, record, f" in line {number}"), raw.tell() / source.size_bytes
 
 
-def _parquet(owner: str, source: SourceFile, field: str) -> Read:
+def _parquet(owner: str, source: SourceFile, field: str, records: Records) -> Read:
     import pyarrow
     import pyarrow.parquet
 
     try:
         with pyarrow.parquet.ParquetFile(source.path) as file:
-            if field not in file.schema_arrow.names:
-                raise _no_field(owner, field, file.schema_arrow.names)
-            batches = file.iter_batches(batch_size=ROWS, columns=[field])
-            columns = (batch.column(0).to_pylist() for batch in batches)
-            yield from _rows(owner, field, columns, file.metadata.num_rows)
+            names = _columns(owner, field, file.schema_arrow.names, records)
+            batches = file.iter_batches(batch_size=ROWS, columns=names)
+            columns = ([batch.column(name).to_pylist() for name in names] for batch in batches)
+            yield from _rows(owner, names, columns, file.metadata.num_rows, records)
     except pyarrow.ArrowException as error:
         raise ConfigError(f"{owner} cannot be read as Parquet ({error}); write it again or leave it out") from error
 
 
-def _arrow(owner: str, source: SourceFile, field: str) -> Read:
+def _arrow(owner: str, source: SourceFile, field: str, records: Records) -> Read:
     import datasets
 
     try:
         load = datasets.load_from_disk if source.is_folder else datasets.Dataset.from_file
         table = cast(Any, load(source.path))
-        if field not in table.column_names:
-            raise _no_field(owner, field, table.column_names)
-        batches = table.select_columns([field]).with_format(None).iter(batch_size=ROWS)
-        yield from _rows(owner, field, (batch[field] for batch in batches), len(table))
+        names = _columns(owner, field, table.column_names, records)
+        batches = table.select_columns(names).with_format(None).iter(batch_size=ROWS)
+        yield from _rows(owner, names, ([batch[name] for name in names] for batch in batches), len(table), records)
     except ConfigError:
         raise
     except Exception as error:  # pyarrow's, datasets' and the system's own
         raise ConfigError(f"{owner} cannot be read by datasets ({error}); save it again or leave it out") from error
 
 
-def _rows(owner: str, field: str, columns: Iterable[list[Any]], rows: int) -> Read:
-    for row, value in enumerate(itertools.chain.from_iterable(columns), 1):
-        yield _checked(owner, field, value, f" in row {row}"), row / rows
+def _columns(owner: str, field: str, found: Sequence[str], records: Records) -> list[str]:
+    """The columns to read, the field first."""
+    if field not in found:
+        raise _no_field(owner, field, found)
+    return [field, *(name for name in records.optional_fields if name in found)]
+
+
+def _rows(owner: str, names: list[str], batches: Iterable[list[list[Any]]], rows: int, records: Records) -> Read:
+    values_of_rows = itertools.chain.from_iterable(zip(*columns, strict=True) for columns in batches)
+    for row, values in enumerate(values_of_rows, 1):
+        yield records.read(owner, names[0], dict(zip(names, values, strict=True)), f" in row {row}"), row / rows
 
 
 def _open(source: SourceFile) -> tuple[IO[bytes], IO[bytes]]:
@@ -218,12 +264,6 @@ def _open(source: SourceFile) -> tuple[IO[bytes], IO[bytes]]:
 
         return io.BufferedReader(pyarrow.CompressedInputStream(raw, "zstd")), raw
     return raw, raw
-
-
-def _checked(owner: str, field: str, value: Any, where: str) -> str | None:
-    if value is None or isinstance(value, str):
-        return value
-    raise ConfigError(f"{owner} has {short_text(value)} as {field}{where}, which is no text; name a field of text")
 
 
 def _no_field(owner: str, field: str, found: Sequence[str], where: str = "") -> ConfigError:

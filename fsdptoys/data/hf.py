@@ -6,6 +6,7 @@ under torchrun the first rank of each node does, and the others wait for its loc
 """
 
 import dataclasses
+from abc import abstractmethod
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -33,12 +34,9 @@ FIXES = Fixes(
 )
 
 
-@dataclass
-class HFConfig(DataConfig):
-    """Text files, JSON lines, Parquet, Arrow, or a folder of datasets, tokenized at the first use."""
-
-    name = "hf"
-    plain_texts = True
+@dataclass(kw_only=True)
+class TokenizedConfig(DataConfig):
+    """Files that are tokenized at the first use; subclasses say what their records are."""
 
     files: list[str] = field(default_factory=list)
     """Paths or globs of .txt, .jsonl, .parquet, .arrow (also .gz, .zst), or folders of datasets."""
@@ -46,8 +44,6 @@ class HFConfig(DataConfig):
     """bytes, or a tokenizer.json or the folder that holds it."""
     document_end: str | None = None
     """Token that ends a document; null for the tokenizer's own."""
-    text_field: str = "text"
-    """Field of a record that holds the text."""
     eval_fraction: float = field(default=0.0, metadata=between(0, 1, below=True))
     """Share of the documents held out, by a hash of their text; 0 for none."""
     packing: Packing = Packing.none
@@ -113,6 +109,7 @@ class HFConfig(DataConfig):
                     replace=lambda reason: print_status(
                         f"{request.folder} {one_line(reason)}; the data is prepared again"
                     ),
+                    skip=lambda sentence: print_status(f"left out: {sentence}"),
                 )
             print_status(f"{index.documents('train'):,} documents to train on, prepared in {request.folder}")
         prepared = self._prepared(request)
@@ -126,21 +123,47 @@ class HFConfig(DataConfig):
     def _request(self) -> Request:
         if not self.files:
             raise ConfigError("data.files=[] names no file; set data.files=[corpus/*.jsonl]")
-        owner = f"data.tokenizer={self.tokenizer}"
-        encoder = open_encoder(self.tokenizer, self.document_end, owner, "data.document_end")
-        request = self._request_of(encoder)
+        request = self._request_of(self._open_encoder())
         return dataclasses.replace(request, folder=cache_folder(self.cache) / request.fingerprint[:KEY_LENGTH])
 
     def _request_of(self, encoder: Encoder) -> Request:
         """The request without its folder."""
         sources = find_sources("data.files", self.files)
         processes = available_cores() if self.processes == -1 else self.processes
-        return Request("data.files", sources, encoder, Path(), self.text_field, self.eval_fraction, processes=processes)
+        return Request("data.files", sources, encoder, Path(), self._field, self.eval_fraction, processes=processes)
+
+    @property
+    @abstractmethod
+    def _field(self) -> str:
+        """Field of a record that holds the document."""
+
+    @abstractmethod
+    def _open_encoder(self) -> Encoder:
+        """The encoder of the documents; ConfigError if tokenizer or template are missing."""
 
     def _prepared(self, request: Request) -> PreparedConfig:
         prepared = PreparedConfig(folder=str(request.folder), packing=self.packing, cache=self.cache)
         prepared.known_as, prepared.fixes = "data.files", FIXES
         return prepared
+
+
+@dataclass
+class HFConfig(TokenizedConfig):
+    """Text files, JSON lines, Parquet, Arrow, or a folder of datasets, tokenized at the first use."""
+
+    name = "hf"
+    plain_texts = True
+
+    text_field: str = "text"
+    """Field of a record that holds the text."""
+
+    @property
+    def _field(self) -> str:
+        return self.text_field
+
+    def _open_encoder(self) -> Encoder:
+        owner = f"data.tokenizer={self.tokenizer}"
+        return open_encoder(self.tokenizer, self.document_end, owner, "data.document_end")
 
 
 def _is_prepared(request: Request) -> bool:

@@ -138,6 +138,7 @@ class PackedSamples:
     rows: PackedRows
     seq_len: int
     padding: int  # id that fills the rest of a row
+    learned: FileStream | None = None  # 1 for every id that counts as a label; None if all do
     endless = False
 
     def __len__(self) -> int:
@@ -147,6 +148,7 @@ class PackedSamples:
         if not 0 <= index < len(self):
             raise IndexError(index)
         ids, used = np.full(self.seq_len + 1, self.padding, np.int64), 0
+        counts = np.zeros(len(ids), bool)  # as labels
         for start, length in self.rows.row(index):
             if not (0 < length <= len(ids) - used and 0 <= start <= len(self.stream) - length):
                 raise ConfigError(
@@ -154,10 +156,11 @@ class PackedSamples:
                     "so that they are packed again"
                 )
             ids[used : used + length] = self.stream.read(start, length)
+            counts[used : used + length] = True if self.learned is None else self.learned.read(start, length)
+            if self.learned is not None:
+                counts[used] = False  # what stands before a piece of an answer is another document
             used += length
-        labels_T = ids[1:].copy()
-        labels_T[used - 1 :] = IGNORE_INDEX
-        return ids[:-1], labels_T
+        return ids[:-1], np.where(counts[1:], ids[1:], IGNORE_INDEX)
 
 
 def pack_rows(

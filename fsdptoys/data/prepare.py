@@ -42,6 +42,7 @@ SHARD_TOKENS = 2**27  # default size of a shard: 256 MiB in 16 bits
 GROUP_CHARACTERS = 2**18  # text of a group
 GROUPS_AHEAD = 4  # groups in flight for each process
 MOST_PROCESSES = 1024
+MOST_SENTENCES = 10  # on rows of no use that are skipped
 
 
 @dataclass(frozen=True)
@@ -56,6 +57,7 @@ class Request:
     eval_fraction: float = 0.0
     shard_tokens: int = SHARD_TOKENS
     processes: int = 1
+    skip_bad_rows: bool = False
 
     @property
     def fingerprint(self) -> str:
@@ -71,7 +73,8 @@ class Request:
                 facts = path.stat()
                 files.append([os.path.realpath(path), source.name, facts.st_size, facts.st_mtime_ns])
         encoder = [tokenizer_sha256, document_end]
-        return hash_of(VERSION, encoder, self.field, self.eval_fraction, self.shard_tokens, files)
+        chat = [self.encoder.template_sha256, self.skip_bad_rows] if self.encoder.template_sha256 else []
+        return hash_of(VERSION, encoder, self.field, self.eval_fraction, self.shard_tokens, files, *chat)
 
 
 @dataclass(frozen=True)
@@ -88,14 +91,20 @@ class Advance:
 class _Group:
     """Documents encoded together."""
 
-    texts: list[str]
-    documents: int  # including those without text
+    documents: list[Any]
+    count: int  # including those without text
     done_bytes: float
-    long: LongText | None = None  # a document behind the texts, which this process writes itself
+    long: LongText | None = None  # a document behind the others, which this process writes itself
 
 
-_Encoded = tuple[dict[str, tuple[NDArray[Any], Tokens]], int]
-"""By split, the ids of a group's documents, one after the other, and the length of each; number of those left out."""
+@dataclass
+class _Encoded:
+    """Ids of a group's documents."""
+
+    splits: dict[str, tuple[NDArray[Any], Tokens, NDArray[Any] | None]]
+    """By split, the ids of all documents, the length of each, and which ids are learned."""
+    empty: int  # documents without ids
+    bad: list[str]  # a sentence on each that is of no use
 
 
 def prepare_folder(
@@ -103,13 +112,15 @@ def prepare_folder(
     advance: Callable[[Advance], None] = lambda advance: None,
     wait: Callable[[str], object] | None = None,
     replace: Callable[[str], object] | None = None,
+    skip: Callable[[str], object] = lambda sentence: None,
 ) -> Index:
     """Prepare a folder, or continue an interrupted preparation.
 
     ``advance`` receives the progress; ``wait`` the id of a process that prepares the folder already, before waiting for
     its end (None to refuse instead); ``replace`` the damage of an existing folder, before a new one replaces it (an
-    undamaged one is used; None to refuse an existing folder). ConfigError if a document cannot be read, the folder
-    cannot be written, or another process writes it.
+    undamaged one is used; None to refuse an existing folder); ``skip`` a sentence on each of the first bad rows, with
+    ``request.skip_bad_rows``. ConfigError if a document cannot be read, the folder cannot be written, or another
+    process writes it.
     """
     folder, owner = request.folder, str(request.folder)
     try:
@@ -125,7 +136,7 @@ def prepare_folder(
                 damaged = folder.with_name(f"{folder.name}.damaged")
                 _remove(damaged)
                 folder.rename(damaged)
-            index = _write(request, advance)
+            index = _write(request, advance, skip)
             if replace is not None:
                 _remove(folder.with_name(f"{folder.name}.damaged"))
             return index
@@ -144,13 +155,20 @@ def _remove(path: Path) -> None:
     shutil.rmtree(path, ignore_errors=True)
 
 
-def _write(request: Request, advance: Callable[[Advance], None]) -> Index:
+def _write(request: Request, advance: Callable[[Advance], None], skip: Callable[[str], object]) -> Index:
     encoder, total = request.encoder, sum(source.size_bytes for source in request.sources)
-    writer = ShardsWriter(request.folder, request.fingerprint, encoder.dtype, request.shard_tokens)
+    fingerprint, learned = request.fingerprint, encoder.marks_learned
+    writer = ShardsWriter(request.folder, fingerprint, encoder.dtype, request.shard_tokens, learned)
+    bad = 0
     try:
         groups = _groups(request, skip=writer.progress.documents)
-        for group, (splits, left_out) in _encode_all(groups, request):
-            long, long_split = group.long, None
+        for group, encoded in _encode_all(groups, request):
+            if encoded.bad and not request.skip_bad_rows:
+                raise _bad_rows(encoded.bad)
+            for sentence in encoded.bad[: max(0, MOST_SENTENCES - bad)]:
+                skip(sentence)
+            bad += len(encoded.bad)
+            splits, long, long_split = encoded.splits, group.long, None
             if long is not None and any(long.blocks()):
                 long_split = "eval" if _is_drawn(long.blocks(), request.eval_fraction) else "train"
             for split in dict.fromkeys([*splits, long_split] if long_split else splits):
@@ -161,8 +179,11 @@ def _write(request: Request, advance: Callable[[Advance], None]) -> Index:
                     writer.add_long(split, (np.frombuffer(block, np.uint8) for block in blocks))
             if long is not None:
                 long.release()
-            writer.read(group.documents, left_out + (long is not None and long_split is None))
+            left_out = encoded.empty + len(encoded.bad) + (long is not None and long_split is None)
+            writer.read(group.count, left_out)
             advance(Advance(group.done_bytes, total, writer.progress.documents, writer.tokens))
+        if bad > MOST_SENTENCES:
+            skip(f"{bad:,} rows in all are of no use and left out")
         if not writer.tokens:
             raise ConfigError(f"{request.key} finds no document with text; name files that hold some")
         index = Index(
@@ -189,35 +210,38 @@ def _write(request: Request, advance: Callable[[Advance], None]) -> Index:
 
 def _groups(request: Request, skip: int) -> Iterator[_Group]:
     """Group all documents except the first ``skip``."""
-    texts: list[str] = []
-    documents = characters = 0
+    documents: list[Any] = []
+    count = characters = 0
     before = 0.0
     for source in request.sources:
         long_texts = request.encoder.ids_are_bytes
-        for text, share in read_documents(request.key, source, request.field, long_texts=long_texts):
+        records = request.encoder.records
+        for document, share in read_documents(
+            request.key, source, request.field, long_texts=long_texts, records=records
+        ):
             if skip:
                 skip -= 1
-                if isinstance(text, LongText):
-                    text.release()
+                if isinstance(document, LongText):
+                    document.release()
                 continue
-            documents += 1
-            long = text if isinstance(text, LongText) else None
-            if not isinstance(text, LongText):
-                texts.append(text or "")
-                characters += len(texts[-1])
+            count += 1
+            long = document if isinstance(document, LongText) else None
+            if long is None:
+                documents.append(document or "")
+                characters += len(documents[-1])
             if long is not None or characters >= GROUP_CHARACTERS:
-                yield _Group(texts, documents, before + share * source.size_bytes, long)
-                texts, documents, characters = [], 0, 0
+                yield _Group(documents, count, before + share * source.size_bytes, long)
+                documents, count, characters = [], 0, 0
         before += source.size_bytes
-    if documents:
-        yield _Group(texts, documents, before)
+    if count:
+        yield _Group(documents, count, before)
 
 
 def _encode_all(groups: Iterable[_Group], request: Request) -> Iterator[tuple[_Group, _Encoded]]:
     """Each group with its ids, in order."""
     encoder, fraction = request.encoder, request.eval_fraction
     if request.processes == 1:
-        yield from ((group, _encode(encoder, fraction, group.texts)) for group in groups)
+        yield from ((group, _encode(encoder, fraction, group.documents)) for group in groups)
         return
     # A fork has the tokenizer and all modules at once; this process has no threads and no accelerator context.
     context = multiprocessing.get_context("fork" if sys.platform == "linux" else "spawn")
@@ -226,7 +250,7 @@ def _encode_all(groups: Iterable[_Group], request: Request) -> Iterator[tuple[_G
     try:
         for group in itertools.chain(groups, [None]):
             if group is not None:
-                under_way.append((group, executor.submit(_encode_here, group.texts)))
+                under_way.append((group, executor.submit(_encode_here, group.documents)))
             # Two long texts at once could exceed the memory.
             most = 0 if group is None or group.long is not None else GROUPS_AHEAD * request.processes - 1
             while len(under_way) > most:
@@ -253,35 +277,37 @@ def _begin_process(encoder: Encoder, fraction: float) -> None:
     end_with_parent()
 
 
-def _encode_here(texts: list[str]) -> _Encoded:
-    return _encode(_encoder_here, _fraction_here, texts)
+def _encode_here(documents: list[Any]) -> _Encoded:
+    return _encode(_encoder_here, _fraction_here, documents)
 
 
-def _encode(encoder: Encoder, fraction: float, texts: list[str]) -> _Encoded:
-    """Ids of documents by split, each document with its end."""
-    # JSON can hold half of a surrogate pair, which UTF-8 cannot.
-    texts = [text if text.isascii() else text.encode("utf-8", "replace").decode() for text in texts]
+def _encode(encoder: Encoder, fraction: float, documents: list[Any]) -> _Encoded:
+    """Ids of documents by split, each document with its end, which is learned only where everything is."""
     dtype = DTYPES[encoder.dtype]
-    all_ids: dict[str, list[NDArray[Any]]] = {}
-    end = np.array([encoder.document_end], dtype)
-    left_out = 0
-    for text, ids in zip(texts, encoder.encode(texts), strict=True):
-        if (ids == encoder.document_end).any():
-            raise ConfigError(
-                f"a document holds id {encoder.document_end}, which is to end documents; name a special token of the "
-                "tokenizer for the end"
-            )
-        if len(ids):
-            all_ids.setdefault("eval" if is_held_out(text, fraction) else "train", []).extend(
-                (ids.astype(dtype, copy=False), end)
-            )
+    parts: dict[str, list[NDArray[Any]]] = {}
+    learned: dict[str, list[NDArray[Any]]] = {}
+    end, no_label = np.array([encoder.document_end], dtype), np.zeros(1, bool)
+    encoded = _Encoded({}, 0, [])
+    for document in encoder.encode_documents(documents):
+        if isinstance(document, str):
+            encoded.bad.append(document)
+        elif not len(document.ids):
+            encoded.empty += 1
         else:
-            left_out += 1
-    splits = {}
-    for split, parts in all_ids.items():
-        lengths = np.array([len(ids) + 1 for ids in parts[::2]], np.int64)
-        splits[split] = np.concatenate(parts), lengths
-    return splits, left_out
+            split = "eval" if is_held_out(document.text, fraction) else "train"
+            parts.setdefault(split, []).extend((document.ids.astype(dtype, copy=False), end))
+            if document.learned is not None:
+                learned.setdefault(split, []).extend((document.learned, no_label))
+    for split, ids in parts.items():
+        lengths = np.array([len(each) + 1 for each in ids[::2]], np.int64)
+        marks = np.concatenate(learned[split]) if encoder.marks_learned else None
+        encoded.splits[split] = np.concatenate(ids), lengths, marks
+    return encoded
+
+
+def _bad_rows(sentences: list[str]) -> ConfigError:
+    more = f"; so do {len(sentences) - 1:,} of the rows after it" if len(sentences) > 1 else ""
+    return ConfigError(f"{sentences[0]}{more}; repair it, or set data.skip_bad_rows=true")
 
 
 def is_held_out(text: str, fraction: float) -> bool:

@@ -21,7 +21,7 @@ from fsdptoys.utils.text import print_status
 
 from .content_sample import SampledFiles
 from .dataset import DataConfig, Samples, TokenDataset, hash_of
-from .dataset_index import DTYPES, Index, kept_tokenizer, read_index, shard_files
+from .dataset_index import DTYPES, LEARNED_DTYPE, Index, kept_tokenizer, read_index
 from .mixture import MixedHeldOut, MixedSamples, Pattern
 from .packing import PackedSamples, Packing, pack_rows
 from .permutation import ORDER
@@ -187,24 +187,34 @@ class Part:
 
     def pack(self, cache: Path, seq_len: int) -> None:
         """Replace windows by rows of whole documents."""
-        self.train = self._rows(cache, "train", self.windows.stream, seq_len)
+        self.train = self._rows(cache, "train", self.windows, seq_len)
         if isinstance(self.eval, WindowSamples):
-            self.eval = self._rows(cache, "eval", self.eval.stream, seq_len)
+            self.eval = self._rows(cache, "eval", self.eval, seq_len)
 
-    def _rows(self, cache: Path, split: str, stream: FileStream, seq_len: int) -> PackedSamples:
+    def _rows(self, cache: Path, split: str, windows: WindowSamples, seq_len: int) -> PackedSamples:
         rows = pack_rows(cache, self.folder, self.index, split, seq_len, print_status)
-        return PackedSamples(stream, rows, seq_len, self.index.document_end)
+        return PackedSamples(windows.stream, rows, seq_len, self.index.document_end, windows.learned)
 
     def _windows(self, split: str, seq_len: int, vocab_size: int, maps: int) -> WindowSamples | None:
-        shards = self.index.of(split)
-        dtype, root = DTYPES[self.index.dtype], Path(self.folder).expanduser()
-        files = []
-        for shard in shards:
-            name = shard_files(shard.name)[0]
-            files.append(SourceFile(str(root / name), name, shard.tokens * dtype.itemsize))
-        stream = MappedStream(self.owner.partition("=")[0], files, dtype, vocab_size)
+        if not self.index.of(split):
+            return None
+        stream = self._stream(MappedStream, split, 0, DTYPES[self.index.dtype], vocab_size, maps)
+        learned = None
+        if self.index.has_learned:
+            learned = self._stream(LearnedStream, split, 2, LEARNED_DTYPE, 2, maps)
+        return WindowSamples(stream, 0, len(stream), seq_len, learned)
+
+    def _stream(
+        self, kind: "type[MappedStream]", split: str, file: int, dtype: "np.dtype[Any]", values: int, maps: int
+    ) -> "MappedStream":
+        """One of the files of every shard; its items are below ``values``."""
+        root, files = Path(self.folder).expanduser(), []
+        for shard in self.index.of(split):
+            name, count, _ = shard.files()[file]
+            files.append(SourceFile(str(root / name), name, count * dtype.itemsize))
+        stream = kind(self.owner.partition("=")[0], files, dtype, values)
         stream.most_maps = maps
-        return WindowSamples(stream, 0, len(stream), seq_len) if shards else None
+        return stream
 
 
 class MappedStream(FileStream):
@@ -241,6 +251,18 @@ class MappedStream(FileStream):
         return {name: value for name, value in self.__dict__.items() if name != "_maps"}
 
 
+class LearnedStream(MappedStream):
+    """For each token, 1 if it counts as a label, else 0."""
+
+    def check_tokens(self, index: int, offset: int, tokens: NDArray[Any]) -> None:
+        """Check that there are only zeros and ones."""
+        if len(tokens) and int(tokens.max()) > 1:
+            raise ConfigError(
+                f"{self.key}=[{self.files[index].path}] has {int(tokens.max())}, where 0 and 1 say which tokens are "
+                "learned; restore it, or prepare the folder again"
+            )
+
+
 class PreparedDataset(TokenDataset):
     """Samples of one or several mixed folders."""
 
@@ -258,6 +280,8 @@ class PreparedDataset(TokenDataset):
             held_out = MixedHeldOut(evals, weights) if len(evals) == len(parts) else None
         super().__init__(train, held_out, hash_of(PreparedConfig.name, seq_len, seed, contents))
         self.document_end = parts[0].index.document_end
+        if any(part.index.has_learned for part in parts):
+            self.answers_end = self.document_end
         self._parts = parts
         self._weights = weights
         self._fixes = fixes

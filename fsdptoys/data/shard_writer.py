@@ -63,15 +63,16 @@ class ShardsWriter:
     """Writes documents into shards of a dataset ``folder``; the files go into ``NAME.part`` next to it.
 
     The part of another ``request`` (a fingerprint) is deleted. ``dtype`` is that of an id, as the index names it; a
-    shard ends with the document that brings it to ``shard_tokens`` ids.
+    shard ends with the document that brings it to ``shard_tokens`` ids. With ``learned`` each id has a byte that says
+    whether it counts as a label.
     """
 
-    def __init__(self, folder: Path, request: str, dtype: str, shard_tokens: int) -> None:
+    def __init__(self, folder: Path, request: str, dtype: str, shard_tokens: int, learned: bool = False) -> None:
         self.folder = folder
         self.part = folder.with_name(folder.name + ".part")
         self.shard_tokens = shard_tokens
         self.progress = Progress(request, 0, 0, [])
-        self._dtype = layout.DTYPES[dtype]
+        self._dtypes = [layout.DTYPES[dtype], layout.ENDS_DTYPE, *([layout.LEARNED_DTYPE] if learned else [])]
         self._shards: list[_OpenShard] = []
         self._unsaved = 0
         self.resumed = self._resume()  # whether an interrupted writing continues
@@ -81,7 +82,7 @@ class ShardsWriter:
         """Ids so far, over all splits."""
         return sum(shard.tokens for shard in self._shards)
 
-    def add(self, split: str, ids: NDArray[Any], lengths: Tokens) -> None:
+    def add(self, split: str, ids: NDArray[Any], lengths: Tokens, learned: NDArray[Any] | None = None) -> None:
         """Append documents to a split: the ids of all, one after the other with the end of each, and their lengths."""
         stops = np.cumsum(lengths)
         first = 0
@@ -90,7 +91,8 @@ class ShardsWriter:
             shard = self._open(split)
             filled = int(np.searchsorted(stops, start + self.shard_tokens - shard.tokens))
             last = min(filled, len(lengths) - 1)
-            shard.append(ids[start : stops[last]], stops[first : last + 1] - start)
+            own = slice(start, int(stops[last]))
+            shard.append(ids[own], stops[first : last + 1] - start, None if learned is None else learned[own])
             if shard.tokens >= self.shard_tokens:
                 shard.close()
             first = last + 1
@@ -148,7 +150,7 @@ class ShardsWriter:
     def _open(self, split: str) -> "_OpenShard":
         last = next((shard for shard in reversed(self._shards) if shard.split == split), None)
         if last is None or last.closed:
-            last = _OpenShard(self.part, f"shard-{len(self._shards):05d}", split, self._dtype)
+            last = _OpenShard(self.part, f"shard-{len(self._shards):05d}", split, self._dtypes)
             self._shards.append(last)
         return last
 
@@ -157,8 +159,8 @@ class ShardsWriter:
             progress = build(Progress, parse_json(read_regular(self.part / PROGRESS_FILE, layout.MOST_INDEX_BYTES)))
             if progress.request == self.progress.request:
                 for noted in progress.shards:
-                    self._shards.append(_OpenShard.reopen(self.part, noted, self._dtype))
-                kept = {PROGRESS_FILE}.union(*(layout.shard_files(shard.name) for shard in self._shards))
+                    self._shards.append(_OpenShard.reopen(self.part, noted, self._dtypes))
+                kept = {PROGRESS_FILE}.union(*(shard.file_names for shard in self._shards))
                 for path in self.part.iterdir():
                     if path.name not in kept:
                         path.unlink()
@@ -176,23 +178,25 @@ class ShardsWriter:
 
 
 class _OpenShard:
-    """Two files and their checksums so far."""
+    """Two or three files, whose items have ``dtypes``, and their checksums so far."""
 
-    def __init__(self, folder: Path, name: str, split: str, dtype: "np.dtype[Any]", mode: str = "xb") -> None:
+    def __init__(self, folder: Path, name: str, split: str, dtypes: "list[np.dtype[Any]]", mode: str = "xb") -> None:
         self.name, self.split = name, split
         self.tokens = self.documents = 0
         self.closed = False
-        self._dtype = dtype
-        self._files: list[IO[bytes]] = [open_regular(folder / file, mode) for file in layout.shard_files(name)]
-        self._sums = [hashlib.sha256(), hashlib.sha256()]
+        self._dtypes = dtypes
+        self.file_names = layout.shard_files(name, learned=len(dtypes) > 2)
+        self._files: list[IO[bytes]] = [open_regular(folder / file, mode) for file in self.file_names]
+        self._sums = [hashlib.sha256() for _ in dtypes]
 
     @classmethod
-    def reopen(cls, folder: Path, noted: ShardProgress, dtype: "np.dtype[Any]") -> "_OpenShard":
+    def reopen(cls, folder: Path, noted: ShardProgress, dtypes: "list[np.dtype[Any]]") -> "_OpenShard":
         """Restore a shard to its recorded progress; ValueError if its files are shorter."""
-        shard = cls(folder, noted.name, noted.split, dtype, "r+b")
+        shard = cls(folder, noted.name, noted.split, dtypes, "r+b")
         shard.tokens, shard.documents = noted.tokens, noted.documents
-        sizes = (shard.tokens * dtype.itemsize, shard.documents * layout.ENDS_DTYPE.itemsize)
-        for file, digest, size in zip(shard._files, shard._sums, sizes, strict=True):
+        counts = (shard.tokens, shard.documents, shard.tokens)
+        for file, digest, count, dtype in zip(shard._files, shard._sums, counts, dtypes, strict=False):
+            size = count * dtype.itemsize
             if os.fstat(file.fileno()).st_size < size:
                 raise ValueError(f"{file.name} is shorter than it was")
             file.truncate(size)
@@ -202,10 +206,11 @@ class _OpenShard:
             shard.close()
         return shard
 
-    def append(self, ids: NDArray[Any], stops: Tokens) -> None:
-        """Add ids, and the end of each document among these."""
-        parts = (ids.astype(self._dtype, copy=False), (stops + self.tokens).astype(layout.ENDS_DTYPE))
-        for file, digest, part in zip(self._files, self._sums, parts, strict=True):
+    def append(self, ids: NDArray[Any], stops: Tokens, learned: NDArray[Any] | None = None) -> None:
+        """Add ids, the end of each document among these, and which ids are learned."""
+        parts = [ids, stops + self.tokens, *([] if learned is None else [learned])]
+        for file, digest, dtype, values in zip(self._files, self._sums, self._dtypes, parts, strict=True):
+            part = values.astype(dtype, copy=False)
             file.write(part.data)
             digest.update(part.data)
         self.tokens += len(ids)
@@ -232,5 +237,5 @@ class _OpenShard:
         return ShardProgress(self.name, self.split, self.tokens, self.documents, self.closed)
 
     def entry(self) -> Shard:
-        sha256, ends_sha256 = (digest.hexdigest() for digest in self._sums)
-        return Shard(self.name, self.split, self.tokens, self.documents, sha256, ends_sha256)
+        sums = (digest.hexdigest() for digest in self._sums)
+        return Shard(self.name, self.split, self.tokens, self.documents, *sums)

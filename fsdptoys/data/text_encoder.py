@@ -11,7 +11,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,15 +23,26 @@ from fsdptoys.utils.text import one_line
 
 from .byte_text import BYTES, SEPARATOR
 from .dataset_index import DTYPES, MOST_TOKENIZER_BYTES, TOKENIZER_FILE
+from .document_reader import TEXTS, Records
 
 SETTINGS_FILE = "tokenizer_config.json"
 MOST_SETTINGS_BYTES = 2**26
 USUAL_ENDS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>")
 """Candidates for the end of a document, if neither the user nor the folder names one."""
+SEPARATORS = (*USUAL_ENDS, "<pad>", "<|pad|>", "[PAD]", "<unk>")
+"""Candidates for the id between conversations, which no chat template may write."""
+
+
+class Encoded(NamedTuple):
+    """A document's ids, without its end."""
+
+    text: str  # decides whether the document is held out
+    ids: NDArray[Any]
+    learned: NDArray[Any] | None = None  # for each id whether it counts as a label; None if all do
 
 
 class Encoder(ABC):
-    """Turns texts into ids; pickled once for each process."""
+    """Turns documents into ids; pickled once for each process."""
 
     name: str
     sha256: str  # of everything that decides the ids
@@ -40,6 +51,11 @@ class Encoder(ABC):
     document_end: int
     ids_are_bytes = False
     """Whether ids are the bytes of UTF-8 without zeros, so that a long text can be encoded in parts."""
+    records: Records = TEXTS
+    """Reads documents."""
+    marks_learned = False
+    """Whether only some ids are learned."""
+    template_sha256: str | None = None  # of how conversations become texts, if documents are conversations
 
     @property
     def dtype(self) -> str:
@@ -49,6 +65,19 @@ class Encoder(ABC):
     @abstractmethod
     def encode(self, texts: Sequence[str]) -> list[NDArray[Any]]:
         """Ids of each text in the smallest dtype, without the end of the document."""
+
+    def encode_documents(self, documents: Sequence[Any]) -> list[Encoded | str]:
+        """Documents as ``records`` reads them, or a sentence on each that is of no use."""
+        # JSON can hold half of a surrogate pair, which UTF-8 cannot.
+        texts = [text if text.isascii() else text.encode("utf-8", "replace").decode() for text in documents]
+        all_ids = self.encode(texts)
+        for ids in all_ids:
+            if (ids == self.document_end).any():
+                raise ConfigError(
+                    f"a document holds id {self.document_end}, which is to end documents; name a special token of the "
+                    "tokenizer for the end"
+                )
+        return [Encoded(text, ids) for text, ids in zip(texts, all_ids, strict=True)]
 
 
 class ByteEncoder(Encoder):
@@ -70,10 +99,11 @@ class FileEncoder(Encoder):
     """A ``tokenizer.json``: the file or its folder.
 
     ``end`` is the token that ends a document; None for the folder's own, or one of ``USUAL_ENDS``. ``owner`` is the
-    tokenizer as the user named it, and ``end_owner`` the option for ``end``, for messages.
+    tokenizer as the user named it, and ``end_owner`` the option for ``end``, for messages. With ``texts`` false,
+    special tokens in a text are themselves, and the end is one that ends no turn of a conversation.
     """
 
-    def __init__(self, choice: str, end: str | None, owner: str, end_owner: str) -> None:
+    def __init__(self, choice: str, end: str | None, owner: str, end_owner: str, *, texts: bool = True) -> None:
         path = Path(choice).expanduser()
         file = path / TOKENIZER_FILE if path.is_dir() else path
         missing = f"{owner} names no existing tokenizer.json ({file}); name one, its folder, or bytes"
@@ -85,7 +115,13 @@ class FileEncoder(Encoder):
         if not ids:
             raise ConfigError(f"{owner} has an empty vocabulary ({file}); download it again or name another tokenizer")
         self.vocab_size = 1 + max(ids)
-        end = end or _own_end(file.parent, end_owner) or next(filter(self._knows, USUAL_ENDS), None)
+        self._texts = texts
+        self._set_reader()
+        own = None if end else _own_end(file.parent, end_owner)
+        if texts:
+            end = end or own or next(filter(self._knows, USUAL_ENDS), None)
+        else:
+            end = end or next((each for each in SEPARATORS if self._knows(each) and each != own), None)
         if end is None or not self._knows(end):
             mistake = f"has no token {end!r}" if end else "names no token that ends a document"
             raise ConfigError(f"{owner} {mistake}; set {end_owner} to one of its tokens")
@@ -94,7 +130,16 @@ class FileEncoder(Encoder):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__ |= state
-        self._reader.encode_special_tokens = True  # not part of the pickle
+        self._set_reader()
+
+    def _set_reader(self) -> None:
+        self._reader.encode_special_tokens = self._texts  # not part of the pickle
+
+    @property
+    def special_tokens(self) -> list[str]:
+        """Texts of the special tokens, the longest first."""
+        added = self._reader.get_added_tokens_decoder().values()
+        return sorted((each.content for each in added if each.special and each.content), key=len, reverse=True)
 
     def _knows(self, token: str) -> bool:
         return self._reader.token_to_id(token) is not None
@@ -104,6 +149,13 @@ class FileEncoder(Encoder):
         with _one_thread(), explain_package_errors(f"{self._owner} cannot turn a document into ids"):
             found = self._reader.encode_batch_fast(list(texts), add_special_tokens=False)
         return [np.array(each.ids, DTYPES[self.dtype]) for each in found]
+
+    def encode_with_offsets(self, texts: Sequence[str]) -> Iterator[tuple[NDArray[Any], NDArray[Any]]]:
+        """Ids of each text, and their first and last (excluded) character, shape (ids, 2)."""
+        with _one_thread(), explain_package_errors(f"{self._owner} cannot turn a document into ids"):
+            found = self._reader.encode_batch(list(texts), add_special_tokens=False)
+        for each in found:
+            yield np.array(each.ids, DTYPES[self.dtype]), np.array(each.offsets, np.int64).reshape(-1, 2)
 
 
 @contextmanager

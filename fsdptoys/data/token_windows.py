@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from fsdptoys.errors import ConfigError
 
 from .content_sample import SampledFiles
-from .dataset import TokenDataset, Tokens, hash_of
+from .dataset import IGNORE_INDEX, TokenDataset, Tokens, hash_of
 from .token_files import FileStream
 
 ENTROPY_BYTES = 256 * 2**20  # start of the training part, in which token frequencies are counted
@@ -21,12 +21,16 @@ CHUNK_TOKENS = 2**22
 
 @dataclass
 class WindowSamples:
-    """Disjoint windows of the positions ``start`` to ``stop`` (excluded) of a stream."""
+    """Disjoint windows of the positions ``start`` to ``stop`` (excluded) of a stream.
+
+    ``learned`` has 1 for every id that counts as a label, else 0; None if all do.
+    """
 
     stream: FileStream
     start: int
     stop: int
     seq_len: int
+    learned: FileStream | None = None
     endless = False
 
     def __len__(self) -> int:
@@ -35,8 +39,12 @@ class WindowSamples:
     def __getitem__(self, index: int) -> tuple[Tokens, Tokens]:
         if not 0 <= index < len(self):
             raise IndexError(index)
-        window = self.stream.read(self.start + index * self.seq_len, self.seq_len + 1).astype(np.int64)
-        return window[:-1], window[1:]
+        start = self.start + index * self.seq_len
+        window = self.stream.read(start, self.seq_len + 1).astype(np.int64)
+        labels_T = window[1:]
+        if self.learned is not None:
+            labels_T = np.where(self.learned.read(start + 1, self.seq_len), labels_T, IGNORE_INDEX)
+        return window[:-1], labels_T
 
     def require_one(self, part: str, fix: str) -> None:
         """Check that there is at least one sample; ``part`` and ``fix`` (an imperative) are for the message."""
@@ -87,14 +95,16 @@ class FileDataset(TokenDataset):
 
 
 def token_shares(windows: WindowSamples, parts: int = 1) -> NDArray[np.float64]:
-    """Token frequencies, shape (V,), in the first ``ENTROPY_BYTES / parts`` of some windows."""
+    """Frequencies of labels, shape (V,), in the first ``ENTROPY_BYTES / parts`` of some windows."""
     stream = windows.stream
     counts = np.zeros(stream.vocab_size, dtype=np.int64)
     stop = min(windows.stop, windows.start + ENTROPY_BYTES // parts // stream.dtype.itemsize)
     for start in range(windows.start, stop, CHUNK_TOKENS):
         chunk = stream.read(start, min(CHUNK_TOKENS, stop - start))
+        if windows.learned is not None:
+            chunk = chunk[windows.learned.read(start, len(chunk)) == 1]
         counts += np.bincount(chunk, minlength=stream.vocab_size)
-    return counts / counts.sum()
+    return counts / max(1, counts.sum())
 
 
 def entropy_nats(shares_V: NDArray[np.float64]) -> float:

@@ -11,11 +11,20 @@ from pathlib import Path
 import numpy as np
 
 from fsdptoys.errors import ConfigError
+from fsdptoys.utils.regular_file import read_regular
 
 from .byte_text import BYTES, decode_bytes, encode_bytes
-from .dataset_index import TOKENIZER_FILE
-from .text_encoder import explain_package_errors, read_tokenizer
+from .dataset_index import MOST_TOKENIZER_BYTES, TOKENIZER_FILE
+from .text_encoder import SETTINGS_FILE, explain_package_errors, read_tokenizer
 
+TOKENIZER_FILES = (
+    TOKENIZER_FILE,
+    SETTINGS_FILE,
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "chat_template.jinja",
+    "generation_config.json",
+)
 CHOICE = "--tokenizer bytes, --tokenizer ids, or --tokenizer with a folder that holds a tokenizer.json"
 
 
@@ -27,6 +36,8 @@ class Tokenizer:
     """Ids of a text; ConfigError if it has none."""
     decode: Callable[[Sequence[int]], str]
     """Text of ids."""
+    encode_chat: Callable[[str], list[int]] | None = None
+    """Ids of a chat template's text, whose special tokens are themselves; None for plain ids."""
     is_bytes: bool = False
     """Whether ids 0 to 255 are bytes, as with ``data=text``."""
     has_bytes: bool = True
@@ -54,7 +65,11 @@ def open_tokenizer(choice: str, vocab_size: int, *, plain: bool = False) -> Toke
             raise ConfigError(
                 f"--tokenizer bytes needs {BYTES} ids, and this model has {vocab_size}; write --tokenizer ids"
             )
-        return Tokenizer(lambda text: encode_bytes(text).tolist(), decode_bytes, is_bytes=True)
+
+        def encode_text(text: str) -> list[int]:
+            return encode_bytes(text).tolist()
+
+        return Tokenizer(encode_text, decode_bytes, encode_text, is_bytes=True)
     path = Path(choice).expanduser()
     file = path / TOKENIZER_FILE if path.is_dir() else path
     missing = f"{file} is missing, which maps the ids to text; write {CHOICE}"
@@ -68,7 +83,28 @@ def open_tokenizer(choice: str, vocab_size: int, *, plain: bool = False) -> Toke
         with explain_package_errors(f"{file} cannot turn ids into text"):
             return str(reader.decode(list(ids)))
 
-    return Tokenizer(encode, decode)
+    def encode_chat(text: str) -> list[int]:
+        reader.encode_special_tokens = False
+        with explain_package_errors(f"{file} cannot turn the text into ids"):
+            return list(reader.encode(text, add_special_tokens=False).ids)
+
+    return Tokenizer(encode, decode, encode_chat)
+
+
+def read_tokenizer_files(folder: str, key: str) -> dict[str, bytes]:
+    """Name and content of the files that make up a Hugging Face folder's tokenizer; ConfigError if there is none."""
+    root, found = Path(folder).expanduser(), {}
+    for name in TOKENIZER_FILES:
+        try:
+            found[name] = read_regular(root / name, MOST_TOKENIZER_BYTES)
+        except (FileNotFoundError, NotADirectoryError):
+            continue
+        except (OSError, ValueError) as error:
+            reason = getattr(error, "strerror", None) or str(error)
+            raise ConfigError(f"{root / name} cannot be read ({reason}); download it again") from error
+    if TOKENIZER_FILE not in found:
+        raise ConfigError(f"{key}={folder} holds no {TOKENIZER_FILE}; name the folder of the model's tokenizer")
+    return found
 
 
 def _read_ids(text: str) -> list[int]:

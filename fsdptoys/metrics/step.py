@@ -87,9 +87,9 @@ class StepMetrics:
     valid_tokens: int
     """Global number of labels in the loss."""
     tokens_per_second: float
-    """Global: ``valid_tokens / step_time_seconds``."""
+    """Global: valid tokens, with ``data=chat`` all tokens but padding, divided by ``step_time_seconds``."""
     tflops_per_second_per_rank: float
-    """Model FLOPs of the valid tokens per second and rank, in 1e12/s."""
+    """Model FLOPs of these tokens per second and rank, in 1e12/s."""
     mfu: float | None
     """Fraction of the device's peak FLOP/s; None if the peak is unknown."""
     memory_allocated_gib: float | None
@@ -193,6 +193,7 @@ def step_rates(
     *,
     step_time_seconds: float,
     valid_tokens: int,
+    tokens: int,
     flops_per_token: float,
     world_size: int,
     peak_flops: float | None,
@@ -202,15 +203,16 @@ def step_rates(
     Args:
         step_time_seconds: a field of ``StepMetrics``, like ``valid_tokens``.
         valid_tokens: over all ``world_size`` ranks.
+        tokens: over all ranks; more than ``valid_tokens`` where only answers have labels.
         flops_per_token: model FLOPs of forward and backward per token.
         peak_flops: peak FLOP/s of one device in the dtype of the run; None if unknown.
     """
     assert step_time_seconds > 0
-    flops_per_second_per_rank = flops_per_token * valid_tokens / step_time_seconds / world_size
+    flops_per_second_per_rank = flops_per_token * tokens / step_time_seconds / world_size
     return {
         "step_time_seconds": step_time_seconds,
         "valid_tokens": valid_tokens,
-        "tokens_per_second": valid_tokens / step_time_seconds,
+        "tokens_per_second": tokens / step_time_seconds,
         "tflops_per_second_per_rank": flops_per_second_per_rank / 1e12,
         "mfu": flops_per_second_per_rank / peak_flops if peak_flops else None,
     }

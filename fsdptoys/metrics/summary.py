@@ -275,7 +275,8 @@ def definitions(
         "include allocation, kernel selection and compilation.",
         "Waiting for data: time that rank 0 waited for its batches, as a fraction of the step time, over the "
         "same steps. Waits of other ranks show up as time in collectives instead.",
-        "tokens/s: valid tokens of all ranks divided by the step time.",
+        "tokens/s: valid tokens of all ranks divided by the step time; with `data=chat`, where only answers are valid, "
+        "all tokens but padding.",
         "TFLOP/s: model FLOPs of these tokens, without recomputation, divided by the step time and the number "
         "of ranks.",
         "MFU: TFLOP/s divided by the bfloat16 peak of the device, also with `train.float8`; omitted if the "

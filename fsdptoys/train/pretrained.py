@@ -26,7 +26,8 @@ from fsdptoys.checkpoint.hf_folder import CONFIG_FILE
 from fsdptoys.checkpoint.safetensors_io import read_json
 from fsdptoys.config.kernel_choice import KernelConfig, put_kernels
 from fsdptoys.config.saved import read_data_config
-from fsdptoys.data import DataConfig
+from fsdptoys.data import ChatConfig, DataConfig
+from fsdptoys.data.chat_template import ChatTemplate, open_template
 from fsdptoys.data.dataset_index import TOKENIZER_FILE
 from fsdptoys.data.tokenizer import CHOICE, Tokenizer, open_tokenizer
 from fsdptoys.device import DEVICE_TYPES, Device, available_device_type
@@ -111,6 +112,16 @@ class TrainedModel:
         if choice is None:
             raise ConfigError(f"{self.source} has no tokenizer{reason}; write {CHOICE}")
         return open_tokenizer(choice, self.config.vocab_size, plain=data is not None and data.plain_texts)
+
+    def chat_template(self, choice: str | None) -> ChatTemplate:
+        """The template of the run's conversations, or of the chosen tokenizer's folder; ConfigError if none."""
+        data, template = self.data(), None
+        if choice is None and isinstance(data, ChatConfig):
+            choice, template = data.find_tokenizer(), data.template
+        elif choice is None:
+            choice = str(self._weights.path) if isinstance(self._weights, HuggingFaceFolder) else "bytes"
+        missing = f"--tokenizer {choice} has no chat template; name the folder of a chat model, or leave out --chat"
+        return open_template(template, choice, "data.template", missing)
 
     def data(self) -> DataConfig | None:
         """The data configuration of the run; None if unknown, as for a Hugging Face folder; ConfigError if invalid."""

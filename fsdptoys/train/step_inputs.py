@@ -24,14 +24,25 @@ class StepInputs(NamedTuple):
     microbatches: Sequence[tuple[Tensor, Tensor]]
     """(tokens_BT, labels_BT) of each."""
     counts: Tensor
-    """Valid labels, then the counts of ``DocumentCounter``, if any: int64."""
+    """Valid labels, tokens of the documents, then the counts of ``DocumentCounter``, if any: int64."""
 
 
 def upload_inputs(
-    microbatches: Sequence[tuple[Tensor, Tensor]], documents: DocumentCounter | None, device: Device
+    microbatches: Sequence[tuple[Tensor, Tensor]],
+    documents: DocumentCounter | None,
+    device: Device,
+    answers_end: int | None = None,
 ) -> StepInputs:
-    """Copy a step's micro-batches and their counts to the device; on a CPU they stay where they are."""
-    counts = [sum(int((labels_BT != IGNORE_INDEX).sum()) for _, labels_BT in microbatches)]
+    """Copy a step's micro-batches and their counts to the device; on a CPU they stay where they are.
+
+    ``answers_end`` is the id that ends documents and fills rows, of data where only answers have labels. Otherwise
+    labels stand for tokens.
+    """
+    valid = sum(int((labels_BT != IGNORE_INDEX).sum()) for _, labels_BT in microbatches)
+    tokens = valid
+    if answers_end is not None:
+        tokens = sum(tokens_without_padding(tokens_BT, answers_end) for tokens_BT, _ in microbatches)
+    counts = [valid, tokens]
     counts += documents.count(microbatches) if documents else []
     counted = torch.tensor(counts)
     if not device.is_accelerator:
@@ -42,3 +53,9 @@ def upload_inputs(
     *placed_parts, on_device = placed.split([*(part.numel() for part in parts), len(counts)])
     views = iter(flat.view(part.shape) for flat, part in zip(placed_parts, parts, strict=True))
     return StepInputs(list(zip(views, views, strict=True)), on_device)
+
+
+def tokens_without_padding(tokens_BT: Tensor, document_end: int) -> int:
+    """Number of tokens up to the first of the ids ``document_end`` that fill the end of each row, and including it."""
+    padding_BT = (tokens_BT == document_end).flip(1).cumprod(1)
+    return tokens_BT.numel() - int((padding_BT.sum(1) - 1).clamp(min=0).sum())

@@ -45,7 +45,7 @@ class TakenStep:
     sums: Tensor
     """On the host after the copy: loss, ranks with non-finite gradients, votes to stop, sums of the routing, norm."""
     counts: Tensor
-    """On the host after the copy: valid labels, counts of documents, tokens of each expert."""
+    """On the host after the copy: valid labels, tokens, counts of documents, tokens of each expert."""
     host_values: dict[str, Any]
     """Fields of ``StepMetrics`` that the host knows without the device."""
     started: Event
@@ -197,14 +197,15 @@ class StepReadings:
         seconds = taken.seconds
         if taken.ended is not None:
             seconds = taken.started.elapsed_time(taken.ended) / 1e3
-        first_count = 1 + self._n_document_counts
-        valid, *in_documents = taken.counts[:first_count].tolist()
+        first_count = 2 + self._n_document_counts
+        valid, tokens, *in_documents = taken.counts[:first_count].tolist()
         routing = None
         if self._routing is not None:
             routing = self._routing(taken.sums[2 + N_VOTES : -1], taken.counts[first_count:])
         rates = step_rates(
             step_time_seconds=seconds,
             valid_tokens=valid,
+            tokens=tokens,
             flops_per_token=self._flops_per_token(in_documents),
             world_size=self._world_size,
             peak_flops=self._peak_flops,

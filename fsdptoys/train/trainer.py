@@ -275,7 +275,7 @@ class Trainer:
         data_wait_seconds = time.perf_counter() - started if self.readings.is_idle else 0.0
 
         # 1. The loss is the mean over valid tokens of all ranks and micro-batches: count them first.
-        microbatches, counted = upload_inputs(batches, self.documents, device)
+        microbatches, counted = upload_inputs(batches, self.documents, device, self.dataset.answers_end)
         if not self.counts_labels:
             counted.zero_()
         dist.all_reduce(counted)

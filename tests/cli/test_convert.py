@@ -11,7 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from fsdptoys.checkpoint import HuggingFaceFolder, RunWeights, check_same, differences
+from fsdptoys.checkpoint import HuggingFaceFolder, RunWeights, check_same, differences, verify_checksums
 from fsdptoys.cli.convert import convert_command
 from fsdptoys.config.compose import compose_config
 from fsdptoys.config.overrides import list_choices
@@ -19,6 +19,7 @@ from fsdptoys.errors import ConfigError
 from fsdptoys.models import ModelConfig, whole
 from tests.checkpoint.folders import build, load, write
 from tests.checkpoint.test_weights import save_run
+from tests.data.chat_files import CONVERSATIONS, GENERATED, save_chat_tokenizer
 from tests.models.families import SMALL
 from tests.oracle import import_transformers
 
@@ -85,6 +86,25 @@ def test_transformers_generates_from_the_written_folder(tmp_path: Path) -> None:
     for _ in range(6):
         tokens_BT = torch.cat([tokens_BT, model(tokens_BT)[:, -1:].argmax(-1)], dim=1)
     assert torch.equal(generated_BT, tokens_BT)
+
+
+@pytest.mark.oracle
+def test_tokenizer_is_copied_with_its_chat_template(tmp_path: Path) -> None:
+    """Oracle: transformers' ids of a conversation with the original folder; the checksums cover the copies."""
+    transformers = import_transformers()
+    original = Path(save_chat_tokenizer(tmp_path / "tokenizer", GENERATED["chatml"]))
+    (original / "generation_config.json").write_text('{"eos_token_id": 7}')
+    save_run(tmp_path / "run", SMALL["llama2"])
+    output = output_of("to-hf", str(tmp_path / "run"), str(tmp_path / "folder"), f"tokenizer={original}")
+    assert output.endswith(f"; its tokenizer is that of {original}\n")
+    ids = [
+        transformers.AutoTokenizer.from_pretrained(folder).apply_chat_template(CONVERSATIONS[0])
+        for folder in (original, tmp_path / "folder")
+    ]
+    assert ids[0] == ids[1]
+    config = transformers.GenerationConfig.from_pretrained(tmp_path / "folder")
+    assert config.eos_token_id == 7
+    assert verify_checksums(tmp_path / "folder") == 5
 
 
 @pytest.mark.usefixtures("unmeasured")
@@ -184,7 +204,7 @@ def test_folder_round_trips_through_a_run_byte_for_byte(tmp_path: Path) -> None:
     assert json.loads((tmp_path / "first" / "config.json").read_text())["model_type"] == "qwen3_moe"
 
 
-TO_HF = "write fsdptoys convert to-hf RUN OUT_DIR [dtype=float32|bfloat16|float16]"
+TO_HF = "write fsdptoys convert to-hf RUN OUT_DIR [dtype=float32|bfloat16|float16] [tokenizer=DIR]"
 FROM_HF = "write fsdptoys convert from-hf DIR"
 
 
@@ -201,6 +221,8 @@ FROM_HF = "write fsdptoys convert from-hf DIR"
         ("to-hf a b dtype=int8", "dtype=int8 must be one of float32, bfloat16, float16; set dtype=float32"),
         ("to-hf a b dtype=float32 dtype=float16",
          "dtype=float32 and dtype=float16 exclude each other; keep one of them"),
+        ("to-hf here out tokenizer=here", "tokenizer=here holds no tokenizer.json; name the folder of the model's "
+         "tokenizer"),
         ("to-hf . .", ". is not empty, and nothing is written over; name a folder that does not exist"),
         ("to-hf nowhere out", "nowhere is not a folder, and the directory of a run is expected; name one"),
         ("to-hf here out", "here holds no weights; train with checkpoint.final_weights=true"),

@@ -20,6 +20,7 @@ from fsdptoys.parallel import SingleConfig
 from tests.checkpoint.folders import build, write
 from tests.checkpoint.test_weights import save_run
 from tests.data import test_prepare as prepared
+from tests.data.chat_files import GENERATED, save_chat_tokenizer, without_blocks
 from tests.models.families import SMALL
 from tests.oracle import import_transformers
 from tests.parallel.runs import make_config
@@ -146,6 +147,29 @@ def test_tokenizer_of_the_folder_is_the_default(places: Path, capsys: pytest.Cap
     plain = ["--prompt", "1 0", "--tokens", "5", "--context", "16", "--tokenizer", "ids"]
     assert made(capsys, "folder", *words) == made(capsys, "folder", *plain)
     assert made(capsys, "run", *words, "--tokenizer", "folder") == made(capsys, "run", *plain)
+
+
+@pytest.mark.oracle
+def test_chat_prompt_is_that_of_transformers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Oracle: ids of ``apply_chat_template`` with the prompt of an answer, continued by the loop of ``sampling``."""
+    transformers = import_transformers()
+    config = dataclasses.replace(BYTES, vocab_size=320)
+    model = build(config)
+    write(tmp_path / "folder", model)
+    save_chat_tokenizer(tmp_path / "folder", without_blocks(GENERATED["headers"]))
+    tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "folder")
+    messages = [{"role": "user", "content": "hello é"}]
+    prompt = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
+    end = frozenset([tokenizer.convert_tokens_to_ids("<|im_end|>")])
+    wanted = generate(model, torch.tensor(prompt), 12, 64, Draw(0.0), end)[len(prompt) :].tolist()
+    (found,) = made(
+        capsys, str(tmp_path / "folder"), "--chat", "--prompt", "hello é", "--tokens", "12", "--temperature", "0"
+    )
+    assert found == wanted
+    with pytest.raises(ConfigError, match=r"--chat needs text, and --tokenizer ids has none"):
+        generate_command([str(tmp_path / "folder"), "--chat", "--prompt", "1", "--tokenizer", "ids"])
+    with pytest.raises(ConfigError, match=r"--tokenizer bytes has no chat template"):
+        generate_command([str(tmp_path / "folder"), "--chat", "--prompt", "a", "--tokenizer", "bytes"])
 
 
 def train_on(run: Path, data: DataConfig) -> None:

@@ -168,7 +168,7 @@ def test_mistakes_are_reported_in_one_sentence(tmp_path, monkeypatch, words, sen
     ("change", "sentence"),
     [
         ({"format": "other"}, "it is not of the format 'fsdptoys tokens'"),
-        ({"version": 2}, "it is of version 2, and this program reads version 1"),
+        ({"version": 3}, "it is of version 3, and this program reads versions 1 and 2"),
         ({"dtype": "int8"}, "dtype, vocabulary and end of document do not fit each other"),
         ({"vocab_size": True}, "vocab_size is true, not an integer from 1 to 4294967296"),
         ({"tokenizer_file_sha256": 5}, "tokenizer_file_sha256 is 5, not text"),

@@ -28,10 +28,10 @@ def corpus(tmp_path, monkeypatch):
     write_lines(Path("a.jsonl"), documents(100), "body")
     write = preparing._write
 
-    def logged(request, advance):
+    def logged(request, *callbacks):
         with open("log", "a") as log:
             print(os.getpid(), file=log)
-        return write(request, advance)
+        return write(request, *callbacks)
 
     monkeypatch.setattr(preparing, "_write", logged)
 

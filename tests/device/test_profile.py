@@ -29,7 +29,7 @@ def quantities(hardware: Hardware) -> dict[str, Quantity]:
 
 def test_list_of_profiles_is_as_documented() -> None:
     """Oracle: the list that the documentation promises."""
-    assert list_hardware() == ["4090", "a100", "a2", "b200", "cpu", "h100", "h200"]
+    assert list_hardware() == ["4090", "a100", "a2", "b200", "cpu", "h100", "h200", "l40s"]
 
 
 @pytest.mark.parametrize("name", list_hardware())
@@ -67,6 +67,8 @@ def test_profiles_round_trip(name: str, tmp_path: Path) -> None:
         ("NVIDIA GeForce RTX 4090", "cuda", "4090"),
         ("NVIDIA GeForce RTX 4090 D", "cuda", None),
         ("NVIDIA GeForce RTX 4090 Laptop GPU", "cuda", None),
+        ("NVIDIA L40S", "cuda", "l40s"),
+        ("NVIDIA L40", "cuda", None),
         ("Ascend910B3", "npu", "a2"),
         ("Ascend910B4", "npu", None),
         ("Ascend910B3", "cuda", None),

@@ -1,4 +1,4 @@
-"""The commands of the pages: those of the first two run, all others are parsed, composed and validated."""
+"""The commands of the pages: those of the first three run, all others are parsed, composed and validated."""
 
 import os
 import re
@@ -14,10 +14,11 @@ from fsdptoys.config.compose import compose_config
 from fsdptoys.errors import ConfigError
 from tests.docs.pages import PAGES, ROOT, Block, blocks, commands
 
-TOUR = [ROOT / "README.md", ROOT / "docs" / "first_steps.md"]
+TOUR = [ROOT / "README.md", ROOT / "docs" / "first_steps.md", ROOT / "docs" / "fine_tuning.md"]
 NOT_RUN = {
     "README.md": ["network", "gpu"],
     "first_steps.md": ["network", "gpu"],
+    "fine_tuning.md": ["gpu"],
 }
 """Page → requirements of the blocks that no test runs, in order."""
 ABSENT = r"(data\.(folder|sources|files|tokenizer)|model\.init_from)="
@@ -26,7 +27,7 @@ TINY = {
     "model": "llama_debug",
     "data.sample_tokens": "4",
     "train.steps": "3",
-    "train.seq_len": "32",
+    "train.seq_len": "64",
     "train.eval_batches": "1",
     "checkpoint.every": "2",
 }
@@ -47,6 +48,7 @@ def run_block(block: Block, folder: Path) -> None:
             settings = [word.partition("=") for word in words]
             words = [key + mark + (TINY.get(key, value) if mark else "") for key, mark, value in settings]
             absent = TINY.keys() - {key for key, _, _ in settings} - {"checkpoint.every"}
+            absent -= {"data.sample_tokens"} if "data=chat" in words else set()
             words += [f"{key}={TINY[key]}" for key in sorted(absent)]
         ended = subprocess.run(words, cwd=folder, capture_output=True, text=True, errors="replace")
         if block.info == "bash":
@@ -62,7 +64,8 @@ def test_commands_of_the_introductory_pages_run_in_order(
     page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Oracle: the exit statuses; later commands read the results of earlier ones."""
-    (tmp_path / "run_fsdp.sh").symlink_to(ROOT / "run_fsdp.sh")
+    for name in ("run_fsdp.sh", "docs"):
+        (tmp_path / name).symlink_to(ROOT / name)
     monkeypatch.setenv("PYTHON", sys.executable)
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
     shell = [block for block in blocks(page) if block.info.split(" ")[0] in ("bash", "console")]

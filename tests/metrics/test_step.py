@@ -62,14 +62,15 @@ class AcceleratorOnPaper(Device):
 
 def measure(device: Device, peak_flops: float | None, **changes: float) -> StepMetrics:
     rates = step_rates(
-        step_time_seconds=0.5, valid_tokens=4000, flops_per_token=6e9, world_size=8, peak_flops=peak_flops
+        step_time_seconds=0.5, valid_tokens=900, tokens=4000, flops_per_token=6e9, world_size=8, peak_flops=peak_flops
     )
     values: dict[str, Any] = {"step": 3, "loss": 2.5, "grad_norm": 0.75, "learning_rate": 1e-3} | changes
     return StepMetrics(**rates, **measure_memory(device), **values)
 
 
 def test_rates_follow_their_formulas():
-    """Oracle: 4000 tokens in 0.5 s are 8000/s; at 6e9 FLOPs over 8 ranks 6e12 FLOP/s each; of a peak of 24e12, 1/4."""
+    """Oracle: 4000 tokens in 0.5 s are 8000/s, whatever number has labels; at 6e9 FLOPs over 8 ranks 6e12 FLOP/s each;
+    of a peak of 24e12, 1/4."""
     metrics = measure(AcceleratorOnPaper(), peak_flops=24e12)
     assert metrics.tokens_per_second == 8000
     assert metrics.tflops_per_second_per_rank == pytest.approx(6.0)

@@ -1,0 +1,122 @@
+"""Encoder of conversations: their template's text as ids, of which only the answers are learned.
+
+The text is tokenized in one piece, special tokens included, as ``apply_chat_template`` of transformers does. A
+message that spells a special token would end a turn or begin another, so such a row is refused. The id behind each
+conversation separates documents and is no label: the model learns to stop at the end of its turn.
+"""
+
+import hashlib
+import re
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fsdptoys.errors import ConfigError
+from fsdptoys.utils.text import one_line
+
+from .chat_rows import BadRowError, ChatRecords, ChatRow, texts_of
+from .chat_template import ChatTemplate, Rendered, open_template
+from .text_encoder import Encoded, Encoder, FileEncoder, open_encoder
+
+
+class ChatEncoder(Encoder):
+    """Encodes ``ChatRow`` with a tokenizer and a template.
+
+    The meaning of ids is the tokenizer's, so conversations can be mixed with texts of the same tokenizer and end.
+    """
+
+    records = ChatRecords()
+    marks_learned = True
+
+    def __init__(self, encoder: Encoder, template: ChatTemplate, end_owner: str) -> None:
+        self._encoder, self._template, self._end_owner = encoder, template, end_owner
+        self.name, self.sha256, self.file = encoder.name, encoder.sha256, encoder.file
+        self.vocab_size, self.document_end = encoder.vocab_size, encoder.document_end
+        tokens = sorted(template.tokens.items())
+        self.template_sha256 = hashlib.sha256(repr((template.source, tokens)).encode()).hexdigest()
+        special = encoder.special_tokens if isinstance(encoder, FileEncoder) else []
+        self._special = re.compile("|".join(map(re.escape, special))) if special else None
+
+    def encode(self, texts: Sequence[str]) -> list[NDArray[Any]]:
+        """Ids of texts that hold no special tokens."""
+        return self._encoder.encode(texts)
+
+    def encode_documents(self, documents: Sequence[ChatRow]) -> list[Encoded | str]:
+        """See ``Encoder``."""
+        rendered = [self._render(row) for row in documents]
+        good = [each for each in rendered if isinstance(each, Rendered)]
+        encoded = self._encode(good)
+        made: list[Encoded | str] = []
+        for row, each in zip(documents, rendered, strict=True):
+            if isinstance(each, str):
+                made.append(f"{row.where} {each}")
+                continue
+            ids, learned = next(encoded)
+            if (ids == self.document_end).any():
+                raise ConfigError(
+                    f"{row.where} holds id {self.document_end} by its chat template, which is to stand between "
+                    f"conversations; set {self._end_owner} to a special token that the template does not write"
+                )
+            if learned.any():
+                made.append(Encoded(each.text, ids, learned))
+            else:
+                made.append(f"{row.where} has answers without a token")
+        return made
+
+    def _render(self, row: ChatRow) -> Rendered | str:
+        """The row's text, or why it is of no use."""
+        if row.problem is not None:
+            return row.problem
+        try:
+            if self._special is not None:
+                for text in texts_of([row.messages, row.tools]):
+                    found = self._special.search(text)
+                    if found:
+                        raise BadRowError(f"spells the special token {found.group()} within a message")
+            return self._template.render(row)
+        except BadRowError as error:
+            return one_line(error)
+
+    def _encode(self, rendered: Sequence[Rendered]) -> Iterator[tuple[NDArray[Any], NDArray[Any]]]:
+        """Ids, and whether each is learned: whether it has a character of an answer."""
+        if not isinstance(self._encoder, FileEncoder):
+            for each in rendered:
+                # Zero bytes are dropped, and a character is one to four bytes.
+                widths = [len(character.encode().replace(b"\0", b"")) for character in each.text]
+                starts = np.concatenate([[0], np.cumsum(widths, dtype=np.int64)])
+                spans = [(starts[start], starts[stop]) for start, stop in each.answers]
+                (ids,) = self._encoder.encode([each.text])
+                yield ids, _within(np.arange(len(ids)), np.arange(1, len(ids) + 1), spans)
+            return
+        for each, (ids, offsets) in zip(
+            rendered, self._encoder.encode_with_offsets([each.text for each in rendered]), strict=True
+        ):
+            yield ids, _within(offsets[:, 0], offsets[:, 1], each.answers)
+
+
+def _within(starts: NDArray[Any], stops: NDArray[Any], spans: Sequence[tuple[int, int]]) -> NDArray[Any]:
+    """Whether each token, from start to stop, overlaps a span."""
+    found = np.zeros(len(starts), bool)
+    for first, last in spans:
+        found |= (starts < last) & (stops > first)
+    return found
+
+
+def open_chat_encoder(
+    tokenizer: str, template: str | None, end: str | None, owner: str, template_key: str, end_owner: str
+) -> ChatEncoder:
+    """Open tokenizer and template; ConfigError if one is missing or they do not fit each other.
+
+    ``owner`` is the tokenizer as the user named it; ``template_key`` and ``end_owner`` are the options for the template
+    and for the token behind each conversation.
+    """
+    missing = (
+        f"{owner} has no chat template; set {template_key}=chatml, {template_key} to the path of a Jinja template, "
+        "or the tokenizer to that of a chat model"
+    )
+    opened = open_template(template, tokenizer, template_key, missing)
+    if tokenizer == "bytes":
+        return ChatEncoder(open_encoder(tokenizer, end, owner, end_owner), opened, end_owner)
+    return ChatEncoder(FileEncoder(tokenizer, end, owner, end_owner, texts=False), opened, end_owner)

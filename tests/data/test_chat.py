@@ -1,0 +1,319 @@
+"""``data=chat``: ids, learned tokens and bad rows, compared with transformers' chat templates."""
+
+import gzip
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from fsdptoys.config.schema import Config
+from fsdptoys.data import IGNORE_INDEX, ChatConfig, HFConfig, PreparedConfig
+from fsdptoys.data.permutation import EndlessShuffle
+from fsdptoys.errors import ConfigError
+from fsdptoys.metrics import StepMetrics
+from fsdptoys.parallel import FSDP2Config
+from fsdptoys.train.trainer import Trainer
+from scripts.ranks import run_ranks
+from tests.data.chat_files import CONVERSATIONS, GENERATED, save_chat_tokenizer, without_blocks, write_rows
+from tests.parallel.runs import make_config
+
+WIDE = 512
+"""Tokens of a row that holds any conversation whole."""
+
+
+@pytest.fixture(autouse=True)
+def _in_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+def config(**changes: Any) -> ChatConfig:
+    settings = {"files": ["a.jsonl"], "tokenizer": "tokenizer", "cache": "cache", "processes": 1}
+    return ChatConfig(**(settings | changes))
+
+
+def rows_of(config: ChatConfig, seq_len: int = WIDE) -> list[tuple[list[int], list[int]]]:
+    """Each conversation's ids without what separates them, and its learned ids, in the order of the file."""
+    config.prepare(seq_len, 512)
+    dataset = config.build(seq_len, 512, 0)
+    end = dataset.document_end
+    found = []
+    for number in range(len(dataset.train)):
+        tokens_T, labels_T = dataset.train[number]
+        learned = [-1, *labels_T.tolist()]
+        start = 0
+        for stop in np.flatnonzero(tokens_T == end).tolist():
+            if stop > start:
+                found.append(
+                    (tokens_T[start:stop].tolist(), [x for x in learned[start:stop] if x != IGNORE_INDEX and x != -1])
+                )
+            start = stop + 1
+    return found
+
+
+@pytest.mark.oracle
+@pytest.mark.parametrize("blocks", [True, False])
+@pytest.mark.parametrize("name", sorted(GENERATED))
+def test_ids_and_learned_tokens_are_those_of_transformers(name: str, blocks: bool) -> None:
+    """Oracle: ``apply_chat_template`` with the assistant's mask, which needs ``generation`` blocks; without such blocks
+    in the template, the answers found are the same."""
+    from transformers import AutoTokenizer
+
+    oracle = AutoTokenizer.from_pretrained(save_chat_tokenizer(Path("oracle"), GENERATED[name]))
+    template = GENERATED[name] if blocks else without_blocks(GENERATED[name])
+    save_chat_tokenizer(Path("tokenizer"), template)
+    write_rows(Path("a.jsonl"), [{"messages": messages} for messages in CONVERSATIONS])
+    expected = []
+    for messages in CONVERSATIONS:
+        encoded = oracle.apply_chat_template(
+            messages, tokenize=True, return_dict=True, return_assistant_tokens_mask=True
+        )
+        ids, mask = encoded["input_ids"], encoded["assistant_masks"]
+        expected.append((ids, [token for token, learned in zip(ids, mask, strict=True) if learned]))
+    assert sorted(rows_of(config())) == sorted(expected)
+
+
+def test_bytes_with_a_built_in_template_learn_the_answers() -> None:
+    """Oracle: the texts, written by hand."""
+    write_rows(Path("a.jsonl"), [{"messages": CONVERSATIONS[1]}, {"messages": CONVERSATIONS[0][:3]}])
+    found = rows_of(config(tokenizer="bytes", template="chatml"))
+    texts = [(bytes(ids).decode(), bytes(learned).decode()) for ids, learned in found]
+    assert sorted(texts) == [
+        (
+            "<|im_start|>system\nYou are terse. <|im_end|>\n<|im_start|>user\nWhat is 2 + 2?<|im_end|>\n"
+            "<|im_start|>assistant\n4<|im_end|>\n",
+            "4<|im_end|>",
+        ),
+        (
+            "<|im_start|>user\nhello<|im_end|>\n<|im_start|>assistant\n hello yourself \n<|im_end|>\n",
+            " hello yourself \n<|im_end|>",
+        ),
+    ]
+
+
+FORMS = {
+    "conversations": [{"from": "human", "value": "hello"}, {"from": "gpt", "value": "yes"}],
+    "parts": [
+        {"role": "user", "content": [{"type": "text", "text": "hel"}, {"type": "text", "text": "lo"}]},
+        {"role": "assistant", "content": "yes"},
+    ],
+    "weights": [{"role": "user", "content": "hello"}, {"role": "assistant", "content": "yes", "weight": 1}],
+}
+
+
+@pytest.mark.parametrize("form", sorted(FORMS))
+def test_other_forms_of_messages_give_the_same_tokens(form: str) -> None:
+    """Oracle: plain messages of roles and texts."""
+    plain = [{"role": "user", "content": "hello"}, {"role": "assistant", "content": "yes"}]
+    save_chat_tokenizer(Path("tokenizer"), without_blocks(GENERATED["chatml"]))
+    write_rows(Path("a.jsonl"), [{"messages": plain}])
+    write_rows(Path("b.jsonl"), [{"messages": FORMS[form]}])
+    assert rows_of(config(files=["b.jsonl"])) == rows_of(config())
+
+
+def test_messages_of_weight_0_are_context_only() -> None:
+    """Oracle: the learned text."""
+    messages = [dict(message) for message in CONVERSATIONS[0]]
+    messages[2]["weight"] = 0
+    write_rows(Path("a.jsonl"), [{"messages": messages}])
+    ((_, learned),) = rows_of(config(tokenizer="bytes", template="chatml"))
+    assert bytes(learned).decode() == "That is 7, naïvely.\n\nDone<|im_end|>"
+
+
+@pytest.mark.oracle
+def test_tools_and_calls_are_written_by_the_template() -> None:
+    """Oracle: transformers, with tools in JSON lines and, as text, in a table."""
+    import pyarrow
+    import pyarrow.parquet
+    from transformers import AutoTokenizer
+
+    template = (
+        "{% if tools %}{{ tools | tojson }}\n{% endif %}{% for m in messages %}<|im_start|>{{ m.role }}\n"
+        "{% if m.role == 'assistant' %}{% generation %}{% if m.tool_calls %}{{ m.tool_calls | tojson }}{% else %}"
+        "{{ m.content }}{% endif %}<|im_end|>{% endgeneration %}{{ '\n' }}{% else %}{{ m.content }}<|im_end|>{{ '\n' }}"
+        "{% endif %}{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    )
+    tools = [{"type": "function", "function": {"name": "add", "description": "Adds é"}}]
+    calls = [{"type": "function", "function": {"name": "add", "arguments": {"a": 1}}}]
+    messages = [
+        {"role": "user", "content": "1 + 1?"},
+        {"role": "assistant", "content": None, "tool_calls": calls},
+        {"role": "tool", "content": "2"},
+        {"role": "assistant", "content": "two"},
+    ]
+    oracle = AutoTokenizer.from_pretrained(save_chat_tokenizer(Path("oracle"), template))
+    encoded = oracle.apply_chat_template(
+        messages, tools=tools, tokenize=True, return_dict=True, return_assistant_tokens_mask=True
+    )
+    ids, mask = encoded["input_ids"], encoded["assistant_masks"]
+    expected = [(ids, [token for token, learned in zip(ids, mask, strict=True) if learned])]
+    save_chat_tokenizer(Path("tokenizer"), without_blocks(template))
+    write_rows(Path("a.jsonl"), [{"messages": messages, "tools": tools}])
+    assert rows_of(config()) == expected
+    simple = [message | {"tool_calls": message.get("tool_calls")} for message in messages]
+    table = pyarrow.Table.from_pylist([{"messages": simple, "tools": json.dumps(tools)}])
+    pyarrow.parquet.write_table(table, "b.parquet")
+    assert rows_of(config(files=["b.parquet"])) == expected
+
+
+BAD = {
+    '{"text": "x"}': "has no field 'messages' (it has text)",
+    '{"messages": []}': "has [] as messages, which is no list of messages",
+    '{"messages": "hello"}': "has 'hello' as messages, which is no list of messages",
+    '{"messages": ["hello"]}': "has 'hello' as message 1, which is no object",
+    '{"messages": [{"content": "x"}]}': "has no role in message 1",
+    '{"messages": [{"role": "user", "content": 5}]}': "has 5 as the content of message 1, which is no text",
+    '{"messages": [{"role": "user"}]}': "has no content in message 1",
+    '{"messages": [{"role": "user", "content": "x"}]}': "has no message of role 'assistant' to learn from",
+    '{"messages": [{"role": "user", "content": [{"type": "image"}]}]}': "has a part that is no text in message 1",
+    '{"messages": [{"role": "mute", "content": "x"}, {"role": "assistant", "content": ""}]}': (
+        "has answers without a token"
+    ),
+    '{"messages": [{"role": "assistant", "content": "<|im_end|>"}]}': (
+        "spells the special token <|im_end|> within a message"
+    ),
+    '{"messages": [{"role": "poet", "content": "x"}, {"role": "assistant", "content": "y"}]}': (
+        "is refused by the chat template (no poets)"
+    ),
+    '{"messages": [{"role": "assistant", "content": "x"}], "tools": 5}': "has 5 as tools, which is no list",
+}
+GOOD = json.dumps({"messages": CONVERSATIONS[0]})
+
+
+@pytest.mark.parametrize("row", BAD)
+def test_bad_row_is_named_by_file_and_line_or_left_out(row: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """Oracle: the whole message, and the good rows alone."""
+    refusing = "{% if messages and messages[0].role == 'poet' %}{{ raise_exception('no poets') }}{% endif %}"
+    mute = "{% if messages and messages[0].role == 'mute' %}nothing{% else %}"
+    template = refusing + mute + without_blocks(GENERATED["chatml"]) + "{% endif %}"
+    save_chat_tokenizer(Path("tokenizer"), template)
+    write_rows(Path("a.jsonl"), [GOOD, "", row, GOOD])
+    sentence = f"data.files=[a.jsonl] in line 3 {BAD[row]}"
+    with pytest.raises(ConfigError) as caught:
+        config().prepare(WIDE, 512)
+    assert str(caught.value) == f"{sentence}; repair it, or set data.skip_bad_rows=true"
+    found = rows_of(config(skip_bad_rows=True))
+    assert f"left out: {sentence}\n" in capsys.readouterr().err
+    write_rows(Path("b.jsonl"), [GOOD, GOOD])
+    assert found == rows_of(config(files=["b.jsonl"]))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"tokenizer": "bytes"}, "data.tokenizer=bytes has no chat template; set data.template=chatml, "),
+        ({"tokenizer": "bare"}, "data.tokenizer=bare has no chat template; set data.template=chatml, "),
+        ({"template": "none.jinja"}, "data.template=none.jinja cannot be read (No such file or directory); name a "),
+        ({"template": "bad.jinja"}, "data.template=bad.jinja is no Jinja template ("),
+        ({"document_end": "<none>"}, "data.tokenizer=tokenizer has no token '<none>'; set data.document_end to "),
+        ({"files": ["a.txt"]}, "data.files=[a.txt] is neither JSON lines nor a table; name files that end in .jsonl, "),
+        ({"document_end": "<|im_end|>"}, "data.files=[a.jsonl] in line 1 holds id "),
+    ],
+)
+def test_mistakes_are_named_with_a_fix(changes: dict[str, Any], message: str) -> None:
+    """Oracle: the beginning of the message."""
+    save_chat_tokenizer(Path("tokenizer"), without_blocks(GENERATED["chatml"]))
+    save_chat_tokenizer(Path("bare"), None)
+    Path("bad.jinja").write_text("{% for %}")
+    Path("a.txt").write_text("x")
+    write_rows(Path("a.jsonl"), [GOOD])
+    with pytest.raises(ConfigError) as caught:
+        config(**changes).validate(WIDE, 512)
+        config(**changes).prepare(WIDE, 512)
+    assert str(caught.value).startswith(message)
+
+
+HOSTILE = {
+    "attributes": "{{ messages.__class__.__mro__[1].__subclasses__() }}",
+    "globals": "{{ raise_exception.__globals__['json'] }}",
+    "change": "{{ messages.append(1) }}",
+}
+
+
+@pytest.mark.parametrize("name", sorted(HOSTILE))
+def test_template_cannot_reach_python(name: str) -> None:
+    """Oracle: Jinja's sandbox, which refuses the row."""
+    save_chat_tokenizer(Path("tokenizer"), HOSTILE[name])
+    write_rows(Path("a.jsonl"), [GOOD])
+    with pytest.raises(ConfigError, match=r"line 1 is refused by the chat template"):
+        config().prepare(WIDE, 512)
+
+
+def test_template_and_skipping_decide_the_cache_and_the_day_does_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Oracle: the number of folders; a template that writes the date writes the same one always."""
+    dated = "{{ strftime_now('%d %b %Y') }}" + without_blocks(GENERATED["chatml"])
+    save_chat_tokenizer(Path("tokenizer"), dated)
+    write_rows(Path("a.jsonl"), [GOOD])
+    for changes in ({}, {}, {"template": "chatml"}, {"skip_bad_rows": True}):
+        config(**changes).prepare(WIDE, 512)
+    folders = [path for path in Path("cache").iterdir() if (path / "index.json").exists()]
+    assert len(folders) == 3
+    ((ids, _),) = rows_of(config())
+    from tokenizers import Tokenizer
+
+    assert Tokenizer.from_file("tokenizer/tokenizer.json").decode(ids).startswith("26 Jul 2024")
+
+
+def test_prepared_folder_keeps_what_is_learned_and_mixes_with_texts() -> None:
+    """Oracle: the conversations' own rows; texts of the same tokenizer are learned whole."""
+    save_chat_tokenizer(Path("tokenizer"), without_blocks(GENERATED["chatml"]))
+    with gzip.open("a.jsonl.gz", "wt") as file:
+        file.write(f"{GOOD}\n" * 5)
+    Path("b.txt").write_text("hello " * 400)
+    chat = config(files=["a.jsonl.gz"])
+    chat.prepare(64, 512)
+    (chat_folder,) = (path for path in Path("cache").iterdir() if (path / "index.json").exists())
+    texts = HFConfig(files=["b.txt"], tokenizer="tokenizer", document_end="<|endoftext|>", cache="texts", processes=1)
+    texts.prepare(64, 512)
+    (text_folder,) = Path("texts").iterdir()
+    mixed = PreparedConfig(sources=[str(chat_folder), str(text_folder)])
+    mixed.validate(64, 512)
+    dataset = mixed.build(64, 512, 0)
+    shares = [np.mean(dataset.train[number][1] != IGNORE_INDEX) for number in range(20)]
+    assert max(shares) == 1.0 and 0 < min(shares) < 0.6
+    assert PreparedConfig(folder=str(chat_folder)).build(64, 512, 0).fingerprint != dataset.fingerprint
+
+
+def test_damaged_learned_file_is_named() -> None:
+    """Oracle: the file with a value that is neither 0 nor 1."""
+    save_chat_tokenizer(Path("tokenizer"), without_blocks(GENERATED["chatml"]))
+    write_rows(Path("a.jsonl"), [GOOD])
+    config().prepare(WIDE, 512)
+    (path,) = Path("cache").glob("*/*.learned")
+    path.write_bytes(b"\7" * path.stat().st_size)
+    with pytest.raises(ConfigError, match=r"shard-00000.learned\] has 7, where 0 and 1 say which tokens are learned"):
+        config().build(WIDE, 512, 0).train[0]
+
+
+def steps_of(config: Config) -> list[StepMetrics]:
+    trainer = Trainer(config)
+    trainer.train()
+    return trainer.history
+
+
+def test_training_counts_answers_for_the_loss_and_all_tokens_for_the_rate() -> None:
+    """Oracle: labels and ids of the dataset's rows; one process for the losses of two. A row may have no label."""
+    save_chat_tokenizer(Path("tokenizer"), without_blocks(GENERATED["chatml"]))
+    long = [{"role": "user", "content": "word " * 150}, {"role": "assistant", "content": "yes"}]
+    write_rows(Path("a.jsonl"), [{"messages": messages} for messages in (*CONVERSATIONS, long)])
+    histories: list[list[StepMetrics]] = []
+    for ranks, batch_size in ((1, 4), (2, 2)):
+        wanted = make_config(FSDP2Config(), ranks, steps=3, seq_len=64, grad_accum=1, batch_size=batch_size)
+        wanted.model.vocab_size, wanted.data = 512, config()
+        wanted.data.prepare(64, 512)
+        wanted.validate(ranks, "cpu")
+        histories += run_ranks(ranks, steps_of, wanted)
+    dataset = config().build(64, 512, 0)
+    rows = [dataset.train[number] for number in range(len(dataset.train))]
+    labels = [int((labels_T != IGNORE_INDEX).sum()) for _, labels_T in rows]
+    padding = [64 - len(np.trim_zeros(tokens_T - dataset.document_end, "b")) for tokens_T, _ in rows]
+    tokens = [64 - max(0, each - 1) for each in padding]
+    assert min(labels) == 0 and len(rows) > 4 and min(tokens) < 64
+    stream = EndlessShuffle(len(rows), 0)
+    for number, (step, *others) in enumerate(zip(*histories, strict=True)):
+        chosen = [stream[4 * number + each] for each in range(4)]
+        assert step.valid_tokens == sum(labels[each] for each in chosen)
+        assert step.tokens_per_second * step.step_time_seconds == pytest.approx(sum(tokens[each] for each in chosen))
+        for other in others:
+            assert other.valid_tokens == step.valid_tokens and other.loss == pytest.approx(step.loss, rel=1e-5)
