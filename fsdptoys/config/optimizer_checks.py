@@ -13,7 +13,6 @@ from fsdptoys.parallel import ParallelConfig
 from fsdptoys.parallel.determinism import Deterministic
 from fsdptoys.parallel.fsdp2 import sharding
 from fsdptoys.parallel.mesh import Axes, MeshConfig
-from fsdptoys.parallel.precision import DType
 from fsdptoys.utils.torchao import torchao_fault
 
 
@@ -24,24 +23,6 @@ class Loop(Protocol):
     max_grad_norm: float | None
     skip_nonfinite: bool
     deterministic: Deterministic
-
-
-def check_loss_scale(loss_scale: LossScaleConfig, dtype: DType, memory: MemoryConfig, train: Loop) -> None:
-    """Refuse settings that cannot skip the step of an overflowed gradient, where a dtype needs that."""
-    if not dtype.needs_loss_scale:
-        loss_scale.check_used(dtype.value)
-    elif memory.optimizer_in_backward:
-        raise ConfigError(
-            f"memory.optimizer_in_backward=true updates before it is known whether a gradient of "
-            f"parallel.param_dtype={dtype.value} overflowed, which skips the step; set "
-            "memory.optimizer_in_backward=false or parallel.param_dtype=bfloat16"
-        )
-    elif not train.skip_nonfinite:
-        raise ConfigError(
-            f"train.skip_nonfinite=false would update with overflowed gradients, from which "
-            f"parallel.param_dtype={dtype.value} finds its loss scale; set train.skip_nonfinite=true or "
-            "parallel.param_dtype=bfloat16"
-        )
 
 
 def check_optimizer(

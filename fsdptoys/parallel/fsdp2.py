@@ -227,7 +227,7 @@ class FSDP2(Strategy):
     def state(self, optimizer: torch.optim.Optimizer) -> State:
         """The tensors of the shards."""
         self._reshard()
-        return State(self.named_parameters, optimizer, self.spread)
+        return State(self.trainable_parameters, optimizer, self.spread)
 
     def gathered_parts(self, name: str) -> int:
         """Also of features."""
