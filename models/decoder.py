@@ -143,14 +143,28 @@ class DecoderModel(UsesKernels, ABC):
     def flops_per_token(self, seq_len: int) -> float:
         """FLOPs of forward and backward per token: 6 per weight of a matmul, attention over half the square.
 
+        A frozen weight has 4: its gradient is not computed.
+
         Only a token's active experts count. Embeddings and the recomputation of gradient checkpointing do not, so
         utilization by this number is model FLOPs utilization (arXiv:2204.02311, appendix B, with the causal half: on
         average a token attends to half of the sequence).
         """
-        weights = sum(module.weight.numel() for module in self.modules() if isinstance(module, (nn.Linear, Router)))
-        routed = sum(module.active_expert_parameters for module in self.modules() if isinstance(module, MoE))
+        weights = 0
+        for module in self.modules():
+            if isinstance(module, (nn.Linear, Router)):
+                size = (
+                    module.in_features * module.out_features if isinstance(module, nn.Linear) else module.weight.numel()
+                )
+                # A quantized weight has another shape, and is frozen.
+                trains = "weight" in module._parameters and module.weight.requires_grad
+                weights += size * (6 if trains else 4)
+        routed = sum(
+            module.active_expert_parameters * (6 if module.experts.down_proj.requires_grad else 4)
+            for module in self.modules()
+            if isinstance(module, MoE)
+        )
         attention = sum(module.flops_per_token(seq_len) for module in self.modules() if isinstance(module, Attention))
-        return 6 * (weights + routed) + attention
+        return weights + routed + attention
 
     def flops_per_token_of_documents(self, seq_len: int, mean_keys: Mapping[int | None, float]) -> float:
         """FLOPs per token where documents are kept apart.

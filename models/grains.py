@@ -53,7 +53,7 @@ def use_grains(model: DecoderModel, grain: int, dtype: torch.dtype, slices: int 
         if isinstance(module, LMHead):
             module.forward = functools.partial(_head_forward, module, grain)  # type: ignore[method-assign]
         elif isinstance(module, Linear):
-            module.forward = functools.partial(_linear_forward, module, grain)  # type: ignore[method-assign]
+            module.multiply = functools.partial(_linear_forward, module, grain)  # type: ignore[method-assign]
         elif isinstance(module, nn.Embedding):
             module.forward = functools.partial(_embedding_forward, module, grain, dtype)  # type: ignore[method-assign]
         elif isinstance(module, nn.LayerNorm):

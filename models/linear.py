@@ -23,6 +23,10 @@ class Linear(nn.Linear):
 
     def forward(self, input: Tensor) -> Tensor:
         """Multiply the last dim; any leading shape."""
+        return self.multiply(input)
+
+    def multiply(self, input: Tensor) -> Tensor:
+        """The product alone, which a layer with more may add to; ``models.grains`` replaces it."""
         return linear(input, self.weight, self.bias)
 
 

@@ -46,6 +46,7 @@ from pathlib import Path
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+import torch
 import torch.distributed as dist
 from rich.console import Console
 from rich.table import Table
@@ -174,7 +175,7 @@ def hash_parameters(trainer: Trainer) -> dict[str, str]:
     hashes: dict[str, str] = {}
     for name, param in trainer.strategy.full_parameters():
         assert name not in hashes, "a parameter came twice"
-        hashes[name] = hashlib.sha256(param.contiguous().numpy().tobytes()).hexdigest()
+        hashes[name] = hashlib.sha256(param.contiguous().view(torch.uint8).numpy().tobytes()).hexdigest()
     return hashes
 
 

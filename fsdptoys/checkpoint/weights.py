@@ -135,6 +135,12 @@ class CheckpointWeights:
         settings = self._checkpoint.facts.get("config")
         self.settings: dict[str, Any] = settings if isinstance(settings, dict) else {}
         self.config = model_config_of(self.settings.get("model"), f"{where}: {place.name}", "name another checkpoint")
+        tune = self.settings.get("tune")
+        if isinstance(tune, dict) and tune.get("name") == "lora":
+            raise ConfigError(
+                f"{where}: {place.name} holds adapters without the weights that they are added to; train to the end "
+                "with checkpoint.final_weights=true, and name the run"
+            )
         with torch.device("meta"):
             model: DecoderModel = self.config.build()
         self._shapes = {name: param.shape for name, param in model.named_parameters()}

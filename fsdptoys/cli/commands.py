@@ -39,6 +39,11 @@ def _add_model_options(parser: Parser) -> None:
         "folder or of the run's data",
         "bytes",
     )
+    parser.value(
+        "--adapter DIR",
+        "folder in PEFT's format, whose low-rank adapters are added to the weights",
+        "runs/NAME/adapter",
+    )
     parser.value("--device D", "cuda, npu or cpu; default: an accelerator if there is one", "cpu")
     parser.value(
         "--dtype D", "dtype of the weights: float32 (default), bfloat16 or float16", "bfloat16", default="float32"
@@ -219,12 +224,13 @@ without memory.
     models.flag("--json", "exact numbers, as a list of objects")
 
     add(
-        "convert to-hf RUN OUT_DIR [dtype=float32|bfloat16|float16] [tokenizer=DIR]",
+        "convert to-hf RUN OUT_DIR [dtype=float32|bfloat16|float16] [tokenizer=DIR] [adapter=DIR]",
         "write a run's weights in Hugging Face format",
         """\
 Write the final weights of a run (checkpoint.final_weights=true) or those of a checkpoint in Hugging Face format. RUN is
 the run's directory, its folder weights, or a checkpoint's folder or URL; OUT_DIR must not exist. The files of a
-tokenizer, its chat template included, are copied from the folder DIR.
+tokenizer, its chat template included, are copied from the folder DIR. With adapter=DIR, a folder in PEFT's format, its
+low-rank adapters are added to the weights, and RUN may be a folder in Hugging Face format.
 """,
     )
     add(

@@ -26,10 +26,10 @@ from fsdptoys.config.schema import TrainConfig
 from fsdptoys.data.tokenizer import read_tokenizer_files
 from fsdptoys.errors import ConfigError
 from fsdptoys.models import ModelConfig
-from fsdptoys.train.pretrained import DTYPES, open_weights
+from fsdptoys.train.pretrained import DTYPES, TrainedModel, open_weights
 from fsdptoys.utils.text import near_miss, printable, value_text
 
-TO_HF = "fsdptoys convert to-hf RUN OUT_DIR [dtype=float32|bfloat16|float16] [tokenizer=DIR]"
+TO_HF = "fsdptoys convert to-hf RUN OUT_DIR [dtype=float32|bfloat16|float16] [tokenizer=DIR] [adapter=DIR]"
 FROM_HF = "fsdptoys convert from-hf DIR"
 
 
@@ -54,7 +54,7 @@ def _to_hf(words: list[str]) -> None:
     paths = [word for word in words if word not in options]
     if len(paths) != 2 or any(path.startswith("-") for path in paths):
         raise ConfigError(f"fsdptoys convert to-hf takes a run and a new folder, not {_joined(paths)}; write {TO_HF}")
-    chosen = {"dtype": "float32", "tokenizer": ""}
+    chosen = {"dtype": "float32", "tokenizer": "", "adapter": ""}
     for word in options:
         key, _, value = word.partition("=")
         if key not in chosen:
@@ -68,7 +68,8 @@ def _to_hf(words: list[str]) -> None:
     out_dir, dtype = Path(paths[1]).expanduser(), DTYPES[chosen["dtype"]]
     tokenizer = read_tokenizer_files(chosen["tokenizer"], "tokenizer") if chosen["tokenizer"] else {}
     check_new_folder(out_dir)
-    weights = open_weights(paths[0])
+    adapter = chosen["adapter"]
+    weights = TrainedModel(paths[0], adapter=adapter) if adapter else open_weights(paths[0])
     written = write_hugging_face(out_dir, weights.config, weights.read, dtype, tokenizer=tokenizer)
     files = f"{len(written.files)} files" if len(written.files) > 1 else written.files[0]
     print(

@@ -82,7 +82,7 @@ def evaluate_command(words: Sequence[str]) -> int:
                 f"--text {options.text} cannot be read ({error.strerror or error}); name a file that can"
             ) from error
 
-    trained = TrainedModel(places[0], say=print_status)
+    trained = TrainedModel(places[0], say=print_status, adapter=options.adapter)
     context = trained.choose_context(options.context)
     if content is None:
         found = _evaluate_held_out(trained, context, options.windows, options.batch, device, dtype)

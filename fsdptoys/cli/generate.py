@@ -38,7 +38,7 @@ def generate_command(words: Sequence[str]) -> int:
     draw = Draw(options.temperature, options.top_k, top_p, options.seed or 0)
     device, dtype = read_device(options.device, options.dtype)
 
-    trained = TrainedModel(places[0], say=print_status)
+    trained = TrainedModel(places[0], say=print_status, adapter=options.adapter)
     context = trained.choose_context(options.context)
     tokenizer = trained.tokenizer(options.tokenizer)
     ends, closing = trained.ends(), ""

@@ -49,7 +49,7 @@ def _train(words: list[str], cfg: str | None) -> int:
     if run.composition.config.launch.nnodes == 1:
         # With several nodes, rank 0 on another one may have made the folder already.
         _check_places(run.composition.config)
-    _verify_weights(run.composition.config.model.init_from)
+    _verify_weights(run.composition.config)
     _prepare_data(run.composition.config, run.local_ranks)
     return launch(run)
 
@@ -87,7 +87,7 @@ def _work(words: list[str]) -> None:
     if os.environ["RANK"] == "0":
         _check_places(config)
         if run is not None:
-            _verify_weights(config.model.init_from)
+            _verify_weights(config)
             print_run(run, environment)
         if config.plan.hardware != "auto" or profile_of_this_machine() is not None:
             from fsdptoys.metrics import prediction_line
@@ -118,12 +118,16 @@ def _check_places(config: Config) -> None:
     check_resume(config, restarted)
 
 
-def _verify_weights(init_from: str | None) -> None:
+def _verify_weights(config: Config) -> None:
     """Verify the checksums of the initial weights, if any, before a worker starts; reads every file once."""
     from fsdptoys.checkpoint import HuggingFaceFolder, verify_checksums
+    from fsdptoys.checkpoint.adapter_folder import AdapterFolder
+    from fsdptoys.tune import LoRAConfig
 
-    if init_from is not None:
-        verify_checksums(HuggingFaceFolder(init_from).path)
+    if config.model.init_from is not None:
+        verify_checksums(HuggingFaceFolder(config.model.init_from).path)
+    if isinstance(config.tune, LoRAConfig) and config.tune.adapter is not None:
+        verify_checksums(AdapterFolder(config.tune.adapter).path)
 
 
 def _prepare_data(config: Config, local_ranks: int) -> None:

@@ -32,7 +32,7 @@ from .schema import ROOT_OPTIONS, SCHEMAS, Config, TrainConfig
 CONFIG_MODULE = "fsdptoys.configs"
 
 PATHS = (
-    *("metrics.run_dir", "checkpoint.folder", "checkpoint.resume", "model.init_from", "plan.hardware"),
+    *("metrics.run_dir", "checkpoint.folder", "checkpoint.resume", "model.init_from", "plan.hardware", "tune.adapter"),
     *("data.files", "data.eval_files", "data.folder", "data.sources", "data.cache", "data.tokenizer"),
 )
 """Keys that name files or folders, in which ``~`` is the home directory."""

@@ -21,7 +21,14 @@ _TABLE = {
     "model_name_or_path pretrained_model_name_or_path model_path base_model hf_model_path": "model.init_from=*, a "
     "folder in Hugging Face format, with the model= that fsdptoys convert from-hf prints for it",
     "dropout attention_dropout": "models have no dropout: ",
-    "use_lora lora peft qlora load_in_4bit load_in_8bit": "low-rank adapters are not supported: ",
+    "use_lora lora peft use_peft finetuning_type=lora tune=peft lora_r lora_rank lora_alpha lora_dropout": "tune=lora",
+    "qlora load_in_4bit tune=qlora": "tune=lora tune.base=nf4",
+    "load_in_8bit": "weights are quantized to four bits only: tune=lora tune.base=nf4",
+    "lora_r=N lora_rank=N": "tune=lora tune.rank=*",
+    "lora_alpha=N": "tune=lora tune.alpha=*",
+    "lora_dropout=N": "tune=lora tune.dropout=*",
+    "adapter_name_or_path lora_weights resume_from_adapter": "tune=lora tune.adapter=*",
+    "use_dora dora": "of adapters only the plain form is supported: tune=lora",
     # Precision.
     "dtype torch_dtype precision mixed_precision amp param_dtype": "parallel.param_dtype=*",
     "precision=16 precision=16-mixed fp16 float16 half": "parallel.param_dtype=float16",

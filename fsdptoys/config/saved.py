@@ -11,6 +11,7 @@ from fsdptoys.data import DATASETS, DataConfig, SyntheticConfig
 from fsdptoys.errors import ConfigError
 from fsdptoys.optim import OPTIMIZERS
 from fsdptoys.parallel import STRATEGIES
+from fsdptoys.tune import TUNINGS
 from fsdptoys.utils.foreign import ForeignError, parse_json, parse_yaml
 from fsdptoys.utils.from_tree import build
 from fsdptoys.utils.regular_file import read_regular
@@ -59,6 +60,7 @@ def read_config(tree: dict[str, Any], where: str) -> Config:
         "model": dataclasses.replace(model_config_of(tree.get("model"), where, "leave the run out"), init_from=None),
         "parallel": _build_named(STRATEGIES, tree, "parallel", where),
         "optim": _build_named(OPTIMIZERS, tree, "optim", where),
+        "tune": _build_named(TUNINGS, {"tune": {"name": "full"}} | tree, "tune", where),
         "data": SyntheticConfig(),
         "checkpoint": CheckpointConfig(),
         "patches": tree.get("patches", "auto"),

@@ -24,6 +24,7 @@ from fsdptoys.parallel.mesh import MeshConfig
 from fsdptoys.parallel.precision import SumDType
 from fsdptoys.patches import check_patches
 from fsdptoys.profiler import DebugConfig, ProfileConfig
+from fsdptoys.tune import TUNINGS, TuneConfig
 from fsdptoys.utils.bounds import MOST_STEPS, MOST_TOKENS, above, at_least, between, check_bounds
 
 from .context_checks import check_context
@@ -35,6 +36,7 @@ from .option_values import Option
 from .plan_config import PlanConfig
 from .tensor_checks import check_tensor
 from .toy_checks import check_toy_context, check_toy_experts
+from .tune_checks import check_tune, open_adapter
 
 MOST_BATCHES = 2**20  # upper bound of a batch's sequences, and of the batches of a step or an evaluation
 MOST_SEED = 2**63 - 1
@@ -125,6 +127,7 @@ class Config:
     memory: MemoryConfig
     data: DataConfig
     optim: OptimConfig
+    tune: TuneConfig
     train: TrainConfig
     checkpoint: CheckpointConfig
     metrics: MetricsConfig
@@ -173,6 +176,7 @@ class Config:
             tokens=train.batch_size * train.seq_len // self.mesh.cp_size,
             cpu_offload=self.memory.cpu_offload,
         )
+        check_tune(self)
         check_loss_scale(self.loss_scale, self.parallel, self.memory, train)
         check_optimizer(self.optim, self.parallel, self.memory, train, device_type)
         self.parallel.validate(world_size, self.mesh, device_type, self.memory.cpu_offload)
@@ -207,9 +211,11 @@ class Config:
             check_patches(self.patches, self.parallel.name)
         except ValueError as mistake:  # patches do not import ConfigError, but word their messages alike
             raise ConfigError(str(mistake)) from mistake
+        with torch.device("meta"):
+            model = self.model.build()
         if self.model.init_from is not None:
-            with torch.device("meta"):
-                open_init_from(self.model.build())
+            open_init_from(model)
+        open_adapter(self.tune, model)
 
     @property
     def step_bytes(self) -> int:
@@ -361,7 +367,7 @@ def _plain(value: Any) -> Any:
         return value.value
     if dataclasses.is_dataclass(value):
         # In sections with several dataclasses, ``name`` says which one; a model's ``name`` is its preset.
-        kind = {"name": value.name} if isinstance(value, (ParallelConfig, DataConfig, OptimConfig)) else {}
+        kind = {"name": value.name} if isinstance(value, (ParallelConfig, DataConfig, OptimConfig, TuneConfig)) else {}
         kind |= {"family": value.family} if isinstance(value, ModelConfig) else {}
         return kind | {each.name: _plain(getattr(value, each.name)) for each in dataclasses.fields(value)}
     if isinstance(value, (list, tuple)):
@@ -376,6 +382,7 @@ SCHEMAS: dict[str, dict[str, type]] = {
     "memory": {"none": MemoryConfig},
     "data": dict(DATASETS),
     "optim": dict(OPTIMIZERS),
+    "tune": dict(TUNINGS),
     "checkpoint": {"default": CheckpointConfig},
     "metrics": {"default": MetricsConfig},
 }

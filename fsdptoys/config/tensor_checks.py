@@ -9,6 +9,7 @@ from fsdptoys.optim import OptimConfig
 from fsdptoys.parallel.expert_parallel import fsdp2_can_sum
 from fsdptoys.parallel.float8 import Float8
 from fsdptoys.parallel.mesh import Axes
+from fsdptoys.tune import LoRAConfig, TuneConfig
 
 
 class Sections(Protocol):
@@ -17,6 +18,7 @@ class Sections(Protocol):
     train: Any
     model: ModelConfig
     optim: OptimConfig
+    tune: TuneConfig
 
 
 def check_tensor(config: Sections, axes: Axes) -> None:
@@ -25,6 +27,11 @@ def check_tensor(config: Sections, axes: Axes) -> None:
     Raises:
         ConfigError: naming key, value and fix.
     """
+    slices = config.train.slices
+    if isinstance(config.tune, LoRAConfig) and (axes.tp > 1 or slices > 1):
+        setting = f"mesh.tp_size={axes.tp}" if axes.tp > 1 else f"train.slices={slices}"
+        key = setting.partition("=")[0]
+        raise ConfigError(f"tune=lora adds to the layers that {setting} splits; set {key}=1 or tune=full")
     if axes.tp == 1:
         return
     sizes = split_sizes(config.model)

@@ -96,6 +96,10 @@ class StepReader:
         self._firsts = [(each * data_ranks + rank) * batch_size for each in range(microbatches) for rank in ranks]
         self._shuffle = EndlessShuffle(len(samples), seed)
 
+    def numbers(self, place: int) -> list[Tensor]:
+        """Numbers of the samples of a step from a position on, over all ranks: int64 (B,) for each micro-batch."""
+        return [place + first + torch.arange(self.batch_size) for first in self._firsts]
+
     def read(self, place: int) -> Tensor:
         """Tokens and labels of the step from a position on, int64 (micro-batches · own ranks, 2, B, T)."""
         places = [place + first + row for first in self._firsts for row in range(self.batch_size)]

@@ -65,6 +65,10 @@ class BatchStream:
         self.samples_seen += self.global_batch
         return [(tokens_BT, labels_BT) for tokens_BT, labels_BT in step]
 
+    def sample_numbers(self) -> list[Tensor]:
+        """Numbers of the next step's samples, counted over the run: int64 (B,) for each micro-batch and own rank."""
+        return self._reader.numbers(self.samples_seen)
+
     def close(self) -> None:
         """End the workers, if any; the next step would start new ones."""
         if self._ahead is not None:

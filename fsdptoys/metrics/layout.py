@@ -34,7 +34,7 @@ class Layout:
     """How a run's model lies on its ranks."""
 
     parameters: int
-    """Trainable ones; a shared weight counts once."""
+    """A shared weight counts once."""
     parameters_per_rank: int
     """With the padding of uneven shards."""
     units: int
@@ -47,11 +47,15 @@ class Layout:
     """Tensors that are sharded over the shard axis."""
     bytes_per_rank: dict[str, RankBytes]
     """Parameters, gradients once all are reduced, and optimizer states."""
+    trained: int | None = None
+    """Those of ``parameters`` that are not frozen; None in results of versions without frozen ones."""
 
 
 def layout_rows(layout: Layout) -> list[tuple[str, str]]:
     """Labels and texts of the lines on the console and in the summary."""
-    rows = [("parameters", f"{layout.parameters:,}, of which a rank holds {layout.parameters_per_rank:,}")]
+    trained = layout.trained if layout.trained is not None else layout.parameters
+    share = f"{trained:,} ({trained / layout.parameters:.2%}) train and " * (trained < layout.parameters)
+    rows = [("parameters", f"{layout.parameters:,}, of which {share}a rank holds {layout.parameters_per_rank:,}")]
     largest, smallest = layout.largest_unit, layout.smallest_unit
     if largest is not None and smallest is not None:
         rows.append(("units", f"{layout.units}; largest {_unit_text(largest)}, smallest {_unit_text(smallest)}"))

@@ -79,6 +79,7 @@ class DDPConfig(ReducingConfig):
     name: ClassVar[str] = "ddp"
     strategy = DDP
     sums_grains: ClassVar[bool] = True
+    mixes_dtypes: ClassVar[bool] = True
 
     bucket_cap_mb: int = field(default=25, metadata=at_least(1, 2**20))
     """Gradients are all-reduced in buckets of this many MiB during the backward."""

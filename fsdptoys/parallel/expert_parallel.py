@@ -227,7 +227,7 @@ def split_experts(model: DecoderModel, mesh: DeviceMesh, exchange: ExpertExchang
             assert stack.is_meta
             local = stack.new_empty(stack.shape[0] // mesh.size(), *stack.shape[1:])
             part = DTensor.from_local(local, mesh, [Shard(0)], run_check=False)
-            setattr(experts, name, nn.Parameter(part))
+            setattr(experts, name, nn.Parameter(part, stack.requires_grad))
         experts.exchange = exchange
 
 

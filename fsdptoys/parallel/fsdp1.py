@@ -51,7 +51,7 @@ class FSDP1(Strategy):
         def materialize_own_parameters(module: nn.Module) -> None:
             for attribute, param in list(module.named_parameters(recurse=False)):
                 if param not in made:
-                    made[param] = nn.Parameter(torch.empty_like(param, device=device))
+                    made[param] = nn.Parameter(torch.empty_like(param, device=device), param.requires_grad)
                     fill(made[param], names[param])
                 setattr(module, attribute, made[param])
 
@@ -163,6 +163,10 @@ class FSDP1(Strategy):
     def shard_group(self) -> dist.ProcessGroup:
         """The ranks along the shard axis."""
         return self.mesh.get_group(SHARD_AXIS)
+
+    def gradient_bytes(self, trained: list[Tensor], frozen: list[Tensor]) -> int:
+        """A flat parameter has a gradient for its frozen elements too."""
+        return super().gradient_bytes(trained, [])
 
     def state(self, optimizer: torch.optim.Optimizer) -> State:
         """Parameters and states, resharded along the first dim."""

@@ -42,7 +42,7 @@ from .mesh import (
     build_tensor_meshes,
 )
 from .precision import DType, ReduceDType
-from .state import State
+from .state import State, unrounded
 from .strategy import ParallelContext, Strategy, UnitParams, own_parameters
 from .tensor_parallel import FeatureSplit, TensorExchange
 from .wrap import inside_out
@@ -227,7 +227,7 @@ class FSDP2(Strategy):
     def state(self, optimizer: torch.optim.Optimizer) -> State:
         """The tensors of the shards."""
         self._reshard()
-        return State(self.named_parameters, optimizer, self.spread)
+        return State(self.trainable_parameters, optimizer, self.spread)
 
     def gathered_parts(self, name: str) -> int:
         """Also of features."""
@@ -254,7 +254,7 @@ class FSDP2(Strategy):
         for name, param in self.named_parameters():
             on_mesh = self.spread(name, unwrapped(param)).to(self.mesh.device_type)
             assert is_dtensor(on_mesh)
-            yield name, full_tensor(on_mesh).to("cpu", torch.float32)
+            yield name, unrounded(name, full_tensor(on_mesh))
 
     def _reshard(self) -> None:
         for module in self.model.modules():
@@ -274,6 +274,7 @@ class FSDP2Config(FSDPConfig):
     strategy = FSDP2
     sums_grains: ClassVar[bool] = True
     uses_dtensor: ClassVar[bool] = True
+    mixes_dtypes: ClassVar[bool] = True
     overlaps_cpu_offload: ClassVar[bool] = True
     gathers_float8: ClassVar[bool] = True
     splits_experts: ClassVar[bool] = True

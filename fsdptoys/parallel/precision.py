@@ -76,6 +76,8 @@ class CastParameters(nn.Module):
         self.dtype = dtype
         self._copies: dict[Tensor, Tensor] = {}
         for param in module.parameters():
+            if not param.requires_grad:
+                continue  # kept in this dtype, so that the cast copies nothing (``mixes_dtypes``)
             param.register_post_accumulate_grad_hook(self._free)
         compiled: set[nn.Module] = set()
         for block in module.modules():

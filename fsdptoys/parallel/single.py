@@ -9,7 +9,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
-import torch
 from torch import Tensor, nn
 
 from fsdptoys.errors import ConfigError
@@ -20,6 +19,7 @@ from .float64_leaves import Float64Leaves
 from .init_weights import Fill, init_buffers, materialize
 from .mesh import MeshConfig
 from .precision import CastParameters, DType
+from .state import unrounded
 from .strategy import ParallelConfig, ParallelContext, Strategy, UnitParams
 
 
@@ -60,7 +60,7 @@ class UnshardedStrategy(Strategy):
     def full_parameters(self) -> Iterator[tuple[str, Tensor]]:
         """The model's own parameters."""
         for name, param in self._unwrapped.named_parameters():  # not the slices of a toy's optimizer
-            yield name, self._parameter(param).detach().to("cpu", torch.float32)
+            yield name, unrounded(name, self._parameter(param).detach())
 
     def _add_microbatch(self, param: nn.Parameter, grad: Tensor, is_last: bool) -> None:
         """Add up a parameter's reduced gradients of a step in float32; the last one makes the sum its gradient."""
@@ -105,6 +105,7 @@ class SingleConfig(ParallelConfig):
     name: ClassVar[str] = "single"
     strategy = Single
     single_process: ClassVar[bool] = True
+    mixes_dtypes: ClassVar[bool] = True
     sums_grains: ClassVar[bool] = True
 
     simulated_ranks: int = field(default=1, metadata=at_least(1, 2**16))

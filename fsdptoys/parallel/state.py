@@ -23,6 +23,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from fsdptoys.device import Streams, is_accelerator
+from fsdptoys.models.nf4 import is_packed
 from fsdptoys.utils.dtensor import full_tensor, is_dtensor, local_tensor, sharded_like, unwrapped
 
 NamedParameters = Callable[[], Iterable[tuple[str, nn.Parameter]]]
@@ -151,3 +152,8 @@ def _kept_states(optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
 def _layout(tensor: Tensor) -> tuple[object, ...]:
     spread = (tensor.placements, tensor.device_mesh) if is_dtensor(tensor) else ()
     return tensor.shape, tensor.dtype, *spread
+
+
+def unrounded(name: str, full: Tensor) -> Tensor:
+    """A full parameter on the CPU: in float32, and a quantized weight, which a cast would destroy, as it is."""
+    return full.to("cpu") if is_packed(name) else full.to("cpu", torch.float32)

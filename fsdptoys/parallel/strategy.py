@@ -37,6 +37,7 @@ from fsdptoys.errors import ConfigError
 from fsdptoys.models import DecoderModel, ModelConfig
 from fsdptoys.utils.bounds import check_bounds
 from fsdptoys.utils.dtensor import local_tensor
+from fsdptoys.utils.storages import bytes_beside
 
 from .context import ContextForm
 from .determinism import Deterministic
@@ -82,6 +83,8 @@ class ParallelConfig:
     """Whether ``mesh.cp_size`` ranks can share a sequence: gradients are summed over all ranks, whatever they saw."""
     sums_grains: ClassVar[bool] = False
     """Whether ``train.deterministic=layout`` is possible."""
+    mixes_dtypes: ClassVar[bool] = False
+    """Whether frozen parameters can be kept in ``param_dtype`` beside float32 ones."""
     splits_experts: ClassVar[bool] = False
     """Whether ``mesh.ep_size`` ranks can split the experts."""
     splits_features: ClassVar[bool] = False
@@ -265,9 +268,17 @@ class Strategy(ABC):
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """Parameters for the optimizer, with the model's own names where the strategy keeps parameters apart."""
 
+    def held_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """``named_parameters``, and those frozen ones that are not among them."""
+        return self.named_parameters()
+
+    def trainable_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """Those of ``named_parameters`` that are not frozen."""
+        return ((name, param) for name, param in self.named_parameters() if param.requires_grad)
+
     @abstractmethod
     def full_parameters(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield every parameter in full, once, as float32 on the CPU, in any order.
+        """Yield every parameter in full, once, on the CPU, in any order: in float32, but quantized weights as they are.
 
         A collective: all ranks must exhaust it.
         """
@@ -289,9 +300,9 @@ class Strategy(ABC):
         group = self.shard_group()
         return self.mesh_axes.named(self.context.world_size, group.size() if group is not None else 1)
 
-    def gradient_bytes(self, parameter_bytes: int) -> int:
-        """Bytes of a rank's reduced gradients, from those of its parameters."""
-        return parameter_bytes
+    def gradient_bytes(self, trained: list[Tensor], frozen: list[Tensor]) -> int:
+        """Bytes of a rank's reduced gradients, from its local tensors of parameters."""
+        return bytes_beside(trained, frozen)
 
     def attach(self, optimizer: torch.optim.Optimizer) -> None:  # noqa: B027 (only who shards updates must exchange them)
         """Receive the optimizer over ``named_parameters`` before its first step."""
@@ -312,7 +323,7 @@ class Strategy(ABC):
 
     def state(self, optimizer: torch.optim.Optimizer) -> State:
         """Parameters and optimizer states, with pending updates finished."""
-        return State(self.named_parameters, optimizer)
+        return State(self.trainable_parameters, optimizer)
 
     @torch.no_grad()
     def state_tensors(self, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
@@ -321,10 +332,7 @@ class Strategy(ABC):
 
     @torch.no_grad()
     def load_state_tensors(self, optimizer: torch.optim.Optimizer, load: Load) -> None:
-        """Fill the tensors of ``state_tensors`` in place with ``load``, and install them. A collective.
-
-        If ``load`` raises, parameters and states may be half replaced.
-        """
+        """Fill the tensors of ``state_tensors`` in place with ``load``, which may raise half-way. A collective."""
         state = self.state(optimizer)
         tensors = state.tensors()
         load(tensors)
@@ -341,8 +349,7 @@ class Strategy(ABC):
     @property
     def shard_rank(self) -> int:
         """Index of this rank's shard; 0 where nothing is sharded."""
-        group = self.shard_group()
-        return dist.get_rank(group) if group is not None else 0
+        return dist.get_rank(group) if (group := self.shard_group()) is not None else 0
 
     def local_norms(self, grads: list[Tensor], map_parts: MapParts = map) -> list[Tensor]:
         """Norms of parts of this rank's gradients, for ``total_norm``; ``map_parts`` is like ``map``, over parts.
@@ -375,9 +382,7 @@ class Strategy(ABC):
     ) -> Tensor:
         """Scale all gradients so that their norm is at most ``max_norm``; return the norm before, as float32.
 
-        Gradients of a scaled loss are first multiplied by ``unscale``: in one pass with the clipping, so with
-        ``max_norm=inf`` this costs a pass over them.
-
+        Gradients of a scaled loss are multiplied by ``unscale`` in the same pass, with ``max_norm=inf`` in one.
         The squares of parts are added up in the context's ``sum_dtype`` and rounded once at the end: with parts in
         float64 the norm is the same number however the gradients are sharded. ``scale_by`` receives the factor instead
         of multiplying the gradients here; ``map_parts`` is like ``map``, over parts of gradients, and may use threads.

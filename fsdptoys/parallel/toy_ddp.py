@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 
 from fsdptoys.toys.ddp import DistributedDataParallel
 from fsdptoys.toys.zero1 import Zero1
@@ -53,10 +53,18 @@ class ToyZero1(ToyDDP):
         self.model.attach(optimizer)
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """Flat slices, with the names of their parameters."""
-        for name, param in self._unwrapped.named_parameters():
+        """Flat slices of those that train, with the names of their parameters."""
+        for name, param in self._trained():
             bucket, slot = self.model.slices.places[param]
             yield name, bucket.pieces[slot]
+
+    def held_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """Also full frozen ones."""
+        yield from self.named_parameters()
+        yield from ((name, param) for name, param in self._unwrapped.named_parameters() if not param.requires_grad)
+
+    def _trained(self) -> Iterator[tuple[str, nn.Parameter]]:
+        return ((name, param) for name, param in self._unwrapped.named_parameters() if param.requires_grad)
 
     def shard_group(self) -> dist.ProcessGroup | None:
         """All ranks."""
@@ -65,7 +73,7 @@ class ToyZero1(ToyDDP):
     def state(self, optimizer: torch.optim.Optimizer) -> ShardedState:
         """Live parameters, and copies of the states, sharded along their first dim."""
         slices, holdings, live = self.model.slices, [], {}
-        for name, param in self._unwrapped.named_parameters():
+        for name, param in self._trained():
             bucket, slot = slices.places[param]
             spans = [bucket.span(slot, rank) for rank in range(slices.ranks)]
             holdings.append(Holding(name, param.shape, spans, bucket.pieces[slot]))
@@ -78,9 +86,9 @@ class ToyZero2(ToyZero1):
 
     sharded = "gradients and optimizer states"
 
-    def gradient_bytes(self, parameter_bytes: int) -> int:
+    def gradient_bytes(self, trained: list[Tensor], frozen: list[Tensor]) -> int:
         """One slice of each bucket."""
-        return parameter_bytes // self.context.world_size
+        return super().gradient_bytes(trained, frozen) // self.context.world_size
 
     def _wrap(self, model: nn.Module) -> Any:
         return Zero2(

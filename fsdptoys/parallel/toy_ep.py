@@ -23,7 +23,7 @@ from fsdptoys.toys.ep import apply_elsewhere
 from .gradient_norms import MapParts
 from .init_weights import Fill
 from .mesh import EXPERT_AXIS, REPLICATE_AXIS, named_mesh
-from .state import State
+from .state import State, unrounded
 from .strategy import ParallelContext
 from .toy_ddp import ToyDDP, ToyDDPConfig
 
@@ -53,7 +53,8 @@ class ToyEP(ToyDDP):
             if self.split > 1 and isinstance(module, Experts):
                 for kind, stack in list(module.named_parameters()):
                     stacks[f"{name}.{kind}"] = stack.shape
-                    setattr(module, kind, nn.Parameter(stack.detach().chunk(self.split)[0]))
+                    part = stack.detach().chunk(self.split)[0]
+                    setattr(module, kind, nn.Parameter(part, stack.requires_grad))
                 module.forward = partial(_forward, module, self.together)  # type: ignore[method-assign]
 
         def fill_part(param: Tensor, name: str) -> None:
@@ -110,18 +111,18 @@ class ToyEP(ToyDDP):
                 parts = [torch.empty_like(full) for _ in range(self.split)]
                 dist.all_gather(parts, full, group=self.together)
                 full = torch.cat(parts)
-            yield name, full.to("cpu", torch.float32)
+            yield name, unrounded(name, full)
 
     def state(self, optimizer: torch.optim.Optimizer) -> State:
         """Live tensors; stacks and their states as DTensors."""
-        return State(self.named_parameters, optimizer) if self.split == 1 else SplitState(self, optimizer)
+        return State(self.trainable_parameters, optimizer) if self.split == 1 else SplitState(self, optimizer)
 
 
 class SplitState(State):
     """Live tensors, of which those of stacks are DTensors sharded between experts."""
 
     def __init__(self, strategy: ToyEP, optimizer: torch.optim.Optimizer) -> None:
-        super().__init__(strategy.named_parameters, optimizer)
+        super().__init__(strategy.trainable_parameters, optimizer)
         self.mesh = strategy.mesh
         self.stacks = {
             name: strategy.shapes[param] for name, param in self.named_parameters if param in strategy.shapes

@@ -43,7 +43,9 @@ class ToyZero3(Strategy):
         )
         init_buffers(model, device, self.config.buffer_dtype.torch)
         self._own = {
-            name: param if self.model.owner_of[param] == self.context.rank else nn.Parameter(param.new_empty(0))
+            name: param
+            if self.model.owner_of[param] == self.context.rank
+            else nn.Parameter(param.new_empty(0), param.requires_grad)
             for name, param in model.named_parameters()
         }
 
@@ -71,6 +73,10 @@ class ToyZero3(Strategy):
             own = holding.own.detach()
             yield holding.name, holding.assemble(own, own.dtype, device).to("cpu", torch.float32)
 
+    def gradient_bytes(self, trained: list[Tensor], frozen: list[Tensor]) -> int:
+        """A share's gradients have room for its frozen parameters."""
+        return super().gradient_bytes(trained, [])
+
     def shard_group(self) -> dist.ProcessGroup | None:
         """All ranks."""
         return dist.group.WORLD
@@ -85,7 +91,8 @@ class ToyZero3(Strategy):
 
     def state(self, optimizer: torch.optim.Optimizer) -> ShardedState:
         """Copies, sharded along their first dim."""
-        return ShardedState(self._holdings(), optimizer, self.context.build_mesh(), live={})
+        holdings = [each for each in self._holdings() if each.own.requires_grad]
+        return ShardedState(holdings, optimizer, self.context.build_mesh(), live={})
 
 
 @dataclass

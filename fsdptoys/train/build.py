@@ -23,6 +23,7 @@ from fsdptoys.metrics import SpikeDetector
 from fsdptoys.models import DecoderModel, use_context
 from fsdptoys.models.grain_attention import Float64Context
 from fsdptoys.models.grains import use_grains
+from fsdptoys.models.lora import Samples
 from fsdptoys.parallel import ParallelContext, Strategy
 from fsdptoys.parallel.context import build_context
 from fsdptoys.parallel.precision import DType
@@ -33,10 +34,12 @@ from .document_flops import DocumentCounter
 from .moe_balance import RoutingBalance
 from .skipped_steps import SkippedSteps
 from .step_readings import StepReadings
+from .tuning import quantize_base
 
 
 def prepare_blocks(model: DecoderModel, config: Config, device: Device) -> None:
-    """Apply grains, activation checkpointing, and compilation to the blocks before anything wraps them."""
+    """Apply quantization, grains, activation checkpointing and compilation before anything wraps the blocks."""
+    quantize_base(model, config)
     memory, grain = config.memory, config.train.grain_tokens
     if grain is not None:
         use_grains(model, grain, config.parallel.param_dtype.torch, config.train.slices)
@@ -55,12 +58,14 @@ def prepare_blocks(model: DecoderModel, config: Config, device: Device) -> None:
         compile_blocks(model.layers, memory.checkpointing_budget, inner_hooks=inner_hooks)
 
 
-def share_sequences(model: DecoderModel, config: Config, strategy: Strategy) -> None:
-    """Let a model keep this rank's part of sequences that ranks share, before the strategy wraps it."""
+def share_sequences(model: DecoderModel, config: Config, strategy: Strategy, samples: Samples | None) -> None:
+    """Let a model, and its dropout, keep this rank's part of sequences that ranks share, before it is wrapped."""
     if strategy.context_group is not None:
         compiles = config.train.compile
         context = build_context(strategy.config.context, strategy.context_group, compiles=compiles)
         use_context(model, context if config.train.grain_tokens is None else Float64Context(context))
+    if samples is not None:
+        samples.context = model.context
 
 
 def loss_builder(config: Config, strategy: Strategy) -> Callable[..., LossFn]:
@@ -81,12 +86,14 @@ def loss_builder(config: Config, strategy: Strategy) -> Callable[..., LossFn]:
 def build_updates(optimizer: torch.optim.Optimizer, strategy: Strategy, config: Config, cpu_threads: int) -> Updates:
     """Choose where and when the optimizer, made after ``parallelize``, steps; ``cpu_threads`` are for host memory."""
     memory, context = config.memory, strategy.context
+    units = [(module, [param for param in params if param.requires_grad]) for module, params in strategy.units()]
+    units = [(module, params) for module, params in units if params]
     if memory.optimizer_offload:
         assert config.train.init_seed is not None
         return BucketedUpdates(
             offload_optimizer(
                 optimizer,
-                strategy.units(),
+                units,
                 memory,
                 device=context.device,
                 model=strategy.model,
@@ -101,7 +108,7 @@ def build_updates(optimizer: torch.optim.Optimizer, strategy: Strategy, config: 
         return BucketedUpdates(
             overlap_cpu_offload(
                 optimizer,
-                strategy.units(),
+                units,
                 model=strategy.model,
                 threads=cpu_threads,
                 units_ahead=strategy.units_ahead,
@@ -114,7 +121,7 @@ def build_updates(optimizer: torch.optim.Optimizer, strategy: Strategy, config: 
         def measure(grad: Tensor) -> list[Tensor]:
             return strategy.local_norms([local_tensor(grad)])
 
-        return OptimizerInBackward(optimizer, (param for _, param in strategy.named_parameters()), measure)
+        return OptimizerInBackward(optimizer, (param for _, param in strategy.trainable_parameters()), measure)
     return Updates(optimizer, cpu_threads if memory.cpu_offload else None)
 
 

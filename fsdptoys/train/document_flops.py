@@ -9,6 +9,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from fsdptoys.config.schema import Config
+from fsdptoys.data.dataset import TokenDataset
 from fsdptoys.models import DecoderModel, attended_keys
 
 
@@ -40,3 +42,10 @@ class DocumentCounter:
         tokens, *keys = counts
         means = {length: twice / 2 / max(1, tokens) for length, twice in zip(self._model.chunk_lens, keys, strict=True)}
         return self._model.flops_per_token_of_documents(self._seq_len, means)
+
+
+def build_document_counter(model: DecoderModel, config: Config, dataset: TokenDataset) -> DocumentCounter | None:
+    """The counter of a run; None where documents are not kept apart."""
+    if not config.data.mask_documents:
+        return None
+    return DocumentCounter(model, dataset.end_labels_with_documents(), config.train.seq_len)

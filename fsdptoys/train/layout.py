@@ -9,9 +9,11 @@ from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from fsdptoys.memory import BucketedOptimizer
 from fsdptoys.metrics.layout import Layout, RankBytes, Unit
+from fsdptoys.models.nf4 import is_packed, unpacked_elements
 from fsdptoys.utils.dtensor import local_tensor
 from fsdptoys.utils.storages import storage_bytes
 
@@ -22,19 +24,21 @@ if TYPE_CHECKING:
 def measure_layout(trainer: "Trainer") -> Layout:
     """Measure this rank and take the largest number over all ranks. A collective."""
     config, strategy, sizes = trainer.config, trainer.strategy, trainer.parameter_sizes
-    params = dict(strategy.named_parameters())
+    params = dict(strategy.held_parameters())
     own = {name: local_tensor(param) for name, param in params.items()}
-    held = storage_bytes(own.values())
-    elements = held // next(iter(own.values())).element_size()
-    gradients = 0 if config.memory.optimizer_in_backward else strategy.gradient_bytes(held)
+    trained = {name: own[name] for name, param in params.items() if param.requires_grad}
+    held, elements = storage_bytes(own.values()), count_elements(own)
+    frozen = [own[name] for name in own.keys() - trained.keys()]
+    in_backward = config.memory.optimizer_in_backward
+    gradients = 0 if in_backward else strategy.gradient_bytes(list(trained.values()), frozen)
     if isinstance(trainer.optimizer, BucketedOptimizer):
         buckets = trainer.optimizer.buckets
         states = sum(bucket.slab.nbytes for bucket in buckets if not bucket.on_host)
         on_host = sum(bucket.slab.nbytes for bucket in buckets if bucket.on_host)
     else:
         states, on_host = 0, 0
-        for name, param in params.items():
-            states += sum(config.optim.state_bytes(param.shape, own[name].numel(), name in trainer.block_names))
+        for name, local in trained.items():
+            states += sum(config.optim.state_bytes(params[name].shape, local.numel(), name in trainer.block_names))
     numbers = torch.tensor([elements, held, gradients, states, on_host], device=trainer.device.torch_device)
     dist.all_reduce(numbers, op=dist.ReduceOp.MAX)
     elements, *each, on_host = map(int, numbers.tolist())
@@ -60,7 +64,16 @@ def measure_layout(trainer: "Trainer") -> Layout:
         mesh={axis: ranks for axis, ranks in strategy.axes().items() if ranks > 1},
         sharded=strategy.sharded,
         bytes_per_rank=held_bytes,
+        trained=sum(sizes[name] for name in trained) if config.tune.freezes else sum(sizes.values()),
     )
+
+
+def count_elements(own: Mapping[str, Tensor]) -> int:
+    """Elements of one rank's tensors, by name, with the padding of shards."""
+    packed = storage_bytes(tensor for name, tensor in own.items() if is_packed(name))
+    kinds = {tensor.dtype for tensor in own.values()}
+    plain = {kind: [each for name, each in own.items() if each.dtype is kind and not is_packed(name)] for kind in kinds}
+    return unpacked_elements(packed) + sum(storage_bytes(each) // kind.itemsize for kind, each in plain.items())
 
 
 def unit_sizes(units: Iterable[list[str]], sizes: Mapping[str, int]) -> dict[str, int]:

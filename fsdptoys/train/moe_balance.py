@@ -18,7 +18,7 @@ it multiplies, so two unbalanced layers can look balanced.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.distributed as dist
@@ -64,11 +64,18 @@ class RoutingBalance:
         self._counts_LE = torch.zeros(n_layers, n_experts, dtype=torch.int64, device=self._device)
         self._sums = torch.zeros(n_layers, n_experts + 1, dtype=self._sum_dtype, device=self._device)
 
-    def before_forward(self, model: nn.Module, index: int, microbatches: Sequence[tuple[Tensor, Tensor]]) -> None:
+    def before_forward(
+        self,
+        model: nn.Module,
+        index: int,
+        microbatches: Sequence[tuple[Tensor, Tensor]],
+        begin: Callable[[int], None] = lambda index: None,
+    ) -> None:
         """Route the micro-batches that real ranks would run concurrently, or first, before one of them runs.
 
         Costs one more forward per micro-batch of the step, if this process simulates several ranks or the full step is
-        routed first; ``index`` is that of the next micro-batch. A collective.
+        routed first; ``index`` is that of the next micro-batch. ``begin`` is called with that of each before its
+        forward. A collective.
         """
         together = len(microbatches) if self._routes_first else self._local_ranks
         self._counted = together > 1 and self._aux_coef != 0
@@ -76,7 +83,8 @@ class RoutingBalance:
             return
         counts_LE = torch.zeros_like(self._counts_LE)
         with torch.no_grad():
-            for tokens_BT, labels_BT in microbatches[index : index + together]:
+            for place, (tokens_BT, labels_BT) in enumerate(microbatches[index : index + together], index):
+                begin(place)
                 # Labels and an empty loss avoid the computation of logits.
                 model(tokens_BT.to(self._device), labels_BT.to(self._device), _no_loss)
                 counts_LE += self._routed()

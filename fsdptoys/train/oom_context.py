@@ -35,6 +35,7 @@ def oom_context(
     states_bytes = sum(
         sum(config.optim.state_bytes(param.shape, local_tensor(param).numel(), param in in_blocks))
         for param in parameters
+        if param.requires_grad
     )
     offloads = memory.optimizer_offload or memory.cpu_offload
     switches = Switches(

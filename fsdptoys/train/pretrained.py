@@ -22,8 +22,9 @@ from fsdptoys.checkpoint import (
     step_of,
     verify_checksums,
 )
+from fsdptoys.checkpoint.adapter_folder import AdapterFolder
 from fsdptoys.checkpoint.hf_folder import CONFIG_FILE
-from fsdptoys.checkpoint.safetensors_io import read_json
+from fsdptoys.checkpoint.safetensors_io import read_json, slices
 from fsdptoys.config.kernel_choice import KernelConfig, put_kernels
 from fsdptoys.config.saved import read_data_config
 from fsdptoys.data import ChatConfig, DataConfig
@@ -33,6 +34,7 @@ from fsdptoys.data.tokenizer import CHOICE, Tokenizer, open_tokenizer
 from fsdptoys.device import DEVICE_TYPES, Device, available_device_type
 from fsdptoys.errors import ConfigError
 from fsdptoys.models import DecoderModel, ModelConfig, whole
+from fsdptoys.models.huggingface import Bounds
 from fsdptoys.parallel.init_weights import init_buffers, materialize
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -63,13 +65,14 @@ class TrainedModel:
     Args:
         source: as for ``open_weights``, or a folder in Hugging Face format.
         say: receives messages for the user.
+        adapter: folder in PEFT's format, whose adapters are added to the weights.
     """
 
     config: ModelConfig
     context: int
     """Context length in tokens: ``train.seq_len`` of a run, ``max_seq_len`` of a Hugging Face folder."""
 
-    def __init__(self, source: str, say: Any = print) -> None:
+    def __init__(self, source: str, say: Any = print, adapter: str | None = None) -> None:
         self.source = source
         path = Path(source).expanduser()
         if "://" not in source and not path.is_dir():
@@ -79,6 +82,7 @@ class TrainedModel:
             )
         self._weights: RunWeights | CheckpointWeights | HuggingFaceFolder
         self._settings: Mapping[str, Any] = {}
+        self._cached: dict[str, Tensor] = {}
         if (path / CONFIG_FILE).exists():
             self._weights = HuggingFaceFolder(path)
             self.config = self._weights.model_config()
@@ -88,6 +92,11 @@ class TrainedModel:
             self._weights = open_weights(source, say)
             self._settings = self._weights.settings
             self.config = dataclasses.replace(self._weights.config, init_from=None)
+        self._adapter: AdapterFolder | None = None
+        if adapter is not None:
+            self._adapter = AdapterFolder(adapter)
+            self._adapter.check(self._build())
+            verify_checksums(self._adapter.path)
         seq_len = self._setting("train", "seq_len")
         self.context = min(seq_len, self.config.max_seq_len) if type(seq_len) is int else self.config.max_seq_len
 
@@ -162,11 +171,31 @@ class TrainedModel:
         with torch.device("meta"):
             return self.config.build()
 
+    def read(self, name: str, region: Bounds) -> Tensor:
+        """Return a part of a parameter, in float32 on the CPU; parts of one parameter should be read in a row."""
+        return self._whole(name)[slices(region)]
+
     def _fill(self, param: Tensor, name: str) -> None:
-        if isinstance(self._weights, HuggingFaceFolder):
+        if self._adapter is not None and self._adapter.adapts(name):
+            param.copy_(self._whole(name))
+        elif isinstance(self._weights, HuggingFaceFolder):
             self._weights.fill(param, name)
         else:
             param.copy_(self._weights.read(name, whole(tuple(param.shape))))
+
+    @torch.no_grad()
+    def _whole(self, name: str) -> Tensor:
+        if name not in self._cached:
+            shape = self._build().get_parameter(name).shape
+            found = torch.empty(shape)
+            if isinstance(self._weights, HuggingFaceFolder):
+                self._weights.fill(found, name)
+            else:
+                found.copy_(self._weights.read(name, whole(tuple(shape))))
+            if self._adapter is not None:
+                self._adapter.merge(found, name)
+            self._cached = {name: found}
+        return self._cached[name]
 
     def _setting(self, section: str, key: str) -> Any:
         values = self._settings.get(section)

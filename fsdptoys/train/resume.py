@@ -144,6 +144,16 @@ def check_same_run(config: Config, facts: dict[str, Any]) -> list[str]:
             f"made; set optim={before['optim']['name']} or start a new run in another folder"
         )
     trees = before, config.to_dict()
+    # Checkpoints of versions without adapters lack the section.
+    tuned = [dict(tree.get("tune", {"name": "full"})) for tree in trees]
+    for key in ("name", "rank", "alpha", "targets", "base"):
+        saved, own = (each.get(key) for each in tuned)
+        if saved != own:
+            shown = "tune" if key == "name" else f"tune.{key}"
+            raise ConfigError(
+                f"{shown}={_word(own)} is not {_word(saved)}, with which {where} was made; set {shown}={_word(saved)} "
+                "or start a new run in another folder"
+            )
     offloaded = [tree["memory"]["optimizer_offload"] and tree["memory"]["offload_state_dtype"] for tree in trees]
     kept = [tree["optim"].get("state_dtype") for tree in trees]
     for key, (saved, own) in {"memory.offload_state_dtype": offloaded, "optim.state_dtype": kept}.items():
@@ -164,6 +174,10 @@ def check_same_run(config: Config, facts: dict[str, Any]) -> list[str]:
         f"train.steps was {before['train']['steps']} and is {config.train.steps}: the schedule continues as if it had "
         "been so from the start"
     ]
+
+
+def _word(value: object) -> str:
+    return f"[{','.join(map(str, value))}]" if isinstance(value, list) else str(value)
 
 
 def run_facts(config: Config, world_size: int) -> dict[str, Any]:

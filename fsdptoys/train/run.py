@@ -13,8 +13,10 @@ from datetime import timedelta
 from pathlib import Path
 
 import torch.distributed as dist
+from torch import Tensor
 
 from fsdptoys.checkpoint import WEIGHTS_FOLDER, Checkpoint, Checkpointer, save_weights
+from fsdptoys.checkpoint.adapter_folder import ADAPTER_FOLDER, merged, write_adapter
 from fsdptoys.config.schema import Config
 from fsdptoys.errors import GivenUpError
 from fsdptoys.metrics import (
@@ -33,6 +35,7 @@ from fsdptoys.metrics.prediction import Prediction
 from fsdptoys.metrics.results import ProfileResult, RunStatus
 from fsdptoys.parallel import full_tensors, host_copy
 from fsdptoys.profiler import Profiler
+from fsdptoys.tune import LoRAConfig
 from fsdptoys.utils.atomic_write import write_atomically
 from fsdptoys.utils.file_lock import FolderLock
 from fsdptoys.utils.from_tree import build
@@ -306,10 +309,22 @@ class Run:
 
     def _save_weights(self) -> None:
         """Gather the trained weights and write them from rank 0. A collective."""
-        parameters = self.trainer.strategy.full_parameters()
+        parameters, tune = self.trainer.strategy.full_parameters(), self.config.tune
+        adapters: dict[str, Tensor] = {}
+        if isinstance(tune, LoRAConfig):
+            parameters = merged(parameters, tune.alpha / tune.rank, adapters)
         folder = self.run_dir / WEIGHTS_FOLDER
         if self.rank == 0 and not folder.exists():  # existing weights are current: no step was taken since
             save_weights(folder, parameters)
+            if isinstance(tune, LoRAConfig):
+                write_adapter(
+                    self.run_dir / ADAPTER_FOLDER,
+                    adapters,
+                    self.config.model,
+                    rank=tune.rank,
+                    alpha=tune.alpha,
+                    dropout=tune.dropout,
+                )
         else:
             for _ in parameters:
                 self.checkpoints.wait(LAST_WAIT_SECONDS)

@@ -19,7 +19,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fsdptoys.checkpoint import open_init_from
 from fsdptoys.config.kernel_choice import find_attention_backend, put_kernels
 from fsdptoys.config.schema import Config
 from fsdptoys.data import BatchStream, eval_batches
@@ -31,16 +30,17 @@ from fsdptoys.metrics.compilation import CompilationWatch
 from fsdptoys.optim import build_optimizer
 from fsdptoys.optim.config import build_schedule, set_schedule
 from fsdptoys.optim.loss_scale import LossScaler, nearest_power_of_two
-from fsdptoys.parallel import Fill, ParallelContext, seeded
+from fsdptoys.parallel import Fill, ParallelContext
 from fsdptoys.parallel.float8 import convert_to_float8, prepare_all_gathers
 from fsdptoys.patches import apply_patches
 from fsdptoys.profiler import OOMContext, Profiler, explain_out_of_memory
 
 from .build import build_readings, build_updates, loss_builder, prepare_blocks, share_sequences
 from .distributed import deterministic_kernels, device_of
-from .document_flops import DocumentCounter
+from .document_flops import build_document_counter
 from .evaluation import held_out_loss
 from .garbage import collection_between_steps
+from .initial_values import InitialValues
 from .moe_balance import build_routing_balance
 from .oom_context import oom_context
 from .skipped_steps import SkippedSteps
@@ -48,6 +48,7 @@ from .step_inputs import upload_inputs
 from .step_memory import StepMemory
 from .stop import Stop, StopRequest, votes_to_stop
 from .text_sample import continued
+from .tuning import show_samples, tune_model
 
 
 class Trainer:
@@ -85,10 +86,12 @@ class Trainer:
         self.patches = apply_patches(config.patches, config.parallel.name)
         with torch.device("meta"):
             model = config.model.build()
+        fill = fill or InitialValues(model, config, threads).fill
+        self.dropout_samples = tune_model(model, config)
+        """The samples of the micro-batch, by which dropout draws; None where nothing is dropped."""
         self.flops_per_token = model.flops_per_token(train.seq_len)
         self.parameter_sizes = {name: param.numel() for name, param in model.named_parameters()}
         """Elements of each parameter; a shared one has the first of its names."""
-        self.parameter_count = sum(self.parameter_sizes.values())
         put_kernels(model, config.kernels)
         self.attention_backend = find_attention_backend(
             model,
@@ -104,16 +107,13 @@ class Trainer:
         convert_to_float8(model, train.float8, train.float8_all_gather, self.device.type)
         prepare_blocks(model, config, self.device)
         self.strategy = config.parallel.build(context)
-        share_sequences(model, config, self.strategy)
+        share_sequences(model, config, self.strategy, self.dropout_samples)
         local, sum_dtype = self.strategy.local_data_ranks, train.sum_dtype.torch
         self.data_rank, place = divmod(self.rank, self.strategy.mesh_axes.sharing)
         self.counts_labels = place == 0
         """Whether this rank counts the tokens of its sequences, which it may share with others."""
         self.routing = build_routing_balance(model, self.device.torch_device, local, sum_dtype, train.deterministic)
-        if fill is None:
-            drawn = seeded(model.init_rows, train.init_seed, threads)
-            fill = open_init_from(model).fill if config.model.init_from else drawn
-        count = self.parameter_count
+        count = sum(self.parameter_sizes.values())
         constructing = functools.partial(oom_context, config, context, 0, "construction", parameter_count=count)
         with explain_out_of_memory(self.device, constructing):
             self.strategy.parallelize(model, fill)
@@ -123,7 +123,7 @@ class Trainer:
         self._build_loss = loss_builder(config, self.strategy)
         self.loss_fn = self._build_loss(objective=self.objective)
         self.eval_loss_fn = self._build_loss()
-        optimizer = build_optimizer(config.optim, self.strategy.named_parameters(), matrix_names, self.block_names)
+        optimizer = build_optimizer(config.optim, self.strategy.trainable_parameters(), matrix_names, self.block_names)
         self.strategy.attach(optimizer)
         with explain_out_of_memory(self.device, constructing):
             self.updates = build_updates(optimizer, self.strategy, config, threads)
@@ -137,9 +137,7 @@ class Trainer:
 
         # 4. Data: this process's share of every global batch.
         self.dataset = config.data.build(train.seq_len, config.model.vocab_size, train.data_seed)
-        self.documents = None
-        if config.data.mask_documents:
-            self.documents = DocumentCounter(model, self.dataset.end_labels_with_documents(), train.seq_len)
+        self.documents = build_document_counter(model, config, self.dataset)
         self.batches = BatchStream(
             self.dataset.train,
             train.batch_size,
@@ -270,6 +268,7 @@ class Trainer:
         started, started_on_device = time.perf_counter(), self.readings.mark()
         self._enter(step, "data")
         train, strategy, device = self.config.train, self.strategy, self.device
+        numbers = self.batches.sample_numbers() if self.dropout_samples else []
         batches = self.batches.next_step()
         # An accelerator that still computes earlier steps has not waited.
         data_wait_seconds = time.perf_counter() - started if self.readings.is_idle else 0.0
@@ -292,9 +291,12 @@ class Trainer:
             self.routing.begin_step(tokens, factor)
         # Not ``factor / valid``, which multiplies by a rounded reciprocal.
         per_token = torch.div(torch.full_like(loss_sum, factor), counted[0].clamp(min=1)).float()
+
+        begin_microbatch = functools.partial(show_samples, self.dropout_samples, numbers)
         for index, (tokens_BT, labels_BT) in enumerate(microbatches):
             if self.routing:
-                self.routing.before_forward(strategy.model, index, microbatches)
+                self.routing.before_forward(strategy.model, index, microbatches, begin_microbatch)
+            begin_microbatch(index)
             with strategy.microbatch(index, len(microbatches)):
                 self._enter(step, "forward")
                 loss = strategy.model(tokens_BT, labels_BT, loss_fn)
@@ -307,7 +309,6 @@ class Trainer:
         # 3. Clip, and reduce over ranks: the loss, whether to update, and whether to stop.
         self._enter(step, "optimizer")
         self.memory.label_gradients()
-        learning_rate = float(self.schedule.get_last_lr()[0])
         grad_norm = self._clip(train.max_grad_norm or math.inf, strategy.loss_scale / factor)
         votes = device.upload(torch.tensor(votes_to_stop(train, request, run_started), dtype=loss_sum.dtype))
         routed = self.routing.end_step() if self.routing else None
@@ -318,7 +319,7 @@ class Trainer:
         sums = torch.cat([totals, grad_norm.to(totals).view(1)])
         counted = torch.cat([counted, *(routed[1:] if routed else ())])
         host_values = {
-            "learning_rate": learning_rate,
+            "learning_rate": float(self.schedule.get_last_lr()[0]),
             "data_wait_seconds": data_wait_seconds,
             "loss_scale": self.scaler.scale if self.scaler else None,
         }

@@ -85,6 +85,21 @@ def sharded_like(param: Tensor, local: Tensor) -> Tensor:
     return made
 
 
+def sharded_rows(param: Tensor, rows: Tensor) -> Tensor:
+    """``rows``, or for a DTensor ``param``, a DTensor with its placements and this rank's rows of another length."""
+    if not is_dtensor(param):
+        return rows
+    shape = torch.Size([*param.shape[:-1], rows.shape[-1]])
+    return type(param).from_local(
+        rows,
+        param.device_mesh,
+        param.placements,
+        run_check=False,
+        shape=shape,
+        stride=torch.empty(shape, device="meta").stride(),
+    )
+
+
 def local_bounds(param: Tensor) -> tuple[tuple[int, int], ...]:
     """Start and stop index of this rank's shard in each dim of the full tensor, which must be one block of it.
 

@@ -204,7 +204,7 @@ def test_folder_round_trips_through_a_run_byte_for_byte(tmp_path: Path) -> None:
     assert json.loads((tmp_path / "first" / "config.json").read_text())["model_type"] == "qwen3_moe"
 
 
-TO_HF = "write fsdptoys convert to-hf RUN OUT_DIR [dtype=float32|bfloat16|float16] [tokenizer=DIR]"
+TO_HF = "write fsdptoys convert to-hf RUN OUT_DIR [dtype=float32|bfloat16|float16] [tokenizer=DIR] [adapter=DIR]"
 FROM_HF = "write fsdptoys convert from-hf DIR"
 
 

@@ -21,7 +21,7 @@ NOT_RUN = {
     "fine_tuning.md": ["gpu"],
 }
 """Page → requirements of the blocks that no test runs, in order."""
-ABSENT = r"(data\.(folder|sources|files|tokenizer)|model\.init_from)="
+ABSENT = r"(data\.(folder|sources|files|tokenizer)|model\.init_from|tune\.adapter)="
 """Beginnings of the errors of settings that name a file or a folder."""
 TINY = {
     "model": "llama_debug",

@@ -18,6 +18,7 @@ from fsdptoys.parallel import ParallelConfig
 from fsdptoys.parallel.fsdp import TORCH, Wrap
 from fsdptoys.parallel.mesh import MeshConfig
 from fsdptoys.profiler import DebugConfig, ProfileConfig
+from fsdptoys.tune import FullConfig, TuneConfig
 from fsdptoys.utils.torchao import torchao_fault
 
 PLAIN_KERNELS = KernelConfig(
@@ -125,6 +126,7 @@ def make_config(
     tp_size: int = 1,
     memory: MemoryConfig | None = None,
     optim: OptimConfig | None = None,
+    tune: TuneConfig | None = None,
     tie_embeddings: bool = False,
     model: ModelConfig | None = None,
     kernels: KernelConfig | None = None,
@@ -142,6 +144,7 @@ def make_config(
         memory=copy.copy(memory) if memory else MemoryConfig(),
         data=data or SyntheticConfig(branching=4, ragged=True),
         optim=copy.copy(optim) if optim else AdamWConfig(lr=1e-2, weight_decay_on=WeightDecayOn.all),
+        tune=tune or FullConfig(),
         train=TrainConfig(**{**settings, "deterministic": True, **train}),
         checkpoint=CheckpointConfig(),
         metrics=MetricsConfig(console=Console.none),

@@ -100,7 +100,7 @@ def peak_growth_bytes() -> tuple[int, int, int]:
     trainer = Trainer(config)
     growth = status_bytes("VmHWM") - before
     params = [param.to_local() for _, param in trainer.strategy.named_parameters() if isinstance(param, DTensor)]
-    return growth, sum(param.nbytes for param in params), 4 * trainer.parameter_count
+    return growth, sum(param.nbytes for param in params), 4 * sum(trainer.parameter_sizes.values())
 
 
 def status_bytes(key: str) -> int:

@@ -21,6 +21,7 @@ from fsdptoys.parallel.float8 import Float8
 from fsdptoys.parallel.fsdp import TORCH, Wrap
 from fsdptoys.parallel.precision import DType
 from fsdptoys.train.trainer import Trainer
+from fsdptoys.tune import LoRAConfig
 from fsdptoys.utils.torchao import torchao_fault
 from scripts.parity import hash_parameters
 from scripts.ranks import run_ranks
@@ -247,6 +248,14 @@ REFUSED: dict[str, tuple[Any, int, dict[str, Any]]] = {
     "set train.grains=6": (
         *(FSDP2Config(), 4),
         {"deterministic": "layout", "slices": 2, "grains": 3},
+    ),
+    "tune=lora adds to the layers that mesh.tp_size=2 splits; set mesh.tp_size=1 or tune=full": (
+        *(FSDP2Config(), 4),
+        {"tune": LoRAConfig()},
+    ),
+    "tune=lora adds to the layers that train.slices=2 splits; set train.slices=1 or tune=full": (
+        *(FSDP2Config(), 4),
+        {"tune": LoRAConfig(), "tp_size": 1, "deterministic": "layout", "slices": 2},
     ),
     "train.slices=2 does nothing as set; set train.deterministic=layout or leave it out": (
         *(FSDP2Config(), 4),

@@ -83,6 +83,10 @@ CASES = {
         "train.skip_nonfinite=false",
     ),
     "gpt2": ("parallel=fsdp2", "model=gpt2_debug"),
+    "adapters": ("parallel=fsdp2", "tune=lora", "tune.dropout=0.1"),
+    "adapters, ddp": ("parallel=ddp", "tune=lora", "train.grad_accum=2"),
+    "adapters, fsdp1": ("parallel=fsdp1", "tune=lora"),
+    "adapters of quantized weights": ("parallel=fsdp2", "tune=lora", "tune.base=nf4", "model.ffn_dim=192"),
     "documents apart": ("parallel=fsdp2", "model=gpt2_debug", "data.mask_documents=true"),
 }
 HYBRID = {

@@ -20,6 +20,7 @@ from fsdptoys.parallel.precision import DType
 from fsdptoys.plan.estimate.estimate import closed_form
 from fsdptoys.train.layout import measure_layout, unit_sizes
 from fsdptoys.train.trainer import Trainer
+from fsdptoys.tune import Base, LoRAConfig
 from fsdptoys.utils.storages import storage_bytes
 from scripts.ranks import run_ranks
 from tests.parallel.runs import make_config
@@ -27,6 +28,7 @@ from tests.parallel.runs import make_config
 EVEN = LlamaConfig(
     name="even", dim=64, n_layers=2, n_heads=4, n_kv_heads=4, ffn_dim=128, vocab_size=256, max_seq_len=64
 )
+NF4 = LoRAConfig(rank=4, base=Base.nf4)
 KINDS = ("gradients", "optimizer states", "parameters")
 
 
@@ -40,7 +42,7 @@ def measured(configs: list[Config]) -> list[tuple[Layout, list[int]]]:
     for config in configs:
         trainer = Trainer(config)
         layout = measure_layout(trainer)
-        params = [param for _, param in trainer.strategy.named_parameters()]
+        params = [param for _, param in trainer.strategy.held_parameters()]
         gradients: list[int] = []
 
         def read(*_: object, params: list[nn.Parameter] = params, gradients: list[int] = gradients) -> None:
@@ -90,6 +92,30 @@ def test_bytes_per_rank_are_those_of_the_first_step_under_every_strategy() -> No
         whole = memory.cpu_offload
         assert [each.host > 0 for each in held] == [whole, whole or memory.optimizer_offload, whole]
         assert (held[1].device > 0) == (not whole and found[1] > 0)
+
+
+@pytest.mark.usefixtures("unmeasured")
+def test_frozen_parameters_have_neither_gradients_nor_states_under_any_strategy() -> None:
+    """Oracle: storages in the first step; the numbers of adapters and of quantized weights, by name.
+
+    FSDP1's flat parameters and the toy ZeRO-3's shares have gradients of their frozen elements too.
+    """
+    kinds = {name: kind for name, kind in STRATEGIES.items() if name != "single"}
+    configs = [config_of(kind(), tune=LoRAConfig(rank=4), model=EVEN) for kind in kinds.values()]
+    dtypes = {"param_dtype": DType.bfloat16}
+    configs += [config_of(kinds[name](**dtypes), tune=NF4, model=EVEN) for name in ("ddp", "fsdp2")]
+    total, rank_4 = sum(sizes_of(configs[0]).values()), 4 * 2 * (4 * (64 + 64) + 3 * (64 + 128))
+    for config, (layout, found) in zip(configs, run_ranks(2, measured, configs)[0], strict=True):
+        held = [layout.bytes_per_rank[kind].device for kind in KINDS]
+        assert held == found, config.parallel.name
+        assert (layout.parameters, layout.trained) == (total + rank_4, rank_4)
+        shards = 2 if config.parallel.shards_parameters else 1
+        if config.parallel.name in ("ddp", "fsdp2"):
+            assert layout.parameters_per_rank == layout.parameters // shards
+            assert held[:2] == [4 * rank_4 // shards, 8 * rank_4 // shards]
+    assert layout_rows(layout)[0][1] == (
+        f"{total + rank_4:,}, of which {rank_4:,} (7.04%) train and a rank holds {(total + rank_4) // 2:,}"
+    )
 
 
 def layouts(configs: list[Config]) -> list[Layout]:

@@ -1,0 +1,370 @@
+"""Low-rank adapters as a folder in PEFT's format: ``adapter_config.json`` and ``adapter_model.safetensors``.
+
+A folder holds for each linear layer A (R, I) and B (O, R), and ``alpha``; the layer's weight is W + scale · B A, with
+the scale alpha / R, or alpha / sqrt(R) with ``use_rslora``. Settings that compute anything else are refused by name.
+
+Where one Hugging Face tensor holds several of our layers (GPT-2's queries, keys and values), a folder has one adapter
+for them. Written, it has the sum of their ranks, and zeros outside of each one's rows. Read, adapters of that form are
+split again; of any other, each layer gets A, and its rows of B.
+
+Shapes: O and I outer and inner width of a layer, R rank of its adapter.
+
+Source: https://huggingface.co/docs/peft/developer_guides/checkpoint
+"""
+
+import json
+import math
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fsdptoys.errors import ConfigError
+from fsdptoys.models import DecoderModel, ModelConfig
+from fsdptoys.models.linear import Linear
+from fsdptoys.models.lora import is_adapter
+from fsdptoys.models.nf4 import NAME, Codebook, is_packed, unpack
+from fsdptoys.utils.dtensor import local_bounds, local_tensor
+from fsdptoys.utils.text import one_line, short_text
+
+from .checksums import new_folder, verify_checksums
+from .safetensors_io import AGAIN, TensorFolder, read_json, write_tensors
+
+ADAPTER_FOLDER = "adapter"
+STEM = "adapter_model"
+CONFIG_FILE = "adapter_config.json"
+PREFIX = "base_model.model."
+A, B = ".lora_a.weight", ".lora_b.weight"
+THEIR_A, THEIR_B = ".lora_A.weight", ".lora_B.weight"
+
+UNSUPPORTED: dict[str, tuple[Any, ...]] = {
+    "peft_type": ("LORA",),
+    "bias": ("none", None),
+    "use_dora": (False, None),
+    "lora_bias": (False, None),
+    "modules_to_save": (None, []),
+    "trainable_token_indices": (None, [], {}),
+    "layer_replication": (None, []),
+    "target_parameters": (None, []),
+    "alora_invocation_tokens": (None, []),
+    # The others change the base weights too.
+    "init_lora_weights": (True, False, None, "gaussian", "eva", "orthogonal"),
+}
+"""Key of ``adapter_config.json`` → the values that leave W + scale · B A."""
+
+
+@dataclass(frozen=True)
+class _Place:
+    """Where a folder holds the adapter of one of our layers."""
+
+    module: str
+    """Name of the adapter's tensors, without their endings."""
+    rows: tuple[int, int]
+    """The layer's rows of B."""
+    inner: int
+    """I."""
+    total: int
+    """Rows of B."""
+    sharing: int
+    """Our layers that have this adapter."""
+    index: int
+    """Of this layer among them."""
+
+
+class AdapterFolder:
+    """A folder in PEFT's format: call ``check`` before anything else.
+
+    Raises:
+        ConfigError: if it is missing or damaged, or computes something else.
+    """
+
+    def __init__(self, path: str | Path) -> None:
+        self.path = Path(path).expanduser()
+        config = self.path / CONFIG_FILE
+        if not config.is_file():
+            raise ConfigError(
+                f"{path} holds no {CONFIG_FILE}; name a folder in PEFT's format, with it and {STEM}.safetensors"
+            )
+        verify_checksums(self.path, only_sizes=True)
+        self._config = read_json(config)
+        for key, supported in UNSUPPORTED.items():
+            value = self._config.get(key)
+            if not any(value is each or (type(value) is type(each) and value == each) for each in supported):
+                raise ConfigError(
+                    f"{config} says {key}={short_text(value)}, and only {short_text(supported[0])} is read here; use "
+                    "an adapter trained with it"
+                )
+        self._tensors = TensorFolder(self.path, STEM)
+        self._places: dict[str, _Place] = {}
+        self.ranks: dict[str, int] = {}
+        """Our layer → rows of its A."""
+        self.scales: dict[str, float] = {}
+        """Our layer → factor on B A."""
+
+    @property
+    def base(self) -> str | None:
+        """Name or path of the model that the adapters were trained on, if the folder says it."""
+        name = self._config.get("base_model_name_or_path")
+        return name if isinstance(name, str) and name else None
+
+    @property
+    def targets(self) -> list[str]:
+        """Last parts of the names of our layers that have adapters."""
+        return sorted({layer.rpartition(".")[2] for layer in self._places})
+
+    def check(self, model: DecoderModel) -> None:
+        """Check from the files' headers that every tensor belongs to a linear layer of a model on the meta device."""
+        sharing: dict[str, list[tuple[str, _Place]]] = {}
+        for name, module in model.layers.named_modules():
+            if isinstance(module, Linear) and not is_adapter(f"{name}."):
+                layer = f"layers.{name}"
+                place = _place(model.config, layer, (module.out_features, module.in_features))
+                if place.module + THEIR_A in self._tensors.stored or place.module + THEIR_B in self._tensors.stored:
+                    sharing.setdefault(place.module, []).append((layer, place))
+        reader = f"the adapter of a {model.config.family} model as configured"
+        needed: dict[str, tuple[int, ...]] = {}
+        for module_name, found in sharing.items():
+            stored = self._tensors.stored.get(module_name + THEIR_A)
+            rank, first = (stored.shape[:1] or (0,))[0] if stored is not None else 0, found[0][1]
+            rank = rank or 1
+            needed[module_name + THEIR_A], needed[module_name + THEIR_B] = (rank, first.inner), (first.total, rank)
+            scale = self._scale(module_name.removeprefix(PREFIX), rank)
+            for index, (layer, place) in enumerate(sorted(found, key=lambda each: each[1].rows)):
+                self._places[layer] = _Place(
+                    place.module, place.rows, place.inner, place.total, sharing=len(found), index=index
+                )
+                self.ranks[layer], self.scales[layer] = rank, scale
+        self._tensors.require(needed, reader)
+        for tensor, where in self._tensors.stored.items():
+            if tensor not in needed:
+                raise ConfigError(
+                    f"{self.path / where.file} holds {one_line(tensor)}, for which {reader} has no place; use one of "
+                    "linear layers of this model's blocks"
+                )
+        if not needed:
+            raise ConfigError(f"{self.path} holds no tensor of an adapter; {AGAIN}")
+
+    def check_run(self, key: str, rank: int, alpha: float, targets: Sequence[str], model: DecoderModel) -> None:
+        """Check that the folder holds adapters of exactly the layers of a run, of its rank and alpha.
+
+        Args:
+            key: setting that names the folder, for messages.
+            rank: of every adapter of the run.
+            alpha: the run's scale is alpha / rank.
+            targets: last parts of the names of the layers that get adapters.
+            model: on the meta device.
+        """
+        for layer, place in self._places.items():
+            # Written here from several layers of this rank.
+            if place.sharing > 1 and self.ranks[layer] == rank * place.sharing and self._is_split(layer, rank):
+                self.ranks[layer] = rank
+        where = f"{key}={self.path}"
+        ranks = sorted(set(self.ranks.values()))
+        if len(ranks) > 1:
+            raise ConfigError(
+                f"{where} holds adapters of ranks {ranks[0]} and {ranks[1]}, and a run has one rank; "
+                "use an adapter without rank_pattern"
+            )
+        if ranks != [rank]:
+            raise ConfigError(f"tune.rank={rank} is not {ranks[0]}, the rank of {where}; set tune.rank={ranks[0]}")
+        scales = sorted(set(self.scales.values()))
+        if len(scales) > 1:
+            raise ConfigError(
+                f"{where} multiplies layers by {scales[0]:g} and by {scales[1]:g}, and a run has one "
+                "tune.alpha / tune.rank; use an adapter without alpha_pattern"
+            )
+        if not math.isclose(scales[0], alpha / rank, rel_tol=1e-6):
+            fitting = scales[0] * rank
+            raise ConfigError(f"tune.alpha={alpha:g} is not {fitting:g}, that of {where}; set tune.alpha={fitting:g}")
+        layers = [f"layers.{name}" for name, module in model.layers.named_modules() if type(module) is Linear]
+        own = sorted({layer.rpartition(".")[2] for layer in layers} & set(targets))
+        if own != self.targets:
+            words = [f"[{','.join(names)}]" for names in (own, self.targets)]
+            raise ConfigError(
+                f"tune.targets={words[0]} is not {words[1]}, the layers of {where}; set tune.targets={words[1]}"
+            )
+        for layer in layers:
+            if layer.rpartition(".")[2] in own and layer not in self._places:
+                raise ConfigError(f"{where} holds no adapter of {layer}; use one of all blocks")
+
+    def fill(self, param: Tensor, name: str) -> None:
+        """Fill A or B of a layer, or this rank's shard of it, in place and in its own dtype.
+
+        Call ``check_run`` first.
+        """
+        layer = name.removesuffix(A).removesuffix(B)
+        place, rank = self._places[layer], self.ranks[layer]
+        first = rank * place.index if self._stored_rank(layer) != rank else 0
+        (low, high), (left, right) = local_bounds(param)
+        with torch.no_grad(), self._tensors.reading() as read:
+            if name.endswith(A):
+                source = read(place.module + THEIR_A, ((first + low, first + high), (left, right)))
+            else:
+                rows = (place.rows[0] + low, place.rows[0] + high)
+                source = read(place.module + THEIR_B, (rows, (first + left, first + right)))
+            local_tensor(param).copy_(source)
+
+    def adapts(self, name: str) -> bool:
+        """Whether the folder has an adapter of this parameter."""
+        return name.endswith(".weight") and name.removesuffix(".weight") in self._places
+
+    def merge(self, weight_OI: Tensor, name: str) -> None:
+        """Add scale · B A to a layer's full float32 weight on the CPU, in place; leave others as they are."""
+        if not self.adapts(name):
+            return
+        layer = name.removesuffix(".weight")
+        place, rank = self._places[layer], self._stored_rank(layer)
+        with self._tensors.reading() as read:
+            a_RI = read(place.module + THEIR_A, ((0, rank), (0, place.inner))).float()
+            b_OR = read(place.module + THEIR_B, (place.rows, (0, rank))).float()
+            weight_OI.addmm_(b_OR, a_RI, alpha=self.scales[layer])
+
+    def _stored_rank(self, layer: str) -> int:
+        return self._tensors.stored[self._places[layer].module + THEIR_A].shape[0]
+
+    def _is_split(self, layer: str, rank: int) -> bool:
+        """Whether a layer's rows of B are zero but in columns of its own."""
+        place = self._places[layer]
+        with self._tensors.reading() as read:
+            b_OR = read(place.module + THEIR_B, (place.rows, (0, rank * place.sharing)))
+            others = torch.ones(b_OR.shape[1], dtype=torch.bool)
+            others[rank * place.index : rank * (place.index + 1)] = False
+            return not b_OR[:, others].any()
+
+    def _scale(self, module: str, rank: int) -> float:
+        """The factor of an adapter; ConfigError if the configuration has another rank than the tensors."""
+        said = self._setting("r", "rank_pattern", module)
+        if said != rank:
+            raise ConfigError(
+                f"{self.path / CONFIG_FILE} says r={said:g} for {one_line(module)}, whose tensors have {rank}; {AGAIN}"
+            )
+        alpha = self._setting("lora_alpha", "alpha_pattern", module)
+        return alpha / (math.sqrt(rank) if self._config.get("use_rslora") else rank)
+
+    def _setting(self, key: str, pattern: str, module: str) -> float:
+        where = self.path / CONFIG_FILE
+        value: Any = self._config.get(key)
+        patterns = self._config.get(pattern) or {}
+        for part, special in patterns.items() if isinstance(patterns, dict) else ():
+            if not re.fullmatch(r"[\w.]+", part):
+                raise ConfigError(
+                    f"{where} names layers by the expression {one_line(part)} in {pattern}, and only names are read "
+                    "here; write the names in its place"
+                )
+            if f".{module}".endswith(f".{part}"):
+                value = special
+                break
+        if type(value) not in (int, float) or not 0 < value < 1e9:
+            raise ConfigError(f"{where} says {key}={short_text(value)}, which is no number above 0; {AGAIN}")
+        return float(value)
+
+
+def _place(config: ModelConfig, layer: str, shape: tuple[int, int]) -> _Place:
+    (piece,) = config.hugging_face.pieces(f"{layer}.weight", shape)
+    dim = -1 if piece.transposed else 0
+    module = PREFIX + piece.tensor.removesuffix(".weight")
+    return _Place(module, piece.tensor_region[dim], shape[1], piece.tensor_shape[dim], sharing=1, index=0)
+
+
+def _shortest_names(modules: set[str], model: ModelConfig) -> list[str]:
+    """Endings of names that mean these modules and no other: PEFT adapts every module that ends so."""
+    with torch.device("meta"):
+        layers = model.build().layers.named_modules()
+    shapes = {f"layers.{name}": (each.out_features, each.in_features) for name, each in layers if type(each) is Linear}
+    others = {_place(model, layer, shape).module.removeprefix(PREFIX) for layer, shape in shapes.items()} - modules
+
+    def name(module: str) -> str:
+        parts = module.split(".")
+        endings = (".".join(parts[-length:]) for length in range(1, len(parts) + 1))
+        return next(end for end in endings if not any(f".{other}".endswith(f".{end}") for other in others))
+
+    return sorted({name(module) for module in modules})
+
+
+def merged(params: Iterator[tuple[str, Tensor]], scale: float, kept: dict[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
+    """Yield the parameters of the model alone, with adapters added to their layers' weights.
+
+    Args:
+        params: all parameters, as of ``Strategy.full_parameters``; a weight comes before its adapter.
+        scale: alpha / rank.
+        kept: filled with the adapters, by name.
+    """
+    waiting: dict[str, Tensor] = {}
+    codebook = Codebook()
+    codebook.put(torch.device("cpu"))
+    for name, param in params:
+        if is_adapter(name):
+            kept[name] = param
+            layer = name.removesuffix(A).removesuffix(B)
+            if layer + A in kept and layer + B in kept:
+                weight = waiting.pop(layer)
+                yield f"{layer}.weight", weight.addmm(kept[layer + B], kept[layer + A], alpha=scale)
+        elif is_packed(name):
+            # Rounded as in the forward.
+            weight = unpack(param, codebook.pairs, param.dtype).float()
+            waiting[name.removesuffix(NAME)] = weight
+        elif name.endswith("_proj.weight") and name.startswith("layers."):
+            waiting[name.removesuffix(".weight")] = param
+        else:
+            yield name, param
+    for layer, weight in waiting.items():
+        yield f"{layer}.weight", weight
+
+
+def write_adapter(
+    folder: Path, adapters: Mapping[str, Tensor], model: ModelConfig, *, rank: int, alpha: float, dropout: float
+) -> None:
+    """Write a folder that ``peft`` loads, atomically.
+
+    Args:
+        folder: to make.
+        adapters: A and B of every layer, by our names, in full.
+        model: the base.
+        rank: of every adapter.
+        alpha: their scale is alpha / rank.
+        dropout: recorded for a later training.
+
+    Raises:
+        ConfigError: if the folder is taken or cannot be written.
+    """
+    tensors: dict[str, Tensor] = {}
+    parts: dict[str, list[tuple[_Place, Tensor, Tensor]]] = {}
+    for name in adapters:
+        if name.endswith(A):
+            layer = name.removesuffix(A)
+            a_RI, b_OR = adapters[layer + A], adapters[layer + B]
+            place = _place(model, layer, (b_OR.shape[0], a_RI.shape[1]))
+            parts.setdefault(place.module, []).append((place, a_RI, b_OR))
+    ranks: dict[str, int] = {}
+    for module, found in parts.items():
+        blocks = []
+        for place, _, b_OR in found:
+            block = b_OR.new_zeros(place.total, b_OR.shape[1])
+            block[slice(*place.rows)] = b_OR
+            blocks.append(block)
+        tensors[module + THEIR_A] = torch.cat([a_RI for _, a_RI, _ in found])
+        tensors[module + THEIR_B] = torch.cat(blocks, dim=1)
+        ranks[module.removeprefix(PREFIX)] = rank * len(found)
+    wider = {module: wide for module, wide in ranks.items() if wide != rank}
+    config: dict[str, Any] = {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "r": rank,
+        "lora_alpha": alpha,
+        "lora_dropout": dropout,
+        "target_modules": _shortest_names(set(ranks), model),
+        "bias": "none",
+        "fan_in_fan_out": model.family == "gpt2",
+        # The same alpha / rank for every layer.
+        "rank_pattern": wider,
+        "alpha_pattern": {module: alpha * wide / rank for module, wide in wider.items()},
+        "base_model_name_or_path": model.init_from,
+        "inference_mode": True,
+    }
+    with new_folder(folder) as temporary:
+        (temporary / CONFIG_FILE).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+        write_tensors(temporary, STEM, tensors.items())

@@ -1,0 +1,49 @@
+"""Initial values of a run's parameters: from folders or from the seed, for plain, adapted and quantized models."""
+
+import torch
+from torch import Tensor
+
+from fsdptoys.checkpoint import open_init_from
+from fsdptoys.config.schema import Config
+from fsdptoys.config.tune_checks import open_adapter
+from fsdptoys.models import DecoderModel
+from fsdptoys.models.lora import init_adapter_rows, is_adapter
+from fsdptoys.models.nf4 import is_packed, pack, unpacked_columns, unquantized_name
+from fsdptoys.parallel import seeded
+from fsdptoys.utils.dtensor import local_tensor, sharded_rows
+
+
+class InitialValues:
+    """Fills parameters of ``model.init_from`` and ``tune.adapter``, or of the seed where these are null.
+
+    Args:
+        model: on the meta device, before it gets adapters.
+        config: of the run.
+        threads: draw values.
+
+    Raises:
+        ConfigError: if a folder does not fit.
+    """
+
+    def __init__(self, model: DecoderModel, config: Config, threads: int) -> None:
+        seed = config.train.init_seed
+        assert seed is not None
+        self._init_from = open_init_from(model) if config.model.init_from else None
+        self._adapter = open_adapter(config.tune, model)
+        self._drawn = seeded(model.init_rows, seed, threads)
+        self._drawn_adapter = seeded(init_adapter_rows, seed, threads)
+
+    def fill(self, param: Tensor, name: str) -> None:
+        """Fill a parameter, or this rank's shard of it, in place.
+
+        A quantized one is filled from the values of the plain one, of which only one at a time exists.
+        """
+        if is_packed(name):
+            packed = local_tensor(param)
+            rows = torch.empty(*packed.shape[:-1], unpacked_columns(packed), device=packed.device)
+            self.fill(sharded_rows(param, rows), unquantized_name(name))
+            pack(rows, packed)
+        elif is_adapter(name):
+            (self._adapter.fill if self._adapter else self._drawn_adapter)(param, name)
+        else:
+            (self._init_from.fill if self._init_from else self._drawn)(param, name)

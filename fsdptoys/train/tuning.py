@@ -1,0 +1,49 @@
+"""Adapters on a run's model, and the form of its frozen weights (``tune=lora``)."""
+
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from fsdptoys.config.schema import Config
+from fsdptoys.errors import ConfigError
+from fsdptoys.models import DecoderModel
+from fsdptoys.models.lora import Samples, add_adapters
+from fsdptoys.models.nf4 import quantize_linears
+from fsdptoys.tune import Base, LoRAConfig
+
+
+def tune_model(model: DecoderModel, config: Config) -> Samples | None:
+    """Freeze a model on the meta device and add adapters, where the configuration says so.
+
+    Returns:
+        What the layers ask for the samples of a micro-batch; None where nothing is dropped.
+
+    Raises:
+        ConfigError: if the family has none of the layers.
+    """
+    tune = config.tune
+    if not isinstance(tune, LoRAConfig):
+        return None
+    samples = Samples(config.train.seed)
+    try:
+        add_adapters(model, tune.targets, tune.rank, tune.alpha, tune.dropout, samples)
+    except ValueError as error:
+        raise ConfigError(f"tune.targets: {error}; set tune.targets=[q_proj,v_proj]") from error
+    if config.parallel.mixes_dtypes and config.train.grain_tokens is None:
+        # The forward computes from these values in any case; a frozen weight needs no float32 copy to add updates to.
+        for param in model.parameters():
+            if not param.requires_grad:
+                param.data = param.data.to(config.parallel.param_dtype.torch)  # keeps shared weights shared
+    return samples if tune.dropout else None
+
+
+def show_samples(samples: Samples | None, numbers: Sequence[Tensor], microbatch: int) -> None:
+    """Set the samples of a micro-batch, if layers ask for them."""
+    if samples:
+        samples.numbers_B = numbers[microbatch]
+
+
+def quantize_base(model: DecoderModel, config: Config) -> None:
+    """Quantize the frozen weights of a model on the meta device, where the configuration says so."""
+    if isinstance(config.tune, LoRAConfig) and config.tune.base is Base.nf4:
+        quantize_linears(model)

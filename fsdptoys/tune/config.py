@@ -1,0 +1,77 @@
+"""Settings of ``tune``, without the layers that they configure."""
+
+from abc import ABC
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import ClassVar
+
+from fsdptoys.errors import ConfigError
+from fsdptoys.utils.bounds import above, at_least, between, check_bounds
+
+LINEAR_LAYERS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+"""Names of the linear layers of blocks, over all families."""
+
+
+class Base(Enum):
+    """Forms of frozen weights."""
+
+    plain = "plain"
+    """In ``parallel.param_dtype``, or in float32 where the strategy updates all weights alike."""
+    nf4 = "nf4"
+    """In four bits and a half each, the normal float of QLoRA; embeddings, norms, experts and the head stay plain."""
+
+
+@dataclass
+class TuneConfig(ABC):
+    """Which parameters train."""
+
+    name: ClassVar[str]
+    """The word after ``tune=``."""
+    freezes: ClassVar[bool] = False
+    """Whether the model's own parameters are frozen."""
+
+    def __post_init__(self) -> None:
+        check_bounds("tune", self)
+
+
+@dataclass
+class FullConfig(TuneConfig):
+    """All parameters."""
+
+    name: ClassVar[str] = "full"
+
+
+@dataclass
+class LoRAConfig(TuneConfig):
+    """Low-rank adapters of linear layers (arXiv:2106.09685)."""
+
+    name: ClassVar[str] = "lora"
+    freezes: ClassVar[bool] = True
+
+    rank: int = field(default=8, metadata=at_least(1, 2**16))
+    """Rows of an adapter's first matrix, and columns of its second."""
+    alpha: float = field(default=16.0, metadata=above(0, 1e6))
+    """The adapter's result is multiplied by ``alpha / rank``."""
+    dropout: float = field(default=0.0, metadata=between(0, 1, below=True))
+    """Share of an adapter's inputs set to zero in training; the same ones under every layout."""
+    targets: list[str] = field(default_factory=lambda: list(LINEAR_LAYERS))
+    """Linear layers of the blocks that get adapters, of those that the family has."""
+
+    base: Base = Base.plain
+    """Form of the frozen weights of the blocks' linear layers."""
+    adapter: str | None = None
+    """Folder in PEFT's format whose adapters the run starts from; null for new ones."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.adapter is not None and not self.adapter.strip():
+            raise ConfigError(
+                f"tune.adapter={self.adapter!r} must name a folder; set tune.adapter=null to start from new adapters"
+            )
+        for target in self.targets:
+            if target not in LINEAR_LAYERS:
+                raise ConfigError(
+                    f"tune.targets names {target}, which is none of {', '.join(LINEAR_LAYERS)}; remove it"
+                )
+        if not self.targets:
+            raise ConfigError("tune.targets=[] trains nothing; set tune.targets=[q_proj,v_proj] or tune=full")

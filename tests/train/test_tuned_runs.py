@@ -1,0 +1,110 @@
+"""Runs that train adapters: resumed, with every kind of optimizer step, and their final weights."""
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from fsdptoys.cli.main import main
+from fsdptoys.config.schema import Config
+from fsdptoys.device import Device
+from fsdptoys.errors import ConfigError
+from fsdptoys.memory import CPUOffloadExecutor, MemoryConfig
+from fsdptoys.optim import MuonConfig
+from fsdptoys.parallel import DDPConfig, FSDP1Config, FSDP2Config, SingleConfig
+from fsdptoys.parallel.precision import DType
+from fsdptoys.train.pretrained import TrainedModel
+from fsdptoys.train.resume import check_same_run, run_facts
+from fsdptoys.tune import Base, FullConfig, LoRAConfig
+from scripts.ranks import run_ranks
+from tests.checkpoint.folders import build, load, write
+from tests.parallel.runs import make_config
+from tests.parallel.test_nf4 import GPT2, LLAMA
+from tests.train.resumed import kept, run_to_the_end
+from tests.train.test_resume import SMALL, Row, configs_of, resumed_and_uninterrupted
+
+pytestmark = pytest.mark.usefixtures("without_pictures")
+
+LORA = LoRAConfig(rank=4, dropout=0.2)
+NF4 = dataclasses.replace(LORA, base=Base.nf4)
+
+
+def rows() -> dict[str, Row]:
+    def row(parallel: Any, memory: dict[str, Any] | None = None, **more: Any) -> Row:
+        return parallel, {**SMALL, "tune": LORA, "model": LLAMA, "memory": MemoryConfig(**(memory or {})), **more}
+
+    overlapped = {"cpu_offload": True, "cpu_offload_executor": CPUOffloadExecutor.overlapped, "cpu_threads": 2}
+    return {
+        "ddp, muon": row(DDPConfig(), optim=MuonConfig(lr=1e-2)),
+        "fsdp1": row(FSDP1Config(), checkpoint={"async_save": True}),
+        "fsdp2, muon": row(FSDP2Config(), optim=MuonConfig(lr=1e-2)),
+        "fsdp2, overlapped CPU offload, bf16": row(FSDP2Config(param_dtype=DType.bfloat16), overlapped),
+        "fsdp2, optimizer in the backward": row(
+            FSDP2Config(), {"optimizer_in_backward": True}, max_grad_norm=None, skip_nonfinite=False
+        ),
+        "fsdp2, quantized, bf16": row(FSDP2Config(param_dtype=DType.bfloat16), tune=NF4),
+        "ddp, quantized, gpt2": row(DDPConfig(), tune=NF4, model=GPT2),
+    }
+
+
+@pytest.mark.usefixtures("unmeasured")
+def test_resumed_runs_equal_uninterrupted_ones_bitwise(tmp_path: Path) -> None:
+    """Oracle: the uninterrupted run: all parameters, frozen and quantized ones too; it takes the last two steps."""
+    configs = configs_of(rows(), 2)
+    for label, (took, whole, resumed) in run_ranks(2, resumed_and_uninterrupted, configs, tmp_path)[0].items():
+        assert took == 2 and whole == resumed, label
+
+
+def logits_of_trained(configs: list[Config], folders: list[Path], tokens_BT: Tensor) -> list[list[list[float]]]:
+    """Logits of the model at the end of each run, and of what its run directory holds."""
+    found = []
+    for config, folder in zip(configs, folders, strict=True):
+        trainer = run_to_the_end(kept(config, folder, every=0, final_weights=True))
+        trained = TrainedModel(str(folder)).load(Device("cpu"), torch.float32)
+        with torch.no_grad():
+            models = (trainer.strategy.model.eval(), trained)
+            found.append([model(tokens_BT).float().flatten()[:500].tolist() for model in models])
+    return found
+
+
+@pytest.mark.usefixtures("unmeasured")
+def test_final_weights_are_those_of_the_model_and_its_adapters(tmp_path: Path) -> None:
+    """Oracle: the logits of the run's model; the folder ``adapter`` on the base, for an unquantized one."""
+    base, merged = tmp_path / "base", tmp_path / "merged"
+    write(base, build(LLAMA))
+    started = dataclasses.replace(LLAMA, init_from=str(base))
+    configs = [
+        make_config(SingleConfig(), 1, tune=tune, model=model, steps=2)
+        for tune, model in ((LORA, started), (NF4, started), (NF4, GPT2))
+    ]
+    folders = [tmp_path / name for name in ("plain", "nf4", "gpt2")]
+    tokens_BT = torch.arange(24).view(1, 24)
+    found = run_ranks(1, logits_of_trained, configs, folders, tokens_BT)[0]
+    for trained, stored in found:
+        assert stored == pytest.approx(trained, abs=1e-5)
+    assert (
+        main(["convert", "to-hf", str(tmp_path / "base"), str(tmp_path / "merged"), f"adapter={folders[0]}/adapter"])
+        == 0
+    )
+    with torch.no_grad():
+        logits = load(merged)(tokens_BT).flatten()[:500].tolist()
+    assert logits == pytest.approx(found[0][0], abs=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("tune", "sentence"),
+    [
+        (FullConfig(), "tune=full is not lora, with which the checkpoint of step 1 was made; set tune=lora"),
+        (dataclasses.replace(LORA, rank=8), "tune.rank=8 is not 4, with which the checkpoint of step 1 was made"),
+        (NF4, "tune.base=nf4 is not plain, with which the checkpoint of step 1 was made; set tune.base=plain"),
+    ],
+    ids=["full", "rank", "base"],
+)
+def test_checkpoints_of_other_adapters_are_refused(tune: Any, sentence: str) -> None:
+    """Oracle: the message."""
+    saved = run_facts(make_config(SingleConfig(), 1, model=LLAMA, tune=LORA), 1) | {"step": 1}
+    with pytest.raises(ConfigError, match=sentence):
+        check_same_run(make_config(SingleConfig(), 1, model=LLAMA, tune=tune), saved)
