@@ -10,6 +10,7 @@ import math
 from abc import ABC
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -58,6 +59,8 @@ class DecoderModel(UsesKernels, ABC):
     """The id that ends every document, to keep documents apart (``documents``); None to attend across documents."""
     context: Context = FULL_SEQUENCES
     """Keeps this rank's part of the sequences."""
+    slices: Any = None
+    """Settings of sums over slices of features (``grain_slices``), and the kernels without slices; None for none."""
 
     def __init__(self, config: ModelConfig, blocks: Sequence[Block], norm: nn.Module) -> None:
         super().__init__()

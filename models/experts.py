@@ -32,7 +32,7 @@ from .grouped import Grouped, Product, Segment
 from .kernels import UsesKernels
 
 
-def _leave_uncompiled(function: Callable[..., Any]) -> Callable[..., Any]:
+def leave_uncompiled(function: Callable[..., Any]) -> Callable[..., Any]:
     """``torch.compiler.disable`` without importing the compiler, which takes half as long as importing torch.
 
     torch's own optimizers use the private form, which waits for the first call (seen in torch 2.7 and 2.13).
@@ -51,7 +51,7 @@ class Experts(UsesKernels):
         self.gate_up_proj = nn.Parameter(torch.empty(n_experts, 2 * ffn_dim, dim))
         self.down_proj = nn.Parameter(torch.empty(n_experts, dim, ffn_dim))
 
-    @_leave_uncompiled
+    @leave_uncompiled
     def forward(
         self, hidden_ND: Tensor, experts_NK: Tensor, weights_NK: Tensor, *, scale_input: bool = False
     ) -> Tensor:

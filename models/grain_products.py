@@ -11,10 +11,12 @@ thread.
 Shapes: N rows, G grains, M rows of a grain, I and O inner and outer width of a matmul, D width.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from .grain_attention import ALIGNMENT, GRADIENTS, aligned, on_grid, split_rows
 from .linear import goes_through_float32, linear
@@ -116,3 +118,32 @@ def sum_grains(rows_ND: Tensor, grain: int) -> Tensor:
     whole = len(rows_ND) // grain * grain
     sums_GD = rows_ND[:whole].view(-1, grain, rows_ND.shape[1]).sum(1)
     return sums_GD if whole == len(rows_ND) else torch.cat([sums_GD, rows_ND[whole:].sum(0, keepdim=True)])
+
+
+class Elementwise(torch.autograd.Function):
+    """An elementwise function of rows, recomputed in the backward."""
+
+    @staticmethod
+    def forward(ctx: Any, function: Callable[..., Tensor], grain: int, *inputs: Tensor) -> Tensor:
+        """Some whole grains at a time."""
+        ctx.save_for_backward(*inputs)
+        ctx.settings = function, grain
+        out = torch.empty_like(inputs[0], memory_format=torch.contiguous_format)
+        for rows in chunk_rows(len(out), grain, out.shape[1]):
+            out[rows] = function(*(aligned(each[rows]) for each in inputs))
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+        """Gradients of the inputs."""
+        (function, grain), inputs = ctx.settings, ctx.saved_tensors
+        grads = [torch.empty_like(each, memory_format=torch.contiguous_format) for each in inputs]
+        for rows in chunk_rows(len(grad), grain, grad.shape[1]):
+            leaves = [aligned(each[rows]).detach().requires_grad_() for each in inputs]
+            with torch.enable_grad():
+                piece = function(*leaves)
+            found = torch.autograd.grad(piece, leaves, aligned(grad[rows]))
+            for whole, part in zip(grads, found, strict=True):
+                whole[rows] = part
+        return None, None, *grads

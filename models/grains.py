@@ -30,22 +30,24 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from .decoder import DecoderModel
-from .grain_attention import GRADIENTS, aligned, attention_kernels, on_grid, split_rows
+from .grain_attention import GRADIENTS, attention_kernels, on_grid, split_rows
 from .grain_experts import use_grain_experts
 from .grain_norms import LayerNorm, RMSNorm
-from .grain_products import CALL_ELEMENTS, add_weight_gradient, chunk_rows, multiply, sum_rows
+from .grain_products import CALL_ELEMENTS, Elementwise, add_weight_gradient, multiply, sum_rows
+from .grain_slices import OneRank, Slices, use_slices
 from .kernels import Kernels, use_kernels
 from .layers import Attention, AttentionTemperature, GELUFeedForward, LMHead
 from .linear import Linear
 
 
-def use_grains(model: DecoderModel, grain: int, dtype: torch.dtype) -> None:
+def use_grains(model: DecoderModel, grain: int, dtype: torch.dtype, slices: int = 1) -> None:
     """Replace the operations of a model that is not wrapped yet.
 
     Args:
         model: its kernels must be PyTorch's own.
         grain: tokens of a grain; divides the tokens of a rank's part of a sequence.
         dtype: of the computation; parameters will be float64.
+        slices: of features, over which sums are added in float64 (``grain_slices``); 1 for none.
     """
     for module in model.modules():
         if isinstance(module, LMHead):
@@ -64,6 +66,8 @@ def use_grains(model: DecoderModel, grain: int, dtype: torch.dtype) -> None:
     model.rotations = functools.partial(_rotations, model.rotations, grain)  # type: ignore[method-assign]
     model.embed = functools.partial(_embed, model.embed)  # type: ignore[method-assign]
     use_kernels(model, _grain_kernels(model.kernels, grain, dtype))
+    if slices > 1:
+        use_slices(model, Slices(slices, grain, dtype), OneRank(dtype))
 
 
 def _grain_kernels(kernels: Kernels, grain: int, dtype: torch.dtype) -> Kernels:
@@ -99,33 +103,6 @@ class _Linear(torch.autograd.Function):
         if ctx.needs_input_grad[2]:
             grad_bias_O = sum_rows(grad_NO, grain)
         return grad_input_NI, grad_weight_OI, grad_bias_O, None
-
-
-class _Elementwise(torch.autograd.Function):
-    """An elementwise function of rows, recomputed in the backward."""
-
-    @staticmethod
-    def forward(ctx: Any, function: Callable[..., Tensor], grain: int, *inputs: Tensor) -> Tensor:
-        ctx.save_for_backward(*inputs)
-        ctx.settings = function, grain
-        out = torch.empty_like(inputs[0], memory_format=torch.contiguous_format)
-        for rows in chunk_rows(len(out), grain, out.shape[1]):
-            out[rows] = function(*(aligned(each[rows]) for each in inputs))
-        return out
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-        (function, grain), inputs = ctx.settings, ctx.saved_tensors
-        grads = [torch.empty_like(each, memory_format=torch.contiguous_format) for each in inputs]
-        for rows in chunk_rows(len(grad), grain, grad.shape[1]):
-            leaves = [aligned(each[rows]).detach().requires_grad_() for each in inputs]
-            with torch.enable_grad():
-                piece = function(*leaves)
-            found = torch.autograd.grad(piece, leaves, aligned(grad[rows]))
-            for whole, part in zip(grads, found, strict=True):
-                whole[rows] = part
-        return None, None, *grads
 
 
 class _Embedding(torch.autograd.Function):
@@ -186,13 +163,13 @@ def _rms_norm(kernel: Callable[..., Tensor], grain: int, hidden: Tensor, weight:
 
 def _swiglu(kernel: Callable[[Tensor, Tensor], Tensor], grain: int, gate: Tensor, up: Tensor) -> Tensor:
     rows = (each.reshape(-1, each.shape[-1]) for each in (gate, up))
-    return _Elementwise.apply(kernel, grain, *rows).view_as(gate)
+    return Elementwise.apply(kernel, grain, *rows).view_as(gate)
 
 
 def _gelu_forward(module: GELUFeedForward, grain: int, hidden_BTD: Tensor) -> Tensor:
     up = module.up_proj(hidden_BTD)
     gelu = functools.partial(F.gelu, approximate="tanh")
-    return module.down_proj(_Elementwise.apply(gelu, grain, up.reshape(-1, up.shape[-1])).view_as(up))
+    return module.down_proj(Elementwise.apply(gelu, grain, up.reshape(-1, up.shape[-1])).view_as(up))
 
 
 def _embed(embed: Callable[[Tensor, Tensor], Tensor], tokens_BT: Tensor, positions: Tensor) -> Tensor:

@@ -99,6 +99,8 @@ class Llama4Config(MoEConfig, RotaryConfig):
         },
     )
 
+    shares_an_expert: ClassVar[bool] = True
+
     name: str = "llama4"
     rope_theta: float = 500000.0
     n_experts: int = 16

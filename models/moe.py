@@ -18,7 +18,7 @@ Shapes: N tokens, D width, E experts, K experts of a token.
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -166,6 +166,9 @@ class MoE(nn.Module):
 @dataclass
 class MoEConfig:
     """Settings of a family with experts."""
+
+    shares_an_expert: ClassVar[bool] = False
+    """Whether every token also goes through an expert of ``expert_ffn_dim`` without routing."""
 
     n_experts: int = field(default=128, metadata=at_least(1, MOST_EXPERTS))
     """Experts of a layer."""

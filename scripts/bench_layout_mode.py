@@ -1,4 +1,4 @@
-"""Measure the price of ``train.deterministic``: CPU time of a step in one process under each mode.
+"""Measure the price of ``train.deterministic``: CPU time of a step in one process under each mode, and with slices.
 
     python scripts/bench_layout_mode.py
     python scripts/bench_layout_mode.py --grains 4 --dtype bfloat16
@@ -25,7 +25,14 @@ from scripts.machine import machine
 from scripts.progress import progress, unit
 from scripts.ranks import run_ranks
 
-MODES = ("false", "true", "layout")
+MODES = {
+    "false": ["train.deterministic=false"],
+    "true": ["train.deterministic=true"],
+    "layout": ["train.deterministic=layout"],
+    "layout train.slices=2": ["train.deterministic=layout", "train.slices=2"],
+    "layout train.slices=4": ["train.deterministic=layout", "train.slices=4"],
+}
+"""Row → overrides."""
 SETTINGS = [
     "model=llama_debug",
     "model.dim=512",
@@ -66,7 +73,7 @@ def main() -> None:
     with progress(args.rounds * len(MODES)):
         for _ in range(args.rounds):
             for mode in MODES:
-                own = [f"train.deterministic={mode}", *([f"train.grains={args.grains}"] if mode == "layout" else [])]
+                own = [*MODES[mode], *([f"train.grains={args.grains}"] if mode.startswith("layout") else [])]
                 with unit(mode) as done:
                     seconds[mode] += run_ranks(1, measure, [*shared, *own])
                     done.note = f"{seconds[mode][-1]:.2f} s"

@@ -24,6 +24,7 @@ from torch import Tensor
 
 from fsdptoys.errors import ConfigError
 from fsdptoys.loss.objective import IGNORE_INDEX
+from fsdptoys.loss.vocabulary import Vocabulary
 from fsdptoys.models.block_attention import Block, GradientsOfBlocks
 from fsdptoys.models.decoder import DecoderModel
 from fsdptoys.models.experts import Experts
@@ -32,11 +33,13 @@ from fsdptoys.models.rotary import RotaryModel
 from fsdptoys.parallel import gathered
 from fsdptoys.parallel.fsdp2 import FSDP2
 from fsdptoys.parallel.strategy import Strategy
+from fsdptoys.parallel.tensor_parallel import TensorExchange
 from fsdptoys.train import moe_balance, step_inputs
 from scripts.parity_compare import Comparison, Trajectory
 from scripts.parity_layouts import (
     GRADIENT_TOLERANCE,
     LAYOUT_MODES,
+    LAYOUTS,
     compare_layouts,
     count_rows,
     layout_configs,
@@ -161,6 +164,26 @@ def accumulate_in_bf16() -> Any:
     return mock.patch.object(GradientsOfBlocks, "add", rounded)
 
 
+def shift_classes() -> Any:
+    """All ranks but the first take their classes to begin one later."""
+    local_labels = Vocabulary.local_labels
+    return mock.patch.object(
+        Vocabulary,
+        "local_labels",
+        lambda self, labels, classes: local_labels(self, labels - int(self.rank > 0), classes),
+    )
+
+
+def count_norm_weights_on_every_rank() -> Any:
+    """The gradient norm counts parameters that all ranks of tp have once for each of them."""
+    return mock.patch.object(FSDP2, "local_norms", Strategy.local_norms)
+
+
+def keep_gradients_of_own_tokens() -> Any:
+    """Gradients of norms' weights are those of the rank's own tokens."""
+    return mock.patch.object(TensorExchange, "sum_gradient", lambda self, param: param.view_as(param))
+
+
 BUGS = {
     "averaged experts": Bug(average_experts, "ep 2", "qwen3_moe_debug"),
     "dropped partial sum": Bug(drop_partial_sums, "cp 2 gathered"),
@@ -172,6 +195,9 @@ BUGS = {
     "auxiliary loss of the local batch": Bug(balance_local_batches, "ep 2", "qwen3_moe_debug"),
     "padding counted as valid": Bug(count_padding, "fsdp2"),
     "ring accumulates in bf16": Bug(accumulate_in_bf16, "cp 4 ring", mode="default"),
+    "classes of a rank off by one": Bug(shift_classes, "tp 2"),
+    "norm weights counted on each rank": Bug(count_norm_weights_on_every_rank, "tp 2"),
+    "missing all-reduce of norms' gradients": Bug(keep_gradients_of_own_tokens, "tp 2"),
 }
 """Name → bug."""
 
@@ -208,13 +234,14 @@ def inject_all(names: Sequence[str], steps: int, seq_len: int, console: Console)
     table = Table(title=f"injected bugs, {steps} steps")
     for column in ("bug", "layout", "mode", "first difference", "largest loss difference", "loss within 1e-3?"):
         table.add_column(column, justify="right" if "largest" in column else "left")
-    references: dict[tuple[str, str], Trajectory] = {}
+    references: dict[tuple[Any, ...], Trajectory] = {}
     missed, hidden = [], 0
     for name in names:
         bug = BUGS[name]
-        key = (bug.model, bug.mode)
+        more = LAYOUTS[bug.layout].of_reference(bug.mode, bug.model)
+        key = (bug.model, bug.mode, more)
         if key not in references:
-            references[key] = reference_of(bug.model, "float32", bug.mode, steps, seq_len)
+            references[key] = reference_of(bug.model, "float32", bug.mode, steps, seq_len, more)
         catch = inject(bug, name, steps, seq_len, references[key])
         where = f"{bug.model}, {bug.layout}, {bug.world_size} ranks"
         passes = "yes" if catch.passes_ordinarily else "no"

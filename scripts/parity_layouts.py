@@ -1,7 +1,7 @@
 """Layouts of the mesh against one process: losses, gradients by kind of parameter, norms, final parameters.
 
 Every row trains one model on the same global batches: DDP, FSDP1, FSDP2, HSDP, context parallelism in each form, expert
-parallelism, and their combinations, with ragged padding, with accumulation in every second row and gradient
+and tensor parallelism, and their combinations, with ragged padding, with accumulation in every second row and gradient
 checkpointing in every third. The reference is one ordinary process that takes the global batch as one micro-batch.
 
 - layout mode (``train.deterministic=layout``): every loss, norm, gradient and parameter must be equal in every bit;
@@ -75,22 +75,32 @@ class Layout:
     replicas: int = 1
     rings: bool = False
     """Whether it merges partial sums, which the layout mode and masks of documents refuse."""
+    features: int = 1
+    """Ranks that split features."""
 
-    def grains(self, mode: str) -> list[str]:
-        """Overrides where the layout mode needs more grains than by default, to cut a sequence into whole ones."""
-        many = mode == "layout" and "parallel.context=gathered" in self.overrides and 2 * self.shares > DEFAULT_GRAINS
-        return [f"train.grains={2 * self.shares}"] if many else []
+    def of_reference(self, mode: str, preset: str) -> tuple[str, ...]:
+        """Overrides that the one process needs too: more grains or slices, to cut into whole ones, and key heads."""
+        words = []
+        if mode == "layout" and "parallel.context=gathered" in self.overrides and 2 * self.shares > DEFAULT_GRAINS:
+            words.append(f"train.grains={2 * self.shares}")
+        if mode == "layout" and self.features > 1:
+            words.append(f"train.slices={self.features}")
+        if getattr(model_of(preset), "n_kv_heads", self.features) % self.features:
+            words.append(f"model.n_kv_heads={self.features}")
+        return tuple(words)
 
     def fits(self, world_size: int, preset: str, mode: str) -> bool:
         """Whether a model can be trained so on this many ranks."""
-        shard, model = world_size // self.replicas, model_of(preset)
+        ranks, model = world_size // self.replicas, model_of(preset)
+        shard = ranks // self.features
         if self.rings and (mode == "layout" or "data.mask_documents=true" in EXTRAS.get(preset, ())):
             return False
         if (model.n_experts if isinstance(model, MoEConfig) else 1) % self.split:
             return False
-        if "parallel.context=ulysses" in self.overrides and model.n_heads % self.shares:
+        if "parallel.context=ulysses" in self.overrides and model.n_heads % (self.shares * self.features):
             return False
-        return shard > 1 and all(shard % size == 0 for size in (self.shares, self.split))
+        divides = shard * self.features == ranks and shard % self.shares == 0 and ranks % self.split == 0
+        return ranks > 1 and divides and model.n_heads % self.features == 0
 
 
 def _layouts() -> dict[str, Layout]:
@@ -103,7 +113,12 @@ def _layouts() -> dict[str, Layout]:
     made["hsdp, cp 2"] = Layout((), shares=2, replicas=2)
     made |= {f"ep {ep}": Layout((), split=ep) for ep in (2, 4, 8)}
     made |= {"cp 2, ep 2": Layout((), 2, 2), "cp 2, ep 4": Layout((), 2, 4), "cp 4, ep 2": Layout((), 4, 2)}
-    return made | {"hsdp, ep 2": Layout((), split=2, replicas=2), "hsdp, cp 2, ep 2": Layout((), 2, 2, 2)}
+    made |= {"hsdp, ep 2": Layout((), split=2, replicas=2), "hsdp, cp 2, ep 2": Layout((), 2, 2, 2)}
+    made |= {f"tp {tp}": Layout((), features=tp) for tp in (2, 4)}
+    for form in ("ulysses", "gathered"):
+        made[f"tp 2, cp 2 {form}"] = Layout((f"parallel.context={form}",), shares=2, features=2)
+    made |= {"hsdp, tp 2": Layout((), replicas=2, features=2), "tp 2, ep 2": Layout((), split=2, features=2)}
+    return made | {"tp 2, cp 2, ep 4": Layout((), 2, 4, features=2)}
 
 
 LAYOUTS = _layouts()
@@ -114,7 +129,7 @@ def row_overrides(
     layout: Layout | None, model: str, dtype: str, mode: str, world_size: int, steps: int, seq_len: int, place: int
 ) -> list[str]:
     """Overrides of a row, or of the reference without a layout; ``place`` varies what must not matter."""
-    data_ranks = 1 if layout is None else world_size // layout.shares
+    data_ranks = 1 if layout is None else world_size // layout.shares // layout.features
     # Routers balance the micro-batches so far, so a model with experts takes the same ones in every row.
     accumulates = layout is not None and place % 2 == 1 and data_ranks < GLOBAL_BATCH and "moe" not in model
     accumulated = 2 if accumulates and model != "llama4_debug" else 1
@@ -137,13 +152,13 @@ def row_overrides(
     ]
     if layout is None:
         return [*words, "parallel=single", f"parallel.param_dtype={dtype}"]
-    words += layout.grains(mode)
+    words += layout.of_reference(mode, model)
     if not any(word.startswith("parallel=") for word in layout.overrides):
         words.append("parallel=fsdp2")
     words += [*layout.overrides, f"parallel.param_dtype={dtype}"]
     if layout.replicas > 1:
         words.append(f"mesh.fsdp_size={world_size // layout.replicas}")
-    words += [f"mesh.cp_size={layout.shares}", f"mesh.ep_size={layout.split}"]
+    words += [f"mesh.cp_size={layout.shares}", f"mesh.ep_size={layout.split}", f"mesh.tp_size={layout.features}"]
     return words + (["memory.gradient_checkpointing=full"] if place % 3 == 2 else [])
 
 
@@ -180,8 +195,9 @@ def gradients(trainer: Trainer) -> Iterator[Named]:
             named = {name.replace("_fsdp_wrapped_module.", ""): param.grad for name, param in model.named_parameters()}
             yield [(name, grad) for name, grad in named.items() if grad is not None]
     else:
-        grads = ((name, param.grad) for name, param in trainer.strategy.named_parameters())
-        yield [(name, grad) for name, grad in grads if grad is not None]
+        strategy = trainer.strategy
+        grads = [(name, param.grad) for name, param in strategy.named_parameters()]
+        yield [(name, strategy.spread(name, grad)) for name, grad in grads if grad is not None]
 
 
 def train_and_compare(
@@ -205,7 +221,9 @@ def train_and_compare(
 def parameters(trainer: Trainer) -> Named:
     """The parameters, in full or as DTensors; a collective."""
     strategy = trainer.strategy
-    return strategy.named_parameters() if isinstance(strategy, FSDP2) else strategy.full_parameters()
+    if not isinstance(strategy, FSDP2):
+        return strategy.full_parameters()
+    return ((name, strategy.spread(name, param)) for name, param in strategy.named_parameters())
 
 
 def train(config: Config) -> Trajectory:
@@ -255,9 +273,9 @@ def count_rows(args: argparse.Namespace, tables: Sequence[tuple[str, str, str]])
     return sum(len(rows_of(args, *table, world_size)) for table in tables for world_size in args.world_sizes)
 
 
-def reference_of(model: str, dtype: str, mode: str, steps: int, seq_len: int, grains: Sequence[str] = ()) -> Trajectory:
+def reference_of(model: str, dtype: str, mode: str, steps: int, seq_len: int, more: Sequence[str] = ()) -> Trajectory:
     """Train one ordinary process."""
-    config = compose_config([*row_overrides(None, model, dtype, mode, 1, steps, seq_len, 0), *grains])
+    config = compose_config([*row_overrides(None, model, dtype, mode, 1, steps, seq_len, 0), *more])
     config.validate(1, "cpu")
     trained: Trajectory = run_ranks(1, train, config, timeout_seconds=3600)[0]
     return trained
@@ -265,7 +283,7 @@ def reference_of(model: str, dtype: str, mode: str, steps: int, seq_len: int, gr
 
 def compare_layouts(args: argparse.Namespace, model: str, dtype: str, mode: str, console: Console) -> list[str]:
     """Train and print one table; return the breaches."""
-    make_reference = functools.cache(lambda *grains: reference_of(model, dtype, mode, args.steps, args.seq_len, grains))
+    make_reference = functools.cache(lambda *more: reference_of(model, dtype, mode, args.steps, args.seq_len, more))
     table = Table(title=f"{model}, {dtype}, {mode} mode, {args.steps} steps: differences from one process")
     kinds = [kind for kind in KINDS if kind in {kind_of(name) for name in make_reference().parameters}]
     for column in ("ranks", "layout", "loss", *kinds, "norm", "parameters", "largest loss difference"):
@@ -275,7 +293,7 @@ def compare_layouts(args: argparse.Namespace, model: str, dtype: str, mode: str,
         rows = rows_of(args, model, dtype, mode, world_size)
         configs = layout_configs(rows, model, dtype, mode, world_size, args.steps, args.seq_len)
         titles = [f"{model}, {dtype}, {mode}, {name}, {world_size} ranks" for name in configs]
-        references = [make_reference(*LAYOUTS[name].grains(mode)) for name in configs]
+        references = [make_reference(*LAYOUTS[name].of_reference(mode, model)) for name in configs]
         found: list[Comparison] = run_ranks(
             world_size, train_and_compare, list(configs.values()), references, titles, timeout_seconds=3600
         )[0]

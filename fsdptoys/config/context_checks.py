@@ -43,7 +43,7 @@ def check_context(
             )
         return
     assert isinstance(parallel, ReducingConfig)
-    heads, forms = model.n_heads, parallel.context_forms
+    heads, forms = model.n_heads // mesh.tp_size, parallel.context_forms
     if form is ContextForm.auto:
         form = parallel.context = forms[1] if heads % ranks else ContextForm.ulysses
     if form not in forms:
@@ -52,9 +52,10 @@ def check_context(
         )
     if form is ContextForm.ulysses and heads % ranks:
         fitting = max(size for size in range(1, ranks) if heads % size == 0 and ranks % size == 0)
+        of = "the model" if mesh.tp_size == 1 else f"a rank of mesh.tp_size={mesh.tp_size}"
         raise ConfigError(
             f"parallel.context=ulysses shares heads among mesh.cp_size={ranks} ranks, which does not divide the "
-            f"{heads} heads of the model; set parallel.context={forms[1].value}"
+            f"{heads} heads of {of}; set parallel.context={forms[1].value}"
             f"{f' or mesh.cp_size={fitting}' * (fitting > 1)}"
         )
     _check_length(form, ranks, seq_len, heads)

@@ -8,7 +8,7 @@ spelling of it and for no value, ``false`` likewise, and ``N`` for every number.
 
 from collections.abc import Mapping
 
-DATA_PARALLEL = "only data and context parallelism are supported: parallel=fsdp2"
+DATA_PARALLEL = "pipeline parallelism is not supported: parallel=fsdp2"
 
 _TABLE = {
     # Model; *: the typed value.
@@ -65,7 +65,9 @@ _TABLE = {
     "limit_all_gathers": "all-gathers are limited already: ",
     "ddp_find_unused_parameters find_unused_parameters": "every parameter takes part in each step: ",
     "deepspeed zero zero_stage zero_optimization": "DeepSpeed is not used: parallel=fsdp2",
-    "tp tp_size tensor_parallel tensor_parallel_size tensor_model_parallel_size sequence_parallel": DATA_PARALLEL,
+    "tp tp_size tensor_parallel tensor_parallel_size tensor_parallel_degree tensor_model_parallel_size "
+    "tp_degree": "mesh.tp_size=*",
+    "sequence_parallel": "tokens are split between layers wherever features are: mesh.tp_size=2",
     "pp pp_size pipeline_parallel pipeline_model_parallel_size": DATA_PARALLEL,
     "cp cp_degree context_parallel context_parallel_size context_parallel_degree sequence_parallel_size "
     "sp_size": "mesh.cp_size=*",

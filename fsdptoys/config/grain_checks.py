@@ -16,6 +16,7 @@ from fsdptoys.parallel.float8 import Float8
 from fsdptoys.parallel.mesh import MeshConfig
 
 from .kernel_choice import KernelConfig
+from .tensor_checks import split_sizes
 
 DEFAULT_GRAINS = 8
 
@@ -43,6 +44,10 @@ def check_grains(config: Sections, world_size: int, device_type: str) -> None:
             raise UnusedKeyError(
                 f"train.grains={train.grains} does nothing as set; set train.deterministic=layout or leave it out"
             )
+        if train.slices != 1:
+            raise UnusedKeyError(
+                f"train.slices={train.slices} does nothing as set; set train.deterministic=layout or leave it out"
+            )
         return
 
     def refuse(setting: str, reason: str, fix: str) -> None:
@@ -60,7 +65,8 @@ def check_grains(config: Sections, world_size: int, device_type: str) -> None:
         raise ConfigError(
             f"train.grains={train.grains} must divide train.seq_len={train.seq_len}; set train.grains={fitting}"
         )
-    _check_context(config)
+    _check_pieces(config)
+    _check_slices(config)
     if not float64_collectives(device_type):
         refuse(f"launch.device={device_type}", "has no collectives of float64", "train.deterministic=false")
     if train.compile:
@@ -94,10 +100,27 @@ def check_grains(config: Sections, world_size: int, device_type: str) -> None:
         )
 
 
-def _check_context(config: Sections) -> None:
+def _check_slices(config: Sections) -> None:
+    """Check that ranks that split features have whole slices."""
+    slices, ranks = config.train.slices, config.mesh.tp_size
+    sizes = split_sizes(config.model)
+    common = math.gcd(*sizes.values())
+    if slices % ranks:
+        raise ConfigError(
+            f"train.slices={slices} must be a multiple of mesh.tp_size={ranks}, whose ranks have whole slices with "
+            f"train.deterministic=layout; set train.slices={math.lcm(slices, ranks)} or mesh.tp_size=1"
+        )
+    if common % slices:
+        key, size = next((key, size) for key, size in sizes.items() if size % slices)
+        raise ConfigError(
+            f"train.slices={slices} must divide model.{key}={size}; set train.slices={math.gcd(common, slices)}"
+        )
+
+
+def _check_pieces(config: Sections) -> None:
     """Check that ranks that share a sequence have whole grains."""
-    train, ranks = config.train, config.mesh.cp_size
-    if ranks == 1:
+    train, ranks, splits = config.train, config.mesh.cp_size, config.mesh.tp_size
+    if ranks * splits == 1:
         return
     form = getattr(config.parallel, "context", ContextForm.auto)
     if form is ContextForm.ring:
@@ -105,13 +128,16 @@ def _check_context(config: Sections) -> None:
             "parallel.context=ring merges parts of sums in an order of each rank's own, which "
             "train.deterministic=layout rules out; set parallel.context=gathered"
         )
-    pieces = form.pieces_per_rank * ranks
+    pieces = math.lcm(form.pieces_per_rank * ranks if ranks > 1 else 1, ranks * splits)
     if train.grains % pieces:
+        context = f"parallel.context={form.value} cuts a sequence with mesh.cp_size={ranks}"
+        cut = f"mesh.tp_size={splits} cuts a sequence with mesh.cp_size={ranks}" if splits > 1 else context
         raise ConfigError(
-            f"train.grains={train.grains} must be a multiple of {pieces}, the pieces into which "
-            f"parallel.context={form.value} cuts a sequence with mesh.cp_size={ranks}; set train.grains="
-            f"{math.lcm(train.grains, pieces)}"
+            f"train.grains={train.grains} must be a multiple of {pieces}, the pieces into which {cut}; set "
+            f"train.grains={math.lcm(train.grains, pieces)}"
         )
+    if ranks == 1:
+        return
     chunk_len, grain = getattr(config.model, "attention_chunk_len", None), train.seq_len // train.grains
     if form is not ContextForm.ulysses and chunk_len and chunk_len < train.seq_len and chunk_len % grain:
         raise ConfigError(

@@ -13,7 +13,6 @@ from fsdptoys.parallel import ParallelConfig
 from fsdptoys.parallel.determinism import Deterministic
 from fsdptoys.parallel.fsdp2 import sharding
 from fsdptoys.parallel.mesh import Axes, MeshConfig
-from fsdptoys.parallel.precision import DType
 from fsdptoys.utils.torchao import torchao_fault
 
 
@@ -24,24 +23,6 @@ class Loop(Protocol):
     max_grad_norm: float | None
     skip_nonfinite: bool
     deterministic: Deterministic
-
-
-def check_loss_scale(loss_scale: LossScaleConfig, dtype: DType, memory: MemoryConfig, train: Loop) -> None:
-    """Refuse settings that cannot skip the step of an overflowed gradient, where a dtype needs that."""
-    if not dtype.needs_loss_scale:
-        loss_scale.check_used(dtype.value)
-    elif memory.optimizer_in_backward:
-        raise ConfigError(
-            f"memory.optimizer_in_backward=true updates before it is known whether a gradient of "
-            f"parallel.param_dtype={dtype.value} overflowed, which skips the step; set "
-            "memory.optimizer_in_backward=false or parallel.param_dtype=bfloat16"
-        )
-    elif not train.skip_nonfinite:
-        raise ConfigError(
-            f"train.skip_nonfinite=false would update with overflowed gradients, from which "
-            f"parallel.param_dtype={dtype.value} finds its loss scale; set train.skip_nonfinite=true or "
-            "parallel.param_dtype=bfloat16"
-        )
 
 
 def check_optimizer(
@@ -128,6 +109,25 @@ def _check_low_bits(optim: OptimConfig, setting: str, parallel: ParallelConfig, 
         optim.implementation = Implementation.for_loop if deterministic else Implementation.fused
 
 
+def check_loss_scale(scale: LossScaleConfig, parallel: ParallelConfig, memory: MemoryConfig, train: Loop) -> None:
+    """Check the loss scale of float16 against the optimizer's steps, and that other dtypes set none."""
+    dtype = parallel.param_dtype
+    if not dtype.needs_loss_scale:
+        scale.check_used(dtype.value)
+    elif memory.optimizer_in_backward:
+        raise ConfigError(
+            f"memory.optimizer_in_backward=true updates before it is known whether a gradient of "
+            f"parallel.param_dtype={dtype.value} overflowed, which skips the step; set "
+            "memory.optimizer_in_backward=false or parallel.param_dtype=bfloat16"
+        )
+    elif not train.skip_nonfinite:
+        raise ConfigError(
+            f"train.skip_nonfinite=false would update with overflowed gradients, from which "
+            f"parallel.param_dtype={dtype.value} finds its loss scale; set train.skip_nonfinite=true or "
+            "parallel.param_dtype=bfloat16"
+        )
+
+
 def check_blocks(optim: OptimConfig, model: ModelConfig, mesh: MeshConfig, axes: Axes) -> None:
     """Refuse shards that end within a quantization block, as is possible for stacks of experts."""
     if optim.low_bit_format is None or not isinstance(model, MoEConfig):
@@ -138,7 +138,7 @@ def check_blocks(optim: OptimConfig, model: ModelConfig, mesh: MeshConfig, axes:
         block, (dim, ranks) = low_bit_adamw.block_elements(optim.low_bit_format, param.shape), sharding(param, axes)
         cut = param.shape[-1] // ranks if dim == param.ndim - 1 else 0
         if block is not None and cut % block:
-            fix = f"a mesh.fsdp_size that divides {param.shape[0]}" if axes.ep == 1 else f"mesh.ep_size={axes.shard}"
+            fix = f"a mesh.fsdp_size that divides {param.shape[0]}" if axes.ep == 1 else f"mesh.ep_size={axes.copy}"
             raise ConfigError(
                 f"optim.state_dtype={optim.low_bit_format} keeps a scale for {block} numbers of a row, and "
                 f"mesh.fsdp_size={mesh.fsdp_size} cuts rows of {name} into {cut}; set {fix} or "

@@ -34,11 +34,13 @@ from .launch_config import LaunchConfig
 from .optimizer_checks import check_blocks, check_in_backward, check_loss_scale, check_optimizer
 from .option_values import Option
 from .plan_config import PlanConfig
+from .tensor_checks import check_tensor
 from .toy_checks import check_toy_context, check_toy_experts
 from .tune_checks import check_tune, open_adapter
 
 MOST_BATCHES = 2**20  # upper bound of a batch's sequences, and of the batches of a step or an evaluation
 MOST_SEED = 2**63 - 1
+MOST_SLICES = 2**10
 
 
 @dataclass
@@ -86,6 +88,8 @@ class TrainConfig:
     """The same bits in every repetition, on any layout of 1, 2, 4, 8, … ranks (true), or on any layout at all."""
     grains: int = field(default=8, metadata=at_least(1, MOST_TOKENS))
     """``deterministic=layout``: pieces of each sequence, computed by themselves; divides ``seq_len``."""
+    slices: int = field(default=1, metadata=at_least(1, MOST_SLICES))
+    """``deterministic=layout``: slices of features, added in float64, for ``mesh.tp_size``, which divides it."""
     sum_dtype: SumDType = SumDType.auto
     """dtype of sums of gradient norms and losses over ranks; auto: float64, on NPUs float32."""
     seed: int = field(default=0, metadata=at_least(0, MOST_SEED))
@@ -173,10 +177,12 @@ class Config:
             cpu_offload=self.memory.cpu_offload,
         )
         check_tune(self)
-        check_loss_scale(self.loss_scale, self.parallel.param_dtype, self.memory, train)
+        check_loss_scale(self.loss_scale, self.parallel, self.memory, train)
         check_optimizer(self.optim, self.parallel, self.memory, train, device_type)
         self.parallel.validate(world_size, self.mesh, device_type, self.memory.cpu_offload)
-        check_experts(self.model, self.parallel.axes(world_size, self.mesh))
+        axes = self.parallel.axes(world_size, self.mesh)
+        check_experts(self.model, axes)
+        check_tensor(self, axes)
         check_context(
             self.parallel,
             self.mesh,
@@ -322,12 +328,12 @@ class Config:
             )
         selective = memory.gradient_checkpointing is GradientCheckpointing.selective
         hidden = memory.activation_offload or isinstance(self.model, MoEConfig)
-        hidden = hidden or self.mesh.cp_size > 1
+        hidden = hidden or self.mesh.cp_size * self.mesh.tp_size > 1
         if self.train.compile and selective and (hidden or parallel.hooks_parts_of_blocks(self.model)):
             raise ConfigError(
                 "memory.gradient_checkpointing=selective cannot see into blocks compiled by train.compile=true with "
-                "experts, units within a block, memory.activation_offload=true or mesh.cp_size above 1; set "
-                "memory.gradient_checkpointing=full"
+                "experts, units within a block, memory.activation_offload=true, or mesh.cp_size or mesh.tp_size above "
+                "1; set memory.gradient_checkpointing=full"
             )
 
     def check_evaluation(self) -> None:

@@ -16,6 +16,8 @@ from fsdptoys.models.linear import linear
 from .chunked import chunked_loss_sum
 from .grains import grain_loss_sum
 from .objective import IGNORE_INDEX, Objective
+from .slices import SliceSettings, slices_loss_sum
+from .vocabulary import Vocabulary, vocabulary_loss_sum
 
 LossFn = Callable[[Tensor, Tensor, Tensor], Tensor]
 """``loss_fn(hidden_ND, weight_VD, labels_N)``: the loss summed over valid labels, a float32 scalar."""
@@ -27,6 +29,9 @@ def build_loss(
     grad_dtype: torch.dtype = torch.float32,
     objective: Objective = Objective(),  # noqa: B008 (frozen)
     grain: int | None = None,
+    vocabulary: Vocabulary | None = None,
+    slices: int = 1,
+    dtype: torch.dtype = torch.float32,
 ) -> LossFn:
     """Choose the loss function.
 
@@ -36,13 +41,29 @@ def build_loss(
         grad_dtype: float32 or bfloat16, in which the gradient of the head's weight is summed over chunks.
         objective: function of the logits to minimize.
         grain: tokens of a grain, for a model with grains (``models.grains``): the loss is float64 then; else None.
+        vocabulary: ranks that split the classes, or one that adds over slices of them; None where each has all.
+        slices: with ``grain`` and ``vocabulary``: of this rank's classes.
+        dtype: with ``slices``: of the computation, as hidden states come in float64.
     """
+    if grain is not None and vocabulary is not None:
+        return functools.partial(
+            slices_loss_sum,
+            objective=objective,
+            vocabulary=vocabulary,
+            settings=SliceSettings(slices, grain, dtype, keeps_logits=not chunk_loss),
+        )
     if grain is not None:
         return functools.partial(grain_loss_sum, objective=objective, grain=grain, keeps_logits=not chunk_loss)
     if chunk_loss:
         return functools.partial(
-            chunked_loss_sum, objective=objective, chunk_tokens=chunk_tokens, grad_dtype=grad_dtype
+            chunked_loss_sum,
+            objective=objective,
+            chunk_tokens=chunk_tokens,
+            grad_dtype=grad_dtype,
+            vocabulary=vocabulary,
         )
+    if vocabulary is not None:
+        return functools.partial(vocabulary_loss_sum, objective=objective, vocabulary=vocabulary)
     return functools.partial(cross_entropy_sum, objective=objective)
 
 

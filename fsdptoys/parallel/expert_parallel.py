@@ -265,13 +265,13 @@ def check_experts(model: ModelConfig, axes: Axes) -> None:
     width, hidden = model.dim, model.expert_ffn_dim
 
     def fits(ep: int) -> bool:
-        ranks = axes.shard // ep
+        ranks = axes.copy // ep
         divides = all(expert_dim(shape, ranks) is not None for shape in ((1, 2 * hidden, width), (1, width, hidden)))
-        return ep == 1 or (model.n_experts % ep == 0 and axes.shard % ep == 0 and divides)
+        return ep == 1 or (model.n_experts % ep == 0 and axes.copy % ep == 0 and divides)
 
     if fits(axes.ep):
         return
-    fix = f"set mesh.ep_size={max(ep for ep in range(1, axes.shard + 1) if fits(ep))}"
+    fix = f"set mesh.ep_size={max(ep for ep in range(1, axes.copy + 1) if fits(ep))}"
     if model.n_experts % axes.ep:
         raise ConfigError(f"mesh.ep_size={axes.ep} must divide model.n_experts={model.n_experts}; {fix}")
     raise ConfigError(

@@ -2,7 +2,8 @@
 
 Stacks of experts are sharded along another dim where the ranks do not divide the number of experts. A mesh of two axes
 makes it HSDP: sharded along the second, replicated and all-reduced along the first. Under expert parallelism the stacks
-are units of their own, over a mesh of their own (``expert_parallel``).
+are units of their own, over a mesh of their own (``expert_parallel``). Under tensor parallelism each rank shards the
+part of every parameter that has its features (``tensor_parallel``); experts are sharded over all ranks of a copy.
 
 Source: https://docs.pytorch.org/docs/stable/distributed.fsdp.fully_shard.html
 """
@@ -17,19 +18,33 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from fsdptoys.errors import ConfigError
 from fsdptoys.models import DecoderModel
-from fsdptoys.utils.dtensor import is_dtensor, unwrapped
+from fsdptoys.models.experts import Experts
+from fsdptoys.utils.dtensor import full_tensor, is_dtensor, local_tensor, unwrapped
 
 from .cpu_offload_cast import mirror_parameters
-from .expert_parallel import ExpertExchange, expert_placement, is_split, split_experts, sums_gradients
+from .expert_parallel import ExpertExchange, expert_placement, split_experts, sums_gradients
 from .fsdp import TORCH, FSDPConfig
+from .gradient_norms import MapParts
 from .init_weights import Fill, init_buffers, materialize
-from .mesh import EXPERT_AXIS, EXPERT_SHARD_AXIS, REPLICATE_AXIS, SHARD_AXIS, Axes, MeshConfig, build_sparse_mesh
+from .mesh import (
+    EXPERT_AXIS,
+    EXPERT_SHARD_AXIS,
+    REPLICATE_AXIS,
+    SHARD_AXIS,
+    TENSOR_AXIS,
+    Axes,
+    MeshConfig,
+    build_sparse_mesh,
+    build_tensor_meshes,
+)
 from .precision import DType, ReduceDType
 from .state import State, unrounded
 from .strategy import ParallelContext, Strategy, UnitParams, own_parameters
+from .tensor_parallel import FeatureSplit, TensorExchange
 from .wrap import inside_out
 
 if TYPE_CHECKING:  # the command line composes configs without loading DTensor
@@ -43,15 +58,21 @@ class FSDP2(Strategy):
 
     def __init__(self, config: FSDPConfig, context: ParallelContext) -> None:
         super().__init__(config, context)
-        self.mesh = context.build_mesh()
+        self.features: FeatureSplit | None = None
+        if self.mesh_axes.tp > 1:
+            mesh, whole = build_tensor_meshes(self.mesh_axes, context.device, context.timeout)
+            self.tensor_group = mesh.get_group(TENSOR_AXIS)
+            self.features = FeatureSplit(TensorExchange(self.tensor_group), whole)
+            self.mesh = mesh[(REPLICATE_AXIS, SHARD_AXIS) if self.mesh_axes.replicate > 1 else (SHARD_AXIS,)]
+        else:
+            self.mesh = context.build_mesh()
         self.units_ahead = config.forward_prefetch
         # FSDP2 divides by itself in float64, and asks the collective for the mean otherwise.
         self._averages = not context.deterministic.uses_float64 and (
             config.reduce_dtype is ReduceDType.float64 or averages(self.shard_group())
         )
-        self.sparse_mesh = None
+        self.sparse_mesh: DeviceMesh | None = None
         if self.mesh_axes.ep > 1:
-            self.sparse_mesh = build_sparse_mesh(self.mesh_axes, context.device, context.timeout)
             # The host waits for the splits of an exchange, so the device's queue is no help.
             self.units_ahead = max(1, self.units_ahead)
 
@@ -64,20 +85,27 @@ class FSDP2(Strategy):
 
     @property
     def loss_scale(self) -> float:
-        """The number of ranks where gradients are averaged, 1 where they are summed."""
-        return super().loss_scale if self._averages else 1.0
+        """The number of ranks over which gradients are averaged, 1 where they are summed."""
+        return super().loss_scale / self.mesh_axes.tp if self._averages else 1.0
 
     def parallelize(self, model: DecoderModel, fill: Fill) -> None:
         """Shard the units from the inside out, then the root; materialize only the shards."""
         # Blocks add their parts' results to the residual stream out of place, so a view does no harm.
         warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
-        if self.sparse_mesh is not None:
+        splits_experts = self.mesh_axes.ep > 1
+        has_experts = any(isinstance(module, Experts) for module in model.modules())
+        if splits_experts or (self.features is not None and has_experts):
+            self.sparse_mesh = build_sparse_mesh(self.mesh_axes, self.context.device, self.context.timeout)
+        if self.features is not None:
+            self.features.apply(model)
+        if splits_experts:
+            assert self.sparse_mesh is not None
             self._exchange = ExpertExchange(self.sparse_mesh.get_group(EXPERT_AXIS))
             split_experts(model, self.sparse_mesh[EXPERT_AXIS], self._exchange)
         self._shard(model)
         device = self.context.device.torch_device
         memory = torch.device("cpu") if self.context.cpu_offload else device
-        materialize(model, memory, fill)
+        materialize(model, memory, lambda param, name: fill(self.spread(name, param), name))
         init_buffers(model, device, self.config.buffer_dtype.torch)
         self.model = model
 
@@ -101,7 +129,8 @@ class FSDP2(Strategy):
             name: [model.get_submodule(each) for each in unit.modules] for name, unit in units.items()
         }
         for name in inside_out(list(units)):
-            view = self._sparse_view() if is_split(members[name][0]) else dense
+            sparse = self.sparse_mesh is not None and isinstance(members[name][0], Experts)
+            view = self._sparse_view() if sparse else dense
             library.fully_shard(members[name], reshard_after_forward=config.reshards(units[name]), **view, **policies)
             if units[name].embeds:
                 # The gradient of an embedding needs the indices only.
@@ -123,8 +152,8 @@ class FSDP2(Strategy):
         mesh = self.sparse_mesh
         assert mesh is not None
         axes = (REPLICATE_AXIS, EXPERT_SHARD_AXIS) if self.mesh_axes.replicate > 1 else (EXPERT_SHARD_AXIS,)
-        place = functools.partial(expert_placement, ranks=self.mesh_axes.efsdp)
-        return {"mesh": mesh[axes], "shard_placement_fn": place}
+        place = expert_placement if self.mesh_axes.ep > 1 else placement
+        return {"mesh": mesh[axes], "shard_placement_fn": functools.partial(place, ranks=self.mesh_axes.efsdp)}
 
     def _sum_gradients(self, units: list[Any]) -> None:
         """Sum gradients: averages would divide those of experts by fewer ranks than the rest, and others inexactly.
@@ -135,11 +164,12 @@ class FSDP2(Strategy):
         if sums_gradients(units):
             self._averages = False
         elif self._averages:
+            assert self.features is None, "the configuration was not validated"
             self._exchange.gradient_divisor = self.mesh_axes.ep
 
     def _set_prefetch(self, units: list[Any], tied: bool) -> None:
         ahead, behind = self.config.forward_prefetch, self.config.backward_prefetch
-        if self.sparse_mesh is not None:
+        if self.mesh_axes.ep > 1:
             ahead = self.units_ahead
         for i, unit in enumerate(units):
             if ahead:
@@ -197,15 +227,34 @@ class FSDP2(Strategy):
     def state(self, optimizer: torch.optim.Optimizer) -> State:
         """The tensors of the shards."""
         self._reshard()
-        return super().state(optimizer)
+        return State(self.trainable_parameters, optimizer, self.spread)
+
+    def gathered_parts(self, name: str) -> int:
+        """Also of features."""
+        split = self.features is not None and self.features.dims.get(name) is not None
+        return self.mesh_axes.tp if split else super().gathered_parts(name)
+
+    def spread(self, name: str, tensor: Tensor) -> Tensor:
+        """A DTensor of the full parameter, where features are split."""
+        return tensor if self.features is None else self.features.spread(name, tensor)
+
+    def local_norms(self, grads: list[Tensor], map_parts: MapParts = map) -> list[Tensor]:
+        """Count gradients that all ranks of tp have on the first of them."""
+        if self.features is not None and self.features.exchange.rank > 0:
+            held = (param.grad for param in self.features.in_every_part(self.named_parameters()))
+            counted = {
+                local_tensor(grad).data_ptr() for grad in held if grad is not None and local_tensor(grad).numel()
+            }
+            grads = [grad for grad in grads if grad.data_ptr() not in counted]
+        return super().local_norms(grads, map_parts)
 
     def full_parameters(self) -> Iterator[tuple[str, Tensor]]:
         """All-gather one parameter at a time."""
         self._reshard()
         for name, param in self.named_parameters():
-            on_mesh = unwrapped(param).to(self.mesh.device_type)
+            on_mesh = self.spread(name, unwrapped(param)).to(self.mesh.device_type)
             assert is_dtensor(on_mesh)
-            yield name, unrounded(name, on_mesh.full_tensor())
+            yield name, unrounded(name, full_tensor(on_mesh))
 
     def _reshard(self) -> None:
         for module in self.model.modules():
@@ -229,6 +278,7 @@ class FSDP2Config(FSDPConfig):
     overlaps_cpu_offload: ClassVar[bool] = True
     gathers_float8: ClassVar[bool] = True
     splits_experts: ClassVar[bool] = True
+    splits_features: ClassVar[bool] = True
 
     @property
     def gradients_held(self) -> None:

@@ -2,11 +2,12 @@
 
 Ranks are numbered with the last axis varying fastest:
 
-- dense view, for all parameters but those of experts: replicate × shard. The ``shard`` ranks share one copy of the
-  parameters. Groups of ``cp`` consecutive ranks share each sequence (context parallelism), so the shard axis is also
-  data × cp, and reducing gradients along it adds up the parts of a sequence.
+- dense view, for all parameters but those of experts: replicate × shard × tp. The ``shard × tp`` ranks share one copy
+  of the parameters: ``tp`` consecutive ranks split the features of each layer (tensor parallelism), and ``shard`` ranks
+  shard the parameters of equal features. Groups of ``cp`` ranks along the shard axis share each sequence (context
+  parallelism), so this axis is also data × cp, and reducing gradients along it adds up the parts of a sequence.
 - sparse view, for parameters of experts: replicate × efsdp × ep. ``ep`` consecutive ranks split the experts, and the
-  ``efsdp`` ranks that have the same experts shard them.
+  ``efsdp`` ranks that have the same experts shard them. The ranks of tp have tokens of their own there.
 
 A size of 1 switches an axis off. Without replicas a mesh has no replicate axis: FSDP2 treats a (1, N) mesh as hybrid
 and keeps every reduced gradient on the device until the backward ends.
@@ -29,10 +30,11 @@ from fsdptoys.utils.bounds import MOST_RANKS, at_least, check_bounds
 SHARD_AXIS = "shard"
 REPLICATE_AXIS = "replicate"
 CONTEXT_AXIS = "cp"
+TENSOR_AXIS = "tp"
 EXPERT_AXIS = "ep"
 EXPERT_SHARD_AXIS = "efsdp"
-AXES = (REPLICATE_AXIS, SHARD_AXIS, EXPERT_SHARD_AXIS, CONTEXT_AXIS, EXPERT_AXIS)
-EXCHANGING_AXES = (CONTEXT_AXIS, EXPERT_AXIS)
+AXES = (REPLICATE_AXIS, SHARD_AXIS, EXPERT_SHARD_AXIS, CONTEXT_AXIS, TENSOR_AXIS, EXPERT_AXIS)
+EXCHANGING_AXES = (CONTEXT_AXIS, TENSOR_AXIS, EXPERT_AXIS)
 """Axes whose collectives are issued within layers, while parameters are gathered along another."""
 
 NODE = "node"
@@ -52,9 +54,11 @@ class MeshConfig:
     ``node`` is the ranks of a node; ``hybrid`` is ``node`` on several nodes, and half of the ranks on one.
     """
     cp_size: int = field(default=1, metadata=at_least(1, MOST_RANKS))
-    """Consecutive ranks that share each sequence (context parallelism); divides ``fsdp_size``."""
+    """Ranks that share each sequence (context parallelism); divides ``fsdp_size / tp_size``."""
     ep_size: int = field(default=1, metadata=at_least(1, MOST_RANKS))
     """Consecutive ranks that split the experts (expert parallelism, FSDP2); divides ``fsdp_size`` and ``n_experts``."""
+    tp_size: int = field(default=1, metadata=at_least(1, MOST_RANKS))
+    """Consecutive ranks that split each layer's features (tensor parallelism, FSDP2); divides ``fsdp_size``."""
 
     def __post_init__(self) -> None:
         check_bounds("mesh", self)
@@ -88,7 +92,7 @@ class MeshConfig:
             self.fsdp_size = size
 
     def shard_ranks(self, world_size: int) -> int:
-        """Ranks along the shard axis of a resolved configuration.
+        """Ranks that share one copy of the parameters, of a resolved configuration.
 
         Raises:
             ConfigError: if they do not divide the world size.
@@ -115,13 +119,19 @@ class MeshConfig:
         Raises:
             ConfigError: if sizes do not divide.
         """
-        shard = self.shard_ranks(world_size) if shards else world_size
-        for key, size in (("cp_size", self.cp_size), ("ep_size", self.ep_size)):
-            if shard % size:
-                whole = f"{shard} ranks that share a copy of the parameters" if shards else f"world size {world_size}"
-                fitting = max(divisor for divisor in range(1, min(size, shard) + 1) if shard % divisor == 0)
-                raise ConfigError(f"mesh.{key}={size} must divide the {whole}; set mesh.{key}={fitting}")
-        return Axes(world_size // shard, shard, self.cp_size, self.ep_size)
+        ranks = self.shard_ranks(world_size) if shards else world_size
+        shard = ranks // self.tp_size
+        for key, size, whole in (
+            ("tp_size", self.tp_size, ranks),
+            ("cp_size", self.cp_size, shard),
+            ("ep_size", self.ep_size, ranks),
+        ):
+            if whole % size:
+                of = f"{whole} ranks that share a copy of the parameters" if shards else f"world size {world_size}"
+                of += f" and features (mesh.tp_size={self.tp_size})" if whole < ranks else ""
+                fitting = max(divisor for divisor in range(1, min(size, whole) + 1) if whole % divisor == 0)
+                raise ConfigError(f"mesh.{key}={size} must divide the {of}; set mesh.{key}={fitting}")
+        return Axes(world_size // ranks, shard, self.cp_size, self.ep_size, self.tp_size)
 
 
 @dataclass(frozen=True)
@@ -132,6 +142,7 @@ class Axes:
     shard: int
     cp: int
     ep: int
+    tp: int = 1
 
     @property
     def data_ranks(self) -> int:
@@ -139,9 +150,24 @@ class Axes:
         return self.replicate * self.shard // self.cp
 
     @property
+    def sharing(self) -> int:
+        """Consecutive ranks with the same sequences, of which each has a part of the tokens."""
+        return self.cp * self.tp
+
+    def named(self, world_size: int, shards: int) -> dict[str, int]:
+        """Mesh axis → ranks along it, of a strategy that shards over ``shards`` ranks."""
+        dense = {REPLICATE_AXIS: world_size // shards // self.tp, SHARD_AXIS: shards}
+        return dense | {CONTEXT_AXIS: self.cp, TENSOR_AXIS: self.tp, EXPERT_AXIS: self.ep}
+
+    @property
+    def copy(self) -> int:
+        """Ranks that share one copy of the parameters."""
+        return self.shard * self.tp
+
+    @property
     def efsdp(self) -> int:
         """Ranks that have the same experts, and shard them, in each copy of the parameters."""
-        return self.shard // self.ep
+        return self.copy // self.ep
 
 
 def straddling(shard_ranks: int, world_size: int, node_ranks: int) -> str | None:
@@ -176,6 +202,27 @@ def hybrid_mesh(replicas: int, shard: int, device: Device, timeout: timedelta | 
     return named_mesh(dict(zip(names, (replicas, shard), strict=True)), device, timeout)
 
 
+def build_tensor_meshes(axes: Axes, device: Device, timeout: timedelta | None) -> tuple[DeviceMesh, DeviceMesh]:
+    """Lay out the ranks as FSDP2 and as full parameters see them: ``([replicate,] shard, tp)``, and with tp first.
+
+    A parameter is split over tp, then each part over shard. In the second mesh that is the order of the axes, so that
+    both may shard one dim with plain placements.
+    """
+    replicas = {REPLICATE_AXIS: axes.replicate} if axes.replicate > 1 else {}
+    mesh = named_mesh(replicas | {SHARD_AXIS: axes.shard, TENSOR_AXIS: axes.tp}, device, timeout)
+    return mesh, tensor_axis_first(mesh, axes, device)
+
+
+def tensor_axis_first(mesh: DeviceMesh, axes: Axes, device: Device) -> DeviceMesh:
+    """The mesh with its last two axes exchanged, and the same groups."""
+    replicas = (axes.replicate,) if axes.replicate > 1 else ()
+    ranks = np.arange(dist.get_world_size()).reshape(*replicas, axes.shard, axes.tp).swapaxes(-1, -2)
+    assert mesh.mesh_dim_names is not None
+    names = (*mesh.mesh_dim_names[:-2], TENSOR_AXIS, SHARD_AXIS)
+    groups = [mesh.get_group(name) for name in names]
+    return DeviceMesh.from_group(groups, device.type, torch.from_numpy(ranks.copy()), mesh_dim_names=names)
+
+
 def build_sparse_mesh(axes: Axes, device: Device, timeout: timedelta | None) -> DeviceMesh:
     """Lay out the ranks as parameters of experts see them: ``([replicate,] efsdp, ep)``."""
     replicas = {REPLICATE_AXIS: axes.replicate} if axes.replicate > 1 else {}
@@ -191,9 +238,9 @@ def named_mesh(sizes: dict[str, int], device: Device, timeout: timedelta | None)
     return DeviceMesh.from_group(groups, device.type, torch.from_numpy(ranks), mesh_dim_names=tuple(sizes))
 
 
-def consecutive_group(size: int, name: str, timeout: timedelta | None) -> dist.ProcessGroup:
-    """This rank's group of consecutive ranks. A collective over all ranks."""
-    return axis_group(np.arange(dist.get_world_size()).reshape(-1, size), 1, name, timeout)
+def regular_group(size: int, name: str, timeout: timedelta | None, stride: int = 1) -> dist.ProcessGroup:
+    """This rank's group of ranks, consecutive or at a stride. A collective over all ranks."""
+    return axis_group(np.arange(dist.get_world_size()).reshape(-1, size, stride), 1, name, timeout)
 
 
 def axis_group(ranks: npt.NDArray[np.int64], axis: int, name: str, timeout: timedelta | None) -> dist.ProcessGroup:

@@ -24,23 +24,32 @@ from torch import Tensor, nn
 
 from fsdptoys.device import Streams, is_accelerator
 from fsdptoys.models.nf4 import is_packed
-from fsdptoys.utils.dtensor import is_dtensor, local_tensor, sharded_like, unwrapped
+from fsdptoys.utils.dtensor import full_tensor, is_dtensor, local_tensor, sharded_like, unwrapped
 
 NamedParameters = Callable[[], Iterable[tuple[str, nn.Parameter]]]
 """Returns the optimizer's parameters by name, in the order of the model."""
 Load = Callable[[dict[str, Tensor]], None]
 """Fills every tensor in place."""
+Spread = Callable[[str, Tensor], Tensor]
+"""Maps a parameter's name, and the parameter or one of its states, to the tensor to save."""
+
+
+def keep(name: str, tensor: Tensor) -> Tensor:
+    """The tensor itself."""
+    return tensor
 
 
 class State:
     """Live tensors of a model whose parameters keep their shape; subclasses copy those of others.
 
-    ``named_parameters`` has the names before wrapping.
+    ``named_parameters`` has the names before wrapping; ``spread`` is ``Strategy.spread``.
     """
 
-    def __init__(self, named_parameters: NamedParameters, optimizer: torch.optim.Optimizer) -> None:
+    def __init__(
+        self, named_parameters: NamedParameters, optimizer: torch.optim.Optimizer, spread: Spread = keep
+    ) -> None:
         settle(optimizer)
-        self.named_parameters, self.optimizer = list(named_parameters()), optimizer
+        self.named_parameters, self.optimizer, self._spread = list(named_parameters()), optimizer, spread
 
     def tensors(self) -> dict[str, Tensor]:
         """Plain tensors, the same on all ranks, and DTensors, to read or to fill in place. May be a collective.
@@ -49,8 +58,9 @@ class State:
         """
         tensors: dict[str, Tensor] = {}
         for name, param in self.named_parameters:
-            tensors[f"model.{name}"] = unwrapped(param)
-            tensors |= state_tensors(name, self.optimizer.state.get(param, {}))
+            tensors[f"model.{name}"] = self._spread(name, unwrapped(param))
+            states = state_tensors(name, self.optimizer.state.get(param, {}))
+            tensors |= {key: self._spread(name, state) for key, state in states.items()}
         return tensors
 
     def install(self, tensors: dict[str, Tensor]) -> None:
@@ -81,7 +91,7 @@ def full_tensors(tensors: dict[str, Tensor]) -> Iterator[tuple[str, Tensor | Non
         if is_dtensor(tensor):
             on_mesh = tensor.to(tensor.device_mesh.device_type)
             assert is_dtensor(on_mesh)
-            whole = on_mesh.full_tensor()
+            whole = full_tensor(on_mesh)
         yield name, whole.to("cpu") if first_rank else None
 
 

@@ -43,12 +43,11 @@ from .context import ContextForm
 from .determinism import Deterministic
 from .gradient_norms import MapParts, norms_in, norms_in_float32, scale_gradients
 from .init_weights import Fill
-from .mesh import CONTEXT_AXIS, EXPERT_AXIS, REPLICATE_AXIS, SHARD_AXIS, Axes, MeshConfig, build_mesh, consecutive_group
+from .mesh import CONTEXT_AXIS, Axes, MeshConfig, build_mesh, regular_group
 from .precision import DType, ReduceDType
 from .state import Load, State
-
-UnitParams = tuple[nn.Module, list[nn.Parameter]]
-"""A module, and the parameters that its forward is the first to need."""
+from .wrap import UnitParams
+from .wrap import own_parameters as own_parameters
 
 
 @dataclass
@@ -88,6 +87,8 @@ class ParallelConfig:
     """Whether frozen parameters can be kept in ``param_dtype`` beside float32 ones."""
     splits_experts: ClassVar[bool] = False
     """Whether ``mesh.ep_size`` ranks can split the experts."""
+    splits_features: ClassVar[bool] = False
+    """Whether ``mesh.tp_size`` ranks can split the features of each layer."""
     matrices_lost: ClassVar[str | None] = None
     """Why no rank has full rows of a matrix, which Muon and low-bit states need: follows the strategy's name."""
 
@@ -146,7 +147,11 @@ class ParallelConfig:
         Raises:
             ConfigError: if they do not divide, or this strategy has no such axis.
         """
-        for key, has in (("cp_size", self.shares_sequences), ("ep_size", self.splits_experts)):
+        for key, has in (
+            ("cp_size", self.shares_sequences),
+            ("ep_size", self.splits_experts),
+            ("tp_size", self.splits_features),
+        ):
             if getattr(mesh, key) > 1 and not has:
                 raise ConfigError(
                     f"mesh.{key}={getattr(mesh, key)} is not an option of parallel={self.name}; "
@@ -229,6 +234,8 @@ class Strategy(ABC):
     """Number of micro-batches that run at once; ranks that share sequences have the same one."""
     context_group: dist.ProcessGroup | None = None
     """The ranks that share this rank's sequences; None if it has full ones."""
+    tensor_group: dist.ProcessGroup | None = None
+    """The ranks that split features with this one; None if it has all."""
     local_data_ranks: int = 1
     """Number of ranks whose micro-batches this process runs one after another."""
     units_ahead: int = 0
@@ -241,7 +248,8 @@ class Strategy(ABC):
         self.mesh_axes: Axes = config.axes(context.world_size, context.mesh)
         self.data_ranks = self.mesh_axes.data_ranks
         if self.mesh_axes.cp > 1:
-            self.context_group = consecutive_group(self.mesh_axes.cp, CONTEXT_AXIS, context.timeout)
+            stride = self.mesh_axes.tp
+            self.context_group = regular_group(self.mesh_axes.cp, CONTEXT_AXIS, context.timeout, stride)
 
     @property
     def loss_scale(self) -> float:
@@ -283,12 +291,14 @@ class Strategy(ABC):
         """Names of the modules of each gathered unit, the root's empty; none where ranks keep all parameters."""
         return []
 
+    def gathered_parts(self, name: str) -> int:
+        """Parts of a parameter, of which a unit gathers one."""
+        return self.mesh_axes.ep if ".experts." in name else 1
+
     def axes(self) -> dict[str, int]:
         """Mesh axis → ranks along it; ranks that share sequences are among those of the others."""
         group = self.shard_group()
-        shards = group.size() if group is not None else 1
-        dense = {REPLICATE_AXIS: self.context.world_size // shards, SHARD_AXIS: shards}
-        return dense | {CONTEXT_AXIS: self.mesh_axes.cp, EXPERT_AXIS: self.mesh_axes.ep}
+        return self.mesh_axes.named(self.context.world_size, group.size() if group is not None else 1)
 
     def gradient_bytes(self, trained: list[Tensor], frozen: list[Tensor]) -> int:
         """Bytes of a rank's reduced gradients, from its local tensors of parameters."""
@@ -322,10 +332,7 @@ class Strategy(ABC):
 
     @torch.no_grad()
     def load_state_tensors(self, optimizer: torch.optim.Optimizer, load: Load) -> None:
-        """Fill the tensors of ``state_tensors`` in place with ``load``, and install them. A collective.
-
-        If ``load`` raises, parameters and states may be half replaced.
-        """
+        """Fill the tensors of ``state_tensors`` in place with ``load``, which may raise half-way. A collective."""
         state = self.state(optimizer)
         tensors = state.tensors()
         load(tensors)
@@ -334,6 +341,10 @@ class Strategy(ABC):
     def shard_group(self) -> dist.ProcessGroup | None:
         """The ranks whose local gradients together are one full gradient; None where each rank has it in full."""
         return None
+
+    def spread(self, name: str, tensor: Tensor) -> Tensor:
+        """A parameter, or a tensor of its shape, as a part of the full one: plain or a DTensor, sharing its memory."""
+        return tensor
 
     @property
     def shard_rank(self) -> int:
@@ -356,9 +367,9 @@ class Strategy(ABC):
         total = torch.zeros((), dtype=sum_dtype, device=device)
         if norms:
             total += torch.cat([norm.flatten() for norm in norms]).to(sum_dtype).square().sum().to(device)
-        group = self.shard_group()
-        if group is not None:
-            dist.all_reduce(total, group=group)
+        for group in (self.shard_group(), self.tensor_group):
+            if group is not None:
+                dist.all_reduce(total, group=group)
         return total.sqrt().float()
 
     @torch.no_grad()
@@ -387,14 +398,3 @@ class Strategy(ABC):
             else:
                 scale_gradients(grads, scale)
         return norm
-
-
-def own_parameters(modules: list[list[nn.Module]]) -> list[list[nn.Parameter]]:
-    """Parameters of each group of modules that no later group has; outer modules must come before inner ones."""
-    seen: set[nn.Parameter] = set()
-    owned: list[list[nn.Parameter]] = []
-    for group in reversed(modules):
-        params = [param for module in group for param in module.parameters()]
-        owned.append([param for param in dict.fromkeys(params) if param not in seen])
-        seen.update(params)
-    return owned[::-1]

@@ -28,7 +28,8 @@ from fsdptoys.models import DecoderModel
 from fsdptoys.models.experts import Experts
 from fsdptoys.utils.text import near_miss, value_text
 
-from .strategy import own_parameters
+UnitParams = tuple[nn.Module, list[nn.Parameter]]
+"""A module, and the parameters that its forward is the first to need."""
 
 LEAVES = (nn.MultiheadAttention,)
 """Modules whose children's forwards do not run."""
@@ -114,6 +115,17 @@ def split_off_experts(model: DecoderModel, units: Sequence[Unit]) -> list[Unit]:
     taken = {name for unit in units for name in unit.modules}
     experts = [name for name in names if isinstance(model.get_submodule(name), Experts) and name not in taken]
     return sorted([*units, *(_unit(model, (name,)) for name in experts)], key=lambda unit: names.index(unit.modules[0]))
+
+
+def own_parameters(modules: list[list[nn.Module]]) -> list[list[nn.Parameter]]:
+    """Parameters of each group of modules that no later group has; outer modules must come before inner ones."""
+    seen: set[nn.Parameter] = set()
+    owned: list[list[nn.Parameter]] = []
+    for group in reversed(modules):
+        params = [param for module in group for param in module.parameters()]
+        owned.append([param for param in dict.fromkeys(params) if param not in seen])
+        seen.update(params)
+    return owned[::-1]
 
 
 def inside_out(names: Sequence[str]) -> list[str]:

@@ -131,12 +131,14 @@ def _print_header(config: Config, prediction: Prediction, hardware: Hardware, co
     mesh = config.mesh
     sharing = f", sequences over {mesh.cp_size}" if mesh.cp_size > 1 else ""
     splitting = f", experts over {mesh.ep_size}" if mesh.ep_size > 1 else ""
+    splitting += f", features over {mesh.tp_size}" if mesh.tp_size > 1 else ""
     on = f"; {', '.join(traits(config))}" if traits(config) else ""
     axes = f"{sharding}{replicating}{sharing}{splitting}"
     _line(f"{parallel.name}: {axes}, {parallel.param_dtype.value}{on}", console)
     accumulated = f" x {train.grad_accum} micro-batches" if train.grad_accum > 1 else ""
     per_rank = f"{train.batch_size} x {train.seq_len:,} tokens{accumulated}"
-    sharers = f"{mesh.cp_size} ranks" if mesh.cp_size > 1 else "rank"
+    sharing_ranks = mesh.cp_size * mesh.tp_size
+    sharers = f"{sharing_ranks} ranks" if sharing_ranks > 1 else "rank"
     _line(f"{per_rank} per {sharers}, {prediction.tokens_per_step:,} tokens per step", console)
 
 

@@ -63,6 +63,7 @@ ROUNDING = (
     "mesh.fsdp_size",
     "mesh.cp_size",
     "mesh.ep_size",
+    "mesh.tp_size",
     "parallel.name",
     "parallel.context",
     "parallel.simulated_ranks",
@@ -71,6 +72,7 @@ ROUNDING = (
     "train.grad_accum",
     "train.deterministic",
     "train.grains",
+    "train.slices",
     "train.sum_dtype",
     "train.compile",
     "optim.implementation",
@@ -128,8 +130,12 @@ UPDATE = (
 )
 
 
-BATCH = (RANKS, "train.batch_size", "train.grad_accum", "parallel.simulated_ranks", "mesh.cp_size")
-"""Settings whose product, divided by the last, is the number of sequences of a step."""
+BATCH = (RANKS, "train.batch_size", "train.grad_accum", "parallel.simulated_ranks", "mesh.cp_size", "mesh.tp_size")
+"""Settings whose product, divided by the last two, is the number of sequences of a step."""
+
+
+AXES = ("mesh.cp_size", "mesh.ep_size", "mesh.tp_size")
+"""Ranks that compute parts of the same sequences or layers."""
 
 
 def effect_of(key: str, same_batch: bool = True) -> Effect:
@@ -160,9 +166,10 @@ def global_batch(settings: Mapping[str, Any]) -> int | None:
 
 def _data_ranks(settings: Mapping[str, Any]) -> int | None:
     """Groups of ranks with sequences of their own; None if a setting is missing or makes no sense."""
-    ranks, sharing = settings.get(RANKS), settings.get("mesh.cp_size", 1)
-    known = type(ranks) is int and type(sharing) is int and sharing > 0
-    return ranks // sharing if known else None
+    ranks, shared = settings.get(RANKS), [settings.get(key, 1) for key in ("mesh.cp_size", "mesh.tp_size")]
+    if type(ranks) is not int or not all(type(size) is int and size > 0 for size in shared):
+        return None
+    return ranks // math.prod(shared)
 
 
 def training_of(tree: dict[str, Any], world_size: int) -> Settings | None:
@@ -209,7 +216,7 @@ def bits_of(tree: dict[str, Any], world_size: int, device_type: str) -> Settings
     ``memory.cpu_offload`` is left out on CPU devices, where the optimizer runs on the host anyway.
     """
     # Ranks that share sequences add up each sequence in parts, in an order of their own.
-    settings = {RANKS: world_size, "mesh.cp_size": 1, "mesh.ep_size": 1, "parallel.context": "auto"} | effective(tree)
+    settings = {RANKS: world_size, **dict.fromkeys(AXES, 1), "parallel.context": "auto"} | effective(tree)
     ranks = _product([_data_ranks(settings), settings.get("parallel.simulated_ranks", 1)])
     mode = settings.get("train.deterministic")
     if mode == "layout":
@@ -219,8 +226,8 @@ def bits_of(tree: dict[str, Any], world_size: int, device_type: str) -> Settings
     left_out = {"mesh.fsdp_size", "parallel.name", "parallel.simulated_ranks", "memory.cpu_threads", "patches"}
     left_out |= {"parallel.reduce_dtype", "train.sum_dtype"}  # set by the deterministic mode and the device
     left_out |= {"memory.cpu_offload"} if device_type == "cpu" else set()
-    by_grains = {"train.batch_size", "train.grad_accum", "mesh.cp_size", "mesh.ep_size", "parallel.context"}
-    left_out |= by_grains if mode == "layout" else {"train.grains"}
+    by_grains = {"train.batch_size", "train.grad_accum", *AXES, "parallel.context"}
+    left_out |= by_grains if mode == "layout" else {"train.grains", "train.slices"}
     return {key: settings.get(key) for key in ROUNDING if key not in left_out} | {RANKS: ranks}
 
 

@@ -1,10 +1,14 @@
 """Apply memory options and compilation before sharding; choose how the optimizer steps and when numbers are read."""
 
+import functools
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
 from fsdptoys.config.schema import Config
 from fsdptoys.device import Device
+from fsdptoys.loss import LossFn, Vocabulary, build_loss
 from fsdptoys.memory import (
     ActivationOffload,
     BucketedUpdates,
@@ -38,7 +42,7 @@ def prepare_blocks(model: DecoderModel, config: Config, device: Device) -> None:
     quantize_base(model, config)
     memory, grain = config.memory, config.train.grain_tokens
     if grain is not None:
-        use_grains(model, grain, config.parallel.param_dtype.torch)
+        use_grains(model, grain, config.parallel.param_dtype.torch, config.train.slices)
     checkpoint_blocks(
         model.layers,
         memory.gradient_checkpointing,
@@ -48,8 +52,9 @@ def prepare_blocks(model: DecoderModel, config: Config, device: Device) -> None:
         offload=ActivationOffload(device.torch_device) if memory.activation_offload else None,
     )
     if config.train.compile:
-        # The compiler skips the exchange of shared sequences, which splits a block's graph as hooks do.
-        inner_hooks = config.parallel.hooks_parts_of_blocks(config.model) or config.mesh.cp_size > 1
+        # The compiler skips exchanges of shared sequences and split features, which split a block's graph as hooks do.
+        exchanges = config.mesh.cp_size * config.mesh.tp_size > 1
+        inner_hooks = config.parallel.hooks_parts_of_blocks(config.model) or exchanges
         compile_blocks(model.layers, memory.checkpointing_budget, inner_hooks=inner_hooks)
 
 
@@ -61,6 +66,21 @@ def share_sequences(model: DecoderModel, config: Config, strategy: Strategy, sam
         use_context(model, context if config.train.grain_tokens is None else Float64Context(context))
     if samples is not None:
         samples.context = model.context
+
+
+def loss_builder(config: Config, strategy: Strategy) -> Callable[..., LossFn]:
+    """``build_loss`` with the settings of a run, except for the objective."""
+    memory, group = config.memory, strategy.tensor_group
+    return functools.partial(
+        build_loss,
+        memory.chunk_loss,
+        None if memory.chunk_tokens == "auto" else int(memory.chunk_tokens),
+        memory.chunk_grad_dtype.torch,
+        grain=config.train.grain_tokens,
+        vocabulary=Vocabulary(group) if group is not None or config.train.slices > 1 else None,
+        slices=config.train.slices // strategy.mesh_axes.tp,
+        dtype=config.parallel.param_dtype.torch,
+    )
 
 
 def build_updates(optimizer: torch.optim.Optimizer, strategy: Strategy, config: Config, cpu_threads: int) -> Updates:

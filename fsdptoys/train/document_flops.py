@@ -6,6 +6,7 @@ computed from the latter would be too high. So each rank counts the attended key
 
 from collections.abc import Sequence
 
+import torch
 from torch import Tensor
 
 from fsdptoys.config.schema import Config
@@ -18,7 +19,8 @@ class DocumentCounter:
 
     def __init__(self, model: DecoderModel, document_end: int, seq_len: int) -> None:
         model.document_end = document_end
-        self._model = model
+        with torch.device("meta"):
+            self._model: DecoderModel = model.config.build()  # ranks may have a part of the given one
         self._document_end = document_end
         self._seq_len = seq_len
 

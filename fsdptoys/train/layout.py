@@ -49,8 +49,8 @@ def measure_layout(trainer: "Trainer") -> Layout:
     }
     if on_host:
         held_bytes[kinds[-1]] = RankBytes(0 if offloads else each[-1], on_host)
-    # A unit gathers only its rank's part of the experts.
-    gathered = {name: size // strategy.mesh_axes.ep if ".experts." in name else size for name, size in sizes.items()}
+    # A unit gathers only its rank's part of experts and features.
+    gathered = {name: size // strategy.gathered_parts(name) for name, size in sizes.items()}
     units = unit_sizes(strategy.unit_names(), gathered)
     width = config.parallel.param_dtype.torch.itemsize
     by_size = [Unit(name, size, size * width) for name, size in sorted(units.items(), key=lambda unit: unit[1])]

@@ -23,7 +23,6 @@ from fsdptoys.config.kernel_choice import find_attention_backend, put_kernels
 from fsdptoys.config.schema import Config
 from fsdptoys.data import BatchStream, eval_batches
 from fsdptoys.device import Device
-from fsdptoys.loss import build_loss
 from fsdptoys.loss.objective import Objective
 from fsdptoys.memory import threads_per_rank
 from fsdptoys.metrics import SpikeDetector, StepMetrics, measure_memory
@@ -36,7 +35,7 @@ from fsdptoys.parallel.float8 import convert_to_float8, prepare_all_gathers
 from fsdptoys.patches import apply_patches
 from fsdptoys.profiler import OOMContext, Profiler, explain_out_of_memory
 
-from .build import build_readings, build_updates, prepare_blocks, share_sequences
+from .build import build_readings, build_updates, loss_builder, prepare_blocks, share_sequences
 from .distributed import deterministic_kernels, device_of
 from .document_flops import build_document_counter
 from .evaluation import held_out_loss
@@ -110,8 +109,8 @@ class Trainer:
         self.strategy = config.parallel.build(context)
         share_sequences(model, config, self.strategy, self.dropout_samples)
         local, sum_dtype = self.strategy.local_data_ranks, train.sum_dtype.torch
-        self.data_rank, place_in_context = divmod(self.rank, config.mesh.cp_size)
-        self.counts_labels = place_in_context == 0
+        self.data_rank, place = divmod(self.rank, self.strategy.mesh_axes.sharing)
+        self.counts_labels = place == 0
         """Whether this rank counts the tokens of its sequences, which it may share with others."""
         self.routing = build_routing_balance(model, self.device.torch_device, local, sum_dtype, train.deterministic)
         count = sum(self.parameter_sizes.values())
@@ -120,10 +119,8 @@ class Trainer:
             self.strategy.parallelize(model, fill)
 
         # 3. Loss, optimizer and learning rate schedule.
-        chunk_tokens = None if memory.chunk_tokens == "auto" else int(memory.chunk_tokens)
-        chunks = (memory.chunk_loss, chunk_tokens, memory.chunk_grad_dtype.torch)
         self.objective = Objective(train.label_smoothing, train.z_loss_coef)
-        self._build_loss = functools.partial(build_loss, *chunks, grain=train.grain_tokens)
+        self._build_loss = loss_builder(config, self.strategy)
         self.loss_fn = self._build_loss(objective=self.objective)
         self.eval_loss_fn = self._build_loss()
         optimizer = build_optimizer(config.optim, self.strategy.trainable_parameters(), matrix_names, self.block_names)
@@ -373,9 +370,10 @@ class Trainer:
         assert self.dataset.eval is not None
         self._enter(step, "evaluation")
         self._finish_updates()
-        ranks = (self.data_rank, self.world_size // self.config.mesh.cp_size)
+        sharing = self.strategy.mesh_axes.sharing
+        ranks = (self.data_rank, self.world_size // sharing)
         batches = eval_batches(self.dataset.eval, train.batch_size, train.eval_batches, *ranks)
-        loss = held_out_loss(self.strategy.model, self.eval_loss_fn, batches, self._zero(), self.config.mesh.cp_size)
+        loss = held_out_loss(self.strategy.model, self.eval_loss_fn, batches, self._zero(), sharing)
         if self.compilation:
             self.compilation.record_pass("evaluation", step)
         return loss

@@ -55,6 +55,22 @@ def unwrapped(tensor: Tensor) -> Tensor:
 
 
 @torch.no_grad()
+def full_tensor(tensor: "DTensor") -> Tensor:
+    """The full tensor, gathered along one mesh axis after the other. A collective.
+
+    DTensor's own ``full_tensor`` warns of several all-gathers where two axes shard one dim.
+    """
+    from torch.distributed.tensor import Replicate
+
+    placements = list(tensor.placements)
+    for axis in reversed(range(len(placements))):
+        if not placements[axis].is_replicate():
+            placements[axis] = Replicate()
+            tensor = tensor.redistribute(placements=placements)
+    return tensor.to_local()
+
+
+@torch.no_grad()
 def sharded_like(param: Tensor, local: Tensor) -> Tensor:
     """``local``, or for a DTensor ``param``, a DTensor with its placements whose local tensor is ``local``.
 

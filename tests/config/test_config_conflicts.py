@@ -218,7 +218,7 @@ CONFLICTS = {
     "an option of parallel=fsdp1; set memory.offload_schedule=pipelined or parallel=fsdp2",
     "train.compile=true memory.gradient_checkpointing=selective parallel.wrap=block_attn_mlp": "memory."
     "gradient_checkpointing=selective cannot see into blocks compiled by train.compile=true with experts, "
-    "units within a block, memory.activation_offload=true or mesh.cp_size above 1; set "
+    "units within a block, memory.activation_offload=true, or mesh.cp_size or mesh.tp_size above 1; set "
     "memory.gradient_checkpointing=full",
     "memory.optimizer_offload=true optim=sgd optim.momentum=0": "memory.optimizer_offload=true moves states, of which "
     "optim=sgd keeps none as set; leave it out or set optim.momentum=0.9",

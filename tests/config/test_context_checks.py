@@ -27,7 +27,7 @@ REFUSED: dict[str, str] = {
     "apart, as data.mask_documents=true asks for; set parallel.context=auto or data.mask_documents=false",
     "mesh.cp_size=2 train.compile=true memory.gradient_checkpointing=selective": "memory.gradient_checkpointing="
     "selective cannot see into blocks compiled by train.compile=true with experts, units within a block, "
-    "memory.activation_offload=true or mesh.cp_size above 1; set memory.gradient_checkpointing=full",
+    "memory.activation_offload=true, or mesh.cp_size or mesh.tp_size above 1; set memory.gradient_checkpointing=full",
 }
 ON_CUDA: dict[str, str] = {
     "kernels.attention=flex parallel.context=ring": "kernels.attention=flex cannot compute the parts of a sequence of "

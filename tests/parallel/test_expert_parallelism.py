@@ -52,7 +52,9 @@ def train(config: Config) -> Outcome:
 
     def keep_and_clip(max_norm: float, unscale: float) -> torch.Tensor:
         if trainer.steps_done == 0:
-            found = {name: param.grad for name, param in trainer.strategy.named_parameters() if param.grad is not None}
+            strategy = trainer.strategy
+            named = [(name, param.grad) for name, param in strategy.named_parameters()]
+            found = {name: strategy.spread(name, grad) for name, grad in named if grad is not None}
             grads.update({name: grad.numpy().copy() for name, grad in full_tensors(found) if grad is not None})
         return clip(max_norm, unscale)
 

@@ -25,7 +25,7 @@ from fsdptoys.parallel.fsdp1 import FSDP1
 from fsdptoys.parallel.precision import DType, SumDType
 from fsdptoys.report.setting_effects import bits_of
 from fsdptoys.train.trainer import Trainer
-from fsdptoys.utils.dtensor import is_dtensor
+from fsdptoys.utils.dtensor import full_tensor, is_dtensor
 from scripts.parity import Outcome, hash_parameters
 from scripts.ranks import run_ranks
 from tests.parallel.runs import TINY, make_config, tiny_model
@@ -59,7 +59,7 @@ def config(parallel: ParallelConfig, ranks: int, model: str, dtype: DType, **mor
 
     Then an evaluation on as many held-out sequences.
     """
-    shares = ranks // more.get("cp_size", 1)
+    shares = ranks // (more.get("cp_size", 1) * more.get("tp_size", 1))
     size = more.setdefault("batch_size", 1)
     micro_batches = BATCH // shares // size
     settings = {"grad_accum": micro_batches, "steps": 2, "eval_every": 2, "eval_batches": micro_batches}
@@ -91,8 +91,8 @@ def full_gradients(trainer: Trainer) -> dict[str, Any]:
     if isinstance(strategy, FSDP1):
         with strategy.model.summon_full_params(strategy.model, with_grads=True):
             return {name: param.grad.numpy().copy() for name, param in strategy.named_parameters()}  # type: ignore[union-attr]
-    grads = {name: param.grad for name, param in strategy.named_parameters()}
-    return {name: (g.full_tensor() if is_dtensor(g) else g).numpy().copy() for name, g in grads.items()}  # type: ignore[arg-type, union-attr]
+    grads = {name: strategy.spread(name, param.grad) for name, param in strategy.named_parameters()}  # type: ignore[arg-type]
+    return {name: (full_tensor(g) if is_dtensor(g) else g).numpy().copy() for name, g in grads.items()}  # type: ignore[arg-type, union-attr]
 
 
 Case = tuple[str, DType, dict[str, Any], dict[str, tuple[ParallelConfig, dict[str, Any]]]]

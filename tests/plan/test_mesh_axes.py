@@ -135,3 +135,15 @@ def test_closed_form_has_the_memory_and_the_exchanges_of_the_trace(
 
     assert moved(closed.time.volumes) == moved(result.volumes.values())
     assert closed.tokens_per_step == 8 // config.mesh.cp_size * TOKENS
+
+
+def test_split_features_gather_tokens_before_layers_and_scatter_sums_after_them() -> None:
+    """Oracle: tokens of B·T·D in 16 bits, of two layers a block and the head or the embedding, in both directions."""
+    made = traced([*LLAMA, "model.n_kv_heads=4", "mesh.tp_size=4"])
+    tokens, times = TOKENS * DIM * 2, 2 * (2 * LAYERS + 1)
+    assert exchanged(made, "tp", 4, "all_gather") == {tokens: times}
+    assert exchanged(made, "tp", 4, "reduce_scatter") == {tokens: times}
+    reduced = exchanged(made, "tp", 4, "all_reduce")
+    # Gradients of norms in float32; largest logits; sums, labels' logits and a third number of each token.
+    assert reduced[DIM * 4] == 2 * LAYERS + 1
+    assert reduced[TOKENS * 4] == reduced[3 * TOKENS * 4] == 1

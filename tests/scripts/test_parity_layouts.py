@@ -40,7 +40,7 @@ def test_layouts_have_the_promised_bits(model: str, mode: str, dtype: str) -> No
 def test_every_injected_bug_is_caught_and_named_at_step_1() -> None:
     """Oracle: the part of the training that each bug changes."""
     console = Console(file=io.StringIO(), width=400)
-    assert len(BUGS) == 10
+    assert len(BUGS) == 13
     assert inject_all(list(BUGS), 1, 32, console) == []
     named = {
         "averaged experts": "experts.gate_up_proj has 2 times the norm",

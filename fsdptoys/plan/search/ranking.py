@@ -9,7 +9,7 @@ from fsdptoys.config.schema import Config
 from fsdptoys.memory import CPUOffloadExecutor
 from fsdptoys.metrics.prediction import Prediction
 from fsdptoys.parallel.context import ContextForm
-from fsdptoys.parallel.mesh import CONTEXT_AXIS, EXPERT_AXIS
+from fsdptoys.parallel.mesh import CONTEXT_AXIS, EXPERT_AXIS, TENSOR_AXIS
 from fsdptoys.utils.text import value_text
 
 from .switches import STRATEGIES, Changes
@@ -21,10 +21,10 @@ def label(config: Config) -> str:
 
 
 def layout(config: Config) -> str:
-    """The strategy, the size of its shard axis if less than all ranks, and those of the axes cp and ep."""
+    """The strategy, the size of its shard axis if less than all ranks, and those of the axes cp, ep and tp."""
     mesh = config.mesh
     size = f"/{mesh.fsdp_size}" if mesh.fsdp_size != -1 else ""
-    axes = ((CONTEXT_AXIS, mesh.cp_size), (EXPERT_AXIS, mesh.ep_size))
+    axes = ((CONTEXT_AXIS, mesh.cp_size), (EXPERT_AXIS, mesh.ep_size), (TENSOR_AXIS, mesh.tp_size))
     return " ".join([config.parallel.name + size, *(f"{name}{ranks}" for name, ranks in axes if ranks > 1)])
 
 

@@ -90,7 +90,7 @@ class Collective(NamedTuple):
     bytes: int  # The full buffer to gather, scatter or reduce
     group_size: int
     group_stride: int  # Distance between the group's neighbors in the global rank order: 1 for a shard axis
-    axis: str  # ``shard``, ``replicate``, ``efsdp``, ``cp``, ``ep`` or ``world``
+    axis: str  # ``shard``, ``replicate``, ``efsdp``, ``cp``, ``tp``, ``ep`` or ``world``
 
 
 class RecordEvent(NamedTuple):

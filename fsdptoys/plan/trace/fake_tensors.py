@@ -82,6 +82,7 @@ def fake_tensors(device_type: str) -> Iterator[None]:
         (DeviceMesh, "__getitem__", _really(DeviceMesh.__getitem__)),
         (fsdptoys.parallel.mesh, "init_device_mesh", _really(fsdptoys.parallel.mesh.init_device_mesh)),
         (fsdptoys.parallel.mesh, "named_mesh", _really(fsdptoys.parallel.mesh.named_mesh)),
+        (fsdptoys.parallel.mesh, "tensor_axis_first", _really(fsdptoys.parallel.mesh.tensor_axis_first)),
     ]
     if device_type != "cpu":
         replacements += _fsdp1_streams()
