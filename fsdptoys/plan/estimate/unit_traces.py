@@ -39,28 +39,28 @@ from fsdptoys.plan.trace.op_costs import fuses_rms_norm
 from fsdptoys.plan.trace.op_recorder import OpRecorder, PlannedGroup
 from fsdptoys.utils.uncached import Uncached
 
-PARTS = ("attn", "mlp")  # Parts of a block that are stages of their own; others are if they are units
+from .skeleton import Layout, innermost
+
 HEAD = ("norm", "lm_head")
-GRADIENT = -1  # ``Mark.step`` at which the gradient of a parameter is final, whose name is the phase
+STAGE, GRADIENT = -4, -1  # ``Mark.step`` where a stage begins, and where the gradient of a parameter is final
 
 
-class Stage(NamedTuple):
-    """A section of a forward or backward, with blocks numbered within the segment.
+class Piece(NamedTuple):
+    """Events from a mark to the next, with blocks numbered within the segment.
 
-    Marks of step ``GRADIENT`` are where the gradient of the parameter named by their phase is final; of step
-    ``FIRST_MATMUL``, where a thread needs the library's workspace.
+    Marks of step ``FIRST_MATMUL`` among them are where a thread needs the library's workspace.
     """
 
-    part: str  # Name of a part of the block, the innermost one; empty outside
+    mark: Mark
     events: list[Event]
 
 
 @dataclass(frozen=True)
 class Segment:
-    """A unit in forward and backward. It frees its input and the gradient of its output, but allocates neither."""
+    """A unit in forward and backward. It frees the gradient of its output, but does not allocate it."""
 
-    forward: list[Stage]
-    backward: list[Stage]
+    forward: list[Piece]
+    backward: list[Piece]
     blocks: int  # Largest number of a block
     device_events: int  # Largest number of an event on a stream
     input: int  # Block of the input; 0 if none
@@ -70,6 +70,18 @@ class Segment:
     kept: dict[int, int]
     """Block → bytes of what stays for the backward and is large enough for activation offload; without the output."""
     gradients: dict[str, int]  # Parameter → block of its gradient, which outlives the backward
+    views: frozenset[str]  # Parameters whose gradient is a view
+    tokens: int  # Of the input
+
+    def layout(self, offloaded: bool) -> Layout:
+        """The skeleton's description, with kept tensors if they are offloaded."""
+        stages = tuple(piece.mark.phase for piece in self.forward if piece.mark.step == STAGE)
+        if stages[0]:
+            stages = tuple(filter(None, stages))  # no module contains the others
+        marks = [piece.mark for piece in self.backward]
+        gradients = tuple((mark.phase, mark.phase in self.views) for mark in marks if mark.step == GRADIENT)
+        kept = ((block, size // self.tokens) for block, size in self.kept.items() if block != self.input)
+        return Layout(stages, gradients, tuple(kept) if offloaded else ())
 
 
 @dataclass(frozen=True)
@@ -91,12 +103,12 @@ class _Cut(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, recorder: OpRecorder, before: str, after: str) -> Tensor:
         ctx.recorder, ctx.before = recorder, before
-        recorder.add(Mark(0, after))
+        recorder.add(Mark(STAGE, after))
         return tensor.view_as(tensor)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
-        ctx.recorder.add(Mark(0, ctx.before))
+        ctx.recorder.add(Mark(STAGE, ctx.before))
         return grads[0], None, None, None
 
 
@@ -118,13 +130,8 @@ class _End(torch.autograd.Function):
         return made, None, None, None
 
 
-def segments_of(
-    config: Config, model: DecoderModel, attention: AttentionKind, parts: Sequence[Sequence[str]] = ()
-) -> Segments:
-    """Trace the units of a model on the meta device, or return cached traces.
-
-    ``parts`` names parts of each block that are stages of their own, besides ``PARTS``.
-    """
+def segments_of(config: Config, model: DecoderModel, attention: AttentionKind, units: Collection[str] = ()) -> Segments:
+    """Trace the segments of a model on the meta device, or return cached traces; ``units`` are names of modules."""
     train, memory = config.train, config.memory
     dtype = config.parallel.param_dtype.torch
     context = getattr(config.parallel, "context", ContextForm.auto), config.mesh.cp_size
@@ -143,12 +150,16 @@ def segments_of(
     for index, kind in enumerate(_kinds(model)):
         mode = memory.gradient_checkpointing if index in chosen else GradientCheckpointing.none
         save = tuple(memory.checkpointing_save) if mode is GradientCheckpointing.selective else ()
-        marked = tuple(sorted({*PARTS, *(parts[index] if parts else ())} - {""}))
-        blocks.append(_block(key, kind, marked, common, mode, save, Uncached((model, index))))
+        prefix = f"layers.{index}."
+        parts = tuple(sorted(name.removeprefix(prefix) for name in units if name.startswith(prefix)))
+        blocks.append(_block(key, kind, parts, common, mode, save, Uncached((model, index))))
     chunks = None if memory.chunk_tokens == "auto" else int(memory.chunk_tokens)
     objective = Objective(train.label_smoothing, train.z_loss_coef)
     loss = (memory.chunk_loss, chunks, memory.chunk_grad_dtype.torch, objective)
-    return Segments(_embedding(key, common, Uncached(model)), tuple(blocks), _head(key, common, loss, Uncached(model)))
+    tables = tuple(sorted(name for name in units if name.startswith("embed")))
+    return Segments(
+        _embedding(key, tables, common, Uncached(model)), tuple(blocks), _head(key, common, loss, Uncached(model))
+    )
 
 
 @dataclass(frozen=True)
@@ -187,6 +198,7 @@ def _block(
     recorder = OpRecorder("meta", common.attention)
     for part in parts:
         _cut_part(block.get_submodule(part), part, innermost(part.rpartition(".")[0], parts), recorder)
+    block.forward = functools.partial(_begun, block.forward, recorder)
     if mode is not GradientCheckpointing.none:
         checkpoint_blocks([block], mode, save=save)
     with torch.device("meta"):
@@ -201,13 +213,13 @@ def _block(
     return _trace_unit(block, run, model.config.dim, common, recorder, rotations or ())
 
 
+def _begun(forward: Callable[..., Any], recorder: OpRecorder, *args: Any) -> Any:
+    recorder.add(Mark(STAGE, ""))
+    return forward(*args)
+
+
 def _run_block(block: nn.Module, rotations: Any, hidden_BTD: Tensor) -> Any:
     return block(hidden_BTD, rotations)
-
-
-def innermost(name: str, parts: Collection[str]) -> str:
-    """The longest of the parts that contains a module or parameter; empty if none does."""
-    return max((part for part in parts if f"{name}.".startswith(f"{part}.")), key=len, default="")
 
 
 def _cut_part(module: nn.Module, part: str, outside: str, recorder: OpRecorder) -> None:
@@ -224,7 +236,7 @@ def _cut_part(module: nn.Module, part: str, outside: str, recorder: OpRecorder) 
 
 
 @functools.lru_cache(maxsize=1024)
-def _embedding(key: str, common: _Common, source: Uncached[DecoderModel]) -> Segment:
+def _embedding(key: str, parts: tuple[str, ...], common: _Common, source: Uncached[DecoderModel]) -> Segment:
     model = copy.copy(source.value)
     model._modules = dict(model._modules)
     tables = nn.ModuleDict()
@@ -232,9 +244,11 @@ def _embedding(key: str, common: _Common, source: Uncached[DecoderModel]) -> Seg
         if name.startswith("embed"):
             model._modules[name] = tables[name] = copy.deepcopy(module).to(common.dtype)
     tokens_BT = torch.empty(common.batch, common.part, dtype=torch.int64, device="meta")
-    return _trace_unit(
-        tables, lambda _: model.embed(tokens_BT, tokens_BT[0]), None, common, OpRecorder("meta", common.attention)
-    )
+    recorder = OpRecorder("meta", common.attention)
+    for part in parts:
+        _cut_part(tables[part], part, "", recorder)
+    run = functools.partial(_begun, lambda _: model.embed(tokens_BT, tokens_BT[0]), recorder)
+    return _trace_unit(tables, run, None, common, recorder)
 
 
 @functools.lru_cache(maxsize=1024)
@@ -246,6 +260,8 @@ def _head(
     norm, head = both.values()
     labels_BT = torch.empty(common.batch, common.part, dtype=torch.int64, device="meta")
     recorder = OpRecorder("meta", common.attention)
+    for name, part in both.items():
+        _cut_part(part, name, "", recorder)
 
     def run(hidden_BTD: Tensor) -> Tensor:
         normed_BTD = norm(hidden_BTD)
@@ -275,6 +291,11 @@ def join_kernels(recorded: list[Event]) -> list[Event]:
 
 def _note_gradient(recorder: OpRecorder, name: str, param: Tensor) -> None:
     recorder.add(Mark(GRADIENT, name))
+
+
+def _note_view(views: set[str], name: str, gradient: Tensor) -> None:
+    if gradient._is_view():
+        views.add(name)
 
 
 @contextmanager
@@ -339,8 +360,11 @@ def _trace_unit(
         loss = output if output.ndim == 0 else _End.apply(output, (), torch.float32, see_output)
         del output
         recorder.mark(0, "backward")
+        views: set[str] = set()
         for name, param in module.named_parameters():
-            param.register_post_accumulate_grad_hook(functools.partial(_note_gradient, recorder, name))
+            if param.requires_grad:
+                param.register_hook(functools.partial(_note_view, views, name))
+                param.register_post_accumulate_grad_hook(functools.partial(_note_gradient, recorder, name))
         loss.backward()
         gradients = {name: param.grad for name, param in module.named_parameters() if param.grad is not None}
         for gradient in gradients.values():
@@ -349,14 +373,15 @@ def _trace_unit(
         recorder.mark(0, "end")
         trace = recorder.finish()
     ends = given, made, seen.output_gradient, seen.input_gradient
-    handed_on = {made, seen.input_gradient}
-    passes: dict[str, list[Stage]] = {"forward": [], "turn": [], "backward": [], "end": []}
+    handed_on = {given, made, seen.input_gradient}
+    passes: dict[str, list[Piece]] = {"forward": [], "turn": [], "backward": [], "end": []}
     current, live, kept = passes["end"], dict[int, int](), dict[int, int]()
-    current.append(Stage("", []))
+    current.append(Piece(Mark(0, ""), []))
     for event in trace.events:
-        if isinstance(event, Mark) and event.step >= 0:
-            current = passes.get(event.phase, current)
-            current.append(Stage("" if event.phase in passes else event.phase, []))
+        if isinstance(event, Mark) and event.step in (0, STAGE, GRADIENT):
+            if event.step == 0:
+                current = passes[event.phase]
+            current.append(Piece(event, []))
             if event.phase == "turn":
                 kept = {block: size for block, size in live.items() if size >= MIN_BYTES and block != made}
         elif isinstance(event, Alloc):
@@ -372,7 +397,7 @@ def _trace_unit(
     left = live.keys() - handed_on - {*numbers.values()}
     passes["backward"][-1].events.extend(map(Free, sorted(left)))
     forward, backward = (
-        [Stage(part, join_kernels(events)) for part, events in passes[name] if events]
-        for name in ("forward", "backward")
+        [Piece(mark, join_kernels(events)) for mark, events in passes[name]] for name in ("forward", "backward")
     )
-    return Segment(forward, backward, recorder.blocks, recorder.device_events, *ends, kept, numbers)
+    tokens, blocks, device_events = common.batch * common.part, recorder.blocks, recorder.device_events
+    return Segment(forward, backward, blocks, device_events, *ends, kept, numbers, frozenset(views), tokens)
