@@ -29,6 +29,7 @@ from fsdptoys.plan.trace.fake_device import replaced
 from fsdptoys.plan.trace.op_recorder import OpRecorder
 from fsdptoys.plan.trace.tracer import record, trainer_program
 from fsdptoys.train import trainer as trainer_module
+from fsdptoys.utils.dtensor import is_dtensor
 
 TOKENS = 4099  # Of a sequence; divides no other size
 
@@ -163,7 +164,9 @@ class _StandIn:
     def take(self, owner: str, hidden: Tensor, *_: Any, **__: Any) -> Tensor:
         """Use a module's parameters."""
         for name, leaf, is_view in self.own[owner]:
-            hidden = _Parameter.apply(hidden, getattr(self.owners[owner], leaf), is_view, self._note("gradient", name))
+            param = getattr(self.owners[owner], leaf)
+            param = param.to_local() if is_dtensor(param) else param  # of experts that ranks split
+            hidden = _Parameter.apply(hidden, param, is_view, self._note("gradient", name))
         return hidden
 
     def _keep(self, block: int, size: int) -> Tensor:
@@ -178,9 +181,13 @@ class _StandIn:
         return functools.reduce(getattr, name.split("."), self.root) if name else self.root
 
     def _note(self, kind: str, name: str = "", visit: int = 0) -> Callable[[], None]:
+        in_backward = {"forward": "backward", "kept": None, "output": None}  # Of a recomputed segment
+
         def note() -> None:
-            recomputed = kind == "forward" and torch._C._current_graph_task_id() != -1
-            self.recorder.add(Note("backward" if recomputed else kind, self.number, name, visit))  # type: ignore[arg-type]
+            recomputed = kind in in_backward and torch._C._current_graph_task_id() != -1
+            written = in_backward[kind] if recomputed else kind
+            if written is not None:
+                self.recorder.add(Note(written, self.number, name, visit))  # type: ignore[arg-type]
 
         return note
 

@@ -105,9 +105,8 @@ class _Splicer:
 
     def _insert(self, note: Note) -> None:
         kind, segment = note.kind, self.segments[note.segment]
-        if kind == "forward" and (note.segment not in self.instances or self.instances[note.segment].returns):
-            self._begin(note)
-        if kind == "kept" and note.segment not in self.instances:
+        begun = note.segment in self.instances and not self.instances[note.segment].returns
+        if kind in ("forward", "kept") and not begun:
             self._begin(note)
         instance = self.instances[note.segment]
         if kind == "backward" and not instance.returns:
@@ -118,12 +117,10 @@ class _Splicer:
             self._advance(instance, GRADIENT, note.name)
             self.next = instance.block + segment.gradients[note.name]
         elif kind == "kept":
-            if not instance.returns:
-                self.next = instance.block + int(note.name)
+            self.next = instance.block + int(note.name)
         elif kind == "output":
-            if not instance.returns:
-                self._issue_until(instance, len(instance.pieces))
-                self.next = instance.block + segment.output
+            self._issue_until(instance, len(instance.pieces))
+            self.next = instance.block + segment.output
         elif note.visit == instance.first:
             self._issue_until(instance, len(instance.pieces))
         else:

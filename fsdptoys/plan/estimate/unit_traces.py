@@ -8,6 +8,7 @@ Shapes: B batch, T sequence, D width.
 """
 
 import copy
+import dataclasses
 import functools
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
@@ -68,7 +69,7 @@ class Segment:
     output_gradient: int
     input_gradient: int
     kept: dict[int, int]
-    """Block → bytes of what stays for the backward and is large enough for activation offload; without the output."""
+    """Block → bytes of what a checkpointed block saves besides its input, and is large enough for activation offload."""
     gradients: dict[str, int]  # Parameter → block of its gradient, which outlives the backward
     views: frozenset[str]  # Parameters whose gradient is a view
     tokens: int  # Of the input
@@ -80,7 +81,7 @@ class Segment:
             stages = tuple(filter(None, stages))  # no module contains the others
         marks = [piece.mark for piece in self.backward]
         gradients = tuple((mark.phase, mark.phase in self.views) for mark in marks if mark.step == GRADIENT)
-        kept = ((block, size // self.tokens) for block, size in self.kept.items() if block != self.input)
+        kept = ((block, size // self.tokens) for block, size in self.kept.items())
         return Layout(stages, gradients, tuple(kept) if offloaded else ())
 
 
@@ -210,7 +211,8 @@ def _block(
             if isinstance(module, Attention):
                 module.context = context
     run = functools.partial(_run_block, block, rotations)
-    return _trace_unit(block, run, model.config.dim, common, recorder, rotations or ())
+    segment = _trace_unit(block, run, model.config.dim, common, recorder, rotations or ())
+    return segment if mode is not GradientCheckpointing.none else dataclasses.replace(segment, kept={})
 
 
 def _begun(forward: Callable[..., Any], recorder: OpRecorder, *args: Any) -> Any:
@@ -248,7 +250,7 @@ def _embedding(key: str, parts: tuple[str, ...], common: _Common, source: Uncach
     for part in parts:
         _cut_part(tables[part], part, "", recorder)
     run = functools.partial(_begun, lambda _: model.embed(tokens_BT, tokens_BT[0]), recorder)
-    return _trace_unit(tables, run, None, common, recorder)
+    return dataclasses.replace(_trace_unit(tables, run, None, common, recorder), kept={})
 
 
 @functools.lru_cache(maxsize=1024)
@@ -270,7 +272,8 @@ def _head(
         recorder.enter_region(None)
         return loss
 
-    return _trace_unit(both, run, model.config.dim, common, recorder, [labels_BT])
+    segment = _trace_unit(both, run, model.config.dim, common, recorder, [labels_BT])
+    return dataclasses.replace(segment, kept={})
 
 
 def join_kernels(recorded: list[Event]) -> list[Event]:
@@ -381,9 +384,10 @@ def _trace_unit(
         if isinstance(event, Mark) and event.step in (0, STAGE, GRADIENT):
             if event.step == 0:
                 current = passes[event.phase]
-            current.append(Piece(event, []))
+            # The backward begins outside of parts.
+            current.append(Piece(Mark(STAGE, "") if event.phase == "backward" else event, []))
             if event.phase == "turn":
-                kept = {block: size for block, size in live.items() if size >= MIN_BYTES and block != made}
+                kept = {block: size for block, size in live.items() if size >= MIN_BYTES and block not in (given, made)}
         elif isinstance(event, Alloc):
             if event.block == seen.output_gradient:
                 current[-1].events.clear()  # of the sink
