@@ -94,7 +94,8 @@ def _replays(
         segments = segments_of(deep, model, attention, names).in_order()
         inner = any(name.startswith("layers.") and name.count(".") > 1 for name in names)
         contents.append(segments)
-        layouts = tuple(segment.layout(offloads) for segment in segments)
+        ties = model.lm_head.weight is model.embed_tokens.weight
+        layouts = tuple(segment.layout(offloads, ties) for segment in segments)
         requests.append((reduced(deep, inner), hardware, attention, world_size, layouts))
     key = repr([(vars(config), *others) for config, _, *others in requests])
     skeletons = _skeletons(key, hardware.device_type, Uncached(requests))

@@ -24,6 +24,7 @@ from fsdptoys.config.schema import Config
 from fsdptoys.device.profile import Hardware
 from fsdptoys.memory import GradientCheckpointing
 from fsdptoys.models import DecoderModel
+from fsdptoys.parallel.strategy import ReducingConfig
 from fsdptoys.plan.simulator.events import Trace
 from fsdptoys.plan.trace.fake_device import replaced
 from fsdptoys.plan.trace.op_recorder import OpRecorder
@@ -42,8 +43,8 @@ class Note(NamedTuple):
     of a stage ends; ``gradient``: a parameter's gradient is final and the next block; ``kept``: the next block is one
     that leaves the device; ``output``: the next block is the segment's output."""
     segment: int
-    name: str = ""  # Stage, parameter, or the number of a kept block
-    visit: int = 0  # Of the stages in the forward
+    name: str = ""  # Stage or parameter
+    visit: int = 0  # Number of the stage in the forward, or of the kept block
 
 
 @dataclass(frozen=True)
@@ -52,7 +53,7 @@ class Layout:
 
     stages: tuple[str, ...]  # Names of modules, in the order of the forward; empty outside of these
     gradients: tuple[tuple[str, bool], ...]  # Parameters in the order of the backward, and whether theirs are views
-    kept: tuple[tuple[int, int], ...] = ()  # Blocks that leave the device with activation offload; bytes of a token
+    kept: tuple[int, ...] = ()  # Bytes of a token of each tensor that activation offload takes besides the input
 
 
 def trace_skeleton(config: Config, hardware: Hardware, attention: Any, layouts: Sequence[Layout]) -> Trace:
@@ -76,6 +77,8 @@ def reduced(config: Config, inner_units: bool) -> Config:
         memory.gradient_checkpointing = GradientCheckpointing[("none", "full")[inner_units]]
     memory.chunk_loss, memory.chunk_tokens = False, "auto"
     memory.checkpointing_save = ["mm"]
+    if isinstance(config.parallel, ReducingConfig):
+        config.parallel = dataclasses.replace(config.parallel, context=type(config.parallel).context)
     config.mesh = dataclasses.replace(config.mesh, cp_size=1)  # Ranks that share sequences are among the shards
     config.memory, config.train = memory, train
     return config
@@ -153,7 +156,7 @@ class _StandIn:
     def _stage(self, part: str, hidden: Tensor) -> Tensor:
         stages, visit = self.layout.stages, self.place
         self.place += 1
-        kept = [self._keep(block, size) for block, size in self.layout.kept] if visit == 0 else []
+        kept = [self._keep(*each) for each in enumerate(self.layout.kept)] if visit == 0 else []
         hidden = _Enter.apply(hidden, self._note("forward", part, visit), self._note("end", part, visit), *kept)
         if visit == stages.index(part):
             for owner in self.own:
@@ -169,9 +172,9 @@ class _StandIn:
             hidden = _Parameter.apply(hidden, param, is_view, self._note("gradient", name))
         return hidden
 
-    def _keep(self, block: int, size: int) -> Tensor:
+    def _keep(self, number: int, size: int) -> Tensor:
         """A tensor that checkpointing saves, of ``size`` bytes a token."""
-        self._note("kept", str(block))()
+        self._note("kept", visit=number)()
         rows, columns = ((TOKENS, 0), (0, size // self.dtype.itemsize))
         device = torch.device(self.recorder.device_type)
         return torch.mm(*(torch.empty(shape, dtype=self.dtype, device=device) for shape in (rows, columns)))

@@ -98,7 +98,7 @@ class _Splicer:
         """Whether a phase begins: those around the first and last blocks are apart, as their peaks are linear."""
         instance, last = self.instances[note.segment], len(self.segments) - 1
         begins = note.kind == "backward" and not instance.returns
-        return begins and note.segment in (last - 1, last - 2, 1, 0)
+        return begins and note.segment in (last - 1, 1, 0)
 
     def _scaled(self, size: int) -> int:
         return size if size % TOKENS else size // TOKENS * self.tokens
@@ -117,7 +117,7 @@ class _Splicer:
             self._advance(instance, GRADIENT, note.name)
             self.next = instance.block + segment.gradients[note.name]
         elif kind == "kept":
-            self.next = instance.block + int(note.name)
+            self.next = instance.block + list(segment.kept)[note.visit]
         elif kind == "output":
             self._issue_until(instance, len(instance.pieces))
             self.next = instance.block + segment.output

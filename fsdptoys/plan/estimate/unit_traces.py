@@ -74,15 +74,16 @@ class Segment:
     views: frozenset[str]  # Parameters whose gradient is a view
     tokens: int  # Of the input
 
-    def layout(self, offloaded: bool) -> Layout:
+    def layout(self, offloaded: bool, ties: bool) -> Layout:
         """The skeleton's description, with kept tensors if they are offloaded."""
         stages = tuple(piece.mark.phase for piece in self.forward if piece.mark.step == STAGE)
         if stages[0]:
             stages = tuple(filter(None, stages))  # no module contains the others
-        marks = [piece.mark for piece in self.backward]
-        gradients = tuple((mark.phase, mark.phase in self.views) for mark in marks if mark.step == GRADIENT)
-        kept = ((block, size // self.tokens) for block, size in self.kept.items())
-        return Layout(stages, gradients, tuple(kept) if offloaded else ())
+        marks = (piece.mark for piece in self.backward)
+        # The kind of a gradient matters where autograd adds another one.
+        gradients = ((mark.phase, ties and mark.phase in self.views) for mark in marks if mark.step == GRADIENT)
+        kept = (size // self.tokens for size in self.kept.values())
+        return Layout(stages, tuple(gradients), tuple(kept) if offloaded else ())
 
 
 @dataclass(frozen=True)

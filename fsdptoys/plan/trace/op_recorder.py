@@ -40,11 +40,18 @@ PURPOSES = {
 """Collective → purpose of its buffers."""
 
 
+def not_compiled(mode: type) -> bool:
+    """Let PyTorch (from 2.9 on) not guard a mode's dispatch from its compiler, which does not run here."""
+    return False
+
+
 class OpRecorder(TorchDispatchMode):
     """Writes a trace; enter ``watch`` within a ``FakeTensorMode``.
 
     With the device type ``meta`` it records parts of a program on meta tensors, in a process that stays usable.
     """
+
+    _should_skip_dynamo = classmethod(not_compiled)
 
     def __init__(self, device_type: str, attention: AttentionKind, workspace_bytes: int = 0) -> None:
         super().__init__()
@@ -123,6 +130,8 @@ class OpRecorder(TorchDispatchMode):
         name = func._schema.name
         if func.namespace == "c10d":
             return self._collective
+        if func.namespace in ("prim", "profiler"):
+            return lambda func, args, kwargs: func(*args, **kwargs)
         if func is torch.ops.aten._local_scalar_dense.default:
             return self._read_number
         if func.is_view or has_no_kernel(name):
