@@ -30,10 +30,9 @@ from .op_recorder import not_compiled
 
 JOINS = ("SplitBackward0", "SplitWithSizesBackward0")
 """Backward nodes of the operators that make the views; they join the gradients."""
-DIRECT = frozenset(
-    "fsdp::split_with_sizes_copy fsdp::chunk_cat aten::empty aten::empty_like aten::zeros_like aten::new_zeros "
-    "aten::linalg_vector_norm aten::zero_ aten::cat aten::_fused_adamw_ aten::_foreach_copy_".split()
-)
+FACTORIES = ("empty", "empty_like", "empty_strided", "zeros", "zeros_like", "new_zeros", "_to_copy")
+WRITERS = ("zero_", "copy_", "add_", "mul_", "div_", "mm", "cat", "_fused_adamw_", "_foreach_copy_", "_foreach_add_")
+DIRECT = frozenset(f"aten::{name}" for name in FACTORIES + WRITERS) | {"fsdp::split_with_sizes_copy", "fsdp::chunk_cat"}
 """Operators that run directly on meta tensors, besides views."""
 META = torch.device("meta")
 _ISSUED = "issued on the stream of its forward"
@@ -56,6 +55,8 @@ class _FakeMode(FakeTensorMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.ops.prim.device.default and type(args[0]) is FakeTensor:  # asked everywhere in C++
             return META if self.in_kernel_invocation else args[0].fake_device
+        if func.namespace == "profiler":
+            return func(*args, **(kwargs or {}))
         return super().__torch_dispatch__(func, types, args, kwargs or {})
 
     def dispatch(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -63,8 +64,8 @@ class _FakeMode(FakeTensorMode):
         device = self._device_of_result(func, args, kwargs)
         if device is None:
             return super().dispatch(func, types, args, kwargs)
-        if "device" in (kwargs or {}):
-            kwargs = kwargs | {"device": "meta", "pin_memory": False}
+        if kwargs and kwargs.get("device") is not None:
+            kwargs = {name: value for name, value in kwargs.items() if name != "pin_memory"} | {"device": META}
         with in_kernel_invocation_manager(self):
             result = func(*args, **(kwargs or {}))
         if isinstance(result, (list, tuple)):
@@ -79,12 +80,13 @@ class _FakeMode(FakeTensorMode):
             direct = self._direct[func] = direct or func._schema.name in DIRECT
         if not direct:
             return None
-        if kwargs and (given := kwargs.get("device")) is not None:
-            return torch.device(given) if func._schema.name == "aten::empty" else None
+        given = kwargs.get("device") if kwargs else None
         first = args[0] if args else None
         while isinstance(first, (list, tuple)) and first:
             first = first[0]
-        return first.fake_device if type(first) is FakeTensor and first.constant is None else None
+        if type(first) is not FakeTensor or first.constant is not None:
+            return torch.device(given) if given is not None and not isinstance(first, Tensor) else None
+        return first.fake_device if given is None else torch.device(given)
 
     def _fake(self, result: Any, device: torch.device) -> Any:
         plain = isinstance(result, Tensor) and not isinstance(result, FakeTensor)
