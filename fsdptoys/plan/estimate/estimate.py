@@ -1,9 +1,10 @@
-"""Closed-form estimate of a run's memory and time: a trace put together from traced units, replayed as any other.
+"""Closed-form estimate of a run's memory and time: a trace put together from parts, replayed as any other.
 
-Each unit of the model and the optimizer's step are traced once on the meta device (``unit_traces``, ``update_traces``)
-and cached. A step model issues them in the order of a step, with a strategy's gathers, reductions and waits
-(``step_model``, ``fsdp_steps``). Two depths are extrapolated as in a full trace. Not covered: tensors that depend on
-data; most kernels on single numbers.
+The contents of a model's units are traced once on the meta device and cached (``unit_traces``). The order of a step,
+with a strategy's gathers, reductions, offload and optimizer, is that of a skeleton: the trainer's own steps over a
+model of few layers whose forwards compute nothing (``skeleton``, traced in ``tracing_process``). It serves all batches,
+lengths, losses and kernels. The contents are inserted into it (``splice``). Two depths are extrapolated as in a full
+trace. Not covered: tensors that depend on data; the balance of routers.
 """
 
 import dataclasses
@@ -16,23 +17,24 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
+from fsdptoys.config.kernel_choice import AttentionKernel
 from fsdptoys.config.plan_config import AllocatorKind
 from fsdptoys.config.schema import Config
 from fsdptoys.device.profile import Hardware
 from fsdptoys.memory import GradientCheckpointing
-from fsdptoys.metrics.prediction import Prediction
-from fsdptoys.models import DecoderModel, ModelConfig
+from fsdptoys.metrics.prediction import Category, Prediction
+from fsdptoys.models import DecoderModel, ModelConfig, npu_kernels
 from fsdptoys.models.experts import Experts
-from fsdptoys.parallel import FSDPConfig
+from fsdptoys.parallel import FSDPConfig, SingleConfig
 from fsdptoys.parallel.expert_parallel import ExpertExchange, Route
 from fsdptoys.parallel.float8 import Float8
 from fsdptoys.parallel.mesh import EXPERT_AXIS
 from fsdptoys.plan.simulator.allocator import build_allocator
-from fsdptoys.plan.simulator.events import Trace
+from fsdptoys.plan.simulator.events import COMPUTE_STREAM, Alloc, Trace
 from fsdptoys.plan.simulator.replay import Replay, replay
 from fsdptoys.plan.trace.extrapolate_layers import depths_of, extrapolate
+from fsdptoys.plan.trace.groups import PlannedGroup
 from fsdptoys.plan.trace.op_costs import attention_of, matmul_workspace_bytes
-from fsdptoys.plan.trace.op_recorder import PlannedGroup
 from fsdptoys.utils.uncached import Uncached
 
 from .skeleton import reduced
@@ -40,8 +42,9 @@ from .splice import splice
 from .tracing_process import traced
 from .unit_traces import segments_of
 
-LEAST_LAYERS = 3  # Half of a trace's: issued units have no first calls and warm-up, which differ from later ones
-MICRO_BATCHES = 3  # Most micro-batches of a step that are issued: the first, one between, the last
+LEAST_LAYERS = 3
+"""Fewest layers of the shallower skeleton. With two, times of activation and optimizer offload are up to 18% off."""
+MICRO_BATCHES = 3  # Most micro-batches of a skeleton: the first, one between, the last
 
 
 def closed_form(config: Config, hardware: Hardware, world_size: int) -> Prediction:
@@ -55,8 +58,11 @@ def closed_form(config: Config, hardware: Hardware, world_size: int) -> Predicti
     with _without_collection():
         for count in counts:
             each = _replays(config, hardware, world_size, depths, count)
-            results.append(each[0] if len(each) == 1 else extrapolate(*each, (depths[0], depths[1]), n_layers))
-    result, time = results[-1], results[-1].time()
+            result = each[-1]
+            if len(each) > 1:
+                result = extrapolate(each[0], result, (depths[0], depths[1]), n_layers)
+            results.append(result)
+    time = results[-1].time()
     if len(results) > 1:
         time = extrapolate(results[0].time(), time, (counts[0], counts[1]), micro_batches)
     # Those of one rank: ranks that share sequences have a part of each.
@@ -87,11 +93,11 @@ def _replays(
     for n_layers in depths:
         deep = dataclasses.replace(config, model=dataclasses.replace(config.model, n_layers=n_layers))
         deep.train = dataclasses.replace(config.train, grad_accum=micro_batches)
-        if config.parallel.single_process:
+        if isinstance(config.parallel, SingleConfig):
             deep.parallel = dataclasses.replace(config.parallel, simulated_ranks=1)  # in turn, as micro-batches
         model = _built(repr(deep.model), Uncached(deep.model), experts_over)
         names = _unit_names(repr(deep.model), repr(config.parallel), experts_over, Uncached((model, config.parallel)))
-        segments = segments_of(deep, model, attention, names).in_order()
+        segments = segments_of(deep, model, attention, names)
         inner = any(name.startswith("layers.") and name.count(".") > 1 for name in names)
         contents.append(segments)
         ties = model.lm_head.weight is model.embed_tokens.weight
@@ -102,6 +108,9 @@ def _replays(
     replays = []
     for segments, skeleton in zip(contents, skeletons, strict=True):
         trace = splice(skeleton, segments, matmul_workspace_bytes(hardware), offloads)
+        if config.kernels.attention is AttentionKernel.npu:
+            block = max(event.block for event in trace.events if isinstance(event, Alloc)) + 1
+            trace.events.insert(1, Alloc(block, npu_kernels.MASK_ROWS**2, COMPUTE_STREAM, Category.buffers))
         allocator = build_allocator(config.plan.allocator, device_type=hardware.device_type)
         replays.append(replay(trace, hardware, allocator))
     return replays

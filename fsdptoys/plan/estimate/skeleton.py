@@ -24,10 +24,11 @@ from fsdptoys.config.schema import Config
 from fsdptoys.device.profile import Hardware
 from fsdptoys.memory import GradientCheckpointing
 from fsdptoys.models import DecoderModel
-from fsdptoys.parallel import gradient_norms
+from fsdptoys.parallel import DDPConfig, gradient_norms
 from fsdptoys.parallel.strategy import ReducingConfig
+from fsdptoys.parallel.toy_ddp import ToyDDPConfig
 from fsdptoys.plan.simulator.events import Trace
-from fsdptoys.plan.trace.fake_device import replaced
+from fsdptoys.plan.trace.fake_device import registers_devices, replaced
 from fsdptoys.plan.trace.op_recorder import OpRecorder
 from fsdptoys.plan.trace.tracer import record, trainer_program
 from fsdptoys.train import trainer as trainer_module
@@ -80,6 +81,10 @@ def reduced(config: Config, inner_units: bool) -> Config:
     memory.checkpointing_save = ["mm"]
     if isinstance(config.parallel, ReducingConfig):
         config.parallel = dataclasses.replace(config.parallel, context=type(config.parallel).context)
+    if type(config.parallel) is DDPConfig and not registers_devices():
+        # PyTorch's reducer needs the device's own code; the toy has the same buckets.
+        shared = {field.name: getattr(config.parallel, field.name) for field in dataclasses.fields(config.parallel)}
+        config.parallel = ToyDDPConfig(**shared)
     config.mesh = dataclasses.replace(config.mesh, cp_size=1)  # Ranks that share sequences are among the shards
     config.memory, config.train = memory, train
     return config
@@ -91,7 +96,7 @@ def _stand_ins(config: Config, recorder: OpRecorder, layouts: Sequence[Layout]) 
     build = kind.build
 
     def build_skeleton(model_config: Any) -> DecoderModel:
-        model = build(model_config)
+        model: DecoderModel = build(model_config)
         _StandIn(recorder, 0, layouts[0], model, config).replace(model, "embed")
         for number, block in enumerate(model.layers, start=1):
             _StandIn(recorder, number, layouts[number], block, config).replace(block, "forward")
@@ -164,7 +169,8 @@ class _StandIn:
             for owner in self.own:
                 if innermost(owner, stages) == part:
                     hidden = self.take(owner, hidden) if owner == part else self._module(owner)(hidden)
-        return _Leave.apply(hidden, self._note("backward", part, visit))
+        left: Tensor = _Leave.apply(hidden, self._note("backward", part, visit))
+        return left
 
     def take(self, owner: str, hidden: Tensor, *_: Any, **__: Any) -> Tensor:
         """Use a module's parameters."""

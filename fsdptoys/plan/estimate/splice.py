@@ -12,8 +12,8 @@ from fsdptoys.plan.simulator import events
 from fsdptoys.plan.simulator.events import COMPUTE_STREAM, Alloc, Event, Free, Kernel, KernelKind, Kernels, Mark, Trace
 from fsdptoys.plan.trace.op_recorder import EXCHANGE, FIRST_MATMUL
 
+from .segment import GRADIENT, STAGE, Piece, Segment
 from .skeleton import TOKENS, Note
-from .unit_traces import GRADIENT, STAGE, Piece, Segment
 
 OFFLOAD = "activation offload"  # Purpose of a stream
 

@@ -14,7 +14,7 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import SimpleNamespace
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -31,72 +31,20 @@ from fsdptoys.models import DecoderModel, choose_kernels, npu_kernels, use_kerne
 from fsdptoys.models.layers import Attention
 from fsdptoys.parallel.context import ContextForm, build_context
 from fsdptoys.parallel.mesh import CONTEXT_AXIS
-from fsdptoys.plan.simulator.events import COMPUTE_STREAM, Alloc, Event, Free, Kernel, Kernels, Mark
+from fsdptoys.plan.simulator.events import Alloc, Free, Mark
 from fsdptoys.plan.trace.extrapolate_layers import block_kind
 from fsdptoys.plan.trace.fake_device import replaced
 from fsdptoys.plan.trace.fake_exchanges import fake_exchanges
 from fsdptoys.plan.trace.fake_kernels import replace_kernels
+from fsdptoys.plan.trace.groups import PlannedGroup
 from fsdptoys.plan.trace.op_costs import fuses_rms_norm
-from fsdptoys.plan.trace.op_recorder import OpRecorder, PlannedGroup
+from fsdptoys.plan.trace.op_recorder import OpRecorder
 from fsdptoys.utils.uncached import Uncached
 
-from .skeleton import Layout, innermost
+from .segment import GRADIENT, STAGE, Piece, Segment, join_kernels
+from .skeleton import innermost
 
 HEAD = ("norm", "lm_head")
-STAGE, GRADIENT = -4, -1  # ``Mark.step`` where a stage begins, and where the gradient of a parameter is final
-
-
-class Piece(NamedTuple):
-    """Events from a mark to the next, with blocks numbered within the segment.
-
-    Marks of step ``FIRST_MATMUL`` among them are where a thread needs the library's workspace.
-    """
-
-    mark: Mark
-    events: list[Event]
-
-
-@dataclass(frozen=True)
-class Segment:
-    """A unit in forward and backward. It frees the gradient of its output, but does not allocate it."""
-
-    forward: list[Piece]
-    backward: list[Piece]
-    blocks: int  # Largest number of a block
-    device_events: int  # Largest number of an event on a stream
-    input: int  # Block of the input; 0 if none
-    output: int
-    output_gradient: int
-    input_gradient: int
-    kept: dict[int, int]
-    """Block → bytes of what a checkpointed block saves besides its input, and is large enough for activation offload."""
-    gradients: dict[str, int]  # Parameter → block of its gradient, which outlives the backward
-    views: frozenset[str]  # Parameters whose gradient is a view
-    tokens: int  # Of the input
-
-    def layout(self, offloaded: bool, ties: bool) -> Layout:
-        """The skeleton's description, with kept tensors if they are offloaded."""
-        stages = tuple(piece.mark.phase for piece in self.forward if piece.mark.step == STAGE)
-        if stages[0]:
-            stages = tuple(filter(None, stages))  # no module contains the others
-        marks = (piece.mark for piece in self.backward)
-        # The kind of a gradient matters where autograd adds another one.
-        gradients = ((mark.phase, ties and mark.phase in self.views) for mark in marks if mark.step == GRADIENT)
-        kept = (size // self.tokens for size in self.kept.values())
-        return Layout(stages, tuple(gradients), tuple(kept) if offloaded else ())
-
-
-@dataclass(frozen=True)
-class Segments:
-    """All units of a model."""
-
-    embedding: Segment
-    blocks: tuple[Segment, ...]  # In order; equal blocks are one object
-    head: Segment  # Norm, head and loss
-
-    def in_order(self) -> list[Segment]:
-        """Embedding, blocks, head."""
-        return [self.embedding, *self.blocks, self.head]
 
 
 class _Cut(torch.autograd.Function):
@@ -132,8 +80,10 @@ class _End(torch.autograd.Function):
         return made, None, None, None
 
 
-def segments_of(config: Config, model: DecoderModel, attention: AttentionKind, units: Collection[str] = ()) -> Segments:
-    """Trace the segments of a model on the meta device, or return cached traces; ``units`` are names of modules."""
+def segments_of(
+    config: Config, model: DecoderModel, attention: AttentionKind, units: Collection[str] = ()
+) -> list[Segment]:
+    """Trace embedding, blocks and head on the meta device, or return cached traces; ``units`` are names of modules."""
     train, memory = config.train, config.memory
     dtype = config.parallel.param_dtype.torch
     context = getattr(config.parallel, "context", ContextForm.auto), config.mesh.cp_size
@@ -159,9 +109,8 @@ def segments_of(config: Config, model: DecoderModel, attention: AttentionKind, u
     objective = Objective(train.label_smoothing, train.z_loss_coef)
     loss = (memory.chunk_loss, chunks, memory.chunk_grad_dtype.torch, objective)
     tables = tuple(sorted(name for name in units if name.startswith("embed")))
-    return Segments(
-        _embedding(key, tables, common, Uncached(model)), tuple(blocks), _head(key, common, loss, Uncached(model))
-    )
+    embedding, head = _embedding(key, tables, common, Uncached(model)), _head(key, common, loss, Uncached(model))
+    return [embedding, *blocks, head]
 
 
 @dataclass(frozen=True)
@@ -275,22 +224,6 @@ def _head(
 
     segment = _trace_unit(both, run, model.config.dim, common, recorder, [labels_BT])
     return dataclasses.replace(segment, kept={})
-
-
-def join_kernels(recorded: list[Event]) -> list[Event]:
-    """Events with the kernels of each stretch at its end, as one event, which makes replays a third shorter."""
-    joined: list[Event] = []
-    kernels: list[Kernel] = []
-    for event in [*recorded, None]:
-        if isinstance(event, Kernel):
-            kernels.append(event)
-            continue
-        if kernels and not isinstance(event, (Alloc, Free)):
-            joined.append(Kernels(COMPUTE_STREAM, tuple(kernels)))
-            kernels = []
-        if event is not None:
-            joined.append(event)
-    return joined
 
 
 def _note_gradient(recorder: OpRecorder, name: str, param: Tensor) -> None:

@@ -26,7 +26,6 @@ from torch.nn.parallel import distributed as ddp
 import fsdptoys.parallel.mesh
 
 from .fake_device import MODULE, Stream, replaced
-from .op_recorder import not_compiled
 
 JOINS = ("SplitBackward0", "SplitWithSizesBackward0")
 """Backward nodes of the operators that make the views; they join the gradients."""
@@ -46,11 +45,14 @@ class _FakeMode(FakeTensorMode):
     """
 
     avoid_device_init = True
-    _should_skip_dynamo = classmethod(not_compiled)
 
     def __init__(self, **kwargs: Any) -> None:
         super().__init__(**kwargs)
         self._direct: dict[Any, bool] = {}
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # as ``OpRecorder``
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.ops.prim.device.default and type(args[0]) is FakeTensor:  # asked everywhere in C++
@@ -74,19 +76,18 @@ class _FakeMode(FakeTensorMode):
 
     def _device_of_result(self, func: Any, args: Any, kwargs: Any) -> torch.device | None:
         """Device of an operator's results; None if it cannot run directly."""
-        direct = self._direct.get(func)
-        if direct is None:
-            direct = self._direct[func] = func.is_view if func.namespace == "aten" else False
-            direct = self._direct[func] = direct or func._schema.name in DIRECT
-        if not direct:
+        if func not in self._direct:
+            self._direct[func] = (func.namespace == "aten" and func.is_view) or func._schema.name in DIRECT
+        if not self._direct[func]:
             return None
-        given = kwargs.get("device") if kwargs else None
-        first = args[0] if args else None
+        device, first = kwargs.get("device") if kwargs else None, args[0] if args else None
         while isinstance(first, (list, tuple)) and first:
             first = first[0]
-        if type(first) is not FakeTensor or first.constant is not None:
-            return torch.device(given) if given is not None and not isinstance(first, Tensor) else None
-        return first.fake_device if given is None else torch.device(given)
+        if isinstance(first, Tensor):
+            if type(first) is not FakeTensor or first.constant is not None:
+                return None
+            device = device or first.fake_device
+        return None if device is None else torch.device(device)
 
     def _fake(self, result: Any, device: torch.device) -> Any:
         plain = isinstance(result, Tensor) and not isinstance(result, FakeTensor)
