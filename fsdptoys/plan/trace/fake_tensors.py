@@ -66,10 +66,15 @@ class _FakeMode(FakeTensorMode):
         device = self._device_of_result(func, args, kwargs)
         if device is None:
             return super().dispatch(func, types, args, kwargs)
-        if kwargs and kwargs.get("device") is not None:
-            kwargs = {name: value for name, value in kwargs.items() if name != "pin_memory"} | {"device": META}
-        with in_kernel_invocation_manager(self):
-            result = func(*args, **(kwargs or {}))
+        on_meta = kwargs or {}
+        if on_meta.get("device") is not None:
+            on_meta = {name: value for name, value in on_meta.items() if name != "pin_memory"} | {"device": META}
+        try:
+            with in_kernel_invocation_manager(self):
+                result = func(*args, **on_meta)
+        except NotImplementedError:  # without a kernel for meta tensors
+            self._direct[func] = False
+            return super().dispatch(func, types, args, kwargs)
         if isinstance(result, (list, tuple)):
             return [self._fake(each, device) for each in result]
         return self._fake(result, device)
