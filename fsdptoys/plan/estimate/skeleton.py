@@ -92,22 +92,21 @@ def reduced(config: Config, inner_units: bool) -> Config:
 
 @contextmanager
 def _stand_ins(config: Config, recorder: OpRecorder, layouts: Sequence[Layout]) -> Iterator[None]:
-    kind = type(config.model)
-    build = kind.build
+    tune_model = trainer_module.tune_model
 
-    def build_skeleton(model_config: Any) -> DecoderModel:
-        model: DecoderModel = build(model_config)
+    def tune_skeleton(model: DecoderModel, config: Config) -> Any:
+        samples = tune_model(model, config)
         _StandIn(recorder, 0, layouts[0], model, config).replace(model, "embed")
         for number, block in enumerate(model.layers, start=1):
             _StandIn(recorder, number, layouts[number], block, config).replace(block, "forward")
         head = _StandIn(recorder, len(layouts) - 1, layouts[-1], model, config)
         for name in layouts[-1].stages:
             head.replace(model.get_submodule(name), "forward", name)
-        return model
+        return samples
 
     routing = (trainer_module, "build_routing_balance", lambda *args, **kwargs: None)
     whole = (gradient_norms, "CPU_NORM_ELEMENTS", 2**62)  # one of the host's norms rather than hundreds
-    with replaced((kind, "build", build_skeleton), routing, whole):
+    with replaced((trainer_module, "tune_model", tune_skeleton), routing, whole):
         yield
 
 
@@ -148,6 +147,8 @@ class _StandIn:
             self.place = 0
         if not hidden.is_floating_point():  # token ids
             hidden = torch.empty((), dtype=self.dtype, device=hidden.device).expand(1, TOKENS, self.width)
+            # Blocks have a backward even where all parameters of the embedding are frozen.
+            hidden = Root.apply(torch.empty((), requires_grad=True), hidden)
         while self.place < len(stages) and _within(stages[self.place], part):
             name = stages[self.place]
             if name == part:
@@ -201,6 +202,20 @@ class _StandIn:
                 self.recorder.add(Note(written, self.number, name, visit))  # type: ignore[arg-type]
 
         return note
+
+
+class Root(torch.autograd.Function):
+    """A tensor that requires a gradient, which is not computed."""
+
+    @staticmethod
+    def forward(ctx: Any, anchor: Tensor, hidden: Tensor) -> Tensor:
+        """Return the tensor."""
+        return hidden.view_as(hidden)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[None, None]:
+        """Return no gradients."""
+        return None, None
 
 
 def _within(name: str, part: str) -> bool:

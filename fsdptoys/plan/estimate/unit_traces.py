@@ -42,7 +42,7 @@ from fsdptoys.plan.trace.op_recorder import OpRecorder
 from fsdptoys.utils.uncached import Uncached
 
 from .segment import GRADIENT, STAGE, Piece, Segment, join_kernels
-from .skeleton import innermost
+from .skeleton import Root, innermost
 
 HEAD = ("norm", "lm_head")
 
@@ -96,7 +96,8 @@ def segments_of(
         context,
         config.plan.expert_imbalance,
     )
-    key = repr((type(config.model), vars(config.model) | {"name": "", "init_from": None, "n_layers": 0}))
+    shape = vars(config.model) | {"name": "", "init_from": None, "n_layers": 0}
+    key = repr((type(config.model), shape, config.tune, config.parallel.mixes_dtypes))
     chosen = set(range(model.config.n_layers)[memory.checkpointing_start_index :: memory.checkpointing_every])
     blocks = []
     for index, kind in enumerate(_kinds(model)):
@@ -199,7 +200,13 @@ def _embedding(key: str, parts: tuple[str, ...], common: _Common, source: Uncach
     recorder = OpRecorder("meta", common.attention)
     for part in parts:
         _cut_part(tables[part], part, "", recorder)
-    run = functools.partial(_begun, lambda _: model.embed(tokens_BT, tokens_BT[0]), recorder)
+    trained = any(param.requires_grad for param in tables.parameters())
+
+    def embed(anchor: Tensor) -> Tensor:
+        hidden_BTD = model.embed(tokens_BT, tokens_BT[0])
+        return hidden_BTD if trained else Root.apply(anchor, hidden_BTD)
+
+    run = functools.partial(_begun, embed, recorder)
     return dataclasses.replace(_trace_unit(tables, run, None, common, recorder), kept={})
 
 
