@@ -48,6 +48,7 @@ SGD_ROW = (
     *("experiment=null", "model=llama_debug", "model.n_layers=30", "model.dim=256", "train.seq_len=512"),
     *("parallel=single", "optim=sgd"),
 )
+LORA = ("tune=lora", "tune.rank=16")
 RUNS: list[tuple[str, int, tuple[str, ...]]] = [
     ("h100", 1, SGD_ROW),
     ("h100", 1, (*BASE, "parallel=single")),
@@ -98,6 +99,12 @@ RUNS: list[tuple[str, int, tuple[str, ...]]] = [
     ("h100", 8, (*BASE, "parallel=fsdp2", "model=qwen3_moe_mini", "mesh.ep_size=2", "mesh.cp_size=2")),
     ("h100", 8, (*BASE, "parallel=fsdp2", "model=gpt2", "train.seq_len=1024", FULL)),
     ("h100", 8, (*BASE, "parallel=fsdp2", "model=llama2_7b", "model.n_layers=32", "memory.chunk_loss=true", FULL)),
+    ("4090", 1, (*BASE, "parallel=single", *LORA, FULL, "memory.chunk_loss=true")),
+    ("h100", 8, (*BASE, "parallel=ddp", *LORA)),
+    ("h100", 8, (*BASE, "parallel=fsdp1", *LORA, FULL)),
+    ("h100", 8, (*BASE, "parallel=fsdp2", *LORA, SELECTIVE)),
+    ("l40s", 4, (*BASE, "parallel=fsdp2", *LORA, CPU_OFFLOAD, FULL)),
+    ("h100", 8, (*BASE, "parallel=fsdp2", *LORA, "tune.base=nf4", "train.grad_accum=2")),
 ]
 """Profile, ranks and overrides of each run."""
 

@@ -31,6 +31,8 @@ TRACED = [
             "train.skip_nonfinite=false",
         ),
     ),
+    ("4090", ("parallel=single", "tune=lora", FULL, "memory.chunk_loss=true")),
+    ("h100", ("parallel=fsdp2", "tune=lora", "tune.base=nf4")),
 ]
 
 

@@ -1,15 +1,16 @@
-"""Closed-form estimate of a run's memory and time: a trace put together from traced units, replayed as any other.
+"""Closed-form estimate of a run's memory and time: a trace put together from parts, replayed as any other.
 
-Each unit of the model and the optimizer's step are traced once on the meta device (``unit_traces``, ``update_traces``)
-and cached. A step model issues them in the order of a step, with a strategy's gathers, reductions and waits
-(``step_model``, ``fsdp_steps``). Two depths are extrapolated as in a full trace. Not covered: tensors that depend on
-data; most kernels on single numbers.
+The contents of a model's units are traced once on the meta device and cached (``unit_traces``). The order of a step,
+with a strategy's gathers, reductions, offload and optimizer, is that of a skeleton: the trainer's own steps over a
+model of few layers whose forwards compute nothing (``skeleton``, traced in ``tracing_process``). It serves all batches,
+lengths, losses and kernels. The contents are inserted into it (``splice``). Two depths are extrapolated as in a full
+trace. Not covered: tensors that depend on data; the balance of routers.
 """
 
 import dataclasses
 import functools
 import gc
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, cast
 
@@ -20,48 +21,51 @@ from fsdptoys.config.kernel_choice import AttentionKernel
 from fsdptoys.config.plan_config import AllocatorKind
 from fsdptoys.config.schema import Config
 from fsdptoys.device.profile import Hardware
+from fsdptoys.memory import GradientCheckpointing
 from fsdptoys.metrics.prediction import Category, Prediction
-from fsdptoys.models import DecoderModel, ModelConfig, npu_kernels
+from fsdptoys.models import DecoderModel, npu_kernels
 from fsdptoys.models.experts import Experts
+from fsdptoys.parallel import FSDPConfig, SingleConfig
 from fsdptoys.parallel.expert_parallel import ExpertExchange, Route
 from fsdptoys.parallel.float8 import Float8
 from fsdptoys.parallel.mesh import EXPERT_AXIS
 from fsdptoys.plan.simulator.allocator import build_allocator
+from fsdptoys.plan.simulator.events import COMPUTE_STREAM, Alloc, Trace
 from fsdptoys.plan.simulator.replay import Replay, replay
 from fsdptoys.plan.trace.extrapolate_layers import depths_of, extrapolate
+from fsdptoys.plan.trace.groups import PlannedGroup
 from fsdptoys.plan.trace.op_costs import attention_of, matmul_workspace_bytes
-from fsdptoys.plan.trace.op_recorder import PlannedGroup
+from fsdptoys.train.tuning import quantize_base, tune_model
 from fsdptoys.utils.uncached import Uncached
 
-from .fsdp_steps import FSDP1StepModel, FSDP2StepModel
-from .optimizer_step import make_update
-from .step_model import ReplicatedStepModel, StepModel
-from .trace_writer import TraceWriter
+from .skeleton import reduced
+from .splice import splice
+from .tracing_process import traced
 from .unit_traces import segments_of
-from .units import StepSetup, make_units
 
-LEAST_LAYERS = 4  # Half of a trace's: issued units have no first calls and warm-up, which differ from later ones
-MICRO_BATCHES = 3  # Most micro-batches of a step that are issued: the first, one between, the last
+LEAST_LAYERS = 3
+"""Fewest layers of the shallower skeleton. With two, times of activation and optimizer offload are up to 18% off."""
+MICRO_BATCHES = 3  # Most micro-batches of a skeleton: the first, one between, the last
 
 
 def closed_form(config: Config, hardware: Hardware, world_size: int) -> Prediction:
     """Predict one rank's memory and time for a validated configuration."""
     train, n_layers = config.train, config.model.n_layers
-    model = _built(repr(config.model), Uncached(config.model))
+    model = _built(_model_key(config), Uncached(config))
     depths = depths_of(config, model, LEAST_LAYERS)
     micro_batches = train.grad_accum * getattr(config.parallel, "simulated_ranks", 1)
     counts = [micro_batches] if micro_batches <= MICRO_BATCHES else [MICRO_BATCHES - 1, MICRO_BATCHES]
-    replays = []
-    for count in counts:
-        with _without_collection():
-            each = [_replay(config, hardware, world_size, depth, count) for depth in depths]
-        result = each[-1]
-        if len(each) > 1:
-            result = extrapolate(each[0], each[1], (depths[0], depths[1]), n_layers)
-        replays.append(result)
-    result, time = replays[-1], replays[-1].time()
-    if len(replays) > 1:
-        time = extrapolate(replays[0], result, (counts[0], counts[1]), micro_batches).time()
+    results = []
+    with _without_collection():
+        for count in counts:
+            each = _replays(config, hardware, world_size, depths, count)
+            result = each[-1]
+            if len(each) > 1:
+                result = extrapolate(each[0], result, (depths[0], depths[1]), n_layers)
+            results.append(result)
+    time = results[-1].time()
+    if len(results) > 1:
+        time = extrapolate(results[0].time(), time, (counts[0], counts[1]), micro_batches)
     # Those of one rank: ranks that share sequences have a part of each.
     tokens = train.batch_size * train.seq_len * micro_batches // config.mesh.cp_size
     peak_flops = hardware.peak_flops.get(config.parallel.param_dtype.value)
@@ -70,7 +74,7 @@ def closed_form(config: Config, hardware: Hardware, world_size: int) -> Predicti
         hardware=hardware.name,
         world_size=world_size,
         tokens_per_step=tokens * world_size,
-        model_flops_per_step=tokens * _flops(repr(config.model), train.seq_len, Uncached(config.model)),
+        model_flops_per_step=tokens * _flops(_model_key(config), train.seq_len, Uncached(config)),
         peak_flops=peak_flops.value if peak_flops else None,
         memory=result.memory(),
         time=time,
@@ -79,20 +83,53 @@ def closed_form(config: Config, hardware: Hardware, world_size: int) -> Predicti
     )
 
 
-def _replay(config: Config, hardware: Hardware, world_size: int, n_layers: int, micro_batches: int) -> Replay:
-    """Issue two steps of a model with that many layers, and replay them."""
-    if n_layers != config.model.n_layers:
-        config = dataclasses.replace(config, model=dataclasses.replace(config.model, n_layers=n_layers))
-    setup, writer = _setup(config, hardware, world_size), TraceWriter()
-    writer.mark(0, "construction")
-    step_model = _step_model(setup, writer)
-    step_model.construct()
-    if config.kernels.attention is AttentionKernel.npu:
-        writer.alloc(Category.buffers, npu_kernels.MASK_ROWS**2)
-    step_model.step(min(2, micro_batches))
-    step_model.step(micro_batches)
-    writer.trace.host_bytes = step_model.offload_bytes + step_model.update.host_bytes
-    return replay(writer.trace, hardware, build_allocator(config.plan.allocator, device_type=hardware.device_type))
+def _replays(
+    config: Config, hardware: Hardware, world_size: int, depths: Sequence[int], micro_batches: int
+) -> list[Replay]:
+    """Two steps of models with that many layers, replayed."""
+    memory, attention = config.memory, attention_of(config, hardware)
+    offloads = memory.activation_offload and memory.gradient_checkpointing is not GradientCheckpointing.none
+    experts_over = config.parallel.axes(world_size, config.mesh).ep
+    contents, requests = [], []
+    for n_layers in depths:
+        deep = dataclasses.replace(config, model=dataclasses.replace(config.model, n_layers=n_layers))
+        deep.train = dataclasses.replace(config.train, grad_accum=micro_batches)
+        if isinstance(config.parallel, SingleConfig):
+            deep.parallel = dataclasses.replace(config.parallel, simulated_ranks=1)  # in turn, as micro-batches
+        model = _built(_model_key(deep), Uncached(deep), experts_over)
+        names = _unit_names(_model_key(deep), repr(config.parallel), experts_over, Uncached((model, config.parallel)))
+        segments = segments_of(deep, model, attention, names)
+        inner = any(name.startswith("layers.") and name.count(".") > 1 for name in names)
+        contents.append(segments)
+        ties = model.lm_head.weight is model.embed_tokens.weight
+        layouts = tuple(segment.layout(offloads, ties) for segment in segments)
+        requests.append((reduced(deep, inner), hardware, attention, world_size, layouts))
+    key = repr([(vars(config), *others) for config, _, *others in requests])
+    skeletons = _skeletons(key, hardware.device_type, Uncached(requests))
+    replays = []
+    for segments, skeleton in zip(contents, skeletons, strict=True):
+        trace = splice(skeleton, segments, matmul_workspace_bytes(hardware), offloads)
+        if config.kernels.attention is AttentionKernel.npu:
+            block = max(event.block for event in trace.events if isinstance(event, Alloc)) + 1
+            trace.events.insert(1, Alloc(block, npu_kernels.MASK_ROWS**2, COMPUTE_STREAM, Category.buffers))
+        allocator = build_allocator(config.plan.allocator, device_type=hardware.device_type)
+        replays.append(replay(trace, hardware, allocator))
+    return replays
+
+
+@functools.lru_cache(maxsize=512)
+def _skeletons(key: str, device_type: str, requests: Uncached[Any]) -> list[Trace]:
+    return traced(requests.value)
+
+
+@functools.lru_cache(maxsize=512)
+def _unit_names(
+    model_key: str, parallel_key: str, experts_over: int, source: Uncached[tuple[DecoderModel, Any]]
+) -> tuple[str, ...]:
+    """Modules that are units."""
+    model, parallel = source.value
+    units = parallel.units(model, experts_over > 1) if isinstance(parallel, FSDPConfig) else ()
+    return tuple(name for unit in units for name in unit.modules)
 
 
 @contextmanager
@@ -107,14 +144,6 @@ def _without_collection() -> Iterator[None]:
             gc.enable()
 
 
-def _step_model(setup: StepSetup, writer: TraceWriter) -> StepModel:
-    parallel = setup.config.parallel
-    kind: type[StepModel] = FSDP1StepModel if parallel.flattens_parameters else FSDP2StepModel
-    if not parallel.shards_parameters:
-        kind = ReplicatedStepModel
-    return kind(setup, writer, make_update(setup, writer))
-
-
 def _doubts(config: Config) -> tuple[str, ...]:
     train, native = config.train, config.plan.allocator is AllocatorKind.native
     limits = (
@@ -123,6 +152,10 @@ def _doubts(config: Config) -> tuple[str, ...]:
         (config.data.mask_documents, "treats data.mask_documents=true as attention over full sequences"),
         (train.float8 is not Float8.none, f"treats train.float8={train.float8.value} as bfloat16"),
         (
+            getattr(config.tune, "dropout", 0.0) > 0,
+            "counts too few passes of tune.dropout: steps are up to 17% shorter than in a trace",
+        ),
+        (
             bool(train.deterministic),
             f"leaves out the float64 tensors of train.deterministic={train.deterministic.word}",
         ),
@@ -130,23 +163,21 @@ def _doubts(config: Config) -> tuple[str, ...]:
     return tuple(f"the closed form {limit}" for applies, limit in limits if applies)
 
 
-def _setup(config: Config, hardware: Hardware, world_size: int) -> StepSetup:
-    parallel = config.parallel
-    ranks = config.mesh.shard_ranks(world_size) if parallel.shards_parameters else 1
-    axes = parallel.axes(world_size, config.mesh)
-    model = _built(repr(config.model), Uncached(config.model), axes.ep)
-    units = make_units(model, parallel, ranks, axes)
-    attention = attention_of(config, hardware)
-    segments = segments_of(config, model, attention, [tuple(block) for block in units.blocks])
-    workspace = matmul_workspace_bytes(hardware)
-    return StepSetup(config, world_size, model, segments, units, ranks, attention, axes, workspace)
+def _model_key(config: Config) -> str:
+    """Everything that decides the modules of a model and the dtypes of its parameters."""
+    return repr((config.model, config.tune, config.parallel.param_dtype, config.parallel.mixes_dtypes))
 
 
 @functools.lru_cache(maxsize=64)
-def _built(key: str, config: Uncached[ModelConfig], experts_over: int = 1) -> DecoderModel:
+def _built(key: str, config: Uncached[Config], experts_over: int = 1) -> DecoderModel:
     """A model on the meta device; its stacks hold one rank's share of the experts, 1/``experts_over``."""
     with torch.device("meta"):
-        model = config.value.build()
+        model = config.value.model.build()
+        samples = tune_model(model, config.value)
+        if samples is not None:
+            samples.numbers_B = torch.empty(config.value.train.batch_size, dtype=torch.int64)
+        quantize_base(model, config.value)
+        model.init_buffers(torch.device("meta"))
     for experts in model.modules() if experts_over > 1 else ():
         if isinstance(experts, Experts):
             for name, stack in list(experts.named_parameters()):
@@ -163,5 +194,5 @@ class _Exchange(ExpertExchange):
 
 
 @functools.lru_cache(maxsize=256)
-def _flops(key: str, seq_len: int, config: Uncached[ModelConfig]) -> float:
+def _flops(key: str, seq_len: int, config: Uncached[Config]) -> float:
     return _built(key, config).flops_per_token(seq_len)

@@ -8,12 +8,13 @@ Shapes: B batch, T sequence, D width.
 """
 
 import copy
+import dataclasses
 import functools
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import SimpleNamespace
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -30,59 +31,20 @@ from fsdptoys.models import DecoderModel, choose_kernels, npu_kernels, use_kerne
 from fsdptoys.models.layers import Attention
 from fsdptoys.parallel.context import ContextForm, build_context
 from fsdptoys.parallel.mesh import CONTEXT_AXIS
-from fsdptoys.plan.simulator.events import COMPUTE_STREAM, Alloc, Event, Free, Kernel, Kernels, Mark
+from fsdptoys.plan.simulator.events import Alloc, Free, Mark
 from fsdptoys.plan.trace.extrapolate_layers import block_kind
 from fsdptoys.plan.trace.fake_device import replaced
 from fsdptoys.plan.trace.fake_exchanges import fake_exchanges
 from fsdptoys.plan.trace.fake_kernels import replace_kernels
+from fsdptoys.plan.trace.groups import PlannedGroup
 from fsdptoys.plan.trace.op_costs import fuses_rms_norm
-from fsdptoys.plan.trace.op_recorder import OpRecorder, PlannedGroup
+from fsdptoys.plan.trace.op_recorder import OpRecorder
 from fsdptoys.utils.uncached import Uncached
 
-PARTS = ("attn", "mlp")  # Parts of a block that are stages of their own; others are if they are units
+from .segment import GRADIENT, STAGE, Piece, Segment, join_kernels
+from .skeleton import Root, innermost
+
 HEAD = ("norm", "lm_head")
-GRADIENT = -1  # ``Mark.step`` at which the gradient of a parameter is final, whose name is the phase
-
-
-class Stage(NamedTuple):
-    """A section of a forward or backward, with blocks numbered within the segment.
-
-    Marks of step ``GRADIENT`` are where the gradient of the parameter named by their phase is final; of step
-    ``FIRST_MATMUL``, where a thread needs the library's workspace.
-    """
-
-    part: str  # Name of a part of the block, the innermost one; empty outside
-    events: list[Event]
-
-
-@dataclass(frozen=True)
-class Segment:
-    """A unit in forward and backward. It frees its input and the gradient of its output, but allocates neither."""
-
-    forward: list[Stage]
-    backward: list[Stage]
-    blocks: int  # Largest number of a block
-    device_events: int  # Largest number of an event on a stream
-    input: int  # Block of the input; 0 if none
-    output: int
-    output_gradient: int
-    input_gradient: int
-    kept: dict[int, int]
-    """Block → bytes of what stays for the backward and is large enough for activation offload; without the output."""
-    gradients: dict[str, int]  # Parameter → block of its gradient, which outlives the backward
-
-
-@dataclass(frozen=True)
-class Segments:
-    """All units of a model."""
-
-    embedding: Segment
-    blocks: tuple[Segment, ...]  # In order; equal blocks are one object
-    head: Segment  # Norm, head and loss
-
-    def in_order(self) -> list[Segment]:
-        """Embedding, blocks, head."""
-        return [self.embedding, *self.blocks, self.head]
 
 
 class _Cut(torch.autograd.Function):
@@ -91,12 +53,12 @@ class _Cut(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, recorder: OpRecorder, before: str, after: str) -> Tensor:
         ctx.recorder, ctx.before = recorder, before
-        recorder.add(Mark(0, after))
+        recorder.add(Mark(STAGE, after))
         return tensor.view_as(tensor)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
-        ctx.recorder.add(Mark(0, ctx.before))
+        ctx.recorder.add(Mark(STAGE, ctx.before))
         return grads[0], None, None, None
 
 
@@ -119,12 +81,9 @@ class _End(torch.autograd.Function):
 
 
 def segments_of(
-    config: Config, model: DecoderModel, attention: AttentionKind, parts: Sequence[Sequence[str]] = ()
-) -> Segments:
-    """Trace the units of a model on the meta device, or return cached traces.
-
-    ``parts`` names parts of each block that are stages of their own, besides ``PARTS``.
-    """
+    config: Config, model: DecoderModel, attention: AttentionKind, units: Collection[str] = ()
+) -> list[Segment]:
+    """Trace embedding, blocks and head on the meta device, or return cached traces; ``units`` are names of modules."""
     train, memory = config.train, config.memory
     dtype = config.parallel.param_dtype.torch
     context = getattr(config.parallel, "context", ContextForm.auto), config.mesh.cp_size
@@ -137,18 +96,22 @@ def segments_of(
         context,
         config.plan.expert_imbalance,
     )
-    key = repr((type(config.model), vars(config.model) | {"name": "", "init_from": None, "n_layers": 0}))
+    shape = vars(config.model) | {"name": "", "init_from": None, "n_layers": 0}
+    key = repr((type(config.model), shape, config.tune, config.parallel.mixes_dtypes))
     chosen = set(range(model.config.n_layers)[memory.checkpointing_start_index :: memory.checkpointing_every])
     blocks = []
     for index, kind in enumerate(_kinds(model)):
         mode = memory.gradient_checkpointing if index in chosen else GradientCheckpointing.none
         save = tuple(memory.checkpointing_save) if mode is GradientCheckpointing.selective else ()
-        marked = tuple(sorted({*PARTS, *(parts[index] if parts else ())} - {""}))
-        blocks.append(_block(key, kind, marked, common, mode, save, Uncached((model, index))))
+        prefix = f"layers.{index}."
+        parts = tuple(sorted(name.removeprefix(prefix) for name in units if name.startswith(prefix)))
+        blocks.append(_block(key, kind, parts, common, mode, save, Uncached((model, index))))
     chunks = None if memory.chunk_tokens == "auto" else int(memory.chunk_tokens)
     objective = Objective(train.label_smoothing, train.z_loss_coef)
     loss = (memory.chunk_loss, chunks, memory.chunk_grad_dtype.torch, objective)
-    return Segments(_embedding(key, common, Uncached(model)), tuple(blocks), _head(key, common, loss, Uncached(model)))
+    tables = tuple(sorted(name for name in units if name.startswith("embed")))
+    embedding, head = _embedding(key, tables, common, Uncached(model)), _head(key, common, loss, Uncached(model))
+    return [embedding, *blocks, head]
 
 
 @dataclass(frozen=True)
@@ -187,6 +150,7 @@ def _block(
     recorder = OpRecorder("meta", common.attention)
     for part in parts:
         _cut_part(block.get_submodule(part), part, innermost(part.rpartition(".")[0], parts), recorder)
+    block.forward = functools.partial(_begun, block.forward, recorder)
     if mode is not GradientCheckpointing.none:
         checkpoint_blocks([block], mode, save=save)
     with torch.device("meta"):
@@ -198,16 +162,17 @@ def _block(
             if isinstance(module, Attention):
                 module.context = context
     run = functools.partial(_run_block, block, rotations)
-    return _trace_unit(block, run, model.config.dim, common, recorder, rotations or ())
+    segment = _trace_unit(block, run, model.config.dim, common, recorder, rotations or ())
+    return segment if mode is not GradientCheckpointing.none else dataclasses.replace(segment, kept={})
+
+
+def _begun(forward: Callable[..., Any], recorder: OpRecorder, *args: Any) -> Any:
+    recorder.add(Mark(STAGE, ""))
+    return forward(*args)
 
 
 def _run_block(block: nn.Module, rotations: Any, hidden_BTD: Tensor) -> Any:
     return block(hidden_BTD, rotations)
-
-
-def innermost(name: str, parts: Collection[str]) -> str:
-    """The longest of the parts that contains a module or parameter; empty if none does."""
-    return max((part for part in parts if f"{name}.".startswith(f"{part}.")), key=len, default="")
 
 
 def _cut_part(module: nn.Module, part: str, outside: str, recorder: OpRecorder) -> None:
@@ -224,7 +189,7 @@ def _cut_part(module: nn.Module, part: str, outside: str, recorder: OpRecorder) 
 
 
 @functools.lru_cache(maxsize=1024)
-def _embedding(key: str, common: _Common, source: Uncached[DecoderModel]) -> Segment:
+def _embedding(key: str, parts: tuple[str, ...], common: _Common, source: Uncached[DecoderModel]) -> Segment:
     model = copy.copy(source.value)
     model._modules = dict(model._modules)
     tables = nn.ModuleDict()
@@ -232,9 +197,17 @@ def _embedding(key: str, common: _Common, source: Uncached[DecoderModel]) -> Seg
         if name.startswith("embed"):
             model._modules[name] = tables[name] = copy.deepcopy(module).to(common.dtype)
     tokens_BT = torch.empty(common.batch, common.part, dtype=torch.int64, device="meta")
-    return _trace_unit(
-        tables, lambda _: model.embed(tokens_BT, tokens_BT[0]), None, common, OpRecorder("meta", common.attention)
-    )
+    recorder = OpRecorder("meta", common.attention)
+    for part in parts:
+        _cut_part(tables[part], part, "", recorder)
+    trained = any(param.requires_grad for param in tables.parameters())
+
+    def embed(anchor: Tensor) -> Tensor:
+        hidden_BTD = model.embed(tokens_BT, tokens_BT[0])
+        return hidden_BTD if trained else Root.apply(anchor, hidden_BTD)
+
+    run = functools.partial(_begun, embed, recorder)
+    return dataclasses.replace(_trace_unit(tables, run, None, common, recorder), kept={})
 
 
 @functools.lru_cache(maxsize=1024)
@@ -246,6 +219,8 @@ def _head(
     norm, head = both.values()
     labels_BT = torch.empty(common.batch, common.part, dtype=torch.int64, device="meta")
     recorder = OpRecorder("meta", common.attention)
+    for name, part in both.items():
+        _cut_part(part, name, "", recorder)
 
     def run(hidden_BTD: Tensor) -> Tensor:
         normed_BTD = norm(hidden_BTD)
@@ -254,27 +229,17 @@ def _head(
         recorder.enter_region(None)
         return loss
 
-    return _trace_unit(both, run, model.config.dim, common, recorder, [labels_BT])
-
-
-def join_kernels(recorded: list[Event]) -> list[Event]:
-    """Events with the kernels of each stretch at its end, as one event, which makes replays a third shorter."""
-    joined: list[Event] = []
-    kernels: list[Kernel] = []
-    for event in [*recorded, None]:
-        if isinstance(event, Kernel):
-            kernels.append(event)
-            continue
-        if kernels and not isinstance(event, (Alloc, Free)):
-            joined.append(Kernels(COMPUTE_STREAM, tuple(kernels)))
-            kernels = []
-        if event is not None:
-            joined.append(event)
-    return joined
+    segment = _trace_unit(both, run, model.config.dim, common, recorder, [labels_BT])
+    return dataclasses.replace(segment, kept={})
 
 
 def _note_gradient(recorder: OpRecorder, name: str, param: Tensor) -> None:
     recorder.add(Mark(GRADIENT, name))
+
+
+def _note_view(views: set[str], name: str, gradient: Tensor) -> None:
+    if gradient._is_view():
+        views.add(name)
 
 
 @contextmanager
@@ -339,8 +304,11 @@ def _trace_unit(
         loss = output if output.ndim == 0 else _End.apply(output, (), torch.float32, see_output)
         del output
         recorder.mark(0, "backward")
+        views: set[str] = set()
         for name, param in module.named_parameters():
-            param.register_post_accumulate_grad_hook(functools.partial(_note_gradient, recorder, name))
+            if param.requires_grad:
+                param.register_hook(functools.partial(_note_view, views, name))
+                param.register_post_accumulate_grad_hook(functools.partial(_note_gradient, recorder, name))
         loss.backward()
         gradients = {name: param.grad for name, param in module.named_parameters() if param.grad is not None}
         for gradient in gradients.values():
@@ -349,16 +317,18 @@ def _trace_unit(
         recorder.mark(0, "end")
         trace = recorder.finish()
     ends = given, made, seen.output_gradient, seen.input_gradient
-    handed_on = {made, seen.input_gradient}
-    passes: dict[str, list[Stage]] = {"forward": [], "turn": [], "backward": [], "end": []}
+    handed_on = {given, made, seen.input_gradient}
+    passes: dict[str, list[Piece]] = {"forward": [], "turn": [], "backward": [], "end": []}
     current, live, kept = passes["end"], dict[int, int](), dict[int, int]()
-    current.append(Stage("", []))
+    current.append(Piece(Mark(0, ""), []))
     for event in trace.events:
-        if isinstance(event, Mark) and event.step >= 0:
-            current = passes.get(event.phase, current)
-            current.append(Stage("" if event.phase in passes else event.phase, []))
+        if isinstance(event, Mark) and event.step in (0, STAGE, GRADIENT):
+            if event.step == 0:
+                current = passes[event.phase]
+            # The backward begins outside of parts.
+            current.append(Piece(Mark(STAGE, "") if event.phase == "backward" else event, []))
             if event.phase == "turn":
-                kept = {block: size for block, size in live.items() if size >= MIN_BYTES and block != made}
+                kept = {block: size for block, size in live.items() if size >= MIN_BYTES and block not in (given, made)}
         elif isinstance(event, Alloc):
             if event.block == seen.output_gradient:
                 current[-1].events.clear()  # of the sink
@@ -372,7 +342,7 @@ def _trace_unit(
     left = live.keys() - handed_on - {*numbers.values()}
     passes["backward"][-1].events.extend(map(Free, sorted(left)))
     forward, backward = (
-        [Stage(part, join_kernels(events)) for part, events in passes[name] if events]
-        for name in ("forward", "backward")
+        [Piece(mark, join_kernels(events)) for mark, events in passes[name]] for name in ("forward", "backward")
     )
-    return Segment(forward, backward, recorder.blocks, recorder.device_events, *ends, kept, numbers)
+    tokens, blocks, device_events = common.batch * common.part, recorder.blocks, recorder.device_events
+    return Segment(forward, backward, blocks, device_events, *ends, kept, numbers, frozenset(views), tokens)

@@ -224,12 +224,14 @@ def torch_device_type(device_type: str) -> str:
 
 
 def install(device_type: str, world_size: int) -> None:
-    """Make this process rank 0 of a world of fake devices; permanent, and once per process."""
+    """Make this process rank 0 of a world of fake devices; permanent, except the number of ranks."""
     # Importing PyTorch's test helper (torch 2.7 to 2.13) registers the backend.
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     name = torch_device_type(device_type)
-    if device_type != "cpu":
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    elif device_type != "cpu":
         if registers_devices():
             from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
 

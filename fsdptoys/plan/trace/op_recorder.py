@@ -7,7 +7,6 @@ covered: tensors that a kernel of this project allocates without the dispatcher;
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -20,12 +19,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from fsdptoys.device.profile import AttentionKind
 from fsdptoys.metrics.prediction import Category
-from fsdptoys.parallel.mesh import AXES, EXCHANGING_AXES
+from fsdptoys.parallel.mesh import EXCHANGING_AXES
 from fsdptoys.plan.simulator import events as simulated
 from fsdptoys.plan.simulator.events import COMPUTE_STREAM, KernelKind, Mark, Trace
 from fsdptoys.profiler.dispatch import COLLECTIVES, arguments_of, dtype_name, given, tensors_in
 
 from .fake_device import MODULE, replaced, stream_purposes
+from .groups import place_of
 from .op_costs import COPIES, TRAFFIC, cost_of, has_no_kernel, scratch_bytes, touched_bytes, traffic, updates_parameters
 from .storages import Storage, Storages
 
@@ -65,6 +65,11 @@ class OpRecorder(TorchDispatchMode):
         self._pending: dict[int, int] = {}  # Stream of a group → event at the end of its last work without a wait
         self.memory, self.categorize = self._storages.memory, self._storages.categorize
         self.find, self.see = self._storages.find, self._storages.see
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Skip the guards that PyTorch (from 2.9 on) puts around every dispatch against its compiler."""
+        return False
 
     # Called by programs
 
@@ -123,6 +128,8 @@ class OpRecorder(TorchDispatchMode):
         name = func._schema.name
         if func.namespace == "c10d":
             return self._collective
+        if func.namespace in ("prim", "profiler"):
+            return lambda func, args, kwargs: func(*args, **kwargs)
         if func is torch.ops.aten._local_scalar_dense.default:
             return self._read_number
         if func.is_view or has_no_kernel(name):
@@ -282,7 +289,7 @@ class OpRecorder(TorchDispatchMode):
         self, name: str, tensors: Iterable[Tensor], size: int, group: Any, *, asynchronous: bool
     ) -> Callable[[], None]:
         """Record a collective of ``size`` bytes, and return a function with which the current stream waits for it."""
-        place, axis = _place_of(group, name)
+        place, axis = place_of(group, name)
         purpose = Category.exchange_buffers if axis in EXCHANGING_AXES else PURPOSES.get(name)
         for tensor in tensors:
             self._storages.see(tensor)
@@ -364,37 +371,3 @@ class OpRecorder(TorchDispatchMode):
         )
         with replaced(*replacements), self:
             yield
-
-
-@dataclass
-class PlannedGroup:
-    """A group of consecutive ranks that have no process group; the first one is traced."""
-
-    axis: str
-    ranks: int
-
-    def size(self) -> int:
-        """Number of ranks."""
-        return self.ranks
-
-    def rank(self) -> int:
-        """Rank of the traced process."""
-        return 0
-
-
-def _place_of(group: Any, name: str) -> tuple[tuple[int, int], str]:
-    """Size and stride of a group, and its axis."""
-    if isinstance(group, PlannedGroup):
-        return (group.ranks, 1), group.axis
-    ranks = dist.get_process_group_ranks(group)
-    size, stride = len(ranks), ranks[1] - ranks[0] if len(ranks) > 1 else 1
-    return (size, stride), axis_of(group.group_desc, name, stride, size == dist.get_world_size())
-
-
-def axis_of(description: str, name: str, stride: int, everyone: bool) -> str:
-    """Mesh axis of a group, by its mesh's description; the group of a one-axis mesh has none."""
-    if (axis := description.removeprefix("mesh_")) in AXES:
-        return axis
-    if everyone and name not in ("all_gather", "reduce_scatter"):
-        return "world"
-    return "shard" if stride == 1 else "replicate"

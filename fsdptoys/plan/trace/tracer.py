@@ -73,11 +73,14 @@ def trace(config: Config, hardware: Hardware, world_size: int, n_layers: Sequenc
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         (folder / REQUEST).write_bytes(pickle.dumps((config, hardware, world_size, list(n_layers))))
-        # Hide real devices, and keep an installed torch_npu from taking the fake device's place.
-        hidden = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}
-        environment = os.environ | hidden | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-        stderr = _run([sys.executable, "-m", "fsdptoys.plan.trace.tracer", name], environment)
+        stderr = _run([sys.executable, "-m", "fsdptoys.plan.trace.tracer", name], tracing_environment())
         return [_read_answer(folder / ANSWER.format(index), stderr) for index in range(len(n_layers))]
+
+
+def tracing_environment() -> dict[str, str]:
+    """Environment of a tracing process: without real devices, nor a torch_npu that takes the fake device's place."""
+    hidden = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}
+    return os.environ | hidden | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
 
 
 def _read_answer(path: Path, stderr: str) -> Trace:
@@ -113,9 +116,13 @@ def _run(command: list[str], environment: dict[str, str]) -> str:
 
 def trace_here(program: Program, *, attention: AttentionKind, world_size: int, workspace_bytes: int = 0) -> Trace:
     """Trace a program up to its last mark in this process, which cannot be used afterwards."""
-    device_type = DEVICE_TYPES[attention]
-    fake_device.install(device_type, world_size)
-    recorder = OpRecorder(torch_device_type(device_type), attention, workspace_bytes)
+    fake_device.install(DEVICE_TYPES[attention], world_size)
+    return record(program, attention=attention, workspace_bytes=workspace_bytes)
+
+
+def record(program: Program, *, attention: AttentionKind, workspace_bytes: int = 0) -> Trace:
+    """Trace a program as ``trace_here``, in a process with its fake device."""
+    recorder = OpRecorder(torch_device_type(DEVICE_TYPES[attention]), attention, workspace_bytes)
     with replace_kernels(attention, recorder), fake_tensors(recorder.device_type), recorder.watch():
         program(recorder)
         return recorder.finish()

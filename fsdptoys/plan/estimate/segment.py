@@ -1,0 +1,66 @@
+"""The recorded contents of a segment of a model: embedding, block, or norm and head with the loss."""
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from fsdptoys.plan.simulator.events import COMPUTE_STREAM, Alloc, Event, Free, Kernel, Kernels, Mark
+
+from .skeleton import Layout
+
+STAGE, GRADIENT = -4, -1  # ``Mark.step`` where a stage begins, and where the gradient of a parameter is final
+
+
+class Piece(NamedTuple):
+    """Events from a mark to the next, with blocks numbered within the segment.
+
+    Marks of step ``FIRST_MATMUL`` among them are where a thread needs the library's workspace.
+    """
+
+    mark: Mark
+    events: list[Event]
+
+
+@dataclass(frozen=True)
+class Segment:
+    """A unit in forward and backward. It frees the gradient of its output, but does not allocate it."""
+
+    forward: list[Piece]
+    backward: list[Piece]
+    blocks: int  # Largest number of a block
+    device_events: int  # Largest number of an event on a stream
+    input: int  # Block of the input; 0 if none
+    output: int
+    output_gradient: int
+    input_gradient: int
+    kept: dict[int, int]
+    """Block → bytes of what a checkpointed block saves besides its input, if large enough for activation offload."""
+    gradients: dict[str, int]  # Parameter → block of its gradient, which outlives the backward
+    views: frozenset[str]  # Parameters whose gradient is a view
+    tokens: int  # Of the input
+
+    def layout(self, offloaded: bool, ties: bool) -> Layout:
+        """The skeleton's description, with kept tensors if they are offloaded."""
+        stages = tuple(piece.mark.phase for piece in self.forward if piece.mark.step == STAGE)
+        if stages[0]:
+            stages = tuple(filter(None, stages))  # no module contains the others
+        marks = (piece.mark for piece in self.backward)
+        # The kind of a gradient matters where autograd adds another one.
+        gradients = ((mark.phase, ties and mark.phase in self.views) for mark in marks if mark.step == GRADIENT)
+        kept = (size // self.tokens for size in self.kept.values())
+        return Layout(stages, tuple(gradients), tuple(kept) if offloaded else ())
+
+
+def join_kernels(recorded: list[Event]) -> list[Event]:
+    """Events with the kernels of each stretch at its end, as one event, which makes replays a third shorter."""
+    joined: list[Event] = []
+    kernels: list[Kernel] = []
+    for event in [*recorded, None]:
+        if isinstance(event, Kernel):
+            kernels.append(event)
+            continue
+        if kernels and not isinstance(event, (Alloc, Free)):
+            joined.append(Kernels(COMPUTE_STREAM, tuple(kernels)))
+            kernels = []
+        if event is not None:
+            joined.append(event)
+    return joined

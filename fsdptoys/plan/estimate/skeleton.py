@@ -1,0 +1,288 @@
+"""The trainer's steps around the contents of a model's units, traced once for all contents.
+
+The trainer of a full trace builds the configured model, strategy and optimizer, but the forward of each segment
+(embedding, block, head) is a stand-in. It calls the modules that are units or own parameters, whose hooks gather,
+prefetch, reshard, cast and reduce as in training, and notes where the contents belong (``Note``). In the backward it
+gives each parameter a gradient without computing it. ``splice`` inserts the contents.
+
+Sequences have ``TOKENS`` tokens, a prime: sizes divisible by it are proportional to the tokens of a micro-batch. So a
+trace serves all batches and lengths. Private functions that the trainer calls are replaced: tested with torch 2.13.
+"""
+
+import copy
+import dataclasses
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from fsdptoys.config.schema import Config
+from fsdptoys.device.profile import Hardware
+from fsdptoys.memory import GradientCheckpointing
+from fsdptoys.models import DecoderModel
+from fsdptoys.parallel import DDPConfig, gradient_norms
+from fsdptoys.parallel.strategy import ReducingConfig
+from fsdptoys.parallel.toy_ddp import ToyDDPConfig
+from fsdptoys.plan.simulator.events import Trace
+from fsdptoys.plan.trace.fake_device import registers_devices, replaced
+from fsdptoys.plan.trace.op_recorder import OpRecorder
+from fsdptoys.plan.trace.tracer import record, trainer_program
+from fsdptoys.train import trainer as trainer_module
+from fsdptoys.utils.dtensor import is_dtensor
+
+TOKENS = 4099  # Of a sequence; divides no other size
+
+
+class Note(NamedTuple):
+    """Where a part of a segment's contents belongs."""
+
+    kind: str
+    """``forward`` and ``backward``: a stage begins, in the backward also one that is recomputed; ``end``: the backward
+    of a stage ends; ``gradient``: a parameter's gradient is final and the next block; ``kept``: the next block is one
+    that leaves the device; ``output``: the next block is the segment's output."""
+    segment: int
+    name: str = ""  # Stage or parameter
+    visit: int = 0  # Number of the stage in the forward, or of the kept block
+
+
+@dataclass(frozen=True)
+class Layout:
+    """What the trainer sees of a segment's contents."""
+
+    stages: tuple[str, ...]  # Names of modules, in the order of the forward; empty outside of these
+    gradients: tuple[tuple[str, bool], ...]  # Parameters in the order of the backward, and whether theirs are views
+    kept: tuple[int, ...] = ()  # Bytes of a token of each tensor that activation offload takes besides the input
+
+
+def trace_skeleton(config: Config, hardware: Hardware, attention: Any, layouts: Sequence[Layout]) -> Trace:
+    """Trace a configuration as ``reduced`` returns it, with a layout for each segment, in a process that traces."""
+
+    def program(recorder: OpRecorder) -> None:
+        with _stand_ins(config, recorder, layouts):
+            trainer_program(config, hardware)(recorder)
+
+    return record(program, attention=attention)
+
+
+def reduced(config: Config, inner_units: bool) -> Config:
+    """The configuration without settings that only the contents of units depend on."""
+    config = copy.copy(config)
+    memory, train = copy.copy(config.memory), copy.copy(config.train)
+    train.batch_size, train.seq_len, train.gc_every = 1, TOKENS, 0
+    train.label_smoothing = train.z_loss_coef = 0.0
+    if memory.gradient_checkpointing is not GradientCheckpointing.none and not memory.activation_offload:
+        # Recomputation runs the hooks of units within a block.
+        memory.gradient_checkpointing = GradientCheckpointing[("none", "full")[inner_units]]
+    memory.chunk_loss, memory.chunk_tokens = False, "auto"
+    memory.checkpointing_save = ["mm"]
+    if isinstance(config.parallel, ReducingConfig):
+        config.parallel = dataclasses.replace(config.parallel, context=type(config.parallel).context)
+    if type(config.parallel) is DDPConfig and not registers_devices():
+        # PyTorch's reducer needs the device's own code; the toy has the same buckets.
+        shared = {field.name: getattr(config.parallel, field.name) for field in dataclasses.fields(config.parallel)}
+        config.parallel = ToyDDPConfig(**shared)
+    config.mesh = dataclasses.replace(config.mesh, cp_size=1)  # Ranks that share sequences are among the shards
+    config.memory, config.train = memory, train
+    return config
+
+
+@contextmanager
+def _stand_ins(config: Config, recorder: OpRecorder, layouts: Sequence[Layout]) -> Iterator[None]:
+    tune_model = trainer_module.tune_model
+
+    def tune_skeleton(model: DecoderModel, config: Config) -> Any:
+        samples = tune_model(model, config)
+        _StandIn(recorder, 0, layouts[0], model, config).replace(model, "embed")
+        for number, block in enumerate(model.layers, start=1):
+            _StandIn(recorder, number, layouts[number], block, config).replace(block, "forward")
+        head = _StandIn(recorder, len(layouts) - 1, layouts[-1], model, config)
+        for name in layouts[-1].stages:
+            head.replace(model.get_submodule(name), "forward", name)
+        return samples
+
+    routing = (trainer_module, "build_routing_balance", lambda *args, **kwargs: None)
+    whole = (gradient_norms, "CPU_NORM_ELEMENTS", 2**62)  # one of the host's norms rather than hundreds
+    with replaced((trainer_module, "tune_model", tune_skeleton), routing, whole):
+        yield
+
+
+def innermost(name: str, parts: Any) -> str:
+    """The longest of the parts that contains a module or parameter; empty if none does."""
+    return max((part for part in parts if part and f"{name}.".startswith(f"{part}.")), key=len, default="")
+
+
+class _StandIn:
+    """The forward of a segment; a module's stages are run from its forward."""
+
+    def __init__(self, recorder: OpRecorder, number: int, layout: Layout, root: nn.Module, config: Config) -> None:
+        self.recorder, self.number, self.layout, self.root = recorder, number, layout, root
+        self.dtype, self.width = config.parallel.param_dtype.torch, config.model.dim
+        self.place = 0  # Next stage
+        self.owners: dict[str, nn.Module] = {}
+        self.own: dict[str, list[tuple[str, str, bool]]] = {}
+        """Module → its parameters in the order of the forward: full name, name, whether the gradient is a view."""
+        for name, is_view in reversed(layout.gradients):
+            owner, _, leaf = name.rpartition(".")
+            self.owners[owner] = root.get_submodule(owner)
+            self.own.setdefault(owner, []).append((name, leaf, is_view))
+
+    def replace(self, module: nn.Module, method: str, stage: str = "") -> None:
+        """Replace a method of the module that contains the stages, and the forwards of those inside."""
+        setattr(module, method, functools.partial(self.run, stage))
+        parts = set(self.layout.stages)
+        for part in parts - {stage} if not stage else ():
+            self.root.get_submodule(part).forward = functools.partial(self.run, part)
+        for owner, owning in self.owners.items():
+            if owner not in parts and (not stage or owner.startswith(f"{stage}.")):
+                owning.forward = functools.partial(self.take, owner)
+
+    def run(self, part: str, hidden: Tensor, *_: Any, **__: Any) -> Tensor:
+        """Run the stages within a module from the next one on."""
+        stages = self.layout.stages
+        if part == stages[0]:
+            self.place = 0
+        if not hidden.is_floating_point():  # token ids
+            hidden = torch.empty((), dtype=self.dtype, device=hidden.device).expand(1, TOKENS, self.width)
+            # Blocks have a backward even where all parameters of the embedding are frozen.
+            hidden = Root.apply(torch.empty((), requires_grad=True), hidden)
+        while self.place < len(stages) and _within(stages[self.place], part):
+            name = stages[self.place]
+            if name == part:
+                hidden = self._stage(name, hidden)
+            else:
+                inside = [each for each in stages if each != part and _within(each, part) and _within(name, each)]
+                hidden = self._module(min(inside, key=len))(hidden)
+        if self.place == len(stages):
+            shape = () if part == "lm_head" else hidden.shape
+            hidden = _Output.apply(hidden, shape, self._note("output"))
+        return hidden
+
+    def _stage(self, part: str, hidden: Tensor) -> Tensor:
+        stages, visit = self.layout.stages, self.place
+        self.place += 1
+        kept = [self._keep(*each) for each in enumerate(self.layout.kept)] if visit == 0 else []
+        hidden = _Enter.apply(hidden, self._note("forward", part, visit), self._note("end", part, visit), *kept)
+        if visit == stages.index(part):
+            for owner in self.own:
+                if innermost(owner, stages) == part:
+                    hidden = self.take(owner, hidden) if owner == part else self._module(owner)(hidden)
+        left: Tensor = _Leave.apply(hidden, self._note("backward", part, visit))
+        return left
+
+    def take(self, owner: str, hidden: Tensor, *_: Any, **__: Any) -> Tensor:
+        """Use a module's parameters."""
+        for name, leaf, is_view in self.own[owner]:
+            param = getattr(self.owners[owner], leaf)
+            param = param.to_local() if is_dtensor(param) else param  # of experts that ranks split
+            hidden = _Parameter.apply(hidden, param, is_view, self._note("gradient", name))
+        return hidden
+
+    def _keep(self, number: int, size: int) -> Tensor:
+        """A tensor that checkpointing saves, of ``size`` bytes a token."""
+        self._note("kept", visit=number)()
+        rows, columns = ((TOKENS, 0), (0, size // self.dtype.itemsize))
+        device = torch.device(self.recorder.device_type)
+        return torch.mm(*(torch.empty(shape, dtype=self.dtype, device=device) for shape in (rows, columns)))
+
+    def _module(self, name: str) -> Any:
+        """A submodule, or what a strategy has put in its place."""
+        return functools.reduce(getattr, name.split("."), self.root) if name else self.root
+
+    def _note(self, kind: str, name: str = "", visit: int = 0) -> Callable[[], None]:
+        in_backward = {"forward": "backward", "kept": None, "output": None}  # Of a recomputed segment
+
+        def note() -> None:
+            recomputed = kind in in_backward and torch._C._current_graph_task_id() != -1
+            written = in_backward[kind] if recomputed else kind
+            if written is not None:
+                self.recorder.add(Note(written, self.number, name, visit))  # type: ignore[arg-type]
+
+        return note
+
+
+class Root(torch.autograd.Function):
+    """A tensor that requires a gradient, which is not computed."""
+
+    @staticmethod
+    def forward(ctx: Any, anchor: Tensor, hidden: Tensor) -> Tensor:
+        """Return the tensor."""
+        return hidden.view_as(hidden)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[None, None]:
+        """Return no gradients."""
+        return None, None
+
+
+def _within(name: str, part: str) -> bool:
+    return not part or f"{name}.".startswith(f"{part}.")
+
+
+class _Enter(torch.autograd.Function):
+    """Begins a stage, and holds what it keeps until the end of its backward."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, note: Any, end: Any, *kept: Tensor) -> Tensor:
+        ctx.end, ctx.count = end, len(kept)
+        ctx.save_for_backward(hidden, *kept)
+        note()
+        return hidden.view_as(hidden)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        ctx.end()
+        return (grads[0], *[None] * (2 + ctx.count))
+
+
+class _Leave(torch.autograd.Function):
+    """Begins a stage's backward."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, note: Any) -> Tensor:
+        ctx.note = note
+        return hidden.view_as(hidden)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        ctx.note()
+        return grads[0], None
+
+
+class _Parameter(torch.autograd.Function):
+    """Uses a parameter, whose gradient has no values; saves a tensor, so that checkpointing recomputes it."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, param: Tensor, is_view: bool, note: Any) -> Tensor:
+        ctx.like, ctx.is_view, ctx.note = (param.shape, param.dtype, param.device), is_view, note
+        ctx.save_for_backward(hidden)
+        return hidden.view_as(hidden)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        _ = ctx.saved_tensors
+        if not ctx.needs_input_grad[1]:
+            return grads[0], None, None, None
+        ctx.note()
+        shape, dtype, device = ctx.like
+        gradient = torch.empty(shape, dtype=dtype, device=device)
+        return grads[0], gradient.view_as(gradient) if ctx.is_view else gradient, None, None
+
+
+class _Output(torch.autograd.Function):
+    """A new tensor: the next segment's input, or the loss in float32."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, shape: Any, note: Any) -> Tensor:
+        ctx.like = hidden.shape, hidden.dtype, hidden.device
+        note()
+        return torch.empty(shape, dtype=hidden.dtype if shape else torch.float32, device=hidden.device)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        shape, dtype, device = ctx.like
+        same = grads[0].shape == shape
+        return grads[0] if same else torch.empty((), dtype=dtype, device=device).expand(shape), None, None

@@ -1,0 +1,190 @@
+"""Joins a skeleton with the contents of its segments to the trace of a run.
+
+Contents are inserted at the skeleton's notes. A block that both have, such as a gradient that the contents allocate and
+FSDP frees, gets the contents' number.
+"""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from fsdptoys.metrics.prediction import Category
+from fsdptoys.plan.simulator import events
+from fsdptoys.plan.simulator.events import COMPUTE_STREAM, Alloc, Event, Free, Kernel, KernelKind, Kernels, Mark, Trace
+from fsdptoys.plan.trace.op_recorder import EXCHANGE, FIRST_MATMUL
+
+from .segment import GRADIENT, STAGE, Piece, Segment
+from .skeleton import TOKENS, Note
+
+OFFLOAD = "activation offload"  # Purpose of a stream
+
+
+@dataclass
+class _Instance:
+    """A segment in one micro-batch."""
+
+    segment: Segment
+    block: int  # Added to numbers of blocks
+    event: int  # Added to numbers of device events
+    first: int  # Visit with which the forward begins and the backward ends
+    pieces: list[Piece]
+    known: dict[int, int] = field(default_factory=dict)  # Numbers of blocks that another segment allocates
+    place: int = 0
+    returns: bool = False  # Whether its backward has begun
+
+
+def splice(skeleton: Trace, segments: list[Segment], workspace_bytes: int, offloads: bool) -> Trace:
+    """Insert the contents of segments, from the embedding to the head.
+
+    Args:
+        workspace_bytes: of a thread's matmuls.
+        offloads: whether the segments' kept tensors leave the device.
+    """
+    return _Splicer(skeleton, segments, workspace_bytes, offloads).run()
+
+
+class _Splicer:
+    def __init__(self, skeleton: Trace, segments: list[Segment], workspace_bytes: int, offloads: bool) -> None:
+        self.skeleton, self.segments, self.workspace_bytes = skeleton, segments, workspace_bytes
+        self.offloads = offloads
+        self.tokens = max(segment.tokens for segment in segments)
+        self.trace = Trace([], dict(skeleton.streams), skeleton.categories, skeleton.host_bytes)
+        self.add = self.trace.events.append
+        self.blocks = 1 + max(event.block for event in skeleton.events if isinstance(event, Alloc))
+        self.events = 1 + max((e.event for e in skeleton.events if isinstance(e, events.RecordEvent)), default=0)
+        self.exchange = 1 + max(self.trace.streams, default=0)
+        self.trace.streams[self.exchange] = "communication"
+        self.same: dict[int, int] = {}  # The skeleton's block → the contents'
+        self.next: int | None = None  # Number of the skeleton's next block
+        self.instances: dict[int, _Instance] = {}
+        self.multiplied: set[str] = set()  # Threads that have the library's workspace
+
+    def run(self) -> Trace:
+        """The joined trace."""
+        step, phase = 0, ""
+        copying = [number for number, purpose in self.trace.streams.items() if purpose == OFFLOAD]
+        event: Any
+        for event in self.skeleton.events:
+            kind = type(event)
+            if kind is Note:
+                if phase == "backward" and self._begins_phase(event):
+                    self.add(Mark(step, phase))
+                self._insert(event)
+            elif kind is Alloc:
+                if self.next is not None:
+                    self.same[event.block], self.next = self.next, None
+                else:
+                    self.add(event._replace(bytes=self._scaled(event.bytes)))
+            elif kind is Free:
+                self.add(Free(self.same.get(event.block, event.block)))
+            elif kind is Kernel:
+                if event.kind is not KernelKind.matmul or event.flops:
+                    self.add(event._replace(bytes=self._scaled(event.bytes)))
+            elif kind is events.RecordStream:
+                self.add(event._replace(block=self.same.get(event.block, event.block)))
+            elif kind is events.Transfer:
+                scaled = self._scaled(event.bytes)
+                if event.stream in copying and not event.to_device and step == 1 and phase == "forward":
+                    self.trace.host_bytes += pinned_bytes(scaled) - pinned_bytes(event.bytes)
+                self.add(event._replace(bytes=scaled))
+            else:
+                if kind is Mark:
+                    step, phase = event.step, event.phase
+                    if phase in ("forward", "optimizer"):
+                        self._end_backward()
+                self.add(event)
+        return self.trace
+
+    def _begins_phase(self, note: Note) -> bool:
+        """Whether a phase begins: those around the first and last blocks are apart, as their peaks are linear."""
+        instance, last = self.instances[note.segment], len(self.segments) - 1
+        begins = note.kind == "backward" and not instance.returns
+        return begins and note.segment in (last - 1, 1, 0)
+
+    def _scaled(self, size: int) -> int:
+        return size if size % TOKENS else size // TOKENS * self.tokens
+
+    def _insert(self, note: Note) -> None:
+        kind, segment = note.kind, self.segments[note.segment]
+        begun = note.segment in self.instances and not self.instances[note.segment].returns
+        if kind in ("forward", "kept") and not begun:
+            self._begin(note)
+        instance = self.instances[note.segment]
+        if kind == "backward" and not instance.returns:
+            self._turn(note.segment, instance)
+        if kind in ("forward", "backward"):
+            self._advance(instance, STAGE, note.name)
+        elif kind == "gradient":
+            self._advance(instance, GRADIENT, note.name)
+            self.next = instance.block + segment.gradients[note.name]
+        elif kind == "kept":
+            self.next = instance.block + list(segment.kept)[note.visit]
+        elif kind == "output":
+            self._issue_until(instance, len(instance.pieces))
+            self.next = instance.block + segment.output
+        elif note.visit == instance.first:
+            self._issue_until(instance, len(instance.pieces))
+        else:
+            stages = (i for i, piece in enumerate(instance.pieces) if i >= instance.place and piece.mark.step == STAGE)
+            self._issue_until(instance, next(stages, len(instance.pieces)))
+
+    def _begin(self, note: Note) -> None:
+        segment = self.segments[note.segment]
+        self.instances[note.segment] = _Instance(segment, self.blocks, self.events, note.visit, segment.forward)
+        self.blocks += segment.blocks + 1
+        self.events += segment.device_events + 1
+
+    def _turn(self, number: int, instance: _Instance) -> None:
+        """Begin a segment's backward, whose first gradient the following segment has allocated."""
+        instance.pieces, instance.place, instance.returns = instance.segment.backward, 0, True
+        if instance.segment.output_gradient:
+            after = self.instances[number + 1]
+            gradient = after.segment.input_gradient
+            instance.known[instance.segment.output_gradient] = after.known.get(gradient, after.block + gradient)
+
+    def _end_backward(self) -> None:
+        for instance in self.instances.values():
+            if instance.returns:
+                self._issue_until(instance, len(instance.pieces))
+
+    def _advance(self, instance: _Instance, step: int, name: str) -> None:
+        """Issue up to the next mark, and from it on if a stage begins there; nothing if it is passed."""
+        for place in range(instance.place, len(instance.pieces)):
+            mark = instance.pieces[place].mark
+            if mark.step == step and mark.phase == name:
+                self._issue_until(instance, place + (step == STAGE))
+                return
+
+    def _issue_until(self, instance: _Instance, place: int) -> None:
+        for piece in instance.pieces[instance.place : place]:
+            for event in piece.events:
+                self._issue(instance, event)
+        instance.place = max(instance.place, place)
+
+    def _issue(self, instance: _Instance, event: Event) -> None:
+        segment, add, kind = instance.segment, self.add, type(event)
+        made: Any = event
+        if kind is Alloc:
+            add(Alloc(instance.block + made.block, made.bytes, COMPUTE_STREAM, made.category))
+        elif kind is Free:
+            if not (self.offloads and made.block in segment.kept):
+                add(Free(instance.known.get(made.block, instance.block + made.block)))
+        elif kind is Kernels or kind is Kernel:
+            add(made)
+        elif kind is Mark:
+            if made.step == FIRST_MATMUL and made.phase not in self.multiplied:
+                self.multiplied.add(made.phase)
+                self.blocks += 1
+                add(Alloc(self.blocks - 1, self.workspace_bytes, COMPUTE_STREAM, Category.temporary))
+        else:
+            if getattr(made, "stream", COMPUTE_STREAM) == EXCHANGE:
+                made = made._replace(stream=self.exchange)
+            if isinstance(made, (events.RecordEvent, events.WaitEvent)):
+                made = made._replace(event=instance.event + made.event)
+            elif isinstance(made, events.RecordStream):
+                made = made._replace(block=instance.block + made.block)
+            add(made)
+
+
+def pinned_bytes(size: int) -> int:
+    """Bytes that PyTorch's pinned-memory allocator takes for a request: the next power of two."""
+    return 1 << max(0, size - 1).bit_length()
