@@ -105,9 +105,8 @@ def main() -> int:
                         name: plan(words, hardware, ranks) for name, hardware in profiles.items()
                     }
         print_table(model, table)
-    print(
-        f"{sum(map(len, tables.values())) * len(DEVICES)} predictions in {time.process_time() - started:.0f} CPU seconds"
-    )
+    count = sum(map(len, tables.values())) * len(DEVICES)
+    print(f"{count} predictions in {time.process_time() - started:.0f} CPU seconds")
     if arguments.write:
         draw(tables, arguments.write)
     return 0
