@@ -91,7 +91,7 @@ def main() -> int:
     parser.add_argument("--seq-len", type=int, default=2048, help="tokens of a sequence; default: 2048")
     parser.add_argument("--write", type=Path, help="also draw the tables into a PNG file")
     arguments = parser.parse_args()
-    started = time.process_time()
+    started = time.perf_counter()
     profiles = {name: load_hardware(name) for name in DEVICES}
     tables: dict[str, dict[tuple[str, str, int], dict[str, Cell]]] = {}
     for model in arguments.models:
@@ -106,7 +106,7 @@ def main() -> int:
                     }
         print_table(model, table)
     count = sum(map(len, tables.values())) * len(DEVICES)
-    print(f"{count} predictions in {time.process_time() - started:.0f} CPU seconds")
+    print(f"\n{count} predictions in {time.perf_counter() - started:.0f} s")
     if arguments.write:
         draw(tables, arguments.write)
     return 0
