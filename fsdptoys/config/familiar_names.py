@@ -22,6 +22,7 @@ _TABLE = {
     "folder in Hugging Face format, with the model= that fsdptoys convert from-hf prints for it",
     "dropout attention_dropout": "models have no dropout: ",
     "use_lora lora peft use_peft finetuning_type=lora tune=peft lora_r lora_rank lora_alpha lora_dropout": "tune=lora",
+    "use_lora=false lora=false peft=false use_peft=false tune=none tune=false": "tune=full",
     "qlora load_in_4bit tune=qlora": "tune=lora tune.base=nf4",
     "load_in_8bit": "weights are quantized to four bits only: tune=lora tune.base=nf4",
     "lora_r=N lora_rank=N": "tune=lora tune.rank=*",

@@ -211,11 +211,12 @@ class Config:
             check_patches(self.patches, self.parallel.name)
         except ValueError as mistake:  # patches do not import ConfigError, but word their messages alike
             raise ConfigError(str(mistake)) from mistake
-        with torch.device("meta"):
-            model = self.model.build()
-        if self.model.init_from is not None:
-            open_init_from(model)
-        open_adapter(self.tune, model)
+        if self.model.init_from is not None or self.tune.freezes:
+            with torch.device("meta"):
+                model = self.model.build()
+            if self.model.init_from is not None:
+                open_init_from(model)
+            open_adapter(self.tune, model)
 
     @property
     def step_bytes(self) -> int:

@@ -11,7 +11,7 @@ from fsdptoys.memory import MemoryConfig
 from fsdptoys.models import DecoderModel, ModelConfig
 from fsdptoys.models.linear import Linear
 from fsdptoys.models.nf4 import BLOCK
-from fsdptoys.parallel import ParallelConfig
+from fsdptoys.parallel import STRATEGIES, ParallelConfig
 from fsdptoys.parallel.float8 import Float8
 from fsdptoys.tune import Base, LoRAConfig, TuneConfig
 from fsdptoys.utils.text import short_text
@@ -67,9 +67,10 @@ def _check_nf4(config: Sections, layers: nn.Module) -> None:
             "train.deterministic=true"
         )
     if not parallel.mixes_dtypes:
+        fix = next(name for name in ("fsdp2", "ddp") if STRATEGIES[name].mixes_dtypes)
         raise ConfigError(
-            f"{key} packs weights into bytes, which parallel={parallel.name} would cast like other weights; set "
-            "parallel=fsdp2 or tune.base=plain"
+            f"{key} packs weights into bytes, which parallel={parallel.name} would cast like other weights with torch "
+            f"{torch.__version__}; set parallel={fix} or tune.base=plain"
         )
     if config.memory.cpu_offload:
         raise ConfigError(

@@ -274,7 +274,8 @@ class FSDP2Config(FSDPConfig):
     strategy = FSDP2
     sums_grains: ClassVar[bool] = True
     uses_dtensor: ClassVar[bool] = True
-    mixes_dtypes: ClassVar[bool] = True
+    # Torch 2.7 wants one dtype of all parameters of a unit, 2.11 of those that train; versions between are not tried.
+    mixes_dtypes: ClassVar[bool] = TORCH >= (2, 11)
     overlaps_cpu_offload: ClassVar[bool] = True
     gathers_float8: ClassVar[bool] = True
     splits_experts: ClassVar[bool] = True

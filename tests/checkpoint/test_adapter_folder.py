@@ -66,7 +66,7 @@ def our_targets(case: str) -> list[str]:
 @pytest.mark.oracle
 @pytest.mark.parametrize("case", CASES)
 def test_adapters_of_peft_compute_and_learn_the_same(case: str, tmp_path: Path) -> None:
-    """Oracle: peft's model: logits, gradients, and adapters after a step of AdamW, to 1e-5.
+    """Oracle: peft's model: logits; gradients, and adapters after a step of AdamW, to 1e-5 of each one's norm.
 
     GPT-2's queries, keys and values share one A there, whose gradient is the sum of ours.
     """
@@ -103,9 +103,9 @@ def test_adapters_of_peft_compute_and_learn_the_same(case: str, tmp_path: Path) 
                 key = name.rpartition(".attn.")[0]
                 sums[key] = sums.get(key, torch.zeros_like(found)) + found
                 if "v_proj" in name and read == "gradients":
-                    torch.testing.assert_close(sums[key], other.detach(), rtol=1e-5, atol=1e-6)
+                    assert (sums[key] - other).norm() <= 1e-5 * other.norm(), name
             else:
-                torch.testing.assert_close(found, other.detach(), rtol=1e-5, atol=1e-6, msg=name)
+                assert (found - other).norm() <= 1e-5 * other.norm(), name
 
     theirs = [param for param in oracle.parameters() if param.requires_grad]
     kept = [param.detach().clone() for param in theirs]

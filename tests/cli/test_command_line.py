@@ -95,7 +95,8 @@ def test_help_lists_every_key_with_its_default(capsys: pytest.CaptureFixture[str
     sections.append(("kernels", KernelConfig))
     for section, schema in [*schemas, *sections]:
         for key, option in list_options(schema, section).items():
-            value = "[...]" if key == "data.files" and option.default else value_text(option.default, quote=True)
+            long = key in ("data.files", "tune.targets") and option.default
+            value = "[...]" if long else value_text(option.default, quote=True)
             lines = [line for line in shown.splitlines() if line.startswith(f"  {key}={value} ")]
             assert lines and all(len(line.split(maxsplit=1)) == 2 for line in lines), f"{key}={value}"
 
