@@ -41,6 +41,8 @@ def tensors_of(params: list[nn.Parameter], optimizer: torch.optim.Optimizer) -> 
 class Norms:
     """The clipping of a strategy over plain parameters."""
 
+    tensor_group = None
+
     clip_grad_norm = Strategy.clip_grad_norm
     total_norm = Strategy.total_norm
     local_norms = Strategy.local_norms

@@ -43,7 +43,7 @@ def traced(requests: Sequence[Request]) -> list[Trace]:
         RuntimeError: for any other failure, with the process's traceback.
     """
     device_type = DEVICE_TYPES[requests[0][2]]
-    processes = [_process(device_type, place) for place in range(len(requests))]
+    processes = [_process(device_type, place, os.getpid()) for place in range(len(requests))]
     with ThreadPool(len(requests)) as pool:
         answers = pool.starmap(_ask, zip(processes, requests, strict=True))
     for answer in answers:
@@ -54,7 +54,7 @@ def traced(requests: Sequence[Request]) -> list[Trace]:
 
 
 @functools.cache
-def _process(device_type: str, place: int) -> "subprocess.Popen[bytes]":
+def _process(device_type: str, place: int, owner: int) -> "subprocess.Popen[bytes]":
     command = [sys.executable, "-m", "fsdptoys.plan.estimate.tracing_process", device_type]
     process = subprocess.Popen(
         command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, env=tracing_environment()
