@@ -18,6 +18,8 @@ from typing import Any
 from fsdptoys.launch.forked_process import MOST_FILES, become_interpreter, run_module
 
 PIPES = ("p2cread", "p2cwrite", "c2pread", "c2pwrite", "errread", "errwrite")
+COLD = {"fsdptoys.plan.estimate.tracing_process"}
+"""Modules that install a fake device, for which autograd's engine, in use in this process, has no queue."""
 _parameters = list(inspect.signature(subprocess.Popen._execute_child).parameters)[1:]  # type: ignore[attr-defined]
 
 
@@ -27,7 +29,7 @@ class WarmPopen(subprocess.Popen):
     def _execute_child(self, *given: Any) -> None:
         options = dict(zip(_parameters, given, strict=True))
         words = [] if isinstance(options["args"], str) else [os.fspath(word) for word in options["args"]]
-        if words[:2] != [sys.executable, "-m"]:
+        if words[:2] != [sys.executable, "-m"] or words[2] in COLD:
             super()._execute_child(*given)  # type: ignore[misc]
             return
         ready, started = os.pipe()

@@ -332,7 +332,7 @@ class Strategy(ABC):
 
     @torch.no_grad()
     def load_state_tensors(self, optimizer: torch.optim.Optimizer, load: Load) -> None:
-        """Fill the tensors of ``state_tensors`` in place with ``load``, which may raise half-way. A collective."""
+        """Fill ``state_tensors`` in place with ``load``, and install them; half of them if it raises. A collective."""
         state = self.state(optimizer)
         tensors = state.tensors()
         load(tensors)

@@ -13,7 +13,7 @@ import select
 import sys
 from typing import Any
 
-STDOUT, STDERR = 1, 2
+STDIN, STDOUT, STDERR = 0, 1, 2
 
 NAMES = {STDOUT: "stdout", STDERR: "stderr"}
 
@@ -41,6 +41,8 @@ def reopen_streams() -> None:
     """Open new streams in a forked process, without its parent's buffers and lost output."""
     _lost.clear()
     hold_descriptors()
+    # multiprocessing has put another file in place of a fork's stdin.
+    sys.stdin = os.fdopen(STDIN, closefd=False)
     sys.stdout, sys.stderr = os.fdopen(STDOUT, "w", closefd=False), os.fdopen(STDERR, "w", closefd=False)
 
 

@@ -35,7 +35,7 @@ def environment():
     print(os.environ["OMP_NUM_THREADS"], rank, os.getsid(0) == os.getpid(), sys.argv[1:], flush=True)
     print([signal.getsignal(number).name for number in (signal.SIGTERM, signal.SIGUSR1)], flush=True)
     print([Path(name).name for name in os.listdir("/proc/self/fd") if int(name) > 3], flush=True)
-    print("" in sys.path, os.getcwd() in sys.path, __name__, flush=True)
+    print("" in sys.path, os.getcwd() in sys.path, __name__, sys.stdin.fileno(), flush=True)
 
 def exit():
     if rank == 1:

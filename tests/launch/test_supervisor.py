@@ -43,12 +43,12 @@ def test_config_error_is_reported_in_one_sentence_without_a_restart(launched: An
 @pytest.mark.parametrize("forks", [False, True])
 def test_worker_has_the_environment_of_a_new_interpreter(launched: Any, forks: bool) -> None:
     """Oracle: the output of the two workers: threads, rank, a new session, arguments; default signals, no
-    open files but the listing's, and of the paths the working directory once, which is in PYTHONPATH here."""
+    open files but the listing's, of the paths the working directory once, which is in PYTHONPATH here, and stdin."""
     run = launched("environment", forks=forks)
     assert run.result() == (0, "")
     message = sorted((run.folder / "stdout").read_text().splitlines())
     own = [f"1 {rank} True ['environment']" for rank in (0, 1)]
-    assert message == sorted([*own, *["['SIG_DFL', 'SIG_DFL']", "[]", "False True __main__"] * 2])
+    assert message == sorted([*own, *["['SIG_DFL', 'SIG_DFL']", "[]", "False True __main__ 0"] * 2])
 
 
 @pytest.mark.launcher

@@ -4,6 +4,8 @@ import copy
 import dataclasses
 import functools
 import operator
+import os
+import signal
 from enum import Enum
 from typing import Any
 
@@ -13,11 +15,12 @@ import torch
 from fsdptoys.config.compose import compose_config, compose_presets
 from fsdptoys.config.schema import Config
 from fsdptoys.device.profile import AttentionKind, Hardware, load_hardware
+from fsdptoys.errors import ConfigError
 from fsdptoys.metrics.prediction import Category, Prediction
 from fsdptoys.models import ModelConfig
 from fsdptoys.optim import MuonConfig, SGDConfig
 from fsdptoys.parallel import DDPConfig, FSDP1Config, FSDP2Config, SingleConfig
-from fsdptoys.plan.estimate import unit_traces
+from fsdptoys.plan.estimate import estimate, tracing_process, unit_traces
 from fsdptoys.plan.estimate.estimate import closed_form
 from fsdptoys.plan.estimate.unit_traces import segments_of
 from fsdptoys.plan.simulator.events import Alloc, Free
@@ -345,6 +348,34 @@ def test_block_activations_are_cached_across_meshes() -> None:
     before = unit_traces._block.cache_info().misses
     _predict(*LLAMA, FULL, "mesh.fsdp_size=8", world_size=64)
     assert unit_traces._block.cache_info().misses == before
+
+
+@pytest.mark.parametrize(
+    ("number", "error", "message"),
+    [
+        (
+            signal.SIGKILL,
+            ConfigError,
+            "the tracing process was killed, most likely for lack of host memory; free memory",
+        ),
+        (signal.SIGTERM, RuntimeError, "the tracing process ended with status -15:\n"),
+    ],
+)
+def test_lost_tracing_process_is_reported_and_replaced(
+    number: int, error: type[Exception], message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Oracle: the full message; the next prediction has the numbers of the one before the loss."""
+    words = (*LLAMA, "model.n_layers=3", f"optim.beta1=0.{number}")  # others have not traced these
+    before = _predict(*words)
+    estimate._skeletons.cache_clear()
+    for place in range(2):
+        process, _ = tracing_process._process("cuda", place, os.getpid())
+        process.send_signal(number)
+        process.wait()
+    with pytest.raises(error) as raised:
+        _predict(*words)
+    assert str(raised.value) == message
+    assert _predict(*words) == before
 
 
 @pytest.mark.parametrize("hardware", ["cpu", "a2"])

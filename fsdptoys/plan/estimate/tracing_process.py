@@ -10,13 +10,15 @@ import functools
 import gc
 import os
 import pickle
+import signal
 import subprocess
 import sys
+import tempfile
 import traceback
 from collections.abc import Sequence
 from contextlib import suppress
 from multiprocessing.pool import ThreadPool
-from typing import Any
+from typing import IO, Any
 
 from fsdptoys.config.schema import Config
 from fsdptoys.device.profile import AttentionKind, Hardware
@@ -54,23 +56,26 @@ def traced(requests: Sequence[Request]) -> list[Trace]:
 
 
 @functools.cache
-def _process(device_type: str, place: int, owner: int) -> "subprocess.Popen[bytes]":
+def _process(device_type: str, place: int, owner: int) -> "tuple[subprocess.Popen[bytes], IO[bytes]]":
     command = [sys.executable, "-m", "fsdptoys.plan.estimate.tracing_process", device_type]
-    process = subprocess.Popen(
-        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, env=tracing_environment()
-    )
+    pipe, errors = subprocess.PIPE, tempfile.TemporaryFile()  # noqa: SIM115  # lives as long as the process
+    process = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=errors, env=tracing_environment())
     atexit.register(process.kill)
-    return process
+    return process, errors
 
 
-def _ask(process: "subprocess.Popen[bytes]", request: Request) -> Any:
+def _ask(traces: "tuple[subprocess.Popen[bytes], IO[bytes]]", request: Request) -> Any:
+    process, errors = traces
     assert process.stdin is not None and process.stdout is not None
     with suppress(BrokenPipeError, EOFError):
         pickle.dump(request, process.stdin, protocol=pickle.HIGHEST_PROTOCOL)
         process.stdin.flush()
         return pickle.load(process.stdout)
     _process.cache_clear()
-    return ConfigError, "the tracing process was killed, most likely for lack of host memory; free memory"
+    if process.wait() == -signal.SIGKILL:
+        return ConfigError, "the tracing process was killed, most likely for lack of host memory; free memory"
+    errors.seek(0)
+    return RuntimeError, f"the tracing process ended with status {process.returncode}:\n{errors.read().decode()}"
 
 
 def main(device_type: str) -> None:
