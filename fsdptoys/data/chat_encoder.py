@@ -56,7 +56,7 @@ class ChatEncoder(Encoder):
             ids, learned = next(encoded)
             if (ids == self.document_end).any():
                 raise ConfigError(
-                    f"{row.where} holds id {self.document_end} by its chat template, which is to stand between "
+                    f"{row.where} holds id {self.document_end} by its chat template, which must separate "
                     f"conversations; set {self._end_owner} to a special token that the template does not write"
                 )
             if learned.any():

@@ -5,9 +5,8 @@ no access to Python's attributes, files or modules; it can still take long. Toke
 (https://huggingface.co/docs/transformers/chat_templating_writing), with one exception: ``strftime_now`` formats a fixed
 date, so that the same files give the same tokens on every day.
 
-An answer is what the model generates: everything after the text with which a server prompts it
-(``add_generation_prompt``), up to and including the end of the turn. A template's own ``{% generation %}`` blocks
-take precedence.
+An answer is the text after the generation prompt (``add_generation_prompt``), up to and including the end-of-turn token.
+A template's own ``{% generation %}`` blocks take precedence.
 """
 
 import datetime
@@ -59,7 +58,7 @@ class ChatTemplate:
         return ChatTemplate, (self.source, self.tokens, self._owner)
 
     def render(self, row: ChatRow) -> Rendered:
-        """The text of a conversation; BadRowError if the template refuses it, or its answers cannot be told."""
+        """The text of a conversation; BadRowError if the template or the search for answers fails."""
         marked = self._text(row.messages, row)
         if BEGIN in marked:
             return _unmark(marked, row)
@@ -104,7 +103,7 @@ class ChatTemplate:
             if not starts:
                 start = len(head)
                 if not text.startswith(head):
-                    raise BadRowError(f"has an answer in message {number + 1} whose start cannot be told")
+                    raise BadRowError(f"has an answer in message {number + 1} whose start is not in the full text")
         answer = text[start:stop]
         closed = answer.rstrip()
         # A line's end after the token that ends the turn is never generated; without such a token, it ends the turn.
@@ -112,7 +111,7 @@ class ChatTemplate:
         return start, stop if ends_with_content else start + len(closed)
 
     def _prompt(self, before: Sequence[Mapping[str, Any]], row: ChatRow) -> str | None:
-        """What a server would have the model continue; None where the template cannot write it."""
+        """The generation prompt; None where the template cannot write it."""
         try:
             return self._text(before, row, prompt=True)
         except BadRowError:
@@ -152,7 +151,7 @@ def _compile(source: str, owner: str) -> Any:
         ) from error
 
     class Generation(Extension):
-        """``{% generation %}…{% endgeneration %}`` around what the model generates."""
+        """``{% generation %}…{% endgeneration %}`` around generated text."""
 
         tags = {"generation"}  # noqa: RUF012
 

@@ -56,7 +56,7 @@ Read = Iterator[tuple[Any, float]]
 
 
 class Records(ABC):
-    """What is read of a record."""
+    """A reader of records."""
 
     optional_fields: tuple[str, ...] = ()
     """Fields besides the one that the user names."""
@@ -137,7 +137,7 @@ def find_sources(key: str, patterns: Sequence[str]) -> list[SourceFile]:
 def read_documents(
     key: str, source: SourceFile, field: str, *, long_texts: bool = False, records: Records = TEXTS
 ) -> Read:
-    """A source's documents, in order: what ``records`` reads in ``field`` of each record.
+    """A source's documents, in order, read by ``records`` from ``field`` of each record.
 
     ``long_texts`` yields files of text from ``LONG_BYTES`` on as ``LongText``. ConfigError if the source cannot be read
     or has no such field, or a document does not fit into memory.

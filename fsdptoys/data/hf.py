@@ -36,7 +36,7 @@ FIXES = Fixes(
 
 @dataclass(kw_only=True)
 class TokenizedConfig(DataConfig):
-    """Files that are tokenized at the first use; subclasses say what their records are."""
+    """Files that are tokenized at the first use; subclasses define the records."""
 
     files: list[str] = field(default_factory=list)
     """Paths or globs of .txt, .jsonl, .parquet, .arrow (also .gz, .zst), or folders of datasets."""

@@ -158,7 +158,7 @@ class PackedSamples:
             ids[used : used + length] = self.stream.read(start, length)
             counts[used : used + length] = True if self.learned is None else self.learned.read(start, length)
             if self.learned is not None:
-                counts[used] = False  # what stands before a piece of an answer is another document
+                counts[used] = False  # the preceding token belongs to another document
             used += length
         return ids[:-1], np.where(counts[1:], ids[1:], IGNORE_INDEX)
 

@@ -16,7 +16,7 @@ def tune_model(model: DecoderModel, config: Config) -> Samples | None:
     """Freeze a model on the meta device and add adapters, where the configuration says so.
 
     Returns:
-        What the layers ask for the samples of a micro-batch; None where nothing is dropped.
+        The samples of a micro-batch, for layers with dropout; None without dropout.
 
     Raises:
         ConfigError: if the family has none of the layers.

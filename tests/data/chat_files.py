@@ -50,7 +50,7 @@ GENERATED = {
         "<|im_end|>{% endgeneration %}{{ '\n' }}{% else %}{{ m.content }}<|im_end|>{{ '\n' }}{% endif %}{% endfor %}"
         "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
     ),
-    # Nothing but the line's end tells that an answer is over.
+    # A newline ends an answer.
     "plain": (
         "{% for m in messages %}{% if m.role == 'assistant' %}Answer:{% generation %}"
         "{{ ' ' + m.content | trim + '\n' }}{% endgeneration %}"

@@ -34,7 +34,7 @@ def config(**changes: Any) -> ChatConfig:
 
 
 def rows_of(config: ChatConfig, seq_len: int = WIDE) -> list[tuple[list[int], list[int]]]:
-    """Each conversation's ids without what separates them, and its learned ids, in the order of the file."""
+    """Each conversation's ids without the separator, and its labels, in the order of the file."""
     config.prepare(seq_len, 512)
     dataset = config.build(seq_len, 512, 0)
     end = dataset.document_end
@@ -256,7 +256,7 @@ def test_template_and_skipping_decide_the_cache_and_the_day_does_not(monkeypatch
 
 
 def test_prepared_folder_keeps_what_is_learned_and_mixes_with_texts() -> None:
-    """Oracle: the conversations' own rows; texts of the same tokenizer are learned whole."""
+    """Oracle: the conversations' own rows; every token of a text is a label."""
     save_chat_tokenizer(Path("tokenizer"), without_blocks(GENERATED["chatml"]))
     with gzip.open("a.jsonl.gz", "wt") as file:
         file.write(f"{GOOD}\n" * 5)

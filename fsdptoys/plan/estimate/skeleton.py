@@ -51,7 +51,7 @@ class Note(NamedTuple):
 
 @dataclass(frozen=True)
 class Layout:
-    """What the trainer sees of a segment's contents."""
+    """The parts of a segment's contents that the trainer depends on."""
 
     stages: tuple[str, ...]  # Names of modules, in the order of the forward; empty outside of these
     gradients: tuple[tuple[str, bool], ...]  # Parameters in the order of the backward, and whether theirs are views
@@ -189,7 +189,7 @@ class _StandIn:
         return torch.mm(*(torch.empty(shape, dtype=self.dtype, device=device) for shape in (rows, columns)))
 
     def _module(self, name: str) -> Any:
-        """A submodule, or what a strategy has put in its place."""
+        """A submodule, or its replacement by a strategy."""
         return functools.reduce(getattr, name.split("."), self.root) if name else self.root
 
     def _note(self, kind: str, name: str = "", visit: int = 0) -> Callable[[], None]:
@@ -223,7 +223,7 @@ def _within(name: str, part: str) -> bool:
 
 
 class _Enter(torch.autograd.Function):
-    """Begins a stage, and holds what it keeps until the end of its backward."""
+    """Begins a stage, and holds its kept tensors until the end of its backward."""
 
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, note: Any, end: Any, *kept: Tensor) -> Tensor:

@@ -1,6 +1,6 @@
 """Processes that trace skeletons one after the other, since a process that traces cannot be used otherwise.
 
-Each lives as long as this one and keeps what PyTorch caches: a skeleton takes 0.2 s, a process's start 4 s. The two
+Each lives as long as this one and keeps PyTorch's caches: a skeleton takes 0.2 s, a process's start 4 s. The two
 depths of an extrapolation are traced concurrently. ``python -m fsdptoys.plan.estimate.tracing_process`` answers pickled
 requests from stdin on stdout.
 """

@@ -1,4 +1,4 @@
-"""Groups of ranks in a trace, and the mesh axes that they stand for."""
+"""Groups of ranks in a trace, and their mesh axes."""
 
 from dataclasses import dataclass
 from typing import Any
