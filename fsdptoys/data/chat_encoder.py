@@ -5,6 +5,7 @@ message that spells a special token would end a turn or begin another, so such a
 conversation separates documents and is no label: the model learns to stop at the end of its turn.
 """
 
+import dataclasses
 import hashlib
 import re
 from collections.abc import Iterator, Sequence
@@ -17,7 +18,7 @@ from fsdptoys.errors import ConfigError
 from fsdptoys.utils.text import one_line
 
 from .chat_rows import BadRowError, ChatRecords, ChatRow, texts_of
-from .chat_template import ChatTemplate, Rendered, open_template
+from .chat_template import MARKS, ChatTemplate, Rendered, open_template
 from .text_encoder import Encoded, Encoder, FileEncoder, open_encoder
 
 
@@ -37,7 +38,7 @@ class ChatEncoder(Encoder):
         tokens = sorted(template.tokens.items())
         self.template_sha256 = hashlib.sha256(repr((template.source, tokens)).encode()).hexdigest()
         special = encoder.special_tokens if isinstance(encoder, FileEncoder) else []
-        self._special = re.compile("|".join(map(re.escape, special))) if special else None
+        self._refused = re.compile("|".join(map(re.escape, [*special, *MARKS])))
 
     def encode(self, texts: Sequence[str]) -> list[NDArray[Any]]:
         """Ids of texts that hold no special tokens."""
@@ -70,12 +71,13 @@ class ChatEncoder(Encoder):
         if row.problem is not None:
             return row.problem
         try:
-            if self._special is not None:
-                for text in texts_of([row.messages, row.tools]):
-                    found = self._special.search(text)
-                    if found:
-                        raise BadRowError(f"spells the special token {found.group()} within a message")
-            return self._template.render(row)
+            for text in texts_of(row):
+                found = self._refused.search(text)
+                if found:
+                    raise BadRowError(f"spells the special token {found.group()} within a message")
+            rendered = self._template.render(row)
+            # JSON can hold half of a surrogate pair, which UTF-8 cannot; its replacement is one character too.
+            return dataclasses.replace(rendered, text=rendered.text.encode("utf-8", "replace").decode())
         except BadRowError as error:
             return one_line(error)
 

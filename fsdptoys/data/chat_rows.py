@@ -5,16 +5,17 @@ Two forms are read: ``{"messages": [{"role": "user", "content": "…"}, …]}`` 
 "text": "…"}``. A message with ``"weight": 0`` is context only. Not covered: images, sound, files.
 """
 
-import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from fsdptoys.utils.foreign import parse_json
 from fsdptoys.utils.text import one_line, short_text
 
 from .document_reader import Records
 
 SHAREGPT_ROLES = {"human": "user", "gpt": "assistant"}
+MOST_LEVELS = 64  # of nested tools and arguments; templates and processes recurse
 ANSWERS = "assistant"
 """Role of the messages that are learned."""
 
@@ -57,7 +58,10 @@ class ChatRecords(Records):
             ]
             if not learned:
                 raise BadRowError(f"has no message of role {ANSWERS!r} to learn from")
-            return ChatRow(f"{owner}{where}", messages, learned, _tools(record.get("tools")))
+            tools = _tools(record.get("tools"))
+            if any(level > MOST_LEVELS for level, _ in _walk([messages, tools])):
+                raise BadRowError(f"nests more than {MOST_LEVELS} lists and objects")
+            return ChatRow(f"{owner}{where}", messages, learned, tools)
         except BadRowError as error:
             return ChatRow(f"{owner}{where}", problem=str(error))
 
@@ -84,8 +88,7 @@ def _message(value: Any, number: int) -> dict[str, Any]:
         raise BadRowError(f"has no content in message {number}")
     if not isinstance(content, str | None):
         raise BadRowError(f"has {short_text(content)} as the content of message {number}, which is no text")
-    # JSON can hold half of a surrogate pair, which UTF-8 cannot.
-    message["content"] = content if content is None else content.encode("utf-8", "replace").decode()
+    message["content"] = content
     return message
 
 
@@ -98,8 +101,8 @@ def _part(part: Any, number: int) -> str:
 def _tools(value: Any) -> list[Any] | None:
     if isinstance(value, str) and value:  # tables often hold them as text
         try:
-            value = json.loads(value)
-        except (ValueError, RecursionError) as error:
+            value = parse_json(value, surrogates=True)
+        except ValueError as error:
             raise BadRowError(f"has tools that are no JSON ({one_line(error)})") from error
     if value in (None, "", []):
         return None
@@ -108,10 +111,16 @@ def _tools(value: Any) -> list[Any] | None:
     return value
 
 
-def texts_of(value: Any) -> Sequence[str]:
-    """All texts within a value of JSON, keys excluded."""
-    if isinstance(value, str):
-        return [value]
-    if isinstance(value, Mapping):
-        value = list(value.values())
-    return [text for each in value for text in texts_of(each)] if isinstance(value, list) else []
+def texts_of(row: ChatRow) -> Iterator[str]:
+    """All texts of a conversation and its tools, keys excluded."""
+    return (value for _, value in _walk([row.messages, row.tools]) if isinstance(value, str))
+
+
+def _walk(value: Any) -> Iterator[tuple[int, Any]]:
+    """Every value within a value of JSON, with its level; without recursion, since rows may nest deeply."""
+    waiting = [(0, value)]
+    while waiting:
+        level, value = waiting.pop()
+        yield level, value
+        if isinstance(value, (list, dict)):
+            waiting += [(level + 1, each) for each in (value.values() if isinstance(value, dict) else value)]

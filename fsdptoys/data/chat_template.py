@@ -5,8 +5,8 @@ no access to Python's attributes, files or modules; it can still take long. Toke
 (https://huggingface.co/docs/transformers/chat_templating_writing), with one exception: ``strftime_now`` formats a fixed
 date, so that the same files give the same tokens on every day.
 
-An answer is the text after the generation prompt (``add_generation_prompt``), up to and including the end-of-turn token.
-A template's own ``{% generation %}`` blocks take precedence.
+An answer is the text after the generation prompt (``add_generation_prompt``), up to and including the end-of-turn
+token. A template's own ``{% generation %}`` blocks take precedence.
 """
 
 import datetime
@@ -36,6 +36,8 @@ TODAY = datetime.date(2024, 7, 26)
 BEGIN, END = "\ufdd0", "\ufdd1"
 """Around generated text while a template runs: code points that Unicode keeps out of texts."""
 STAND_IN = "\ufdd2answer\ufdd2"  # in place of an answer, to find where the template puts it
+MARKS = (BEGIN, END, "\ufdd2")
+"""Characters that a conversation must not have."""
 
 
 @dataclass(frozen=True)

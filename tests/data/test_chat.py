@@ -112,6 +112,19 @@ def test_other_forms_of_messages_give_the_same_tokens(form: str) -> None:
     assert rows_of(config(files=["b.jsonl"])) == rows_of(config())
 
 
+@pytest.mark.parametrize("tokenizer", ["bytes", "tokenizer"])
+def test_half_of_a_surrogate_pair_becomes_a_question_mark(tokenizer: str) -> None:
+    """Oracle: the row with question marks."""
+    save_chat_tokenizer(Path("tokenizer"), None)
+    for name, text in (("a", "\ud800"), ("b", "?")):
+        messages = [{"role": "user", "content": f"é{text}"}, {"role": "assistant", "content": f"yes{text}"}]
+        write_rows(Path(f"{name}.jsonl"), [{"messages": messages}])
+    found, expected = (
+        rows_of(config(files=[f"{name}.jsonl"], tokenizer=tokenizer, template="chatml")) for name in ("a", "b")
+    )
+    assert found == expected
+
+
 def test_messages_of_weight_0_are_context_only() -> None:
     """Oracle: the learned text."""
     messages = [dict(message) for message in CONVERSATIONS[0]]
@@ -177,6 +190,16 @@ BAD = {
         "is refused by the chat template (no poets)"
     ),
     '{"messages": [{"role": "assistant", "content": "x"}], "tools": 5}': "has 5 as tools, which is no list",
+}
+DEEP = "[" * 200 + "]" * 200
+BAD |= {
+    f'{{"messages": [{{"role": "assistant", "content": "x", "a": {DEEP}}}]}}': "nests more than 64 lists and objects",
+    f'{{"messages": [{{"role": "assistant", "content": "x"}}], "tools": {DEEP}}}': (
+        "nests more than 64 lists and objects"
+    ),
+    '{"messages": [{"role": "assistant", "content": "x\\ufdd0"}]}': (
+        "spells the special token \\ufdd0 within a message"
+    ),
 }
 GOOD = json.dumps({"messages": CONVERSATIONS[0]})
 

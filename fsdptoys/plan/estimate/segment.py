@@ -33,7 +33,7 @@ class Segment:
     output_gradient: int
     input_gradient: int
     kept: dict[int, int]
-    """Block → bytes of a tensor that a checkpointed block saves besides its input, if large enough for activation offload."""
+    """Block → bytes of a tensor that checkpointing saves besides the input, if large enough for activation offload."""
     gradients: dict[str, int]  # Parameter → block of its gradient, which outlives the backward
     views: frozenset[str]  # Parameters whose gradient is a view
     tokens: int  # Of the input
