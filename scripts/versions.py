@@ -34,7 +34,10 @@ TESTS: dict[str, list[str]] = {
     "collectives, meshes": ["tests/parallel/test_collectives.py", "tests/parallel/test_mesh.py"],
     "shared sequences": ["tests/parallel/test_context.py"],
     "split experts": ["tests/parallel/test_expert_parallelism.py", "tests/parallel/test_expert_shards.py"],
+    "split features": ["tests/parallel/test_tensor.py"],
     "layout mode": ["tests/parallel/test_layout_mode.py"],
+    "adapters": ["tests/parallel/test_lora.py", "tests/parallel/test_nf4.py"],
+    "conversations": ["tests/data/test_chat.py"],
     "float8, 8-bit AdamW": ["tests/parallel/test_float8.py", "tests/optim/test_low_bit_adamw.py"],
     "configuration": ["tests/config"],
     "models": ["tests/models"],
@@ -43,7 +46,7 @@ TESTS: dict[str, list[str]] = {
     "resume": ["tests/train/test_resume.py"],
     "checkpoints": ["tests/checkpoint/test_round_trips.py", "tests/checkpoint/test_sharded_io_ranks.py"],
     "compiler": ["tests/train/test_compile.py"],
-    "plans": ["tests/plan/test_tracer.py", "tests/cli/test_plan.py"],
+    "plans": ["tests/plan/test_tracer.py", "tests/plan/test_estimate.py", "tests/cli/test_plan.py"],
     "toys": [
         "tests/toys/test_fsdp.py",
         "tests/toys/test_ddp.py",
@@ -73,7 +76,9 @@ COMMANDS: list[tuple[str, bool]] = [
     ("train parallel=fsdp2 optim=muon model=qwen3_moe_debug", False),
     ("train parallel=fsdp2 mesh.cp_size=2", False),
     ("train parallel=fsdp2 mesh.ep_size=2 model=qwen3_moe_debug", False),
+    ("train parallel=fsdp2 mesh.tp_size=2 parallel.param_dtype=bfloat16", False),
     ("train parallel=fsdp1 train.deterministic=layout", False),
+    ("train parallel=fsdp2 tune=lora", False),
     ("train parallel=fsdp2 optim.state_dtype=int8", True),
     ("train parallel=fsdp2 train.float8=tensorwise", True),
     ("checkpoint ls run", False),
@@ -84,6 +89,7 @@ COMMANDS: list[tuple[str, bool]] = [
     ("plan parallel=fsdp2 parallel.param_dtype=bfloat16 memory=lean", False),
     ("plan parallel=fsdp2 train.float8=tensorwise parallel.param_dtype=bfloat16", True),
     ("plan parallel=fsdp2 parallel.param_dtype=bfloat16 memory=lean mesh.cp_size=4", False),
+    ("plan parallel=fsdp2 parallel.param_dtype=bfloat16 mesh.tp_size=2", False),
     ("sweep parallel=fsdp1,fsdp2 --out sweep", False),
 ]
 """Arguments of ``fsdptoys`` without the common ones, and whether an old version may refuse them; in this order."""
