@@ -269,6 +269,8 @@ REFUSED: dict[str, tuple[Any, int, dict[str, Any]]] = {
 def test_settings_that_features_cannot_be_split_with_are_refused(message: str) -> None:
     """Oracle: the sentence, which names key, value and fix."""
     parallel, ranks, settings = REFUSED[message]
+    if "deterministic" in settings and "tune" not in settings and not fsdp2_can_sum():
+        pytest.skip("FSDP2 of this torch cannot sum gradients")
     with pytest.raises(ConfigError) as refused:
         make_config(parallel, ranks, **{"model": MODELS["llama"], "tp_size": 2, **settings})
     assert str(refused.value).startswith(message)

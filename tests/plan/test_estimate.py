@@ -25,6 +25,9 @@ from fsdptoys.plan.estimate.estimate import closed_form
 from fsdptoys.plan.estimate.unit_traces import segments_of
 from fsdptoys.plan.simulator.events import Alloc, Free
 from fsdptoys.plan.trace.op_costs import fuses_rms_norm
+from fsdptoys.utils.torchao import torchao_fault
+
+needs_torchao = pytest.mark.skipif(torchao_fault() is not None, reason=f"torchao {torchao_fault()}")
 
 GIB = 2**30
 LLAMA = ("model=llama2_7b", "parallel.param_dtype=bfloat16", "train.seq_len=4096")
@@ -103,8 +106,12 @@ def _parameters(config: Config) -> int:
         (("parallel=fsdp2", "optim=sgd", "optim.momentum=0"), 8, 4, 8),
         (("parallel=fsdp2", "optim.state_dtype=bfloat16"), 8, 8, 8),
         # Norms aside, a code for each of the two, and four bytes for 256 or 128 of them.
-        (("parallel=fsdp2", "optim.state_dtype=int8"), 8, 4 + 2 + 2 * 4 / 256, 8),
-        (("parallel=ddp", "optim.state_dtype=int4", "parallel.param_dtype=float32"), 8, 8 + 1 + 2 * 4 / 128, 1),
+        pytest.param(("parallel=fsdp2", "optim.state_dtype=int8"), 8, 4 + 2 + 2 * 4 / 256, 8, marks=needs_torchao),
+        pytest.param(
+            ("parallel=ddp", "optim.state_dtype=int4", "parallel.param_dtype=float32"),
+            *(8, 8 + 1 + 2 * 4 / 128, 1),
+            marks=needs_torchao,
+        ),
         (("parallel=fsdp2", "memory.optimizer_offload=true"), 8, 4, 8),
         (("parallel=fsdp2", "memory.cpu_offload=true"), 8, 0, 8),
     ],
