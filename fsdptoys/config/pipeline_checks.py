@@ -63,7 +63,7 @@ def check_pipeline(config: Sections) -> None:
             f"mesh.pp_size={ranks} makes {stages} stages with parallel.schedule={schedule.value}, more than "
             f"model.n_layers={n_layers}; {fix}"
         )
-    if schedule is PipelineSchedule.one_f_one_b and accumulated < ranks:
+    if schedule is PipelineSchedule("1f1b") and accumulated < ranks:
         raise ConfigError(
             f"train.grad_accum={accumulated} has fewer micro-batches than mesh.pp_size={ranks} stages, which "
             f"parallel.schedule=1f1b needs; set train.grad_accum={ranks} or parallel.schedule=gpipe"

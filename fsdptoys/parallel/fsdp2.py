@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from fsdptoys.errors import ConfigError
-from fsdptoys.models import DecoderModel
+from fsdptoys.models import DecoderModel, MoEConfig
 from fsdptoys.models.experts import Experts
 from fsdptoys.utils.dtensor import full_tensor, is_dtensor, local_tensor, unwrapped
 
@@ -102,7 +102,7 @@ class FSDP2(Strategy):
         # Blocks add their parts' results to the residual stream out of place, so a view does no harm.
         warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
         splits_experts = self.mesh_axes.ep > 1
-        has_experts = any(isinstance(module, Experts) for module in model.modules())
+        has_experts = isinstance(model.config, MoEConfig)  # in some stage: all sum gradients, or average them
         if splits_experts or (self.features is not None and has_experts):
             self.sparse_mesh = build_sparse_mesh(self.mesh_axes, self.context.device, self.context.timeout)
         if self.features is not None:
@@ -214,9 +214,10 @@ class FSDP2(Strategy):
         return [(modules[0], params) for modules, params in zip(self._modules, owned, strict=True) if params]
 
     def unit_names(self) -> list[list[str]]:
-        """The groups of modules that ``fully_shard`` got."""
+        """The groups of modules that ``fully_shard`` got, of all stages. A collective in a pipeline."""
         names = {module: name for name, module in self.model.named_modules()}
-        return [[names[module] for module in modules] for modules in self._modules]
+        found = [[names[module] for module in modules] for modules in self._modules]
+        return found if self.pipeline is None else self.pipeline.gather(found)
 
     def gather_after(self, module: nn.Module, event: Any) -> None:
         """Make the stream that copies shards into the all-gather wait."""

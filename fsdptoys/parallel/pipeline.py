@@ -43,7 +43,7 @@ class PipelineSchedule(Enum):
 
     gpipe = "gpipe"
     """All forwards, then all backwards."""
-    one_f_one_b = "1f1b"
+    locals()["1f1b"] = "1f1b"  # a value is typed as its name, and no identifier begins with a digit
     """Forwards and backwards in turn: at most as many micro-batches in flight as stages."""
     interleaved = "interleaved"
     """1f1b over two stages on each rank: waits half as long, twice the transfers."""
@@ -123,6 +123,12 @@ class Pipeline:
         tensor = tensor.contiguous()
         dist.broadcast(tensor, src=dist.get_global_rank(self.group, owner), group=self.group)
         return tensor
+
+    def gather(self, own: list[Any]) -> list[Any]:
+        """The lists of all ranks of the group, one after the other. A collective of the group."""
+        lists: list[Any] = [None] * self.ranks
+        dist.all_gather_object(lists, own, group=self.group)
+        return [each for of_rank in lists for each in of_rank]
 
     def share_parameters(self, own: Iterator[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
         """All parameters of the full model on the CPU, in its order, from this rank's. A collective of the group."""
@@ -250,7 +256,7 @@ class PipelinedModel(nn.Module):
             each.backward_weight_one_chunk = finish  # type: ignore[method-assign]
         single: dict[PipelineSchedule, Any] = {
             kinds.gpipe: pipelining.ScheduleGPipe,
-            kinds.one_f_one_b: pipelining.Schedule1F1B,
+            kinds("1f1b"): pipelining.Schedule1F1B,
         }
         options: dict[str, Any] = {"n_microbatches": count, "loss_fn": self.scaled_loss, "scale_grads": False}
         if pipeline.schedule in single:
