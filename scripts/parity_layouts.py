@@ -1,8 +1,9 @@
 """Layouts of the mesh against one process: losses, gradients by kind of parameter, norms, final parameters.
 
 Every row trains one model on the same global batches: DDP, FSDP1, FSDP2, HSDP, context parallelism in each form, expert
-and tensor parallelism, pipelines with each schedule, and their combinations, with ragged padding, with accumulation in every second row and gradient
-checkpointing in every third. The reference is one ordinary process that takes the global batch as one micro-batch.
+and tensor parallelism, pipelines with each schedule, and their combinations, with ragged padding, with accumulation in
+pipelines and every second row and gradient checkpointing in every third. The reference is one ordinary process that
+takes the global batch as one micro-batch.
 
 - layout mode (``train.deterministic=layout``): every loss, norm, gradient and parameter must be equal in every bit;
 - default mode, in float32: every loss must be within 2e-6 relative of the one process, and the first gradients within
@@ -96,7 +97,7 @@ class Layout:
             model = model_of(preset)
             words += [f"model.n_layers={STAGED_LAYERS}"] if model.n_layers < STAGED_LAYERS else []
             words += ["model.tie_embeddings=false"] if model.tie_embeddings else []
-            # Routers balance the micro-batches so far, of which a pipeline needs several; the layout mode all of a step.
+            # Routers balance the micro-batches so far, and a pipeline needs several; in layout mode those of the step.
             words += ["model.router_aux_loss_coef=0"] if isinstance(model, MoEConfig) and mode == "default" else []
         return tuple(words)
 
@@ -110,12 +111,8 @@ class Layout:
             return False
         if "parallel.context=ulysses" in self.overrides and model.n_heads % (self.shares * self.features):
             return False
-        divides = (
-            ranks * self.replicas * self.blocks == world_size
-            and shard * self.features == ranks
-            and shard % self.shares == 0
-            and ranks % self.split == 0
-        )
+        whole = ranks * self.replicas * self.blocks == world_size and shard * self.features == ranks
+        divides = whole and shard % self.shares == 0 and ranks % self.split == 0
         return ranks * self.blocks > 1 and divides and model.n_heads % self.features == 0
 
 

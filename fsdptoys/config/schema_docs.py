@@ -99,10 +99,8 @@ def _read_class(node: ast.ClassDef, names: dict[str, Any], quote: str) -> Declar
         last = ""
         if isinstance(statement, ast.Assign) and is_enum:
             target = statement.targets[0]
-            if isinstance(target, ast.Subscript):  # locals()["NAME"] = …, where the name is no identifier
-                last = str(ast.literal_eval(target.slice))
-            else:
-                last = ast.unparse(target)
+            # locals()["NAME"] = …, where the name is no identifier.
+            last = str(ast.literal_eval(target.slice)) if isinstance(target, ast.Subscript) else ast.unparse(target)
             found.fields.append((last, "", ""))
         elif isinstance(statement, ast.AnnAssign) and isinstance(statement.target, ast.Name):
             last = statement.target.id
