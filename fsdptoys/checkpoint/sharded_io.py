@@ -37,8 +37,8 @@ def save_tensors(storage: Storage, folder: str, tensors: dict[str, Tensor], grou
     """Write tensors into an existing folder, each rank its shards; return the names of this rank's files. Collective.
 
     The folder has no other writers. ``tensors`` are DTensors, or plain tensors equal on all ranks that have the name
-    (stages of a pipeline have others), and must not change until this returns. ``group`` is for CPU tensors, otherwise unused meanwhile; None
-    for one process. OSError or ConfigError on all ranks: the error of the lowest failed rank.
+    (stages of a pipeline have others), and must not change until this returns. ``group`` is for CPU tensors, otherwise
+    unused meanwhile; None for one process. OSError or ConfigError on all ranks: the error of the lowest failed rank.
     """
     import torch.distributed.checkpoint as dcp
 
