@@ -22,6 +22,7 @@ from .documents import Documents, document_positions, mask_documents
 from .kernels import UsesKernels
 from .layers import Attention, Block, LMHead, LossFn, RMSNorm
 from .moe import MoE, Router
+from .stages import Stage
 
 
 @dataclass(frozen=True)
@@ -89,6 +90,8 @@ class DecoderModel(UsesKernels, ABC):
         labels_BT: Tensor | None = None,
         loss_fn: LossFn | None = None,
         cache: KeyValueCache | None = None,
+        stage: Stage | None = None,
+        hidden_BTD: Tensor | None = None,
     ) -> Tensor:
         """Predict the next token at every position.
 
@@ -97,8 +100,11 @@ class DecoderModel(UsesKernels, ABC):
             labels_BT: the next id at each position, or ``-100`` for ignored positions.
             loss_fn: called by the head as ``loss_fn(hidden_ND, weight_VD, labels_N)``.
             cache: of the tokens before these, which are added to it; without gradients only, and as one document.
+            stage: the part to run, after which the caller counts the tokens in the cache; None for all.
+            hidden_BTD: the result of the stage before, of this rank's part of the sequences.
 
         Returns:
+            After any stage but the last, hidden_BTD. Otherwise
             logits_BTV in the parameters' dtype, or ``loss_fn``'s scalar if labels are given, of this rank's part of the
             sequences.
         """
@@ -112,13 +118,17 @@ class DecoderModel(UsesKernels, ABC):
         tokens_BT = context.cut(tokens_BT, 1)
         labels_BT = None if labels_BT is None else context.cut(labels_BT, 1)
         rotations = self.rotations(positions_T)
-        hidden_BTD = self.embed(tokens_BT, positions)
+        if stage is None or stage.embeds:
+            hidden_BTD = self.embed(tokens_BT, positions)
+        assert hidden_BTD is not None
         if self.document_end is not None and cache is None:
             masks = mask_documents(positions_BT, self.chunk_lens, context, self.kernels, hidden_BTD.dtype)
             documents = Documents(positions, masks)
-        for layer in self.layers:
+        for layer in self.layers if stage is None else stage.blocks(self.layers):
             hidden_BTD = layer(hidden_BTD, rotations, cache, documents)
-        if cache is not None:
+        if stage is not None and not stage.predicts:
+            return hidden_BTD
+        if stage is None and cache is not None:
             cache.length += seq_len
         output: Tensor = self.lm_head(self.norm(hidden_BTD), labels_BT, loss_fn)
         return output

@@ -95,6 +95,11 @@ class Router(nn.Module):
             weights_NK = _WithGradient.apply(weights_NK, sums, self.sums_grad)
         return weights_NK
 
+    def renew_gradient(self) -> None:
+        """Give the next forward a gradient of its own, where the backwards of earlier ones are yet to come."""
+        if getattr(self, "sums_grad", None) is not None:
+            self.sums_grad = torch.zeros_like(self.sums_grad)
+
     @torch.no_grad()
     def _remember(self, experts_NK: Tensor, sums: Tensor) -> None:
         # Neither bincount nor one_hot: both sync with the device.

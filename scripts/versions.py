@@ -35,6 +35,7 @@ TESTS: dict[str, list[str]] = {
     "shared sequences": ["tests/parallel/test_context.py"],
     "split experts": ["tests/parallel/test_expert_parallelism.py", "tests/parallel/test_expert_shards.py"],
     "split features": ["tests/parallel/test_tensor.py"],
+    "split layers": ["tests/parallel/test_pipeline_parallelism.py"],
     "layout mode": ["tests/parallel/test_layout_mode.py"],
     "adapters": ["tests/parallel/test_lora.py", "tests/parallel/test_nf4.py"],
     "conversations": ["tests/data/test_chat.py"],

@@ -8,8 +8,6 @@ spelling of it and for no value, ``false`` likewise, and ``N`` for every number.
 
 from collections.abc import Mapping
 
-DATA_PARALLEL = "pipeline parallelism is not supported: parallel=fsdp2"
-
 _TABLE = {
     # Model; *: the typed value.
     "num_layers n_layer num_hidden_layers depth layers": "model.n_layers=*",
@@ -68,7 +66,8 @@ _TABLE = {
     "tp tp_size tensor_parallel tensor_parallel_size tensor_parallel_degree tensor_model_parallel_size "
     "tp_degree": "mesh.tp_size=*",
     "sequence_parallel": "tokens are split between layers wherever features are: mesh.tp_size=2",
-    "pp pp_size pipeline_parallel pipeline_model_parallel_size": DATA_PARALLEL,
+    "pp pp_size pp_degree pipeline_parallel pipeline_parallel_size pipeline_parallel_degree "
+    "pipeline_model_parallel_size": "mesh.pp_size=*",
     "cp cp_degree context_parallel context_parallel_size context_parallel_degree sequence_parallel_size "
     "sp_size": "mesh.cp_size=*",
     "ulysses_size ulysses_degree ulysses_sequence_parallel_size": "mesh.cp_size=* parallel.context=ulysses",

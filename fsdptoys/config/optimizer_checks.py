@@ -159,7 +159,7 @@ def check_in_backward(
     if parallel.gradients_held:
         held = f"parallel={parallel.name} {parallel.gradients_held}"
         refuse(f"frees gradients as they come, and {held}; set parallel=fsdp2")
-    if parallel.shards_parameters and mesh.shard_ranks(world_size) < world_size:
+    if parallel.shards_parameters and mesh.shard_ranks(world_size) < mesh.stage_ranks(world_size):
         refuse(
             f"saves nothing with mesh.fsdp_size={mesh.fsdp_size}, since FSDP2 holds gradients that go to replicas "
             "until the backward ends; set mesh.fsdp_size=-1"

@@ -33,6 +33,7 @@ from .kernel_choice import KernelConfig
 from .launch_config import LaunchConfig
 from .optimizer_checks import check_blocks, check_in_backward, check_loss_scale, check_optimizer
 from .option_values import Option
+from .pipeline_checks import check_pipeline
 from .plan_config import PlanConfig
 from .tensor_checks import check_tensor
 from .toy_checks import check_toy_context, check_toy_experts
@@ -183,6 +184,7 @@ class Config:
         axes = self.parallel.axes(world_size, self.mesh)
         check_experts(self.model, axes)
         check_tensor(self, axes)
+        check_pipeline(self)
         check_context(
             self.parallel,
             self.mesh,

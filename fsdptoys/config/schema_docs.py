@@ -97,10 +97,11 @@ def _read_class(node: ast.ClassDef, names: dict[str, Any], quote: str) -> Declar
         if isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Constant) and last:
             found.docs[last] = plain(str(statement.value.value))
         last = ""
-        if isinstance(statement, ast.Assign) and isinstance(statement.targets[0], ast.Name):
-            if is_enum:
-                last = statement.targets[0].id
-                found.fields.append((last, "", ""))
+        if isinstance(statement, ast.Assign) and is_enum:
+            target = statement.targets[0]
+            # locals()["NAME"] = …, where the name is no identifier.
+            last = str(ast.literal_eval(target.slice)) if isinstance(target, ast.Subscript) else ast.unparse(target)
+            found.fields.append((last, "", ""))
         elif isinstance(statement, ast.AnnAssign) and isinstance(statement.target, ast.Name):
             last = statement.target.id
             annotation = ast.unparse(statement.annotation)

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from fsdptoys.errors import ConfigError
-from fsdptoys.models import DecoderModel
+from fsdptoys.models import DecoderModel, MoEConfig
 from fsdptoys.models.experts import Experts
 from fsdptoys.utils.dtensor import full_tensor, is_dtensor, local_tensor, unwrapped
 
@@ -38,14 +38,17 @@ from .mesh import (
     TENSOR_AXIS,
     Axes,
     MeshConfig,
+    build_pipe_groups,
     build_sparse_mesh,
+    build_stage_mesh,
     build_tensor_meshes,
 )
+from .pipeline import Pipeline, PipelinedModel, PipelineSchedule
 from .precision import DType, ReduceDType
 from .state import State, unrounded
 from .strategy import ParallelContext, Strategy, UnitParams, own_parameters
 from .tensor_parallel import FeatureSplit, TensorExchange
-from .wrap import inside_out
+from .wrap import Unit, inside_out
 
 if TYPE_CHECKING:  # the command line composes configs without loading DTensor
     from torch.distributed.tensor import Shard
@@ -59,11 +62,17 @@ class FSDP2(Strategy):
     def __init__(self, config: FSDPConfig, context: ParallelContext) -> None:
         super().__init__(config, context)
         self.features: FeatureSplit | None = None
+        if self.mesh_axes.pp > 1:
+            assert isinstance(config, FSDP2Config)
+            groups, dtype = build_pipe_groups(self.mesh_axes, context.timeout), config.param_dtype.torch
+            self.pipeline = Pipeline(config.schedule, groups, self.mesh_axes, dtype, context.device.torch_device)
         if self.mesh_axes.tp > 1:
             mesh, whole = build_tensor_meshes(self.mesh_axes, context.device, context.timeout)
             self.tensor_group = mesh.get_group(TENSOR_AXIS)
             self.features = FeatureSplit(TensorExchange(self.tensor_group), whole)
             self.mesh = mesh[(REPLICATE_AXIS, SHARD_AXIS) if self.mesh_axes.replicate > 1 else (SHARD_AXIS,)]
+        elif self.pipeline is not None:
+            self.mesh = build_stage_mesh(self.mesh_axes, context.device, context.timeout)
         else:
             self.mesh = context.build_mesh()
         self.units_ahead = config.forward_prefetch
@@ -93,7 +102,7 @@ class FSDP2(Strategy):
         # Blocks add their parts' results to the residual stream out of place, so a view does no harm.
         warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
         splits_experts = self.mesh_axes.ep > 1
-        has_experts = any(isinstance(module, Experts) for module in model.modules())
+        has_experts = isinstance(model.config, MoEConfig)  # in some stage: all sum gradients, or average them
         if splits_experts or (self.features is not None and has_experts):
             self.sparse_mesh = build_sparse_mesh(self.mesh_axes, self.context.device, self.context.timeout)
         if self.features is not None:
@@ -108,6 +117,8 @@ class FSDP2(Strategy):
         materialize(model, memory, lambda param, name: fill(self.spread(name, param), name))
         init_buffers(model, device, self.config.buffer_dtype.torch)
         self.model = model
+        if self.pipeline is not None:
+            self.pipelined = PipelinedModel(model, self.pipeline)
 
     def _shard(self, model: DecoderModel) -> None:
         """Make the units, and set the order in which they are prefetched."""
@@ -131,12 +142,12 @@ class FSDP2(Strategy):
         for name in inside_out(list(units)):
             sparse = self.sparse_mesh is not None and isinstance(members[name][0], Experts)
             view = self._sparse_view() if sparse else dense
-            library.fully_shard(members[name], reshard_after_forward=config.reshards(units[name]), **view, **policies)
+            library.fully_shard(members[name], reshard_after_forward=self._reshards(units[name]), **view, **policies)
             if units[name].embeds:
                 # The gradient of an embedding needs the indices only.
                 members[name][0].set_unshard_in_backward(False)
         # The root gets the remaining parameters.
-        library.fully_shard(model, reshard_after_forward=config.reshards(None), **dense, **policies)
+        library.fully_shard(model, reshard_after_forward=self._reshards(None), **dense, **policies)
         roots = [model, *(modules[0] for modules in members.values())]
         for module in roots:
             keep_gradient_dtype(module)
@@ -146,6 +157,10 @@ class FSDP2(Strategy):
         self._modules: list[list[nn.Module]] = [[model], *members.values()]
         tied = bool(units) and next(iter(units.values())).ends_forward
         self._set_prefetch([modules[0] for modules in members.values()], tied)
+
+    def _reshards(self, unit: Unit | None) -> bool:
+        """Whether a unit is freed after its forward: in a pipeline, other micro-batches follow at once."""
+        return self.pipeline is None and self.config.reshards(unit)
 
     def _sparse_view(self) -> dict[str, Any]:
         """Mesh and placement of the experts' units."""
@@ -199,9 +214,10 @@ class FSDP2(Strategy):
         return [(modules[0], params) for modules, params in zip(self._modules, owned, strict=True) if params]
 
     def unit_names(self) -> list[list[str]]:
-        """The groups of modules that ``fully_shard`` got."""
+        """The groups of modules that ``fully_shard`` got, of all stages. A collective in a pipeline."""
         names = {module: name for name, module in self.model.named_modules()}
-        return [[names[module] for module in modules] for modules in self._modules]
+        found = [[names[module] for module in modules] for modules in self._modules]
+        return found if self.pipeline is None else self.pipeline.gather(found)
 
     def gather_after(self, module: nn.Module, event: Any) -> None:
         """Make the stream that copies shards into the all-gather wait."""
@@ -251,6 +267,10 @@ class FSDP2(Strategy):
     def full_parameters(self) -> Iterator[tuple[str, Tensor]]:
         """All-gather one parameter at a time."""
         self._reshard()
+        own = self._full_parameters()
+        yield from own if self.pipeline is None else self.pipeline.share_parameters(own)
+
+    def _full_parameters(self) -> Iterator[tuple[str, Tensor]]:
         for name, param in self.named_parameters():
             on_mesh = self.spread(name, unwrapped(param)).to(self.mesh.device_type)
             assert is_dtensor(on_mesh)
@@ -280,6 +300,10 @@ class FSDP2Config(FSDPConfig):
     gathers_float8: ClassVar[bool] = True
     splits_experts: ClassVar[bool] = True
     splits_features: ClassVar[bool] = True
+    splits_layers: ClassVar[bool] = True
+
+    schedule: PipelineSchedule = PipelineSchedule.gpipe
+    """Order of a step's micro-batches in a pipeline (``mesh.pp_size``)."""
 
     @property
     def gradients_held(self) -> None:
@@ -288,7 +312,7 @@ class FSDP2Config(FSDPConfig):
     def validate(self, world_size: int, mesh: MeshConfig, device_type: str, cpu_offload: bool) -> None:
         """Refuse settings that the installed torch cannot do."""
         super().validate(world_size, mesh, device_type, cpu_offload)
-        replicated = mesh.shard_ranks(world_size) < world_size
+        replicated = mesh.shard_ranks(world_size) < mesh.stage_ranks(world_size)
         if device_type == "cpu" and replicated and TORCH < (2, 8):
             raise ConfigError(
                 f"mesh.fsdp_size={mesh.fsdp_size} replicates, which FSDP2 can do on a CPU from torch 2.8 on (found "

@@ -1,6 +1,7 @@
 """Mesh axes, and the two views of the ranks.
 
-Ranks are numbered with the last axis varying fastest:
+Ranks are numbered with the last axis varying fastest. The first axis, ``pp``, divides them into blocks of consecutive
+ranks, each of which has some of the layers (pipeline parallelism). Within a block there are two views:
 
 - dense view, for all parameters but those of experts: replicate × shard × tp. The ``shard × tp`` ranks share one copy
   of the parameters: ``tp`` consecutive ranks split the features of each layer (tensor parallelism), and ``shard`` ranks
@@ -31,11 +32,12 @@ SHARD_AXIS = "shard"
 REPLICATE_AXIS = "replicate"
 CONTEXT_AXIS = "cp"
 TENSOR_AXIS = "tp"
+PIPE_AXIS = "pp"
 EXPERT_AXIS = "ep"
 EXPERT_SHARD_AXIS = "efsdp"
-AXES = (REPLICATE_AXIS, SHARD_AXIS, EXPERT_SHARD_AXIS, CONTEXT_AXIS, TENSOR_AXIS, EXPERT_AXIS)
-EXCHANGING_AXES = (CONTEXT_AXIS, TENSOR_AXIS, EXPERT_AXIS)
-"""Axes whose collectives are issued within layers, while parameters are gathered along another."""
+AXES = (PIPE_AXIS, REPLICATE_AXIS, SHARD_AXIS, EXPERT_SHARD_AXIS, CONTEXT_AXIS, TENSOR_AXIS, EXPERT_AXIS)
+EXCHANGING_AXES = (PIPE_AXIS, CONTEXT_AXIS, TENSOR_AXIS, EXPERT_AXIS)
+"""Axes whose transfers are issued within or between layers, while parameters are gathered along another."""
 
 NODE = "node"
 """``mesh.fsdp_size=node`` keeps each copy of the parameters within a node."""
@@ -59,6 +61,8 @@ class MeshConfig:
     """Consecutive ranks that split the experts (expert parallelism, FSDP2); divides ``fsdp_size`` and ``n_experts``."""
     tp_size: int = field(default=1, metadata=at_least(1, MOST_RANKS))
     """Consecutive ranks that split each layer's features (tensor parallelism, FSDP2); divides ``fsdp_size``."""
+    pp_size: int = field(default=1, metadata=at_least(1, MOST_RANKS))
+    """Blocks of consecutive ranks that have a part of the layers each (pipeline parallelism, FSDP2)."""
 
     def __post_init__(self) -> None:
         check_bounds("mesh", self)
@@ -80,6 +84,8 @@ class MeshConfig:
         Raises:
             ConfigError: if nodes have different numbers of ranks.
         """
+        if self.fsdp_size in (NODE, HYBRID):
+            world_size = self.stage_ranks(world_size)
         if self.fsdp_size == HYBRID and not 1 < node_ranks < world_size:
             self.fsdp_size = max((size for size in range(1, world_size // 2 + 1) if world_size % size == 0), default=1)
         if self.fsdp_size in (NODE, HYBRID):
@@ -91,21 +97,36 @@ class MeshConfig:
                 )
             self.fsdp_size = size
 
+    def stage_ranks(self, world_size: int) -> int:
+        """Ranks that have the same layers.
+
+        Raises:
+            ConfigError: if the stages do not divide the world size.
+        """
+        if world_size % self.pp_size:
+            fitting = max(size for size in range(1, min(self.pp_size, world_size) + 1) if world_size % size == 0)
+            raise ConfigError(
+                f"mesh.pp_size={self.pp_size} must divide the world size {world_size}; set mesh.pp_size={fitting} or "
+                f"launch.nproc_per_node={self.pp_size}"
+            )
+        return world_size // self.pp_size
+
     def shard_ranks(self, world_size: int) -> int:
         """Ranks that share one copy of the parameters, of a resolved configuration.
 
         Raises:
-            ConfigError: if they do not divide the world size.
+            ConfigError: if they do not divide the ranks of a stage.
         """
-        size = self.fsdp_size
+        size, ranks = self.fsdp_size, self.stage_ranks(world_size)
         assert isinstance(size, int), "it must have been resolved"
         if size == -1:
-            return world_size
-        if world_size % size:
-            divisor = max(d for d in range(1, min(size, world_size) + 1) if world_size % d == 0)
+            return ranks
+        if ranks % size:
+            divisor = max(d for d in range(1, min(size, ranks) + 1) if ranks % d == 0)
+            of = f"world size {ranks}" if self.pp_size == 1 else f"{ranks} ranks of each of mesh.pp_size={self.pp_size}"
             raise ConfigError(
-                f"mesh.fsdp_size={size} must divide the world size {world_size}; "
-                f"set mesh.fsdp_size={divisor} or launch.nproc_per_node={size}"
+                f"mesh.fsdp_size={size} must divide the {of}; "
+                f"set mesh.fsdp_size={divisor} or launch.nproc_per_node={size * self.pp_size}"
             )
         return size
 
@@ -119,7 +140,8 @@ class MeshConfig:
         Raises:
             ConfigError: if sizes do not divide.
         """
-        ranks = self.shard_ranks(world_size) if shards else world_size
+        stage = self.stage_ranks(world_size)
+        ranks = self.shard_ranks(world_size) if shards else stage
         shard = ranks // self.tp_size
         for key, size, whole in (
             ("tp_size", self.tp_size, ranks),
@@ -131,7 +153,7 @@ class MeshConfig:
                 of += f" and features (mesh.tp_size={self.tp_size})" if whole < ranks else ""
                 fitting = max(divisor for divisor in range(1, min(size, whole) + 1) if whole % divisor == 0)
                 raise ConfigError(f"mesh.{key}={size} must divide the {of}; set mesh.{key}={fitting}")
-        return Axes(world_size // ranks, shard, self.cp_size, self.ep_size, self.tp_size)
+        return Axes(stage // ranks, shard, self.cp_size, self.ep_size, self.tp_size, self.pp_size)
 
 
 @dataclass(frozen=True)
@@ -143,6 +165,12 @@ class Axes:
     cp: int
     ep: int
     tp: int = 1
+    pp: int = 1
+
+    @property
+    def stage_ranks(self) -> int:
+        """Ranks that have the same layers; those of another stage at the same place have the same sequences."""
+        return self.replicate * self.copy
 
     @property
     def data_ranks(self) -> int:
@@ -156,7 +184,8 @@ class Axes:
 
     def named(self, world_size: int, shards: int) -> dict[str, int]:
         """Mesh axis → ranks along it, of a strategy that shards over ``shards`` ranks."""
-        dense = {REPLICATE_AXIS: world_size // shards // self.tp, SHARD_AXIS: shards}
+        replicas = world_size // shards // self.tp // self.pp
+        dense = {PIPE_AXIS: self.pp, REPLICATE_AXIS: replicas, SHARD_AXIS: shards}
         return dense | {CONTEXT_AXIS: self.cp, TENSOR_AXIS: self.tp, EXPERT_AXIS: self.ep}
 
     @property
@@ -209,14 +238,20 @@ def build_tensor_meshes(axes: Axes, device: Device, timeout: timedelta | None) -
     both may shard one dim with plain placements.
     """
     replicas = {REPLICATE_AXIS: axes.replicate} if axes.replicate > 1 else {}
-    mesh = named_mesh(replicas | {SHARD_AXIS: axes.shard, TENSOR_AXIS: axes.tp}, device, timeout)
+    mesh = named_mesh(replicas | {SHARD_AXIS: axes.shard, TENSOR_AXIS: axes.tp}, device, timeout, axes.pp)
     return mesh, tensor_axis_first(mesh, axes, device)
+
+
+def build_stage_mesh(axes: Axes, device: Device, timeout: timedelta | None) -> DeviceMesh:
+    """Lay out the ranks of this rank's stage of a pipeline: ``([replicate,] shard)``."""
+    replicas = {REPLICATE_AXIS: axes.replicate} if axes.replicate > 1 else {}
+    return named_mesh(replicas | {SHARD_AXIS: axes.shard}, device, timeout, axes.pp)
 
 
 def tensor_axis_first(mesh: DeviceMesh, axes: Axes, device: Device) -> DeviceMesh:
     """The mesh with its last two axes exchanged, and the same groups."""
     replicas = (axes.replicate,) if axes.replicate > 1 else ()
-    ranks = np.arange(dist.get_world_size()).reshape(*replicas, axes.shard, axes.tp).swapaxes(-1, -2)
+    ranks = own_stage(axes.pp).reshape(*replicas, axes.shard, axes.tp).swapaxes(-1, -2)
     assert mesh.mesh_dim_names is not None
     names = (*mesh.mesh_dim_names[:-2], TENSOR_AXIS, SHARD_AXIS)
     groups = [mesh.get_group(name) for name in names]
@@ -226,16 +261,29 @@ def tensor_axis_first(mesh: DeviceMesh, axes: Axes, device: Device) -> DeviceMes
 def build_sparse_mesh(axes: Axes, device: Device, timeout: timedelta | None) -> DeviceMesh:
     """Lay out the ranks as parameters of experts see them: ``([replicate,] efsdp, ep)``."""
     replicas = {REPLICATE_AXIS: axes.replicate} if axes.replicate > 1 else {}
-    return named_mesh(replicas | {EXPERT_SHARD_AXIS: axes.efsdp, EXPERT_AXIS: axes.ep}, device, timeout)
+    return named_mesh(replicas | {EXPERT_SHARD_AXIS: axes.efsdp, EXPERT_AXIS: axes.ep}, device, timeout, axes.pp)
 
 
-def named_mesh(sizes: dict[str, int], device: Device, timeout: timedelta | None) -> DeviceMesh:
-    """A mesh of named axes over all ranks, the last varying fastest."""
-    ranks = np.arange(dist.get_world_size()).reshape(*sizes.values())
-    groups = [axis_group(ranks, axis, name, timeout) for axis, name in enumerate(sizes)]
+def named_mesh(sizes: dict[str, int], device: Device, timeout: timedelta | None, stages: int = 1) -> DeviceMesh:
+    """A mesh of named axes over the ranks of this rank's stage, the last varying fastest. A collective."""
+    ranks = np.arange(dist.get_world_size()).reshape(stages, *sizes.values())
+    groups = [axis_group(ranks, axis, name, timeout) for axis, name in enumerate(sizes, 1)]
     if len(groups) == 1:
         return DeviceMesh.from_group(groups[0], device.type, mesh_dim_names=tuple(sizes))
-    return DeviceMesh.from_group(groups, device.type, torch.from_numpy(ranks), mesh_dim_names=tuple(sizes))
+    own = torch.from_numpy(own_stage(stages).reshape(*sizes.values()).copy())
+    return DeviceMesh.from_group(groups, device.type, own, mesh_dim_names=tuple(sizes))
+
+
+def own_stage(stages: int) -> npt.NDArray[np.int64]:
+    """The ranks that have the same layers as this one."""
+    size = dist.get_world_size() // stages
+    return np.arange(size) + dist.get_rank() // size * size
+
+
+def build_pipe_groups(axes: Axes, timeout: timedelta | None) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
+    """This rank's groups along the stages, and of its own stage. A collective over all ranks."""
+    ranks = np.arange(dist.get_world_size()).reshape(axes.pp, -1)
+    return axis_group(ranks, 0, PIPE_AXIS, timeout), axis_group(ranks, 1, "stage", timeout)
 
 
 def regular_group(size: int, name: str, timeout: timedelta | None, stride: int = 1) -> dist.ProcessGroup:

@@ -24,15 +24,13 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from datetime import timedelta
 from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
 
-from fsdptoys.device import Device, float64_collectives, is_accelerator
+from fsdptoys.device import float64_collectives, is_accelerator
 from fsdptoys.errors import ConfigError
 from fsdptoys.models import DecoderModel, ModelConfig
 from fsdptoys.utils.bounds import check_bounds
@@ -43,7 +41,9 @@ from .context import ContextForm
 from .determinism import Deterministic
 from .gradient_norms import MapParts, norms_in, norms_in_float32, scale_gradients
 from .init_weights import Fill
-from .mesh import CONTEXT_AXIS, Axes, MeshConfig, build_mesh, regular_group
+from .mesh import CONTEXT_AXIS, Axes, MeshConfig, regular_group
+from .parallel_context import ParallelContext as ParallelContext
+from .pipeline import Pipeline, PipelinedModel
 from .precision import DType, ReduceDType
 from .state import Load, State
 from .wrap import UnitParams
@@ -89,6 +89,8 @@ class ParallelConfig:
     """Whether ``mesh.ep_size`` ranks can split the experts."""
     splits_features: ClassVar[bool] = False
     """Whether ``mesh.tp_size`` ranks can split the features of each layer."""
+    splits_layers: ClassVar[bool] = False
+    """Whether ``mesh.pp_size`` blocks of ranks can have parts of the layers."""
     matrices_lost: ClassVar[str | None] = None
     """Why no rank has full rows of a matrix, which Muon and low-bit states need: follows the strategy's name."""
 
@@ -151,6 +153,7 @@ class ParallelConfig:
             ("cp_size", self.shares_sequences),
             ("ep_size", self.splits_experts),
             ("tp_size", self.splits_features),
+            ("pp_size", self.splits_layers),
         ):
             if getattr(mesh, key) > 1 and not has:
                 raise ConfigError(
@@ -159,7 +162,7 @@ class ParallelConfig:
                 )
         return mesh.axes(world_size, self.shards_parameters)
 
-    def build(self, context: "ParallelContext") -> "Strategy":
+    def build(self, context: ParallelContext) -> "Strategy":
         """Construct the strategy; the process group must be initialized."""
         return self.strategy(self, context)
 
@@ -206,25 +209,6 @@ class ReducingConfig(ParallelConfig):
             )
 
 
-@dataclass(frozen=True)
-class ParallelContext:
-    """Environment of a strategy."""
-
-    device: Device
-    rank: int
-    world_size: int
-    mesh: MeshConfig
-    deterministic: Deterministic = Deterministic.false
-    cpu_offload: bool = False
-    sum_dtype: torch.dtype = torch.float64
-    timeout: timedelta | None = None
-    """For collectives in groups that the strategy makes; None for PyTorch's default."""
-
-    def build_mesh(self) -> DeviceMesh:
-        """Lay out the ranks by ``mesh``."""
-        return build_mesh(self.mesh, self.world_size, self.device, self.timeout)
-
-
 class Strategy(ABC):
     """One way to spread a model and its gradients over ranks."""
 
@@ -236,6 +220,10 @@ class Strategy(ABC):
     """The ranks that share this rank's sequences; None if it has full ones."""
     tensor_group: dist.ProcessGroup | None = None
     """The ranks that split features with this one; None if it has all."""
+    pipeline: Pipeline | None = None
+    """The stages of this rank; None if it has all layers."""
+    pipelined: PipelinedModel | None = None
+    """The model with the stages of all ranks; set by ``parallelize`` where there is a pipeline."""
     local_data_ranks: int = 1
     """Number of ranks whose micro-batches this process runs one after another."""
     units_ahead: int = 0
@@ -254,11 +242,16 @@ class Strategy(ABC):
     @property
     def loss_scale(self) -> float:
         """Factor on the loss that turns the strategy's averaging over ranks into a sum."""
-        return float(self.context.world_size)
+        return float(self.context.world_size // self.mesh_axes.pp)
 
     @abstractmethod
     def parallelize(self, model: DecoderModel, fill: Fill) -> None:
         """Wrap and materialize a model on the meta device; ``fill`` gives it initial values."""
+
+    @property
+    def full_model(self) -> nn.Module:
+        """The module that gives losses or logits of full models, without gradients. Calling it may be a collective."""
+        return self.model if self.pipelined is None else self.pipelined
 
     @abstractmethod
     def microbatch(self, index: int, count: int) -> AbstractContextManager[None]:
@@ -367,7 +360,7 @@ class Strategy(ABC):
         total = torch.zeros((), dtype=sum_dtype, device=device)
         if norms:
             total += torch.cat([norm.flatten() for norm in norms]).to(sum_dtype).square().sum().to(device)
-        for group in (self.shard_group(), self.tensor_group):
+        for group in (self.shard_group(), self.tensor_group, self.pipeline and self.pipeline.group):
             if group is not None:
                 dist.all_reduce(total, group=group)
         return total.sqrt().float()

@@ -54,16 +54,17 @@ def position_units(model: DecoderModel, parts: Sequence[str], groups: bool) -> l
         parts: modules of a block that are units inside the block's.
         groups: whether a unit may have several modules: norm and head then share one, with the embedding if tied.
     """
-    tied = model.lm_head.weight is model.embed_tokens.weight
-    blocks = [f"layers.{index}" for index in range(len(model.layers))]
+    present = {name for name, module in model.named_children() if next(module.parameters(), None) is not None}
+    tied = {"embed_tokens", "lm_head"} <= present and model.lm_head.weight is model.embed_tokens.weight
+    blocks = [f"layers.{index}" for index, _ in model.layers.named_children()]
     inner: list[tuple[str, ...]] = [
         (name,) for block in blocks for name in (block, *(f"{block}.{part}" for part in parts))
     ]
     head = ("norm", "lm_head") if groups else ("lm_head",)
-    if not tied:
-        inner = [("embed_tokens",), *inner, head]
-    elif groups:
-        inner = [("embed_tokens", *head), *inner]
+    if tied:
+        inner = [("embed_tokens", *head), *inner] if groups else inner
+    else:
+        inner = [("embed_tokens",)] * ("embed_tokens" in present) + inner + [head] * ("lm_head" in present)
     return [_unit(model, names) for names in inner]
 
 

@@ -52,7 +52,8 @@ def hardware_of(config: Config) -> Hardware:
 def estimate_run(config: Config, world_size: int) -> tuple[Prediction, Hardware] | None:
     """Closed-form prediction of a validated run on this machine; None if not requested or not possible."""
     unknown = config.plan.hardware == "auto" and profile_of_this_machine() is None
-    if unknown or not config.plan.predict or config.parallel.name not in STRATEGIES or config.mesh.tp_size > 1:
+    layers = config.mesh.tp_size * config.mesh.pp_size == 1  # each rank has full ones, and all
+    if unknown or not config.plan.predict or config.parallel.name not in STRATEGIES or not layers:
         return None
     hardware = hardware_of(config)
     memory = config.memory

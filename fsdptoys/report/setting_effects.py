@@ -64,8 +64,10 @@ ROUNDING = (
     "mesh.cp_size",
     "mesh.ep_size",
     "mesh.tp_size",
+    "mesh.pp_size",
     "parallel.name",
     "parallel.context",
+    "parallel.schedule",
     "parallel.simulated_ranks",
     "parallel.reduce_dtype",
     "train.batch_size",
@@ -130,11 +132,15 @@ UPDATE = (
 )
 
 
-BATCH = (RANKS, "train.batch_size", "train.grad_accum", "parallel.simulated_ranks", "mesh.cp_size", "mesh.tp_size")
-"""Settings whose product, divided by the last two, is the number of sequences of a step."""
+SHARING = ("mesh.cp_size", "mesh.tp_size", "mesh.pp_size")
+"""Ranks that compute parts of the same sequences."""
 
 
-AXES = ("mesh.cp_size", "mesh.ep_size", "mesh.tp_size")
+BATCH = (RANKS, "train.batch_size", "train.grad_accum", "parallel.simulated_ranks", *SHARING)
+"""Settings whose product, divided by ``SHARING``, is the number of sequences of a step."""
+
+
+AXES = ("mesh.ep_size", *SHARING)
 """Ranks that compute parts of the same sequences or layers."""
 
 
@@ -166,7 +172,7 @@ def global_batch(settings: Mapping[str, Any]) -> int | None:
 
 def _data_ranks(settings: Mapping[str, Any]) -> int | None:
     """Groups of ranks with sequences of their own; None if a setting is missing or makes no sense."""
-    ranks, shared = settings.get(RANKS), [settings.get(key, 1) for key in ("mesh.cp_size", "mesh.tp_size")]
+    ranks, shared = settings.get(RANKS), [settings.get(key, 1) for key in SHARING]
     if type(ranks) is not int or not all(type(size) is int and size > 0 for size in shared):
         return None
     return ranks // math.prod(shared)
@@ -216,7 +222,8 @@ def bits_of(tree: dict[str, Any], world_size: int, device_type: str) -> Settings
     ``memory.cpu_offload`` is left out on CPU devices, where the optimizer runs on the host anyway.
     """
     # Ranks that share sequences add up each sequence in parts, in an order of their own.
-    settings = {RANKS: world_size, **dict.fromkeys(AXES, 1), "parallel.context": "auto"} | effective(tree)
+    absent = {**dict.fromkeys(AXES, 1), "parallel.context": "auto", "parallel.schedule": "gpipe"}
+    settings = {RANKS: world_size} | absent | effective(tree)
     ranks = _product([_data_ranks(settings), settings.get("parallel.simulated_ranks", 1)])
     mode = settings.get("train.deterministic")
     if mode == "layout":
@@ -226,7 +233,7 @@ def bits_of(tree: dict[str, Any], world_size: int, device_type: str) -> Settings
     left_out = {"mesh.fsdp_size", "parallel.name", "parallel.simulated_ranks", "memory.cpu_threads", "patches"}
     left_out |= {"parallel.reduce_dtype", "train.sum_dtype"}  # set by the deterministic mode and the device
     left_out |= {"memory.cpu_offload"} if device_type == "cpu" else set()
-    by_grains = {"train.batch_size", "train.grad_accum", *AXES, "parallel.context"}
+    by_grains = {"train.batch_size", "train.grad_accum", *AXES, "parallel.context", "parallel.schedule"}
     left_out |= by_grains if mode == "layout" else {"train.grains", "train.slices"}
     return {key: settings.get(key) for key in ROUNDING if key not in left_out} | {RANKS: ranks}
 

@@ -18,37 +18,46 @@ it multiplies, so two unbalanced layers can look balanced.
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from fsdptoys.metrics.step import RoutingMetrics
-from fsdptoys.models import DecoderModel, MoEConfig, routers
+from fsdptoys.models import DecoderModel, MoEConfig, Router, routers
+from fsdptoys.parallel import Strategy
 from fsdptoys.parallel.determinism import Deterministic
+from fsdptoys.parallel.pipeline import Pipeline
 
 
 class RoutingBalance:
     """Balances the routers of a model; methods are listed in the order in which a step calls them.
 
     Args:
-        model: with experts, as constructed, before anything wraps it.
+        rows: this rank's routers → their places among those of the full model.
+        n_layers: routers of the full model.
         local_ranks: simulated ranks whose micro-batches this process runs in turn.
         sum_dtype: of the sums over ranks.
         routes_first: route all micro-batches of a step before its first backward.
+        pipeline: the stages of the model; None where each rank has all layers.
     """
 
     def __init__(
         self,
-        model: DecoderModel,
+        rows: Mapping[Router, int],
+        n_layers: int,
         config: MoEConfig,
         device: torch.device,
         local_ranks: int,
         sum_dtype: torch.dtype,
         routes_first: bool,
+        pipeline: Pipeline | None = None,
     ) -> None:
-        self._routers = routers(model)
+        self._rows, self._n_layers, self._n_experts = rows, n_layers, config.n_experts
+        self._stage_group = pipeline.stage_group if pipeline else None
+        self._pipe_group = pipeline.group if pipeline else None
         self._aux_coef, self._z_coef = config.router_aux_loss_coef, config.router_z_loss_coef
         self._top_k = config.top_k
         self._device, self._local_ranks, self._sum_dtype = device, local_ranks, sum_dtype
@@ -60,7 +69,7 @@ class RoutingBalance:
         """Reset the sums, for a global batch of ``tokens`` (with or without labels) and the factor on the loss."""
         self._tokens = tokens
         self._loss_scale = loss_scale
-        n_layers, n_experts = len(self._routers), self._routers[0].n_experts
+        n_layers, n_experts = self._n_layers, self._n_experts
         self._counts_LE = torch.zeros(n_layers, n_experts, dtype=torch.int64, device=self._device)
         self._sums = torch.zeros(n_layers, n_experts + 1, dtype=self._sum_dtype, device=self._device)
 
@@ -87,26 +96,39 @@ class RoutingBalance:
                 begin(place)
                 # Labels and an empty loss avoid the computation of logits.
                 model(tokens_BT.to(self._device), labels_BT.to(self._device), _no_loss)
-                counts_LE += self._routed()
+                for router, row in self._rows.items():
+                    counts_LE[row] += router.counts_E
         if self._routes_first:
-            dist.all_reduce(counts_LE)
+            dist.all_reduce(counts_LE, group=self._stage_group)
         self._counts_LE += counts_LE
 
-    def before_backward(self) -> None:
-        """Set the routers' gradients, between forward and backward of a micro-batch. A collective."""
-        self._sums += torch.stack([router.sums for router in self._routers])
+    @contextmanager
+    def around_stage(self, modules: nn.Module) -> Iterator[None]:
+        """Balance the routers of a stage around its forward of one of several micro-batches. A collective."""
+        found = routers(modules)
+        for router in found:
+            router.renew_gradient()
+        yield
+        if found:
+            self.before_backward(found)
+
+    def before_backward(self, found: Sequence[Router] | None = None) -> None:
+        """Set the gradients of all routers, or of consecutive ones, between forward and backward. A collective."""
+        found = list(self._rows) if found is None else found
+        rows = slice(self._rows[found[0]], self._rows[found[-1]] + 1)
+        self._sums[rows] += torch.stack([router.sums for router in found])
         if not self._counted:
-            counts_LE = self._routed()
+            counts_LE = torch.stack([router.counts_E for router in found])
             if self._aux_coef:
-                dist.all_reduce(counts_LE)
-            self._counts_LE += counts_LE
-        n_layers, n_experts = self._counts_LE.shape
-        scale = self._loss_scale / n_layers / self._tokens
+                dist.all_reduce(counts_LE, group=self._stage_group)
+            self._counts_LE[rows] += counts_LE
+        counts_LE = self._counts_LE[rows]
+        scale = self._loss_scale / self._n_layers / self._tokens
         # Counts are exact integers, so these values have the same bits on any layout.
-        shares_LE = self._counts_LE / (self._counts_LE.sum(1, keepdim=True) / self._top_k)
-        aux_LE = shares_LE * (self._aux_coef * n_experts * scale)
+        shares_LE = counts_LE / (counts_LE.sum(1, keepdim=True) / self._top_k)
+        aux_LE = shares_LE * (self._aux_coef * self._n_experts * scale)
         z_L1 = torch.full_like(aux_LE[:, :1], self._z_coef * scale)
-        for router, grad in zip(self._routers, torch.cat([aux_LE, z_L1], dim=1), strict=True):
+        for router, grad in zip(found, torch.cat([aux_LE, z_L1], dim=1), strict=True):
             router.sums_grad.copy_(grad)
 
     def end_step(self) -> tuple[Tensor, Tensor]:
@@ -116,11 +138,13 @@ class RoutingBalance:
         """
         if not self._aux_coef:
             dist.all_reduce(self._counts_LE)
+        elif self._pipe_group is not None:
+            dist.all_reduce(self._counts_LE, group=self._pipe_group)
         return self._sums.flatten(), self._counts_LE.flatten()
 
     def metrics(self, sums: Tensor, counts: Tensor) -> RoutingMetrics:
         """Compute the metrics of a step from the results of ``end_step`` over all ranks, on the host."""
-        n_layers = len(self._routers)
+        n_layers = self._n_layers
         means, counts_LE = sums.view(n_layers, -1).double() / self._tokens, counts.view(n_layers, -1)
         probabilities_LE, z_L = means[:, :-1], means[:, -1]
         n_experts = counts_LE.shape[1]
@@ -137,20 +161,37 @@ class RoutingBalance:
             counts=counts_LE.tolist(),
         )
 
-    def _routed(self) -> Tensor:
-        """Tokens per expert in the last forward: int64, (layers, experts)."""
-        return torch.stack([router.counts_E for router in self._routers])
-
 
 def _no_loss(hidden_ND: Tensor, weight_VD: Tensor, labels_N: Tensor) -> Tensor:
     return hidden_ND.new_zeros(())
 
 
 def build_routing_balance(
-    model: DecoderModel, device: torch.device, local_ranks: int, sum_dtype: torch.dtype, deterministic: Deterministic
+    model: DecoderModel,
+    device: torch.device,
+    strategy: Strategy,
+    sum_dtype: torch.dtype,
+    deterministic: Deterministic,
 ) -> RoutingBalance | None:
-    """Return the ``RoutingBalance`` of an MoE model; None for a dense one."""
+    """Return the ``RoutingBalance`` of an MoE model, of which a rank may have some layers; None for a dense one.
+
+    Args:
+        model: before the strategy wraps it.
+    """
     config = model.config
     if not isinstance(config, MoEConfig):
         return None
-    return RoutingBalance(model, config, device, local_ranks, sum_dtype, deterministic.covers_layouts)
+    layers = [layer for layer in range(config.n_layers) if config.has_experts(layer)]
+    blocks = dict(model.layers.named_children())
+    held = [(row, blocks[str(layer)]) for row, layer in enumerate(layers) if str(layer) in blocks]
+    rows = {router: row for row, block in held for router in routers(block)}
+    return RoutingBalance(
+        rows,
+        len(layers),
+        config,
+        device,
+        strategy.local_data_ranks,
+        sum_dtype,
+        deterministic.covers_layouts,
+        strategy.pipeline,
+    )

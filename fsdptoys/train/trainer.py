@@ -41,6 +41,7 @@ from .document_flops import build_document_counter
 from .evaluation import held_out_loss
 from .garbage import collection_between_steps
 from .initial_values import InitialValues
+from .microbatches import run_microbatches
 from .moe_balance import build_routing_balance
 from .oom_context import oom_context
 from .skipped_steps import SkippedSteps
@@ -108,11 +109,16 @@ class Trainer:
         prepare_blocks(model, config, self.device)
         self.strategy = config.parallel.build(context)
         share_sequences(model, config, self.strategy, self.dropout_samples)
-        local, sum_dtype = self.strategy.local_data_ranks, train.sum_dtype.torch
-        self.data_rank, place = divmod(self.rank, self.strategy.mesh_axes.sharing)
-        self.counts_labels = place == 0
+        axes, local, sum_dtype = self.strategy.mesh_axes, self.strategy.local_data_ranks, train.sum_dtype.torch
+        stage, place = divmod(self.rank, axes.stage_ranks)
+        self.data_rank, place = divmod(place, axes.sharing)
+        self.counts_labels = place == stage == 0
         """Whether this rank counts the tokens of its sequences, which it may share with others."""
-        self.routing = build_routing_balance(model, self.device.torch_device, local, sum_dtype, train.deterministic)
+        if self.strategy.pipeline is not None:
+            self.strategy.pipeline.cut(model, train.seq_len)
+        self.routing = build_routing_balance(
+            model, self.device.torch_device, self.strategy, sum_dtype, train.deterministic
+        )
         count = sum(self.parameter_sizes.values())
         constructing = functools.partial(oom_context, config, context, 0, "construction", parameter_count=count)
         with explain_out_of_memory(self.device, constructing):
@@ -283,7 +289,7 @@ class Trainer:
         loss_sum, loss_fn, factor = self._zero(), self.loss_fn, strategy.loss_scale
         tokens = self.batches.global_batch * train.seq_len
         if self.scaler:
-            factor = self.scaler.loss_factor(len(microbatches) * self.world_size)
+            factor = self.scaler.loss_factor(len(microbatches) * self.world_size // strategy.mesh_axes.pp)
             # Valid tokens are known on the device only; there are at most as many as tokens.
             objective = dataclasses.replace(self.objective, gradient_scale=nearest_power_of_two(factor / tokens))
             loss_fn = self._build_loss(objective=objective)
@@ -292,19 +298,11 @@ class Trainer:
         # Not ``factor / valid``, which multiplies by a rounded reciprocal.
         per_token = torch.div(torch.full_like(loss_sum, factor), counted[0].clamp(min=1)).float()
 
-        begin_microbatch = functools.partial(show_samples, self.dropout_samples, numbers)
-        for index, (tokens_BT, labels_BT) in enumerate(microbatches):
-            if self.routing:
-                self.routing.before_forward(strategy.model, index, microbatches, begin_microbatch)
-            begin_microbatch(index)
-            with strategy.microbatch(index, len(microbatches)):
-                self._enter(step, "forward")
-                loss = strategy.model(tokens_BT, labels_BT, loss_fn)
-                if self.routing:
-                    self.routing.before_backward()
-                self._enter(step, "backward")
-                (loss * per_token).backward()
-            loss_sum += loss.detach()
+        begin, enter = (
+            functools.partial(show_samples, self.dropout_samples, numbers),
+            functools.partial(self._enter, step),
+        )
+        run_microbatches(strategy, self.routing, microbatches, loss_fn, per_token, begin, enter, loss_sum)
 
         # 3. Clip, and reduce over ranks: the loss, whether to update, and whether to stop.
         self._enter(step, "optimizer")
@@ -370,10 +368,11 @@ class Trainer:
         assert self.dataset.eval is not None
         self._enter(step, "evaluation")
         self._finish_updates()
-        sharing = self.strategy.mesh_axes.sharing
+        axes = self.strategy.mesh_axes
+        sharing = axes.pp * axes.sharing
         ranks = (self.data_rank, self.world_size // sharing)
         batches = eval_batches(self.dataset.eval, train.batch_size, train.eval_batches, *ranks)
-        loss = held_out_loss(self.strategy.model, self.eval_loss_fn, batches, self._zero(), sharing)
+        loss = held_out_loss(self.strategy.full_model, self.eval_loss_fn, batches, self._zero(), sharing)
         if self.compilation:
             self.compilation.record_pass("evaluation", step)
         return loss
@@ -383,7 +382,7 @@ class Trainer:
         text, train = self.dataset.text_sample, self.config.train
         # Compiled parts run eagerly, since each length would recompile.
         with torch.compiler.set_stance("force_eager") if self.compilation else nullcontext():
-            return continued(text, self.strategy.model, self.device.torch_device, train) if text else None
+            return continued(text, self.strategy.full_model, self.device.torch_device, train) if text else None
 
     def _enter(self, step: int, phase: str) -> None:
         self._phase = phase

@@ -50,7 +50,7 @@ LINES = {
     "--use_lora=false": f"{DASHES} write tune=full",
     "--lora_r=16": f"{DASHES} write tune=lora tune.rank=16",
     "--tensor_parallel_size 2": f"{DASHES} write mesh.tp_size=2",
-    "--pp_size 2": f"{DASHES} pipeline parallelism is not supported, write parallel=fsdp2",
+    "--pp_size 2": f"{DASHES} write mesh.pp_size=2",
     "--context_parallel_size=2": f"{DASHES} write mesh.cp_size=2",
     "--ulysses-sequence-parallel-size 2": f"{DASHES} write mesh.cp_size=2 parallel.context=ulysses",
     "--resume": f"{DASHES} write checkpoint.resume=auto metrics.run_dir=runs/new",

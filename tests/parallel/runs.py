@@ -125,6 +125,7 @@ def make_config(
     cp_size: int = 1,
     ep_size: int = 1,
     tp_size: int = 1,
+    pp_size: int = 1,
     memory: MemoryConfig | None = None,
     optim: OptimConfig | None = None,
     tune: TuneConfig | None = None,
@@ -141,7 +142,7 @@ def make_config(
         model=model or tiny_model(tie_embeddings),
         # Validation replaces auto values in place; the caller may use its objects for several configurations.
         parallel=copy.copy(parallel),
-        mesh=MeshConfig(fsdp_size, cp_size, ep_size, tp_size),
+        mesh=MeshConfig(fsdp_size, cp_size, ep_size, tp_size, pp_size),
         memory=copy.copy(memory) if memory else MemoryConfig(),
         data=data or SyntheticConfig(branching=4, ragged=True),
         optim=copy.copy(optim) if optim else AdamWConfig(lr=1e-2, weight_decay_on=WeightDecayOn.all),

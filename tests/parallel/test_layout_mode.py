@@ -59,7 +59,7 @@ def config(parallel: ParallelConfig, ranks: int, model: str, dtype: DType, **mor
 
     Then an evaluation on as many held-out sequences.
     """
-    shares = ranks // (more.get("cp_size", 1) * more.get("tp_size", 1))
+    shares = ranks // (more.get("cp_size", 1) * more.get("tp_size", 1) * more.get("pp_size", 1))
     size = more.setdefault("batch_size", 1)
     micro_batches = BATCH // shares // size
     settings = {"grad_accum": micro_batches, "steps": 2, "eval_every": 2, "eval_batches": micro_batches}
@@ -92,7 +92,9 @@ def full_gradients(trainer: Trainer) -> dict[str, Any]:
         with strategy.model.summon_full_params(strategy.model, with_grads=True):
             return {name: param.grad.numpy().copy() for name, param in strategy.named_parameters()}  # type: ignore[union-attr]
     grads = {name: strategy.spread(name, param.grad) for name, param in strategy.named_parameters()}  # type: ignore[arg-type]
-    return {name: (full_tensor(g) if is_dtensor(g) else g).numpy().copy() for name, g in grads.items()}  # type: ignore[arg-type, union-attr]
+    full = {name: (full_tensor(g) if is_dtensor(g) else g) for name, g in grads.items()}  # type: ignore[arg-type]
+    named = full.items() if strategy.pipeline is None else strategy.pipeline.share_parameters(iter(full.items()))
+    return {name: grad.numpy().copy() for name, grad in named}
 
 
 Case = tuple[str, DType, dict[str, Any], dict[str, tuple[ParallelConfig, dict[str, Any]]]]
