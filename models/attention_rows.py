@@ -59,14 +59,17 @@ def attend_rows(
 
 def _attend_last_rows(q_BHPK: Tensor, k_BGSK: Tensor, v_BGSK: Tensor, kernels: Kernels) -> Tensor:
     """The last P rows of causal attention over S keys."""
-    seen_PS = last_rows(q_BHPK.shape[2], k_BGSK.shape[2], q_BHPK.dtype, q_BHPK.device)
+    seen_PS = _kept_rows(q_BHPK.shape[2], k_BGSK.shape[2], q_BHPK.dtype, q_BHPK.device)
     return kernels.document_attention.attend(q_BHPK, k_BGSK, v_BGSK, seen_PS)
 
 
-@functools.lru_cache(maxsize=8)
 def last_rows(rows: int, keys: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Additive mask of the last rows of a causal square, kept for the last few sizes, which all layers share."""
+    """Additive mask of the last rows of a causal square."""
     with torch.inference_mode(False), torch.no_grad():
         added_PS = torch.zeros(rows, keys, dtype=dtype, device=device)
         added_PS[:, keys - rows :].fill_(-torch.inf).triu_(1)
         return added_PS
+
+
+_kept_rows = functools.lru_cache(maxsize=8)(last_rows)
+"""``last_rows`` of the last few sizes, which all layers share."""

@@ -12,6 +12,7 @@ Shapes: B batch, T sequence, P queries, S keys, M queries of a grain, H query he
 head.
 """
 
+import functools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -102,23 +103,42 @@ def attend_grains(
     B, H, P, K = q_BHPK.shape
     S, share = k_BGSK.shape[2], H // k_BGSK.shape[1]
     starts = range(0, P, grain)
-    sizes = [min(grain, P - start) for start in starts]
+    sizes = tuple(min(grain, P - start) for start in starts)
     ends = tuple(S - P + start + size for start, size in zip(starts, sizes, strict=True))
     queries = q_BHPK.to(dtype).reshape(B * H, 1, P, K).contiguous().split(sizes, dim=2)
     keys, values = (_Share.apply(x, share, ends, dtype) for x in (k_BGSK, v_BGSK))
     pieces = []
-    for q_N1MK, k_N1EK, v_N1EK, start, size, end in zip(queries, keys, values, starts, sizes, ends, strict=True):
-        if seen_PS is None:
-            seen = last_rows(size, end, dtype, q_N1MK.device)
-        else:
-            seen = seen_PS[..., start : start + size, :end].to(dtype).contiguous()
-        pad = _padding(size, K, dtype)
-        if pad:  # rows that see all keys, and are dropped
-            q_N1MK, seen = F.pad(q_N1MK, (0, 0, 0, pad)), F.pad(seen, (0, 0, 0, pad))
-        seen = seen.view(1, 1, size + pad, end)
+    pads = tuple(_padding(size, K, dtype) for size in sizes)
+    if seen_PS is None:
+        masks = _causal_masks(sizes, ends, pads, dtype, q_BHPK.device)
+    else:
+        rows = (seen_PS[..., start : start + size, :end] for start, size, end in zip(starts, sizes, ends, strict=True))
+        masks = tuple(_pad_rows(each.to(dtype).contiguous(), pad) for each, pad in zip(rows, pads, strict=True))
+    for q_N1MK, k_N1EK, v_N1EK, size, pad, seen in zip(queries, keys, values, sizes, pads, masks, strict=True):
+        q_N1MK = F.pad(q_N1MK, (0, 0, 0, pad)) if pad else q_N1MK
         out_N1MK = _AlignedGradient.apply(kernel(_AlignedGradient.apply(q_N1MK), k_N1EK, v_N1EK, seen))
         pieces.append(out_N1MK[:, :, :size])
     return torch.cat(pieces, dim=2).view(B, H, P, K).to(q_BHPK.dtype)
+
+
+@functools.lru_cache(maxsize=8)
+def _causal_masks(
+    sizes: Sequence[int], ends: Sequence[int], pads: Sequence[int], dtype: torch.dtype, device: torch.device
+) -> tuple[Tensor, ...]:
+    """The masks of all grains of a sequence, kept for the last few shapes, which all layers share.
+
+    Kept together: a recomputation must not make a mask anew that the forward of its block found, which selective
+    checkpointing takes for another computation. A model attends in few shapes but in many grains.
+    """
+    with torch.inference_mode(False), torch.no_grad():
+        shapes = zip(sizes, ends, pads, strict=True)
+        return tuple(_pad_rows(last_rows(size, end, dtype, device), pad) for size, end, pad in shapes)
+
+
+def _pad_rows(seen: Tensor, pad: int) -> Tensor:
+    """A mask (1, 1, P, S) with more rows, which see all keys."""
+    seen = F.pad(seen, (0, 0, 0, pad)) if pad else seen
+    return seen.view(1, 1, *seen.shape[-2:])
 
 
 class _Share(torch.autograd.Function):

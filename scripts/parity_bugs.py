@@ -7,11 +7,14 @@ process as in ``parity_layouts``: it is caught if something differs at step 1 th
 it stands the tolerance that many projects use for such comparisons: every loss of 20 steps within 1e-3 relative.
 
 Reported, or like one that was, in: pytorch#160285 and transformers#48205 (experts), Megatron-LM#7452, #5956 and #5916
-(partial sums, norms, routers), torchtitan#2318 and #1750 (factors), Automodel#2995 and VeOmni#338 (cut sequences).
+(partial sums, norms, routers), torchtitan#2318 and #1750 (factors), Automodel#2995 and VeOmni#338 (cut sequences),
+text-generation-inference#1036 and torchtitan#4332 (biases), transformers#34191 and #34373 (means), pytorch#170862
+(norms).
 """
 
 import argparse
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 from unittest import mock
@@ -20,21 +23,23 @@ import torch
 import torch.distributed as dist
 from rich.console import Console
 from rich.table import Table
-from torch import Tensor
+from torch import Tensor, nn
 
 from fsdptoys.errors import ConfigError
 from fsdptoys.loss.objective import IGNORE_INDEX
 from fsdptoys.loss.vocabulary import Vocabulary
+from fsdptoys.models import grain_slices
 from fsdptoys.models.block_attention import Block, GradientsOfBlocks
 from fsdptoys.models.decoder import DecoderModel
 from fsdptoys.models.experts import Experts
+from fsdptoys.models.grain_slices import Slices, _Bias, _Rows
 from fsdptoys.models.moe import Router
 from fsdptoys.models.rotary import RotaryModel
 from fsdptoys.parallel import gathered
 from fsdptoys.parallel.fsdp2 import FSDP2
 from fsdptoys.parallel.strategy import Strategy
 from fsdptoys.parallel.tensor_parallel import TensorExchange
-from fsdptoys.train import moe_balance, step_inputs
+from fsdptoys.train import moe_balance, step_inputs, trainer
 from scripts.parity_compare import Comparison, Trajectory
 from scripts.parity_layouts import (
     GRADIENT_TOLERANCE,
@@ -190,6 +195,66 @@ def keep_gradients_of_own_tokens() -> Any:
     return mock.patch.object(TensorExchange, "sum_gradient", lambda self, param: param.view_as(param))
 
 
+def add_biases_on_every_rank() -> Any:
+    """Each rank adds the bias of rows to its partial sum, and its gradient, of all tokens, is summed over ranks."""
+
+    def rows_forward(module: nn.Linear, slices: Slices, exchange: TensorExchange, input: Tensor) -> Tensor:
+        sums = _Rows.apply(input.reshape(-1, input.shape[-1]), module.weight, slices).view(*input.shape[:-1], -1)
+        if module.bias is not None:
+            sums = _Bias.apply(sums.flatten(0, -2), exchange.sum_gradient(module.bias), slices.grain).view_as(sums)
+        return exchange.leave(sums)
+
+    return mock.patch.object(grain_slices, "_rows_forward", rows_forward)
+
+
+def divide_gradients_of_biases() -> Any:
+    """The bias of rows is divided by the ranks before they sum it up, and so is its gradient."""
+    sum_gradient = TensorExchange.sum_gradient
+
+    def divided(self: TensorExchange, param: Tensor) -> Tensor:
+        bias = sum_gradient(self, param)
+        return bias.detach() + (bias - bias.detach()) / self.ranks
+
+    def rows_forward(module: nn.Linear, slices: Slices, exchange: TensorExchange, input: Tensor) -> Tensor:
+        with mock.patch.object(TensorExchange, "sum_gradient", divided):
+            return right_forward(module, slices, exchange, input)
+
+    right_forward = grain_slices._rows_forward
+    return mock.patch.object(grain_slices, "_rows_forward", rows_forward)
+
+
+@contextmanager
+def average_means_of_ranks() -> Iterator[None]:
+    """Each rank divides its loss by its own tokens for the backward, which averages over ranks."""
+    scale = FSDP2.loss_scale.fget  # type: ignore[attr-defined]
+    share = [1.0]
+
+    class Counting:
+        def __getattr__(self, name: str) -> Any:
+            return getattr(dist, name)
+
+        def all_reduce(self, values: Tensor, *args: Any, **options: Any) -> Any:
+            own = values[0].item()
+            dist.all_reduce(values, *args, **options)
+            if values.dtype == torch.int64:  # the counts of a step
+                share[0] = values[0].item() / (own * dist.get_world_size())
+
+    with (
+        mock.patch.object(trainer, "dist", Counting()),
+        mock.patch.object(FSDP2, "loss_scale", property(lambda self: scale(self) * share[0])),
+    ):
+        yield
+
+
+def clip_by_the_norm_of_a_shard() -> Any:
+    """Each rank clips by the norm of the gradients that it has."""
+
+    def norm_of_shard(self: Strategy, norms: list[Tensor]) -> Tensor:
+        return torch.cat([norm.flatten() for norm in norms]).double().norm().float()
+
+    return mock.patch.object(Strategy, "total_norm", norm_of_shard)
+
+
 BUGS = {
     "averaged experts": Bug(average_experts, "ep 2", "qwen3_moe_debug"),
     "dropped partial sum": Bug(drop_partial_sums, "cp 2 gathered"),
@@ -208,6 +273,10 @@ BUGS = {
     "last micro-batch alone": Bug(keep_the_last_micro_batch, "pp 2 1f1b"),
     "norm of one stage": Bug(forget_other_stages_in_the_norm, "pp 4 1f1b"),
     "activations of another micro-batch": Bug(send_another_micro_batch, "pp 2 interleaved"),
+    "bias of rows on each rank": Bug(add_biases_on_every_rank, "tp 2", "gpt2_debug"),
+    "gradient of row biases divided": Bug(divide_gradients_of_biases, "tp 2", "gpt2_debug"),
+    "average of the ranks' means": Bug(average_means_of_ranks, "fsdp2"),
+    "norm of the rank's own shard": Bug(clip_by_the_norm_of_a_shard, "fsdp2"),
 }
 """Name → bug."""
 

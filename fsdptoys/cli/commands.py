@@ -256,6 +256,8 @@ has one.
     )
     generate.any_text.add("--prompt")
     generate.flag("--chat", "each prompt is a user's message, to which the chat template has the model answer")
+    generate.value("--system TEXT", "with --chat: the system's message before each prompt", "'Answer briefly.'")
+    generate.any_text.add("--system")
     generate.value("--tokens N", "tokens to add; default: 200", "200", type=integer(200), default=200)
     generate.value(
         "--temperature X",
@@ -291,7 +293,7 @@ independent windows of --context tokens.
 
     prepare = add(
         "data prepare FILE ... --out DIR --tokenizer T [options]",
-        "tokenize text into a folder to train on",
+        "tokenize text or conversations into a folder to train on",
         """\
 Tokenize text in several processes into memory-mapped shards with an index and checksums; data=prepared data.folder=DIR
 trains on them. DIR exists only when complete; after an interruption the same command resumes. The result depends
@@ -306,7 +308,12 @@ pip install 'fsdptoys[data]'.
     prepare.value("--out DIR", "folder to make; must not exist")
     prepare.value("--tokenizer T", "bytes, or a tokenizer.json or its folder", "bytes")
     prepare.value("--document-end TOKEN", "token that ends each document; default: the tokenizer's; 0 for bytes")
-    prepare.value("--field NAME", "field of records and tables with the text; default: text", default="text")
+    prepare.value(
+        "--field NAME", "field of records and tables with the text; default: text, or messages with --chat", "body"
+    )
+    prepare.flag("--chat", "records are conversations, as for data=chat: only answers are labels")
+    prepare.value("--template T", "with --chat: chatml, or a Jinja file; default: the tokenizer's own", "chatml")
+    prepare.flag("--skip-bad-rows", "with --chat: leave out rows that are no conversation, instead of stopping")
     prepare.value(
         "--eval-fraction X",
         "share of the documents to hold out, by a hash of their text; default: 0",

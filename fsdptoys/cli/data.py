@@ -1,6 +1,7 @@
-"""``fsdptoys data``: tokenize text into a folder, and check or describe such folders.
+"""``fsdptoys data``: tokenize text or conversations into a folder, and check or describe such folders.
 
 fsdptoys data prepare corpus/*.jsonl.gz --out tokens --tokenizer tokenizer.json --eval-fraction 0.01
+fsdptoys data prepare rows.jsonl --chat --out conversations --tokenizer MODEL
 fsdptoys data check tokens
 fsdptoys data show tokens --json
 """
@@ -12,10 +13,21 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from fsdptoys.data import MOST_PROCESSES, SHARD_TOKENS, Display, Request, find_sources, open_encoder, prepare_folder
+from fsdptoys.data import (
+    MOST_PROCESSES,
+    SHARD_TOKENS,
+    Display,
+    Request,
+    find_sources,
+    open_chat_encoder,
+    open_encoder,
+    prepare_folder,
+)
 from fsdptoys.data.dataset_index import SPLITS, TOKENIZER_FILE, Index, check_folder, files_of, read_index
+from fsdptoys.data.text_encoder import Encoder
 from fsdptoys.device import available_cores
 from fsdptoys.errors import ConfigError
+from fsdptoys.utils.text import print_status
 
 from .commands import parse, run_part
 
@@ -39,7 +51,15 @@ def _prepare(words: Sequence[str]) -> int:
     if processes > MOST_PROCESSES:
         raise ConfigError(f"--processes {processes} is over {MOST_PROCESSES}; write --processes {available_cores()}")
     choice = options.tokenizer
-    encoder = open_encoder(choice, options.document_end, f"--tokenizer {choice}", "--document-end")
+    ends = options.document_end, f"--tokenizer {choice}", "--document-end"
+    if options.chat:
+        end, owner, end_owner = ends
+        encoder: Encoder = open_chat_encoder(choice, options.template, end, owner, "--template", end_owner)
+    elif options.template is not None or options.skip_bad_rows:
+        option = "--skip-bad-rows" if options.template is None else f"--template {options.template}"
+        raise ConfigError(f"{option} is for conversations; add --chat, or leave it out")
+    else:
+        encoder = open_encoder(choice, *ends)
     out = Path(options.out).expanduser()
     if os.path.lexists(out):
         raise ConfigError(f"--out {options.out} exists already; name another folder, or remove it")
@@ -48,13 +68,15 @@ def _prepare(words: Sequence[str]) -> int:
         sources=find_sources("FILE", options.words),
         encoder=encoder,
         folder=out,
-        field=options.field,
+        field=options.field or ("messages" if options.chat else "text"),
         eval_fraction=options.eval_fraction,
         shard_tokens=options.shard_tokens or SHARD_TOKENS,
         processes=processes,
+        skip_bad_rows=options.skip_bad_rows,
+        skip_fix="add --skip-bad-rows",
     )
     with Display("preparing") as display:
-        index = prepare_folder(request, display.show)
+        index = prepare_folder(request, display.show, skip=lambda sentence: print_status(f"left out: {sentence}"))
     print(_describe(str(out), index))
     return 0
 

@@ -36,6 +36,10 @@ def generate_command(words: Sequence[str]) -> int:
             )
     top_p = 1.0 if options.top_p is None else options.top_p
     draw = Draw(options.temperature, options.top_k, top_p, options.seed or 0)
+    if options.system is not None and not options.chat:
+        raise ConfigError(
+            f"--system {options.system!r:.40} is a message of a conversation; add --chat, or leave it out"
+        )
     device, dtype = read_device(options.device, options.dtype)
 
     trained = TrainedModel(places[0], say=print_status, adapter=options.adapter)
@@ -47,7 +51,8 @@ def generate_command(words: Sequence[str]) -> int:
             raise ConfigError(
                 "--chat needs text, and --tokenizer ids has none; name the folder of the model's tokenizer"
             )
-        encoded, closing = _encode_messages(trained.chat_template(options.tokenizer), tokenizer.encode_chat, prompts)
+        template = trained.chat_template(options.tokenizer)
+        encoded, closing = _encode_messages(template, tokenizer.encode_chat, prompts, options.system)
         if len(end := tokenizer.encode_chat(closing)) == 1:
             ends |= set(end)
     else:
@@ -89,14 +94,18 @@ def generate_command(words: Sequence[str]) -> int:
 
 
 def _encode_messages(
-    template: ChatTemplate, encode: Callable[[str], list[int]], prompts: Sequence[str]
+    template: ChatTemplate, encode: Callable[[str], list[int]], prompts: Sequence[str], system: str | None
 ) -> tuple[list[list[int]], str]:
-    """Ids with which a model answers each message, and the text that closes an answer."""
+    """Ids with which a model answers each message after the system's, and the text that closes an answer."""
     encoded, closing = [], ""
     for prompt in prompts:
         try:
-            text, closing = template.turn(prompt)
+            text, closing = template.turn(prompt, system)
+            if system is not None and template.turn(prompt)[0] == text:
+                raise ConfigError(f"--system {system!r:.40} is left out by the chat template; leave out --system")
         except BadRowError as error:
-            raise ConfigError(f"--prompt {prompt!r:.40} {error}; write another, or leave out --chat") from error
+            option = f"--prompt {prompt!r:.40}" + ("" if system is None else f" after --system {system!r:.40}")
+            fix = "write another, or leave out --chat" if system is None else "leave out --system"
+            raise ConfigError(f"{option} {error}; {fix}") from error
         encoded.append(encode(text))
     return encoded, closing

@@ -12,6 +12,7 @@ from .byte_text import TextConfig as TextConfig
 from .byte_text import decode_bytes as decode_bytes
 from .byte_text import encode_bytes as encode_bytes
 from .chat import ChatConfig as ChatConfig
+from .chat_encoder import open_chat_encoder as open_chat_encoder
 from .dataset import IGNORE_INDEX as IGNORE_INDEX
 from .dataset import DataConfig as DataConfig
 from .dataset import Samples as Samples

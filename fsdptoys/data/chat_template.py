@@ -66,9 +66,13 @@ class ChatTemplate:
             return _unmark(marked, row)
         return Rendered(marked, [self._answer(marked, row, number) for number in row.learned])
 
-    def turn(self, message: str) -> tuple[str, str]:
-        """The text with which a model answers one message, and the text that closes its answer; BadRowError if none."""
-        asked = [{"role": "user", "content": message}]
+    def turn(self, message: str, system: str | None = None) -> tuple[str, str]:
+        """The text with which a model answers one message, and the text that closes its answer; BadRowError if none.
+
+        ``system`` is the content of a system message before it.
+        """
+        asked = [] if system is None else [{"role": "system", "content": system}]
+        asked.append({"role": "user", "content": message})
         row = ChatRow("--prompt", asked)
         answered = self._text([*asked, {"role": ANSWERS, "content": STAND_IN}], row).replace(BEGIN, "").replace(END, "")
         return self._text(asked, row, prompt=True), answered.partition(STAND_IN)[2].rstrip()

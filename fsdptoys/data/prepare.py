@@ -58,6 +58,7 @@ class Request:
     shard_tokens: int = SHARD_TOKENS
     processes: int = 1
     skip_bad_rows: bool = False
+    skip_fix: str = "set data.skip_bad_rows=true"  # how the user would have them skipped
 
     @property
     def fingerprint(self) -> str:
@@ -164,7 +165,7 @@ def _write(request: Request, advance: Callable[[Advance], None], skip: Callable[
         groups = _groups(request, skip=writer.progress.documents)
         for group, encoded in _encode_all(groups, request):
             if encoded.bad and not request.skip_bad_rows:
-                raise _bad_rows(encoded.bad)
+                raise _bad_rows(encoded.bad, request.skip_fix)
             for sentence in encoded.bad[: max(0, MOST_SENTENCES - bad)]:
                 skip(sentence)
             bad += len(encoded.bad)
@@ -305,9 +306,9 @@ def _encode(encoder: Encoder, fraction: float, documents: list[Any]) -> _Encoded
     return encoded
 
 
-def _bad_rows(sentences: list[str]) -> ConfigError:
+def _bad_rows(sentences: list[str], skip_fix: str) -> ConfigError:
     more = f"; so do {len(sentences) - 1:,} of the rows after it" if len(sentences) > 1 else ""
-    return ConfigError(f"{sentences[0]}{more}; repair it, or set data.skip_bad_rows=true")
+    return ConfigError(f"{sentences[0]}{more}; repair it, or {skip_fix}")
 
 
 def is_held_out(text: str, fraction: float) -> bool:

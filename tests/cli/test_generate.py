@@ -150,7 +150,10 @@ def test_tokenizer_of_the_folder_is_the_default(places: Path, capsys: pytest.Cap
 
 
 @pytest.mark.oracle
-def test_chat_prompt_is_that_of_transformers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("system", [None, "Be brief. é"])
+def test_chat_prompt_is_that_of_transformers(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], system: str | None
+) -> None:
     """Oracle: ids of ``apply_chat_template`` with the prompt of an answer, continued by the loop of ``sampling``."""
     transformers = import_transformers()
     config = dataclasses.replace(BYTES, vocab_size=320)
@@ -158,18 +161,36 @@ def test_chat_prompt_is_that_of_transformers(tmp_path: Path, capsys: pytest.Capt
     write(tmp_path / "folder", model)
     save_chat_tokenizer(tmp_path / "folder", without_blocks(GENERATED["headers"]))
     tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "folder")
-    messages = [{"role": "user", "content": "hello é"}]
+    messages = [{"role": "system", "content": system}] if system is not None else []
+    messages.append({"role": "user", "content": "hello é"})
     prompt = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
     end = frozenset([tokenizer.convert_tokens_to_ids("<|im_end|>")])
     wanted = generate(model, torch.tensor(prompt), 12, 64, Draw(0.0), end)[len(prompt) :].tolist()
-    (found,) = made(
-        capsys, str(tmp_path / "folder"), "--chat", "--prompt", "hello é", "--tokens", "12", "--temperature", "0"
-    )
-    assert found == wanted
+    words = [str(tmp_path / "folder"), "--chat", "--prompt", "hello é", "--tokens", "12", "--temperature", "0"]
+    words += ["--system", system] if system is not None else []
+    assert made(capsys, *words) == [wanted]
     with pytest.raises(ConfigError, match=r"--chat needs text, and --tokenizer ids has none"):
         generate_command([str(tmp_path / "folder"), "--chat", "--prompt", "1", "--tokenizer", "ids"])
     with pytest.raises(ConfigError, match=r"--tokenizer bytes has no chat template"):
         generate_command([str(tmp_path / "folder"), "--chat", "--prompt", "a", "--tokenizer", "bytes"])
+
+
+@pytest.mark.parametrize(
+    ("template", "message"),
+    [
+        ("{{ raise_exception('no system') if messages[0].role == 'system' }}a", r"after --system 'Hi' .*no system"),
+        ("{% for m in messages %}{{ m.content if m.role == 'user' }}{% endfor %}", r"--system 'Hi' is left out by"),
+        (None, r"--system 'Hi' is a message of a conversation; add --chat"),
+    ],
+)
+def test_system_message_that_no_model_would_see_is_refused(tmp_path: Path, template: str | None, message: str) -> None:
+    """Oracle: templates by hand, and a prompt without a template."""
+    pytest.importorskip("tokenizers")
+    write(tmp_path / "folder", build(dataclasses.replace(BYTES, vocab_size=320)))
+    save_chat_tokenizer(tmp_path / "folder", template)
+    chat = ["--chat"] if template else []
+    with pytest.raises(ConfigError, match=message):
+        generate_command([str(tmp_path / "folder"), *chat, "--system", "Hi", "--prompt", "a"])
 
 
 def train_on(run: Path, data: DataConfig) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from fsdptoys.cli.data import data_command
 from fsdptoys.config.schema import Config
 from fsdptoys.data import IGNORE_INDEX, ChatConfig, HFConfig, PreparedConfig
 from fsdptoys.data.permutation import EndlessShuffle
@@ -296,6 +297,27 @@ def test_prepared_folder_keeps_what_is_learned_and_mixes_with_texts() -> None:
     shares = [np.mean(dataset.train[number][1] != IGNORE_INDEX) for number in range(20)]
     assert max(shares) == 1.0 and 0 < min(shares) < 0.6
     assert PreparedConfig(folder=str(chat_folder)).build(64, 512, 0).fingerprint != dataset.fingerprint
+
+
+def test_data_prepare_writes_the_folder_of_data_chat(capsys: pytest.CaptureFixture[str]) -> None:
+    """Oracle: the bytes that data=chat puts into its cache, without the bad row; --chat's options need it."""
+    write_rows(Path("rows.jsonl"), [GOOD, GOOD, '{"messages": []}'])
+    tokenizer = save_chat_tokenizer(Path("tokenizer"), without_blocks(GENERATED["chatml"]))
+    chat = ChatConfig(files=["rows.jsonl"], tokenizer=tokenizer, cache="cache", processes=1, skip_bad_rows=True)
+    chat.prepare(WIDE, 320)
+    words = ["prepare", "rows.jsonl", "--tokenizer", tokenizer, "--out", "out", "--processes", "1"]
+    assert data_command([*words, "--chat", "--skip-bad-rows"]) == 0
+    assert "left out: " in capsys.readouterr().err
+    (cached,) = (path.parent for path in Path("cache").glob("*/index.json"))
+    names = sorted(path.name for path in Path("out").iterdir())
+    assert "shard-00000.learned" in names and names == sorted(path.name for path in cached.iterdir())
+    assert all(Path("out", name).read_bytes() == (cached / name).read_bytes() for name in names)
+    words[words.index("out")] = "other"
+    with pytest.raises(ConfigError, match=r"in line 3 .*; repair it, or add --skip-bad-rows"):
+        data_command([*words, "--chat"])
+    for option in (["--template", "chatml"], ["--skip-bad-rows"]):
+        with pytest.raises(ConfigError, match=rf"{' '.join(option)} is for conversations; add --chat"):
+            data_command([*words, *option])
 
 
 def test_damaged_learned_file_is_named() -> None:

@@ -101,7 +101,7 @@ Case = tuple[str, DType, dict[str, Any], dict[str, tuple[ParallelConfig, dict[st
 """Model, dtype, settings that the reference shares, and layouts by name: strategy and settings of their own."""
 
 
-def assert_bits_of_one_process(ranks: int, cases: list[Case]) -> None:
+def assert_bits_of_one_process(ranks: int, cases: list[Case], losses: int = 3) -> None:
     """Compare with one process that takes the global batch as one micro-batch."""
     plain = [config(SingleConfig(), 1, model, dtype, batch_size=BATCH, **shared) for model, dtype, shared, _ in cases]
     expected = run_ranks(1, train_with_gradients, plain)[0]
@@ -114,7 +114,7 @@ def assert_bits_of_one_process(ranks: int, cases: list[Case]) -> None:
     different = []
     for (name, (outcome, gradients), _), (outcome_found, gradients_found) in zip(rows, found, strict=True):
         assert gradients.keys() == gradients_found.keys() and gradients
-        assert len(outcome.losses) == 3
+        assert len(outcome.losses) == losses
         wrong = [key for key in gradients if not (gradients[key] == gradients_found[key]).all()]
         if wrong or outcome_found != outcome:
             different.append((name, wrong))
@@ -154,6 +154,21 @@ def test_two_ranks_have_the_bits_of_one_process_with_every_switch() -> None:
             ("gpt2", DType.bfloat16, {"data": DOCUMENTS}, {"ddp": (DDPConfig(), {"memory": FULL})}),
             ("qwen3", DType.float32, {"grains": 3, "data": DOCUMENTS}, {"fsdp2": (Sharded(), {})}),
         ],
+    )
+
+
+@pytest.mark.usefixtures("unmeasured")
+@pytest.mark.parametrize(("ranks", "families"), [(1, list(MODELS)), (2, ["llama4"])])
+def test_checkpointing_changes_no_bit_of_any_family(ranks: int, families: list[str]) -> None:
+    """Oracle: one process without checkpointing; of the masks of twelve grains, layers of chunks need half."""
+    parallel = SingleConfig() if ranks == 1 else Sharded()
+    layouts: dict[str, tuple[ParallelConfig, dict[str, Any]]] = {
+        name: (parallel, {"memory": memory, "batch_size": 2}) for name, memory in (("full", FULL), ("some", SELECTIVE))
+    }
+    shared = {"steps": 1, "eval_every": 1}
+    grains = {name: {"grains": 12} if name == "llama4" else {} for name in families}
+    assert_bits_of_one_process(
+        ranks, [(name, DType.float32, shared | grains[name], layouts) for name in families], losses=2
     )
 
 

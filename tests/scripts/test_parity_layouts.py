@@ -41,7 +41,7 @@ def test_layouts_have_the_promised_bits(model: str, mode: str, dtype: str) -> No
 def test_every_injected_bug_is_caught_and_named_at_step_1() -> None:
     """Oracle: the part of the training that each bug changes."""
     console = Console(file=io.StringIO(), width=400)
-    assert len(BUGS) == 17
+    assert len(BUGS) == 21
     assert inject_all(list(BUGS), 1, 32, console) == []
     named = {
         "averaged experts": "experts.gate_up_proj has 2 times the norm",
@@ -58,6 +58,10 @@ def test_every_injected_bug_is_caught_and_named_at_step_1() -> None:
         "last micro-batch alone": "step 1: gradient of",
         "norm of one stage": "step 1: gradient norm",
         "activations of another micro-batch": "step 1: loss",
+        "bias of rows on each rank": "bias has 2 times the norm",
+        "gradient of row biases divided": "bias has 0.5 times the norm",
+        "average of the ranks' means": "step 1: gradient of",
+        "norm of the rank's own shard": "step 1: gradient norm",
     }
     rows = [line for line in console.file.getvalue().splitlines() if line.startswith("│")]  # type: ignore[attr-defined]
     assert {name: part for name, part in named.items() if not any(name in row and part in row for row in rows)} == {}
