@@ -48,7 +48,7 @@ def run_block(block: Block, folder: Path) -> None:
             settings = [word.partition("=") for word in words]
             words = [key + mark + (TINY.get(key, value) if mark else "") for key, mark, value in settings]
             absent = TINY.keys() - {key for key, _, _ in settings} - {"checkpoint.every"}
-            absent -= {"data.sample_tokens"} if "data=chat" in words else set()
+            absent -= {"data.sample_tokens"} if {"data=chat", "data=prepared"} & set(words) else set()
             words += [f"{key}={TINY[key]}" for key in sorted(absent)]
         ended = subprocess.run(words, cwd=folder, capture_output=True, text=True, errors="replace")
         if block.info == "bash":
