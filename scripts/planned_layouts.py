@@ -5,9 +5,10 @@ depths; all layers up to 32), replayed on the row's machine, and compared in res
 one GPU. Speed is also compared after fitting the speed of matmuls to one row of a machine, and by rank correlation over
 the layouts of one machine and model.
 
-torchtitan's selective checkpointing recomputes every other matmul, for which the trainer has no setting; its rows are
-traced with it. Rows that differ only in settings that no trace has (float8, compilation, asynchronous tensor
-parallelism) share one trace. Rows that cannot be planned are listed with the reason.
+torchtitan's selective checkpointing recomputes every other matmul, and its loss of a split vocabulary is PyTorch's
+(``loss_parallel``); the trainer has no setting for either, so torchtitan's rows are traced with them. Rows that differ
+only in settings that no trace has (float8, compilation, asynchronous tensor parallelism) share one trace. Rows that
+cannot be planned are listed with the reason.
 """
 
 import multiprocessing
@@ -24,6 +25,7 @@ import numpy as np
 
 from fsdptoys.config.schema import Config
 from fsdptoys.device.profile import Hardware
+from fsdptoys.loss import vocabulary
 from fsdptoys.memory import activation_checkpointing
 from fsdptoys.plan.calibrate import Case, calibrate, choose_parameters
 from fsdptoys.plan.simulator.allocator import build_allocator
@@ -31,6 +33,7 @@ from fsdptoys.plan.simulator.events import Trace
 from fsdptoys.plan.simulator.replay import Replay, replay
 from fsdptoys.plan.trace.extrapolate_layers import choose_depths, extrapolate
 from fsdptoys.plan.trace.tracer import answer_one, tracing_environment
+from scripts.loss_parallel import LossParallel
 from scripts.progress import unit
 from scripts.published_layouts import MACHINES, PublishedLayout, machine
 from scripts.published_torchtitan import keep_every_other_product
@@ -91,6 +94,8 @@ def answer_row(path: Path, row: PublishedLayout, n_layers: int) -> None:
     """Trace a row at one depth and write the answer; this process cannot be used afterwards."""
     if row.checkpointing == "selective_torchtitan":
         activation_checkpointing.create_selective_checkpoint_contexts = lambda _: keep_every_other_product()
+    if row.loss_parallel:
+        vocabulary._LogitsLoss = LossParallel  # type: ignore[misc, assignment]
     answer_one(path, row.config(), machine(row.machine), row.gpus, n_layers)
 
 

@@ -59,6 +59,8 @@ class PublishedLayout:
     float8: bool = False
     async_tp: bool = False
     """Whether collectives of tensor parallelism overlap the matmuls that they belong to."""
+    loss_parallel: bool = False
+    """Whether ranks that split the vocabulary use PyTorch's ``loss_parallel``, with which the row is traced."""
     words: tuple[str, ...] = ()
     """Further overrides of the trainer."""
     absent: tuple[str, ...] = ()
@@ -132,7 +134,8 @@ class PublishedLayout:
     @property
     def trace_key(self) -> tuple[str, ...]:
         """Equal for rows that share a trace."""
-        return (self.machine, str(self.gpus), self.checkpointing, *self.overrides())
+        loss = "loss_parallel" if self.loss_parallel else ""
+        return (self.machine, str(self.gpus), self.checkpointing, loss, *self.overrides())
 
     def config(self) -> Config:
         """The validated configuration; all layers are traced if there are few."""
