@@ -34,6 +34,8 @@ SAVED = {
     aten.mm.default,
     aten._scaled_dot_product_efficient_attention.default,
     aten._scaled_dot_product_flash_attention.default,
+    # Later than the benchmark, whose H100s did not use it.
+    aten._scaled_dot_product_cudnn_attention.default,
 }
 """Operators whose results selective checkpointing keeps; of matmuls every other one."""
 

@@ -5,8 +5,13 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
+import torch.nn.functional as F
 
 from fsdptoys.config.compose import compose_config
+from fsdptoys.loss.objective import Objective
+from fsdptoys.loss.vocabulary import Vocabulary
+from scripts.loss_parallel import LossParallel
 from scripts.planned_layouts import (
     LayoutResults,
     PlannedLayout,
@@ -131,3 +136,18 @@ def test_page_has_every_row_with_its_verdict_or_its_obstacle() -> None:
     assert "| 60.0 | 50.0 | 0.83 | **missed** | 100 | 50 | 0.50 |  | compile |" in page
     assert "| deep | H100 | PP 8 | 10 |  | pipeline parallelism |" in page and "- a page, 2025" in page
     assert not met and "1 of 2 memories" in page
+
+
+def test_loss_parallel_has_the_loss_and_gradients_of_cross_entropy() -> None:
+    """Oracle: PyTorch's cross entropy, with an ignored label."""
+    values, labels = (
+        torch.randn(6, 11, generator=torch.Generator().manual_seed(0)),
+        torch.tensor([1, 2, -100, 4, 10, 0]),
+    )
+    found, expected = (values.clone().requires_grad_() for _ in range(2))
+    loss = LossParallel.apply(found, labels, Objective(), Vocabulary())
+    oracle = F.cross_entropy(expected, labels, reduction="sum")
+    for each in (loss, oracle):
+        (3 * each).backward()
+    torch.testing.assert_close(loss, oracle)
+    torch.testing.assert_close(found.grad, expected.grad)
