@@ -8,6 +8,7 @@ TB/s, limited to 500 W, and 400 Gb/s of network per GPU. Facts come from sources
 0199cbc); a comment marks each source of another day.
 """
 
+import dataclasses
 from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -23,14 +24,18 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
+from fsdptoys.device.profile import AttentionKind, Hardware, Quantity, load_hardware
 from scripts.published_llama2 import Block, FeedForward
 from scripts.published_programs import Fill, Marks
 
+GIB = 2**30
 aten = torch.ops.aten
 SAVED = {
     aten.mm.default,
     aten._scaled_dot_product_efficient_attention.default,
     aten._scaled_dot_product_flash_attention.default,
+    # Later than the benchmark, whose H100s did not use it.
+    aten._scaled_dot_product_cudnn_attention.default,
 }
 """Operators whose results selective checkpointing keeps; of matmuls every other one."""
 
@@ -66,6 +71,17 @@ class Published:
     def step_seconds(self) -> float:
         """From the tokens per second."""
         return self.tokens / self.tokens_per_second
+
+
+def h100() -> Hardware:
+    """Hardware of torchtitan's table: an H100 with other memory than the common one, and FlashAttention."""
+    source = "github.com/pytorch/torchtitan, benchmarks/llama3_h100_202412_torchtitan.md"
+    return dataclasses.replace(
+        load_hardware("h100"),
+        attention=AttentionKind.flash,
+        memory_bandwidth=Quantity(2.4e12, source),
+        memory_bytes=Quantity(96 * GIB, source),
+    )
 
 
 class RMSNorm(nn.Module):

@@ -21,6 +21,8 @@ programs that do the same as the published ones (``published_programs``, ``publi
 
 5. Today's trainer on one H200 (``planned_rows``): predicted step, speed and memory, without a published counterpart.
 
+``--layouts`` prints section 7 instead: today's trainer with the layouts of published runs (``planned_layouts``).
+
 ``--errors`` and ``--searches`` print the errors of the closed form instead, and searches checked by brute force
 (``estimate_errors``).
 
@@ -46,7 +48,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import torch
 
 from fsdptoys.config.plan_config import AllocatorKind
-from fsdptoys.device.profile import AttentionKind, Hardware, Quantity, load_hardware
+from fsdptoys.device.profile import Hardware, load_hardware
 from fsdptoys.plan.calibrate import Case, calibrate, choose_parameters
 from fsdptoys.plan.simulator.allocator import build_allocator
 from fsdptoys.plan.simulator.events import Trace
@@ -54,12 +56,14 @@ from fsdptoys.plan.simulator.replay import Replay, replay
 from fsdptoys.plan.trace.op_costs import matmul_workspace_bytes
 from fsdptoys.plan.trace.op_recorder import OpRecorder
 from fsdptoys.plan.trace.tracer import trace_here
-from scripts import estimate_errors, planned_rows, published_torchtitan, trainer_rows
+from scripts import estimate_errors, planned_layouts, planned_rows, published_torchtitan, trainer_rows
 from scripts.finding import Finding
 from scripts.planned_rows import PlannedRow, planned_config, planned_table
 from scripts.progress import progress, unit
+from scripts.published_layouts import read_layouts
 from scripts.published_llama2 import Sizes
 from scripts.published_programs import ROWS, first_program
+from scripts.published_torchtitan import h100
 from scripts.trainer_rows import TrainerRow, failures, trainer_table
 
 GIB = 2**30
@@ -84,17 +88,6 @@ NAMES = [*trainer_rows.NAMES, *PUBLISHED, *planned_rows.NAMES]
 def a2() -> Hardware:
     """Hardware of the first table."""
     return load_hardware("a2")
-
-
-def h100() -> Hardware:
-    """Hardware of torchtitan's table: an H100 with other memory than the common one, and FlashAttention."""
-    source = "github.com/pytorch/torchtitan, benchmarks/llama3_h100_202412_torchtitan.md"
-    return dataclasses.replace(
-        load_hardware("h100"),
-        attention=AttentionKind.flash,
-        memory_bandwidth=Quantity(2.4e12, source),
-        memory_bytes=Quantity(96 * GIB, source),
-    )
 
 
 def trace_row(name: str, n_layers: int | None) -> Trace:
@@ -319,7 +312,7 @@ def render(rows: Rows) -> tuple[str, bool]:
         lines += ["## 5. Today's trainer on one H200: predicted, not measured", "", *planned_table(planned), ""]
     missed = [finding for _, findings, _ in sections for finding in findings if not finding.met]
     lines += [
-        "## 7. Other validation",
+        "## 8. Other validation",
         "",
         "- Real allocations on a CPU, in order, against those of a trace: `tests/plan/test_real_allocations.py`.",
         "- Real allocations and times on a GPU need a GPU: not run here.",
@@ -338,6 +331,16 @@ def check_estimate(runs: int, searches: int, jobs: int) -> int:
         errors = estimate_errors.estimate_errors(jobs, runs) if runs else []
         lines, met = estimate_errors.render(errors, estimate_errors.run_searches(searches, jobs) if searches else [])
     print("\n".join([*about()[:2], "", *lines]))
+    return 0 if met else 1
+
+
+def check_layouts(names: list[str], folder: Path) -> int:
+    """Compare published rows of several axes with the planner; 0 if the bars are met."""
+    rows = [row for row in read_layouts() if not names or row.name in names]
+    with progress(planned_layouts.count_traces(rows)):
+        results = planned_layouts.plan_layouts(rows, folder)
+    lines, met = planned_layouts.render_layouts(rows, results)
+    print("\n".join([*about()[:2], *lines]))
     return 0 if met else 1
 
 
@@ -362,6 +365,7 @@ def main() -> int:
     parser.add_argument("--layers", type=int, help="blocks of the model, for a quick run; the published models have 32")
     parser.add_argument("--errors", type=int, metavar="N", help="compare the closed form with N runs' traces only")
     parser.add_argument("--searches", type=int, metavar="N", help="check N random searches by brute force only")
+    parser.add_argument("--layouts", nargs="*", metavar="ROW", help="published layouts only, all or those named")
     parser.add_argument("--trace", choices=NAMES, metavar="ROW", help="trace one row into --keep and exit")
     args = parser.parse_args()
     if not all(map(named, ([word] for word in args.rows))):
@@ -377,6 +381,8 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as temporary:
         folder = args.keep or Path(temporary)
         folder.mkdir(parents=True, exist_ok=True)
+        if args.layouts is not None:
+            return check_layouts(args.layouts, folder)
         with progress(len(missing_traces(args.rows, folder)) + 1):
             make_traces(args.rows, folder, args.jobs, args.layers)
             with unit("replays and fits"):
