@@ -21,7 +21,7 @@ A SHA-256 over the final parameters of all rows follows each table, to compare t
   losses, which is no breach: another kernel may round otherwise.
 - ``--layouts all`` compares layouts of the mesh instead (sequences and experts split over ranks, HSDP, combinations)
   with one ordinary process, gradients included. ``--layouts pairs`` trains only two models, in layout mode and float32,
-  on every number of ranks; all else on the smallest that fits (``parity_layouts``). ``--inject all`` makes ten bugs,
+  on every number of ranks; all else on the smallest that fits (``parity_layouts``). ``--inject all`` makes bugs,
   and reports whether the comparison finds each at step 1 (``parity_bugs``).
 - the toys (``toy-``) must agree with PyTorch's implementations in every bit, in both modes: toy DDP and ZeRO-1 with
   DDP, toy FSDP with FSDP2. Toy ZeRO-2 and ZeRO-3 reduce after every micro-batch, DDP once a step; with --grad-accum 1

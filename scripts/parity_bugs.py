@@ -46,6 +46,12 @@ from scripts.parity_layouts import (
     reference_of,
     train_and_compare,
 )
+from scripts.parity_stage_bugs import (
+    divide_after_the_backward,
+    forget_other_stages_in_the_norm,
+    keep_the_last_micro_batch,
+    send_another_micro_batch,
+)
 from scripts.progress import progress
 from scripts.ranks import run_ranks
 
@@ -198,6 +204,10 @@ BUGS = {
     "classes of a rank off by one": Bug(shift_classes, "tp 2"),
     "norm weights counted on each rank": Bug(count_norm_weights_on_every_rank, "tp 2"),
     "missing all-reduce of norms' gradients": Bug(keep_gradients_of_own_tokens, "tp 2"),
+    "division after the last stage's backward": Bug(divide_after_the_backward, "pp 2 gpipe"),
+    "last micro-batch alone": Bug(keep_the_last_micro_batch, "pp 2 1f1b"),
+    "norm of one stage": Bug(forget_other_stages_in_the_norm, "pp 4 1f1b"),
+    "activations of another micro-batch": Bug(send_another_micro_batch, "pp 2 interleaved"),
 }
 """Name → bug."""
 

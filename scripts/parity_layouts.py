@@ -1,8 +1,9 @@
 """Layouts of the mesh against one process: losses, gradients by kind of parameter, norms, final parameters.
 
 Every row trains one model on the same global batches: DDP, FSDP1, FSDP2, HSDP, context parallelism in each form, expert
-and tensor parallelism, and their combinations, with ragged padding, with accumulation in every second row and gradient
-checkpointing in every third. The reference is one ordinary process that takes the global batch as one micro-batch.
+and tensor parallelism, pipelines with each schedule, and their combinations, with ragged padding, with accumulation in
+pipelines and every second row and gradient checkpointing in every third. The reference is one ordinary process that
+takes the global batch as one micro-batch.
 
 - layout mode (``train.deterministic=layout``): every loss, norm, gradient and parameter must be equal in every bit;
 - default mode, in float32: every loss must be within 2e-6 relative of the one process, and the first gradients within
@@ -33,6 +34,7 @@ from fsdptoys.config.grain_checks import DEFAULT_GRAINS
 from fsdptoys.config.schema import Config
 from fsdptoys.models import ModelConfig, MoEConfig
 from fsdptoys.parallel.fsdp2 import FSDP2
+from fsdptoys.parallel.pipeline import PipelineSchedule
 from fsdptoys.train.trainer import Trainer
 from scripts.parity_compare import (
     KINDS,
@@ -59,6 +61,8 @@ LAYOUT_MODES = {"layout": ["train.deterministic=layout"], "default": ["train.det
 """Mode → overrides that make it."""
 EXTRAS = {"llama_debug": ["memory.chunk_loss=true"], "qwen3_debug": ["data.mask_documents=true"]}
 """Preset → overrides of all its rows."""
+STAGED_LAYERS = 4
+"""Layers of models in pipelines: one for each of four stages."""
 PAIRED_IN_FULL = ("llama_debug", "qwen3_moe_debug")
 """Presets that ``--layouts pairs`` trains on every number of ranks, in layout mode and float32."""
 
@@ -77,6 +81,8 @@ class Layout:
     """Whether it merges partial sums, which the layout mode and masks of documents refuse."""
     features: int = 1
     """Ranks that split features."""
+    blocks: int = 1
+    """Blocks of ranks with parts of the layers."""
 
     def of_reference(self, mode: str, preset: str) -> tuple[str, ...]:
         """Overrides that the one process needs too: more grains or slices, to cut into whole ones, and key heads."""
@@ -87,11 +93,17 @@ class Layout:
             words.append(f"train.slices={self.features}")
         if getattr(model_of(preset), "n_kv_heads", self.features) % self.features:
             words.append(f"model.n_kv_heads={self.features}")
+        if self.blocks > 1:
+            model = model_of(preset)
+            words += [f"model.n_layers={STAGED_LAYERS}"] if model.n_layers < STAGED_LAYERS else []
+            words += ["model.tie_embeddings=false"] if model.tie_embeddings else []
+            # Routers balance the micro-batches so far, and a pipeline needs several; in layout mode those of the step.
+            words += ["model.router_aux_loss_coef=0"] if isinstance(model, MoEConfig) and mode == "default" else []
         return tuple(words)
 
     def fits(self, world_size: int, preset: str, mode: str) -> bool:
         """Whether a model can be trained so on this many ranks."""
-        ranks, model = world_size // self.replicas, model_of(preset)
+        ranks, model = world_size // self.replicas // self.blocks, model_of(preset)
         shard = ranks // self.features
         if self.rings and (mode == "layout" or "data.mask_documents=true" in EXTRAS.get(preset, ())):
             return False
@@ -99,8 +111,9 @@ class Layout:
             return False
         if "parallel.context=ulysses" in self.overrides and model.n_heads % (self.shares * self.features):
             return False
-        divides = shard * self.features == ranks and shard % self.shares == 0 and ranks % self.split == 0
-        return ranks > 1 and divides and model.n_heads % self.features == 0
+        whole = ranks * self.replicas * self.blocks == world_size and shard * self.features == ranks
+        divides = whole and shard % self.shares == 0 and ranks % self.split == 0
+        return ranks * self.blocks > 1 and divides and model.n_heads % self.features == 0
 
 
 def _layouts() -> dict[str, Layout]:
@@ -118,7 +131,17 @@ def _layouts() -> dict[str, Layout]:
     for form in ("ulysses", "gathered"):
         made[f"tp 2, cp 2 {form}"] = Layout((f"parallel.context={form}",), shares=2, features=2)
     made |= {"hsdp, tp 2": Layout((), replicas=2, features=2), "tp 2, ep 2": Layout((), split=2, features=2)}
-    return made | {"tp 2, cp 2, ep 4": Layout((), 2, 4, features=2)}
+    made |= {"tp 2, cp 2, ep 4": Layout((), 2, 4, features=2)}
+    staged = {
+        schedule.value: (f"parallel.schedule={schedule.value}",) * (schedule is not PipelineSchedule.gpipe)
+        for schedule in PipelineSchedule
+    }
+    made |= {f"pp 2 {schedule}": Layout(words, blocks=2) for schedule, words in staged.items()}
+    made |= {"pp 4 1f1b": Layout(staged["1f1b"], blocks=4), "hsdp, pp 2": Layout((), replicas=2, blocks=2)}
+    made["pp 2, cp 2"] = Layout((*staged["interleaved"], "parallel.context=gathered"), shares=2, blocks=2)
+    made["pp 2, ep 2"] = Layout(staged["zero_bubble"], split=2, blocks=2)
+    made["pp 2, tp 2"] = Layout(staged["1f1b"], features=2, blocks=2)
+    return made | {"pp 2, cp 2, ep 2": Layout(staged["1f1b"], 2, 2, blocks=2)}
 
 
 LAYOUTS = _layouts()
@@ -129,10 +152,11 @@ def row_overrides(
     layout: Layout | None, model: str, dtype: str, mode: str, world_size: int, steps: int, seq_len: int, place: int
 ) -> list[str]:
     """Overrides of a row, or of the reference without a layout; ``place`` varies what must not matter."""
-    data_ranks = 1 if layout is None else world_size // layout.shares // layout.features
+    data_ranks = 1 if layout is None else world_size // layout.shares // layout.features // layout.blocks
     # Routers balance the micro-batches so far, so a model with experts takes the same ones in every row.
     accumulates = layout is not None and place % 2 == 1 and data_ranks < GLOBAL_BATCH and "moe" not in model
     accumulated = 2 if accumulates and model != "llama4_debug" else 1
+    accumulated = layout.blocks if layout is not None and layout.blocks > 1 else accumulated
     words = [
         f"model={model}",
         "data=synthetic",
@@ -157,8 +181,9 @@ def row_overrides(
         words.append("parallel=fsdp2")
     words += [*layout.overrides, f"parallel.param_dtype={dtype}"]
     if layout.replicas > 1:
-        words.append(f"mesh.fsdp_size={world_size // layout.replicas}")
-    words += [f"mesh.cp_size={layout.shares}", f"mesh.ep_size={layout.split}", f"mesh.tp_size={layout.features}"]
+        words.append(f"mesh.fsdp_size={world_size // layout.replicas // layout.blocks}")
+    sizes = {"cp": layout.shares, "ep": layout.split, "tp": layout.features, "pp": layout.blocks}
+    words += [f"mesh.{axis}_size={size}" for axis, size in sizes.items()]
     return words + (["memory.gradient_checkpointing=full"] if place % 3 == 2 else [])
 
 

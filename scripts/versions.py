@@ -35,6 +35,7 @@ TESTS: dict[str, list[str]] = {
     "shared sequences": ["tests/parallel/test_context.py"],
     "split experts": ["tests/parallel/test_expert_parallelism.py", "tests/parallel/test_expert_shards.py"],
     "layout mode": ["tests/parallel/test_layout_mode.py"],
+    "split layers": ["tests/parallel/test_pipeline_parallelism.py"],
     "float8, 8-bit AdamW": ["tests/parallel/test_float8.py", "tests/optim/test_low_bit_adamw.py"],
     "configuration": ["tests/config"],
     "models": ["tests/models"],

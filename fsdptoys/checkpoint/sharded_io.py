@@ -36,9 +36,9 @@ GatherFull = Callable[[dict[str, Tensor]], Iterator[tuple[str, Tensor | None]]]
 def save_tensors(storage: Storage, folder: str, tensors: dict[str, Tensor], group: Group) -> list[str]:
     """Write tensors into an existing folder, each rank its shards; return the names of this rank's files. Collective.
 
-    The folder has no other writers. ``tensors`` have the same names on all ranks: DTensors, or plain tensors equal on
-    all ranks, which must not change until this returns. ``group`` is for CPU tensors, otherwise unused meanwhile; None
-    for one process. OSError or ConfigError on all ranks: the error of the lowest failed rank.
+    The folder has no other writers. ``tensors`` are DTensors, or plain tensors equal on all ranks that have the name
+    (stages of a pipeline have others), and must not change until this returns. ``group`` is for CPU tensors, otherwise
+    unused meanwhile; None for one process. OSError or ConfigError on all ranks: the error of the lowest failed rank.
     """
     import torch.distributed.checkpoint as dcp
 
@@ -87,7 +87,7 @@ def save_full_tensors(
 def load_tensors(storage: Storage, folder: str, tensors: dict[str, Tensor], group: Group) -> None:
     """Fill tensors in place from a folder that any number of ranks saved. Collective; ``group`` as in ``save_tensors``.
 
-    ``tensors`` have the same names on all ranks, the saved dtypes and shapes, and any layout; the folder may hold more.
+    ``tensors`` have the saved dtypes and shapes, and any layout; ranks may have others, and the folder may hold more.
     ConfigError on all ranks, before anything is filled, if a tensor is missing or differs in dtype or shape, or if the
     index or a header is damaged; OSError on all ranks if a file cannot be read.
     """

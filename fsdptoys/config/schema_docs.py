@@ -99,8 +99,8 @@ def _read_class(node: ast.ClassDef, names: dict[str, Any], quote: str) -> Declar
         last = ""
         if isinstance(statement, ast.Assign) and is_enum:
             target = statement.targets[0]
-            # ``locals()["NAME"] = …`` where the name is no identifier.
-            last = target.id if isinstance(target, ast.Name) else str(ast.literal_eval(target.slice))
+            # locals()["NAME"] = …, where the name is no identifier.
+            last = str(ast.literal_eval(target.slice)) if isinstance(target, ast.Subscript) else ast.unparse(target)
             found.fields.append((last, "", ""))
         elif isinstance(statement, ast.AnnAssign) and isinstance(statement.target, ast.Name):
             last = statement.target.id

@@ -18,7 +18,8 @@ pytestmark = pytest.mark.usefixtures("unmeasured")
 FEW = {
     "gpt2_debug": ["ddp", "cp 2 gathered"],
     "qwen3_moe_debug": ["fsdp1", "cp 4, ep 2", "hsdp, cp 2, ep 2"],
-    "llama4_debug": ["cp 2 ulysses", "ep 4"],
+    "llama4_debug": ["cp 2 ulysses", "ep 4", "pp 2, cp 2, ep 2"],
+    "llama_debug": ["pp 4 1f1b", "pp 2, tp 2"],
 }
 """Preset → layouts that it is trained in on four ranks; together with ``tests/parallel`` all of them."""
 
@@ -40,7 +41,7 @@ def test_layouts_have_the_promised_bits(model: str, mode: str, dtype: str) -> No
 def test_every_injected_bug_is_caught_and_named_at_step_1() -> None:
     """Oracle: the part of the training that each bug changes."""
     console = Console(file=io.StringIO(), width=400)
-    assert len(BUGS) == 13
+    assert len(BUGS) == 17
     assert inject_all(list(BUGS), 1, 32, console) == []
     named = {
         "averaged experts": "experts.gate_up_proj has 2 times the norm",
@@ -53,6 +54,10 @@ def test_every_injected_bug_is_caught_and_named_at_step_1() -> None:
         "auxiliary loss of the local batch": "router.weight",
         "padding counted as valid": "step 1: loss",
         "ring accumulates in bf16": "attn.v_proj.weight",
+        "division after the last stage's backward": "layers.0",
+        "last micro-batch alone": "step 1: gradient of",
+        "norm of one stage": "step 1: gradient norm",
+        "activations of another micro-batch": "step 1: loss",
     }
     rows = [line for line in console.file.getvalue().splitlines() if line.startswith("│")]  # type: ignore[attr-defined]
     assert {name: part for name, part in named.items() if not any(name in row and part in row for row in rows)} == {}

@@ -1,0 +1,67 @@
+"""Stages: blocks split evenly by cost, and models with some of them."""
+
+import dataclasses
+from itertools import combinations, pairwise
+from typing import Any
+
+import pytest
+import torch
+
+from fsdptoys.config.compose import compose_config
+from fsdptoys.models import GPT2Config, ModelConfig
+from fsdptoys.models.stages import balanced_sizes, keep_stages, split_model
+
+
+def smallest_maximum(costs: list[float], count: int) -> float:
+    cuts = [(0, *inner, len(costs)) for inner in combinations(range(1, len(costs)), count - 1)]
+    return min(max(sum(costs[a:b]) for a, b in pairwise(cut)) for cut in cuts)
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 5, 7])
+def test_costs_are_split_as_evenly_as_they_can_be(count: int) -> None:
+    """Oracle: all splits."""
+    costs = [3.0, 1.0, 4.0, 1.0, 5.0, 9.0, 2.0]
+    sizes = balanced_sizes(costs, count)
+    assert len(sizes) == count and min(sizes) >= 1 and sum(sizes) == len(costs)
+    ends = [sum(sizes[: i + 1]) for i in range(count)]
+    found = max(sum(costs[end - size : end]) for end, size in zip(ends, sizes, strict=True))
+    assert found == smallest_maximum(costs, count)
+
+
+def model_of(preset: str) -> Any:
+    with torch.device("meta"):
+        return compose_config([f"model={preset}"]).model.build()
+
+
+def test_embedding_and_head_count() -> None:
+    """Oracle: Llama 3 8B, whose head has parameters and FLOPs of 2.4 blocks, and its embedding as many parameters."""
+    sizes = [stage.end - stage.first for stage in split_model(model_of("llama3_8b"), 4, 8192)]
+    assert sum(sizes) == 32 and sizes[1] == sizes[2] == max(sizes) and sizes[3] < sizes[0] < sizes[1]
+
+
+FAMILIES: list[ModelConfig] = [
+    GPT2Config(name="tiny", dim=36, n_layers=5, n_heads=6, vocab_size=67, max_seq_len=64, tie_embeddings=False),
+    dataclasses.replace(compose_config(["model=llama4_debug"]).model),
+]
+
+
+@pytest.mark.parametrize("config", FAMILIES, ids=lambda config: config.family)
+def test_stages_one_after_another_are_the_model(config: ModelConfig) -> None:
+    """Oracle: the logits of the full model, and its names of parameters."""
+    torch.manual_seed(0)
+    full: Any = config.build()
+    for param in full.parameters():
+        torch.nn.init.normal_(param, std=0.1)
+    full.init_buffers(torch.device("cpu"))
+    tokens_BT = torch.randint(config.vocab_size, (2, 12))
+    names, hidden, values = [], None, dict(full.named_parameters())
+    stages = split_model(full, 3, 12)
+    for stage in stages:
+        part: Any = config.build()
+        keep_stages(part, [stage])
+        part.load_state_dict({name: values[name] for name, _ in part.named_parameters()}, strict=False)
+        part.init_buffers(torch.device("cpu"))
+        names += [name for name, _ in part.named_parameters()]
+        hidden = part(tokens_BT, stage=stage, hidden_BTD=hidden)
+    assert sorted(names) == sorted(values)
+    assert hidden is not None and torch.equal(hidden, full(tokens_BT))
