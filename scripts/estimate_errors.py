@@ -153,9 +153,7 @@ def _tracing(jobs: int) -> Iterator[Callable[[Sequence[tuple[Config, Hardware, i
         def one(numbered: tuple[int, tuple[Config, Hardware, int]]) -> tuple[MemoryPrediction, TimePrediction] | None:
             number, (config, hardware, world_size) = numbered
             path = Path(name) / f"{number}.pickle"
-            process = context.Process(
-                target=answer_one, args=(path, config, hardware, world_size, config.model.n_layers)
-            )
+            process = context.Process(target=answer_one, args=(path, config, hardware, world_size))
             process.start()
             process.join()
             answer = pickle.loads(path.read_bytes())

@@ -27,7 +27,7 @@ from fsdptoys.errors import ConfigError
 from fsdptoys.launch.launch import SINGLE, choose_experiment, choose_single
 from fsdptoys.plan.calibrate import calibrate_command
 from fsdptoys.plan.estimate.estimate import closed_form
-from fsdptoys.plan.predict import Predictor, hardware_of, predict, world_size_of
+from fsdptoys.plan.predict import Predictor, hardware_of, has_closed_form, predict, world_size_of
 from fsdptoys.plan.search.advice import advise
 from fsdptoys.plan.search.frontier_plot import check_picture, draw_frontier
 from fsdptoys.plan.search.search import search
@@ -126,7 +126,7 @@ def _run(words: Sequence[str]) -> int:
         )
     prediction = predict(config, hardware, world_size)
     estimate = functools.partial(closed_form, hardware=hardware, world_size=world_size)
-    known = config.mesh.tp_size == 1  # to the closed form
+    known = has_closed_form(config)
     advice = advise(run.config, estimate, prediction, run.memory_bytes, node_ranks) if known else []
     if options.json:
         limit = {"memory_limit_bytes": run.memory_bytes, "advice": advice_to_dict(advice)}

@@ -85,6 +85,22 @@ class TimePrediction:
     """Time that it waits for the host to launch kernels or to update offloaded parameters."""
     kinds: dict[str, float] = field(default_factory=dict)
     volumes: tuple[Volume, ...] = ()
+    stage_seconds: float = 0.0
+    """Time that it waits for ranks of other stages of a pipeline."""
+
+
+@dataclass(frozen=True)
+class StagePrediction:
+    """Predicted memory and time of a rank of one part of a pipeline."""
+
+    layers: str
+    """Indices of its layers, such as ``0-3, 8-11`` with two stages on each rank."""
+    peak_bytes: int
+    reserved_bytes: int
+    compute_seconds: float
+    """Busy time of the compute stream in a step."""
+    wait_seconds: float
+    """Time in a step in which it waits for other parts: the bubble."""
 
 
 @dataclass(frozen=True)
@@ -106,6 +122,8 @@ class Prediction:
     doubts: tuple[str, ...] = ()
     """Unknowns of the prediction, one sentence each, with an error band if known."""
     device_type: str = "cuda"
+    stages: tuple[StagePrediction, ...] = ()
+    """Parts of a pipeline, in their order; ``memory`` is that of the largest, ``time`` that of the busiest."""
 
     @property
     def tokens_per_second(self) -> float:

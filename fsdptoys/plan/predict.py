@@ -17,6 +17,7 @@ from fsdptoys.models.attention import BACKENDS
 from fsdptoys.parallel.float8 import Float8
 from fsdptoys.parallel.mesh import straddling
 from fsdptoys.plan.estimate.estimate import closed_form
+from fsdptoys.plan.pipeline_traces import PipelinePredictor, stage_predictions
 from fsdptoys.plan.search.switches import STRATEGIES, check_strategy, node_ranks_of
 from fsdptoys.plan.simulator.allocator import build_allocator
 from fsdptoys.plan.simulator.events import Trace
@@ -38,6 +39,11 @@ HIGHER = 0.02  # Relative excess of the closed form's peak over the extrapolated
 ALARM = 0.10  # Reported relative difference between closed form and trace
 
 
+def has_closed_form(config: Config) -> bool:
+    """Whether each rank has all features of all layers, as in the closed form."""
+    return config.mesh.tp_size * config.mesh.pp_size == 1
+
+
 def hardware_of(config: Config) -> Hardware:
     """The profile of ``plan.hardware``, or of this machine's device; a ConfigError if there is none."""
     found = profile_of_this_machine() if config.plan.hardware == "auto" else config.plan.hardware
@@ -52,8 +58,7 @@ def hardware_of(config: Config) -> Hardware:
 def estimate_run(config: Config, world_size: int) -> tuple[Prediction, Hardware] | None:
     """Closed-form prediction of a validated run on this machine; None if not requested or not possible."""
     unknown = config.plan.hardware == "auto" and profile_of_this_machine() is None
-    layers = config.mesh.tp_size * config.mesh.pp_size == 1  # each rank has full ones, and all
-    if unknown or not config.plan.predict or config.parallel.name not in STRATEGIES or not layers:
+    if unknown or not config.plan.predict or config.parallel.name not in STRATEGIES or not has_closed_form(config):
         return None
     hardware = hardware_of(config)
     memory = config.memory
@@ -79,12 +84,15 @@ class Predictor:
         check_strategy(config)
         self.config = config
         self.world_size = world_size
-        self.depths = choose_depths(config)
-        self.traces: list[Trace] = trace(config, hardware, world_size, self.depths)
+        self.pipeline = PipelinePredictor(config, hardware, world_size) if config.mesh.pp_size > 1 else None
+        self.depths = [config.model.n_layers] if self.pipeline else choose_depths(config)
+        self.traces: list[Trace] = [] if self.pipeline else trace(config, hardware, world_size, self.depths)
 
     def __call__(self, hardware: Hardware) -> Prediction:
         """Replay the traces on hardware of the traced device type, and extrapolate to the model's depth."""
         config, kind = self.config, self.config.plan.allocator
+        if self.pipeline is not None:
+            return self._of_pipeline(self.pipeline, hardware)
         allocators = [build_allocator(kind, device_type=hardware.device_type) for _ in self.traces]
         replays = [replay(made, hardware, allocator) for made, allocator in zip(self.traces, allocators, strict=True)]
         result, method = replays[-1], "traced, all layers"
@@ -92,15 +100,26 @@ class Predictor:
             result = extrapolate(replays[0], result, (self.depths[0], self.depths[1]), config.model.n_layers)
             method = f"traced, {self.depths[0]} and {self.depths[1]} layers"
         if config.mesh.tp_size > 1:
-            return self._without_closed_form(hardware, method, result)
+            return self._without_closed_form(hardware, method, result, result)
         closed = closed_form(config, hardware, self.world_size)
         memory = result.memory(closed.memory.host_bytes)
         prediction = dataclasses.replace(closed, method=method, memory=memory, time=result.time())
         found = (*doubts(config, hardware, self.world_size), *disagreement(prediction, closed))
         return dataclasses.replace(prediction, doubts=found)
 
-    def _without_closed_form(self, hardware: Hardware, method: str, result: Replay) -> Prediction:
-        """A prediction of ranks that split features, which the closed form does not know."""
+    def _of_pipeline(self, pipeline: PipelinePredictor, hardware: Hardware) -> Prediction:
+        """The memory of the largest part of the model, and the time of the busiest."""
+        replays = pipeline(hardware)
+        largest = max(replays, key=lambda each: each.memory().reserved_bytes)
+        busiest = max(replays, key=lambda each: each.time().compute_seconds)
+        prediction = self._without_closed_form(hardware, pipeline.method, largest, busiest)
+        memory = prediction.memory
+        if memory.peak_phase == "forward":  # a pipeline's backwards are in the same phase
+            memory = dataclasses.replace(memory, peak_phase="forward and backward")
+        return dataclasses.replace(prediction, memory=memory, stages=stage_predictions(self.config, replays))
+
+    def _without_closed_form(self, hardware: Hardware, method: str, largest: Replay, busiest: Replay) -> Prediction:
+        """A prediction of ranks that split features or layers, which the closed form does not know."""
         config, train = self.config, self.config.train
         axes = config.parallel.axes(self.world_size, config.mesh)
         tokens = train.batch_size * train.seq_len * train.grad_accum * axes.data_ranks
@@ -118,8 +137,8 @@ class Predictor:
             tokens_per_step=tokens,
             model_flops_per_step=tokens / self.world_size * flops_per_token,
             peak_flops=peak_flops.value if peak_flops else None,
-            memory=result.memory(),
-            time=result.time(),
+            memory=largest.memory(),
+            time=busiest.time(),
             device_type=hardware.device_type,
             doubts=found,
         )
@@ -133,7 +152,7 @@ def predict(config: Config, hardware: Hardware, world_size: int) -> Prediction:
     """
     predictor = Predictor(config, hardware, world_size)
     prediction = predictor(hardware)
-    if config.mesh.tp_size > 1:
+    if not has_closed_form(config):
         return prediction
     closed = closed_form(config, hardware, world_size)
     if len(predictor.depths) > 1 and closed.memory.peak_bytes > (1 + HIGHER) * prediction.memory.peak_bytes:
@@ -149,7 +168,7 @@ def doubts(config: Config, hardware: Hardware, world_size: int) -> tuple[str, ..
     sharding = None
     if config.parallel.shards_parameters:
         node_ranks = node_ranks_of(config, hardware, world_size)
-        sharding = straddling(config.mesh.shard_ranks(world_size), world_size, node_ranks)
+        sharding = straddling(config.mesh.shard_ranks(world_size), config.mesh.stage_ranks(world_size), node_ranks)
     quantities = {name: value for name, value in vars(hardware).items() if isinstance(value, Quantity)}
     assumed = [name for name, quantity in quantities.items() if quantity.source.startswith("assumed")]
     sizes = ", ".join(name for name in assumed if name.endswith("_bytes"))

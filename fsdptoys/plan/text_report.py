@@ -39,6 +39,7 @@ def print_prediction(
     _print_memory(prediction, hardware, memory_bytes, console)
     _print_communication(prediction.time, console)
     _print_time(prediction, console)
+    _print_stages(prediction, console)
     _print_caveats(prediction.doubts, console)
     if advice:
         _print_advice(advice, prediction.memory.reserved_bytes <= memory_bytes, console)
@@ -125,26 +126,28 @@ def _print_header(config: Config, prediction: Prediction, hardware: Hardware, co
     _print_model(config, console)
     _line(f"{_ranks(prediction.world_size)} on {hardware.title}; {prediction.method}", console)
     shards = config.mesh.shard_ranks(prediction.world_size) if parallel.shards_parameters else 1
-    replicas = prediction.world_size // shards
+    replicas = config.mesh.stage_ranks(prediction.world_size) // shards
     sharding = f"shards over {_ranks(shards)}" if shards > 1 else "full parameters on each rank"
     replicating = f", {replicas} replicas" if replicas > 1 and shards > 1 else ""
     mesh = config.mesh
     sharing = f", sequences over {mesh.cp_size}" if mesh.cp_size > 1 else ""
     splitting = f", experts over {mesh.ep_size}" if mesh.ep_size > 1 else ""
     splitting += f", features over {mesh.tp_size}" if mesh.tp_size > 1 else ""
+    splitting += f", layers over {mesh.pp_size}" if mesh.pp_size > 1 else ""
     on = f"; {', '.join(traits(config))}" if traits(config) else ""
     axes = f"{sharding}{replicating}{sharing}{splitting}"
     _line(f"{parallel.name}: {axes}, {parallel.param_dtype.value}{on}", console)
     accumulated = f" x {train.grad_accum} micro-batches" if train.grad_accum > 1 else ""
     per_rank = f"{train.batch_size} x {train.seq_len:,} tokens{accumulated}"
-    sharing_ranks = mesh.cp_size * mesh.tp_size
+    sharing_ranks = mesh.cp_size * mesh.tp_size * mesh.pp_size
     sharers = f"{sharing_ranks} ranks" if sharing_ranks > 1 else "rank"
     _line(f"{per_rank} per {sharers}, {prediction.tokens_per_step:,} tokens per step", console)
 
 
 def _print_memory(prediction: Prediction, hardware: Hardware, memory_bytes: float, console: Console) -> None:
-    _heading("Memory of a rank", console)
-    memory = prediction.memory
+    memory, stages = prediction.memory, prediction.stages
+    largest = max(range(len(stages)), key=lambda index: stages[index].reserved_bytes) if stages else 0
+    _heading(f"Memory of a rank of part {largest}, the largest" if stages else "Memory of a rank", console)
     left = memory_bytes - memory.reserved_bytes
     verdict = f"fits in {_gib(memory_bytes)}, {_gib(left)} left"
     if left < 0:
@@ -173,8 +176,9 @@ def _print_communication(time: TimePrediction, console: Console) -> None:
 
 
 def _print_time(prediction: Prediction, console: Console) -> None:
-    time = prediction.time
-    _heading("Time of a step", console)
+    time, stages = prediction.time, prediction.stages
+    busiest = max(range(len(stages)), key=lambda index: stages[index].compute_seconds) if stages else 0
+    _heading(f"Time of a step on part {busiest}, the busiest" if stages else "Time of a step", console)
     parts = [("step", time.step_seconds), ("computing", time.compute_seconds)]
     kinds = sorted(time.kinds.items(), key=lambda item: -item[1])
     parts += [(f"  {kind}", seconds) for kind, seconds in kinds if seconds]
@@ -183,6 +187,7 @@ def _print_time(prediction: Prediction, console: Console) -> None:
         ("waiting for transfers", time.exposed_transfer_seconds),
         ("waiting for the host", time.host_seconds),
     ]
+    parts += [("waiting for other parts", time.stage_seconds)] if stages else []
     rows = [(name, _seconds(seconds), f"{seconds / time.step_seconds:.1%}") for name, seconds in parts]
     _grid(rows, "lrr", console)
     ranks = prediction.world_size
@@ -190,6 +195,18 @@ def _print_time(prediction: Prediction, console: Console) -> None:
     each = f", {prediction.tokens_per_second / ranks:,.0f} per device" if ranks > 1 else ""
     console.print()
     _line(f"{prediction.tokens_per_second:,.0f} tokens/s{each}{mfu}", console)
+
+
+def _print_stages(prediction: Prediction, console: Console) -> None:
+    rows = [("part", "layers", "peak", "reserved", "computing", "bubble", "")]
+    step = prediction.time.step_seconds
+    for index, stage in enumerate(prediction.stages):
+        memory = _gib(stage.peak_bytes), _gib(stage.reserved_bytes)
+        waits = _seconds(stage.wait_seconds), f"{stage.wait_seconds / step:.1%}"
+        rows.append((str(index), stage.layers, *memory, _seconds(stage.compute_seconds), *waits))
+    if prediction.stages:
+        _heading("Parts of the pipeline", console)
+        _grid(rows, "llrrrrr", console, headed=True)
 
 
 def _print_advice(advice: Sequence[Advice], fits: bool, console: Console) -> None:

@@ -87,6 +87,7 @@ CASES = {
     "adapters, ddp": ("parallel=ddp", "tune=lora", "train.grad_accum=2"),
     "adapters, fsdp1": ("parallel=fsdp1", "tune=lora"),
     "adapters of quantized weights": ("parallel=fsdp2", "tune=lora", "tune.base=nf4", "model.ffn_dim=192"),
+    "stages": ("parallel=fsdp2", "mesh.pp_size=2", "parallel.schedule=1f1b", "train.grad_accum=3"),
     "documents apart": ("parallel=fsdp2", "model=gpt2_debug", "data.mask_documents=true"),
 }
 HYBRID = {

@@ -79,13 +79,11 @@ def overrides_between(base: Config, config: Config) -> list[str]:
 
 
 def check_strategy(config: Config) -> None:
-    """Raise a ConfigError for a strategy without a step model, which names the closest one, and for stages."""
+    """Raise a ConfigError for a strategy without a step model, which names the closest one."""
     parallel = config.parallel
     if parallel.name not in STRATEGIES:
         like = FSDP2Config if parallel.shards_parameters or not parallel.keeps_full_states else DDPConfig
         raise ConfigError(f"parallel={parallel.name} cannot be predicted; set parallel={like.name}, which is closest")
-    if config.mesh.pp_size > 1:
-        raise ConfigError(f"mesh.pp_size={config.mesh.pp_size} cannot be predicted; set mesh.pp_size=1")
 
 
 def node_ranks_of(config: Config, hardware: Hardware, world_size: int) -> int:

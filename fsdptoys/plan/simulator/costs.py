@@ -11,7 +11,7 @@ import math
 
 from fsdptoys.device.profile import Hardware
 
-from .events import KernelKind
+from .events import KernelKind, Message, Messages
 
 
 def spread(hardware: Hardware, group_size: int, group_stride: int) -> tuple[int, int]:
@@ -99,3 +99,33 @@ def collective_seconds(hardware: Hardware, name: str, bytes: int, group_size: in
     else:
         latency = (nodes - 1) * inter_latency + (group_size - nodes) * intra_latency
     return sent / bandwidth + latency
+
+
+def messages_seconds(hardware: Hardware, event: Messages) -> float:
+    """Time of messages that are issued together, once all their ranks have arrived.
+
+    Links have two directions. Messages of one direction pass the link within the node, or the card, one after another.
+    """
+    seconds = []
+    for sends in (True, False):
+        within, between = 0, 0
+        for message in event.messages:
+            if message.sends is sends:
+                leaves = leaves_node(hardware, event, message)
+                within, between = within + message.bytes * (not leaves), between + message.bytes * leaves
+        intra = hardware.intra_node_bandwidth.value * hardware.intra_node_efficiency.value
+        inter = hardware.inter_node_bandwidth.value * hardware.inter_node_efficiency.value
+        of_intra = within / intra + hardware.intra_node_latency_seconds.value if within else 0.0
+        of_inter = between / inter + hardware.inter_node_latency_seconds.value if between else 0.0
+        seconds.append(max(of_intra, of_inter))
+    return max(seconds)
+
+
+def leaves_node(hardware: Hardware, event: Messages, message: Message) -> bool:
+    """Whether a message goes between nodes, for any of the ranks that send at the same time as the traced one.
+
+    These are the ``group_stride`` ranks from the traced one on, each to the same rank of its own group.
+    """
+    devices, stride = int(hardware.devices_per_node.value), event.group_stride
+    first, second = event.rank * stride, message.peer * stride
+    return any((first + place) // devices != (second + place) // devices for place in range(stride))

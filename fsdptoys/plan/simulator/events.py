@@ -90,7 +90,26 @@ class Collective(NamedTuple):
     bytes: int  # The full buffer to gather, scatter or reduce
     group_size: int
     group_stride: int  # Distance between the group's neighbors in the global rank order: 1 for a shard axis
-    axis: str  # ``shard``, ``replicate``, ``efsdp``, ``cp``, ``tp``, ``ep`` or ``world``
+    axis: str  # ``shard``, ``replicate``, ``efsdp``, ``cp``, ``tp``, ``ep``, ``pp`` or ``world``
+
+
+class Message(NamedTuple):
+    """A tensor sent to, or received from, another rank of a group."""
+
+    peer: int  # Rank in the group
+    bytes: int
+    sends: bool
+
+
+class Messages(NamedTuple):
+    """Messages issued together; none is on its way before both of its ranks have reached it."""
+
+    stream: int
+    messages: tuple[Message, ...]
+    rank: int  # This rank in the group
+    group_size: int
+    group_stride: int  # As of a ``Collective``
+    axis: str
 
 
 class RecordEvent(NamedTuple):
@@ -133,7 +152,7 @@ class Mark(NamedTuple):
 
 
 Wait = RecordEvent | WaitEvent | HostWaitEvent | HostWaitStream | HostWaitWorkers
-Event = Alloc | Free | RecordStream | Kernel | Kernels | HostWork | Transfer | Collective | Wait | Mark
+Event = Alloc | Free | RecordStream | Kernel | Kernels | HostWork | Transfer | Collective | Messages | Wait | Mark
 
 
 @dataclass

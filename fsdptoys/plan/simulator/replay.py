@@ -12,6 +12,7 @@ https://docs.pytorch.org/docs/stable/generated/torch.Tensor.record_stream.html
 import heapq
 import math
 from collections import Counter
+from collections.abc import Container, Generator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,7 +20,7 @@ from fsdptoys.device.profile import Hardware
 from fsdptoys.metrics.prediction import Category, MemoryPrediction, TimePrediction, Volume
 
 from .allocator import Allocator, Block
-from .events import Alloc, Free, Mark, RecordStream, Trace
+from .events import Alloc, Collective, Free, Mark, Messages, RecordStream, Trace
 from .stream_clock import Cause, Clock
 
 
@@ -86,9 +87,14 @@ class Replay:
             exposed_communication_seconds=self.waits[Cause.communication.name],
             exposed_transfer_seconds=self.waits[Cause.transfer.name],
             host_seconds=self.waits[Cause.host.name],
+            stage_seconds=self.waits[Cause.stages.name],
             kinds=dict(self.kinds),
             volumes=tuple(self.volumes.values()),
         )
+
+
+Replaying = Generator[tuple[Messages | Collective, float], float, Replay]
+"""A replay that stops where it meets other ranks."""
 
 
 def replay(trace: Trace, hardware: Hardware, allocator: Allocator) -> Replay:
@@ -98,7 +104,20 @@ def replay(trace: Trace, hardware: Hardware, allocator: Allocator) -> Replay:
         allocator.OutOfMemory: if the allocator, a new one, has a limit and the trace does not fit.
     """
     try:
-        return _Replaying(trace, hardware, allocator).run()
+        next(begin_replay(trace, hardware, allocator, ()))
+    except StopIteration as done:
+        result: Replay = done.value
+        return result
+    raise AssertionError("a single rank waits for no other")
+
+
+def begin_replay(trace: Trace, hardware: Hardware, allocator: Allocator, axes: Container[str]) -> Replaying:
+    """Replay as of :func:`replay` of a rank that meets others, in messages and collectives of these axes.
+
+    Yields each such event and the time at which this rank reaches it; the answer is the time at which all have.
+    """
+    try:
+        return (yield from _Replaying(trace, hardware, allocator).run(axes))
     finally:
         allocator.wait_for_device = lambda: None  # no cycle, so that the trace's events are freed at once
 
@@ -121,7 +140,7 @@ class _Replaying:
         self.phases: list[Phase] = []
         self.phase_begins = 0.0
 
-    def run(self) -> Replay:
+    def run(self, axes: Container[str]) -> Replaying:
         clock, events = self.clock, self.trace.events
         last_step = max((event.step for event in events if isinstance(event, Mark)), default=0)
         mark = Mark(0, "construction")
@@ -141,6 +160,8 @@ class _Replaying:
                 if event.step == last_step != mark.step:
                     clock.begin_window()
                 mark = event
+            elif isinstance(event, (Messages, Collective)) and event.axis in axes:
+                clock.meet(event, (yield event, clock.arrive(event)))
             else:
                 clock.advance(event)
         clock.end_window()

@@ -27,6 +27,7 @@ class Cause(Enum):
     communication = 0
     transfer = 1
     host = 2
+    stages = 3  # Ranks of other stages of a pipeline, which have not yet sent or received a message
 
 
 class Work(NamedTuple):
@@ -89,6 +90,7 @@ class Clock:
         self._last: defaultdict[int, Work | None] = defaultdict(lambda: None)
         """The work that a stream is ready after; None for the host or the compute stream."""
         self._host_last: Work | None = None
+        self._others = 0.0  # Time until which other ranks hold up the event that is processed
         self._causes: defaultdict[int, Cause] = defaultdict(lambda: Cause.communication)
         self._events: dict[int, tuple[float, Work | None]] = {}
         self._communicators: defaultdict[tuple[str, int, int], float] = defaultdict(float)
@@ -101,6 +103,7 @@ class Clock:
             events.Kernel: self._kernel,
             events.Kernels: self._kernels,
             events.Collective: self._collective,
+            events.Messages: self._messages,
             events.Transfer: self._transfer,
             events.HostWork: self._host_work,
             events.RecordEvent: self._record_event,
@@ -114,6 +117,17 @@ class Clock:
         """Process the next event; memory events and marks take no time."""
         if (handler := self._handlers.get(type(event))) is not None:
             handler(event)
+
+    def arrive(self, event: events.Messages | events.Collective) -> float:
+        """Earliest start of the next event, without a wait for other ranks."""
+        issued = self.host + self._hardware.host_collective_seconds.value
+        return max(issued, self._ready[event.stream])
+
+    def meet(self, event: events.Messages | events.Collective, begin: float) -> None:
+        """Process the next event, which other ranks let begin no earlier."""
+        self._others = begin
+        self.advance(event)
+        self._others = 0.0
 
     @property
     def now(self) -> float:
@@ -189,15 +203,26 @@ class Clock:
         self.host += self._hardware.host_collective_seconds.value
         name, size, stride = event.name, event.group_size, event.group_stride
         seconds = costs.collective_seconds(self._hardware, name, event.bytes, size, stride)
-        key = (name, event.axis, size)
-        now = self.parts.volumes.get(key, Volume(*key, 0, 0, 0.0))
-        sent = round(costs.sent_bytes(name, event.bytes, size))
-        self.parts.volumes[key] = Volume(*key, 1 + now.calls, sent + now.bytes, seconds + now.seconds)
+        self._count_volume((name, event.axis, size), round(costs.sent_bytes(name, event.bytes, size)), seconds)
         nodes, local = costs.spread(self._hardware, size, stride)
         lanes = [lane for lane, used in ((self._intra, local > 1), (self._inter, nodes > 1)) if used]
         communicator = (event.axis, size, stride)
         end = self._serve(event.stream, lanes, seconds, Cause.communication, self._communicators[communicator])
         self._communicators[communicator] = end
+
+    def _messages(self, event: events.Messages) -> None:
+        self.host += self._hardware.host_collective_seconds.value
+        for message in event.messages:
+            if message.sends:
+                seconds = costs.messages_seconds(self._hardware, event._replace(messages=(message,)))
+                self._count_volume(("send", event.axis, event.group_size), message.bytes, seconds)
+        leaving = {costs.leaves_node(self._hardware, event, message) for message in event.messages}
+        lanes = [lane for lane, leaves in ((self._intra, False), (self._inter, True)) if leaves in leaving]
+        self._serve(event.stream, lanes, costs.messages_seconds(self._hardware, event), Cause.communication)
+
+    def _count_volume(self, key: tuple[str, str, int], sent: int, seconds: float) -> None:
+        now = self.parts.volumes.get(key, Volume(*key, 0, 0, 0.0))
+        self.parts.volumes[key] = Volume(*key, 1 + now.calls, sent + now.bytes, seconds + now.seconds)
 
     def _transfer(self, event: events.Transfer) -> None:
         self.host += self._operator_seconds
@@ -209,6 +234,9 @@ class Clock:
 
     def _serve(self, stream: int, lanes: list[Lane], seconds: float, cause: Cause, not_before: float = 0.0) -> float:
         ready, last = self._start(stream)
+        if self._others > ready:
+            last = Work(ready, self._others, Cause.stages, self._needed(last))
+            ready = self._others
         start, asked = max(ready, not_before), -1.0
         while asked != start:
             asked = start

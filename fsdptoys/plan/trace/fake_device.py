@@ -223,8 +223,8 @@ def torch_device_type(device_type: str) -> str:
     return "npu" if device_type == "npu" else DEVICE_NAME
 
 
-def install(device_type: str, world_size: int) -> None:
-    """Make this process rank 0 of a world of fake devices; permanent, except the number of ranks."""
+def install(device_type: str, world_size: int, rank: int = 0) -> None:
+    """Make this process a rank of a world of fake devices; permanent, except the number of ranks."""
     # Importing PyTorch's test helper (torch 2.7 to 2.13) registers the backend.
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
@@ -242,7 +242,7 @@ def install(device_type: str, world_size: int) -> None:
         MODULE.default = MODULE.current = Stream()  # the compute stream, number 0
         dist.Backend.default_device_backend_map[name] = "fake"
         dist.Backend.backend_capability["fake"].append(name)
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world_size)
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
 
 
 def registers_devices() -> bool:

@@ -5,7 +5,7 @@ tensors. Memory is followed by storage (``storages``); streams and events report
 covered: tensors that a kernel of this project allocates without the dispatcher; numbers read from tensors are not real.
 """
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -29,7 +29,7 @@ from .groups import place_of
 from .op_costs import COPIES, TRAFFIC, cost_of, has_no_kernel, scratch_bytes, touched_bytes, traffic, updates_parameters
 from .storages import Storage, Storages
 
-EXCHANGE = -3  # Stream of exchanges on the meta device, which has no streams
+EXCHANGE = -3  # Stream of exchanges on the meta device and on CPUs, which have no streams
 FIRST_MATMUL = -2  # ``Mark.step`` before a thread's first matmul on the meta device; the phase is ``forward``'s or not
 Handler = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
 PURPOSES = {
@@ -87,6 +87,10 @@ class OpRecorder(TorchDispatchMode):
             own = [stream.number for stream in self._groups.values()]
             self.trace.streams = stream_purposes() | dict.fromkeys(own, "communication")
         self.add(Mark(step, phase))
+
+    def begin_part(self, phase: str) -> None:
+        """Start a forward or a backward within a phase, by which live blocks get their purpose."""
+        self._storages.begin_phase(phase)
 
     def enter_region(self, category: Category | None) -> None:
         """Set the purpose of all later allocations; None for unknown."""
@@ -298,18 +302,33 @@ class OpRecorder(TorchDispatchMode):
         if not asynchronous or self.device_type == "cpu":
             self.add(simulated.Collective(name, self.stream(), size, *place, axis))
             return lambda: None
-        if self.device_type == "meta":
+        return self._issue(lambda stream: simulated.Collective(name, stream, size, *place, axis), group)
+
+    def exchange(self, parts: Sequence[tuple[bool, Tensor, int]], group: Any) -> Callable[[], None]:
+        """Record messages that are issued together, and return a function with which the current stream waits for them.
+
+        Each is sent or received: whether it is sent, its tensor, and the other rank in the group.
+        """
+        place, axis = place_of(group, "send")
+        for _, tensor, _ in parts:
+            self._storages.see(tensor)
+            self.categorize(tensor, Category.exchange_buffers)
+        messages = tuple(simulated.Message(peer, touched_bytes(tensor), sends) for sends, tensor, peer in parts)
+        return self._issue(lambda stream: simulated.Messages(stream, messages, group.rank(), *place, axis), group)
+
+    def _issue(self, event_on: Callable[[int], simulated.Event], group: Any) -> Callable[[], None]:
+        """Add an event on the stream of a group; the compute stream waits for it with the work."""
+        if self.device_type in ("cpu", "meta"):
             self.device_events += 2
             begun, done = self.device_events - 1, self.device_events
             self.add(simulated.RecordEvent(begun, COMPUTE_STREAM))
             self.add(simulated.WaitEvent(begun, EXCHANGE))
-            self.add(simulated.Collective(name, EXCHANGE, size, *place, axis))
+            self.add(event_on(EXCHANGE))
             self.add(simulated.RecordEvent(done, EXCHANGE))
             return lambda: self.add(simulated.WaitEvent(done, COMPUTE_STREAM))
-        # The group has its own stream; the compute stream waits for it with the work.
         own = self._groups.get(group.group_name) or self._groups.setdefault(group.group_name, MODULE.Stream())
         own.wait_stream(MODULE.current)
-        self.add(simulated.Collective(name, own.number, size, *place, axis))
+        self.add(event_on(own.number))
         event = own.record_event()
         assert event.number is not None
         self._pending[own.number] = event.number

@@ -5,7 +5,7 @@ the optimizer allocates its states. Parameters have memory but no values; tokens
 profiling and compilation are left out.
 
 A process that traces cannot be used otherwise (``fake_device``), so ``trace`` starts one: ``python -m
-fsdptoys.plan.trace.tracer FOLDER`` answers the request in FOLDER. It forks once per depth, as many at a time as there
+fsdptoys.plan.trace.tracer FOLDER`` answers the request in FOLDER. It forks once per job, as many at a time as there
 are cores. An answer is a trace or an error; the parent reports a fork that dies.
 """
 
@@ -51,11 +51,12 @@ from . import fake_device
 from .fake_device import PlannedDevice, registers_devices, torch_device_type
 from .fake_exchanges import fake_exchanges
 from .fake_kernels import replace_kernels
+from .fake_stages import fake_stages
 from .fake_tensors import fake_tensors
 from .op_costs import attention_of, matmul_workspace_bytes
 from .op_recorder import OpRecorder
 
-REQUEST, ANSWER = "request.pickle", "answer-{}.pickle"  # Files of the tracing process; an answer for each depth
+REQUEST, ANSWER = "request.pickle", "answer-{}.pickle"  # Files of the tracing process; an answer for each job
 STEPS = 2
 TIMEOUT_SECONDS = 1800.0
 
@@ -66,15 +67,21 @@ Program = Callable[[OpRecorder], None]
 
 
 def trace(config: Config, hardware: Hardware, world_size: int, n_layers: Sequence[int]) -> list[Trace]:
-    """Trace rank 0 of a validated run at several depths, in a process of its own.
+    """Trace rank 0 of a validated run at several depths; see :func:`trace_all`."""
+    models = [dataclasses.replace(config.model, n_layers=depth) for depth in n_layers]
+    return trace_all([(dataclasses.replace(config, model=model), 0) for model in models], hardware, world_size)
+
+
+def trace_all(jobs: Sequence[tuple[Config, int]], hardware: Hardware, world_size: int) -> list[Trace]:
+    """Trace a rank of each of several validated runs, in a process of its own.
 
     A ConfigError of the run itself is raised here; any other failure is a RuntimeError with the process's traceback.
     """
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        (folder / REQUEST).write_bytes(pickle.dumps((config, hardware, world_size, list(n_layers))))
+        (folder / REQUEST).write_bytes(pickle.dumps((list(jobs), hardware, world_size)))
         stderr = _run([sys.executable, "-m", "fsdptoys.plan.trace.tracer", name], tracing_environment())
-        return [_read_answer(folder / ANSWER.format(index), stderr) for index in range(len(n_layers))]
+        return [_read_answer(folder / ANSWER.format(index), stderr) for index in range(len(jobs))]
 
 
 def tracing_environment() -> dict[str, str]:
@@ -114,9 +121,11 @@ def _run(command: list[str], environment: dict[str, str]) -> str:
         process.wait()
 
 
-def trace_here(program: Program, *, attention: AttentionKind, world_size: int, workspace_bytes: int = 0) -> Trace:
+def trace_here(
+    program: Program, *, attention: AttentionKind, world_size: int, workspace_bytes: int = 0, rank: int = 0
+) -> Trace:
     """Trace a program up to its last mark in this process, which cannot be used afterwards."""
-    fake_device.install(DEVICE_TYPES[attention], world_size)
+    fake_device.install(DEVICE_TYPES[attention], world_size, rank)
     return record(program, attention=attention, workspace_bytes=workspace_bytes)
 
 
@@ -148,7 +157,7 @@ def trainer_program(config: Config, hardware: Hardware, steps: int = STEPS) -> P
             if isinstance(module, LMHead):
                 _watch_head(module, recorder)
         trainer.around_step = functools.partial(_ended, recorder)
-        with fake_exchanges(recorder, config.plan.expert_imbalance):
+        with fake_exchanges(recorder, config.plan.expert_imbalance), fake_stages(recorder):
             trainer.train()
 
     return run
@@ -217,29 +226,31 @@ def _watch_head(head: LMHead, recorder: OpRecorder) -> None:
 
 def main(folder: Path) -> None:
     """Answer the request in a folder."""
-    config, hardware, world_size, depths = pickle.loads((folder / REQUEST).read_bytes())
+    jobs, hardware, world_size = pickle.loads((folder / REQUEST).read_bytes())
     fork = multiprocessing.get_context("fork")
     running: list[BaseProcess] = []
-    for index, n_layers in enumerate(depths):
+    for index, (config, rank) in enumerate(jobs):
         if len(running) == available_cores():
             wait([process.sentinel for process in running])
             running = [process for process in running if process.is_alive()]
         path = folder / ANSWER.format(index)
-        running.append(fork.Process(target=answer_one, args=(path, config, hardware, world_size, n_layers)))
+        running.append(fork.Process(target=answer_one, args=(path, config, hardware, world_size, rank)))
         running[-1].start()
     for process in multiprocessing.active_children():
         process.join()
 
 
-def answer_one(path: Path, config: Config, hardware: Hardware, world_size: int, n_layers: int) -> None:
-    """Trace one depth and write the answer."""
+def answer_one(path: Path, config: Config, hardware: Hardware, world_size: int, rank: int = 0) -> None:
+    """Trace one rank of a run and write the answer."""
     answer: object
     try:
-        model = dataclasses.replace(config.model, n_layers=n_layers)
-        program = trainer_program(dataclasses.replace(config, model=model), hardware)
-        workspace = matmul_workspace_bytes(hardware)
+        attention, workspace = attention_of(config, hardware), matmul_workspace_bytes(hardware)
         answer = trace_here(
-            program, attention=attention_of(config, hardware), world_size=world_size, workspace_bytes=workspace
+            trainer_program(config, hardware),
+            attention=attention,
+            world_size=world_size,
+            workspace_bytes=workspace,
+            rank=rank,
         )
     except ConfigError as mistake:
         answer = (ConfigError, str(mistake))

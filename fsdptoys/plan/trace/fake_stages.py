@@ -1,0 +1,93 @@
+"""Messages between stages of a pipeline whose other ranks do not exist.
+
+``torch.distributed.pipelining`` sends and receives by public functions, which are replaced here: received tensors have
+no values, and the events of a trace say which messages were issued together. As NCCL does for a group that is bound to
+a device, all messages of a rank have one stream, the group's own.
+
+A stage has forwards and backwards of several micro-batches in one phase of the step, so that the phases by which blocks
+of memory get their purpose begin here. All micro-batches have the tokens of the first: their places are numbers of
+fake tensors. Before the first step stages agree on how they know the shapes of messages (a private function of torch
+2.13); they were given all, which a trace states instead of asking ranks that do not exist.
+"""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.pipelining import _utils as pipelining_utils
+from torch.distributed.pipelining import schedules
+
+from fsdptoys.models.stages import Stage
+from fsdptoys.parallel.pipeline import PipelinedModel
+
+from .fake_device import replaced
+from .op_recorder import OpRecorder
+
+
+class FakeWork:
+    """Messages under way, which hold their tensors until something waits for them."""
+
+    def __init__(
+        self, recorder: OpRecorder, sends: Sequence[bool], tensors: Sequence[Tensor], peers: Sequence[int], group: Any
+    ) -> None:
+        self._tensors: tuple[Tensor, ...] = tuple(tensors)
+        self._wait = recorder.exchange(list(zip(sends, tensors, peers, strict=True)), group)
+
+    def wait(self, *_: Any) -> bool:
+        """Let the current stream wait."""
+        self._wait()
+        self._tensors = ()
+        return True
+
+
+@contextmanager
+def fake_stages(recorder: OpRecorder) -> Iterator[None]:
+    """Let a stage's messages be recorded instead of sent."""
+
+    def place(group: Any, peer: int | None, group_peer: int | None) -> int:
+        if group_peer is not None:
+            return group_peer
+        assert peer is not None
+        return dist.get_group_rank(group, peer)
+
+    def isend(
+        tensor: Tensor, dst: int | None = None, group: Any = None, tag: int = 0, group_dst: int | None = None
+    ) -> FakeWork:
+        return FakeWork(recorder, [True], [tensor], [place(group, dst, group_dst)], group)
+
+    def irecv(
+        tensor: Tensor, src: int | None = None, group: Any = None, tag: int = 0, group_src: int | None = None
+    ) -> FakeWork:
+        return FakeWork(recorder, [False], [tensor], [place(group, src, group_src)], group)
+
+    def batch_isend_irecv(ops: Sequence[dist.P2POp]) -> list[FakeWork]:
+        group, peers = ops[0].group, [op.group_peer for op in ops]
+        return [FakeWork(recorder, [op.op is isend for op in ops], [op.tensor for op in ops], peers, group)]
+
+    run_stage = PipelinedModel.run_stage
+
+    def run_first(
+        pipelined: PipelinedModel, stage: Stage, modules: nn.Module, received: Tensor, place: Tensor
+    ) -> Tensor:
+        recorder.begin_part("forward")
+        out = run_stage(pipelined, stage, modules, received, torch.tensor(0))
+        recorder.begin_part("backward")
+        return out
+
+    def agree(_: Any, stages: Sequence[Any], *__: Any) -> None:
+        for each in stages:
+            each._inference_mode = pipelining_utils.InferenceMode.STATIC
+
+    functions = {"isend": isend, "irecv": irecv, "batch_isend_irecv": batch_isend_irecv}
+    # An operation's function is compared with those of the module that defines them.
+    owners = (dist, dist.distributed_c10d)
+    replacements: list[tuple[Any, str, Any]] = [
+        (owner, name, function) for owner in owners for name, function in functions.items()
+    ]
+    if hasattr(schedules._PipelineSchedule, "_warmup_p2p"):
+        replacements.append((schedules._PipelineSchedule, "_warmup_p2p", agree))
+    with replaced(*replacements, (PipelinedModel, "run_stage", run_first)):
+        yield
