@@ -2,6 +2,7 @@
 
 import copy
 import dataclasses
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -25,6 +26,7 @@ from fsdptoys.plan.trace.extrapolate_layers import choose_depths, extrapolate
 from fsdptoys.plan.trace.op_costs import attention_of
 from fsdptoys.plan.trace.tracer import trace
 
+Tracing = Callable[[Config, Hardware, int, Sequence[int]], list[Trace]]
 VALIDATED_RANKS = 128  # Most ranks of a published run that the model was tested against
 TIME_BANDS = {
     "a2": (
@@ -72,14 +74,17 @@ def world_size_of(config: Config, hardware: Hardware) -> int:
 
 
 class Predictor:
-    """Predicts one validated configuration; its traces are made once, so other hardware costs a replay only."""
+    """Predicts one validated configuration; its traces are made once, so other hardware costs a replay only.
 
-    def __init__(self, config: Config, hardware: Hardware, world_size: int) -> None:
+    ``tracing`` makes them: in a process of their own, or in those that trace the closed form's skeletons.
+    """
+
+    def __init__(self, config: Config, hardware: Hardware, world_size: int, tracing: Tracing = trace) -> None:
         check_strategy(config)
         self.config = config
         self.world_size = world_size
         self.depths = choose_depths(config)
-        self.traces: list[Trace] = trace(config, hardware, world_size, self.depths)
+        self.traces = tracing(config, hardware, world_size, self.depths)
 
     def __call__(self, hardware: Hardware) -> Prediction:
         """Replay the traces on hardware of the traced device type, and extrapolate to the model's depth."""
@@ -124,13 +129,13 @@ class Predictor:
         )
 
 
-def predict(config: Config, hardware: Hardware, world_size: int) -> Prediction:
+def predict(config: Config, hardware: Hardware, world_size: int, tracing: Tracing = trace) -> Prediction:
     """Trace, replay and extrapolate; see :class:`Predictor`.
 
     A peak that moves with depth is not found by extrapolation. The closed form includes all layers: if its peak is
     higher, all layers are traced.
     """
-    predictor = Predictor(config, hardware, world_size)
+    predictor = Predictor(config, hardware, world_size, tracing)
     prediction = predictor(hardware)
     if config.mesh.tp_size > 1:
         return prediction
@@ -138,7 +143,7 @@ def predict(config: Config, hardware: Hardware, world_size: int) -> Prediction:
     if len(predictor.depths) > 1 and closed.memory.peak_bytes > (1 + HIGHER) * prediction.memory.peak_bytes:
         config = copy.deepcopy(config)
         config.plan.exact = True
-        prediction = Predictor(config, hardware, world_size)(hardware)
+        prediction = Predictor(config, hardware, world_size, tracing)(hardware)
     return prediction
 
 

@@ -2,7 +2,7 @@
 
 The contents of a model's units are traced once on the meta device and cached (``unit_traces``). The order of a step,
 with a strategy's gathers, reductions, offload and optimizer, is that of a skeleton: the trainer's own steps over a
-model of few layers whose forwards compute nothing (``skeleton``, traced in ``tracing_process``). It serves all batches,
+model of few layers whose forwards compute nothing (``skeleton``). It serves all batches,
 lengths, losses and kernels. The contents are inserted into it (``splice``). Two depths are extrapolated as in a full
 trace. Not covered: tensors that depend on data; the balance of routers.
 """
@@ -35,12 +35,13 @@ from fsdptoys.plan.simulator.replay import Replay, replay
 from fsdptoys.plan.trace.extrapolate_layers import depths_of, extrapolate
 from fsdptoys.plan.trace.groups import PlannedGroup
 from fsdptoys.plan.trace.op_costs import attention_of, matmul_workspace_bytes
+from fsdptoys.plan.trace.tracer import DEVICE_TYPES
+from fsdptoys.plan.trace.tracing_process import traced
 from fsdptoys.train.tuning import quantize_base, tune_model
 from fsdptoys.utils.uncached import Uncached
 
-from .skeleton import reduced
+from .skeleton import reduced, trace_skeleton
 from .splice import splice
-from .tracing_process import traced
 from .unit_traces import segments_of
 
 LEAST_LAYERS = 3
@@ -103,9 +104,9 @@ def _replays(
         contents.append(segments)
         ties = model.lm_head.weight is model.embed_tokens.weight
         layouts = tuple(segment.layout(offloads, ties) for segment in segments)
-        requests.append((reduced(deep, inner), hardware, attention, world_size, layouts))
-    key = repr([(vars(config), *others) for config, _, *others in requests])
-    skeletons = _skeletons(key, hardware.device_type, Uncached(requests))
+        requests.append((trace_skeleton, (reduced(deep, inner), hardware, attention, layouts)))
+    key = repr([(vars(config), *others) for _, (config, _, *others) in requests])
+    skeletons = _skeletons(key, DEVICE_TYPES[attention], world_size, Uncached(requests))
     replays = []
     for segments, skeleton in zip(contents, skeletons, strict=True):
         trace = splice(skeleton, segments, matmul_workspace_bytes(hardware), offloads)
@@ -118,8 +119,8 @@ def _replays(
 
 
 @functools.lru_cache(maxsize=512)
-def _skeletons(key: str, device_type: str, requests: Uncached[Any]) -> list[Trace]:
-    return traced(requests.value)
+def _skeletons(key: str, device_type: str, world_size: int, requests: Uncached[Any]) -> list[Trace]:
+    return traced(device_type, world_size, requests.value)
 
 
 @functools.lru_cache(maxsize=512)

@@ -120,6 +120,13 @@ def trace_here(program: Program, *, attention: AttentionKind, world_size: int, w
     return record(program, attention=attention, workspace_bytes=workspace_bytes)
 
 
+def trace_depth(config: Config, hardware: Hardware, n_layers: int) -> Trace:
+    """Trace a run with that many layers, in a process with its fake device."""
+    model = dataclasses.replace(config.model, n_layers=n_layers)
+    program = trainer_program(dataclasses.replace(config, model=model), hardware)
+    return record(program, attention=attention_of(config, hardware), workspace_bytes=matmul_workspace_bytes(hardware))
+
+
 def record(program: Program, *, attention: AttentionKind, workspace_bytes: int = 0) -> Trace:
     """Trace a program as ``trace_here``, in a process with its fake device."""
     recorder = OpRecorder(torch_device_type(DEVICE_TYPES[attention]), attention, workspace_bytes)
@@ -235,12 +242,8 @@ def answer_one(path: Path, config: Config, hardware: Hardware, world_size: int, 
     """Trace one depth and write the answer."""
     answer: object
     try:
-        model = dataclasses.replace(config.model, n_layers=n_layers)
-        program = trainer_program(dataclasses.replace(config, model=model), hardware)
-        workspace = matmul_workspace_bytes(hardware)
-        answer = trace_here(
-            program, attention=attention_of(config, hardware), world_size=world_size, workspace_bytes=workspace
-        )
+        fake_device.install(DEVICE_TYPES[attention_of(config, hardware)], world_size)
+        answer = trace_depth(config, hardware, n_layers)
     except ConfigError as mistake:
         answer = (ConfigError, str(mistake))
     except BaseException:
