@@ -127,8 +127,7 @@ def _run(words: Sequence[str]) -> int:
         )
     prediction = predict(config, hardware, world_size)
     estimate = functools.partial(closed_form, hardware=hardware, world_size=world_size)
-    known = config.mesh.tp_size == 1  # to the closed form
-    advice = advise(run.config, estimate, prediction, run.memory_bytes, node_ranks) if known else []
+    advice = advise(run.config, estimate, prediction, run.memory_bytes, node_ranks)
     if options.json:
         limit = {"memory_limit_bytes": run.memory_bytes, "advice": advice_to_dict(advice)}
         print(json.dumps(prediction.to_dict() | limit, indent=2))

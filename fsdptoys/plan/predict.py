@@ -4,8 +4,6 @@ import copy
 import dataclasses
 from collections.abc import Callable, Sequence
 
-import torch
-
 from fsdptoys.config.kernel_choice import AttentionKernel, GroupedKernel
 from fsdptoys.config.schema import Config
 from fsdptoys.device import GIB, Device, available_device_type
@@ -21,7 +19,7 @@ from fsdptoys.plan.estimate.estimate import closed_form
 from fsdptoys.plan.search.switches import STRATEGIES, check_strategy, node_ranks_of
 from fsdptoys.plan.simulator.allocator import build_allocator
 from fsdptoys.plan.simulator.events import Trace
-from fsdptoys.plan.simulator.replay import Replay, replay
+from fsdptoys.plan.simulator.replay import replay
 from fsdptoys.plan.trace.extrapolate_layers import choose_depths, extrapolate
 from fsdptoys.plan.trace.op_costs import attention_of
 from fsdptoys.plan.trace.tracer import trace
@@ -54,7 +52,7 @@ def hardware_of(config: Config) -> Hardware:
 def estimate_run(config: Config, world_size: int) -> tuple[Prediction, Hardware] | None:
     """Closed-form prediction of a validated run on this machine; None if not requested or not possible."""
     unknown = config.plan.hardware == "auto" and profile_of_this_machine() is None
-    if unknown or not config.plan.predict or config.parallel.name not in STRATEGIES or config.mesh.tp_size > 1:
+    if unknown or not config.plan.predict or config.parallel.name not in STRATEGIES:
         return None
     hardware = hardware_of(config)
     memory = config.memory
@@ -95,38 +93,11 @@ class Predictor:
         if len(replays) > 1:
             result = extrapolate(replays[0], result, (self.depths[0], self.depths[1]), config.model.n_layers)
             method = f"traced, {self.depths[0]} and {self.depths[1]} layers"
-        if config.mesh.tp_size > 1:
-            return self._without_closed_form(hardware, method, result)
         closed = closed_form(config, hardware, self.world_size)
         memory = result.memory(closed.memory.host_bytes)
         prediction = dataclasses.replace(closed, method=method, memory=memory, time=result.time())
         found = (*doubts(config, hardware, self.world_size), *disagreement(prediction, closed))
         return dataclasses.replace(prediction, doubts=found)
-
-    def _without_closed_form(self, hardware: Hardware, method: str, result: Replay) -> Prediction:
-        """A prediction of ranks that split features, which the closed form does not know."""
-        config, train = self.config, self.config.train
-        axes = config.parallel.axes(self.world_size, config.mesh)
-        tokens = train.batch_size * train.seq_len * train.grad_accum * axes.data_ranks
-        with torch.device("meta"):
-            flops_per_token = config.model.build().flops_per_token(train.seq_len)
-        peak_flops = hardware.peak_flops.get(config.parallel.param_dtype.value)
-        offloads = config.memory.cpu_offload or config.memory.optimizer_offload
-        found = doubts(config, hardware, self.world_size)
-        if offloads:
-            found += (f"host memory is not predicted with mesh.tp_size={axes.tp}",)
-        return Prediction(
-            method=method,
-            hardware=hardware.name,
-            world_size=self.world_size,
-            tokens_per_step=tokens,
-            model_flops_per_step=tokens / self.world_size * flops_per_token,
-            peak_flops=peak_flops.value if peak_flops else None,
-            memory=result.memory(),
-            time=result.time(),
-            device_type=hardware.device_type,
-            doubts=found,
-        )
 
 
 def predict(config: Config, hardware: Hardware, world_size: int, tracing: Tracing = trace) -> Prediction:
@@ -137,8 +108,6 @@ def predict(config: Config, hardware: Hardware, world_size: int, tracing: Tracin
     """
     predictor = Predictor(config, hardware, world_size, tracing)
     prediction = predictor(hardware)
-    if config.mesh.tp_size > 1:
-        return prediction
     closed = closed_form(config, hardware, world_size)
     if len(predictor.depths) > 1 and closed.memory.peak_bytes > (1 + HIGHER) * prediction.memory.peak_bytes:
         config = copy.deepcopy(config)

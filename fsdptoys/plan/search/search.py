@@ -115,11 +115,6 @@ def search(
     Raises:
         ConfigError: if no combination is valid, or none fits.
     """
-    if base.mesh.tp_size > 1:
-        raise ConfigError(
-            f"a search predicts in closed form, which does not know mesh.tp_size={base.mesh.tp_size}; set "
-            "mesh.tp_size=1, or predict one configuration with fsdptoys plan, which traces it"
-        )
     if hardware.device_type == "cpu":  # host memory is where everything is already
         space = dataclasses.replace(space, activation_offload=False, optimizer_offload=False, cpu_offload=False)
     exploration = _Exploration(base, words, hardware, world_size, memory_bytes, host_memory_bytes, predict)

@@ -7,11 +7,13 @@ its dataclasses are replaced, and the overrides that would compose to the same a
 import copy
 import dataclasses
 import itertools
+import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from fsdptoys.config.schema import Config
+from fsdptoys.config.tensor_checks import split_sizes
 from fsdptoys.data import SyntheticConfig
 from fsdptoys.device.profile import Hardware
 from fsdptoys.errors import ConfigError
@@ -216,7 +218,7 @@ class Combinations:
         strategy = self._strategy(changes)
         for one in self._allowed(CHUNKED):
             yield {**changes, **one}
-        yield from self._exchanges(strategy, changes, batch)
+        yield from self._exchanges(strategy, changes, batch, faster)
         if not strategy.shards_parameters:
             return
         for one in self._of_units(strategy, changes, faster):
@@ -240,21 +242,28 @@ class Combinations:
             if "memory.cpu_offload_executor" in changes:
                 yield from self._allowed([{"memory.cpu_offload_executor": CPUOffloadExecutor.native}])
 
-    def _exchanges(self, strategy: type[ParallelConfig], changes: Changes, batch: int) -> Iterator[dict[str, Any]]:
-        """Sizes of the axes cp and ep within a node.
+    def _exchanges(
+        self, strategy: type[ParallelConfig], changes: Changes, batch: int, faster: bool
+    ) -> Iterator[dict[str, Any]]:
+        """Sizes of the axes cp, ep and tp within a node.
 
         Sequences are shared only where a rank has a single one: half as many take less memory, and exchange nothing.
+        Features are split there too, and next to the fastest, into twice or half as many parts: each needs a skeleton.
         """
         single = batch == 1 or "train.batch_size" in self.fixed
         shards = changes.get("mesh.fsdp_size", self.base.mesh.fsdp_size) if strategy.shards_parameters else -1
         ranks = self.world_size if shards == -1 else shards
-        for key, applies in (
-            ("mesh.cp_size", single and strategy.shares_sequences),
-            ("mesh.ep_size", strategy.splits_experts and isinstance(self.base.model, MoEConfig)),
+        divisors, parts = set(self._divisors), changes.get("mesh.tp_size", 1)
+        common = math.gcd(*split_sizes(self.base.model).values())
+        dividing = {size for size in divisors if common % size == 0}
+        for key, applies, choices in (
+            ("mesh.cp_size", single and strategy.shares_sequences, divisors),
+            ("mesh.ep_size", strategy.splits_experts and isinstance(self.base.model, MoEConfig), divisors),
+            ("mesh.tp_size", (single or faster) and strategy.splits_features, dividing & {parts // 2, 2 * parts}),
         ):
             if applies and key not in self.fixed:
                 others = {name: value for name, value in changes.items() if name != key}
-                sizes = (size for size in self._divisors if ranks % size == 0)
+                sizes = (size for size in sorted(choices) if ranks % size == 0)
                 yield from ({**others, key: size} if size > 1 else others for size in sizes)
 
     def _strategy(self, changes: Changes) -> type[ParallelConfig]:
