@@ -96,7 +96,9 @@ def answer_row(path: Path, row: PublishedLayout, n_layers: int) -> None:
         activation_checkpointing.create_selective_checkpoint_contexts = lambda _: keep_every_other_product()
     if row.loss_parallel:
         vocabulary._LogitsLoss = LossParallel  # type: ignore[misc, assignment]
-    answer_one(path, row.config(), machine(row.machine), row.gpus, n_layers)
+    config = row.config()
+    config.model.n_layers = n_layers
+    answer_one(path, config, machine(row.machine), row.gpus)
 
 
 def read_trace(path: Path, name: str) -> Trace:

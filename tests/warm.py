@@ -18,7 +18,7 @@ from typing import Any
 from fsdptoys.launch.forked_process import MOST_FILES, become_interpreter, run_module
 
 PIPES = ("p2cread", "p2cwrite", "c2pread", "c2pwrite", "errread", "errwrite")
-COLD = {"fsdptoys.plan.estimate.tracing_process"}
+COLD = {"fsdptoys.plan.trace.tracing_process"}
 """Modules that install a fake device, for which autograd's engine, in use in this process, has no queue."""
 _parameters = list(inspect.signature(subprocess.Popen._execute_child).parameters)[1:]  # type: ignore[attr-defined]
 

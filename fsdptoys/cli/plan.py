@@ -33,6 +33,7 @@ from fsdptoys.plan.search.frontier_plot import check_picture, draw_frontier
 from fsdptoys.plan.search.search import search
 from fsdptoys.plan.search.switches import node_ranks_of, validate_switches
 from fsdptoys.plan.text_report import advice_to_dict, print_prediction, print_search, search_to_dict
+from fsdptoys.plan.trace.tracing_process import traced_depths
 from fsdptoys.utils.text import near_miss
 
 from .commands import parse
@@ -150,7 +151,7 @@ def _search(words: Sequence[str]) -> int:
         run.world_size,
         run.memory_bytes,
         closed_form,
-        check=predict,
+        check=functools.partial(predict, tracing=traced_depths),
         host_memory_bytes=run.hardware.host_memory_bytes.value,
     )
     if options.json:

@@ -2,8 +2,7 @@
 
 import copy
 import dataclasses
-
-import torch
+from collections.abc import Callable, Sequence
 
 from fsdptoys.config.kernel_choice import AttentionKernel, GroupedKernel
 from fsdptoys.config.schema import Config
@@ -21,11 +20,12 @@ from fsdptoys.plan.pipeline_traces import PipelinePredictor, stage_predictions
 from fsdptoys.plan.search.switches import STRATEGIES, check_strategy, node_ranks_of
 from fsdptoys.plan.simulator.allocator import build_allocator
 from fsdptoys.plan.simulator.events import Trace
-from fsdptoys.plan.simulator.replay import Replay, replay
+from fsdptoys.plan.simulator.replay import replay
 from fsdptoys.plan.trace.extrapolate_layers import choose_depths, extrapolate
 from fsdptoys.plan.trace.op_costs import attention_of
 from fsdptoys.plan.trace.tracer import trace
 
+Tracing = Callable[[Config, Hardware, int, Sequence[int]], list[Trace]]
 VALIDATED_RANKS = 128  # Most ranks of a published run that the model was tested against
 TIME_BANDS = {
     "a2": (
@@ -40,8 +40,8 @@ ALARM = 0.10  # Reported relative difference between closed form and trace
 
 
 def has_closed_form(config: Config) -> bool:
-    """Whether each rank has all features of all layers, as in the closed form."""
-    return config.mesh.tp_size * config.mesh.pp_size == 1
+    """Whether each rank has all layers, as in the closed form."""
+    return config.mesh.pp_size == 1
 
 
 def hardware_of(config: Config) -> Hardware:
@@ -78,15 +78,18 @@ def world_size_of(config: Config, hardware: Hardware) -> int:
 
 
 class Predictor:
-    """Predicts one validated configuration; its traces are made once, so other hardware costs a replay only."""
+    """Predicts one validated configuration; its traces are made once, so other hardware costs a replay only.
 
-    def __init__(self, config: Config, hardware: Hardware, world_size: int) -> None:
+    ``tracing`` makes them: in a process of their own, or in those that trace the closed form's skeletons.
+    """
+
+    def __init__(self, config: Config, hardware: Hardware, world_size: int, tracing: Tracing = trace) -> None:
         check_strategy(config)
         self.config = config
         self.world_size = world_size
         self.pipeline = PipelinePredictor(config, hardware, world_size) if config.mesh.pp_size > 1 else None
         self.depths = [config.model.n_layers] if self.pipeline else choose_depths(config)
-        self.traces: list[Trace] = [] if self.pipeline else trace(config, hardware, world_size, self.depths)
+        self.traces: list[Trace] = [] if self.pipeline else tracing(config, hardware, world_size, self.depths)
 
     def __call__(self, hardware: Hardware) -> Prediction:
         """Replay the traces on hardware of the traced device type, and extrapolate to the model's depth."""
@@ -99,8 +102,6 @@ class Predictor:
         if len(replays) > 1:
             result = extrapolate(replays[0], result, (self.depths[0], self.depths[1]), config.model.n_layers)
             method = f"traced, {self.depths[0]} and {self.depths[1]} layers"
-        if config.mesh.tp_size > 1:
-            return self._without_closed_form(hardware, method, result, result)
         closed = closed_form(config, hardware, self.world_size)
         memory = result.memory(closed.memory.host_bytes)
         prediction = dataclasses.replace(closed, method=method, memory=memory, time=result.time())
@@ -109,48 +110,40 @@ class Predictor:
 
     def _of_pipeline(self, pipeline: PipelinePredictor, hardware: Hardware) -> Prediction:
         """The memory of the largest part of the model, and the time of the busiest."""
+        config, train = self.config, self.config.train
         replays = pipeline(hardware)
         largest = max(replays, key=lambda each: each.memory().reserved_bytes)
         busiest = max(replays, key=lambda each: each.time().compute_seconds)
-        prediction = self._without_closed_form(hardware, pipeline.method, largest, busiest)
-        memory = prediction.memory
+        memory = largest.memory()
         if memory.peak_phase == "forward":  # a pipeline's backwards are in the same phase
             memory = dataclasses.replace(memory, peak_phase="forward and backward")
-        return dataclasses.replace(prediction, memory=memory, stages=stage_predictions(self.config, replays))
-
-    def _without_closed_form(self, hardware: Hardware, method: str, largest: Replay, busiest: Replay) -> Prediction:
-        """A prediction of ranks that split features or layers, which the closed form does not know."""
-        config, train = self.config, self.config.train
         axes = config.parallel.axes(self.world_size, config.mesh)
         tokens = train.batch_size * train.seq_len * train.grad_accum * axes.data_ranks
         with torch.device("meta"):
             flops_per_token = config.model.build().flops_per_token(train.seq_len)
         peak_flops = hardware.peak_flops.get(config.parallel.param_dtype.value)
-        offloads = config.memory.cpu_offload or config.memory.optimizer_offload
-        found = doubts(config, hardware, self.world_size)
-        if offloads:
-            found += (f"host memory is not predicted with mesh.tp_size={axes.tp}",)
         return Prediction(
-            method=method,
+            method=pipeline.method,
             hardware=hardware.name,
             world_size=self.world_size,
             tokens_per_step=tokens,
             model_flops_per_step=tokens / self.world_size * flops_per_token,
             peak_flops=peak_flops.value if peak_flops else None,
-            memory=largest.memory(),
+            memory=memory,
             time=busiest.time(),
             device_type=hardware.device_type,
-            doubts=found,
+            doubts=doubts(config, hardware, self.world_size),
+            stages=stage_predictions(config, replays),
         )
 
 
-def predict(config: Config, hardware: Hardware, world_size: int) -> Prediction:
+def predict(config: Config, hardware: Hardware, world_size: int, tracing: Tracing = trace) -> Prediction:
     """Trace, replay and extrapolate; see :class:`Predictor`.
 
     A peak that moves with depth is not found by extrapolation. The closed form includes all layers: if its peak is
     higher, all layers are traced.
     """
-    predictor = Predictor(config, hardware, world_size)
+    predictor = Predictor(config, hardware, world_size, tracing)
     prediction = predictor(hardware)
     if not has_closed_form(config):
         return prediction
@@ -158,7 +151,7 @@ def predict(config: Config, hardware: Hardware, world_size: int) -> Prediction:
     if len(predictor.depths) > 1 and closed.memory.peak_bytes > (1 + HIGHER) * prediction.memory.peak_bytes:
         config = copy.deepcopy(config)
         config.plan.exact = True
-        prediction = Predictor(config, hardware, world_size)(hardware)
+        prediction = Predictor(config, hardware, world_size, tracing)(hardware)
     return prediction
 
 

@@ -16,6 +16,7 @@ from fsdptoys.device import GIB
 from fsdptoys.device.profile import Hardware
 from fsdptoys.metrics.prediction import Prediction, TimePrediction
 from fsdptoys.plan.search.advice import Advice
+from fsdptoys.plan.search.effects import Effect, effects
 from fsdptoys.plan.search.frontier_plot import spread_out
 from fsdptoys.plan.search.ranking import Candidate, frontier, layout, traits
 from fsdptoys.plan.search.search import SearchResult, count_parameters
@@ -76,6 +77,7 @@ def print_search(result: SearchResult, rows: int, console: Console) -> None:
             _bullet(f"{name}: {memory} reserved ({fits}), {speed} ({again.method})", console)
         if not any(checked.fits for checked in result.checked):
             _bullet("None of them fits: lower plan.memory_gib and search again.", console)
+    _print_effects(effects(result.best, result.candidates, result.over), console)
     _print_caveats([sentence for checked in result.checked for sentence in checked.prediction.doubts], console)
     _heading("Command of the best", console)
     print_command(result.best, result.hardware, console)
@@ -112,6 +114,7 @@ def search_to_dict(result: SearchResult) -> dict[str, Any]:
             for checked in result.checked
         ],
         "best": candidate_to_dict(result.best),
+        "effects": [asdict(one) for one in effects(result.best, result.candidates, result.over)],
     }
 
 
@@ -219,6 +222,20 @@ def _print_advice(advice: Sequence[Advice], fits: bool, console: Console) -> Non
         speed = f"{one.tokens_per_second:,.0f}", f"{one.speed_change:+.1%}"
         rows.append((_gib(one.reserved_bytes), *speed, " ".join(one.words)))
     _grid(rows, "rrrl", console, headed=True)
+
+
+def _print_effects(found: Sequence[Effect], console: Console) -> None:
+    """Print the cost and gain of each setting of the best."""
+    if not found:
+        return
+    _heading("Why the best: its settings against others, all else equal", console)
+    rows = [("memory", "step", "tokens/s", "setting", "instead of")]
+    for one in found:
+        signs = "-" if one.saved_bytes > 0 else "+", "-" if one.added_seconds < 0 else "+"
+        step = signs[1] + _seconds(abs(one.added_seconds))
+        other = one.instead_of if one.fits else f"{one.instead_of} (does not fit)"
+        rows.append((signs[0] + _gib(abs(one.saved_bytes)), step, f"{one.speedup:+.1%}", one.setting, other))
+    _grid(rows, "rrrll", console, headed=True)
 
 
 def _print_caveats(sentences: Sequence[str], console: Console) -> None:

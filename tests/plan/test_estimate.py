@@ -7,6 +7,7 @@ import operator
 import os
 import signal
 from enum import Enum
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -20,10 +21,11 @@ from fsdptoys.metrics.prediction import Category, Prediction
 from fsdptoys.models import ModelConfig
 from fsdptoys.optim import MuonConfig, SGDConfig
 from fsdptoys.parallel import DDPConfig, FSDP1Config, FSDP2Config, SingleConfig
-from fsdptoys.plan.estimate import estimate, tracing_process, unit_traces
+from fsdptoys.plan.estimate import estimate, unit_traces
 from fsdptoys.plan.estimate.estimate import closed_form
 from fsdptoys.plan.estimate.unit_traces import segments_of
 from fsdptoys.plan.simulator.events import Alloc, Free
+from fsdptoys.plan.trace import tracing_process
 from fsdptoys.plan.trace.op_costs import fuses_rms_norm
 from fsdptoys.utils.torchao import torchao_fault
 
@@ -375,10 +377,11 @@ def test_lost_tracing_process_is_reported_and_replaced(
     words = (*LLAMA, "model.n_layers=3", f"optim.beta1=0.{number}")  # others have not traced these
     before = _predict(*words)
     estimate._skeletons.cache_clear()
-    for place in range(2):
-        process, _ = tracing_process._process("cuda", place, os.getpid())
-        process.send_signal(number)
-        process.wait()
+    parent = tracing_process._process("cuda", os.getpid()).parent
+    workers = Path(f"/proc/{parent.pid}/task/{parent.pid}/children").read_text().split()
+    assert len(workers) == tracing_process.WORKERS
+    os.kill(int(workers[0]), number)
+    parent.wait()
     with pytest.raises(error) as raised:
         _predict(*words)
     assert str(raised.value) == message

@@ -116,6 +116,9 @@ def test_a_rank_gathers_its_experts_only() -> None:
         (LLAMA, ("mesh.cp_size=8", "parallel.context=ring", "mesh.fsdp_size=8", "parallel=fsdp1")),
         (MOE, ("mesh.ep_size=4", "plan.expert_imbalance=2", "memory.gradient_checkpointing=full")),
         (MOE, ("mesh.ep_size=2", "mesh.fsdp_size=4", "mesh.cp_size=2")),
+        (LLAMA, ("mesh.tp_size=4", "model.n_kv_heads=4")),
+        (LLAMA, ("mesh.tp_size=2", "mesh.fsdp_size=4", "memory.gradient_checkpointing=full", "memory.chunk_loss=true")),
+        (LLAMA, ("mesh.tp_size=2", "mesh.cp_size=2", "parallel.wrap=block_attn_mlp")),
     ],
 )
 def test_closed_form_has_the_memory_and_the_exchanges_of_the_trace(
@@ -134,7 +137,7 @@ def test_closed_form_has_the_memory_and_the_exchanges_of_the_trace(
         return {(one.collective, one.axis, one.group_size): (one.calls, one.bytes) for one in each}
 
     assert moved(closed.time.volumes) == moved(result.volumes.values())
-    assert closed.tokens_per_step == 8 // config.mesh.cp_size * TOKENS
+    assert closed.tokens_per_step == 8 // (config.mesh.cp_size * config.mesh.tp_size) * TOKENS
 
 
 def test_split_features_gather_tokens_before_layers_and_scatter_sums_after_them() -> None:

@@ -16,6 +16,7 @@ from fsdptoys.memory import GradientCheckpointing
 from fsdptoys.metrics.prediction import Prediction
 from fsdptoys.parallel.fsdp import ReshardAfterForward, Wrap
 from fsdptoys.plan.estimate.estimate import closed_form
+from fsdptoys.plan.search.effects import effects
 from fsdptoys.plan.search.ranking import Candidate, frontier, label
 from fsdptoys.plan.search.search import largest_preset, search
 from fsdptoys.plan.search.switches import (
@@ -28,6 +29,7 @@ from fsdptoys.plan.search.switches import (
     validate_switches,
     vary,
 )
+from fsdptoys.utils.text import value_text
 from tests.plan.formula_search import HARDWARE, MODEL, compose, find, find_once, formula
 
 SMALL = Space(strategies=("fsdp2", "ddp"), cpu_offload=False, every_shard_size=False, exchanges=False)
@@ -352,3 +354,24 @@ def test_sequences_are_shared_where_one_does_not_fit(gib: float, sizes: set[int]
             fitting.add(size)
     assert {one.config.mesh.cp_size for one in found.candidates} == fitting == sizes
     assert f"mesh.cp_size={found.best.config.mesh.cp_size}" in found.best.words or found.best.config.mesh.cp_size == 1
+
+
+@pytest.mark.usefixtures("unmeasured")
+def test_effects_are_those_of_one_setting_of_the_best() -> None:
+    """Oracle: the formula of the best combination with that setting's other value."""
+    result = find_once(8, 40)
+    found = effects(result.best, result.candidates, result.over)
+    assert len({effect.setting.partition("=")[0] for effect in found}) > 3 and not all(effect.fits for effect in found)
+    best = result.best.prediction
+    for effect in found:
+        key = effect.setting.partition("=")[0]
+        other = next(
+            one
+            for one in [*result.candidates, *result.over]
+            if value_text(read(one.config, key)) == effect.instead_of
+            and one.tokens_per_second == pytest.approx(best.tokens_per_second / (1 + effect.speedup))
+        )
+        config = vary(result.best.config, {key: read(other.config, key)})
+        again = formula(config, HARDWARE, 8)
+        assert again.memory.reserved_bytes - best.memory.reserved_bytes == effect.saved_bytes
+        assert best.time.step_seconds - again.time.step_seconds == pytest.approx(effect.added_seconds)

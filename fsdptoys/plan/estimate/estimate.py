@@ -2,7 +2,7 @@
 
 The contents of a model's units are traced once on the meta device and cached (``unit_traces``). The order of a step,
 with a strategy's gathers, reductions, offload and optimizer, is that of a skeleton: the trainer's own steps over a
-model of few layers whose forwards compute nothing (``skeleton``, traced in ``tracing_process``). It serves all batches,
+model of few layers whose forwards compute nothing (``skeleton``). It serves all batches,
 lengths, losses and kernels. The contents are inserted into it (``splice``). Two depths are extrapolated as in a full
 trace. Not covered: tensors that depend on data; the balance of routers.
 """
@@ -28,19 +28,21 @@ from fsdptoys.models.experts import Experts
 from fsdptoys.parallel import FSDPConfig, SingleConfig
 from fsdptoys.parallel.expert_parallel import ExpertExchange, Route
 from fsdptoys.parallel.float8 import Float8
-from fsdptoys.parallel.mesh import EXPERT_AXIS
+from fsdptoys.parallel.mesh import EXPERT_AXIS, TENSOR_AXIS
+from fsdptoys.parallel.tensor_parallel import FeatureSplit, TensorExchange
 from fsdptoys.plan.simulator.allocator import build_allocator
 from fsdptoys.plan.simulator.events import COMPUTE_STREAM, Alloc, Trace
 from fsdptoys.plan.simulator.replay import Replay, replay
 from fsdptoys.plan.trace.extrapolate_layers import depths_of, extrapolate
 from fsdptoys.plan.trace.groups import PlannedGroup
 from fsdptoys.plan.trace.op_costs import attention_of, matmul_workspace_bytes
+from fsdptoys.plan.trace.tracer import DEVICE_TYPES
+from fsdptoys.plan.trace.tracing_process import traced
 from fsdptoys.train.tuning import quantize_base, tune_model
 from fsdptoys.utils.uncached import Uncached
 
-from .skeleton import reduced
+from .skeleton import reduced, trace_skeleton
 from .splice import splice
-from .tracing_process import traced
 from .unit_traces import segments_of
 
 LEAST_LAYERS = 3
@@ -67,7 +69,7 @@ def closed_form(config: Config, hardware: Hardware, world_size: int) -> Predicti
     if len(results) > 1:
         time = extrapolate(results[0].time(), time, (counts[0], counts[1]), micro_batches)
     # Those of one rank: ranks that share sequences have a part of each.
-    tokens = train.batch_size * train.seq_len * micro_batches // config.mesh.cp_size
+    tokens = train.batch_size * train.seq_len * micro_batches // (config.mesh.cp_size * config.mesh.tp_size)
     peak_flops = hardware.peak_flops.get(config.parallel.param_dtype.value)
     return Prediction(
         method="closed form",
@@ -89,23 +91,24 @@ def _replays(
     """Two steps of models with that many layers, replayed."""
     memory, attention = config.memory, attention_of(config, hardware)
     offloads = memory.activation_offload and memory.gradient_checkpointing is not GradientCheckpointing.none
-    experts_over = config.parallel.axes(world_size, config.mesh).ep
+    axes = config.parallel.axes(world_size, config.mesh)
     contents, requests = [], []
     for n_layers in depths:
         deep = dataclasses.replace(config, model=dataclasses.replace(config.model, n_layers=n_layers))
         deep.train = dataclasses.replace(config.train, grad_accum=micro_batches)
         if isinstance(config.parallel, SingleConfig):
             deep.parallel = dataclasses.replace(config.parallel, simulated_ranks=1)  # in turn, as micro-batches
-        model = _built(_model_key(deep), Uncached(deep), experts_over)
-        names = _unit_names(_model_key(deep), repr(config.parallel), experts_over, Uncached((model, config.parallel)))
+        model = _built(_model_key(deep), Uncached(deep), axes.ep, axes.tp)
+        sparse = axes.ep > 1 or (axes.tp > 1 and any(isinstance(module, Experts) for module in model.modules()))
+        names = _unit_names(_model_key(deep), repr(config.parallel), sparse, Uncached((model, config.parallel)))
         segments = segments_of(deep, model, attention, names)
         inner = any(name.startswith("layers.") and name.count(".") > 1 for name in names)
         contents.append(segments)
         ties = model.lm_head.weight is model.embed_tokens.weight
         layouts = tuple(segment.layout(offloads, ties) for segment in segments)
-        requests.append((reduced(deep, inner), hardware, attention, world_size, layouts))
-    key = repr([(vars(config), *others) for config, _, *others in requests])
-    skeletons = _skeletons(key, hardware.device_type, Uncached(requests))
+        requests.append((trace_skeleton, (reduced(deep, inner), hardware, attention, layouts)))
+    key = repr([(vars(config), *others) for _, (config, _, *others) in requests])
+    skeletons = _skeletons(key, DEVICE_TYPES[attention], world_size, Uncached(requests))
     replays = []
     for segments, skeleton in zip(contents, skeletons, strict=True):
         trace = splice(skeleton, segments, matmul_workspace_bytes(hardware), offloads)
@@ -118,17 +121,17 @@ def _replays(
 
 
 @functools.lru_cache(maxsize=512)
-def _skeletons(key: str, device_type: str, requests: Uncached[Any]) -> list[Trace]:
-    return traced(requests.value)
+def _skeletons(key: str, device_type: str, world_size: int, requests: Uncached[Any]) -> list[Trace]:
+    return traced(device_type, world_size, requests.value)
 
 
 @functools.lru_cache(maxsize=512)
 def _unit_names(
-    model_key: str, parallel_key: str, experts_over: int, source: Uncached[tuple[DecoderModel, Any]]
+    model_key: str, parallel_key: str, sparse: bool, source: Uncached[tuple[DecoderModel, Any]]
 ) -> tuple[str, ...]:
     """Modules that are units."""
     model, parallel = source.value
-    units = parallel.units(model, experts_over > 1) if isinstance(parallel, FSDPConfig) else ()
+    units = parallel.units(model, sparse) if isinstance(parallel, FSDPConfig) else ()
     return tuple(name for unit in units for name in unit.modules)
 
 
@@ -166,8 +169,8 @@ def _model_key(config: Config) -> str:
 
 
 @functools.lru_cache(maxsize=64)
-def _built(key: str, config: Uncached[Config], experts_over: int = 1) -> DecoderModel:
-    """A model on the meta device; its stacks hold one rank's share of the experts, 1/``experts_over``."""
+def _built(key: str, config: Uncached[Config], experts_over: int = 1, features_over: int = 1) -> DecoderModel:
+    """A model on the meta device, with one rank's share of the experts and of each layer's features."""
     with torch.device("meta"):
         model = config.value.model.build()
         samples = tune_model(model, config.value)
@@ -175,6 +178,9 @@ def _built(key: str, config: Uncached[Config], experts_over: int = 1) -> Decoder
             samples.numbers_B = torch.empty(config.value.train.batch_size, dtype=torch.int64)
         quantize_base(model, config.value)
         model.init_buffers(torch.device("meta"))
+    if features_over > 1:
+        exchange = TensorExchange(cast(Any, PlannedGroup(TENSOR_AXIS, features_over)))
+        FeatureSplit(exchange, cast(Any, None)).apply(model)
     for experts in model.modules() if experts_over > 1 else ():
         if isinstance(experts, Experts):
             for name, stack in list(experts.named_parameters()):

@@ -24,7 +24,7 @@ from fsdptoys.config.schema import Config
 from fsdptoys.device.profile import Hardware
 from fsdptoys.memory import GradientCheckpointing
 from fsdptoys.models import DecoderModel
-from fsdptoys.parallel import DDPConfig, gradient_norms
+from fsdptoys.parallel import DDPConfig, gradient_norms, tensor_parallel
 from fsdptoys.parallel.strategy import ReducingConfig
 from fsdptoys.parallel.toy_ddp import ToyDDPConfig
 from fsdptoys.plan.simulator.events import Trace
@@ -106,7 +106,8 @@ def _stand_ins(config: Config, recorder: OpRecorder, layouts: Sequence[Layout]) 
 
     routing = (trainer_module, "build_routing_balance", lambda *args, **kwargs: None)
     whole = (gradient_norms, "CPU_NORM_ELEMENTS", 2**62)  # one of the host's norms rather than hundreds
-    with replaced((trainer_module, "tune_model", tune_skeleton), routing, whole):
+    exchanges = (tensor_parallel.FeatureSplit, "_wrap", lambda *_: None)  # are among the contents
+    with replaced((trainer_module, "tune_model", tune_skeleton), routing, whole, exchanges):
         yield
 
 

@@ -24,13 +24,14 @@ from fsdptoys.config.schema import Config
 from fsdptoys.device.profile import AttentionKind
 from fsdptoys.loss import build_loss
 from fsdptoys.loss.objective import Objective
+from fsdptoys.loss.vocabulary import Vocabulary
 from fsdptoys.memory import GradientCheckpointing, checkpoint_blocks
 from fsdptoys.memory.activation_offload import MIN_BYTES
 from fsdptoys.metrics.prediction import Category
 from fsdptoys.models import DecoderModel, choose_kernels, npu_kernels, use_kernels
 from fsdptoys.models.layers import Attention
 from fsdptoys.parallel.context import ContextForm, build_context
-from fsdptoys.parallel.mesh import CONTEXT_AXIS
+from fsdptoys.parallel.mesh import CONTEXT_AXIS, TENSOR_AXIS
 from fsdptoys.plan.simulator.events import Alloc, Free, Mark
 from fsdptoys.plan.trace.extrapolate_layers import block_kind
 from fsdptoys.plan.trace.fake_device import replaced
@@ -95,6 +96,7 @@ def segments_of(
         train.seq_len,
         context,
         config.plan.expert_imbalance,
+        config.mesh.tp_size,
     )
     shape = vars(config.model) | {"name": "", "init_from": None, "n_layers": 0}
     key = repr((type(config.model), shape, config.tune, config.parallel.mixes_dtypes))
@@ -123,11 +125,17 @@ class _Common:
     length: int  # Of full sequences
     context: tuple[ContextForm, int]  # Form, and ranks that share a sequence
     imbalance: float  # Of the ranks' experts
+    features: int  # Ranks that split features, and the tokens between layers
+
+    @property
+    def sequence(self) -> int:
+        """Tokens of this rank's part of a sequence in attention and loss."""
+        return self.length // self.context[1]
 
     @property
     def part(self) -> int:
-        """Tokens of this rank's part of a sequence."""
-        return self.length // self.context[1]
+        """Tokens of this rank between layers."""
+        return self.sequence // self.features
 
 
 @functools.lru_cache(maxsize=64)
@@ -154,7 +162,7 @@ def _block(
     if mode is not GradientCheckpointing.none:
         checkpoint_blocks([block], mode, save=save)
     with torch.device("meta"):
-        rotations = model.rotations(torch.arange(common.part))
+        rotations = model.rotations(torch.arange(common.sequence))
     form, ranks = common.context
     if ranks > 1:
         context = build_context(form, cast(Any, PlannedGroup(CONTEXT_AXIS, ranks)), compiles=False)
@@ -196,7 +204,7 @@ def _embedding(key: str, parts: tuple[str, ...], common: _Common, source: Uncach
     for name, module in source.value.named_children():
         if name.startswith("embed"):
             model._modules[name] = tables[name] = copy.deepcopy(module).to(common.dtype)
-    tokens_BT = torch.empty(common.batch, common.part, dtype=torch.int64, device="meta")
+    tokens_BT = torch.empty(common.batch, common.sequence, dtype=torch.int64, device="meta")
     recorder = OpRecorder("meta", common.attention)
     for part in parts:
         _cut_part(tables[part], part, "", recorder)
@@ -214,10 +222,11 @@ def _embedding(key: str, parts: tuple[str, ...], common: _Common, source: Uncach
 def _head(
     key: str, common: _Common, loss: tuple[bool, int | None, torch.dtype, Objective], source: Uncached[DecoderModel]
 ) -> Segment:
-    model, loss_fn = source.value, build_loss(*loss)
+    group = cast(Any, PlannedGroup(TENSOR_AXIS, common.features)) if common.features > 1 else None
+    model, loss_fn = source.value, build_loss(*loss, vocabulary=Vocabulary(group) if group is not None else None)
     both = nn.ModuleDict({name: copy.deepcopy(model.get_submodule(name)).to(common.dtype) for name in HEAD})
     norm, head = both.values()
-    labels_BT = torch.empty(common.batch, common.part, dtype=torch.int64, device="meta")
+    labels_BT = torch.empty(common.batch, common.sequence, dtype=torch.int64, device="meta")
     recorder = OpRecorder("meta", common.attention)
     for name, part in both.items():
         _cut_part(part, name, "", recorder)

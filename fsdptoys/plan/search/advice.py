@@ -119,6 +119,7 @@ def _changes(config: Config, world_size: int, node_ranks: int) -> Iterator[dict[
     for key, size, has in (
         ("mesh.cp_size", config.mesh.cp_size, parallel.shares_sequences and batch == 1),
         ("mesh.ep_size", config.mesh.ep_size, parallel.splits_experts and isinstance(config.model, MoEConfig)),
+        ("mesh.tp_size", config.mesh.tp_size, parallel.splits_features),
     ):
         if has:
             alternatives += [{key: other} for other in (2 * size, max(1, size // 2)) if world_size % other == 0]

@@ -43,8 +43,8 @@ from .switches import (
 )
 
 MOST_SEQUENCES = 2**14  # Largest batch of a rank
-REFINED = 8  # Combinations of each kind to refine
-ROUNDS = 2  # Number of refinements; the second starts from the first one's best
+REFINED = 4  # Combinations of each kind to refine
+ROUNDS = 3  # Number of refinements; each starts from the best of those before
 CHECKED = 3  # Best candidates to predict again by ``check``
 
 Predict = Callable[[Config, Hardware, int], Prediction]
@@ -115,12 +115,11 @@ def search(
     Raises:
         ConfigError: if no combination is valid, or none fits.
     """
-    for key in ("tp_size", "pp_size"):
-        if (size := getattr(base.mesh, key)) > 1:
-            raise ConfigError(
-                f"a search predicts in closed form, which does not know mesh.{key}={size}; set mesh.{key}=1, or "
-                "predict one configuration with fsdptoys plan, which traces it"
-            )
+    if (size := base.mesh.pp_size) > 1:
+        raise ConfigError(
+            f"a search predicts in closed form, which does not know mesh.pp_size={size}; set mesh.pp_size=1, or "
+            "predict one configuration with fsdptoys plan, which traces it"
+        )
     if hardware.device_type == "cpu":  # host memory is where everything is already
         space = dataclasses.replace(space, activation_offload=False, optimizer_offload=False, cpu_offload=False)
     exploration = _Exploration(base, words, hardware, world_size, memory_bytes, host_memory_bytes, predict)
@@ -194,14 +193,35 @@ class _Exploration:
         """Predict every combination in every batch that fits, then the neighbors of the best."""
         devices = round(self.hardware.devices_per_node.value)
         combinations = Combinations(self.base, self.fixed, space, self.world_size, devices)
+        hopeless = []
         for changes in combinations.all():
+            if self._overflows(changes):
+                hopeless.append(changes)
+            else:
+                self._grow_batch(changes, 1)
+        for changes in hopeless if not self.fitting else ():  # which name the smallest memory
             self._grow_batch(changes, 1)
         for _ in range(ROUNDS):
             by_speed = sorted(self.fitting, key=lambda candidate: -candidate.tokens_per_second)
+            fastest = by_speed[0].tokens_per_second if by_speed else 0.0
             by_size = sorted(self.over, key=lambda candidate: candidate.reserved_bytes)
-            for seed in _different(by_speed) + _different(frontier(self.fitting)) + _different(by_size):
-                for changes in combinations.neighbors(seed.changes, seed.config.train.batch_size):
-                    self._grow_batch(changes, seed.config.train.batch_size)
+            promising = [one for one in by_size if one.tokens_per_second > fastest]
+            for seeds, faster in ((by_speed, True), (frontier(self.fitting), False), (promising, False)):
+                for seed in _different(seeds):
+                    batch = seed.config.train.batch_size
+                    for changes in combinations.neighbors(seed.changes, batch, faster):
+                        self._grow_batch(changes, batch)
+
+    def _overflows(self, changes: Changes) -> bool:
+        """Whether parameters, gradients and states alone take too much, which no offload of activations changes."""
+        if not changes.get("memory.activation_offload"):
+            return False
+        batch = self.base.train.batch_size if "train.batch_size" in self.fixed else 1
+        plain = self.tried.get(self._key({**changes, "memory.activation_offload": False}, batch))
+        return plain is not None and plain.prediction.memory.end_bytes > self.memory_bytes
+
+    def _key(self, changes: Changes, batch: int) -> frozenset[tuple[str, Any]]:
+        return frozenset({**self.plain, **changes, "train.batch_size": batch}.items())
 
     def _grow_batch(self, changes: Changes, start: int) -> None:
         """Predict a combination in the largest fitting batch from ``start`` down, and in larger ones."""
@@ -220,7 +240,7 @@ class _Exploration:
 
     def _try(self, changes: Changes, batch: int) -> Candidate | None:
         """Predict a combination unless done, and sort it; None if it is refused."""
-        key = frozenset({**self.plain, **changes, "train.batch_size": batch}.items())
+        key = self._key(changes, batch)
         if key not in self.tried:
             self.tried[key] = None
             try:

@@ -7,11 +7,13 @@ its dataclasses are replaced, and the overrides that would compose to the same a
 import copy
 import dataclasses
 import itertools
+import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from fsdptoys.config.schema import Config
+from fsdptoys.config.tensor_checks import split_sizes
 from fsdptoys.data import SyntheticConfig
 from fsdptoys.device.profile import Hardware
 from fsdptoys.errors import ConfigError
@@ -22,6 +24,7 @@ from fsdptoys.parallel.fsdp import ReshardAfterForward, Wrap
 from fsdptoys.parallel.mesh import MeshConfig
 from fsdptoys.utils.text import value_text
 
+OFFLOADS = ("memory.activation_offload", "memory.optimizer_offload", "memory.cpu_offload")
 Changes = Mapping[str, Any]  # Key → value, as typed except for the value's type; ``parallel`` names the strategy
 STRATEGIES: dict[str, type[ParallelConfig]] = {
     strategy.name: strategy for strategy in (FSDP2Config, FSDP1Config, DDPConfig, SingleConfig)
@@ -202,49 +205,65 @@ class Combinations:
         if "parallel" not in self.fixed and any(kind.shards_parameters for kind in per_parameter):
             kinds = per_parameter  # FSDP1 moves the same bytes as FSDP2: it is tried only next to the best
         for strategy in self._allowed([{"parallel": kind.name} for kind in kinds]):
-            yield from _products([strategy], *self._lists(self._strategy(strategy)))
+            for changes in _products([strategy], *self._lists(self._strategy(strategy))):
+                # What leaves the device is tried with the smallest shards, and with others next to the best.
+                if changes.get("mesh.fsdp_size", -1) == -1 or not any(changes.get(key) for key in OFFLOADS):
+                    yield changes
 
-    def neighbors(self, changes: Changes, batch: int) -> Iterator[dict[str, Any]]:
-        """Neighbors of a combination in its batch: unchunked logits, FSDP's own settings, and other mesh sizes."""
-        for chunked in self._allowed(CHUNKED):
-            yield {**changes, **chunked}
+    def neighbors(self, changes: Changes, batch: int, faster: bool) -> Iterator[dict[str, Any]]:
+        """Combinations in its batch that differ in one switch: the strategy, its units, logits, exchanging axes.
+
+        ``faster`` adds those that trade memory for speed: gathered parameters, the executor, sizes of the shard axis.
+        """
         strategy = self._strategy(changes)
-        yield from self._exchanges(strategy, changes, batch)
+        for one in self._allowed(CHUNKED):
+            yield {**changes, **one}
+        yield from self._exchanges(strategy, changes, batch, faster)
         if not strategy.shards_parameters:
             return
-        names = [strategy.name, *(name for name in self.space.strategies if STRATEGIES[name].shards_parameters)]
-        others: list[Changes] = [{"parallel": name} for name in STRATEGIES if name in names]
-        executors: list[Changes] = [{}]
-        if "memory.cpu_offload_executor" in changes:
-            executors += [{"memory.cpu_offload_executor": CPUOffloadExecutor.native}]
-        by_position = getattr(self.base.parallel, "wrap", None) is not Wrap.auto  # not by class or size
-        wraps: list[Changes] = [{"parallel.wrap": wrap} for wrap in self.space.wraps] if by_position else [{}]
-        reshards: list[Changes] = [{"parallel.reshard_after_forward": reshard} for reshard in self.space.reshards]
-        for parts in _products(*(self._allowed(each) for each in (others, executors, wraps, reshards))):
-            one = {**changes, **parts}
-            overlapped = one.get("memory.cpu_offload_executor") is CPUOffloadExecutor.overlapped
-            if not overlapped or self._strategy(one).overlaps_cpu_offload:
-                yield one
-        if "mesh.fsdp_size" in changes and self.space.every_shard_size:
+        for one in self._of_units(strategy, changes, faster):
+            merged = {**changes, **one}
+            overlapped = merged.get("memory.cpu_offload_executor") is CPUOffloadExecutor.overlapped
+            if not overlapped or self._strategy(merged).overlaps_cpu_offload:
+                yield merged
+        if faster and "mesh.fsdp_size" in changes and self.space.every_shard_size:
             place = self._sizes.index(changes["mesh.fsdp_size"])
             for size in self._sizes[max(0, place - 1) : place + 2]:
                 yield {**changes, "mesh.fsdp_size": size}
 
-    def _exchanges(self, strategy: type[ParallelConfig], changes: Changes, batch: int) -> Iterator[dict[str, Any]]:
-        """Sizes of the axes cp and ep within a node.
+    def _of_units(self, strategy: type[ParallelConfig], changes: Changes, faster: bool) -> Iterator[Changes]:
+        """Alternatives of FSDP's own settings, one at a time."""
+        names = [strategy.name, *(name for name in self.space.strategies if STRATEGIES[name].shards_parameters)]
+        yield from self._allowed([{"parallel": name} for name in STRATEGIES if name in names])
+        if getattr(self.base.parallel, "wrap", None) is not Wrap.auto:  # not by class or size
+            yield from self._allowed([{"parallel.wrap": wrap} for wrap in self.space.wraps])
+        if faster:
+            yield from self._allowed([{"parallel.reshard_after_forward": each} for each in self.space.reshards])
+            if "memory.cpu_offload_executor" in changes:
+                yield from self._allowed([{"memory.cpu_offload_executor": CPUOffloadExecutor.native}])
+
+    def _exchanges(
+        self, strategy: type[ParallelConfig], changes: Changes, batch: int, faster: bool
+    ) -> Iterator[dict[str, Any]]:
+        """Sizes of the axes cp, ep and tp within a node.
 
         Sequences are shared only where a rank has a single one: half as many take less memory, and exchange nothing.
+        Features are split there too, and next to the fastest, into twice or half as many parts: each needs a skeleton.
         """
         single = batch == 1 or "train.batch_size" in self.fixed
         shards = changes.get("mesh.fsdp_size", self.base.mesh.fsdp_size) if strategy.shards_parameters else -1
         ranks = self.world_size if shards == -1 else shards
-        for key, applies in (
-            ("mesh.cp_size", single and strategy.shares_sequences),
-            ("mesh.ep_size", strategy.splits_experts and isinstance(self.base.model, MoEConfig)),
+        divisors, parts = set(self._divisors), changes.get("mesh.tp_size", 1)
+        common = math.gcd(*split_sizes(self.base.model).values())
+        dividing = {size for size in divisors if common % size == 0}
+        for key, applies, choices in (
+            ("mesh.cp_size", single and strategy.shares_sequences, divisors),
+            ("mesh.ep_size", strategy.splits_experts and isinstance(self.base.model, MoEConfig), divisors),
+            ("mesh.tp_size", (single or faster) and strategy.splits_features, dividing & {parts // 2, 2 * parts}),
         ):
             if applies and key not in self.fixed:
                 others = {name: value for name, value in changes.items() if name != key}
-                sizes = (size for size in self._divisors if ranks % size == 0)
+                sizes = (size for size in sorted(choices) if ranks % size == 0)
                 yield from ({**others, key: size} if size > 1 else others for size in sizes)
 
     def _strategy(self, changes: Changes) -> type[ParallelConfig]:

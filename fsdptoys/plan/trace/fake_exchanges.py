@@ -14,9 +14,11 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
-from fsdptoys.parallel import expert_parallel, gathered, ring, ulysses
+from fsdptoys.loss import vocabulary
+from fsdptoys.parallel import expert_parallel, gathered, ring, tensor_parallel, ulysses
 from fsdptoys.plan.simulator.events import HostWaitStream
 
 from .fake_device import replaced
@@ -41,6 +43,14 @@ def fake_exchanges(recorder: OpRecorder, imbalance: float) -> Iterator[None]:
             (gathered, "_all_gather", communicate("all_gather")),
             (gathered, "_reduce_scatter", communicate("reduce_scatter")),
             (expert_parallel, "dist", SimpleNamespace(all_to_all_single=communicate("all_to_all"))),
+            (tensor_parallel, "_all_gather", communicate("all_gather")),
+            (tensor_parallel, "_reduce_scatter", communicate("reduce_scatter")),
+            (tensor_parallel, "dist", SimpleNamespace(all_reduce=functools.partial(_all_reduce, recorder))),
+            (
+                vocabulary,
+                "dist",
+                SimpleNamespace(all_reduce=functools.partial(_all_reduce, recorder), ReduceOp=dist.ReduceOp),
+            ),
         ]
     with replaced(*replacements):
         yield
@@ -49,6 +59,10 @@ def fake_exchanges(recorder: OpRecorder, imbalance: float) -> Iterator[None]:
 def _communicate(recorder: OpRecorder, name: str, received: Tensor, sent: Tensor, *_: Any, group: Any) -> None:
     size = max(touched_bytes(received), touched_bytes(sent))
     recorder.communicate(name, (received, sent), size, group, asynchronous=False)
+
+
+def _all_reduce(recorder: OpRecorder, tensor: Tensor, *_: Any, group: Any) -> None:
+    _communicate(recorder, "all_reduce", tensor, tensor, group=group)
 
 
 def _exchange(recorder: OpRecorder, sent: Tensor, group: Any) -> Tensor:

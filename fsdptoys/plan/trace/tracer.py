@@ -129,6 +129,13 @@ def trace_here(
     return record(program, attention=attention, workspace_bytes=workspace_bytes)
 
 
+def trace_depth(config: Config, hardware: Hardware, n_layers: int) -> Trace:
+    """Trace a run with that many layers, in a process with its fake device."""
+    model = dataclasses.replace(config.model, n_layers=n_layers)
+    program = trainer_program(dataclasses.replace(config, model=model), hardware)
+    return record(program, attention=attention_of(config, hardware), workspace_bytes=matmul_workspace_bytes(hardware))
+
+
 def record(program: Program, *, attention: AttentionKind, workspace_bytes: int = 0) -> Trace:
     """Trace a program as ``trace_here``, in a process with its fake device."""
     recorder = OpRecorder(torch_device_type(DEVICE_TYPES[attention]), attention, workspace_bytes)
