@@ -4,6 +4,8 @@ import copy
 import dataclasses
 from collections.abc import Callable, Sequence
 
+import torch
+
 from fsdptoys.config.kernel_choice import AttentionKernel, GroupedKernel
 from fsdptoys.config.schema import Config
 from fsdptoys.device import GIB, Device, available_device_type
