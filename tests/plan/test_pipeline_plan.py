@@ -9,11 +9,13 @@ import pytest
 from rich.console import Console
 
 from fsdptoys.cli.plan import plan_command
+from fsdptoys.config.pipeline_checks import SCHEDULES_SINCE
 from fsdptoys.config.plan_config import AllocatorKind
 from fsdptoys.config.schema import Config
 from fsdptoys.device.profile import Hardware, Quantity, load_hardware
 from fsdptoys.errors import ConfigError
 from fsdptoys.metrics.prediction import Category, Prediction
+from fsdptoys.parallel.fsdp import TORCH
 from fsdptoys.plan.pipeline_traces import layers_of_ranks, microbatch_counts
 from fsdptoys.plan.predict import predict
 from fsdptoys.plan.simulator import costs
@@ -31,7 +33,10 @@ WORDS += ["parallel=fsdp2", "data=synthetic"]
 SCHEDULES = {"gpipe": (4, 6), "1f1b": (4, 6), "interleaved": (2, 4), "zero_bubble": (2, 4)}
 """Schedule → ranks, and micro-batches. Each stage has one layer."""
 
-pytestmark = pytest.mark.usefixtures("unmeasured")
+pytestmark = [
+    pytest.mark.usefixtures("unmeasured"),
+    pytest.mark.skipif(TORCH < SCHEDULES_SINCE, reason="this torch has one schedule"),
+]
 
 
 def config_of(schedule: str, *more: str) -> Config:

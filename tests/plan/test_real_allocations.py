@@ -22,8 +22,10 @@ import torch
 import torch._dynamo
 from torch.profiler import ProfilerActivity, profile
 
+from fsdptoys.config.pipeline_checks import SCHEDULES_SINCE
 from fsdptoys.device import Device
 from fsdptoys.models import grouped
+from fsdptoys.parallel.fsdp import TORCH
 from fsdptoys.plan.simulator.events import Alloc, Free, Mark, Trace
 from fsdptoys.train.trainer import Trainer
 from scripts.ranks import run_ranks
@@ -87,9 +89,10 @@ CASES = {
     "adapters, ddp": ("parallel=ddp", "tune=lora", "train.grad_accum=2"),
     "adapters, fsdp1": ("parallel=fsdp1", "tune=lora"),
     "adapters of quantized weights": ("parallel=fsdp2", "tune=lora", "tune.base=nf4", "model.ffn_dim=192"),
-    "stages": ("parallel=fsdp2", "mesh.pp_size=2", "parallel.schedule=1f1b", "train.grad_accum=3"),
     "documents apart": ("parallel=fsdp2", "model=gpt2_debug", "data.mask_documents=true"),
 }
+if TORCH >= SCHEDULES_SINCE:
+    CASES["stages"] = ("parallel=fsdp2", "mesh.pp_size=2", "parallel.schedule=1f1b", "train.grad_accum=3")
 HYBRID = {
     "hybrid fsdp2": ("parallel=fsdp2", "mesh.fsdp_size=2"),
     "hybrid fsdp1": ("parallel=fsdp1", "mesh.fsdp_size=2"),
