@@ -153,7 +153,7 @@ def test_search_keeps_units_chosen_by_class_or_by_size(word: str) -> None:
     words = ["model=llama3_1b", "parallel=fsdp2", word]
     base = compose_config(words)
     combinations = Combinations(base, {"parallel", word.partition("=")[0]}, EVERYTHING, 8, 8)
-    configs = [vary(base, changes) for changes in combinations.neighbors(next(combinations.all()), 1)]
+    configs = [vary(base, changes) for changes in combinations.neighbors(next(combinations.all()), 1, faster=True)]
     with torch.device("meta"):
         model = base.model.build()
     for config in configs:
