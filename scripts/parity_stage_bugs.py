@@ -1,7 +1,7 @@
 """Bugs of pipelines for ``parity_bugs``: each function returns a context in which ranks are forked.
 
-They are mistakes that a pipeline makes easy: where the loss is divided, which micro-batches count, whose gradients the
-norm adds up, and what a transfer carries.
+Pipelines make these mistakes easy: a loss divided too late, micro-batches that are not counted, a norm without some
+stages, activations of another micro-batch.
 """
 
 from typing import Any

@@ -86,12 +86,12 @@ class TimePrediction:
     kinds: dict[str, float] = field(default_factory=dict)
     volumes: tuple[Volume, ...] = ()
     stage_seconds: float = 0.0
-    """Time that it waits for ranks of other stages of a pipeline."""
+    """Time that it waits for other pipeline ranks."""
 
 
 @dataclass(frozen=True)
 class StagePrediction:
-    """Predicted memory and time of a rank of one part of a pipeline."""
+    """Predicted memory and time of one rank of a pipeline."""
 
     layers: str
     """Indices of its layers, such as ``0-3, 8-11`` with two stages on each rank."""
@@ -100,7 +100,7 @@ class StagePrediction:
     compute_seconds: float
     """Busy time of the compute stream in a step."""
     wait_seconds: float
-    """Time in a step in which it waits for other parts: the bubble."""
+    """Time in a step in which it waits for other pipeline ranks: the bubble."""
 
 
 @dataclass(frozen=True)
@@ -123,7 +123,7 @@ class Prediction:
     """Unknowns of the prediction, one sentence each, with an error band if known."""
     device_type: str = "cuda"
     stages: tuple[StagePrediction, ...] = ()
-    """Parts of a pipeline, in their order; ``memory`` is that of the largest, ``time`` that of the busiest."""
+    """Ranks of a pipeline, in order; ``memory`` is that of the largest, ``time`` that of the busiest."""
 
     @property
     def tokens_per_second(self) -> float:

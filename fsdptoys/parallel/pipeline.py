@@ -12,7 +12,7 @@ the end of a step; the schedule decides for how long, and how many micro-batches
 - zero_bubble: the same with a backward in two parts, gradients of hidden states first, so that those of weights fill
   the waits (arXiv:2401.10241).
 
-``torch.distributed.pipelining`` executes them; ``StageModule`` is what it calls. All stages of a rank are parts of one
+``torch.distributed.pipelining`` executes them and calls ``StageModule``. All stages of a rank are parts of one
 model, whose FSDP2 units stay gathered from their first forward to the end of the step, and reduce their gradients once,
 after the last backward. The loss is divided before the backward, as without stages. Not covered: skip connections;
 overlap of the reduction with backwards.

@@ -1,6 +1,6 @@
-"""Prediction of the ranks of a pipeline: one of each part of the layers is traced, and they are replayed together.
+"""Prediction of a pipeline: one rank along its axis after the other is traced, and all are replayed together.
 
-Every part has another order of forwards and backwards, and other layers, so that each is traced, with all its layers.
+Each has another order of forwards and backwards, and other layers, so each is traced, with all its layers.
 Of many micro-batches two smaller numbers are traced, and every number of every phase is extrapolated: once the pipeline
 is full, each micro-batch adds the same to the time of all ranks, and to their memory either nothing or what one needs.
 """
@@ -26,7 +26,7 @@ from .trace.tracer import trace_all
 
 
 class PipelinePredictor:
-    """Replays of all ranks at one place of their parts of the model; the traces are made once."""
+    """Replays of the pipeline ranks; the traces are made once."""
 
     def __init__(self, config: Config, hardware: Hardware, world_size: int) -> None:
         self.config, self.ranks = config, config.mesh.pp_size
@@ -77,7 +77,7 @@ def microbatch_counts(config: Config) -> list[int]:
 
 
 def stage_predictions(config: Config, replays: Sequence[Replay]) -> tuple[StagePrediction, ...]:
-    """Memory and time of a rank of each part of the model."""
+    """Memory and time of each pipeline rank."""
     found = []
     for layers, each in zip(layers_of_ranks(config), replays, strict=True):
         memory, time = each.memory(), each.time()

@@ -111,7 +111,7 @@ class Predictor:
         return dataclasses.replace(prediction, doubts=found)
 
     def _of_pipeline(self, pipeline: PipelinePredictor, hardware: Hardware) -> Prediction:
-        """The memory of the largest part of the model, and the time of the busiest."""
+        """The memory of the pipeline rank that reserves most, and the time of the busiest."""
         config, train = self.config, self.config.train
         replays = pipeline(hardware)
         largest = max(replays, key=lambda each: each.memory().reserved_bytes)

@@ -150,7 +150,7 @@ def _print_header(config: Config, prediction: Prediction, hardware: Hardware, co
 def _print_memory(prediction: Prediction, hardware: Hardware, memory_bytes: float, console: Console) -> None:
     memory, stages = prediction.memory, prediction.stages
     largest = max(range(len(stages)), key=lambda index: stages[index].reserved_bytes) if stages else 0
-    _heading(f"Memory of a rank of part {largest}, the largest" if stages else "Memory of a rank", console)
+    _heading(f"Memory of pipeline rank {largest}, the largest" if stages else "Memory of a rank", console)
     left = memory_bytes - memory.reserved_bytes
     verdict = f"fits in {_gib(memory_bytes)}, {_gib(left)} left"
     if left < 0:
@@ -181,7 +181,7 @@ def _print_communication(time: TimePrediction, console: Console) -> None:
 def _print_time(prediction: Prediction, console: Console) -> None:
     time, stages = prediction.time, prediction.stages
     busiest = max(range(len(stages)), key=lambda index: stages[index].compute_seconds) if stages else 0
-    _heading(f"Time of a step on part {busiest}, the busiest" if stages else "Time of a step", console)
+    _heading(f"Time of a step on pipeline rank {busiest}, the busiest" if stages else "Time of a step", console)
     parts = [("step", time.step_seconds), ("computing", time.compute_seconds)]
     kinds = sorted(time.kinds.items(), key=lambda item: -item[1])
     parts += [(f"  {kind}", seconds) for kind, seconds in kinds if seconds]
@@ -190,7 +190,7 @@ def _print_time(prediction: Prediction, console: Console) -> None:
         ("waiting for transfers", time.exposed_transfer_seconds),
         ("waiting for the host", time.host_seconds),
     ]
-    parts += [("waiting for other parts", time.stage_seconds)] if stages else []
+    parts += [("waiting for other pipeline ranks", time.stage_seconds)] if stages else []
     rows = [(name, _seconds(seconds), f"{seconds / time.step_seconds:.1%}") for name, seconds in parts]
     _grid(rows, "lrr", console)
     ranks = prediction.world_size
@@ -201,14 +201,14 @@ def _print_time(prediction: Prediction, console: Console) -> None:
 
 
 def _print_stages(prediction: Prediction, console: Console) -> None:
-    rows = [("part", "layers", "peak", "reserved", "computing", "bubble", "")]
+    rows = [("rank", "layers", "peak", "reserved", "computing", "bubble", "")]
     step = prediction.time.step_seconds
     for index, stage in enumerate(prediction.stages):
         memory = _gib(stage.peak_bytes), _gib(stage.reserved_bytes)
         waits = _seconds(stage.wait_seconds), f"{stage.wait_seconds / step:.1%}"
         rows.append((str(index), stage.layers, *memory, _seconds(stage.compute_seconds), *waits))
     if prediction.stages:
-        _heading("Parts of the pipeline", console)
+        _heading("Pipeline ranks", console)
         _grid(rows, "llrrrrr", console, headed=True)
 
 
