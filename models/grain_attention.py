@@ -127,8 +127,8 @@ def _causal_masks(
 ) -> tuple[Tensor, ...]:
     """The masks of all grains of a sequence, kept for the last few shapes, which all layers share.
 
-    One cache entry holds all grains. With an entry for each grain, some would be evicted between a block's forward and its
-    recomputation; selective checkpointing then meets an operator that the forward did not run, and raises.
+    One cache entry holds all grains. With an entry for each grain, some would be evicted between a block's forward and
+    its recomputation; selective checkpointing then meets an operator that the forward did not run, and raises.
     """
     with torch.inference_mode(False), torch.no_grad():
         shapes = zip(sizes, ends, pads, strict=True)

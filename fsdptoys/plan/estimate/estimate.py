@@ -3,7 +3,8 @@
 The contents of a model's units are traced once on the meta device and cached (``unit_traces``). The order of a step,
 with a strategy's gathers, reductions, offload and optimizer, is that of a skeleton: the trainer's own steps over a
 model of few layers whose forwards compute nothing (``skeleton``). It serves all batches, lengths, losses and kernels.
-The contents are inserted into it (``splice``). Two depths are extrapolated as in a full trace. Not covered: tensors that depend on data; the balance of routers.
+The contents are inserted into it (``splice``). Two depths are extrapolated as in a full trace. Not covered: tensors
+that depend on data; the balance of routers.
 """
 
 import dataclasses
