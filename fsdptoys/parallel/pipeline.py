@@ -33,7 +33,8 @@ from torch import Tensor, nn
 
 from fsdptoys.models import DecoderModel, KeyValueCache
 from fsdptoys.models.layers import LossFn
-from fsdptoys.models.stages import Stage, keep_stages, split_model
+from fsdptoys.models.stage_split import keep_stages, split_model
+from fsdptoys.models.stages import Stage
 
 from .mesh import Axes
 

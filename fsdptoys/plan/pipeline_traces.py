@@ -14,7 +14,7 @@ from fsdptoys.config.plan_config import AllocatorKind
 from fsdptoys.config.schema import Config
 from fsdptoys.device.profile import Hardware
 from fsdptoys.metrics.prediction import StagePrediction
-from fsdptoys.models.stages import split_model
+from fsdptoys.models.stage_split import split_model
 from fsdptoys.parallel import FSDP2Config
 
 from .simulator.allocator import build_allocator

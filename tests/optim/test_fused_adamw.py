@@ -41,7 +41,7 @@ def tensors_of(params: list[nn.Parameter], optimizer: torch.optim.Optimizer) -> 
 class Norms:
     """The clipping of a strategy over plain parameters."""
 
-    tensor_group = None
+    tensor_group = pipeline = None
 
     clip_grad_norm = Strategy.clip_grad_norm
     total_norm = Strategy.total_norm

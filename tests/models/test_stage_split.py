@@ -9,7 +9,7 @@ import torch
 
 from fsdptoys.config.compose import compose_config
 from fsdptoys.models import GPT2Config, ModelConfig
-from fsdptoys.models.stages import balanced_sizes, keep_stages, split_model
+from fsdptoys.models.stage_split import balanced_sizes, keep_stages, split_model
 
 
 def smallest_maximum(costs: list[float], count: int) -> float:
