@@ -188,13 +188,13 @@ def test_parts_of_a_prediction_add_up_and_survive_json() -> None:
         assert Prediction.from_dict(prediction.to_dict()) == prediction
 
 
-def test_a_plan_prints_its_parts() -> None:
+def test_a_plan_prints_its_pipeline_ranks() -> None:
     """Oracle: the fields of the prediction."""
     config, (prediction, _) = predictions()
     console = Console(file=io.StringIO(), width=80)
     print_prediction(config, prediction, load_hardware("h100"), 2**30, [], console)
     text = console.file.getvalue()  # type: ignore[attr-defined]
-    for words in ("layers over 2", "64 tokens x 12 micro-batches per 2 ranks", "Parts of the pipeline", "waiting for"):
+    for words in ("layers over 2", "64 tokens x 12 micro-batches per 2 ranks", "Pipeline ranks", "waiting for"):
         assert words in text, text
     for stage in prediction.stages:
         assert f" {stage.layers} " in text
