@@ -85,7 +85,10 @@ VARIANTS += [("compiled", case, torch.float32) for case in COMPILED_CASES]
 def test_implementations_have_the_values_and_gradients_of_the_plain_one(
     name: str, case: str, dtype: torch.dtype
 ) -> None:
-    """Oracle: the plain function, to a few roundings of the dtype, which all results have."""
+    """Oracle: the plain function, to a few roundings of the dtype, which all results have.
+
+    Where the derivative is zero, as that of a softmax over one token, either may return a rounding of the terms.
+    """
     operation, make, rest = CASES[case]
     torch.manual_seed(0)
     leaves = [leaf.to(DEVICE, dtype) for leaf in make()]
@@ -94,7 +97,7 @@ def test_implementations_have_the_values_and_gradients_of_the_plain_one(
     tolerance = 1e-5 if dtype == torch.float32 else 2e-2
     for found, expected in zip(_run(IMPLEMENTATIONS[operation][name], leaves, rest), plain, strict=True):
         assert found.dtype == expected.dtype == dtype and found.shape == expected.shape
-        assert (found.float() - expected.float()).norm() <= tolerance * expected.float().norm()
+        assert (found.float() - expected.float()).norm() <= tolerance * max(expected.float().norm(), 0.1)
 
 
 def test_norm_with_a_weight_of_another_dtype_falls_back_to_pytorch() -> None:

@@ -98,7 +98,7 @@ def test_names_show_the_varied_settings(tmp_path: Path, choices: list[dict[str, 
     """Oracle: the choices; only the last is named by its switches."""
     records = []
     for number, varied in enumerate(choices, 1):
-        path = write_run(tmp_path / str(number), run_of(3), {"parallel.name": varied["parallel"]})
+        path = write_run(tmp_path / str(number), run_of(3), {"parallel": {"name": varied["parallel"]}})
         records.append(record_of(path, varied=varied))
     assert short_names(records) == names
 
