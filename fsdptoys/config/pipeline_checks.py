@@ -18,7 +18,9 @@ from fsdptoys.tune import LoRAConfig, TuneConfig
 from fsdptoys.utils.text import value_text
 
 SCHEDULES_SINCE = (2, 11)
-"""Version of torch from which all schedules are tried; with older ones gpipe is."""
+"""Version of torch from which 1f1b and interleaved are tried; with older ones gpipe is."""
+ZERO_BUBBLE_SINCE = (2, 13)
+"""Version from which zero_bubble is tried: with torch 2.11 it fails at the hooks of FSDP2."""
 
 
 class Sections(Protocol):
@@ -50,10 +52,12 @@ def check_pipeline(config: Sections) -> None:
                 f"parallel.schedule={schedule.value} does nothing without stages; set mesh.pp_size=2 or leave it out"
             )
         return
-    if schedule is not PipelineSchedule.gpipe and TORCH < SCHEDULES_SINCE:
+    since = ZERO_BUBBLE_SINCE if schedule is PipelineSchedule.zero_bubble else SCHEDULES_SINCE
+    if schedule is not PipelineSchedule.gpipe and since > TORCH:
+        fix = "gpipe" if TORCH < SCHEDULES_SINCE else "interleaved"
         raise ConfigError(
-            f"parallel.schedule={schedule.value} needs torch {SCHEDULES_SINCE[0]}.{SCHEDULES_SINCE[1]} (found "
-            f"{torch.__version__}); set parallel.schedule=gpipe"
+            f"parallel.schedule={schedule.value} needs torch {since[0]}.{since[1]} (found {torch.__version__}); set "
+            f"parallel.schedule={fix}"
         )
     stages, n_layers = ranks * schedule.stages_per_rank, config.model.n_layers
     if n_layers < stages:

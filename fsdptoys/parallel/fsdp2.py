@@ -64,8 +64,10 @@ class FSDP2(Strategy):
         self.features: FeatureSplit | None = None
         if self.mesh_axes.pp > 1:
             assert isinstance(config, FSDP2Config)
-            groups, dtype = build_pipe_groups(self.mesh_axes, context.timeout), config.param_dtype.torch
-            self.pipeline = Pipeline(config.schedule, groups, self.mesh_axes, dtype, context.device.torch_device)
+            groups = build_pipe_groups(self.mesh_axes, context.timeout)
+            loss_dtype = torch.float64 if context.deterministic.covers_layouts else torch.float32
+            dtypes = config.param_dtype.torch, loss_dtype
+            self.pipeline = Pipeline(config.schedule, groups, self.mesh_axes, dtypes, context.device.torch_device)
         if self.mesh_axes.tp > 1:
             mesh, whole = build_tensor_meshes(self.mesh_axes, context.device, context.timeout)
             self.tensor_group = mesh.get_group(TENSOR_AXIS)

@@ -77,7 +77,7 @@ class Pipeline:
         schedule: of training steps.
         groups: the ranks at this rank's place of all blocks, in the order of the blocks; and those of its own block.
         axes: of the mesh.
-        dtype: of hidden states.
+        dtypes: of hidden states, and of the loss.
         device: of this rank.
     """
 
@@ -86,11 +86,12 @@ class Pipeline:
         schedule: PipelineSchedule,
         groups: tuple[dist.ProcessGroup, dist.ProcessGroup],
         axes: Axes,
-        dtype: torch.dtype,
+        dtypes: tuple[torch.dtype, torch.dtype],
         device: torch.device,
     ) -> None:
         self.group, self.stage_group = groups
-        self.dtype, self.device, self.sharing = dtype, device, axes.sharing
+        self.dtype, self.loss_dtype = dtypes
+        self.device, self.sharing = device, axes.sharing
         self.rank, self.ranks = self.group.rank(), self.group.size()
         self.count = self.ranks * schedule.stages_per_rank
         """Stages of the model."""
@@ -240,6 +241,7 @@ class PipelinedModel(nn.Module):
         shape = pipeline.hidden_shape(self.step.microbatches[0][0], self.model.config.dim, in_full=False)
         # Given shapes spare a first forward that would find them, with collectives and routing of its own.
         hidden = torch.empty(shape, dtype=pipeline.dtype, device="meta", requires_grad=True)
+        loss = torch.empty(1, dtype=pipeline.loss_dtype, device="meta", requires_grad=True)
         stages = [
             pipelining.PipelineStage(
                 StageModule(self, stage),
@@ -247,7 +249,7 @@ class PipelinedModel(nn.Module):
                 pipeline.count,
                 pipeline.device,
                 input_args=torch.empty(1, dtype=torch.int64, device="meta") if stage.embeds else hidden,
-                output_args=torch.empty(1, device="meta", requires_grad=True) if stage.predicts else hidden,
+                output_args=loss if stage.predicts else hidden,
                 group=pipeline.group,
             )
             for index, stage in pipeline.stages.items()
