@@ -14,6 +14,7 @@ from fsdptoys.memory.activation_offload import ActivationOffload
 from fsdptoys.models import DecoderModel
 from fsdptoys.models.lora import Samples, add_adapters
 from fsdptoys.models.nf4 import is_packed, pack, quantize_linears, unquantized_name
+from fsdptoys.parallel.fsdp import TORCH
 from fsdptoys.train.compile import compile_blocks
 from fsdptoys.tune import Base
 from tests.memory.blocks import build, forward, gradients
@@ -120,7 +121,9 @@ def test_compiled_adapters_have_the_gradients_of_eager_ones(mode: GradientCheckp
     compile_blocks(model.layers, backend=BACKEND)
     got, _ = run(model)
     assert_close(got, expected)
-    assert len(got) == 12 and counters["stats"]["unique_graphs"] == 2 and not counters["graph_break"]
+    assert len(got) == 12 and not counters["graph_break"]
+    # Torch 2.7 compiles checkpointed blocks once more, 2.11 does not.
+    assert counters["stats"]["unique_graphs"] == 2 + (mode is FULL and TORCH < (2, 11))
 
 
 def test_equal_blocks_share_one_compilation() -> None:
