@@ -1,11 +1,13 @@
 """Traces of small models on an imagined device, compared with formulas, and through the child process."""
 
 import dataclasses
+import math
 from collections import Counter
 from typing import Any
 
 import pytest
 import torch
+from torch.distributed.fsdp._fully_shard import _fsdp_param
 
 from fsdptoys.errors import ConfigError
 from fsdptoys.metrics.prediction import Category
@@ -26,6 +28,7 @@ from fsdptoys.plan.simulator.events import (
     WaitEvent,
 )
 from fsdptoys.plan.trace.fake_device import registers_devices
+from fsdptoys.plan.trace.fake_tensors import Chunks
 from fsdptoys.plan.trace.op_costs import fuses_rms_norm
 from fsdptoys.plan.trace.tracer import trace
 from tests.plan.traced import configured, hardware, live_bytes, traced
@@ -295,3 +298,15 @@ def test_child_process_traces_each_depth_and_reports_errors() -> None:
     bad = dataclasses.replace(config, mesh=dataclasses.replace(config.mesh, fsdp_size=7))
     with pytest.raises(ConfigError, match=r"mesh\.fsdp_size=7 must divide the world size 98304"):
         trace(bad, hardware("cuda"), 98304, [1])
+
+
+@pytest.mark.parametrize(("shape", "dim"), [((7, 3), 0), ((1, 4), 0), ((6, 8), 1)])
+@pytest.mark.parametrize("count", [1, 2, 4, 8])
+def test_chunks_are_those_of_fsdp2(shape: tuple[int, ...], dim: int, count: int) -> None:
+    """Oracle: the function that they replace."""
+    tensor = torch.arange(math.prod(shape)).view(shape)
+    expected = _fsdp_param._chunk_with_empty(tensor, count, dim)
+    made = Chunks(tensor, count, dim)
+    for place, chunk in enumerate(expected):
+        assert torch.equal(made[place], chunk)
+        assert made[place].stride() == chunk.stride()

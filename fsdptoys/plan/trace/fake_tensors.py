@@ -21,6 +21,7 @@ from torch.autograd.graph import Node
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import _runtime_utils
 from torch.distributed.fsdp._flat_param import FlatParamHandle
+from torch.distributed.fsdp._fully_shard import _fsdp_param
 from torch.nn.parallel import distributed as ddp
 
 import fsdptoys.parallel.mesh
@@ -151,8 +152,24 @@ def fake_tensors(device_type: str) -> Iterator[None]:
     ]
     if device_type != "cpu":
         replacements += _fsdp1_streams()
+    if hasattr(_fsdp_param, "_chunk_with_empty"):
+        replacements.append((_fsdp_param, "_chunk_with_empty", Chunks))
     with replaced(*replacements), _FakeMode(allow_non_fake_inputs=True):
         yield
+
+
+class Chunks:
+    """Chunks of a parameter, made when asked for: FSDP2 makes one for each of a thousand shards, and takes two."""
+
+    def __init__(self, tensor: Tensor, num_chunks: int, dim: int) -> None:
+        self._tensor, self._dim = tensor, dim
+        self._length = -(-tensor.shape[dim] // num_chunks)
+
+    def __getitem__(self, place: int) -> Tensor:
+        start, total = place * self._length, self._tensor.shape[self._dim]
+        if start >= total:
+            return self._tensor.new_empty(0)
+        return self._tensor.narrow(self._dim, start, min(self._length, total - start))
 
 
 def _with_buckets(init: Callable[..., Any]) -> Callable[..., Any]:
