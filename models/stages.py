@@ -28,6 +28,11 @@ class Stage:
     predicts: bool
     """Whether it is the last stage, which returns logits or the loss."""
 
+    @property
+    def size(self) -> int:
+        """Number of its blocks."""
+        return self.end - self.first
+
     def has(self, name: str) -> bool:
         """Whether it has a module or a parameter, by its name in the full model."""
         parts = name.split(".")

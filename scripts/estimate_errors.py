@@ -24,8 +24,9 @@ from fsdptoys.config.plan_config import AllocatorKind
 from fsdptoys.config.schema import Config
 from fsdptoys.device.profile import Hardware, load_hardware
 from fsdptoys.errors import ConfigError
-from fsdptoys.metrics.prediction import MemoryPrediction, Prediction, TimePrediction
+from fsdptoys.metrics.prediction import MemoryPrediction, TimePrediction
 from fsdptoys.plan.estimate.estimate import closed_form
+from fsdptoys.plan.predict import Predictor
 from fsdptoys.plan.search.ranking import TIE, Candidate, label
 from fsdptoys.plan.search.search import CHECKED, SearchResult, search
 from fsdptoys.plan.search.switches import validate_switches
@@ -48,7 +49,10 @@ SGD_ROW = (
     *("experiment=null", "model=llama_debug", "model.n_layers=30", "model.dim=256", "train.seq_len=512"),
     *("parallel=single", "optim=sgd"),
 )
+Run = tuple[Config, Hardware, int]
+Traced = tuple[MemoryPrediction, TimePrediction]
 LORA = ("tune=lora", "tune.rank=16")
+PIPELINE = (*BASE, "parallel=fsdp2", "model.tie_embeddings=false", "model.n_layers=8")
 RUNS: list[tuple[str, int, tuple[str, ...]]] = [
     ("h100", 1, SGD_ROW),
     ("h100", 1, (*BASE, "parallel=single")),
@@ -104,6 +108,28 @@ RUNS: list[tuple[str, int, tuple[str, ...]]] = [
     ("h100", 8, (*BASE, "parallel=fsdp2", "mesh.tp_size=2", FULL, "memory.activation_offload=true")),
     ("h100", 8, (*BASE, "parallel=fsdp2", "mesh.tp_size=4", CPU_OFFLOAD)),
     ("h100", 8, (*BASE, "parallel=fsdp2", "model=qwen3_moe_mini", "mesh.tp_size=2", "mesh.ep_size=2")),
+    ("h100", 8, (*PIPELINE, "mesh.pp_size=2", "parallel.schedule=1f1b", "train.grad_accum=4")),
+    ("h100", 8, (*PIPELINE, "mesh.pp_size=4", "train.grad_accum=6", "memory.chunk_loss=true")),
+    (
+        "h100",
+        8,
+        (*PIPELINE, "mesh.pp_size=4", "mesh.fsdp_size=1", "parallel.schedule=1f1b", "train.grad_accum=8", FULL),
+    ),
+    ("h100", 16, (*PIPELINE, "mesh.pp_size=2", "parallel.schedule=interleaved", "train.grad_accum=4", SELECTIVE)),
+    ("h100", 16, (*PIPELINE, "mesh.pp_size=2", "mesh.tp_size=4", "parallel.schedule=1f1b", "train.grad_accum=6")),
+    ("h100", 8, (*PIPELINE, "mesh.pp_size=2", "mesh.cp_size=2", "parallel.schedule=1f1b", "train.grad_accum=4")),
+    (
+        "h100",
+        8,
+        (
+            *PIPELINE,
+            "model=qwen3_moe_mini",
+            "mesh.pp_size=2",
+            "mesh.ep_size=2",
+            "train.grad_accum=4",
+            "parallel.schedule=1f1b",
+        ),
+    ),
     ("h100", 8, (*BASE, "parallel=fsdp2", "model=gpt2", "train.seq_len=1024", FULL)),
     ("h100", 8, (*BASE, "parallel=fsdp2", "model=llama2_7b", "model.n_layers=32", "memory.chunk_loss=true", FULL)),
     ("4090", 1, (*BASE, "parallel=single", *LORA, FULL, "memory.chunk_loss=true")),
@@ -147,7 +173,7 @@ class Searched:
 
 
 @contextmanager
-def _tracing(jobs: int) -> Iterator[Callable[[Sequence[tuple[Config, Hardware, int]]], list[Prediction | None]]]:
+def _tracing(jobs: int) -> Iterator[Callable[[Sequence[Run]], list[Traced | None]]]:
     """Yield a function that traces runs at full depth, and replays them; None for a run that a trace refuses."""
     os.environ |= {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}
     context = multiprocessing.get_context("forkserver")
@@ -157,7 +183,7 @@ def _tracing(jobs: int) -> Iterator[Callable[[Sequence[tuple[Config, Hardware, i
 
     with tempfile.TemporaryDirectory() as name, ThreadPool(jobs) as pool:
 
-        def one(numbered: tuple[int, tuple[Config, Hardware, int]]) -> tuple[MemoryPrediction, TimePrediction] | None:
+        def one(numbered: tuple[int, Run]) -> Traced | None:
             number, (config, hardware, world_size) = numbered
             path = Path(name) / f"{number}.pickle"
             process = context.Process(target=answer_one, args=(path, config, hardware, world_size))
@@ -173,7 +199,7 @@ def _tracing(jobs: int) -> Iterator[Callable[[Sequence[tuple[Config, Hardware, i
             made = replay(answer, hardware, allocator)
             return made.memory(), made.time()
 
-        yield lambda runs: pool.map(one, enumerate(runs), chunksize=1)  # type: ignore[return-value]
+        yield lambda runs: pool.map(one, enumerate(runs), chunksize=1)
 
 
 def configured(hardware: Hardware, world_size: int, words: Sequence[str]) -> Config:
@@ -190,11 +216,12 @@ def estimate_errors(jobs: int, count: int | None = None) -> list[Error]:
         hardware = load_hardware(profile)
         runs.append((configured(hardware, world_size, words), hardware, world_size))
     with unit(f"traces of {len(runs)} runs"), _tracing(jobs) as trace:
-        traced = trace(runs)
+        traced = iter(trace([run for run in runs if run[0].mesh.pp_size == 1]))
+        found = [next(traced) if run[0].mesh.pp_size == 1 else _of_pipeline(*run) for run in runs]
     errors = []
-    for (profile, world_size, words), run, found in zip(RUNS, runs, traced, strict=False):
-        assert found is not None
-        (memory, time), closed = found, closed_form(*run)  # type: ignore[misc]
+    for (profile, world_size, words), run, made in zip(RUNS, runs, found, strict=False):
+        assert made is not None
+        (memory, time), closed = made, closed_form(*run)
         changed = " ".join(word for word in words if word not in BASE)
         errors.append(
             Error(
@@ -207,13 +234,19 @@ def estimate_errors(jobs: int, count: int | None = None) -> list[Error]:
     return errors
 
 
+def _of_pipeline(config: Config, hardware: Hardware, world_size: int) -> Traced:
+    """Of all ranks' traces: memory of the largest, time of the busiest."""
+    prediction = Predictor(config, hardware, world_size)(hardware)
+    return prediction.memory, prediction.time
+
+
 def random_search(draw: random.Random) -> tuple[str, Hardware, int, float, list[str]]:
     """A name, and profile, ranks, memory and overrides of a search over two kinds of settings."""
     profile, world_size = draw.choice(["h100", "h200", "a100", "4090", "a2"]), draw.choice([1, 2, 8, 8, 16])
     model, layers = draw.choice([*MODELS, "gpt2"]), draw.choice([2, 3])
     seq_len = draw.choice([512, 1024]) if model == "gpt2" else draw.choice([1024, 2048, 4096])
     words = [f"model={model}", f"model.n_layers={layers}", f"train.seq_len={seq_len}", "parallel.param_dtype=bfloat16"]
-    words.append("experiment=null")
+    words += ["experiment=null", "mesh.pp_size=1"]  # one rank is traced
     words += draw.choice([[], [], ["optim=sgd"], ["optim.state_dtype=bfloat16"], ["optim.implementation=foreach"]])
     settings = {
         "checkpointing": [f"memory.gradient_checkpointing={draw.choice(['none', 'full'])}"],
@@ -258,13 +291,13 @@ def run_searches(count: int, jobs: int, seed: int = 0) -> list[Searched]:
     return done
 
 
-def _judge(name: str, result: SearchResult, trace: Callable[..., list[Prediction | None]]) -> Searched:
+def _judge(name: str, result: SearchResult, trace: Callable[[Sequence[Run]], list[Traced | None]]) -> Searched:
     every = [*result.candidates, *result.over]
     found = trace([(one.config, result.hardware, result.world_size) for one in every])
     speeds: dict[str, float] = {}
     for one, made in zip(every, found, strict=True):
         if made is not None:
-            memory, time = made  # type: ignore[misc]
+            memory, time = made
             fits = memory.reserved_bytes <= result.memory_bytes
             speeds[label(one.config)] = fits * one.prediction.tokens_per_step / time.step_seconds
     order = sorted(speeds.values(), reverse=True)

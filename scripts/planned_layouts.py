@@ -1,9 +1,9 @@
 """Published runs with several axes of parallelism against the planner, for ``validate_plan --layouts``.
 
 Today's trainer is traced with each row's layout, batch, sequence and checkpointing, as ``fsdptoys plan`` does (at two
-depths; all layers up to 32), replayed on the row's machine, and compared in reserved memory and in tokens per second of
-one GPU. Speed is also compared after fitting the speed of matmuls to one row of a machine, and by rank correlation over
-the layouts of one machine and model.
+depths; all layers up to 32), or predicted in closed form where stages split the layers, on the row's machine, and
+compared in reserved memory and in tokens per second of one GPU. Speed is also compared after fitting the speed of
+matmuls to one row of a machine, and by rank correlation over the layouts of one machine and model.
 
 torchtitan's selective checkpointing recomputes every other matmul, and its loss of a split vocabulary is PyTorch's
 (``loss_parallel``); the trainer has no setting for either, so torchtitan's rows are traced with them. Rows that differ
@@ -27,11 +27,15 @@ from fsdptoys.config.schema import Config
 from fsdptoys.device.profile import Hardware
 from fsdptoys.loss import vocabulary
 from fsdptoys.memory import activation_checkpointing
+from fsdptoys.metrics.prediction import Prediction
 from fsdptoys.plan.calibrate import Case, calibrate, choose_parameters
+from fsdptoys.plan.estimate import unit_traces
+from fsdptoys.plan.estimate.estimate import closed_form
 from fsdptoys.plan.simulator.allocator import build_allocator
 from fsdptoys.plan.simulator.events import Trace
 from fsdptoys.plan.simulator.replay import Replay, replay
 from fsdptoys.plan.trace.extrapolate_layers import choose_depths, extrapolate
+from fsdptoys.plan.trace.fake_device import replaced
 from fsdptoys.plan.trace.tracer import answer_one, tracing_environment
 from scripts.loss_parallel import LossParallel
 from scripts.progress import unit
@@ -67,6 +71,35 @@ class LayoutTrace:
     def seconds(self, hardware: Hardware) -> float:
         """Seconds of a step."""
         return self.replay(hardware).time().step_seconds
+
+    def reserved_bytes(self, hardware: Hardware) -> int:
+        """Reserved memory."""
+        return self.replay(hardware).memory().reserved_bytes
+
+
+@dataclass
+class ClosedLayout:
+    """A layout with stages, in closed form: traces of all ranks would take hours."""
+
+    row: PublishedLayout
+
+    def predict(self, hardware: Hardware) -> Prediction:
+        """Predict on a machine; the head is that of the row, which a cache would mistake for the trainer's."""
+        loss = [(vocabulary, "_LogitsLoss", LossParallel)] if self.row.loss_parallel else []
+        with replaced(*loss):
+            unit_traces._head.cache_clear()
+            try:
+                return closed_form(self.row.config(), hardware, self.row.gpus)
+            finally:
+                unit_traces._head.cache_clear()
+
+    def seconds(self, hardware: Hardware) -> float:
+        """Seconds of a step."""
+        return self.predict(hardware).time.step_seconds
+
+    def reserved_bytes(self, hardware: Hardware) -> int:
+        """Reserved memory of the rank that has most."""
+        return self.predict(hardware).memory.reserved_bytes
 
 
 def trace_layout(row: PublishedLayout, folder: Path) -> LayoutTrace:
@@ -141,7 +174,7 @@ class PlannedLayout:
                 f"{self.memory_gib / row.memory_gib:.2f}",
                 verdict,
             ]
-        published = row.tokens_per_second or 0.0
+        published = row.speed
         speeds = [f"{published:,.0f}", f"{self.tokens_per_second:,.0f}", f"{self.tokens_per_second / published:.2f}"]
         fitted = ["fit" if row.fit else ""] if self.fitted is None else [f"{self.fitted / published:.2f}"]
         return [row.name, row.layout, sizes, *memory, *speeds, *fitted, ", ".join(row.missing)]
@@ -168,18 +201,17 @@ def plan_layouts(rows: Sequence[PublishedLayout], folder: Path) -> LayoutResults
     for row in sorted((row for row in rows if not row.obstacle), key=lambda row: not row.fit):
         if (key := row.trace_key) not in made:
             with unit(row.name):
-                traced, hardware = trace_layout(row, folder), machine(row.machine)
+                traced = ClosedLayout(row) if row.pp > 1 else trace_layout(row, folder)
+                hardware = machine(row.machine)
                 if row.fit:
-                    assert row.tokens_per_second is not None
-                    case = Case(traced.seconds, row.tokens / row.tokens_per_second, row.name)
+                    case = Case(traced.seconds, row.tokens / row.speed, row.name)
                     fits[row.machine] = calibrate([case], hardware, choose_parameters(["compute"])).hardware
                     share = fits[row.machine].matmul_efficiency.value
                     results.notes.append(
                         f"{MACHINES[row.machine]}: {share:.3f} of the peak in matmuls, from “{row.name}”"
                     )
-                replayed = traced.replay(hardware)
                 seconds = traced.seconds(fits[row.machine]) if row.machine in fits else None
-                made[key] = replayed.memory().reserved_bytes / GIB, replayed.time().step_seconds, seconds
+                made[key] = traced.reserved_bytes(hardware) / GIB, traced.seconds(hardware), seconds
         memory, plain, seconds = made[key]
         fitted = None if row.fit or seconds is None else row.tokens / seconds
         results.planned.append(PlannedLayout(row, memory, row.tokens / plain, fitted))
@@ -232,7 +264,7 @@ def rankings(planned: Sequence[PlannedLayout]) -> list[Ranking]:
     for (key, model, numerics), members in groups.items():
         layouts = {(each.row.layout, each.tokens_per_second) for each in members}
         if len(layouts) >= LEAST_ROWS:
-            published = [each.row.tokens_per_second or 0.0 for each in members]
+            published = [each.row.speed for each in members]
             value = rank_correlation(published, [each.tokens_per_second for each in members])
             found.append(Ranking(f"{MACHINES[key]}, {model}, {numerics}", len(members), value))
     return found

@@ -4,11 +4,13 @@ Every table of the file has its source. Other programs made the runs, so a row a
 trainer, as ``fsdptoys plan`` traces it, does not have. Rows with equal overrides on one machine share a trace.
 """
 
+import functools
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 import yaml
 
 from fsdptoys.config.compose import compose_config
@@ -18,8 +20,6 @@ from fsdptoys.plan.search.switches import validate_switches
 from scripts.published_torchtitan import h100
 
 TABLES = Path(__file__).with_suffix(".yaml")
-PLANNED_STAGES = 1
-"""Most pipeline stages that the planner can trace."""
 LAYERS_IN_FULL = 32
 MACHINES = {"h100_96gb": "H100 with 96 GB at 2.4 TB/s", "h100": "H100", "b200": "B200"}
 """Key of a machine → its name on the page."""
@@ -85,6 +85,16 @@ class PublishedLayout:
         """Ranks that share one copy of the parameters, in all stages."""
         return self.fsdp * self.cp * self.tp * self.pp
 
+    @functools.cached_property
+    def speed(self) -> float:
+        """Published tokens per second, or those of the published MFU by the trainer's count of FLOPs."""
+        if self.tokens_per_second is not None:
+            return self.tokens_per_second
+        assert self.mfu is not None
+        with torch.device("meta"):
+            flops = self.config().model.build().flops_per_token(self.seq_len)
+        return self.mfu * machine(self.machine).peak_flops["bfloat16"].value / flops
+
     @property
     def tokens(self) -> float:
         """Tokens of one step, divided by the ranks that share them."""
@@ -106,9 +116,7 @@ class PublishedLayout:
     @property
     def obstacle(self) -> str:
         """Reason for which the planner cannot trace the row, or nothing."""
-        if self.unplanned:
-            return self.unplanned
-        return "pipeline parallelism" if self.pp > PLANNED_STAGES else ""
+        return self.unplanned
 
     @property
     def missing(self) -> list[str]:

@@ -26,8 +26,8 @@ from fsdptoys.device.profile import Hardware
 from fsdptoys.errors import ConfigError
 from fsdptoys.launch.launch import SINGLE, choose_experiment, choose_single
 from fsdptoys.plan.calibrate import calibrate_command
-from fsdptoys.plan.estimate.estimate import closed_form
-from fsdptoys.plan.predict import Predictor, hardware_of, has_closed_form, predict, world_size_of
+from fsdptoys.plan.estimate.estimate import closed_form, has_closed_form
+from fsdptoys.plan.predict import Predictor, hardware_of, predict, world_size_of
 from fsdptoys.plan.search.advice import advise
 from fsdptoys.plan.search.frontier_plot import check_picture, draw_frontier
 from fsdptoys.plan.search.search import search

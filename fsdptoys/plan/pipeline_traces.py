@@ -15,6 +15,7 @@ from fsdptoys.config.schema import Config
 from fsdptoys.device.profile import Hardware
 from fsdptoys.metrics.prediction import StagePrediction
 from fsdptoys.models.stage_split import split_model
+from fsdptoys.models.stages import Stage
 from fsdptoys.parallel import FSDP2Config
 
 from .simulator.allocator import build_allocator
@@ -95,10 +96,13 @@ def stage_predictions(config: Config, replays: Sequence[Replay]) -> tuple[StageP
 
 def layers_of_ranks(config: Config) -> list[str]:
     """Layers of each rank of a pipeline, such as ``0-3, 8-11``."""
-    parallel, ranks = config.parallel, config.mesh.pp_size
-    assert isinstance(parallel, FSDP2Config)
+    names = [f"{each.first}-{each.end - 1}" if each.size > 1 else str(each.first) for each in stages_of(config)]
+    return [", ".join(names[rank :: config.mesh.pp_size]) for rank in range(config.mesh.pp_size)]
+
+
+def stages_of(config: Config) -> list[Stage]:
+    """Stages of a pipeline, of which rank r of N has stages r, r + N, ...."""
+    assert isinstance(config.parallel, FSDP2Config)
     with torch.device("meta"):
         model = config.model.build()
-    stages = split_model(model, ranks * parallel.schedule.stages_per_rank, config.train.seq_len)
-    names = [f"{stage.first}-{stage.end - 1}" if stage.end - stage.first > 1 else str(stage.first) for stage in stages]
-    return [", ".join(names[rank::ranks]) for rank in range(ranks)]
+    return split_model(model, config.mesh.pp_size * config.parallel.schedule.stages_per_rank, config.train.seq_len)

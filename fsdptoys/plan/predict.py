@@ -17,7 +17,7 @@ from fsdptoys.models import MoEConfig
 from fsdptoys.models.attention import BACKENDS
 from fsdptoys.parallel.float8 import Float8
 from fsdptoys.parallel.mesh import straddling
-from fsdptoys.plan.estimate.estimate import closed_form
+from fsdptoys.plan.estimate.estimate import closed_form, has_closed_form
 from fsdptoys.plan.pipeline_traces import PipelinePredictor, stage_predictions
 from fsdptoys.plan.search.switches import STRATEGIES, check_strategy, node_ranks_of
 from fsdptoys.plan.simulator.allocator import build_allocator
@@ -39,11 +39,6 @@ TIME_BANDS = {
 """Profile → errors of its times, from benchmarks/plan.md; others were not compared with a published run."""
 HIGHER = 0.02  # Relative excess of the closed form's peak over the extrapolated one from which all layers are traced
 ALARM = 0.10  # Reported relative difference between closed form and trace
-
-
-def has_closed_form(config: Config) -> bool:
-    """Whether each rank has all layers, as in the closed form."""
-    return config.mesh.pp_size == 1
 
 
 def hardware_of(config: Config) -> Hardware:
@@ -124,7 +119,7 @@ class Predictor:
         with torch.device("meta"):
             flops_per_token = config.model.build().flops_per_token(train.seq_len)
         peak_flops = hardware.peak_flops.get(config.parallel.param_dtype.value)
-        return Prediction(
+        prediction = Prediction(
             method=pipeline.method,
             hardware=hardware.name,
             world_size=self.world_size,
@@ -137,6 +132,10 @@ class Predictor:
             doubts=doubts(config, hardware, self.world_size),
             stages=stage_predictions(config, replays),
         )
+        if not has_closed_form(config):
+            return prediction
+        found = disagreement(prediction, closed_form(config, hardware, self.world_size))
+        return dataclasses.replace(prediction, doubts=(*prediction.doubts, *found))
 
 
 def predict(config: Config, hardware: Hardware, world_size: int, tracing: Tracing = trace) -> Prediction:
@@ -147,10 +146,10 @@ def predict(config: Config, hardware: Hardware, world_size: int, tracing: Tracin
     """
     predictor = Predictor(config, hardware, world_size, tracing)
     prediction = predictor(hardware)
-    if not has_closed_form(config):
+    if len(predictor.depths) == 1:
         return prediction
     closed = closed_form(config, hardware, world_size)
-    if len(predictor.depths) > 1 and closed.memory.peak_bytes > (1 + HIGHER) * prediction.memory.peak_bytes:
+    if closed.memory.peak_bytes > (1 + HIGHER) * prediction.memory.peak_bytes:
         config = copy.deepcopy(config)
         config.plan.exact = True
         prediction = Predictor(config, hardware, world_size, tracing)(hardware)

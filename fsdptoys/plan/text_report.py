@@ -19,8 +19,8 @@ from fsdptoys.plan.search.advice import Advice
 from fsdptoys.plan.search.effects import Effect, effects
 from fsdptoys.plan.search.frontier_plot import spread_out
 from fsdptoys.plan.search.ranking import Candidate, frontier, layout, traits
-from fsdptoys.plan.search.search import SearchResult, count_parameters
-from fsdptoys.plan.search.switches import node_ranks_of
+from fsdptoys.plan.search.search import SearchResult
+from fsdptoys.plan.search.switches import count_parameters, node_ranks_of
 
 BAR = 24  # Characters of the longest bar
 GAP = 2  # Spaces between columns

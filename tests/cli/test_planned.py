@@ -10,7 +10,7 @@ from fsdptoys.device.free_memory import least_free_bytes
 from fsdptoys.device.profile import load_hardware
 from fsdptoys.launch.launch import resolve_run
 from fsdptoys.plan.estimate.estimate import closed_form
-from fsdptoys.plan.search.search import count_parameters
+from fsdptoys.plan.search.switches import count_parameters
 
 
 @pytest.mark.usefixtures("unmeasured")

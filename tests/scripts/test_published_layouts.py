@@ -46,15 +46,16 @@ def test_every_row_has_a_source_and_sizes_and_can_be_planned_or_says_why() -> No
         assert row.source and row.date and row.gpus % (row.fsdp * row.cp * row.tp * row.pp) == 0
         if not row.obstacle:
             axes = (config := row.config()).parallel.axes(row.gpus, config.mesh)
-            assert (axes.replicate, axes.shard, axes.cp, axes.tp, axes.ep) == (
-                1,
+            assert (axes.replicate, axes.shard, axes.cp, axes.tp, axes.ep, axes.pp) == (
+                row.gpus // row.ranks_of_copy,
                 row.fsdp * row.cp,
                 row.cp,
                 row.tp,
                 row.ep,
+                row.pp,
             )
     assert {row.machine for row in rows} == set(MACHINES) and 0 < count_traces(rows) < len(rows)
-    assert all(row.obstacle for row in rows if row.pp > 1)
+    assert {row.pp for row in rows if not row.obstacle} == {1, 8, 16}
 
 
 def test_a_row_adds_its_settings_to_those_of_its_table() -> None:
@@ -127,14 +128,14 @@ def test_rankings_need_three_layouts_and_separate_numerics() -> None:
 
 
 def test_page_has_every_row_with_its_verdict_or_its_obstacle() -> None:
-    """Oracle: 50 GiB predicted are within 8% of 52 and not of 60; a pipeline is not planned."""
+    """Oracle: 50 GiB predicted are within 8% of 52 and not of 60; one row has an obstacle."""
     members = [planned("near", 100, 125, memory_gib=52.0), planned("far", 100, 50, memory_gib=60.0, compile=True)]
-    pipeline = planned("deep", 10, 0, pp=8).row
+    pipeline = planned("deep", 10, 0, pp=8, unplanned="no batch").row
     lines, met = render_layouts([*(each.row for each in members), pipeline], LayoutResults(members, []))
     page = "\n".join(lines)
     assert "| 52.0 | 50.0 | 0.96 | met | 100 | 125 | 1.25 |  |  |" in page
     assert "| 60.0 | 50.0 | 0.83 | **missed** | 100 | 50 | 0.50 |  | compile |" in page
-    assert "| deep | H100 | PP 8 | 10 |  | pipeline parallelism |" in page and "- a page, 2025" in page
+    assert "| deep | H100 | PP 8 | 10 |  | no batch |" in page and "- a page, 2025" in page
     assert not met and "1 of 2 memories" in page
 
 

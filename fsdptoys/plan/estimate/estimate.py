@@ -10,7 +10,8 @@ that depend on data; the balance of routers.
 import dataclasses
 import functools
 import gc
-from collections.abc import Iterator, Sequence
+import math
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, cast
 
@@ -22,18 +23,19 @@ from fsdptoys.config.plan_config import AllocatorKind
 from fsdptoys.config.schema import Config
 from fsdptoys.device.profile import Hardware
 from fsdptoys.memory import GradientCheckpointing
-from fsdptoys.metrics.prediction import Category, Prediction
+from fsdptoys.metrics.prediction import Category, MemoryPrediction, Prediction, StagePrediction, TimePrediction
 from fsdptoys.models import DecoderModel, npu_kernels
 from fsdptoys.models.experts import Experts
 from fsdptoys.parallel import FSDPConfig, SingleConfig
 from fsdptoys.parallel.expert_parallel import ExpertExchange, Route
 from fsdptoys.parallel.float8 import Float8
 from fsdptoys.parallel.mesh import EXPERT_AXIS, TENSOR_AXIS
+from fsdptoys.parallel.pipeline import PipelineSchedule
 from fsdptoys.parallel.tensor_parallel import FeatureSplit, TensorExchange
 from fsdptoys.plan.simulator.allocator import build_allocator
 from fsdptoys.plan.simulator.events import COMPUTE_STREAM, Alloc, Trace
 from fsdptoys.plan.simulator.replay import Replay, replay
-from fsdptoys.plan.trace.extrapolate_layers import depths_of, extrapolate
+from fsdptoys.plan.trace.extrapolate_layers import depths_of, extrapolate, layers_in_turn
 from fsdptoys.plan.trace.groups import PlannedGroup
 from fsdptoys.plan.trace.op_costs import attention_of, matmul_workspace_bytes
 from fsdptoys.plan.trace.tracer import DEVICE_TYPES
@@ -41,6 +43,7 @@ from fsdptoys.plan.trace.tracing_process import traced
 from fsdptoys.train.tuning import quantize_base, tune_model
 from fsdptoys.utils.uncached import Uncached
 
+from .pipeline import Part, predict_pipeline
 from .skeleton import reduced, trace_skeleton
 from .splice import splice
 from .unit_traces import segments_of
@@ -50,52 +53,77 @@ LEAST_LAYERS = 3
 MICRO_BATCHES = 3  # Most micro-batches of a skeleton: the first, one between, the last
 
 
+def has_closed_form(config: Config) -> bool:
+    """Whether the closed form covers the run: all but the schedule zero_bubble (``pipeline``)."""
+    schedule = getattr(config.parallel, "schedule", PipelineSchedule.gpipe)
+    return config.mesh.pp_size == 1 or schedule is not PipelineSchedule.zero_bubble
+
+
 def closed_form(config: Config, hardware: Hardware, world_size: int) -> Prediction:
     """Predict one rank's memory and time for a validated configuration."""
-    train, n_layers = config.train, config.model.n_layers
-    model = _built(_model_key(config), Uncached(config))
-    depths = depths_of(config, model, LEAST_LAYERS)
-    micro_batches = train.grad_accum * getattr(config.parallel, "simulated_ranks", 1)
-    counts = [micro_batches] if micro_batches <= MICRO_BATCHES else [MICRO_BATCHES - 1, MICRO_BATCHES]
-    results = []
+    train, mesh = config.train, config.mesh
+    replays = functools.partial(_replays, config, hardware, world_size)
+    stages: tuple[StagePrediction, ...] = ()
     with _without_collection():
-        for count in counts:
-            each = _replays(config, hardware, world_size, depths, count)
-            result = each[-1]
-            if len(each) > 1:
-                result = extrapolate(each[0], result, (depths[0], depths[1]), n_layers)
-            results.append(result)
-    time = results[-1].time()
-    if len(results) > 1:
-        time = extrapolate(results[0].time(), time, (counts[0], counts[1]), micro_batches)
-    # Those of one rank: ranks that share sequences have a part of each.
-    tokens = train.batch_size * train.seq_len * micro_batches // (config.mesh.cp_size * config.mesh.tp_size)
+        if mesh.pp_size > 1:
+            model = _built(_model_key(config), Uncached(config))
+            turn = math.lcm(layers_in_turn(model), config.memory.checkpointing_every)
+            memory, time, stages = predict_pipeline(config, replays, (2 * turn, 3 * turn))
+        else:
+            memory, time = _of_one_rank(config, replays)
+    # Those of one rank: ranks that share sequences, or have other layers, have a part of each.
+    micro_batches = train.grad_accum * getattr(config.parallel, "simulated_ranks", 1)
+    tokens = train.batch_size * train.seq_len * micro_batches / (mesh.cp_size * mesh.tp_size * mesh.pp_size)
     peak_flops = hardware.peak_flops.get(config.parallel.param_dtype.value)
     return Prediction(
         method="closed form",
         hardware=hardware.name,
         world_size=world_size,
-        tokens_per_step=tokens * world_size,
+        tokens_per_step=round(tokens * world_size),
         model_flops_per_step=tokens * _flops(_model_key(config), train.seq_len, Uncached(config)),
         peak_flops=peak_flops.value if peak_flops else None,
-        memory=result.memory(),
+        memory=memory,
         time=time,
         device_type=hardware.device_type,
         doubts=_doubts(config),
+        stages=stages,
     )
 
 
-def _replays(
-    config: Config, hardware: Hardware, world_size: int, depths: Sequence[int], micro_batches: int
-) -> list[Replay]:
-    """Two steps of models with that many layers, replayed."""
+def _of_one_rank(
+    config: Config, replays: Callable[[Sequence[Part]], list[Replay]]
+) -> tuple[MemoryPrediction, TimePrediction]:
+    """Two depths, and two numbers of micro-batches, extrapolated to the run's."""
+    n_layers = config.model.n_layers
+    depths = depths_of(config, _built(_model_key(config), Uncached(config)), LEAST_LAYERS)
+    micro_batches = config.train.grad_accum * getattr(config.parallel, "simulated_ranks", 1)
+    counts = [micro_batches] if micro_batches <= MICRO_BATCHES else [MICRO_BATCHES - 1, MICRO_BATCHES]
+    results = []
+    for count in counts:
+        each = replays([Part(depth, count) for depth in depths])
+        result = each[-1]
+        if len(each) > 1:
+            result = extrapolate(each[0], result, (depths[0], depths[1]), n_layers)
+        results.append(result)
+    time = results[-1].time()
+    if len(results) > 1:
+        time = extrapolate(results[0].time(), time, (counts[0], counts[1]), micro_batches)
+    return result.memory(), time
+
+
+def _replays(config: Config, hardware: Hardware, world_size: int, parts: Sequence[Part]) -> list[Replay]:
+    """Two steps of models with that many layers, replayed; parts of pipelines of as many ranks."""
     memory, attention = config.memory, attention_of(config, hardware)
     offloads = memory.activation_offload and memory.gradient_checkpointing is not GradientCheckpointing.none
     axes = config.parallel.axes(world_size, config.mesh)
     contents, requests = [], []
-    for n_layers in depths:
-        deep = dataclasses.replace(config, model=dataclasses.replace(config.model, n_layers=n_layers))
-        deep.train = dataclasses.replace(config.train, grad_accum=micro_batches)
+    world_size = world_size // config.mesh.pp_size * parts[0].ranks
+    for part in parts:
+        deep = dataclasses.replace(config, model=dataclasses.replace(config.model, n_layers=part.n_layers))
+        deep.train = dataclasses.replace(config.train, grad_accum=part.micro_batches)
+        if part.ranks > 1:
+            deep.mesh = dataclasses.replace(config.mesh, pp_size=part.ranks)
+            deep.parallel = dataclasses.replace(config.parallel, schedule=part.schedule)  # type: ignore[call-arg]
         if isinstance(config.parallel, SingleConfig):
             deep.parallel = dataclasses.replace(config.parallel, simulated_ranks=1)  # in turn, as micro-batches
         model = _built(_model_key(deep), Uncached(deep), axes.ep, axes.tp)
@@ -106,8 +134,9 @@ def _replays(
         contents.append(segments)
         ties = model.lm_head.weight is model.embed_tokens.weight
         layouts = tuple(segment.layout(offloads, ties) for segment in segments)
-        requests.append((trace_skeleton, (reduced(deep, inner), hardware, attention, layouts)))
-    key = repr([(vars(config), *others) for _, (config, _, *others) in requests])
+        rank = part.rank * world_size // part.ranks
+        requests.append((rank, trace_skeleton, (reduced(deep, inner), hardware, attention, layouts)))
+    key = repr([(rank, vars(config), *others) for rank, _, (config, _, *others) in requests])
     skeletons = _skeletons(key, DEVICE_TYPES[attention], world_size, Uncached(requests))
     replays = []
     for segments, skeleton in zip(contents, skeletons, strict=True):

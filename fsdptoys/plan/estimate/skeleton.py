@@ -24,7 +24,8 @@ from fsdptoys.config.schema import Config
 from fsdptoys.device.profile import Hardware
 from fsdptoys.memory import GradientCheckpointing
 from fsdptoys.models import DecoderModel
-from fsdptoys.parallel import DDPConfig, gradient_norms, tensor_parallel
+from fsdptoys.models.stages import Stage
+from fsdptoys.parallel import DDPConfig, gradient_norms, pipeline, tensor_parallel
 from fsdptoys.parallel.strategy import ReducingConfig
 from fsdptoys.parallel.toy_ddp import ToyDDPConfig
 from fsdptoys.plan.simulator.events import Trace
@@ -107,8 +108,15 @@ def _stand_ins(config: Config, recorder: OpRecorder, layouts: Sequence[Layout]) 
     routing = (trainer_module, "build_routing_balance", lambda *args, **kwargs: None)
     whole = (gradient_norms, "CPU_NORM_ELEMENTS", 2**62)  # one of the host's norms rather than hundreds
     exchanges = (tensor_parallel.FeatureSplit, "_wrap", lambda *_: None)  # are among the contents
-    with replaced((trainer_module, "tune_model", tune_skeleton), routing, whole, exchanges):
+    stages = (pipeline, "split_model", _equal_stages)
+    messages = (pipeline.Pipeline, "hidden_shape", lambda *_, **__: (1, TOKENS, config.model.dim))
+    with replaced((trainer_module, "tune_model", tune_skeleton), routing, whole, exchanges, stages, messages):
         yield
+
+
+def _equal_stages(model: DecoderModel, count: int, seq_len: int) -> list[Stage]:
+    size = len(model.layers) // count
+    return [Stage(place * size, (place + 1) * size, place == 0, place == count - 1) for place in range(count)]
 
 
 def innermost(name: str, parts: Any) -> str:

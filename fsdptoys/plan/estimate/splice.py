@@ -4,6 +4,7 @@ Contents are inserted at the skeleton's notes. A block that both have, such as a
 FSDP frees, gets the contents' number.
 """
 
+from collections import defaultdict, deque
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -29,7 +30,7 @@ class _Instance:
     pieces: list[Piece]
     known: dict[int, int] = field(default_factory=dict)  # Numbers of blocks that another segment allocates
     place: int = 0
-    returns: bool = False  # Whether its backward has begun
+    done: bool = False  # Whether the pass that has begun is over
 
 
 def splice(skeleton: Trace, segments: list[Segment], workspace_bytes: int, offloads: bool) -> Trace:
@@ -55,7 +56,10 @@ class _Splicer:
         self.trace.streams[self.exchange] = "communication"
         self.same: dict[int, int] = {}  # The skeleton's block → the contents'
         self.next: int | None = None  # Number of the skeleton's next block
-        self.instances: dict[int, _Instance] = {}
+        # By segment: the last whose forward has begun, those that wait for their backward, the last that has begun it.
+        self.forwards: dict[int, _Instance] = {}
+        self.waiting: defaultdict[int, deque[_Instance]] = defaultdict(deque)
+        self.backwards: dict[int, _Instance] = {}
         self.multiplied: set[str] = set()  # Threads that have the library's workspace
 
     def run(self) -> Trace:
@@ -81,6 +85,9 @@ class _Splicer:
                     self.add(event._replace(bytes=self._scaled(event.bytes)))
             elif kind is events.RecordStream:
                 self.add(event._replace(block=self.same.get(event.block, event.block)))
+            elif kind is events.Messages:
+                sizes = (one._replace(bytes=self._scaled(one.bytes)) for one in event.messages)
+                self.add(event._replace(messages=tuple(sizes)))
             elif kind is events.Transfer:
                 scaled = self._scaled(event.bytes)
                 if event.stream in copying and not event.to_device and step == 1 and phase == "forward":
@@ -90,27 +97,31 @@ class _Splicer:
                 if kind is Mark:
                     step, phase = event.step, event.phase
                     if phase in ("forward", "optimizer"):
-                        self._end_backward()
+                        for instance in self.backwards.values():
+                            self._end(instance)
                 self.add(event)
         return self.trace
 
     def _begins_phase(self, note: Note) -> bool:
         """Whether a phase begins: those around the first and last blocks are apart, as their peaks are linear."""
-        instance, last = self.instances[note.segment], len(self.segments) - 1
-        begins = note.kind == "backward" and not instance.returns
-        return begins and note.segment in (last - 1, 1, 0)
+        last = len(self.segments) - 1
+        return note.kind == "backward" and self._over(self.backwards, note) and note.segment in (last - 1, 1, 0)
+
+    @staticmethod
+    def _over(begun: dict[int, _Instance], note: Note) -> bool:
+        instance = begun.get(note.segment)
+        return instance is None or instance.done
 
     def _scaled(self, size: int) -> int:
         return size if size % TOKENS else size // TOKENS * self.tokens
 
     def _insert(self, note: Note) -> None:
         kind, segment = note.kind, self.segments[note.segment]
-        begun = note.segment in self.instances and not self.instances[note.segment].returns
-        if kind in ("forward", "kept") and not begun:
+        if kind in ("forward", "kept") and self._over(self.forwards, note):
             self._begin(note)
-        instance = self.instances[note.segment]
-        if kind == "backward" and not instance.returns:
-            self._turn(note.segment, instance)
+        if kind == "backward" and self._over(self.backwards, note):
+            self._turn(note.segment)
+        instance = (self.forwards if kind in ("forward", "kept", "output") else self.backwards)[note.segment]
         if kind in ("forward", "backward"):
             self._advance(instance, STAGE, note.name)
         elif kind == "gradient":
@@ -119,32 +130,35 @@ class _Splicer:
         elif kind == "kept":
             self.next = instance.block + list(segment.kept)[note.visit]
         elif kind == "output":
-            self._issue_until(instance, len(instance.pieces))
+            self._end(instance)
+            self.waiting[note.segment].append(instance)
             self.next = instance.block + segment.output
         elif note.visit == instance.first:
-            self._issue_until(instance, len(instance.pieces))
+            self._end(instance)
+            if note.segment and note.segment - 1 not in self.forwards:  # The gradient was sent to another rank.
+                self.add(Free(instance.block + segment.input_gradient))
         else:
             stages = (i for i, piece in enumerate(instance.pieces) if i >= instance.place and piece.mark.step == STAGE)
             self._issue_until(instance, next(stages, len(instance.pieces)))
 
     def _begin(self, note: Note) -> None:
         segment = self.segments[note.segment]
-        self.instances[note.segment] = _Instance(segment, self.blocks, self.events, note.visit, segment.forward)
+        self.forwards[note.segment] = _Instance(segment, self.blocks, self.events, note.visit, segment.forward)
         self.blocks += segment.blocks + 1
         self.events += segment.device_events + 1
 
-    def _turn(self, number: int, instance: _Instance) -> None:
-        """Begin a segment's backward, whose first gradient the following segment has allocated."""
-        instance.pieces, instance.place, instance.returns = instance.segment.backward, 0, True
-        if instance.segment.output_gradient:
-            after = self.instances[number + 1]
+    def _turn(self, number: int) -> None:
+        """Begin a segment's backward, whose first gradient the following segment has allocated, or another rank."""
+        instance = self.backwards[number] = self.waiting[number].popleft()
+        instance.pieces, instance.place, instance.done = instance.segment.backward, 0, False
+        if instance.segment.output_gradient and number + 1 in self.backwards:
+            after = self.backwards[number + 1]
             gradient = after.segment.input_gradient
             instance.known[instance.segment.output_gradient] = after.known.get(gradient, after.block + gradient)
 
-    def _end_backward(self) -> None:
-        for instance in self.instances.values():
-            if instance.returns:
-                self._issue_until(instance, len(instance.pieces))
+    def _end(self, instance: _Instance) -> None:
+        self._issue_until(instance, len(instance.pieces))
+        instance.done = True
 
     def _advance(self, instance: _Instance, step: int, name: str) -> None:
         """Issue up to the next mark, and from it on if a stage begins there; nothing if it is passed."""

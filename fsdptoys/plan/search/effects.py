@@ -8,7 +8,7 @@ from fsdptoys.config.schema import Config
 from fsdptoys.utils.text import value_text
 
 from .ranking import Candidate
-from .switches import read
+from .switches import PIPELINE, read
 
 KEYS = (
     "parallel",
@@ -16,6 +16,9 @@ KEYS = (
     "mesh.tp_size",
     "mesh.cp_size",
     "mesh.ep_size",
+    "mesh.pp_size",
+    "parallel.schedule",
+    "train.grad_accum",
     "parallel.wrap",
     "parallel.reshard_after_forward",
     "memory.gradient_checkpointing",
@@ -48,6 +51,8 @@ def effects(best: Candidate, fitting: Sequence[Candidate], over: Sequence[Candid
         for other in others:
             theirs = _settings(other.config)
             changed = [key for key in KEYS if mine[key] != theirs[key]]
+            if "mesh.pp_size" in changed:  # decides on the number of micro-batches
+                changed = [key for key in changed if key not in PIPELINE[1:]]
             if len(changed) == 1:
                 key = changed[0]
                 effect = Effect(

@@ -17,14 +17,13 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
-
 from fsdptoys.config.schema import Config
 from fsdptoys.device import GIB
 from fsdptoys.device.profile import Hardware
 from fsdptoys.errors import ConfigError
 from fsdptoys.metrics.prediction import Prediction
 from fsdptoys.models import ModelConfig
+from fsdptoys.plan.estimate.estimate import has_closed_form
 
 from .ranking import TIE, Candidate, frontier, rank
 from .switches import (
@@ -33,6 +32,7 @@ from .switches import (
     Changes,
     Combinations,
     Space,
+    count_parameters,
     count_switches,
     fixed_keys,
     node_ranks_of,
@@ -115,10 +115,10 @@ def search(
     Raises:
         ConfigError: if no combination is valid, or none fits.
     """
-    if (size := base.mesh.pp_size) > 1:
+    if not has_closed_form(base):
         raise ConfigError(
-            f"a search predicts in closed form, which does not know mesh.pp_size={size}; set mesh.pp_size=1, or "
-            "predict one configuration with fsdptoys plan, which traces it"
+            "a search predicts in closed form, which does not cover parallel.schedule=zero_bubble; set "
+            "parallel.schedule=interleaved, or predict one configuration with fsdptoys plan, which traces it"
         )
     if hardware.device_type == "cpu":  # host memory is where everything is already
         space = dataclasses.replace(space, activation_offload=False, optimizer_offload=False, cpu_offload=False)
@@ -131,7 +131,9 @@ def search(
     result = SearchResult(hardware, world_size, memory_bytes, ranked, exploration.over, refused)
     if check is not None:
         for candidate in result.leading(CHECKED):
-            prediction = check(candidate.config, hardware, world_size)
+            # Tracing all ranks of a pipeline takes minutes.
+            traced = candidate.config.mesh.pp_size == 1
+            prediction = check(candidate.config, hardware, world_size) if traced else candidate.prediction
             result.checked.append(Checked(candidate, prediction, exploration.fits(prediction)))
     return result
 
@@ -192,7 +194,7 @@ class _Exploration:
     def explore(self, space: Space) -> None:
         """Predict every combination in every batch that fits, then the neighbors of the best."""
         devices = round(self.hardware.devices_per_node.value)
-        combinations = Combinations(self.base, self.fixed, space, self.world_size, devices)
+        combinations = Combinations(self.base, self.fixed, space, self.world_size, devices, self.memory_bytes)
         hopeless = []
         for changes in combinations.all():
             if self._overflows(changes):
@@ -305,9 +307,3 @@ def _different(candidates: Sequence[Candidate]) -> list[Candidate]:
     for candidate in candidates:
         seen.setdefault(frozenset(candidate.changes.items()), candidate)
     return list(seen.values())[:REFINED]
-
-
-def count_parameters(model: ModelConfig) -> int:
-    """Parameters of a model."""
-    with torch.device("meta"):
-        return int(model.build().parameter_counts().total)

@@ -6,11 +6,14 @@ its dataclasses are replaced, and the overrides that would compose to the same a
 
 import copy
 import dataclasses
+import functools
 import itertools
 import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
+
+import torch
 
 from fsdptoys.config.schema import Config
 from fsdptoys.config.tensor_checks import split_sizes
@@ -18,12 +21,14 @@ from fsdptoys.data import SyntheticConfig
 from fsdptoys.device.profile import Hardware
 from fsdptoys.errors import ConfigError
 from fsdptoys.memory import CPUOffloadExecutor, GradientCheckpointing, MemoryConfig
-from fsdptoys.models import MoEConfig
+from fsdptoys.models import ModelConfig, MoEConfig
 from fsdptoys.parallel import DDPConfig, FSDP1Config, FSDP2Config, ParallelConfig, SingleConfig
 from fsdptoys.parallel.fsdp import ReshardAfterForward, Wrap
 from fsdptoys.parallel.mesh import MeshConfig
+from fsdptoys.parallel.pipeline import PipelineSchedule
 from fsdptoys.utils.text import value_text
 
+EXECUTOR = "memory.cpu_offload_executor"
 OFFLOADS = ("memory.activation_offload", "memory.optimizer_offload", "memory.cpu_offload")
 Changes = Mapping[str, Any]  # Key → value, as typed except for the value's type; ``parallel`` names the strategy
 STRATEGIES: dict[str, type[ParallelConfig]] = {
@@ -180,6 +185,11 @@ SENSIBLE = Space(
 )
 
 
+PIPELINE = ("mesh.pp_size", "parallel.schedule", "train.grad_accum")  # Settings of a pipeline
+SCHEDULES = (PipelineSchedule("1f1b"), PipelineSchedule.interleaved)
+MICRO_BATCHES = 8
+"""Micro-batches of each stage: with 1f1b stages wait for at most a ninth of a step."""
+
 CHUNKED: tuple[Changes, ...] = ({"memory.chunk_loss": True}, {"memory.chunk_loss": False})
 """Chunking costs so little that the alternative is tried only next to the best."""
 
@@ -187,11 +197,21 @@ CHUNKED: tuple[Changes, ...] = ({"memory.chunk_loss": True}, {"memory.chunk_loss
 class Combinations:
     """Combinations of a space that leave fixed keys, those of the command line, as in the composed ``base``."""
 
-    def __init__(self, base: Config, fixed: Collection[str], space: Space, world_size: int, node_devices: int) -> None:
+    def __init__(
+        self,
+        base: Config,
+        fixed: Collection[str],
+        space: Space,
+        world_size: int,
+        node_devices: int,
+        memory_bytes: float = math.inf,
+    ) -> None:
         self.base, self.fixed, self.space, self.world_size = base, fixed, space, world_size
+        self.memory_bytes = memory_bytes
         # All ranks are typed as -1.
         self._sizes = [*shard_sizes(world_size, node_devices, space.every_shard_size)[:-1], -1]
         ranks = min(world_size, node_devices)
+        self._nodes = world_size // ranks
         self._divisors = [size for size in range(1, ranks + 1) if ranks % size == 0] if space.exchanges else []
 
     def all(self) -> Iterator[dict[str, Any]]:
@@ -219,11 +239,13 @@ class Combinations:
         for one in self._allowed(CHUNKED):
             yield {**changes, **one}
         yield from self._exchanges(strategy, changes, batch, faster)
+        if faster:
+            yield from self._stages(strategy, changes)
         if not strategy.shards_parameters:
             return
         for one in self._of_units(strategy, changes, faster):
             merged = {**changes, **one}
-            overlapped = merged.get("memory.cpu_offload_executor") is CPUOffloadExecutor.overlapped
+            overlapped = merged.get(EXECUTOR) is CPUOffloadExecutor.overlapped
             if not overlapped or self._strategy(merged).overlaps_cpu_offload:
                 yield merged
         if faster and "mesh.fsdp_size" in changes and self.space.every_shard_size:
@@ -233,14 +255,16 @@ class Combinations:
 
     def _of_units(self, strategy: type[ParallelConfig], changes: Changes, faster: bool) -> Iterator[Changes]:
         """Alternatives of FSDP's own settings, one at a time."""
+        splits = "mesh.pp_size" in changes
         names = [strategy.name, *(name for name in self.space.strategies if STRATEGIES[name].shards_parameters)]
+        names = [name for name in names if STRATEGIES[name].splits_layers or not splits]
         yield from self._allowed([{"parallel": name} for name in STRATEGIES if name in names])
         if getattr(self.base.parallel, "wrap", None) is not Wrap.auto:  # not by class or size
             yield from self._allowed([{"parallel.wrap": wrap} for wrap in self.space.wraps])
         if faster:
             yield from self._allowed([{"parallel.reshard_after_forward": each} for each in self.space.reshards])
-            if "memory.cpu_offload_executor" in changes:
-                yield from self._allowed([{"memory.cpu_offload_executor": CPUOffloadExecutor.native}])
+            if EXECUTOR in changes:
+                yield from self._allowed([{EXECUTOR: CPUOffloadExecutor.native}])
 
     def _exchanges(
         self, strategy: type[ParallelConfig], changes: Changes, batch: int, faster: bool
@@ -266,6 +290,37 @@ class Combinations:
                 sizes = (size for size in sorted(choices) if ranks % size == 0)
                 yield from ({**others, key: size} if size > 1 else others for size in sizes)
 
+    def _stages(self, strategy: type[ParallelConfig], changes: Changes) -> Iterator[dict[str, Any]]:
+        """Numbers of stages, over as many blocks of nodes, and their schedule.
+
+        Within a node others exchange as fast. The first number is the least with which a rank's gathered parameters and
+        full gradients fit, or twice that; then twice or half as many.
+        """
+        if not (strategy.splits_layers and self.space.exchanges) or "mesh.pp_size" in self.fixed:
+            return
+        size = changes.get("mesh.pp_size", 1)
+        others = {key: value for key, value in changes.items() if key not in (*PIPELINE, EXECUTOR)}
+        filling = self._gathered_bytes / changes.get("mesh.tp_size", 1) / self.memory_bytes
+        least = max(2, 2 ** math.ceil(math.log2(filling))) if filling else 2
+        for ranks in (least, 2 * least) if size == 1 else (size // 2, 2 * size):
+            if ranks == 1:
+                yield others
+            elif self._nodes % ranks == 0 and ranks <= self.base.model.n_layers:
+                yield from self._pipelines(others, ranks, changes.get("parallel.schedule", SCHEDULES[0]))
+        for schedule in SCHEDULES if size > 1 else ():
+            yield from self._pipelines(others, size, schedule)
+
+    @functools.cached_property
+    def _gathered_bytes(self) -> int:
+        """Gathered parameters and full gradients of all layers, these in float32."""
+        return count_parameters(self.base.model) * (self.base.parallel.param_dtype.torch.itemsize + 4)
+
+    def _pipelines(self, others: Changes, ranks: int, schedule: PipelineSchedule) -> Iterator[dict[str, Any]]:
+        count = MICRO_BATCHES * ranks
+        made: Changes = {"mesh.pp_size": ranks, "parallel.schedule": schedule, "train.grad_accum": count}
+        kept = {key: False for key in OFFLOADS if key in others}  # stages keep everything on the device
+        yield {**others, **{key: value for key, value in {**made, **kept}.items() if key not in self.fixed}}
+
     def _strategy(self, changes: Changes) -> type[ParallelConfig]:
         return STRATEGIES[changes["parallel"]] if "parallel" in changes else type(self.base.parallel)
 
@@ -289,11 +344,9 @@ class Combinations:
             offloads.append({"memory.optimizer_offload": True, "memory.cpu_offload": False})
         if self.space.cpu_offload and shards:
             best = CPUOffloadExecutor.overlapped if strategy.overlaps_cpu_offload else CPUOffloadExecutor.native
-            if "memory.cpu_offload_executor" in self.fixed:
+            if EXECUTOR in self.fixed:
                 best = self.base.memory.cpu_offload_executor
-            offloads.append(
-                {"memory.cpu_offload": True, "memory.optimizer_offload": False, "memory.cpu_offload_executor": best}
-            )
+            offloads.append({"memory.cpu_offload": True, "memory.optimizer_offload": False, EXECUTOR: best})
         mesh = [{"mesh.fsdp_size": size} for size in sizes]
         return [self._allowed(each) for each in (mesh, checkpointing, self._allowed(CHUNKED)[:1], offloads)]
 
@@ -305,6 +358,12 @@ class Combinations:
 
         kept = [changes for changes in alternatives if agrees(changes)] or alternatives[:1]
         return [{key: value for key, value in changes.items() if key not in self.fixed} for changes in kept]
+
+
+def count_parameters(model: ModelConfig) -> int:
+    """Parameters of a model."""
+    with torch.device("meta"):
+        return int(model.build().parameter_counts().total)
 
 
 def shard_sizes(world_size: int, devices_per_node: int, every: bool = True) -> list[int]:

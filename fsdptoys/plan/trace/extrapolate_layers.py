@@ -72,7 +72,7 @@ def block_kind(block: nn.Module) -> tuple[object, ...]:
     return shapes, plain, getattr(attention, "chunk_len", None)
 
 
-def extrapolate(shallow: T, deep: T, depths: tuple[int, int], n_layers: int) -> T:
+def extrapolate(shallow: T, deep: T, depths: tuple[int, int], n_layers: float) -> T:
     """Draw a line through every number of two results of the same kind, and read it at another depth.
 
     Results are dataclasses of numbers, or of dicts, lists and tuples of such; a key missing in one of them is zero.

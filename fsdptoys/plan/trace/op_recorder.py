@@ -313,7 +313,7 @@ class OpRecorder(TorchDispatchMode):
         for _, tensor, _ in parts:
             self._storages.see(tensor)
             self.categorize(tensor, Category.exchange_buffers)
-        messages = tuple(simulated.Message(peer, touched_bytes(tensor), sends) for sends, tensor, peer in parts)
+        messages = tuple(simulated.Message(peer, tensor.nbytes, sends) for sends, tensor, peer in parts)
         return self._issue(lambda stream: simulated.Messages(stream, messages, group.rank(), *place, axis), group)
 
     def _issue(self, event_on: Callable[[int], simulated.Event], group: Any) -> Callable[[], None]:

@@ -34,7 +34,7 @@ from .tracer import DEVICE_TYPES, trace_depth, tracing_environment
 WORKERS = 2  # The two depths of an extrapolation are traced concurrently
 COLLECTED = 20  # Requests from one garbage collection to the next
 
-Request = tuple[Callable[..., Trace], tuple[Any, ...]]  # A function of a module and its arguments, run by a worker
+Request = tuple[int, Callable[..., Trace], tuple[Any, ...]]  # A rank, a function of a module and its arguments
 
 
 @dataclass
@@ -51,17 +51,18 @@ class _Process:
 
 
 def traced(device_type: str, world_size: int, requests: Sequence[Request]) -> list[Trace]:
-    """Trace at most ``WORKERS`` requests concurrently, on rank 0 of a world of fake devices.
+    """Trace requests in a world of fake devices, ``WORKERS`` at a time.
 
     Raises:
         ConfigError: of the run itself.
         RuntimeError: for any other failure, with the process's traceback.
     """
     process = _process(device_type, os.getpid())
-    asked = [(worker, (world_size, *request)) for worker, request in zip(process.workers, requests, strict=False)]
-    assert len(asked) == len(requests)
-    with ThreadPool(len(requests)) as pool:
-        answers = pool.starmap(_ask, asked)
+    answers: list[Any] = []
+    with ThreadPool(WORKERS) as pool:
+        for start in range(0, len(requests), WORKERS):
+            together = zip(process.workers, requests[start : start + WORKERS], strict=False)
+            answers += pool.starmap(_ask, [(worker, (world_size, *request)) for worker, request in together])
     if None in answers:
         answers = [_loss(process)]
     for answer in answers:
@@ -73,7 +74,7 @@ def traced(device_type: str, world_size: int, requests: Sequence[Request]) -> li
 
 def traced_depths(config: Config, hardware: Hardware, world_size: int, n_layers: Sequence[int]) -> list[Trace]:
     """Trace a validated run at one or two depths, as ``tracer.trace`` does in a process of its own."""
-    requests: list[Request] = [(trace_depth, (config, hardware, depth)) for depth in n_layers]
+    requests: list[Request] = [(0, trace_depth, (config, hardware, depth)) for depth in n_layers]
     return traced(DEVICE_TYPES[attention_of(config, hardware)], world_size, requests)
 
 
@@ -138,17 +139,17 @@ def main(device_type: str, descriptors: Sequence[int]) -> None:
 def answer(device_type: str, requests: IO[bytes], answers: IO[bytes]) -> None:
     """Answer requests until they end."""
     gc.disable()
-    count = world_size = 0
+    count, place = 0, (0, 0)
     while True:
         try:
-            ranks, function, arguments = pickle.load(requests)
+            ranks, rank, function, arguments = pickle.load(requests)
         except EOFError:
             return
         made: Any
         try:
-            if ranks != world_size:
-                fake_device.install(device_type, ranks)
-                world_size = ranks
+            if (ranks, rank) != place:
+                fake_device.install(device_type, ranks, rank)
+                place = ranks, rank
             made = function(*arguments)
         except ConfigError as mistake:
             made = ConfigError, str(mistake)

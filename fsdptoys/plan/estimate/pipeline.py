@@ -1,0 +1,187 @@
+"""Closed form of a pipeline: skeletons of the first and the last rank of short pipelines, extrapolated.
+
+With 1f1b, the first of N ranks has N micro-batches under way, the last has one. So pipelines of two and three ranks,
+with one micro-batch more than ranks, give the memory of each further micro-batch under way, and the time of each
+further one of the step. With gpipe, all are under way on all ranks, and two pipelines of two ranks give the same. How
+many are under way, and how long ranks wait, follows from the schedule's order and the time of each stage.
+
+Not covered: zero_bubble, whose last stage keeps the logits of all micro-batches; times of messages in waits.
+"""
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+from fsdptoys.config.schema import Config
+from fsdptoys.memory import GradientCheckpointing
+from fsdptoys.metrics.prediction import Category, MemoryPrediction, StagePrediction, TimePrediction
+from fsdptoys.models.stages import Stage
+from fsdptoys.parallel import FSDP2Config
+from fsdptoys.parallel.pipeline import PipelineSchedule
+from fsdptoys.plan.pipeline_traces import layers_of_ranks, stages_of
+from fsdptoys.plan.simulator.pipeline_schedules import duration, most_under_way, order_of
+from fsdptoys.plan.simulator.replay import Replay
+from fsdptoys.plan.trace.extrapolate_layers import extrapolate
+
+OF_TABLE = (
+    Category.parameters,
+    Category.gradients,
+    Category.optimizer_states,
+    Category.gathered_parameters,
+)
+LASTING = {*OF_TABLE, Category.exchange_buffers} - {Category.gathered_parameters}
+"""What remains after a step."""
+
+
+class Part(NamedTuple):
+    """A skeleton to trace."""
+
+    n_layers: int  # Of the whole model
+    micro_batches: int
+    ranks: int = 1  # Of a pipeline
+    rank: int = 0
+    schedule: PipelineSchedule | None = None
+
+
+Replays = Callable[[Sequence[Part]], list[Replay]]
+
+
+class _Traced:
+    """The first and the last rank of two short pipelines, of which every number is extrapolated.
+
+    Args:
+        replays: replays skeletons of pipelines with equally many ranks.
+        depths: numbers of layers on a rank to trace.
+        schedule: of the run.
+        count: micro-batches of the run.
+    """
+
+    def __init__(self, replays: Replays, depths: tuple[int, int], schedule: PipelineSchedule, count: int) -> None:
+        self.depths, self.count = depths, count
+        self.all_at_once = schedule is PipelineSchedule.gpipe
+        kind = schedule if self.all_at_once else PipelineSchedule("1f1b")
+        lengths = (2, 2) if self.all_at_once else (2, 3)
+        self.flying = (3, 4) if self.all_at_once else lengths
+        """Micro-batches under way on the first rank."""
+        self.counts = (3, 4)
+        self._found: list[dict[tuple[bool, int], Replay]] = []
+        for length, micro_batches in zip(lengths, self.counts, strict=True):
+            places = [(depth, rank) for depth in depths for rank in (0, length - 1)]
+            made = replays([Part(length * depth, micro_batches, length, rank, kind) for depth, rank in places])
+            self._found.append({(rank > 0, depth): each for (depth, rank), each in zip(places, made, strict=True)})
+
+    def pair(self, layers: int, is_last: bool = False) -> tuple[Replay, Replay]:
+        """The first or last rank of both pipelines, with that many layers."""
+        shallow, deep = self.depths
+        few, more = (
+            extrapolate(each[is_last, shallow], each[is_last, deep], self.depths, layers) for each in self._found
+        )
+        return few, more
+
+    def memory(self, layers: int, flying: float, is_last: bool = False) -> tuple[MemoryPrediction, float]:
+        """Memory with so many micro-batches under way, and the number of messages that it has buffers for."""
+        few, more = self.pair(layers, is_last)
+        if is_last and not self.all_at_once:  # where one is under way in both
+            one, all_of_first = (self.memory(layers, number)[0].peak_bytes for number in (1, flying))
+            return _changed(few.memory(), {Category.activations: all_of_first - one}), self.counts[0]
+        received = self.counts[0] + flying - self.flying[0]
+        return extrapolate(few, more, self.flying, flying).memory(), received
+
+    def time(self, layers: int, is_last: bool = False) -> TimePrediction:
+        """A step without waits for other ranks."""
+        few, more = (each.time() for each in self.pair(layers, is_last))
+        return extrapolate(few, more, self.counts, self.count)
+
+    def seconds(self, layers: int, is_last: bool = False) -> float:
+        """Time of a micro-batch."""
+        few, more = (each.time().step_seconds for each in self.pair(layers, is_last))
+        return more - few
+
+
+def predict_pipeline(
+    config: Config, replays: Replays, depths: tuple[int, int]
+) -> tuple[MemoryPrediction, TimePrediction, tuple[StagePrediction, ...]]:
+    """Memory of the rank that reserves most, time of the busiest, and both of every rank; arguments as ``_Traced``."""
+    assert isinstance(config.parallel, FSDP2Config)
+    ranks, count = config.mesh.pp_size, config.train.grad_accum
+    traced = _Traced(replays, depths, config.parallel.schedule, count)
+    stages = stages_of(config)
+    orders = [list(order_of(config.parallel.schedule, ranks, rank, count)) for rank in range(ranks)]
+    table, no_layers = _table(traced.memory(0, 1)[0], config.parallel), traced.time(0)
+    message_bytes = _message_bytes(config)
+    memories, times = [], []
+    for rank, order in enumerate(orders):
+        own = stages[rank::ranks]
+        layers, is_last = sum(stage.size for stage in own), rank == ranks - 1
+        memory, received = traced.memory(layers, most_under_way(order, stages) / layers, is_last)
+        time = traced.time(layers, is_last)
+        # Every message of a step has a buffer of its own.
+        messages = count * sum((not stage.embeds) + (not stage.predicts) for stage in own)
+        changes = {Category.exchange_buffers: round((messages - received) * message_bytes)}
+        if 0 < rank < ranks - 1:
+            changes |= {each: -size for each, size in table.items()}
+            time = _without(time, no_layers)
+        memories.append(_changed(memory, changes))
+        times.append(time)
+    seconds = _stage_seconds(config, traced, stages)
+    makespan = duration(orders, seconds)
+    busy = [sum(map(sum, seconds[rank::ranks])) * count for rank in range(ranks)]
+    waits = [makespan - each for each in busy]
+    wait, time = min(zip(waits, times, strict=True), key=lambda each: each[0])
+    time = dataclasses.replace(time, step_seconds=time.step_seconds + wait, stage_seconds=wait)
+    parts = [
+        StagePrediction(name, memory.peak_bytes, memory.reserved_bytes, own.compute_seconds, wait)
+        for name, memory, own, wait in zip(layers_of_ranks(config), memories, times, waits, strict=True)
+    ]
+    return max(memories, key=lambda each: each.reserved_bytes), time, tuple(parts)
+
+
+def _table(memory: MemoryPrediction, parallel: FSDP2Config) -> dict[Category, int]:
+    """What an embedding adds to a rank, from the memory of a first rank without layers."""
+    sizes = {each: memory.categories.get(each, 0) for each in OF_TABLE}
+    # Its full gradients are as many as its gathered parameters, and add up in the dtype of reductions.
+    wider = parallel.reduce_dtype.torch.itemsize / parallel.param_dtype.torch.itemsize
+    return sizes | {Category.reduction_buffers: round(sizes[Category.gathered_parameters] * wider)}
+
+
+def _message_bytes(config: Config) -> int:
+    """Hidden states of a micro-batch, of this rank's tokens."""
+    tokens = config.train.batch_size * config.train.seq_len // (config.mesh.cp_size * config.mesh.tp_size)
+    return tokens * config.model.dim * config.parallel.param_dtype.torch.itemsize
+
+
+def _stage_seconds(config: Config, traced: _Traced, stages: Sequence[Stage]) -> list[list[float]]:
+    """By stage: seconds of a micro-batch's forward, and of its backward, which has twice the matmuls."""
+    shallow, deep = traced.depths
+    of_layer = (traced.seconds(deep) - traced.seconds(shallow)) / (deep - shallow)
+    share = 1 / 4 if config.memory.gradient_checkpointing is GradientCheckpointing.full else 1 / 3
+    seconds = [[of_layer * stage.size * share, of_layer * stage.size * (1 - share)] for stage in stages]
+    chunked = config.memory.chunk_loss  # A chunked loss has its gradients in the forward.
+    for stage, forward in ((0, 1 / 3), (-1, 1.0 if chunked else 1 / 3)):
+        edge = traced.seconds(0, is_last=stage == -1)
+        seconds[stage] = [seconds[stage][0] + edge * forward, seconds[stage][1] + edge * (1 - forward)]
+    return seconds
+
+
+def _without(time: TimePrediction, part: TimePrediction) -> TimePrediction:
+    """Time without the computations of a part, an embedding's."""
+    kinds = {kind: max(0.0, seconds - part.kinds.get(kind, 0.0)) for kind, seconds in time.kinds.items()}
+    gone = time.compute_seconds - sum(kinds.values())
+    return dataclasses.replace(
+        time, step_seconds=time.step_seconds - gone, compute_seconds=sum(kinds.values()), kinds=kinds
+    )
+
+
+def _changed(memory: MemoryPrediction, by: dict[Category, int]) -> MemoryPrediction:
+    """Memory with more or less of some categories; one that a line has made negative is taken from activations."""
+    more, kinds = sum(by.values()), {Category.activations, *memory.categories, *by}
+    categories = {each: max(0, memory.categories.get(each, 0) + by.get(each, 0)) for each in kinds}
+    peak = memory.peak_bytes + more
+    categories[Category.activations] += peak - sum(categories.values())
+    return dataclasses.replace(
+        memory,
+        end_bytes=memory.end_bytes + sum(by.get(each, 0) for each in LASTING),
+        peak_bytes=peak,
+        reserved_bytes=memory.reserved_bytes + more,
+        categories=categories,
+    )
