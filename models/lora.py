@@ -29,7 +29,7 @@ class Samples:
     def __init__(self, seed: int) -> None:
         self.seed = seed
         self.numbers_B: Tensor | None = None
-        """int64 numbers of the samples, counted over the run; None where nothing is dropped."""
+        """int64 numbers of the samples, counted over the run, on the inputs' device; None where nothing is dropped."""
         self.context: Context = FULL_SEQUENCES
 
 
@@ -101,7 +101,7 @@ def drop(input_BTI: Tensor, share: float, samples: Samples, layer: Tensor | int)
     assert samples.numbers_B is not None
     T, device = input_BTI.shape[1], input_BTI.device
     positions_T = samples.context.cut(torch.arange(T * samples.context.ranks, device=device), 0)
-    first_B = _mixed(_mixed(samples.numbers_B.to(device)) + samples.seed * 0x9E3779B1 % 2**32 + layer * 0x27D4EB2F)
+    first_B = _mixed(_mixed(samples.numbers_B) + samples.seed * 0x9E3779B1 % 2**32 + layer * 0x27D4EB2F)
     hash_BT = _mixed(first_B.unsqueeze(1) + positions_T * 0x9E3779B9)
     channels_I = torch.arange(input_BTI.shape[2], device=device)
     hash_BTI = _mixed(hash_BT.unsqueeze(2) + channels_I * 0x85EBCA6B)

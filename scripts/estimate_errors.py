@@ -134,6 +134,7 @@ RUNS: list[tuple[str, int, tuple[str, ...]]] = [
     ("h100", 8, (*BASE, "parallel=fsdp2", "model=llama2_7b", "model.n_layers=32", "memory.chunk_loss=true", FULL)),
     ("4090", 1, (*BASE, "parallel=single", *LORA, FULL, "memory.chunk_loss=true")),
     ("h100", 8, (*BASE, "parallel=ddp", *LORA)),
+    ("h100", 8, (*BASE, "parallel=fsdp2", *LORA, "tune.dropout=0.1", FULL)),
     ("h100", 8, (*BASE, "parallel=fsdp1", *LORA, FULL)),
     ("h100", 8, (*BASE, "parallel=fsdp2", *LORA, SELECTIVE)),
     ("l40s", 4, (*BASE, "parallel=fsdp2", *LORA, CPU_OFFLOAD, FULL)),

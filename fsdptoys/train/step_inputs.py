@@ -25,6 +25,8 @@ class StepInputs(NamedTuple):
     """(tokens_BT, labels_BT) of each."""
     counts: Tensor
     """Valid labels, tokens of the documents, then the counts of ``DocumentCounter``, if any: int64."""
+    samples: Sequence[Tensor]
+    """Numbers of each micro-batch's samples, where layers draw by them: int64 (B,)."""
 
 
 def upload_inputs(
@@ -32,8 +34,9 @@ def upload_inputs(
     documents: DocumentCounter | None,
     device: Device,
     answers_end: int | None = None,
+    samples: Sequence[Tensor] = (),
 ) -> StepInputs:
-    """Copy a step's micro-batches and their counts to the device; on a CPU they stay where they are.
+    """Copy a step's micro-batches, their counts and ``samples`` to the device; on a CPU they stay where they are.
 
     ``answers_end`` is the id that ends documents and fills rows, of data where only answers have labels. Otherwise
     labels stand for tokens.
@@ -46,13 +49,14 @@ def upload_inputs(
     counts += documents.count(microbatches) if documents else []
     counted = torch.tensor(counts)
     if not device.is_accelerator:
-        return StepInputs(microbatches, counted)
+        return StepInputs(microbatches, counted, samples)
     parts = [tensor for pair in microbatches for tensor in pair]
     # Counts come last: kernels may be specialized on the alignment of the tokens.
-    placed = device.upload(torch.cat([*(part.flatten() for part in parts), counted]))
-    *placed_parts, on_device = placed.split([*(part.numel() for part in parts), len(counts)])
-    views = iter(flat.view(part.shape) for flat, part in zip(placed_parts, parts, strict=True))
-    return StepInputs(list(zip(views, views, strict=True)), on_device)
+    placed = device.upload(torch.cat([*(part.flatten() for part in parts), *samples, counted]))
+    sizes = [part.numel() for part in (*parts, *samples)]
+    *placed_parts, on_device = placed.split([*sizes, len(counts)])
+    views = iter(flat.view(part.shape) for flat, part in zip(placed_parts, parts, strict=False))
+    return StepInputs(list(zip(views, views, strict=True)), on_device, placed_parts[len(parts) :])
 
 
 def tokens_without_padding(tokens_BT: Tensor, document_end: int) -> int:

@@ -280,7 +280,8 @@ class Trainer:
         data_wait_seconds = time.perf_counter() - started if self.readings.is_idle else 0.0
 
         # 1. The loss is the mean over valid tokens of all ranks and micro-batches: count them first.
-        microbatches, counted = upload_inputs(batches, self.documents, device, self.dataset.answers_end)
+        inputs = upload_inputs(batches, self.documents, device, self.dataset.answers_end, numbers)
+        microbatches, counted = inputs.microbatches, inputs.counts
         if not self.counts_labels:
             counted.zero_()
         dist.all_reduce(counted)
@@ -299,7 +300,7 @@ class Trainer:
         per_token = torch.div(torch.full_like(loss_sum, factor), counted[0].clamp(min=1)).float()
 
         begin, enter = (
-            functools.partial(show_samples, self.dropout_samples, numbers),
+            functools.partial(show_samples, self.dropout_samples, inputs.samples),
             functools.partial(self._enter, step),
         )
         run_microbatches(strategy, self.routing, microbatches, loss_fn, per_token, begin, enter, loss_sum)

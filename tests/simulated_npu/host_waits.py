@@ -20,13 +20,15 @@ from fsdptoys.optim import AdamWConfig, Implementation, fused_adamw
 from fsdptoys.parallel import DDPConfig, FSDP1Config, FSDP2Config, ParallelConfig, SingleConfig
 from fsdptoys.parallel.precision import DType
 from fsdptoys.train.trainer import Trainer
-from tests.parallel.runs import PLAIN_KERNELS, TINY, make_config
+from fsdptoys.tune import LoRAConfig
+from tests.parallel.runs import PLAIN_KERNELS, TINY, make_config, tiny_model
 from tests.simulated_npu.ranks import run_npu_ranks, simulated_npu
 
 STEPS = 6
 FIRST = 3
 """The first step that is counted: optimizer states and buffers exist."""
 
+EVEN = replace(tiny_model(), n_heads=4, n_kv_heads=2, ffn_dim=52, vocab_size=68, dim=40)
 UNLOGGED: dict[str, Any] = {"skip_nonfinite": False}
 ROWS: dict[str, tuple[int, ParallelConfig, dict[str, Any]]] = {
     "single": (1, SingleConfig(), {}),
@@ -46,6 +48,9 @@ ROWS: dict[str, tuple[int, ParallelConfig, dict[str, Any]]] = {
     "fsdp2, bf16": (2, FSDP2Config(param_dtype=DType.bfloat16), {}),
     "fsdp2, fused": (2, FSDP2Config(), {"optim": AdamWConfig(implementation=Implementation.fused)}),
     "fsdp2, float16": (2, FSDP2Config(param_dtype=DType.float16), {}),
+    "fsdp2, adapters": (2, FSDP2Config(), {"tune": LoRAConfig(rank=4, dropout=0.2)}),
+    "fsdp2, shared sequences": (2, FSDP2Config(), {"cp_size": 2}),
+    "fsdp2, split features": (2, FSDP2Config(), {"tp_size": 2, "model": EVEN}),
     "single, no skipping": (1, SingleConfig(), UNLOGGED),
     "ddp, no skipping": (2, DDPConfig(), UNLOGGED),
     "fsdp2, no skipping": (2, FSDP2Config(), UNLOGGED),

@@ -183,7 +183,6 @@ def _doubts(config: Config) -> tuple[str, ...]:
         (train.compile, "treats train.compile=true as eager"),
         (config.data.mask_documents, "treats data.mask_documents=true as attention over full sequences"),
         (train.float8 is not Float8.none, f"treats train.float8={train.float8.value} as bfloat16"),
-        (getattr(config.tune, "dropout", 0.0) > 0, "counts too few passes of tune.dropout, up to 17% of a step"),
         (
             bool(train.deterministic),
             f"leaves out the float64 tensors of train.deterministic={train.deterministic.word}",
