@@ -17,6 +17,7 @@ from fsdptoys.metrics.prediction import Category, Prediction
 from fsdptoys.models.stages import Stage
 from fsdptoys.parallel.fsdp import TORCH
 from fsdptoys.parallel.pipeline import PipelineSchedule
+from fsdptoys.plan.estimate import estimate
 from fsdptoys.plan.estimate.estimate import closed_form
 from fsdptoys.plan.predict import Predictor
 from fsdptoys.plan.search.effects import effects
@@ -84,6 +85,16 @@ def test_parts_of_a_closed_form_add_up() -> None:
         assert sum(memory.categories.values()) == pytest.approx(memory.peak_bytes, rel=1e-6)
         assert min(memory.categories.values()) >= 0 and memory.categories[Category.activations] > 0
         assert memory.reserved_bytes == max(stage.reserved_bytes for stage in closed.stages)
+
+
+def test_a_prediction_does_not_depend_on_those_before_it() -> None:
+    """Oracle: the same again; a pipeline's first stage had as many ranks, and Muon asks for their group."""
+    hardware, ranks = load_hardware("h100"), 7  # no other test has as many
+    closed_form(configured([*WORDS, "mesh.pp_size=2"], 2 * ranks, "cuda"), hardware, 2 * ranks)
+    muon = configured([*WORDS, "optim=muon"], ranks, "cuda")
+    found = closed_form(muon, hardware, ranks)
+    estimate._skeletons.cache_clear()
+    assert closed_form(muon, hardware, ranks) == found
 
 
 @pytest.mark.parametrize(("ranks", "count"), [(2, 2), (2, 6), (4, 4), (4, 8), (3, 9)])

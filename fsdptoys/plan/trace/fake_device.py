@@ -231,6 +231,7 @@ def install(device_type: str, world_size: int, rank: int = 0) -> None:
     name = torch_device_type(device_type)
     if dist.is_initialized():
         dist.destroy_process_group()
+        _forget_meshes()
     elif device_type != "cpu":
         if registers_devices():
             from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
@@ -243,6 +244,20 @@ def install(device_type: str, world_size: int, rank: int = 0) -> None:
         dist.Backend.default_device_backend_map[name] = "fake"
         dist.Backend.backend_capability["fake"].append(name)
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
+
+
+def _forget_meshes() -> None:
+    """Clear DTensor's caches, which would put meshes with the groups of another world in place of equal ones.
+
+    Private API; tried with torch 2.7 to 2.15.
+    """
+    from torch.distributed.tensor import DTensor, debug
+
+    if hasattr(debug, "_clear_sharding_prop_cache"):  # from torch 2.8 on
+        debug._clear_sharding_prop_cache()
+    else:
+        propagate: Any = DTensor._op_dispatcher.sharding_propagator.propagate_op_sharding
+        propagate.cache.cache_clear()
 
 
 def registers_devices() -> bool:
