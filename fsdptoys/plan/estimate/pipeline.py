@@ -93,9 +93,9 @@ class _Traced:
         return extrapolate(few, more, self.counts, self.count)
 
     def seconds(self, layers: int, is_last: bool = False) -> float:
-        """Time of a micro-batch."""
-        few, more = (each.time().step_seconds for each in self.pair(layers, is_last))
-        return more - few
+        """Time of a micro-batch, without waits for the host, which goes on while a rank waits for others."""
+        few, more = (each.time() for each in self.pair(layers, is_last))
+        return more.step_seconds - more.host_seconds - (few.step_seconds - few.host_seconds)
 
 
 def predict_pipeline(
@@ -128,7 +128,9 @@ def predict_pipeline(
     busy = [sum(map(sum, seconds[rank::ranks])) * count for rank in range(ranks)]
     waits = [makespan - each for each in busy]
     wait, time = min(zip(waits, times, strict=True), key=lambda each: each[0])
-    time = dataclasses.replace(time, step_seconds=time.step_seconds + wait, stage_seconds=wait)
+    on_device = time.step_seconds - time.host_seconds + wait
+    step = max(on_device, *(each.step_seconds for each in times))
+    time = dataclasses.replace(time, step_seconds=step, stage_seconds=wait, host_seconds=step - on_device)
     parts = [
         StagePrediction(name, memory.peak_bytes, memory.reserved_bytes, own.compute_seconds, wait)
         for name, memory, own, wait in zip(layers_of_ranks(config), memories, times, waits, strict=True)
