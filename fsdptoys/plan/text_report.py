@@ -74,7 +74,8 @@ def print_search(result: SearchResult, rows: int, console: Console) -> None:
             memory, speed = _gib(again.memory.reserved_bytes), f"{again.tokens_per_second:,.0f} tokens/s"
             config = checked.candidate.config
             name = ", ".join([layout(config), f"batch {config.train.batch_size}", *traits(config)])
-            _bullet(f"{name}: {memory} reserved ({fits}), {speed} ({again.method})", console)
+            how = "closed form, not traced" if config.mesh.pp_size > 1 else again.method
+            _bullet(f"{name}: {memory} reserved ({fits}), {speed} ({how})", console)
         if not any(checked.fits for checked in result.checked):
             _bullet("None of them fits: lower plan.memory_gib and search again.", console)
     _print_effects(effects(result.best, result.candidates, result.over), console)

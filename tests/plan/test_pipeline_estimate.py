@@ -21,9 +21,10 @@ from fsdptoys.plan.estimate import estimate
 from fsdptoys.plan.estimate.estimate import closed_form
 from fsdptoys.plan.predict import Predictor
 from fsdptoys.plan.search.effects import effects
+from fsdptoys.plan.search.ranking import label
 from fsdptoys.plan.search.search import SearchResult, search
 from fsdptoys.plan.search.switches import EVERYTHING, Combinations, fixed_keys, validate_switches
-from fsdptoys.plan.simulator.pipeline_schedules import Action, duration, most_under_way, order_of
+from fsdptoys.plan.simulator.pipeline_schedules import Action, duration, most_in_flight, order_of
 from tests.plan.traced import configured
 
 ONE_BY_ONE, INTERLEAVED = PipelineSchedule("1f1b"), PipelineSchedule.interleaved
@@ -67,6 +68,7 @@ def test_closed_form_of_a_pipeline_agrees_with_the_traces_of_its_ranks(name: str
     assert closed.tokens_per_step == traced.tokens_per_step
     assert closed.model_flops_per_step == pytest.approx(traced.model_flops_per_step)
     assert closed.memory.peak_bytes == pytest.approx(traced.memory.peak_bytes, rel=0.05)
+    assert closed.memory.host_bytes < 2**20 > traced.memory.host_bytes
     assert closed.memory.reserved_bytes == pytest.approx(traced.memory.reserved_bytes, rel=0.08)
     assert closed.time.step_seconds == pytest.approx(traced.time.step_seconds, rel=0.08)
     assert not any("the closed form gives" in doubt for doubt in traced.doubts)
@@ -146,7 +148,7 @@ def test_a_slow_stage_determines_the_time() -> None:
     assert duration(orders, [(0.25, 0.75), (1.0, 2.0)]) == pytest.approx(0.25 + 4 * 3.0 + 0.75)
 
 
-def test_micro_batches_under_way_are_those_of_the_schedule() -> None:
+def test_micro_batches_in_flight_are_those_of_the_schedule() -> None:
     """Oracle: all m of gpipe; p − r of 1f1b; 3 p − 1 forwards of half of rank 0's layers, p + 1 of the last's."""
     stages = [Stage(place, place + 1, place == 0, place == 7) for place in range(8)]
     for schedule, expected in (
@@ -155,7 +157,7 @@ def test_micro_batches_under_way_are_those_of_the_schedule() -> None:
         (INTERLEAVED, [11, 9, 7, 5]),
     ):
         orders = [list(order_of(schedule, 4, rank, 8)) for rank in range(4)]
-        assert [most_under_way(order, stages) for order in orders] == expected
+        assert [most_in_flight(order, stages) for order in orders] == expected
 
 
 @functools.cache
@@ -173,6 +175,8 @@ def test_a_search_on_several_nodes_tries_stages_with_both_schedules() -> None:
     configs = [one.config for one in found().candidates if one.config.mesh.pp_size > 1]
     assert {one.parallel.schedule for one in configs} == {ONE_BY_ONE, INTERLEAVED}  # type: ignore[attr-defined]
     assert {one.mesh.pp_size for one in configs} == {2}  # as many as nodes
+    names = {label(config) for config in configs}
+    assert {"pp2 b1 1f1b", "pp2 b1 interleaved"} <= {" ".join(name.split()[1:4]) for name in names}
     for config in configs:
         assert config.train.grad_accum == 8 * config.mesh.pp_size
         validate_switches(config, 16, "cuda")

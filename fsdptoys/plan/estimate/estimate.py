@@ -11,7 +11,7 @@ import dataclasses
 import functools
 import gc
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, cast
 
@@ -43,7 +43,7 @@ from fsdptoys.plan.trace.tracing_process import traced
 from fsdptoys.train.tuning import quantize_base, tune_model
 from fsdptoys.utils.uncached import Uncached
 
-from .pipeline import Part, predict_pipeline
+from .pipeline import Part, Replays, predict_pipeline
 from .skeleton import reduced, trace_skeleton
 from .splice import splice
 from .unit_traces import segments_of
@@ -90,9 +90,7 @@ def closed_form(config: Config, hardware: Hardware, world_size: int) -> Predicti
     )
 
 
-def _of_one_rank(
-    config: Config, replays: Callable[[Sequence[Part]], list[Replay]]
-) -> tuple[MemoryPrediction, TimePrediction]:
+def _of_one_rank(config: Config, replays: Replays) -> tuple[MemoryPrediction, TimePrediction]:
     """Two depths, and two numbers of micro-batches, extrapolated to the run's."""
     n_layers = config.model.n_layers
     depths = depths_of(config, _built(_model_key(config), Uncached(config)), LEAST_LAYERS)
@@ -112,7 +110,7 @@ def _of_one_rank(
 
 
 def _replays(config: Config, hardware: Hardware, world_size: int, parts: Sequence[Part]) -> list[Replay]:
-    """Two steps of models with that many layers, replayed; parts of pipelines of as many ranks."""
+    """Replay two steps of each part; all parts have equally many pipeline ranks."""
     memory, attention = config.memory, attention_of(config, hardware)
     offloads = memory.activation_offload and memory.gradient_checkpointing is not GradientCheckpointing.none
     axes = config.parallel.axes(world_size, config.mesh)

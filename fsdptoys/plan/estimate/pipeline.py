@@ -1,9 +1,9 @@
 """Closed form of a pipeline: skeletons of the first and the last rank of short pipelines, extrapolated.
 
-With 1f1b, the first of N ranks has N micro-batches under way, the last has one. So pipelines of two and three ranks,
-with one micro-batch more than ranks, give the memory of each further micro-batch under way, and the time of each
-further one of the step. With gpipe, all are under way on all ranks, and two pipelines of two ranks give the same. How
-many are under way, and how long ranks wait, follows from the schedule's order and the time of each stage.
+With 1f1b, the first of N ranks has N micro-batches in flight, the last has one. So pipelines of two and three ranks,
+with one micro-batch more than ranks, give the memory of each further micro-batch in flight, and the time of each
+further one of the step. With gpipe, all are in flight on all ranks, and two pipelines of two ranks give the same. The
+number in flight, and the bubble, follow from the schedule's order and the time of each stage.
 
 Not covered: zero_bubble, whose last stage keeps the logits of all micro-batches; times of messages in waits.
 """
@@ -19,7 +19,7 @@ from fsdptoys.models.stages import Stage
 from fsdptoys.parallel import FSDP2Config
 from fsdptoys.parallel.pipeline import PipelineSchedule
 from fsdptoys.plan.pipeline_traces import layers_of_ranks, stages_of
-from fsdptoys.plan.simulator.pipeline_schedules import duration, most_under_way, order_of
+from fsdptoys.plan.simulator.pipeline_schedules import duration, most_in_flight, order_of
 from fsdptoys.plan.simulator.replay import Replay
 from fsdptoys.plan.trace.extrapolate_layers import extrapolate
 
@@ -61,8 +61,8 @@ class _Traced:
         self.all_at_once = schedule is PipelineSchedule.gpipe
         kind = schedule if self.all_at_once else PipelineSchedule("1f1b")
         lengths = (2, 2) if self.all_at_once else (2, 3)
-        self.flying = (3, 4) if self.all_at_once else lengths
-        """Micro-batches under way on the first rank."""
+        self.in_flight = (3, 4) if self.all_at_once else lengths
+        """Micro-batches in flight on the first rank."""
         self.counts = (3, 4)
         self._found: list[dict[tuple[bool, int], Replay]] = []
         for length, micro_batches in zip(lengths, self.counts, strict=True):
@@ -78,14 +78,14 @@ class _Traced:
         )
         return few, more
 
-    def memory(self, layers: int, flying: float, is_last: bool = False) -> tuple[MemoryPrediction, float]:
-        """Memory with so many micro-batches under way, and the number of messages that it has buffers for."""
+    def memory(self, layers: int, in_flight: float, is_last: bool = False) -> tuple[MemoryPrediction, float]:
+        """Memory with ``in_flight`` micro-batches, and the number of receive buffers that it includes."""
         few, more = self.pair(layers, is_last)
-        if is_last and not self.all_at_once:  # where one is under way in both
-            one, all_of_first = (self.memory(layers, number)[0].peak_bytes for number in (1, flying))
+        if is_last and not self.all_at_once:  # one is in flight in both
+            one, all_of_first = (self.memory(layers, number)[0].peak_bytes for number in (1, in_flight))
             return _changed(few.memory(), {Category.activations: all_of_first - one}), self.counts[0]
-        received = self.counts[0] + flying - self.flying[0]
-        return extrapolate(few, more, self.flying, flying).memory(), received
+        received = self.counts[0] + in_flight - self.in_flight[0]
+        return extrapolate(few, more, self.in_flight, in_flight).memory(), received
 
     def time(self, layers: int, is_last: bool = False) -> TimePrediction:
         """A step without waits for other ranks."""
@@ -113,7 +113,7 @@ def predict_pipeline(
     for rank, order in enumerate(orders):
         own = stages[rank::ranks]
         layers, is_last = sum(stage.size for stage in own), rank == ranks - 1
-        memory, received = traced.memory(layers, most_under_way(order, stages) / layers, is_last)
+        memory, received = traced.memory(layers, most_in_flight(order, stages) / layers, is_last)
         time = traced.time(layers, is_last)
         # Every message of a step has a buffer of its own.
         messages = count * sum((not stage.embeds) + (not stage.predicts) for stage in own)

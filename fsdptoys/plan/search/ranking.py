@@ -8,8 +8,9 @@ from typing import Any
 from fsdptoys.config.schema import Config
 from fsdptoys.memory import CPUOffloadExecutor
 from fsdptoys.metrics.prediction import Prediction
+from fsdptoys.parallel import FSDP2Config
 from fsdptoys.parallel.context import ContextForm
-from fsdptoys.parallel.mesh import CONTEXT_AXIS, EXPERT_AXIS, TENSOR_AXIS
+from fsdptoys.parallel.mesh import CONTEXT_AXIS, EXPERT_AXIS, PIPE_AXIS, TENSOR_AXIS
 from fsdptoys.utils.text import value_text
 
 from .switches import STRATEGIES, Changes
@@ -21,10 +22,15 @@ def label(config: Config) -> str:
 
 
 def layout(config: Config) -> str:
-    """The strategy, the size of its shard axis if less than all ranks, and those of the axes cp, ep and tp."""
+    """The strategy, the size of its shard axis if less than all ranks, and those of the axes cp, ep, tp and pp."""
     mesh = config.mesh
     size = f"/{mesh.fsdp_size}" if mesh.fsdp_size != -1 else ""
-    axes = ((CONTEXT_AXIS, mesh.cp_size), (EXPERT_AXIS, mesh.ep_size), (TENSOR_AXIS, mesh.tp_size))
+    axes = (
+        (CONTEXT_AXIS, mesh.cp_size),
+        (EXPERT_AXIS, mesh.ep_size),
+        (TENSOR_AXIS, mesh.tp_size),
+        (PIPE_AXIS, mesh.pp_size),
+    )
     return " ".join([config.parallel.name + size, *(f"{name}{ranks}" for name, ranks in axes if ranks > 1)])
 
 
@@ -32,6 +38,8 @@ def traits(config: Config) -> list[str]:
     """Short names of the active switches."""
     memory, parallel = config.memory, config.parallel
     words = []
+    if config.mesh.pp_size > 1 and isinstance(parallel, FSDP2Config):
+        words.append(parallel.schedule.value)
     if (
         config.mesh.cp_size > 1
         and (form := getattr(parallel, "context", ContextForm.ulysses)) is not ContextForm.ulysses

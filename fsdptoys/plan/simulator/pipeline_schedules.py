@@ -1,7 +1,7 @@
 """Schedules of pipelines without their contents: the order of forwards and backwards, and how long they take together.
 
-Covers what ``torch.distributed.pipelining`` runs for gpipe, 1f1b and interleaved. A message begins when both of its
-ranks have come to it, as in ``meetings``, and takes no time.
+Covers what ``torch.distributed.pipelining`` runs for gpipe, 1f1b and interleaved. A message starts once both ranks
+have issued it, as in ``meetings``, and takes no time.
 """
 
 from collections import deque
@@ -21,12 +21,12 @@ class Action(NamedTuple):
 
     @property
     def before(self) -> "Action":
-        """What it depends on."""
+        """The action whose message it needs."""
         return self._replace(stage=self.stage - (1 if self.is_forward else -1))
 
     @property
     def after(self) -> "Action":
-        """What depends on it."""
+        """The action that needs its message."""
         return self._replace(stage=self.stage + (1 if self.is_forward else -1))
 
     def needs(self, last: int) -> bool:
@@ -62,8 +62,8 @@ def order_of(schedule: PipelineSchedule, ranks: int, rank: int, count: int) -> I
             yield action(False, number - warm_up)
 
 
-def most_under_way(order: Sequence[Action], stages: Sequence[Stage]) -> int:
-    """Most blocks whose activations a rank keeps at a time, counted once for each micro-batch."""
+def most_in_flight(order: Sequence[Action], stages: Sequence[Stage]) -> int:
+    """Maximum over a step of the blocks in flight on a rank: each counts once per micro-batch."""
     now = most = 0
     for action in order:
         now += stages[action.stage].size * (1 if action.is_forward else -1)
@@ -72,9 +72,9 @@ def most_under_way(order: Sequence[Action], stages: Sequence[Stage]) -> int:
 
 
 def duration(orders: Sequence[Sequence[Action]], seconds: Sequence[Sequence[float]]) -> float:
-    """Seconds from the first to the last action of all ranks, none of which begins before what it depends on.
+    """Seconds of a step's forwards and backwards, bubbles included; an action waits for the message that it needs.
 
-    Messages of a rank follow one another, each begins when both of its ranks have come to it, and takes no time.
+    Messages of a rank are serialized. Each starts once both ranks have issued it, and takes no time.
 
     Args:
         orders: actions of each rank.
@@ -111,7 +111,7 @@ def duration(orders: Sequence[Sequence[Action]], seconds: Sequence[Sequence[floa
 
 
 def _with_messages(orders: Sequence[Sequence[Action]], last: int) -> list[list[tuple[Action, bool]]]:
-    """Actions of each rank, and messages (True) named by what they follow, received as soon as they are sent."""
+    """Program of each rank: (action, False), and (sending action, True) for a message, on sender and receiver alike."""
     programs: list[list[tuple[Action, bool]]] = [[] for _ in orders]
     left, received = [deque(order) for order in orders], set[Action]()
     while any(left):

@@ -77,7 +77,9 @@ class Storages:
         key = storage._cdata
         seen = self._live.get(key)
         if seen is None:
-            seen = Storage(storage.nbytes(), tensor.device.type == self._device_type)
+            on_device = tensor.device.type == self._device_type
+            # Meta tensors of a trace on another device, such as a model before its initialization, have no memory.
+            seen = Storage(0 if tensor.device.type == "meta" and not on_device else storage.nbytes(), on_device)
             seen.reference = weakref.ref(storage, functools.partial(self._forget, key))
             self._live[key] = seen
             self.begin(seen)
