@@ -112,7 +112,7 @@ def step_peak(library: Any) -> tuple[int, int]:
     step()
     before = storage_bytes(model.parameters()) + storage_bytes(state_tensors(optimizer))
     # A thread of gloo's may free its last reference late.
-    return before, min(peak_of(step) for _ in range(6))
+    return before, min(peak_of(step) for _ in range(20))
 
 
 def peak_of(step: Callable[[], None]) -> int:
