@@ -27,7 +27,7 @@ from .context import Context
 from .kernels import DocumentAttention, Kernels
 
 ALIGNMENT = 64
-"""Bytes: a CPU's matmuls may round by the alignment of their operands."""
+"""Bytes: matmuls may round by the alignment of their operands, and on accelerators choose kernels by it."""
 GRADIENTS = 6.0
 """Parts of gradients of weights become multiples of 2⁻⁵⁰; sums below 8 are exact."""
 ACTIVATIONS = 6.0 * 2**-10
@@ -45,9 +45,12 @@ def split_rows(rows: int, grain: int) -> Iterator[slice]:
 def aligned(tensor: Tensor) -> Tensor:
     """The tensor, or a contiguous copy where its rows do not lie like those of a new tensor."""
     tensor = tensor.contiguous()
-    if tensor.device.type == "cpu" and tensor.numel() and tensor.data_ptr() % ALIGNMENT:
-        return tensor.clone()
-    return tensor
+    return tensor if is_aligned(tensor) else tensor.clone()
+
+
+def is_aligned(tensor: Tensor) -> bool:
+    """Whether the memory begins like that of a new tensor."""
+    return not tensor.numel() or tensor.data_ptr() % ALIGNMENT == 0
 
 
 def on_grid(part: Tensor, shift: float) -> Tensor:

@@ -19,7 +19,7 @@ from torch.autograd.function import once_differentiable
 
 from .experts import Experts
 from .grain_attention import GRADIENTS, aligned, on_grid, split_rows
-from .grain_products import CALL_ELEMENTS, LANES, add_weight_gradient, joins, multiply, sum_grains
+from .grain_products import LANES, add_weight_gradient, blocks_of, joins, multiply, sum_grains
 from .linear import linear
 from .moe import Router
 
@@ -79,7 +79,7 @@ class _Routing(torch.autograd.Function):
 
 def _padded(logits_NE: Tensor) -> Iterator[tuple[Tensor, slice]]:
     """Some rows at a time, padded until a vectorized loop over them or their elements leaves none to its tail."""
-    for rows in split_rows(len(logits_NE), LANES * max(1, CALL_ELEMENTS // (LANES * logits_NE.shape[1]))):
+    for rows in split_rows(len(logits_NE), LANES * max(1, blocks_of(logits_NE).call // (LANES * logits_NE.shape[1]))):
         yield F.pad(logits_NE[rows], (0, 0, 0, -(rows.stop - rows.start) % LANES)), rows
 
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from .grain_products import chunk_rows, sum_rows
+from .grain_products import chunk_rows, reduce_rows, sum_rows
 
 
 class RMSNorm(torch.autograd.Function):
@@ -24,9 +24,9 @@ class RMSNorm(torch.autograd.Function):
         scale_D = weight_D.to(hidden_ND.dtype).float()
         out_ND = torch.empty_like(hidden_ND, memory_format=torch.contiguous_format)
         factor_N1 = hidden_ND.new_empty(len(hidden_ND), 1, dtype=torch.float32)
-        for rows in chunk_rows(len(hidden_ND), grain, hidden_ND.shape[1]):
+        for rows in chunk_rows(hidden_ND, grain):
             wide_RD = hidden_ND[rows].float()
-            torch.rsqrt(wide_RD.square().mean(-1, keepdim=True).add_(eps), out=factor_N1[rows])
+            torch.rsqrt(_means(wide_RD.square(), grain).add_(eps), out=factor_N1[rows])
             out_ND[rows] = (wide_RD * factor_N1[rows]).mul_(scale_D)
         ctx.save_for_backward(hidden_ND, weight_D, factor_N1)
         ctx.grain = grain
@@ -40,13 +40,17 @@ class RMSNorm(torch.autograd.Function):
         scale_D = weight_D.to(hidden_ND.dtype).float()
         grad_hidden_ND = torch.empty_like(hidden_ND, memory_format=torch.contiguous_format)
         total_D = torch.zeros_like(weight_D)
-        for rows in chunk_rows(len(hidden_ND), ctx.grain, hidden_ND.shape[1]):
+        for rows in chunk_rows(hidden_ND, ctx.grain):
             grad_RD, normal_RD = grad_ND[rows].float(), hidden_ND[rows].float() * factor_N1[rows]
             product_RD = grad_RD * normal_RD
             total_D += sum_rows(product_RD, ctx.grain)
-            mean_R1 = product_RD.mul_(scale_D).mean(-1, keepdim=True)
+            mean_R1 = _means(product_RD.mul_(scale_D), ctx.grain)
             grad_hidden_ND[rows] = (grad_RD * scale_D).sub_(normal_RD.mul_(mean_R1)).mul_(factor_N1[rows])
         return grad_hidden_ND, total_D, None, None
+
+
+def _means(rows_RD: Tensor, grain: int) -> Tensor:
+    return reduce_rows(lambda each: each.mean(-1, keepdim=True), rows_RD, grain)
 
 
 class LayerNorm(torch.autograd.Function):
@@ -77,7 +81,7 @@ class LayerNorm(torch.autograd.Function):
             grad_ND, hidden_ND, shape, mean_N1, factor_N1, *params, [True, False, False]
         )
         totals = [torch.zeros_like(each) for each in (weight_D, bias_D)]
-        for rows in chunk_rows(len(hidden_ND), grain, hidden_ND.shape[1]):
+        for rows in chunk_rows(hidden_ND, grain):
             grad_RD, normal_RD = grad_ND[rows].float(), (hidden_ND[rows].float() - mean_N1[rows]) * factor_N1[rows]
             totals[0] += sum_rows(grad_RD * normal_RD, grain)
             totals[1] += sum_rows(grad_RD, grain)

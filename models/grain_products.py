@@ -8,36 +8,71 @@ operands is one of float32, where their products are exact, and its result is ro
 Elementwise kernels get as many grains as end where a vectorized loop does, up to the size that PyTorch leaves to one
 thread.
 
+Accelerators take everything in as few calls as possible (``DEVICE_BLOCKS``): a launch costs as much there as 10⁵
+elements or more. Only products and reductions are calls of one grain, since their kernels choose how they add by the
+shape.
+
 Shapes: N rows, G grains, M rows of a grain, I and O inner and outer width of a matmul, D width.
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from .grain_attention import ALIGNMENT, GRADIENTS, aligned, on_grid, split_rows
+from .grain_attention import ALIGNMENT, GRADIENTS, aligned, is_aligned, on_grid, split_rows
 from .linear import goes_through_float32, linear
 
 JOINED_ELEMENTS = 2**15
 """Elements of a weight up to which products of grains are one call."""
-BLOCK_ELEMENTS = 2**15
-"""Elements of a gradient that are added over all grains at a time, so that the float64 sum stays in cache."""
-BLOCK_WIDTH = 1024
-"""Columns of a product at a time: wider ones are slower where they have the few rows of a grain."""
-CALL_ELEMENTS = 2**15
-"""Elements of a call that takes several grains; PyTorch splits larger ones over threads."""
 LANES = 64
 """Elements of a vectorized loop's turn, at most: none is left over where they divide a grain."""
 
 
-def chunk_rows(rows: int, grain: int, width: int) -> Iterator[slice]:
+class Blocks(NamedTuple):
+    """How much a call takes."""
+
+    call: int
+    """Elements of an elementwise call that takes several grains."""
+    gradient: int
+    """Elements of a gradient that are added over all grains at a time."""
+    width: int
+    """Columns of a product of one grain."""
+    keys: int
+    """Tokens that are compared with each other for equal ids."""
+    joins_reductions: bool
+    """Whether a reduction of rows takes several grains; else its shape is always that of one grain."""
+    mixes_dtypes: bool
+    """Whether an operator of two dtypes is as fast as one of them, which it is not in the loops of a CPU."""
+
+
+CPU_BLOCKS = Blocks(call=2**15, gradient=2**15, width=1024, keys=2**15, joins_reductions=True, mixes_dtypes=False)
+"""PyTorch splits larger calls over threads; a float64 sum of that size stays in cache; wider products are slower where
+they have the few rows of a grain; a row is added in the same order in any number of them."""
+DEVICE_BLOCKS = Blocks(call=2**28, gradient=2**26, width=2**62, keys=2**12, joins_reductions=False, mixes_dtypes=True)
+"""1 GiB of float32, 512 MiB of float64, and 128 MiB of places. A reduction chooses by the number of its rows how many
+threads add one."""
+
+
+def blocks_of(tensor: Tensor) -> Blocks:
+    """Those of the tensor's device."""
+    return CPU_BLOCKS if tensor.device.type == "cpu" else DEVICE_BLOCKS
+
+
+def chunk_rows(tensor_ND: Tensor, grain: int) -> Iterator[slice]:
     """Rows of whole grains, at whose borders a vectorized loop over all their elements leaves none to its tail."""
-    elements = grain * width
-    grains = 1 if elements % LANES else max(1, CALL_ELEMENTS // elements)
-    return split_rows(rows, grains * grain)
+    elements = grain * tensor_ND.shape[1]
+    grains = 1 if elements % LANES else max(1, blocks_of(tensor_ND).call // elements)
+    return split_rows(len(tensor_ND), grains * grain)
+
+
+def reduce_rows(reduction: Callable[[Tensor], Tensor], rows_ND: Tensor, grain: int) -> Tensor:
+    """A reduction of each row by itself, (N, …)."""
+    if blocks_of(rows_ND).joins_reductions or len(rows_ND) <= grain:
+        return reduction(rows_ND)
+    return torch.cat([reduction(rows_ND[rows]) for rows in split_rows(len(rows_ND), grain)])
 
 
 def multiply(input_NI: Tensor, weight_OI: Tensor, bias_O: Tensor | None, grain: int) -> Tensor:
@@ -47,14 +82,14 @@ def multiply(input_NI: Tensor, weight_OI: Tensor, bias_O: Tensor | None, grain: 
         input_GMI = aligned(input_NI).float().view(-1, grain, I)
         out_NO = torch.bmm(input_GMI, weight_OI.float().t().expand(len(input_GMI), I, O)).view(N, O)
         return (out_NO if bias_O is None else out_NO.add_(bias_O)).to(input_NI.dtype)
-    out_NO = input_NI.new_empty(N, O)
+    out_NO, width = input_NI.new_empty(N, O), blocks_of(input_NI).width
     for rows in split_rows(N, grain):
         input_MI = aligned(input_NI[rows])
-        if bias_O is not None or goes_through_float32(input_MI):
+        if bias_O is not None or goes_through_float32(input_MI) or not is_aligned(out_NO[rows]):
             out_NO[rows] = linear(input_MI, weight_OI, bias_O)
             continue
-        for start in range(0, O, BLOCK_WIDTH):
-            block = slice(start, start + BLOCK_WIDTH)
+        for start in range(0, O, width):
+            block = slice(start, start + width)
             torch.mm(input_MI, weight_OI[block].t(), out=out_NO[rows, block])
     return out_NO
 
@@ -79,7 +114,7 @@ def add_weight_gradient(
         grains = list(split_rows(N, grain))
         _add_products(total_OI, *([aligned(each[rows]) for rows in grains] for each in (grad_NO, input_NI)))
         return
-    for rows in split_rows(N, grain * max(1, BLOCK_ELEMENTS // (O * I))):
+    for rows in split_rows(N, grain * max(1, blocks_of(grad_NO).gradient // (O * I))):
         grad_GMO, input_GMI = (aligned(x[rows]).float().view(-1, grain, x.shape[1]) for x in (grad_NO, input_NI))
         products_GOI = torch.bmm(grad_GMO.transpose(1, 2), input_GMI).to(dtype or grad_NO.dtype)
         total_OI += on_grid(products_GOI, GRADIENTS).sum(0)
@@ -92,14 +127,21 @@ def _add_products(total_OI: Tensor, grads: Sequence[Tensor], inputs: Sequence[Te
     shift. It is exact while it is below 2.
     """
     O, I = total_OI.shape  # noqa: E741
-    rows = max(16, BLOCK_ELEMENTS // I // 16 * 16)
+    blocks = blocks_of(total_OI)
+    rows = max(16, blocks.gradient // I // 16 * 16)
     wide = total_OI.new_empty(min(rows, O), I)
+    shifts = {shift: total_OI.new_full((1,), shift) for shift in (GRADIENTS, -GRADIENTS) if blocks.mixes_dtypes}
     for start in range(0, O, rows):
         block = slice(start, start + rows)
         total_BI = total_OI[block]
         wide_BI, shift = wide[: len(total_BI)], GRADIENTS
         for grad_MO, input_MI in zip(grads, inputs, strict=True):
-            total_BI += wide_BI.copy_(linear(grad_MO[:, block].t(), input_MI.t())).add_(shift)
+            product_BI = linear(grad_MO[:, block].t(), input_MI.t())
+            if blocks.mixes_dtypes:  # one launch, and 12 bytes an element in place of 28
+                torch.add(product_BI, shifts[shift], out=wide_BI)
+            else:
+                wide_BI.copy_(product_BI).add_(shift)
+            total_BI += wide_BI
             shift = -shift
         if shift < 0:
             total_BI -= GRADIENTS
@@ -108,13 +150,15 @@ def _add_products(total_OI: Tensor, grads: Sequence[Tensor], inputs: Sequence[Te
 def sum_rows(rows_ND: Tensor, grain: int) -> Tensor:
     """The float64 sum of rows that are first added within each grain, in their dtype."""
     total_D = rows_ND.new_zeros(rows_ND.shape[1], dtype=torch.float64)
-    for rows in split_rows(len(rows_ND), grain * max(1, CALL_ELEMENTS // (grain * rows_ND.shape[1]))):
+    for rows in split_rows(len(rows_ND), grain * max(1, blocks_of(rows_ND).call // (grain * rows_ND.shape[1]))):
         total_D += on_grid(sum_grains(rows_ND[rows], grain), GRADIENTS).sum(0)
     return total_D
 
 
 def sum_grains(rows_ND: Tensor, grain: int) -> Tensor:
     """The sum of each grain's rows, (G, D)."""
+    if not blocks_of(rows_ND).joins_reductions:
+        return torch.stack([rows_ND[rows].sum(0) for rows in split_rows(len(rows_ND), grain)])
     whole = len(rows_ND) // grain * grain
     sums_GD = rows_ND[:whole].view(-1, grain, rows_ND.shape[1]).sum(1)
     return sums_GD if whole == len(rows_ND) else torch.cat([sums_GD, rows_ND[whole:].sum(0, keepdim=True)])
@@ -129,7 +173,7 @@ class Elementwise(torch.autograd.Function):
         ctx.save_for_backward(*inputs)
         ctx.settings = function, grain
         out = torch.empty_like(inputs[0], memory_format=torch.contiguous_format)
-        for rows in chunk_rows(len(out), grain, out.shape[1]):
+        for rows in chunk_rows(out, grain):
             out[rows] = function(*(aligned(each[rows]) for each in inputs))
         return out
 
@@ -139,7 +183,7 @@ class Elementwise(torch.autograd.Function):
         """Gradients of the inputs."""
         (function, grain), inputs = ctx.settings, ctx.saved_tensors
         grads = [torch.empty_like(each, memory_format=torch.contiguous_format) for each in inputs]
-        for rows in chunk_rows(len(grad), grain, grad.shape[1]):
+        for rows in chunk_rows(grad, grain):
             leaves = [aligned(each[rows]).detach().requires_grad_() for each in inputs]
             with torch.enable_grad():
                 piece = function(*leaves)

@@ -11,8 +11,8 @@ attention gets as a batch of their own.
 Parameters are float64 here (a strategy's copies of float32 ones), cast to the compute dtype where they are used; their
 gradients are float64. The price: matmuls of few rows, a float64 sum of each weight's gradient, and casts.
 
-On a CPU the bits also depend on the number of threads. Not covered: compiled kernels; second derivatives. Whether a
-GPU's attention and matmuls keep the promise has not been tried.
+On a CPU the bits also depend on the number of threads. Not covered: compiled kernels; second derivatives. On one
+H200 all families keep the promise over strategies and micro-batches of one rank (torch 2.11).
 
 Shapes: N rows, M rows of a grain, I and O inner and outer width of a matmul, D width, V vocabulary, B batch, T
 sequence, H query heads, G key/value heads, K width of a head.
@@ -33,7 +33,7 @@ from .decoder import DecoderModel
 from .grain_attention import GRADIENTS, attention_kernels, on_grid, split_rows
 from .grain_experts import use_grain_experts
 from .grain_norms import LayerNorm, RMSNorm
-from .grain_products import CALL_ELEMENTS, Elementwise, add_weight_gradient, multiply, sum_rows
+from .grain_products import Elementwise, add_weight_gradient, blocks_of, multiply, sum_rows
 from .grain_slices import OneRank, Slices, use_slices
 from .kernels import Kernels, use_kernels
 from .layers import Attention, AttentionTemperature, GELUFeedForward, LMHead
@@ -119,7 +119,9 @@ class _Embedding(torch.autograd.Function):
     def backward(ctx: Any, grad_ND: Tensor) -> tuple[Tensor | None, ...]:
         (ids_N,), (shape, grain) = ctx.saved_tensors, ctx.settings
         total_VD = grad_ND.new_zeros(shape, dtype=torch.float64)
-        for rows in split_rows(len(ids_N), grain * max(1, CALL_ELEMENTS // (grain * shape[1]))):
+        blocks = blocks_of(grad_ND)
+        tokens = min(blocks.call // shape[1], blocks.keys)
+        for rows in split_rows(len(ids_N), grain * max(1, tokens // grain)):
             ids_M, grad_MD = ids_N[rows], grad_ND[rows]
             places_M = torch.arange(len(ids_M), device=ids_M.device)
             keys_M = ids_M + places_M // grain * shape[0]  # equal ids of one grain

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from fsdptoys.models.grain_attention import on_grid, split_rows
-from fsdptoys.models.grain_products import LANES, add_weight_gradient, multiply
+from fsdptoys.models.grain_products import LANES, add_weight_gradient, blocks_of, multiply
 
 from .objective import IGNORE_INDEX, Objective
 from .softmax import block_gradient_
@@ -60,7 +60,7 @@ class _GrainLoss(torch.autograd.Function):
         keeps = keeps_logits and any(ctx.needs_input_grad)
         logits_NV = hidden_ND.new_empty(len(hidden_ND), len(weight_VD)) if keeps else None
         losses_N = hidden_ND.new_empty(len(hidden_ND), dtype=torch.float32)
-        for rows in _chunks(len(hidden_ND), len(weight_VD), grain):
+        for rows in chunk_tokens(hidden_ND, len(weight_VD), grain):
             logits_CV = multiply(hidden_ND[rows], cast_VD, None, grain)
             if logits_NV is not None:
                 logits_NV[rows] = logits_CV
@@ -77,7 +77,7 @@ class _GrainLoss(torch.autograd.Function):
         grad_hidden_ND = torch.empty_like(hidden_ND, memory_format=torch.contiguous_format)
         grad_weight_VD = torch.zeros_like(weight_VD, memory_format=torch.contiguous_format)
         grad_NV = None if logits_NV is None else torch.empty_like(logits_NV)
-        for rows in _chunks(len(hidden_ND), len(weight_VD), grain):
+        for rows in chunk_tokens(hidden_ND, len(weight_VD), grain):
             logits_CV = multiply(hidden_ND[rows], cast_VD, None, grain) if logits_NV is None else logits_NV[rows]
             values_CV = logits_CV.to(torch.float32, copy=logits_NV is not None)
             _softmax_(values_CV, labels_N[rows], objective, gradient=True)
@@ -92,14 +92,19 @@ class _GrainLoss(torch.autograd.Function):
         return grad_hidden_ND, grad_weight_VD, None, None, None, None
 
 
-def _chunks(n_tokens: int, vocab_size: int, grain: int) -> Iterator[slice]:
-    return split_rows(n_tokens, grain * max(1, CHUNK_ELEMENTS // (grain * vocab_size)))
+def chunk_tokens(hidden_ND: Tensor, classes: int, grain: int) -> Iterator[slice]:
+    """Rows whose logits are made at a time: whole grains, or one where reductions need its shape."""
+    grains = CHUNK_ELEMENTS // (grain * classes) if blocks_of(hidden_ND).joins_reductions else 1
+    return split_rows(len(hidden_ND), grain * max(1, grains))
 
 
 def _softmax_(values_CV: Tensor, labels_C: Tensor, objective: Objective, *, gradient: bool) -> Tensor:
     """Losses of float32 logits, which become their gradients; without ``gradient`` they end up undefined."""
     losses = []
-    for rows in split_rows(len(values_CV), LANES * max(1, SOFTMAX_ELEMENTS // (LANES * values_CV.shape[1]))):
+    joined = SOFTMAX_ELEMENTS // (LANES * values_CV.shape[1])
+    if not blocks_of(values_CV).joins_reductions:  # the rows are those of one grain
+        joined = -(-len(values_CV) // LANES)
+    for rows in split_rows(len(values_CV), LANES * max(1, joined)):
         block_RV, labels_R = values_CV[rows], labels_C[rows]
         missing = -len(block_RV) % LANES
         if not missing:

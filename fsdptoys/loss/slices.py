@@ -7,7 +7,6 @@ of the weight added over grains, and here also those of hidden states over slice
 Shapes: N tokens, C tokens of a chunk, D width, V classes of this rank, W classes of a slice.
 """
 
-from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -15,10 +14,10 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from fsdptoys.models.grain_attention import ACTIVATIONS, on_grid, split_rows
+from fsdptoys.models.grain_attention import ACTIVATIONS, on_grid
 from fsdptoys.models.grain_products import LANES, add_weight_gradient, multiply
 
-from .grains import CHUNK_ELEMENTS, LOSSES
+from .grains import LOSSES, chunk_tokens
 from .objective import IGNORE_INDEX, Objective
 from .vocabulary import Vocabulary
 
@@ -34,10 +33,6 @@ class SliceSettings(NamedTuple):
     """Of the computation."""
     keeps_logits: bool
     """Keep logits for the backward rather than make them again."""
-
-    def chunks(self, n_tokens: int, classes: int) -> Iterator[slice]:
-        """Rows of whole grains."""
-        return split_rows(n_tokens, self.grain * max(1, CHUNK_ELEMENTS // (self.grain * classes)))
 
 
 def slices_loss_sum(
@@ -75,7 +70,7 @@ class _SlicesLoss(torch.autograd.Function):
         cast_ND, weights = hidden_ND.to(settings.dtype), _cast(weight_VD, settings)
         logits: list[list[Tensor]] = []
         losses = []
-        for rows in settings.chunks(len(cast_ND), len(weight_VD)):
+        for rows in chunk_tokens(cast_ND, len(weight_VD), settings.grain):
             made = [multiply(cast_ND[rows], each, None, settings.grain) for each in weights]
             losses.append(_softmax(made, labels_N[rows], objective, vocabulary, gradient=False)[0])
             logits += [made] if settings.keeps_logits and any(ctx.needs_input_grad) else []
@@ -92,7 +87,7 @@ class _SlicesLoss(torch.autograd.Function):
         weights, size = _cast(weight_VD, settings), len(weight_VD) // settings.number
         grad_hidden_ND = torch.zeros_like(cast_ND, dtype=torch.float64)
         grad_weight_VD = torch.zeros_like(weight_VD, memory_format=torch.contiguous_format)
-        for chunk, rows in enumerate(settings.chunks(len(cast_ND), len(weight_VD))):
+        for chunk, rows in enumerate(chunk_tokens(cast_ND, len(weight_VD), settings.grain)):
             made = logits[chunk * settings.number : (chunk + 1) * settings.number]
             made = made or [multiply(cast_ND[rows], each, None, settings.grain) for each in weights]
             _, gradients = _softmax(made, labels_N[rows], objective, vocabulary, gradient=True)

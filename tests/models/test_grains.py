@@ -1,10 +1,21 @@
-"""Sums over grains: equal in any order."""
+"""Sums over grains: equal in any order, and with the calls of an accelerator."""
 
 from itertools import permutations
+from typing import Any
+from unittest import mock
 
+import pytest
 import torch
+from torch import Tensor
 
+from fsdptoys.models import grain_products
 from fsdptoys.models.grain_attention import GRADIENTS, on_grid
+from fsdptoys.parallel import SingleConfig
+from fsdptoys.parallel.determinism import Deterministic
+from fsdptoys.parallel.precision import DType
+from fsdptoys.train.trainer import Trainer
+from scripts.ranks import run_ranks
+from tests.parallel.runs import PLAIN_KERNELS, TINY, make_config, tiny_model
 
 PARTS = torch.tensor([2.0, 2.0**-52, 1.0, 2.0**-24, -2.0])
 """Numbers of bfloat16. Without the second their sum is halfway between two float32 numbers."""
@@ -34,3 +45,34 @@ def test_grid_rounds_to_multiples_and_keeps_float32_numbers_of_usual_gradients()
     assert torch.equal(found * 2.0**50, (found * 2.0**50).round())
     assert (found - parts.double()).abs().max() <= 2.0**-51
     assert torch.equal(found.float(), parts)
+
+
+MODELS = {"llama": tiny_model(), **{family: TINY[family] for family in ("gpt2", "qwen3_moe", "llama4")}}
+
+
+def trained(model: Any, dtype: DType, **options: Any) -> tuple[list[float], list[Tensor]]:
+    """Losses of two steps, and the parameters after them."""
+    common = {"model": model, "deterministic": Deterministic.layout, "kernels": PLAIN_KERNELS, "steps": 2}
+    trainer = Trainer(make_config(SingleConfig(param_dtype=dtype), 1, **{**common, **options}))
+    trainer.train()
+    params = [param.detach().clone() for _, param in trainer.strategy.full_parameters()]
+    return [step.loss for step in trainer.history], params
+
+
+def compare_calls(family: str, dtype: DType) -> tuple[list[float], list[float], list[float], bool]:
+    """Losses with a CPU's calls, with an accelerator's, and of its micro-batches; whether these keep its parameters."""
+    whole, parts = {"batch_size": 4, "grad_accum": 1}, {"batch_size": 2, "grad_accum": 2}
+    expected, _ = trained(MODELS[family], dtype, **whole)
+    with mock.patch.object(grain_products, "CPU_BLOCKS", grain_products.DEVICE_BLOCKS):
+        losses, params = trained(MODELS[family], dtype, **whole)
+        halves, split = trained(MODELS[family], dtype, **parts)
+    return expected, losses, halves, all(map(torch.equal, params, split))
+
+
+@pytest.mark.parametrize("dtype", [DType.float32, DType.bfloat16], ids=lambda dtype: dtype.value)
+@pytest.mark.parametrize("family", MODELS)
+def test_calls_of_an_accelerators_size_keep_the_bits_of_a_split_batch(family: str, dtype: DType) -> None:
+    """Oracle: a batch in one piece against two micro-batches; and losses with a CPU's calls, which round otherwise."""
+    ((expected, losses, halves, same),) = run_ranks(1, compare_calls, family, dtype)
+    assert losses == halves and same
+    assert losses == pytest.approx(expected, rel=1e-5 if dtype is DType.float32 else 1e-2)
