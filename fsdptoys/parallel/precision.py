@@ -1,6 +1,7 @@
 """dtypes of a run, and FSDP's mixed precision for models without FSDP."""
 
 import functools
+import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from enum import Enum
@@ -78,7 +79,8 @@ class CastParameters(nn.Module):
         for param in module.parameters():
             if not param.requires_grad:
                 continue  # kept in this dtype, so that the cast copies nothing (``mixes_dtypes``)
-            param.register_post_accumulate_grad_hook(self._free)
+            # Through a weak reference: the garbage collector does not see a cycle through a hook of autograd.
+            param.register_post_accumulate_grad_hook(functools.partial(_free, weakref.ref(self)))
         compiled: set[nn.Module] = set()
         for block in module.modules():
             forward: Any = getattr(block, "compiled_forward", None)
@@ -110,9 +112,6 @@ class CastParameters(nn.Module):
             for own, owner in parameters:
                 self._swap_out(own, owner)
 
-    def _free(self, param: Tensor) -> None:
-        self._copies.pop(param, None)
-
     def _swap_in(self, own: dict[str, nn.Parameter], owner: nn.Module, *_: object) -> None:
         for name, param in own.items():
             if param not in self._copies:
@@ -121,3 +120,10 @@ class CastParameters(nn.Module):
 
     def _swap_out(self, own: dict[str, nn.Parameter], owner: nn.Module, *_: object) -> None:
         owner._parameters.update(own)
+
+
+def _free(cast: "weakref.ref[CastParameters]", param: Tensor) -> None:
+    """Drop the copy of a parameter whose gradient is final."""
+    alive = cast()
+    if alive is not None:
+        alive._copies.pop(param, None)

@@ -30,7 +30,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from fsdptoys.device import float64_collectives, is_accelerator
+from fsdptoys.device import float64_collectives
 from fsdptoys.errors import ConfigError
 from fsdptoys.models import DecoderModel, ModelConfig
 from fsdptoys.utils.bounds import check_bounds
@@ -347,10 +347,11 @@ class Strategy(ABC):
     def local_norms(self, grads: list[Tensor], map_parts: MapParts = map) -> list[Tensor]:
         """Norms of parts of this rank's gradients, for ``total_norm``; ``map_parts`` is like ``map``, over parts.
 
-        An accelerator would write a float64 copy of each part before it reads it, so there float64 is left to the
-        deterministic mode, whose norms do not depend on how gradients are split.
+        An accelerator would write a float64 copy of each part before it reads it, and the host of one is many times as
+        slow in float64, where gradients are offloaded. So float64 is left to CPUs without one, and to the deterministic
+        mode, whose norms do not depend on how gradients are split.
         """
-        if not self.context.deterministic and all(is_accelerator(grad.device) for grad in grads):
+        if not self.context.deterministic and self.context.device.is_accelerator:
             return norms_in_float32(grads)
         return norms_in(self.context.sum_dtype, grads, map_parts)
 

@@ -1,5 +1,7 @@
 """A model on copies of its parameters in another dtype."""
 
+import gc
+import weakref
 from collections import Counter
 from typing import Any
 
@@ -36,6 +38,16 @@ def test_model_on_cast_parameters_generates_text() -> None:
     prompt_T = torch.tensor([3, 1, 4])
     found = generate(CastParameters(model, torch.float32), prompt_T, 6, 16, Draw(0.0))
     assert torch.equal(found, generate(model, prompt_T, 6, 16, Draw(0.0)))
+
+
+def test_dropped_model_on_cast_parameters_frees_them() -> None:
+    """Oracle: the garbage collector, after a backward, whose graph nodes hold the hooks of parameters."""
+    model = filled(tiny_model())
+    CastParameters(model, torch.bfloat16)(torch.tensor([[3, 1, 4]])).float().sum().backward()
+    held = weakref.ref(next(model.parameters()))
+    del model
+    gc.collect()
+    assert held() is None
 
 
 class Casts(TorchDispatchMode):

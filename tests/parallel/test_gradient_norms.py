@@ -44,14 +44,25 @@ class Operators(TorchDispatchMode):
 
 
 @pytest.mark.parametrize(
-    ("device", "deterministic", "dtype"),
-    [("meta", False, torch.float32), ("meta", True, torch.float64), ("cpu", False, torch.float64)],
+    ("device", "accelerated", "deterministic", "dtype"),
+    [
+        ("meta", True, False, torch.float32),
+        ("meta", True, True, torch.float64),
+        ("cpu", True, False, torch.float32),
+        ("cpu", True, True, torch.float64),
+        ("cpu", False, False, torch.float64),
+    ],
 )
 def test_accelerators_take_norms_in_float32_outside_the_deterministic_mode(
-    device: str, deterministic: bool, dtype: torch.dtype
+    device: str, accelerated: bool, deterministic: bool, dtype: torch.dtype
 ) -> None:
-    """Oracle: the dtype by hand, and the number of operators; the meta device stands for an accelerator."""
-    context = types.SimpleNamespace(deterministic=deterministic, sum_dtype=torch.float64)
+    """Oracle: the dtype by hand, and the number of operators.
+
+    The meta device stands for an accelerator, whose gradients may be offloaded.
+    """
+    context = types.SimpleNamespace(
+        deterministic=deterministic, sum_dtype=torch.float64, device=types.SimpleNamespace(is_accelerator=accelerated)
+    )
     strategy: Any = types.SimpleNamespace(context=context)
     with Operators() as operators:
         grads = [torch.empty(size, device=device) for size in (*SIZES, *SIZES)]
