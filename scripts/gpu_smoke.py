@@ -2,11 +2,13 @@
 
     python scripts/gpu_smoke.py --out smoke                       # smoke/smoke.jsonl and smoke/smoke.md
     python scripts/gpu_smoke.py --checks device loss attention
+    python scripts/gpu_smoke.py --out smoke --jobs 6              # checks that measure nothing, six at a time
     python scripts/gpu_smoke.py --device cpu                      # a small form of every check that a CPU has
     python scripts/gpu_smoke.py --list
 
 Each check runs in a process of its own with a time limit, since an error on a device poisons its process, and writes
-one line of JSON as soon as it ends: its status, its facts, and its comparisons that failed. The oracles are losses of
+one line of JSON as soon as it ends: its status, its facts, and its comparisons that failed. Its stderr, with the
+tracebacks of rows that failed, lies in ``--out`` as ``NAME.log``. The oracles are losses of
 the same training on a CPU (1e-5 relative in float32), float64 for kernels, the bits of a second run in deterministic
 mode, and runs without the switch under test. A check that compared nothing has failed.
 
@@ -24,6 +26,9 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +42,7 @@ from scripts.smoke.report import Check, Report
 
 COMPILES = "compilation takes a minute on a CPU; its tests run it"
 CHECKS = [
-    Check("device", "device:check_device", 60),
+    Check("device", "device:check_device", 60, alone=True),
     Check("loss", "kernels:check_loss", 60),
     Check("experts", "kernels:check_experts", 60),
     Check("attention", "kernels:check_attention", 90),
@@ -46,13 +51,16 @@ CHECKS = [
     Check("torchrun", "speed:check_torchrun", 80),
     Check("memory", "training:check_memory", 120),
     Check("documents", "training:check_documents", 90),
+    Check("layout mode", "training:check_layout_mode", 90),
+    Check("layout families", "training:check_layout_families", 90),
+    Check("adapters", "training:check_adapters", 90),
     Check("MoE model", "training:check_experts", 60),
     Check("optimizers", "training:check_optimizers", 90),
     Check("commands", "training:check_commands", 100),
     Check("compile", "training:check_compile", 120, ("cuda",), COMPILES),
-    Check("speed", "speed:check_speed", 150),
     Check("float8", "training:check_float8", 120, ("cuda",), COMPILES),
-    Check("run_fsdp.sh", "speed:check_first_command", 120),
+    Check("speed", "speed:check_speed", 150, alone=True),
+    Check("run_fsdp.sh", "speed:check_first_command", 120, alone=True),
 ]
 """In running order, the riskiest first."""
 
@@ -71,11 +79,15 @@ def main() -> int:
     end = time.monotonic() + args.seconds
     lines: list[dict[str, Any]] = []
     earlier = read_lines(args.out / "smoke.jsonl") if args.resume else {}
+
+    def run(check: Check) -> dict[str, Any]:
+        with unit(check.name) as done:
+            line = earlier.get(check.name) or run_check(check, args.device, end - time.monotonic(), args.out)
+            done.note = line["status"]
+        return line
+
     with progress(len(args.checks)):
-        for check in args.checks:
-            with unit(check.name) as done:
-                line = earlier.get(check.name) or run_check(check, args.device, end - time.monotonic())
-                done.note = line["status"]
+        for line in side_by_side(args.checks, run, args.jobs):
             lines.append(line)
             print(json.dumps(line), flush=True)
             if args.out:
@@ -89,13 +101,21 @@ def main() -> int:
     return 1 if statuses & {"failed", "timed out", "crashed"} else 0
 
 
+def side_by_side(checks: list[Check], run: Callable[[Check], dict[str, Any]], jobs: int) -> Iterator[dict[str, Any]]:
+    """The checks' lines in their order, from ``jobs`` at a time; those that need the machine run ``alone``."""
+    for alone, group in groupby(checks, lambda check: check.alone):
+        with ThreadPoolExecutor(1 if alone else jobs) as pool:
+            yield from pool.map(run, group)
+
+
 def parse_arguments() -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", choices=["cuda", "npu", "cpu"], default="cuda")
     parser.add_argument("--seconds", type=float, default=570.0, help="for all checks")
     parser.add_argument("--checks", nargs="+", metavar="NAME", help="some of them; --list names all")
-    parser.add_argument("--out", type=Path, metavar="FOLDER", help="smoke.jsonl and smoke.md, written after each check")
+    parser.add_argument("--jobs", type=int, default=1, help="checks at a time, two cores each; 1 by default")
+    parser.add_argument("--out", type=Path, metavar="FOLDER", help="smoke.jsonl, smoke.md and logs, written at once")
     parser.add_argument("--resume", action="store_true", help="do not repeat checks that have a line in --out")
     parser.add_argument("--list", action="store_true", help="print the checks and their limits")
     parser.add_argument("--one", help=argparse.SUPPRESS)
@@ -106,6 +126,8 @@ def parse_arguments() -> argparse.Namespace:
         raise SystemExit(0)
     if args.resume and not args.out:
         parser.error("--resume needs --out, the folder of the earlier call")
+    if args.jobs < 1:
+        parser.error(f"--jobs {args.jobs}: must be at least 1")
     names = {check.name for check in CHECKS}
     for name in args.checks or []:
         if name not in names:
@@ -120,8 +142,15 @@ def read_lines(path: Path) -> dict[str, dict[str, Any]]:
     return {line["check"]: line for line in lines if line["status"] != "left out"}
 
 
-def run_check(check: Check, device: str, left: float) -> dict[str, Any]:
-    """The line of a check, which is killed at its limit or when the time of all is over."""
+def run_check(check: Check, device: str, left: float, logs: Path | None = None) -> dict[str, Any]:
+    """The line of a check, which is killed at its limit or when the time of all is over.
+
+    Args:
+        check: what to run.
+        device: its type.
+        left: seconds until the end of all checks.
+        logs: folder for what it writes to stderr.
+    """
     line: dict[str, Any] = {"check": check.name, "device": device, "limit_seconds": check.seconds}
     if device not in check.devices:
         return line | {"status": f"not on {device}", "reason": check.otherwise}
@@ -143,6 +172,10 @@ def run_check(check: Check, device: str, left: float) -> dict[str, Any]:
                 os.killpg(process.pid, signal.SIGKILL)
                 process.wait()
         line["seconds"] = round(time.monotonic() - began, 1)
+        if logs:
+            errors.seek(0)
+            logs.mkdir(parents=True, exist_ok=True)
+            (logs / f"{check.name.replace(' ', '_')}.log").write_text(errors.read())
         return line | read_events(output, errors, status)
 
 

@@ -19,6 +19,8 @@ class Check:
     devices: Sequence[str] = ("cuda", "npu", "cpu")
     otherwise: str = ""
     """Why other devices have no such check."""
+    alone: bool = False
+    """Whether it measures times or free memory, and so needs the machine for itself."""
 
 
 class Report:

@@ -11,6 +11,7 @@ import json
 import os
 import subprocess
 import sys
+import traceback
 import zlib
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -94,10 +95,12 @@ def _train_row(device: str, words: list[str]) -> Trained:
 
         trainer.device.reset_peak_memory()
         trainer.train(on_step)
-        digest = hashlib.sha256()
+        hashes = []
         for name, param in trainer.strategy.full_parameters():
-            digest.update(name.encode() + param.contiguous().cpu().view(torch.uint8).numpy().tobytes())
-        trained.digest = digest.hexdigest()
+            held = param.contiguous().cpu().view(torch.uint8).numpy().tobytes()
+            hashes.append(f"{name} {hashlib.sha256(held).hexdigest()}")
+        # FSDP1 has them in another order than the model.
+        trained.digest = hashlib.sha256("\n".join(sorted(hashes)).encode()).hexdigest()
         if trainer.compilation:
             found = trainer.compilation.result()
             trained.note = f"{found.compiled} compiled in {found.seconds:.0f} s, {len(found.recompilations)} again"
@@ -105,6 +108,8 @@ def _train_row(device: str, words: list[str]) -> Trained:
     except ConfigError as error:
         trained.error, trained.refused = str(error), True
     except Exception as error:
+        print(f"row {' '.join(words)}", file=sys.stderr)
+        traceback.print_exc()
         trained.error = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
     return trained
 
@@ -113,6 +118,7 @@ def train_apart(device: str, rows: dict[str, list[str]]) -> dict[str, Trained]:
     """The same in a process of its own, as for the oracle on a CPU."""
     command = [sys.executable, __file__, device, json.dumps(rows)]
     done = subprocess.run(command, env=child_environment(), capture_output=True, text=True)
+    sys.stderr.write(done.stderr)
     if done.returncode:
         raise RuntimeError(done.stderr.strip().splitlines()[-1])
     return {name: Trained(**row) for name, row in json.loads(done.stdout.splitlines()[-1]).items()}

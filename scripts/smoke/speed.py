@@ -1,11 +1,13 @@
 """Checks of commands and speed: torchrun, the first command, and a 1B model with the device's idle time."""
 
+import gc
 import os
 import pickle
 import re
 import statistics
 import subprocess
 import tempfile
+import warnings
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -30,6 +32,9 @@ from scripts.smoke.training import fsdptoys, losses_of, train_command
 
 STEPS, WARMUP, PROFILED = 9, 3, 2
 """Of a row: all steps, the first ones without figures, and the last ones, which the profiler slows down."""
+MODEL = ["model=llama3_1b", "train.batch_size=4", "train.seq_len=4096", "parallel.param_dtype=bfloat16"]
+MODEL += ["memory.chunk_loss=true"]
+"""Of all rows on CUDA."""
 ROWS = {
     "fsdp2 foreach": ["parallel=fsdp2", "optim.implementation=foreach"],
     "fsdp2 fused": ["parallel=fsdp2", "optim.implementation=fused"],
@@ -43,9 +48,10 @@ IDLE_GAP_MICROSECONDS = 20.0
 def check_speed(report: Report, device: str) -> None:
     """Tokens/s, MFU and peak of each row, the planner's prediction of them, and the device's idle time."""
     os.environ.update(RANK)
-    model = ["model=llama3_1b", "train.batch_size=4", "train.seq_len=4096"] if device == "cuda" else TINY
-    common = [*COMMON, *model, f"launch.device={device}", "parallel.param_dtype=bfloat16", "memory.chunk_loss=true"]
-    common += [f"train.steps={STEPS}"]
+    model = MODEL if device == "cuda" else [*TINY, "parallel.param_dtype=bfloat16", "memory.chunk_loss=true"]
+    common = [*COMMON, *model, f"launch.device={device}"]
+    # At 1e-3 losses of other roundings are 2% apart after nine steps.
+    common += [f"train.steps={STEPS}", "optim.lr=1e-4"]
     rows = {name: [*common, *words] for name, words in ROWS.items() if device == "cuda" or "compile" not in words[-1]}
     first: list[float] = []
     with process_group(compose_config([*COMMON, f"launch.device={device}"])):
@@ -67,6 +73,10 @@ def check_speed(report: Report, device: str) -> None:
 def _measure(config: Config) -> tuple[dict[str, Any], list[float]]:
     """Figures of the steps between the warm-up and the profiled ones, and all losses."""
     profiler: Any = None
+    waits = Counter[str]()
+    gc.collect()
+    if torch.cuda.is_initialized():
+        torch.cuda.empty_cache()  # else this row would reserve what the one before did
     # The same values in every row.
     torch.manual_seed(0)
     trainer = Trainer(config, fill=fill)
@@ -80,13 +90,18 @@ def _measure(config: Config) -> tuple[dict[str, Any], list[float]]:
             trainer.device.synchronize()
             profiler = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA])
             profiler.start()
-        yield
+        if step == STEPS and trainer.device.type == "cuda":
+            with _counted_waits(waits):
+                yield
+        else:
+            yield
 
     trainer.around_step = around_step
     trainer.train()
     trainer.device.synchronize()
     timed = trainer.history[WARMUP : STEPS - PROFILED]
     facts: dict[str, Any] = {
+        "losses": [step.loss for step in trainer.history],
         "step_ms": 1e3 * statistics.median(step.step_time_seconds for step in timed),
         "tokens_per_second": statistics.median(step.tokens_per_second for step in timed),
         "mfu": timed[-1].mfu,
@@ -101,8 +116,27 @@ def _measure(config: Config) -> tuple[dict[str, Any], list[float]]:
             if event.device_type == torch.autograd.DeviceType.CUDA
         ]
         facts["profiled_steps"] = PROFILED
+        facts["host_waits"] = dict(waits)
         facts |= idle_time(kernels)
     return facts, [step.loss for step in trainer.history]
+
+
+@contextmanager
+def _counted_waits(waits: Counter[str]) -> Iterator[None]:
+    """Count the operations that PyTorch's ``set_sync_debug_mode`` reports, by the line of Python that called them.
+
+    Explicit synchronizations of the device are not among them.
+    """
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        torch.cuda.set_sync_debug_mode("warn")
+        try:
+            yield
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+    for warning in caught:
+        if "synchronizing" in str(warning.message):
+            waits[f"{Path(warning.filename).name}:{warning.lineno}"] += 1
 
 
 GRADIENT_NORM = re.compile("NormTwoOps|LpNorm")

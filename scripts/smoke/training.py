@@ -4,6 +4,7 @@ import json
 import subprocess
 import sys
 import tempfile
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 from scripts.child_environment import child_environment
@@ -120,6 +121,62 @@ def check_documents(report: Report, device: str) -> None:
         compare(report, device, name, row, oracle, LOSS if name == "torch float32" else BF16_LOSS)
 
 
+FAMILIES = ["llama_debug", "gpt2_debug", "qwen3_debug", "qwen3_moe_debug", "llama4_debug"]
+
+
+def layout_models(device: str) -> dict[str, list[str]]:
+    """Prefix of a row's name → words of its model; the first is for all strategies."""
+    small = ["train.batch_size=2", "train.seq_len=64"]
+    return {"": small_model(device)} | {f"{name} ": [f"model={name}", *small] for name in FAMILIES}
+
+
+def check_layout_mode(report: Report, device: str) -> None:
+    """``train.deterministic=layout``: every strategy and two micro-batches have the bits of ``single``."""
+    _compare_bits(report, device, {"": layout_models(device)[""]}, ("ddp", "fsdp1", "fsdp2"))
+
+
+def check_layout_families(report: Report, device: str) -> None:
+    """The same for FSDP2 and debug models of every family."""
+    models = {prefix: words for prefix, words in layout_models(device).items() if prefix}
+    _compare_bits(report, device, models, ("fsdp2",))
+
+
+def _compare_bits(report: Report, device: str, models: dict[str, list[str]], strategies: tuple[str, ...]) -> None:
+    groups = {}
+    for model, words in models.items():
+        for dtype in ("float32", "bfloat16"):
+            base = [*words, f"parallel.param_dtype={dtype}", "train.deterministic=layout"]
+            half = next(int(word.split("=")[1]) // 2 for word in words if word.startswith("train.batch_size="))
+            rows = {name: [*base, f"parallel={name}"] for name in ("single", *strategies)}
+            rows["two micro-batches"] = [*rows["fsdp2"], f"train.batch_size={half}", "train.grad_accum=2"]
+            groups[model, dtype] = {f"{model}{name} {dtype}": row for name, row in rows.items()}
+    found = train_apart(device, {name: row for rows in groups.values() for name, row in rows.items()})
+    for (model, dtype), rows in groups.items():
+        single = found[f"{model}single {dtype}"]
+        for name in rows:
+            row = found[name]
+            if compare(report, device, name, row, single, LOSS if dtype == "float32" else BF16_LOSS):
+                same = (row.losses, row.grad_norms, row.digest) == (single.losses, single.grad_norms, single.digest)
+                report.expect(same, f"{name}: losses, norms and parameters have the bits of {model}single")
+
+
+def adapter_rows(device: str) -> dict[str, list[str]]:
+    """Form of the frozen weights → words."""
+    base = [*small_model(device), "tune=lora", "memory.gradient_checkpointing=full"]
+    return {form: [*base, f"tune.base={form}"] for form in ("plain", "nf4")}
+
+
+def check_adapters(report: Report, device: str) -> None:
+    """Low-rank adapters beside plain and 4-bit weights, against a CPU in float32."""
+    rows = adapter_rows(device)
+    oracles = train_apart("cpu", {form: [*words, *SINGLE] for form, words in rows.items()})
+    for form, words in rows.items():
+        kinds = {f"{form} {dtype}": [*words, "parallel=fsdp2", f"parallel.param_dtype={dtype}"]
+                 for dtype in ("float32", "bfloat16")}  # fmt: skip
+        for name, row in train(device, kinds).items():
+            compare(report, device, name, row, oracles[form], LOSS if name.endswith("float32") else BF16_LOSS)
+
+
 def check_compile(report: Report, device: str) -> None:
     """Compiled training against eager, in bf16."""
     base = [*small_model(device), "parallel=fsdp2", "parallel.param_dtype=bfloat16"]
@@ -163,6 +220,7 @@ def fsdptoys(words: list[str], folder: Path, launcher: list[str] | None = None) 
     command = [sys.executable, *(launcher or []), "-m", "fsdptoys", *words]
     done = subprocess.run(command, cwd=folder, env=child_environment(), capture_output=True, text=True)
     if done.returncode:
+        sys.stderr.write(done.stderr)
         lines = (done.stderr + done.stdout).strip().splitlines() or ["no output"]
         raise RuntimeError(f"{' '.join(words[:2])} ended with status {done.returncode}: {lines[-1]}")
     return done.stdout
@@ -183,35 +241,45 @@ def losses_of(run_dir: Path) -> list[float]:
 
 
 def check_commands(report: Report, device: str) -> None:
-    """A run that is resumed against one without a break; generation and evaluation on the device against a CPU."""
-    with tempfile.TemporaryDirectory() as name:
+    """A run that is resumed against one without a break; generation and evaluation on the device against a CPU.
+
+    Most of a command is imports, so those that do not need each other run side by side.
+    """
+    with tempfile.TemporaryDirectory() as name, ThreadPoolExecutor() as pool:
         folder = Path(name)
-        fsdptoys(train_command(device, "whole", "train.steps=4"), folder)
-        fsdptoys(train_command(device, "run", "train.steps=2", "checkpoint.every=2"), folder)
-        resume = ["train.steps=4", "checkpoint.every=2", "checkpoint.resume=must"]
-        fsdptoys(train_command(device, "run", *resume), folder)
+
+        def trained(run_dir: str, *words: str) -> "Future[str]":
+            return pool.submit(fsdptoys, train_command(device, run_dir, "plan.predict=false", *words), folder)
+
+        halves = ["checkpoint.every=2"]
+        first, whole = trained("run", "train.steps=2", *halves), trained("whole", "train.steps=4")
+        first.result()
+        trained("run", "train.steps=4", *halves, "checkpoint.resume=must").result()
+        whole.result()
         report.close("resumed losses", losses_of(folder / "run"), losses_of(folder / "whole"), 1e-6)
-        evaluated, generated = {}, {}
-        for where in dict.fromkeys(("cpu", device)):
-            text = fsdptoys(["evaluate", "run", "--device", where, "--json"], folder)
-            evaluated[where] = float(json.loads(text)["loss"])
-        report.close("evaluated loss", [evaluated[device]], [evaluated["cpu"]], LOSS)
-        for where, dtype in {("cpu", "float32"), (device, "float32"), (device, "bfloat16")}:
-            words = [
-                "generate",
-                "run",
-                "--tokenizer",
-                "ids",
-                "--prompt",
-                "1 2 3",
-                "--tokens",
-                "10",
-                "--temperature",
-                "0",
-                "--json",
-            ]
-            generated[where, dtype] = json.loads(fsdptoys([*words, "--device", where, "--dtype", dtype], folder))
-        ids = {key: value[0]["ids"] for key, value in generated.items()}
+        evaluate = ["evaluate", "run", "--windows", "8", "--json", "--device"]
+        generate = [
+            "generate",
+            "run",
+            "--tokenizer",
+            "ids",
+            "--prompt",
+            "1 2 3",
+            "--tokens",
+            "10",
+            "--temperature",
+            "0",
+        ]
+        evaluated = {
+            where: pool.submit(fsdptoys, [*evaluate, where], folder) for where in dict.fromkeys(("cpu", device))
+        }
+        generated = {
+            (where, dtype): pool.submit(fsdptoys, [*generate, "--json", "--device", where, "--dtype", dtype], folder)
+            for where, dtype in {("cpu", "float32"), (device, "float32"), (device, "bfloat16")}
+        }
+        losses = {where: float(json.loads(said.result())["loss"]) for where, said in evaluated.items()}
+        report.close("evaluated loss", [losses[device]], [losses["cpu"]], LOSS)
+        ids = {key: json.loads(said.result())[0]["ids"] for key, said in generated.items()}
         same = ids[device, "float32"] == ids["cpu", "float32"]
         report.expect(same, f"the most likely tokens in float32 are those of a CPU: {ids[device, 'float32']}")
         report.fact("generated ids", {" ".join(key): value for key, value in ids.items()})

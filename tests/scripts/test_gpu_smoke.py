@@ -4,6 +4,7 @@ import io
 import json
 import subprocess
 import sys
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -114,6 +115,7 @@ def test_script_writes_a_line_of_each_check(tmp_path: Path) -> None:
     device, float8 = map(json.loads, done.stdout.splitlines())
     assert device["status"] == "passed" and torch.__version__ in device["facts"]["machine"]
     assert float8["status"] == "not on cpu" and float8["reason"]
+    assert (tmp_path / "out" / "device.log").exists()
     page = (tmp_path / "out" / "smoke.md").read_text()
     assert "| device | passed |" in page and device["facts"]["machine"] in page
 
@@ -132,15 +134,38 @@ def test_idle_time_is_the_span_without_kernels() -> None:
     assert found["norm_kernel_ms"] == pytest.approx(0.02)
 
 
+BF16 = ["parallel.param_dtype=bfloat16"]
+
+
 def cuda_rows() -> dict[str, list[str]]:
     """Words of every row that CUDA runs."""
     fsdp2 = [*SMALL, "parallel=fsdp2"]
     rows = {name: [*fsdp2, *words] for name, words in training.MEMORY.items()}
-    bf16 = [*fsdp2, "parallel.param_dtype=bfloat16"]
-    rows |= {name: [*bf16, *words] for name, words in (training.COMPILED | training.FLOAT8).items()}
+    rows |= {name: [*fsdp2, *BF16, *words] for name, words in (training.COMPILED | training.FLOAT8).items()}
     rows |= {name: [*SMALL, *training.SINGLE, *words] for name, words in training.OPTIMIZERS.items()}
-    large = ["model=llama3_1b", "train.batch_size=4", "train.seq_len=4096", "parallel.param_dtype=bfloat16"]
-    return rows | {name: [*large, *words] for name, words in speed.ROWS.items()}
+    rows |= {
+        f"{name} in layout mode": [*words, "parallel=fsdp2", *BF16, "train.deterministic=layout"]
+        for name, words in training.layout_models("cuda").items()
+    }
+    rows |= {f"adapters, {name}": [*words, *training.SINGLE] for name, words in training.adapter_rows("cuda").items()}
+    return rows | {name: [*speed.MODEL, *words] for name, words in speed.ROWS.items()}
+
+
+def test_checks_run_side_by_side_in_order_and_those_that_measure_alone() -> None:
+    """Oracle: checks that wait for each other, which only two at a time can; one must find no other running."""
+    barrier, running = threading.Barrier(2, timeout=20.0), set[str]()
+
+    def run(check: gpu_smoke.Check) -> dict[str, Any]:
+        if check.alone:
+            assert not running
+        else:
+            running.add(check.name)
+            barrier.wait()
+            running.discard(check.name)
+        return {"check": check.name}
+
+    checks = [gpu_smoke.Check(name, "", 1.0, alone=name == "c") for name in "abcde"]
+    assert [line["check"] for line in gpu_smoke.side_by_side(checks, run, 2)] == list("abcde")
 
 
 @pytest.mark.parametrize("name", cuda_rows())
