@@ -1,8 +1,7 @@
 """Select the implementation of each operation by settings and device.
 
 The implementations are in ``models/kernels.py``. ``auto`` is torch_npu's on an NPU. On CUDA it compiles rotary
-positions and SwiGLU, which are about ten and two kernels otherwise. Everything else is PyTorch's. Not measured on an
-accelerator.
+positions and SwiGLU, which are about ten and two kernels otherwise. Everything else is PyTorch's.
 """
 
 import dataclasses

@@ -97,11 +97,12 @@ def test_caveats_are_reported_only_where_they_apply(words: tuple[str, ...], rank
     [
         ("a2", "took 1.05 to 1.18 times as long as predicted for this trainer without offload"),
         ("h100", "published steps of torchtitan took 1.14 and 1.19 times as long as predicted"),
-        ("h200", "no published step was compared with its times"),
+        ("h200", "eight steps of Llama 3 1B and 8B on one device took 0.98 to 1.04 times as long as predicted"),
+        ("b200", "no published step was compared with its times"),
     ],
 )
 def test_caveat_names_the_errors_of_a_profiles_times(name: str, band: str) -> None:
-    """Oracle: the table of benchmarks/plan.md; a published run exists for two profiles."""
+    """Oracle: the tables of benchmarks/plan.md and gpu_planned.md; runs exist for three profiles."""
     (found,) = [sentence for sentence in doubts(composed(), load_hardware(name), 8) if band in sentence]
     assert found.startswith(f"plan.hardware={name} assumes")
 

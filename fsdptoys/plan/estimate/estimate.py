@@ -178,7 +178,7 @@ def _doubts(config: Config) -> tuple[str, ...]:
     train, native = config.train, config.plan.allocator is AllocatorKind.native
     limits = (
         (native, "has no fragmentation of native segments: reserved memory may be higher"),
-        (train.compile, "treats train.compile=true as eager"),
+        (train.compile, "treats train.compile=true as eager with fused rotary positions and SwiGLU"),
         (config.data.mask_documents, "treats data.mask_documents=true as attention over full sequences"),
         (train.float8 is not Float8.none, f"treats train.float8={train.float8.value} as bfloat16"),
         (
