@@ -42,6 +42,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import product, zip_longest
 from pathlib import Path
+from typing import Any
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -352,12 +353,17 @@ def parse_arguments(words: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--grad-accum", type=int, default=2, help="micro-batches a step")
     parser.add_argument("--models", nargs="+", default=PRESETS, help="presets of configs/model")
     parser.add_argument("--device", default="cpu", choices=["cpu", "cuda", "npu"])
-    parser.add_argument("--strategies", nargs="+", choices=list(STRATEGIES), default=list(STRATEGIES))
+    named: dict[str, Any] = {"nargs": "+", "metavar": "NAME"}  # a wrong name is answered with all of them
+    parser.add_argument(
+        "--strategies", choices=list(STRATEGIES), default=list(STRATEGIES), help=f"of {', '.join(STRATEGIES)}", **named
+    )
     parser.add_argument("--dtypes", nargs="+", choices=["float32", "bfloat16"], default=["float32", "bfloat16"])
     parser.add_argument("--modes", nargs="+", choices=list(MODES), help="by default all that the device runs")
     several = "compare layouts, not strategies; pairs: each on the fewest ranks, on every number for two models only"
-    parser.add_argument("--layouts", nargs="+", choices=["all", "pairs", *LAYOUTS], help=several)
-    parser.add_argument("--inject", nargs="+", choices=["all", *BUGS], help="bugs to make and to find")
+    layouts = f"{several}; all, or of {'; '.join(LAYOUTS)}"
+    parser.add_argument("--layouts", choices=["all", "pairs", *LAYOUTS], help=layouts, **named)
+    bugs = f"bugs to make and to find: all, or of {'; '.join(BUGS)}"
+    parser.add_argument("--inject", choices=["all", *BUGS], help=bugs, **named)
     parser.add_argument("--against-cpu", action="store_true", help="train every row on CPU ranks too")
     args = parser.parse_args(words)
     args.pairs = bool(args.layouts) and "pairs" in args.layouts and "all" not in args.layouts

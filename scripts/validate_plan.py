@@ -315,7 +315,7 @@ def render(rows: Rows) -> tuple[str, bool]:
         "## 8. Other validation",
         "",
         "- Real allocations on a CPU, in order, against those of a trace: `tests/plan/test_real_allocations.py`.",
-        "- Real allocations and times on a GPU need a GPU: not run here.",
+        "- Memory and steps of one H200: `benchmarks/gpu_planned.md`.",
         "",
         f"{len(missed)} of {sum(len(findings) for _, findings, _ in sections)} bars missed.",
     ]
