@@ -49,7 +49,7 @@ class Norms:
     shard_group = Strategy.shard_group
 
     def __init__(self, params: list[nn.Parameter]) -> None:
-        device = SimpleNamespace(torch_device=torch.device("cpu"))
+        device = SimpleNamespace(torch_device=torch.device("cpu"), is_accelerator=False)
         self.context: Any = SimpleNamespace(device=device, sum_dtype=torch.float64, deterministic=False)
         self.named_parameters: Any = lambda: enumerate(params)
 

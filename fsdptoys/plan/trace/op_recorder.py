@@ -62,6 +62,7 @@ class OpRecorder(TorchDispatchMode):
         self._recording, self._silent = True, False
         self._handlers: dict[Any, Handler] = {}
         self._groups: dict[str, Any] = {}  # Group → its own stream
+        self._named: set[int] | None = None  # Streams that were live when their purposes were looked up
         self._pending: dict[int, int] = {}  # Stream of a group → event at the end of its last work without a wait
         self.memory, self.categorize = self._storages.memory, self._storages.categorize
         self.find, self.see = self._storages.find, self._storages.see
@@ -85,7 +86,10 @@ class OpRecorder(TorchDispatchMode):
         if phase == "end":
             self.trace.host_bytes = self._storages.host_bytes
             own = [stream.number for stream in self._groups.values()]
-            self.trace.streams = stream_purposes() | dict.fromkeys(own, "communication")
+            live = {stream.number for stream in MODULE.live_streams}
+            if self._named is None or live - self._named:
+                self._named, self.trace.streams = live, stream_purposes()  # visits every object of the process
+            self.trace.streams |= dict.fromkeys(own, "communication")
         self.add(Mark(step, phase))
 
     def begin_part(self, phase: str) -> None:
