@@ -45,12 +45,7 @@ def split_rows(rows: int, grain: int) -> Iterator[slice]:
 def aligned(tensor: Tensor) -> Tensor:
     """The tensor, or a contiguous copy where its rows do not lie like those of a new tensor."""
     tensor = tensor.contiguous()
-    return tensor if is_aligned(tensor) else tensor.clone()
-
-
-def is_aligned(tensor: Tensor) -> bool:
-    """Whether the memory begins like that of a new tensor."""
-    return not tensor.numel() or tensor.data_ptr() % ALIGNMENT == 0
+    return tensor.clone() if tensor.numel() and tensor.data_ptr() % ALIGNMENT else tensor
 
 
 def on_grid(part: Tensor, shift: float) -> Tensor:

@@ -12,7 +12,7 @@ Parameters are float64 here (a strategy's copies of float32 ones), cast to the c
 gradients are float64. The price: matmuls of few rows, a float64 sum of each weight's gradient, and casts.
 
 On a CPU the bits also depend on the number of threads. Not covered: compiled kernels; second derivatives. On one
-H200 all families keep the promise over strategies and micro-batches of one rank (torch 2.11).
+H200 all families keep the promise under one process, FSDP2 of one rank, and micro-batches (torch 2.11).
 
 Shapes: N rows, M rows of a grain, I and O inner and outer width of a matmul, D width, V vocabulary, B batch, T
 sequence, H query heads, G key/value heads, K width of a head.

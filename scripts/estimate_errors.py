@@ -58,6 +58,8 @@ RUNS: list[tuple[str, int, tuple[str, ...]]] = [
     ("h100", 1, (*BASE, "parallel=single")),
     ("h200", 1, (*BASE, "parallel=single", FULL, "memory.chunk_loss=true")),
     ("h100", 1, (*BASE, "parallel=single", *IN_BACKWARD)),
+    ("h200", 1, (*BASE, "parallel=single", "train.compile=true", "memory.chunk_loss=true")),
+    ("h200", 8, (*BASE, "parallel=fsdp2", "train.compile=true", SELECTIVE)),
     ("h100", 1, (*BASE, "parallel=single", OFFLOAD, "memory.offload_state_dtype=bfloat16")),
     ("h100", 1, (*BASE, "parallel=fsdp2")),
     ("h100", 1, (*BASE, "parallel=fsdp1")),

@@ -123,7 +123,7 @@ def render(
         "", f"Command: `python {shlex.join(sys.argv)}`", "", f"{on}. Peak in bf16: {peak}.", "",
         f"Medians of {STEPS - WARMUP} steps after {WARMUP}; a fresh process a row, one after the other, with the loss "
         "read after each step. Peak is the highest sum of tensors on the device, and planned what the planner's closed "
-        "form foretold of it. Start is from the command to the end of step 1: imports, values, compilation.",
+        "form predicted of it. Start is from the command to the end of step 1: imports, values, compilation.",
     ]  # fmt: skip
     for shape in shapes:
         peers = "all in bf16" if shape.half else "fp32 parameters and states"

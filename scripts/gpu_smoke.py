@@ -7,10 +7,10 @@
     python scripts/gpu_smoke.py --list
 
 Each check runs in a process of its own with a time limit, since an error on a device poisons its process, and writes
-one line of JSON as soon as it ends: its status, its facts, and its comparisons that failed. Its stderr, with the
-tracebacks of rows that failed, lies in ``--out`` as ``NAME.log``. The oracles are losses of
-the same training on a CPU (1e-5 relative in float32), float64 for kernels, the bits of a second run in deterministic
-mode, and runs without the switch under test. A check that compared nothing has failed.
+one line of JSON when it and those before it have ended: its status, its facts, and its comparisons that failed. Its
+stderr, with the tracebacks of rows that failed, lies in ``--out`` as ``NAME.log``. The oracles are losses of the same
+training on a CPU (1e-5 relative in float32), float64 for kernels, the bits of a second run in deterministic mode, and
+runs without the switch under test. A check that compared nothing has failed.
 
 After a failure the next check runs. A check that no longer fits into ``--seconds`` is reported as left out. Exits with
 status 75 if some were left out, which ``--resume`` runs, else 1 if a check failed.
@@ -115,7 +115,9 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--seconds", type=float, default=570.0, help="for all checks")
     parser.add_argument("--checks", nargs="+", metavar="NAME", help="some of them; --list names all")
     parser.add_argument("--jobs", type=int, default=1, help="checks at a time, two cores each; 1 by default")
-    parser.add_argument("--out", type=Path, metavar="FOLDER", help="smoke.jsonl, smoke.md and logs, written at once")
+    parser.add_argument(
+        "--out", type=Path, metavar="FOLDER", help="smoke.jsonl, smoke.md and logs, written after each check"
+    )
     parser.add_argument("--resume", action="store_true", help="do not repeat checks that have a line in --out")
     parser.add_argument("--list", action="store_true", help="print the checks and their limits")
     parser.add_argument("--one", help=argparse.SUPPRESS)

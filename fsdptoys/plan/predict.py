@@ -37,7 +37,7 @@ TIME_BANDS = {
     "h100": "published steps of torchtitan took 1.14 and 1.19 times as long as predicted",
     "h200": (
         "eight steps of Llama 3 1B and 8B on one device took 0.98 to 1.04 times as long as predicted, small models on "
-        "its slow host 3 to 5 times"
+        "its slow host 7 to 12 times"
     ),
 }
 """Profile → errors of its times, from benchmarks/plan.md and gpu_planned.md; others were not compared with a run."""

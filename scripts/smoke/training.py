@@ -152,8 +152,10 @@ def _compare_bits(report: Report, device: str, models: dict[str, list[str]], str
             groups[model, dtype] = {f"{model}{name} {dtype}": row for name, row in rows.items()}
     found = train_apart(device, {name: row for rows in groups.values() for name, row in rows.items()})
     for (model, dtype), rows in groups.items():
-        single = found[f"{model}single {dtype}"]
-        for name in rows:
+        reference = f"{model}single {dtype}"
+        single = found[reference]
+        report.expect(not single.error, f"{reference} trains: {single.error or 'yes'}")
+        for name in rows.keys() - {reference} if single.losses else ():
             row = found[name]
             if compare(report, device, name, row, single, LOSS if dtype == "float32" else BF16_LOSS):
                 same = (row.losses, row.grad_norms, row.digest) == (single.losses, single.grad_norms, single.digest)

@@ -282,6 +282,15 @@ def test_kept_activations_of_a_llama_block(kind: AttentionKind | str, kernels: s
         assert kept > expected * 0.97  # normalization in parts keeps float32 copies
 
 
+def test_compiled_blocks_are_planned_with_fused_kernels() -> None:
+    """Oracle: the same run in eager mode with these kernels."""
+    compiled = _predict(*LLAMA, "train.compile=true")
+    fused = _predict(*LLAMA, "kernels.rotary=compiled", "kernels.swiglu=compiled")
+    assert compiled.memory == fused.memory and compiled.time == fused.time
+    unfused = _predict(*LLAMA, "kernels.rotary=torch", "kernels.swiglu=torch")
+    assert compiled.memory.peak_bytes < unfused.memory.peak_bytes
+
+
 def test_native_segments_reserve_at_least_the_allocated_memory() -> None:
     """Oracle: the allocator's invariant, and the caveat on fragmentation."""
     native = _predict(*LLAMA, FULL, "plan.allocator=native")

@@ -36,7 +36,7 @@ from fsdptoys.plan.simulator.events import Alloc, Free, Mark
 from fsdptoys.plan.trace.extrapolate_layers import block_kind
 from fsdptoys.plan.trace.fake_device import replaced
 from fsdptoys.plan.trace.fake_exchanges import fake_exchanges
-from fsdptoys.plan.trace.fake_kernels import replace_kernels
+from fsdptoys.plan.trace.fake_kernels import planned_kernels, replace_kernels
 from fsdptoys.plan.trace.groups import PlannedGroup
 from fsdptoys.plan.trace.op_costs import fuses_rms_norm
 from fsdptoys.plan.trace.op_recorder import OpRecorder
@@ -90,7 +90,7 @@ def segments_of(
     context = getattr(config.parallel, "context", ContextForm.auto), config.mesh.cp_size
     common = _Common(
         attention,
-        tuple(config.kernels.names().items()),
+        tuple(planned_kernels(config).names().items()),
         dtype,
         train.batch_size,
         train.seq_len,

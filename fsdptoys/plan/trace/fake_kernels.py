@@ -8,6 +8,7 @@ results. Sources: PyTorch's ``sdp_utils.cpp`` (choice of attention), torch_npu's
 (github.com/Ascend/op-plugin, ``scaled_dot_product_attention``).
 """
 
+import copy
 import functools
 import math
 from collections.abc import Callable, Iterable, Iterator
@@ -22,6 +23,8 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.optim import optimizer as torch_optimizer
 
+from fsdptoys.config.kernel_choice import COMPILED_ON_CUDA, Kernel, KernelConfig
+from fsdptoys.config.schema import Config
 from fsdptoys.device.profile import AttentionKind
 from fsdptoys.loss import chunked as chunked_loss
 from fsdptoys.loss.head_products import DeviceProducts
@@ -181,6 +184,15 @@ COMPILED: dict[str, Callable[..., Tensor]] = {
     "swiglu": functools.partial(_KeepsInputs.apply, "swiglu"),
 }
 """Operation → the stand-in for its compiled implementation."""
+
+
+def planned_kernels(config: Config) -> KernelConfig:
+    """Implementations of a prediction: blocks are traced eagerly, and compiled ones fuse rotations and SwiGLU."""
+    kernels = copy.copy(config.kernels)
+    if config.train.compile:
+        for operation in COMPILED_ON_CUDA:
+            setattr(kernels, operation, Kernel.compiled)
+    return kernels
 
 
 def rms_norm_cuda(

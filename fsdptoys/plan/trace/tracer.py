@@ -33,7 +33,6 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from fsdptoys.checkpoint import CheckpointConfig
-from fsdptoys.config.kernel_choice import COMPILED_ON_CUDA, Kernel
 from fsdptoys.config.schema import Config
 from fsdptoys.data import SyntheticConfig
 from fsdptoys.device import available_cores
@@ -51,7 +50,7 @@ from fsdptoys.train.trainer import Trainer
 from . import fake_device
 from .fake_device import PlannedDevice, registers_devices, torch_device_type
 from .fake_exchanges import fake_exchanges
-from .fake_kernels import replace_kernels
+from .fake_kernels import planned_kernels, replace_kernels
 from .fake_stages import fake_stages
 from .fake_tensors import fake_tensors
 from .op_costs import attention_of, matmul_workspace_bytes
@@ -186,12 +185,12 @@ def _steps_only(config: Config, steps: int) -> Config:
     memory.checkpointing_budget, memory.cpu_threads = None, 1
     data = SyntheticConfig(eval_samples=0, mask_documents=config.data.mask_documents)
     model = dataclasses.replace(config.model, init_from=None)
-    kernels = copy.copy(config.kernels)
-    if config.train.compile:
-        # Blocks are traced eagerly, and compiled ones fuse what eager ones have as kernels of their own.
-        for operation in COMPILED_ON_CUDA:
-            setattr(kernels, operation, Kernel.compiled)
-    off = {"kernels": kernels, "checkpoint": CheckpointConfig(), "profile": ProfileConfig(), "debug": DebugConfig()}
+    off = {
+        "kernels": planned_kernels(config),
+        "checkpoint": CheckpointConfig(),
+        "profile": ProfileConfig(),
+        "debug": DebugConfig(),
+    }
     return dataclasses.replace(config, train=train, memory=memory, data=data, model=model, **off)  # type: ignore[arg-type]
 
 
