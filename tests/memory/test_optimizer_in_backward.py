@@ -107,7 +107,7 @@ def peak_and_gradients(configs: list[Config]) -> list[tuple[int, int, int]]:
                 time.sleep(0.002)
 
             made._train_step(1, 0.0)
-            peaks = [peak_of(functools.partial(made._train_step, step, 0.0)) for step in range(2, 6)]
+            peaks = [peak_of(functools.partial(made._train_step, step, 0.0)) for step in range(2, 22)]
         measured.append((min(peaks), most, len(params)))
     return measured
 
