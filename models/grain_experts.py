@@ -79,7 +79,9 @@ class _Routing(torch.autograd.Function):
 
 def _padded(logits_NE: Tensor) -> Iterator[tuple[Tensor, slice]]:
     """Some rows at a time, padded until a vectorized loop over them or their elements leaves none to its tail."""
-    for rows in split_rows(len(logits_NE), LANES * max(1, blocks_of(logits_NE).call // (LANES * logits_NE.shape[1]))):
+    for rows in split_rows(
+        len(logits_NE), LANES * max(1, blocks_of(logits_NE).call_elements // (LANES * logits_NE.shape[1]))
+    ):
         yield F.pad(logits_NE[rows], (0, 0, 0, -(rows.stop - rows.start) % LANES)), rows
 
 

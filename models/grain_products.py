@@ -8,9 +8,8 @@ operands is one of float32, where their products are exact, and its result is ro
 Elementwise kernels get as many grains as end where a vectorized loop does, up to the size that PyTorch leaves to one
 thread.
 
-Accelerators take everything in as few calls as possible (``DEVICE_BLOCKS``): a launch costs as much there as 10⁵
-elements or more. Only products and reductions are calls of one grain, since their kernels choose how they add by the
-shape.
+On accelerators calls are as large as memory allows (``DEVICE_BLOCKS``), since launches take most of the time. Only
+matmuls and reductions are calls of one grain: the order of their sums depends on the shape.
 
 Shapes: N rows, G grains, M rows of a grain, I and O inner and outer width of a matmul, D width.
 """
@@ -32,44 +31,54 @@ LANES = 64
 
 
 class Blocks(NamedTuple):
-    """How much a call takes."""
+    """Sizes of a call on one type of device."""
 
-    call: int
-    """Elements of an elementwise call that takes several grains."""
-    gradient: int
-    """Elements of a gradient that are added over all grains at a time."""
-    width: int
-    """Columns of a product of one grain."""
-    keys: int
-    """Tokens that are compared with each other for equal ids."""
+    call_elements: int
+    """Maximum of an elementwise call over several grains."""
+    gradient_elements: int
+    """Maximum of a weight's gradient that is summed over all grains at a time, in float64."""
+    product_columns: int
+    """Maximum of a matmul of one grain."""
+    compared_tokens: int
+    """Maximum of a call that compares ids of tokens with each other."""
     joins_reductions: bool
-    """Whether a reduction of rows takes several grains; else its shape is always that of one grain."""
+    """Whether a reduction of rows takes several grains; otherwise each call has the rows of one grain."""
     mixes_dtypes: bool
-    """Whether an operator of two dtypes is as fast as one of them, which it is not in the loops of a CPU."""
+    """Whether an operator on two dtypes is as fast as on one."""
 
 
-CPU_BLOCKS = Blocks(call=2**15, gradient=2**15, width=1024, keys=2**15, joins_reductions=True, mixes_dtypes=False)
-"""PyTorch splits larger calls over threads; a float64 sum of that size stays in cache; wider products are slower where
-they have the few rows of a grain; a row is added in the same order in any number of them."""
-DEVICE_BLOCKS = Blocks(call=2**28, gradient=2**26, width=2**62, keys=2**12, joins_reductions=False, mixes_dtypes=True)
-"""1 GiB of float32, 512 MiB of float64, and 128 MiB of places. A reduction chooses by the number of its rows how many
-threads add one."""
+CPU_BLOCKS = Blocks(
+    call_elements=2**15,  # PyTorch splits larger calls over threads
+    gradient_elements=2**15,  # stay in cache in float64
+    product_columns=1024,  # wider matmuls with the few rows of a grain are slower
+    compared_tokens=2**15,
+    joins_reductions=True,  # the order of a row's sum does not depend on the number of rows
+    mixes_dtypes=False,  # loops over two dtypes are not vectorized
+)
+DEVICE_BLOCKS = Blocks(
+    call_elements=2**28,  # 1 GiB of float32
+    gradient_elements=2**26,  # 512 MiB of float64
+    product_columns=2**62,
+    compared_tokens=2**12,  # 128 MiB of int64
+    joins_reductions=False,  # the number of rows decides how many threads add one
+    mixes_dtypes=True,
+)
 
 
 def blocks_of(tensor: Tensor) -> Blocks:
-    """Those of the tensor's device."""
+    """Sizes for the device of a tensor."""
     return CPU_BLOCKS if tensor.device.type == "cpu" else DEVICE_BLOCKS
 
 
 def chunk_rows(tensor_ND: Tensor, grain: int) -> Iterator[slice]:
     """Rows of whole grains, at whose borders a vectorized loop over all their elements leaves none to its tail."""
     elements = grain * tensor_ND.shape[1]
-    grains = 1 if elements % LANES else max(1, blocks_of(tensor_ND).call // elements)
+    grains = 1 if elements % LANES else max(1, blocks_of(tensor_ND).call_elements // elements)
     return split_rows(len(tensor_ND), grains * grain)
 
 
 def reduce_rows(reduction: Callable[[Tensor], Tensor], rows_ND: Tensor, grain: int) -> Tensor:
-    """A reduction of each row by itself, (N, …)."""
+    """Apply a reduction over the last dim to rows (N, D), whole or one grain at a time; return (N, …)."""
     if blocks_of(rows_ND).joins_reductions or len(rows_ND) <= grain:
         return reduction(rows_ND)
     return torch.cat([reduction(rows_ND[rows]) for rows in split_rows(len(rows_ND), grain)])
@@ -82,7 +91,7 @@ def multiply(input_NI: Tensor, weight_OI: Tensor, bias_O: Tensor | None, grain: 
         input_GMI = aligned(input_NI).float().view(-1, grain, I)
         out_NO = torch.bmm(input_GMI, weight_OI.float().t().expand(len(input_GMI), I, O)).view(N, O)
         return (out_NO if bias_O is None else out_NO.add_(bias_O)).to(input_NI.dtype)
-    out_NO, width = input_NI.new_empty(N, O), blocks_of(input_NI).width
+    out_NO, width = input_NI.new_empty(N, O), blocks_of(input_NI).product_columns
     # For all grains alike: a product into rows that begin elsewhere may round otherwise.
     direct = bias_O is None and grain * O * input_NI.element_size() % ALIGNMENT == 0
     for rows in split_rows(N, grain):
@@ -116,7 +125,7 @@ def add_weight_gradient(
         grains = list(split_rows(N, grain))
         _add_products(total_OI, *([aligned(each[rows]) for rows in grains] for each in (grad_NO, input_NI)))
         return
-    for rows in split_rows(N, grain * max(1, blocks_of(grad_NO).gradient // (O * I))):
+    for rows in split_rows(N, grain * max(1, blocks_of(grad_NO).gradient_elements // (O * I))):
         grad_GMO, input_GMI = (aligned(x[rows]).float().view(-1, grain, x.shape[1]) for x in (grad_NO, input_NI))
         products_GOI = torch.bmm(grad_GMO.transpose(1, 2), input_GMI).to(dtype or grad_NO.dtype)
         total_OI += on_grid(products_GOI, GRADIENTS).sum(0)
@@ -130,7 +139,7 @@ def _add_products(total_OI: Tensor, grads: Sequence[Tensor], inputs: Sequence[Te
     """
     O, I = total_OI.shape  # noqa: E741
     blocks = blocks_of(total_OI)
-    rows = max(16, blocks.gradient // I // 16 * 16)
+    rows = max(16, blocks.gradient_elements // I // 16 * 16)
     wide = total_OI.new_empty(min(rows, O), I)
     shifts = {shift: total_OI.new_full((1,), shift) for shift in (GRADIENTS, -GRADIENTS) if blocks.mixes_dtypes}
     for start in range(0, O, rows):
@@ -152,7 +161,9 @@ def _add_products(total_OI: Tensor, grads: Sequence[Tensor], inputs: Sequence[Te
 def sum_rows(rows_ND: Tensor, grain: int) -> Tensor:
     """The float64 sum of rows that are first added within each grain, in their dtype."""
     total_D = rows_ND.new_zeros(rows_ND.shape[1], dtype=torch.float64)
-    for rows in split_rows(len(rows_ND), grain * max(1, blocks_of(rows_ND).call // (grain * rows_ND.shape[1]))):
+    for rows in split_rows(
+        len(rows_ND), grain * max(1, blocks_of(rows_ND).call_elements // (grain * rows_ND.shape[1]))
+    ):
         total_D += on_grid(sum_grains(rows_ND[rows], grain), GRADIENTS).sum(0)
     return total_D
 

@@ -120,7 +120,7 @@ class _Embedding(torch.autograd.Function):
         (ids_N,), (shape, grain) = ctx.saved_tensors, ctx.settings
         total_VD = grad_ND.new_zeros(shape, dtype=torch.float64)
         blocks = blocks_of(grad_ND)
-        tokens = min(blocks.call // shape[1], blocks.keys)
+        tokens = min(blocks.call_elements // shape[1], blocks.compared_tokens)
         for rows in split_rows(len(ids_N), grain * max(1, tokens // grain)):
             ids_M, grad_MD = ids_N[rows], grad_ND[rows]
             places_M = torch.arange(len(ids_M), device=ids_M.device)

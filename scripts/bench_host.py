@@ -1,12 +1,12 @@
-"""Measure what the host takes for an operator: Python, dispatcher, autograd and hooks, without the work of a kernel.
+"""Measure the host time of an operator: Python, dispatcher, autograd and hooks, with kernels too small to matter.
 
     python scripts/bench_host.py --write benchmarks/host.md
 
-The models are a few numbers wide, so that kernels take no time, and 4, 16 and 32 layers deep. A step's time grows with
-the layers by what the host takes for one. The number of a layer's operators is the planner's: two predictions of a step
-that the host bounds differ by the operators times the difference of ``host_operator_seconds``. The quotient is that
-quantity of a hardware profile, for this host, without the launch of a kernel on an accelerator, a few microseconds.
-Rows of several ranks' strategies include the host time of their collectives, which profiles have apart.
+The models are 64 wide and 4, 16 and 32 layers deep. The increase of a step's time per layer, divided by the operators
+of a layer, is ``host_operator_seconds`` of a hardware profile for this host, without the launch of a kernel on an
+accelerator, a few microseconds. The planner counts the operators: two predictions of a host-bound step differ by their
+number times the difference of ``host_operator_seconds``. Rows other than ``single`` include the host time of
+collectives, which a profile lists separately.
 """
 
 import argparse
@@ -78,7 +78,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--write", type=Path, metavar="PAGE")
     args = parser.parse_args()
-    page = ["# What the host takes for an operator", "", f"Command: `python {shlex.join(sys.argv)}`", "", ""]
+    page = ["# Host time of an operator", "", f"Command: `python {shlex.join(sys.argv)}`", "", ""]
     page[-1] = f"One rank and one thread, {machine('cpu')}. Medians of {args.steps - WARMUP} steps."
     depths = " | ".join(f"{depth} layers, ms" for depth in DEPTHS)
     page += ["", f"| strategy | {depths} | ms a layer | operators a layer | µs an operator |", "|---|" + "---:|" * 6]

@@ -121,9 +121,10 @@ def render(
     lines = [
         "# One GPU" if device == "cuda" else "# A trial of the script on a CPU, whose figures mean nothing",
         "", f"Command: `python {shlex.join(sys.argv)}`", "", f"{on}. Peak in bf16: {peak}.", "",
-        f"Medians of {STEPS - WARMUP} steps after {WARMUP}; a fresh process a row, one after the other, with the loss "
-        "read after each step. Peak is the highest sum of tensors on the device, and planned what the planner's closed "
-        "form predicted of it. Start is from the command to the end of step 1: imports, values, compilation.",
+        f"Medians of {STEPS - WARMUP} steps after {WARMUP} warm-up steps. Each row is a new process, and rows run one "
+        "after the other; the loss is read after each step. Peak: allocated memory. Planned: the closed form's "
+        "prediction of it. "
+        "Start: from the command to the end of step 1, with imports, initialization and compilation.",
     ]  # fmt: skip
     for shape in shapes:
         peers = "all in bf16" if shape.half else "fp32 parameters and states"

@@ -2,7 +2,7 @@
 
     python scripts/gpu_smoke.py --out smoke                       # smoke/smoke.jsonl and smoke/smoke.md
     python scripts/gpu_smoke.py --checks device loss attention
-    python scripts/gpu_smoke.py --out smoke --jobs 6              # checks that measure nothing, six at a time
+    python scripts/gpu_smoke.py --out smoke --jobs 6              # six checks at a time, except those that measure
     python scripts/gpu_smoke.py --device cpu                      # a small form of every check that a CPU has
     python scripts/gpu_smoke.py --list
 
@@ -102,7 +102,7 @@ def main() -> int:
 
 
 def side_by_side(checks: list[Check], run: Callable[[Check], dict[str, Any]], jobs: int) -> Iterator[dict[str, Any]]:
-    """The checks' lines in their order, from ``jobs`` at a time; those that need the machine run ``alone``."""
+    """Run ``jobs`` checks at a time, and those marked ``alone`` by themselves; yield their lines in order."""
     for alone, group in groupby(checks, lambda check: check.alone):
         with ThreadPoolExecutor(1 if alone else jobs) as pool:
             yield from pool.map(run, group)
@@ -148,10 +148,10 @@ def run_check(check: Check, device: str, left: float, logs: Path | None = None) 
     """The line of a check, which is killed at its limit or when the time of all is over.
 
     Args:
-        check: what to run.
-        device: its type.
+        check: the check.
+        device: ``cuda``, ``npu`` or ``cpu``.
         left: seconds until the end of all checks.
-        logs: folder for what it writes to stderr.
+        logs: folder for its stderr; None to drop it.
     """
     line: dict[str, Any] = {"check": check.name, "device": device, "limit_seconds": check.seconds}
     if device not in check.devices:

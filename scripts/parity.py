@@ -53,14 +53,22 @@ from rich.console import Console
 from rich.table import Table
 
 from fsdptoys.config.compose import compose_config
-from fsdptoys.config.kernel_choice import KernelConfig
 from fsdptoys.config.schema import Config
 from fsdptoys.device import device_count, float64_collectives, missing_device
 from fsdptoys.errors import ConfigError
-from fsdptoys.models import MODELS
 from fsdptoys.train.trainer import Trainer
 from scripts.parity_bugs import BUGS, compare_all
 from scripts.parity_layouts import LAYOUTS
+from scripts.parity_rows import (
+    FLOAT32_ONLY,
+    FSDP2_ON_THE_SAME_MESH,
+    MODES,
+    NATIVE,
+    PRESETS,
+    REDUCES_OFTENER,
+    SHARDS_OTHERWISE,
+    STRATEGIES,
+)
 from scripts.progress import doing, progress, unit
 from scripts.ranks import run_ranks
 
@@ -68,53 +76,6 @@ LOSS_TOLERANCE = 1e-6
 """Relative, in float32 and default mode."""
 BF16_LOSS_TOLERANCE = 1e-4
 """Relative, with bf16 parameters in default mode."""
-
-PRESETS = [f"{family}_debug" for family in MODELS]
-"""One small model of every family."""
-
-STRATEGIES = {
-    "ddp": ["parallel=ddp"],
-    "fsdp1": ["parallel=fsdp1"],
-    "fsdp1-flat": ["parallel=fsdp1", "parallel.use_orig_params=false"],
-    "fsdp2": ["parallel=fsdp2"],
-    "hsdp1": ["parallel=fsdp1", "mesh.fsdp_size=2"],
-    "hsdp2": ["parallel=fsdp2", "mesh.fsdp_size=2"],
-    "toy-ddp": ["parallel=toy_ddp"],
-    "toy-zero1": ["parallel=toy_zero1"],
-    "toy-zero2": ["parallel=toy_zero2"],
-    "toy-zero3": ["parallel=toy_zero3"],
-    "toy-fsdp": ["parallel=toy_fsdp"],
-}
-"""Row of the table → overrides that make it."""
-
-FSDP2_ON_THE_SAME_MESH = {"fsdp1": "fsdp2", "fsdp1-flat": "fsdp2", "hsdp1": "hsdp2"}
-"""Row → the row that it must equal in default mode, where reductions add two numbers."""
-
-NATIVE = {"toy-ddp": "ddp", "toy-zero1": "ddp", "toy-fsdp": "fsdp2"}
-"""Row → the row with the same arithmetic, which it must equal in every mode, on any number of ranks."""
-
-SHARDS_OTHERWISE = ("toy-zero1",)
-"""The one of these that adds norms in another order, which shows in portable mode."""
-
-REDUCES_OFTENER = {"toy-zero2": "ddp", "toy-zero3": "ddp"}
-"""Row → the row that it must equal in default mode with one micro-batch, where reductions add two numbers."""
-
-FLOAT32_ONLY = ("toy-zero3",)
-"""Rows that compute in the dtype of the parameters."""
-
-
-MODES = {
-    "deterministic": ["train.deterministic=true"],
-    "default": ["train.deterministic=false"],
-    "portable": [
-        "train.deterministic=false",
-        "train.sum_dtype=float32",
-        "optim.implementation=for_loop",
-        *(f"kernels.{operation}=torch" for operation in KernelConfig().names() if operation != "grouped_matmul"),
-        "kernels.grouped_matmul=looped",
-    ],
-}
-"""Mode → overrides that make it."""
 
 
 @dataclass

@@ -20,7 +20,7 @@ class Check:
     otherwise: str = ""
     """Why other devices have no such check."""
     alone: bool = False
-    """Whether it measures times or free memory, and so needs the machine for itself."""
+    """Whether it measures times or free memory, and must not run concurrently with others."""
 
 
 class Report:

@@ -76,7 +76,7 @@ def _measure(config: Config) -> tuple[dict[str, Any], list[float]]:
     waits = Counter[str]()
     gc.collect()
     if torch.cuda.is_initialized():
-        torch.cuda.empty_cache()  # else this row would reserve what the one before did
+        torch.cuda.empty_cache()  # otherwise this row's reserved memory includes the previous row's cache
     # The same values in every row.
     torch.manual_seed(0)
     trainer = Trainer(config, fill=fill)

@@ -1,6 +1,7 @@
 """Checks of training: losses on a device against those of a CPU, and switches against the plain run."""
 
 import json
+import shlex
 import subprocess
 import sys
 import tempfile
@@ -155,7 +156,7 @@ def _compare_bits(report: Report, device: str, models: dict[str, list[str]], str
         reference = f"{model}single {dtype}"
         single = found[reference]
         report.expect(not single.error, f"{reference} trains: {single.error or 'yes'}")
-        for name in rows.keys() - {reference} if single.losses else ():
+        for name in (name for name in rows if name != reference and single.losses):
             row = found[name]
             if compare(report, device, name, row, single, LOSS if dtype == "float32" else BF16_LOSS):
                 same = (row.losses, row.grad_norms, row.digest) == (single.losses, single.grad_norms, single.digest)
@@ -245,7 +246,7 @@ def losses_of(run_dir: Path) -> list[float]:
 def check_commands(report: Report, device: str) -> None:
     """A run that is resumed against one without a break; generation and evaluation on the device against a CPU.
 
-    Most of a command is imports, so those that do not need each other run side by side.
+    Most of a command's time is imports, so independent commands run concurrently.
     """
     with tempfile.TemporaryDirectory() as name, ThreadPoolExecutor() as pool:
         folder = Path(name)
@@ -260,18 +261,7 @@ def check_commands(report: Report, device: str) -> None:
         whole.result()
         report.close("resumed losses", losses_of(folder / "run"), losses_of(folder / "whole"), 1e-6)
         evaluate = ["evaluate", "run", "--windows", "8", "--json", "--device"]
-        generate = [
-            "generate",
-            "run",
-            "--tokenizer",
-            "ids",
-            "--prompt",
-            "1 2 3",
-            "--tokens",
-            "10",
-            "--temperature",
-            "0",
-        ]
+        generate = ["generate", "run", *shlex.split("--tokenizer ids --prompt '1 2 3' --tokens 10 --temperature 0")]
         evaluated = {
             where: pool.submit(fsdptoys, [*evaluate, where], folder) for where in dict.fromkeys(("cpu", device))
         }

@@ -8,7 +8,7 @@ import pytest
 import torch
 from rich.console import Console
 
-from scripts import parity
+from scripts import parity, parity_rows
 from scripts.parity_bugs import BUGS, inject_all
 from scripts.parity_compare import PARAMETERS, Measure, Trajectory, compare, kind_of
 from scripts.parity_layouts import LAYOUT_MODES, LAYOUTS, breach_of, compare_layouts, rows_of
@@ -114,7 +114,7 @@ def test_pairs_leave_out_numbers_of_ranks_but_no_layout_of_a_model_mode_and_dtyp
     every, pairs = (
         {
             (model, dtype, mode, name, world_size)
-            for model in parity.PRESETS
+            for model in parity_rows.PRESETS
             for mode, dtype in tables
             for world_size in (2, 4, 8)
             for name in rows_of(args, model, dtype, mode, world_size)

@@ -11,22 +11,22 @@ from fsdptoys.config.compose import compose_config
 from fsdptoys.config.schema import SCHEMAS
 from fsdptoys.errors import ConfigError
 from fsdptoys.models import MODELS
-from scripts import parity
+from scripts import parity, parity_rows
 
 
 def arguments(*words: str) -> argparse.Namespace:
     return parity.parse_arguments(["--world-sizes", "2", "--steps", "2", "--seq-len", "16", *words])
 
 
-MODES = EXACT, USUAL, ROUNDED = tuple(parity.MODES)
+MODES = EXACT, USUAL, ROUNDED = tuple(parity_rows.MODES)
 NATIVES = ["ddp", "fsdp1", "fsdp2"]
-TOYS = [name for name in parity.STRATEGIES if name.startswith("toy-")]
+TOYS = [name for name in parity_rows.STRATEGIES if name.startswith("toy-")]
 
 
 @pytest.mark.parametrize(
     ("model", "strategies"), [("llama_debug", NATIVES), ("qwen3_moe_debug", NATIVES), ("gpt2_debug", ["ddp", *TOYS])]
 )
-@pytest.mark.parametrize("mode", parity.MODES)
+@pytest.mark.parametrize("mode", parity_rows.MODES)
 def test_script_prints_a_row_per_strategy_without_breaches(mode: str, model: str, strategies: list[str]) -> None:
     """Oracle: the promise, in two steps on two ranks."""
     console = Console(file=io.StringIO(), width=140)
@@ -41,7 +41,7 @@ def test_script_prints_a_row_per_strategy_without_breaches(mode: str, model: str
 def test_every_toy_has_a_row_and_a_native_counterpart() -> None:
     """Oracle: the strategies that the command line knows, without those that share sequences or split experts."""
     toys = {name.replace("_", "-") for name in SCHEMAS["parallel"] if name.startswith("toy_")} - {"toy-cp", "toy-ep"}
-    assert toys == set(TOYS) == {*parity.NATIVE, *parity.REDUCES_OFTENER}
+    assert toys == set(TOYS) == {*parity_rows.NATIVE, *parity_rows.REDUCES_OFTENER}
 
 
 def test_default_models_cover_every_family() -> None:
@@ -90,8 +90,8 @@ def test_bitwise_parity_requires_equally_frequent_reductions() -> None:
 
 def test_float32_only_strategies_refuse_bfloat16() -> None:
     """Oracle: the expected message that refuses it."""
-    for name in parity.FLOAT32_ONLY:
-        words = ["model=gpt2_debug", *parity.STRATEGIES[name], "parallel.param_dtype=bfloat16"]
+    for name in parity_rows.FLOAT32_ONLY:
+        words = ["model=gpt2_debug", *parity_rows.STRATEGIES[name], "parallel.param_dtype=bfloat16"]
         with pytest.raises(ConfigError, match=r"parallel\.param_dtype=bfloat16 is not an option"):
             parity.compose_row(words, 2, "cpu")
 
