@@ -198,6 +198,9 @@ def doubts(config: Config, hardware: Hardware, world_size: int) -> tuple[str, ..
         "train.compile=true is predicted as eager with fused rotary positions and SwiGLU: an upper bound of memory": (
             config.train.compile
         ),
+        "train.deterministic=layout is predicted for experts as the default mode, without float64 tensors and the "
+        "matmuls of single grains: a lower bound of memory and time": experts
+        and config.train.deterministic.covers_layouts,
         "document lengths are unknown: attention is assumed over full sequences": config.data.mask_documents,
         f"train.float8={float8.value} is predicted as bfloat16 matmuls and gathers: an upper bound of "
         "time if the compiler fuses the casts, without the casts' scratch memory": float8 is not Float8.none,

@@ -291,6 +291,37 @@ def test_compiled_blocks_are_planned_with_fused_kernels() -> None:
     assert compiled.memory.peak_bytes < unfused.memory.peak_bytes
 
 
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("parallel=ddp",),
+        ("parallel=fsdp1",),
+        ("parallel=fsdp2", "mesh.cp_size=2"),
+        ("parallel=fsdp2", "model=qwen3_moe_mini", "mesh.ep_size=2"),
+        ("parallel=fsdp2", "mesh.tp_size=2"),
+        ("parallel=fsdp2", "mesh.pp_size=2", "train.grad_accum=2"),
+    ],
+    ids=" ".join,
+)
+def test_layout_mode_is_planned_like_the_default_mode(words: tuple[str, ...]) -> None:
+    """Oracle: the same run in the default mode, with the same kernels and optimizer, on a device that prefers
+    deterministic attention; reductions in float64 take longer. And the caveat on float64 tensors."""
+    small = ["experiment=null", "model=llama_debug", "train.seq_len=512", "train.batch_size=1"]
+    small += ["optim.implementation=foreach", *words]
+
+    def predict(*more: str) -> Prediction:
+        config = compose_config([*small, *more])
+        config.validate(8, "cuda")
+        return closed_form(config, _hardware("a100"), 8)
+
+    split = ["train.slices=2"] if "mesh.tp_size=2" in words else []
+    layout = predict("train.deterministic=layout", *split)
+    expected = predict("kernels.rotary=torch", "kernels.swiglu=torch")
+    assert layout.memory.peak_bytes == expected.memory.peak_bytes
+    assert expected.time.step_seconds < layout.time.step_seconds < 1.1 * expected.time.step_seconds
+    assert any("float64 tensors of train.deterministic=layout" in doubt for doubt in layout.doubts)
+
+
 def test_native_segments_reserve_at_least_the_allocated_memory() -> None:
     """Oracle: the allocator's invariant, and the caveat on fragmentation."""
     native = _predict(*LLAMA, FULL, "plan.allocator=native")

@@ -81,6 +81,11 @@ def test_world_size_defaults_to_the_ranks_of_one_node(words: list[str], ranks: i
             "kernels.{rms_norm=compiled, rotary=compiled, swiglu=compiled} are assumed to touch each tensor once",
         ),
         (("model=qwen3_moe_debug",), 8, "experts are assumed to receive equal numbers of tokens"),
+        (
+            ("model=qwen3_moe_debug", "train.deterministic=layout"),
+            8,
+            "train.deterministic=layout is predicted for experts as the default mode",
+        ),
     ],
 )
 def test_caveats_are_reported_only_where_they_apply(words: tuple[str, ...], ranks: int, expected: str) -> None:

@@ -237,6 +237,8 @@ def test_flops_of_a_traced_step_match_the_model() -> None:
         ("model=llama_debug", "memory.optimizer_offload=true", "memory.offload_state_dtype=bfloat16"),
         ("model=llama_debug", "train.deterministic=true", "optim=sgd", "train.max_grad_norm=null"),
         ("model=llama_debug", "parallel=ddp", BF16, "parallel.reduce_dtype=bfloat16"),
+        ("model=gpt2_debug", "train.deterministic=layout", BF16),
+        ("model=qwen3_moe_debug", "train.deterministic=layout", BF16),
     ],
 )
 def test_traces_of_families_and_switches_complete_and_repeat(words: tuple[str, ...]) -> None:

@@ -26,6 +26,7 @@ from fsdptoys.memory import GradientCheckpointing
 from fsdptoys.models import DecoderModel
 from fsdptoys.models.stages import Stage
 from fsdptoys.parallel import DDPConfig, gradient_norms, pipeline, tensor_parallel
+from fsdptoys.parallel.determinism import Deterministic
 from fsdptoys.parallel.strategy import ReducingConfig
 from fsdptoys.parallel.toy_ddp import ToyDDPConfig
 from fsdptoys.plan.simulator.events import Trace
@@ -75,6 +76,8 @@ def reduced(config: Config, inner_units: bool) -> Config:
     memory, train = copy.copy(config.memory), copy.copy(config.train)
     train.batch_size, train.seq_len, train.gc_every = 1, TOKENS, 0
     train.label_smoothing = train.z_loss_coef = 0.0
+    if train.deterministic.covers_layouts:  # one reduction a step as without, of forwards that stand-ins replace
+        train.deterministic, train.slices = Deterministic.false, 1
     if memory.gradient_checkpointing is not GradientCheckpointing.none and not memory.activation_offload:
         # Recomputation runs the hooks of units within a block.
         memory.gradient_checkpointing = GradientCheckpointing[("none", "full")[inner_units]]
