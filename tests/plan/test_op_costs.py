@@ -17,3 +17,13 @@ def test_norm_in_float64_reads_a_copy_of_the_gradient(dtype: torch.dtype, each: 
         torch.linalg.vector_norm(gradient, dtype=dtype)
     (norm,) = [event for event in recorder.trace.events if isinstance(event, Kernel)]
     assert norm.bytes == 1000 * each + dtype.itemsize
+
+
+def test_joining_a_tensor_several_times_reads_it_as_often() -> None:
+    """Oracle: as many bytes are read as written."""
+    part = torch.empty(1000, device="meta")
+    recorder = OpRecorder("meta", AttentionKind.flash)
+    with recorder.watch():
+        torch.cat([part] * 20)
+    (joined,) = [event for event in recorder.trace.events if isinstance(event, Kernel)]
+    assert joined.bytes == 2 * 20 * 1000 * 4

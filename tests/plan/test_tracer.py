@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.fsdp._fully_shard import _fsdp_param
 
 from fsdptoys.errors import ConfigError
@@ -28,7 +29,7 @@ from fsdptoys.plan.simulator.events import (
     WaitEvent,
 )
 from fsdptoys.plan.trace.fake_device import registers_devices
-from fsdptoys.plan.trace.fake_tensors import Chunks
+from fsdptoys.plan.trace.fake_tensors import MANY, Chunks, repeating_chunks
 from fsdptoys.plan.trace.op_costs import fuses_rms_norm
 from fsdptoys.plan.trace.tracer import trace
 from tests.plan.traced import configured, hardware, live_bytes, traced
@@ -312,3 +313,14 @@ def test_chunks_are_those_of_fsdp2(shape: tuple[int, ...], dim: int, count: int)
     for place, chunk in enumerate(expected):
         assert torch.equal(made[place], chunk)
         assert made[place].stride() == chunk.stride()
+
+
+@pytest.mark.parametrize("size", [0, 3, MANY, 3 * MANY, 3 * MANY + 1])
+@pytest.mark.parametrize("count", [MANY - 1, MANY, 2 * MANY])
+def test_one_chunk_stands_for_all_of_its_size(size: int, count: int) -> None:
+    """Oracle: the shapes and strides of ``torch.chunk``; from ``MANY`` on there are at most two tensors."""
+    with FakeTensorMode(), torch.no_grad():
+        tensor = torch.empty(5, size, 2)
+        expected, made = torch.chunk(tensor, count, 1), repeating_chunks(torch.chunk)(tensor, count, 1)
+    assert [(chunk.shape, chunk.stride()) for chunk in made] == [(chunk.shape, chunk.stride()) for chunk in expected]
+    assert count < MANY or not size or len(set(map(id, made))) <= 2

@@ -45,6 +45,7 @@ from .switches import (
 MOST_SEQUENCES = 2**14  # Largest batch of a rank
 REFINED = 4  # Combinations of each kind to refine
 ROUNDS = 3  # Number of refinements; each starts from the best of those before
+SLOWEST = 0.5  # Share of the fastest speed below which the frontier is not refined
 CHECKED = 3  # Best candidates to predict again by ``check``
 
 Predict = Callable[[Config, Hardware, int], Prediction]
@@ -208,7 +209,9 @@ class _Exploration:
             fastest = by_speed[0].tokens_per_second if by_speed else 0.0
             by_size = sorted(self.over, key=lambda candidate: candidate.reserved_bytes)
             promising = [one for one in by_size if one.tokens_per_second > fastest]
-            for seeds, faster in ((by_speed, True), (frontier(self.fitting), False), (promising, False)):
+            # A limit near the smallest memory makes those that are slow here the fastest.
+            useful = [one for one in frontier(self.fitting) if one.tokens_per_second >= SLOWEST * fastest]
+            for seeds, faster in ((by_speed, True), (useful, False), (promising, False)):
                 for seed in _different(seeds):
                     batch = seed.config.train.batch_size
                     for changes in combinations.neighbors(seed.changes, batch, faster):
