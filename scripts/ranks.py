@@ -7,6 +7,7 @@ or touched an accelerator, so keep ``OMP_NUM_THREADS=1`` there.
 import gc
 import multiprocessing
 import os
+import signal
 import sys
 import tempfile
 import time
@@ -49,7 +50,8 @@ def run_ranks(
         The results in order of rank.
 
     Raises:
-        RuntimeError: with the traceback of the first rank that failed; the others are ended.
+        RuntimeError: with the traceback of the first rank that failed, and the ranks that a signal had ended by then
+            (of two, the one that is left reports a lost connection); the others are ended.
     """
     context: Any = multiprocessing.get_context(start)
     with tempfile.TemporaryDirectory() as folder:
@@ -67,6 +69,8 @@ def run_ranks(
             sender.close()
         try:
             return _collect([receiver for receiver, _ in pipes], timeout_seconds)
+        except RuntimeError as error:
+            raise RuntimeError(f"{error}{_ended_by_signals(processes)}") from None
         finally:
             for process in processes:
                 process.join(0.0 if process.exitcode is None and _failed(processes) else 30.0)
@@ -128,6 +132,12 @@ def _collect(receivers: list[Connection], timeout_seconds: float) -> list[Any]:
                 raise RuntimeError(result)
             results[rank] = result
     return [results[rank] for rank in range(len(receivers))]
+
+
+def _ended_by_signals(processes: list[Any]) -> str:
+    wait([process.sentinel for process in processes], 1.0)  # a pipe ends a little before its process
+    ended = {rank: -code for rank, process in enumerate(processes) if (code := process.exitcode) and code < 0}
+    return "".join(f"\nrank {rank} was ended by {signal.Signals(number).name}" for rank, number in ended.items())
 
 
 def _failed(processes: list[Any]) -> bool:
