@@ -135,9 +135,15 @@ def _collect(receivers: list[Connection], timeout_seconds: float) -> list[Any]:
 
 
 def _ended_by_signals(processes: list[Any]) -> str:
-    wait([process.sentinel for process in processes], 1.0)  # a pipe ends a little before its process
-    ended = {rank: -code for rank, process in enumerate(processes) if (code := process.exitcode) and code < 0}
-    return "".join(f"\nrank {rank} was ended by {signal.Signals(number).name}" for rank, number in ended.items())
+    # A process closes its pipes and its sentinel a little before it has an exit code.
+    ending = wait([process.sentinel for process in processes], 1.0)
+    signals = {}
+    for rank, process in enumerate(processes):
+        if process.sentinel in ending:
+            process.join()
+            if process.exitcode < 0:
+                signals[rank] = signal.Signals(-process.exitcode).name
+    return "".join(f"\nrank {rank} was ended by {name}" for rank, name in signals.items())
 
 
 def _failed(processes: list[Any]) -> bool:
