@@ -1,21 +1,52 @@
-"""Fixtures and hooks of all tests."""
+"""Fixtures, options and hooks of all tests."""
 
 import gc
 import importlib
 import os
 import subprocess
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
+from tests.harness.clean_process import clean_process
+from tests.harness.workers import WorkersPlugin
 from tests.measuring import without_coverage
 
-# Otherwise every compiling process starts workers, each of which imports torch, for a handful of kernels.
-os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
+SLOW = (
+    "tests/docs/test_commands.py",
+)
+"""Modules to start first, so that none of them is left alone at the end."""
+
+clean_process()
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Add this suite's options."""
+    group = parser.getgroup("fsdptoys")
+    group.addoption("--all", action="store_true", help="also run the tests marked extended")
+    group.addoption("--workers", type=int, default=(os.cpu_count() or 1) + 1, help="modules at a time; 0: no forks")
+    group.addoption("--times", type=Path, metavar="FILE", help="append CPU s, wall s and name of every test to FILE")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Run the tests in forks, unless a debugger needs them here."""
+    if config.option.workers and not config.option.usepdb:
+        times = config.option.times and config.invocation_params.dir / config.option.times
+        config.pluginmanager.register(WorkersPlugin(config.option.workers, SLOW, times))
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave out the extended tests, without ``--all``."""
+    if not config.option.all:
+        extended = [item for item in items if item.get_closest_marker("extended")]
+        config.hook.pytest_deselected(items=extended)
+        items[:] = [item for item in items if not item.get_closest_marker("extended")]
 
 
 def pytest_collection_finish() -> None:
     """Exempt imported objects from garbage collection, which would copy their pages in every fork."""
+    gc.collect()
     gc.freeze()
 
 
