@@ -137,7 +137,7 @@ def run_tests(name: str, paths: list[str]) -> Row:
     row, started = Row(name), time.monotonic()
     with tempfile.TemporaryDirectory() as folder:
         log = Path(folder, "junit.xml")
-        words = [sys.executable, "-m", "pytest", "-q", "--tb=short", f"--junitxml={log}", *paths]
+        words = [sys.executable, "-m", "pytest", "-q", "--all", "--tb=short", f"--junitxml={log}", *paths]
         done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, errors="replace")
         cases = ElementTree.parse(log).getroot().iter("testcase") if log.exists() else iter(())
         for case in cases:

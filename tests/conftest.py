@@ -13,9 +13,7 @@ from tests.harness.clean_process import clean_process
 from tests.harness.workers import WorkersPlugin
 from tests.measuring import without_coverage
 
-SLOW = (
-    "tests/docs/test_commands.py",
-)
+SLOW = ("tests/docs/test_commands.py",)
 """Modules to start first, so that none of them is left alone at the end."""
 
 clean_process()
@@ -27,6 +25,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group.addoption("--all", action="store_true", help="also run the tests marked extended")
     group.addoption("--workers", type=int, default=(os.cpu_count() or 1) + 1, help="modules at a time; 0: no forks")
     group.addoption("--times", type=Path, metavar="FILE", help="append CPU s, wall s and name of every test to FILE")
+    group.addoption("--update", action="store_true", help="rewrite tests/messages/messages.yaml from the answers")
 
 
 def pytest_configure(config: pytest.Config) -> None:

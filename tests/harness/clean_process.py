@@ -1,8 +1,8 @@
 """A known state of the process of the tests: signals, environment, standard input, folder and file modes.
 
-A shell's ``&``, ``nohup`` and some CI runners start their children with SIGINT or SIGHUP ignored; terminals, locales and
-launchers leave variables. Nothing of it may decide a test. So the conftest calls ``clean_process`` once, before any
-test module is imported, and every process of a test starts from here.
+A shell's ``&``, ``nohup`` and some CI runners start their children with SIGINT or SIGHUP ignored. Terminals, locales
+and launchers leave variables. No test may depend on them. So the conftest calls ``clean_process`` once, before any test
+module is imported.
 """
 
 import os

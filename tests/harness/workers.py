@@ -74,11 +74,20 @@ def _run_items(session: pytest.Session, items: list[pytest.Item], sender: Any, s
         capture.stop_global_capturing()
 
 
+def _without_runner(stacks: str) -> str:
+    """Leave out the frames of pytest and of this file, which are the same in every stack."""
+    runner = ("_pytest/", "pluggy/", "/pytest/__main__.py", "frozen runpy", "/multiprocessing/", "harness/workers.py")
+    return "\n".join(line for line in stacks.splitlines() if not any(part in line for part in runner))
+
+
 class _Worker:
     """In the parent: one fork, which runs items of one module."""
 
     def __init__(self, session: pytest.Session, items: list[pytest.Item]) -> None:
-        self.items, self.current, self.finished = deque(items), None, False
+        self.items = deque(items)
+        self.current: pytest.Item | None = None
+        self.last: pytest.Item | None = None
+        self.finished = False
         self.stacks = tempfile.TemporaryFile("a+")  # noqa: SIM115  # open as long as the worker runs
         self.receiver, sender = multiprocessing.Pipe(duplex=False)
         context: Any = multiprocessing.get_context("fork")
@@ -108,7 +117,7 @@ class _Worker:
         time.sleep(STACK_SECONDS)
         kill_tree(pid)
         self.stacks.seek(0)
-        return f"{tree}\n{self.stacks.read()}"
+        return f"{tree}\n{_without_runner(self.stacks.read())}"
 
 
 class WorkersPlugin:
