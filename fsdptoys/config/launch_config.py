@@ -32,7 +32,7 @@ class LaunchConfig:
     rdzv_token_file: str | None = None
     """File of mode 0600 with a secret shared by all nodes; unused on one node."""
     timeout_seconds: float = field(default=600.0, metadata=above(0, MOST_SECONDS))
-    """Timeout of collectives in seconds; a longer one ends the run."""
+    """Timeout in seconds of collectives, and of the arrival of all nodes at the start; a longer wait ends the run."""
     max_restarts: int = field(default=0, metadata=at_least(0, 10**6))
     """Maximum number of restarts of all workers from the newest checkpoint, after one was lost or failed."""
 

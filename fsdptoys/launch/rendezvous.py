@@ -4,8 +4,8 @@
 - Several nodes: a TCP store that listens only on the address of ``launch.rdzv_endpoint``. Its state is JSON
   (``rendezvous_state``), never a pickle. Ranks use the same store, under a new key prefix for each start.
 
-torch's rendezvous waits forever for an unrelated service that accepts the connection and stays silent, so a separate
-process first checks that the listener is a torch store (a waiting thread could not be ended).
+All nodes must arrive within ``launch.timeout_seconds`` of the first. After a failure they get at least a quarter of an
+hour to return, since a network may be away longer than a collective should wait.
 
 When a node's network fails, each query of the store blocks for a minute, during which an agent polling for new nodes
 could not watch its own ranks. So ``Rendezvous`` polls in its own thread. The ranks' collectives detect lost nodes by
@@ -17,7 +17,6 @@ import sys
 import threading
 import time
 import uuid
-from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 
@@ -31,7 +30,7 @@ from fsdptoys.train.launch_env import name_file_store, name_network_store
 from .rendezvous_server import RendezvousEndpoint
 from .rendezvous_state import ForeignStateError, SignedBackend
 
-RENDEZVOUS_SECONDS = 900  # timeout of a rendezvous
+RETURN_SECONDS = 900.0  # least timeout of a rendezvous after a failure
 ASK_SECONDS = 1.0  # interval of polling for waiting nodes
 GOODBYE_SECONDS = 5.0  # timeout of announcing to the others that this node leaves
 RANKS_KEY = "fsdptoys.ranks"  # key of the prefix under which the ranks of one start keep their keys
@@ -82,19 +81,48 @@ class LocalRendezvous(api.RendezvousHandler):
         return True
 
 
-class Rendezvous(LocalRendezvous):
-    """Torch's rendezvous of several nodes, polled in a thread so that a failed network does not block the agent."""
+class MissingNodesError(api.RendezvousTimeoutError):
+    """Not all nodes came in time; the message says so in one sentence."""
 
-    def __init__(
-        self, folder: Path, run_id: str, make: Callable[[], api.RendezvousHandler], point: RendezvousEndpoint
-    ) -> None:
-        super().__init__(folder, run_id)
-        self._make, self._point = make, point
-        self._handler = make()
+
+class _ArrivalTimeout(RendezvousTimeout):
+    """Torch's timeouts, with one for the arrival of all nodes that may change between two rendezvous."""
+
+    def __init__(self, seconds: float) -> None:
+        super().__init__()
+        self.seconds = seconds
+
+    @property
+    def join(self) -> timedelta:
+        return timedelta(seconds=self.seconds)
+
+
+class Rendezvous(LocalRendezvous):
+    """Torch's rendezvous of several nodes, polled in a thread so that a failed network does not block the agent.
+
+    Args:
+        folder: of the launcher.
+        launch: with the timeout of the first rendezvous in ``rdzv_configs``.
+        token: secret shared by the nodes, if any.
+    """
+
+    def __init__(self, folder: Path, launch: LaunchConfig, token: bytes | None) -> None:
+        super().__init__(folder, launch.run_id)
+        self._launch, self._token = launch, token
+        self._point = RendezvousEndpoint(launch.rdzv_endpoint)
+        self._timeout = _ArrivalTimeout(launch.rdzv_configs["timeout"])
         self._left: list[api.RendezvousHandler] = []  # kept: their threads complain if they hold the last reference
         self._complete = False
         self._waiting = 0
         self._enough = threading.Event()
+        self._connect()
+
+    def _connect(self) -> None:
+        launch, store = self._launch, self._point.connect()
+        self._backend = SignedBackend(store, launch.run_id, self._token, launch.rdzv_endpoint)
+        self._handler = DynamicRendezvousHandler.from_backend(
+            launch.run_id, store, self._backend, launch.min_nodes, launch.max_nodes, launch.local_addr, self._timeout
+        )
 
     def is_closed(self) -> bool:
         """As torch's."""
@@ -106,16 +134,20 @@ class Rendezvous(LocalRendezvous):
 
     def next_rendezvous(self) -> api.RendezvousInfo:
         """Wait for all nodes, and reconnect if a connection fails after the first time; RendezvousError otherwise."""
-        deadline = time.monotonic() + RENDEZVOUS_SECONDS
+        if self._complete:
+            self._timeout.seconds = max(self._timeout.seconds, RETURN_SECONDS)
+        deadline = time.monotonic() + self._timeout.seconds
         lost = not self._stop_asking()
         while True:
             try:
                 if lost:
                     self._left.append(self._handler)
-                    self._handler = self._make()
+                    self._connect()
                 info = self._handler.next_rendezvous()
                 prefix = _agree_on_prefix(info)
                 break
+            except api.RendezvousTimeoutError as error:
+                raise self._describe_missing_nodes() from error
             except api.RendezvousConnectionError:
                 if not self._complete or time.monotonic() > deadline:
                     raise
@@ -171,6 +203,19 @@ class Rendezvous(LocalRendezvous):
                 return False
         return True
 
+    def _describe_missing_nodes(self) -> MissingNodesError:
+        endpoint, seconds = f"launch.rdzv_endpoint={self._point.endpoint}", f"{self._timeout.seconds:g}"
+        nodes = f"launch.nnodes={self._launch.min_nodes}"
+        if self._complete:
+            return MissingNodesError(
+                f"{nodes} machines did not all return to {endpoint} within {seconds} s after a failure; start the run "
+                "again on each"
+            )
+        return MissingNodesError(
+            f"{nodes} machines were expected at {endpoint}, and {self._backend.most_nodes} came within "
+            f"launch.timeout_seconds={seconds}; start the same command on each, or set launch.nnodes to their number"
+        )
+
     def _warn_no_answer(self) -> None:
         print(f"fsdptoys: launch.rdzv_endpoint={self._point.endpoint} does not answer", file=sys.stderr, flush=True)
 
@@ -182,21 +227,7 @@ def make_rendezvous(launch: LaunchConfig, folder: Path, token: bytes | None) -> 
     """
     if launch.min_nodes == 1:
         return LocalRendezvous(folder, launch.run_id)
-    point = RendezvousEndpoint(launch.rdzv_endpoint)
-
-    def make() -> api.RendezvousHandler:
-        store = point.connect()
-        return DynamicRendezvousHandler.from_backend(
-            launch.run_id,
-            store,
-            SignedBackend(store, launch.run_id, token, launch.rdzv_endpoint),
-            launch.min_nodes,
-            launch.max_nodes,
-            launch.local_addr,
-            RendezvousTimeout(join=timedelta(seconds=RENDEZVOUS_SECONDS)),
-        )
-
-    return Rendezvous(folder, launch.run_id, make, point)
+    return Rendezvous(folder, launch, token)
 
 
 def _agree_on_prefix(info: api.RendezvousInfo) -> str:
@@ -214,15 +245,10 @@ def _agree_on_prefix(info: api.RendezvousInfo) -> str:
 
 def describe_rendezvous_error(error: Exception, launch: LaunchConfig) -> str:
     """Return one sentence on why the rendezvous failed."""
-    if isinstance(error, ForeignStateError):
+    if isinstance(error, ForeignStateError | MissingNodesError):
         return str(error)
     if isinstance(error, api.RendezvousClosedError):
         return "another machine ended the run; its output says why"
-    if isinstance(error, api.RendezvousTimeoutError):
-        return (
-            f"launch.nnodes={launch.min_nodes} machines did not all reach "
-            f"launch.rdzv_endpoint={launch.rdzv_endpoint} within {RENDEZVOUS_SECONDS} s; start the same command on each"
-        )
     cause = str(error.__cause__ or error).splitlines()[0]
     return (
         f"launch.rdzv_endpoint={launch.rdzv_endpoint} cannot host the rendezvous ({cause}); set it to the first "

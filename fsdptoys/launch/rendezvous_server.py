@@ -1,5 +1,8 @@
 """The store at ``launch.rdzv_endpoint``: the node with that address opens it, the others connect.
 
+Every node tries to bind the address first, so of several launchers on one machine exactly one opens the store. A node
+that cannot bind it joins, once the service there has proved to be a store with the state of a rendezvous of ours.
+
 torch's store server listens on all interfaces unless it gets a socket; here it gets one bound to the endpoint's
 address.
 """
@@ -8,9 +11,9 @@ import errno
 import ipaddress
 import os
 import socket
-import subprocess
-import sys
+import struct
 import threading
+import time
 from datetime import timedelta
 from typing import Any
 
@@ -20,8 +23,11 @@ from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
 
 from fsdptoys.utils.text import print_status
 
+from .rendezvous_state import has_state, open_state
+
 DEFAULT_PORT = 29400  # torch's default port, for an endpoint without one
-ANSWER_SECONDS = 3  # timeout of the check that the listener is a store; a store answers from its own thread
+ANSWER_SECONDS = 60.0  # timeout of the proof that the listener is a store of ours; a busy machine may take long
+RETRY_SECONDS = 0.1  # between attempts to connect to a node that does not listen yet
 RESOLVE_SECONDS = 4.5  # timeout of resolving the endpoint's name
 CONNECT_TIMEOUT = timedelta(seconds=60)  # of connecting to the store, and of each answer
 
@@ -38,7 +44,6 @@ class RendezvousEndpoint:
         self._addresses = _resolve(self.host, self.port)
         self._server: TCPStore | None = None
         self._tried_to_serve = False
-        _check_answer(self.host, self.port)
 
     def connect(self) -> TCPStore:
         """Return the store, over a new connection; RendezvousConnectionError without an answer."""
@@ -48,19 +53,40 @@ class RendezvousEndpoint:
                 self._server = self._serve()
                 if self._server is not None:
                     return self._server
-            return TCPStore(self.host, self.port, is_master=False, wait_for_workers=False, timeout=CONNECT_TIMEOUT)
+            return self._join()
         except (ValueError, RuntimeError, TimeoutError) as error:
             raise RendezvousConnectionError("the connection to the store has failed") from error
 
     def _serve(self) -> TCPStore | None:
         """Open the server; None if this node does not have the address or another process serves it."""
         for family, address in self._addresses:
-            if (listening := self._listen(family, address)) is not None:
-                with listening:
-                    return _open_server(self.host, self.port, listening)
+            try:
+                listening = self._listen(family, address)
+            except OSError as error:
+                if error.errno == errno.EADDRINUSE:
+                    return None  # the next address of the same name would be a second store
+                if error.errno == errno.EADDRNOTAVAIL:
+                    continue
+                raise RendezvousConnectionError(error.strerror) from None
+            with listening:
+                server = _open_server(self.host, self.port, listening)
+            open_state(server)
+            return server
         return None
 
-    def _listen(self, family: int, address: Any) -> socket.socket | None:
+    def _join(self) -> TCPStore:
+        """Connect to the store that another process serves, once it is known to be ours."""
+        deadline = time.monotonic() + ANSWER_SECONDS
+        if not _is_store(_connect(self._addresses, deadline), deadline):
+            raise RendezvousConnectionError("something else has that port")
+        store = TCPStore(self.host, self.port, is_master=False, wait_for_workers=False, timeout=CONNECT_TIMEOUT)
+        while not has_state(store):
+            if time.monotonic() > deadline:
+                raise RendezvousConnectionError("a PyTorch store of another program has that port")
+            time.sleep(RETRY_SECONDS)
+        return store
+
+    def _listen(self, family: int, address: Any) -> socket.socket:
         if self._is_loopback_by_accident(address[0]):
             # Debian's /etc/hosts maps the machine's own name to 127.0.1.1, which no other machine can reach.
             print_status(
@@ -73,11 +99,9 @@ class RendezvousEndpoint:
             listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             listening.bind(address)
             listening.listen(128)
-        except OSError as error:
+        except OSError:
             listening.close()
-            if error.errno in (errno.EADDRNOTAVAIL, errno.EADDRINUSE):
-                return None
-            raise RendezvousConnectionError(error.strerror) from None
+            raise
         return listening
 
     def _is_loopback_by_accident(self, address: str) -> bool:
@@ -125,20 +149,41 @@ def _resolve(host: str, port: int) -> list[tuple[int, Any]]:
     return sorted(found, key=lambda place: place[0] != socket.AF_INET)
 
 
-def _check_answer(host: str, port: int) -> None:
-    try:
-        socket.create_connection((host, port), 5.0).close()
-    except OSError:
-        return  # no listener yet
-    ask = "from torch.distributed import TCPStore; print(flush=True); "
-    ask += f"TCPStore({host!r}, {port}, is_master=False, wait_for_workers=False)"
-    with subprocess.Popen([sys.executable, "-c", ask], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL) as process:
-        assert process.stdout is not None
-        process.stdout.readline()  # the import takes long on a busy machine
+def _connect(addresses: list[tuple[int, Any]], deadline: float) -> socket.socket:
+    """Connect to the first address that accepts; RendezvousConnectionError if none does before the deadline."""
+    while True:
+        for family, address in addresses:
+            connection = socket.socket(family, socket.SOCK_STREAM)
+            connection.settimeout(max(deadline - time.monotonic(), RETRY_SECONDS))
+            try:
+                connection.connect(address)
+                return connection
+            except OSError as error:
+                connection.close()
+                problem = error.strerror or str(error)
+        if time.monotonic() > deadline:
+            raise RendezvousConnectionError(problem)
+        time.sleep(RETRY_SECONDS)
+
+
+def _is_store(connection: socket.socket, deadline: float) -> bool:
+    """Whether a store of torch answers; closes the connection.
+
+    torch's own client would wait forever for a service that accepts the connection and stays silent. So this speaks the
+    first two messages of its private protocol: VALIDATE with a magic number, and PING with a number that the server
+    returns. Both servers of torch 2.7 to 2.15 know them.
+    """
+    number = struct.pack("=I", os.getpid())
+    answer = b""
+    with connection:
         try:
-            is_store = process.wait(ANSWER_SECONDS) == 0
-        except subprocess.TimeoutExpired:
-            process.kill()
-            is_store = False
-    if not is_store:
-        raise RendezvousConnectionError("something else has that port")
+            connection.sendall(struct.pack("=BIB", 0, 0x3C85F7CE, 13) + number)
+            while number != answer and number.startswith(answer):
+                connection.settimeout(max(deadline - time.monotonic(), RETRY_SECONDS))
+                received = connection.recv(len(number) - len(answer))
+                if not received:
+                    return False
+                answer += received
+        except OSError:
+            return False
+    return answer == number

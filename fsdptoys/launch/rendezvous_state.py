@@ -64,17 +64,31 @@ def read_token(path: str | None) -> bytes | None:
     return token
 
 
+def open_state(store: Store) -> None:
+    """Mark a store as one of ours; only the node that serves it does this."""
+    store.compare_set(KEY, "", NOTHING)
+
+
+def has_state(store: Store) -> bool:
+    """Whether a node has marked the store as one of ours."""
+    return bool(store.check([KEY]))
+
+
 class ForeignStateError(RendezvousStateError):
     """The store holds a state that this node must reject; the message says why in one sentence."""
 
 
 class SignedBackend(RendezvousBackend):
-    """Rendezvous backend with its state as JSON; RendezvousConnectionError if the store at ``endpoint`` is silent."""
+    """Rendezvous backend with its state as JSON, in a store that ``open_state`` has marked.
+
+    RendezvousConnectionError if the store at ``endpoint`` is silent.
+    """
 
     def __init__(self, store: Store, run_id: str, token: bytes | None, endpoint: str) -> None:
         self._store, self._run_id, self._token, self._endpoint = store, run_id, token, endpoint
         self._sequence = 0  # newest seen
-        self._ask("compare_set", KEY, "", NOTHING)
+        self.most_nodes = 0
+        """Largest number of participants in any state so far."""
 
     @property
     def name(self) -> str:
@@ -102,6 +116,7 @@ class SignedBackend(RendezvousBackend):
 
     def _encode(self, state: Any) -> str:
         assert set(vars(state)) == _FIELDS, f"this torch has other fields in a rendezvous state: {sorted(vars(state))}"
+        self.most_nodes = max(self.most_nodes, len(state.participants))
         plain = {name: _plain(value) for name, value in vars(state).items()}
         # The nonce makes equal states of two nodes different messages, so that each knows whose was set.
         facts = {"nonce": secrets.token_hex(8), "sequence": self._sequence + 1, "state": plain}
@@ -130,6 +145,7 @@ class SignedBackend(RendezvousBackend):
         if sequence < self._sequence:
             raise self._foreign("its state was replaced by an older one")
         self._sequence = sequence
+        self.most_nodes = max(self.most_nodes, len(state.participants))
         return pickle.dumps(state), stored
 
     def _sign(self, text: str) -> str | None:

@@ -107,6 +107,7 @@ def run_workers(
         nproc_per_node=local_ranks,
         run_id="fsdptoys" if nnodes > 1 else uuid.uuid4().hex,
         rdzv_endpoint=settings.rdzv_endpoint or "",
+        rdzv_configs={"timeout": settings.timeout_seconds},
         local_addr="localhost" if nnodes == 1 else None,
         max_restarts=settings.max_restarts,
     )

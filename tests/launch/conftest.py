@@ -7,22 +7,24 @@ from typing import Any
 
 import pytest
 
-from tests.launch.launchers import WORKER, Launched, launch
+from tests.harness.processes import kill_tree
+from tests.launch.launchers import Launched, launch
 
 
 @pytest.fixture
 def launched(tmp_path: Path) -> Iterator[Any]:
-    """Start ``run_workers`` in a separate process; its remains are killed at the end."""
-    (tmp_path / "toy_worker.py").write_text(WORKER)
-    processes = []
+    """Start ``run_workers`` in a separate process and a new folder; its remains are killed at the end."""
+    processes: list[Any] = []
 
     def start(how: str, ranks: int = 2, **options: Any) -> Launched:
-        process = multiprocessing.get_context("fork").Process(target=launch, args=(tmp_path, how, ranks, options))
+        folder = tmp_path / f"launcher{len(processes)}"
+        folder.mkdir()
+        process = multiprocessing.get_context("fork").Process(target=launch, args=(folder, how, ranks, options))
         process.start()
         processes.append(process)
-        return Launched(process, tmp_path, ranks)
+        return Launched(process, folder, ranks)
 
     yield start
     for process in processes:
-        process.kill()
+        kill_tree(process.pid)
         process.join()

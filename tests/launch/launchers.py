@@ -2,15 +2,15 @@
 
 import contextlib
 import os
-import signal
+import socket
 import sys
-import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from fsdptoys.config.launch_config import LaunchConfig
 from fsdptoys.launch.supervisor import run_workers
+from tests.harness.processes import wait_until
 
 WORKER = """
 import os, signal, sys, time
@@ -28,8 +28,11 @@ def sleep():
 
 def deaf():
     for number in (signal.SIGTERM, signal.SIGUSR1):
-        signal.signal(number, signal.SIG_IGN)
+        signal.signal(number, lambda *_: leave(f"heard{rank}"))
     sleep()
+
+def nothing():
+    pass
 
 def environment():
     print(os.environ["OMP_NUM_THREADS"], rank, os.getsid(0) == os.getpid(), sys.argv[1:], flush=True)
@@ -49,14 +52,20 @@ def worse():
         os.kill(os.getpid(), signal.SIGKILL)
     time.sleep(600)
 
-def group(seconds=600):
+def group():
     import torch.distributed as dist
-    from datetime import timedelta
     from fsdptoys.train.launch_env import open_rank_store
-    world_size, timeout = int(os.environ["WORLD_SIZE"]), timedelta(seconds=seconds)
-    store = open_rank_store(world_size)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=timeout)
+    world_size = int(os.environ["WORLD_SIZE"])
+    dist.init_process_group("gloo", store=open_rank_store(world_size), rank=rank, world_size=world_size)
     return dist
+
+def use(beats, dist):
+    from fsdptoys.train.heartbeat import HeartbeatWriter
+    from fsdptoys.train.launch_env import remember_run_dir
+    remember_run_dir(beats.parent)
+    heartbeat = HeartbeatWriter(beats, rank)
+    dist.barrier()
+    return heartbeat
 
 def fail():
     from fsdptoys.train.stop import StopRequest
@@ -65,7 +74,6 @@ def fail():
         dist = group()
         dist.barrier()
         if rank == 1:
-            leave("failed", str(time.time()))
             raise ZeroDivisionError("nothing to divide by")
         if rank == 2:
             time.sleep(3600)
@@ -84,11 +92,11 @@ def stop():
         leave(f"ready{rank}", str(os.getpid()))
         asked = torch.zeros(())
         while not asked:
-            time.sleep(0.05)
+            time.sleep(0.01)
             asked = torch.tensor(float(request.received is not None))
             dist.all_reduce(asked)
         while request.received is None:  # the other rank's signal came first
-            time.sleep(0.05)
+            time.sleep(0.01)
         leave(f"saved{rank}", str(request.received))
     dist.barrier()
     dist.destroy_process_group()
@@ -105,13 +113,9 @@ def hang():
         time.sleep(600)
 
 def lose():
-    from fsdptoys.train.heartbeat import HeartbeatWriter, explain_lost_ranks
-    from fsdptoys.train.launch_env import remember_run_dir
-    remember_run_dir(Path("run"))
-    beats = Path("run/heartbeats")
-    heartbeat = HeartbeatWriter(beats, rank)
-    dist = group()
-    dist.barrier()
+    from fsdptoys.train.heartbeat import explain_lost_ranks
+    dist, beats = group(), Path("run/heartbeats")
+    heartbeat = use(beats, dist)
     heartbeat.beat(3, "forward")
     dist.barrier()
     if rank == 1:
@@ -121,19 +125,17 @@ def lose():
         dist.barrier()
 
 def wait():
-    from fsdptoys.train.heartbeat import HeartbeatWriter, explain_lost_ranks
+    from datetime import timedelta
+    from fsdptoys.train.heartbeat import explain_lost_ranks
     from fsdptoys.train.stop import StopRequest
-    from fsdptoys.train.launch_env import remember_run_dir
-    remember_run_dir(Path("run"))
-    beats = Path("run/heartbeats")
-    heartbeat = HeartbeatWriter(beats, rank)
-    dist = group(seconds=3)
+    dist, beats = group(), Path("run/heartbeats")
+    heartbeat = use(beats, dist)
     with StopRequest():
-        dist.barrier()
         heartbeat.beat(3, "backward")
         dist.barrier()
         if rank == 1:
             time.sleep(600)
+        dist.distributed_c10d._set_pg_timeout(timedelta(seconds=3))
         with explain_lost_ranks(beats, rank, 2, 3):
             dist.barrier()
 
@@ -145,8 +147,7 @@ def asked():
         leave(f"ready{rank}", str(os.getpid()))
         if rank == 1:
             while request.received is None:
-                time.sleep(0.05)
-            time.sleep(1.2)
+                time.sleep(0.01)
             os.kill(os.getpid(), signal.SIGTERM)
         dist.barrier()
 
@@ -183,7 +184,7 @@ def again():
     dist.destroy_process_group()
 """
 
-INTERPRETERS = ("sleep", "deaf", "environment", "exit", "worse", "semaphores")
+INTERPRETERS = ("sleep", "deaf", "nothing", "environment", "exit", "worse", "semaphores")
 """Workers without torch, which run in new interpreters; the others are forks of their launcher."""
 
 WORKER += f"""
@@ -207,30 +208,32 @@ class Launched:
         """Of the launcher."""
         return int(self.process.pid)
 
+    def wait_for_files(self, name: str) -> list[str]:
+        """Wait until every rank has left a file of this name, and return their contents."""
+        paths = [self.folder / f"{name}{rank}" for rank in range(self.ranks)]
+        wait_until(
+            lambda: all(path.exists() for path in paths) or not self.process.is_alive(), f"{name} of all", [self.pid]
+        )
+        assert all(path.exists() for path in paths), (self.folder / "stderr").read_text()
+        return [path.read_text() for path in paths]
+
     def workers(self) -> list[int]:
         """Process ids of all workers, once all are ready."""
-        paths = [self.folder / f"ready{rank}" for rank in range(self.ranks)]
-        while not all(path.exists() for path in paths):
-            assert self.process.is_alive(), (self.folder / "stderr").read_text()
-            time.sleep(0.05)
-        return [int(path.read_text()) for path in paths]
+        return [int(text) for text in self.wait_for_files("ready")]
 
     def result(self) -> tuple[int, str]:
         """Exit status and stderr."""
-        self.process.join(90)
-        assert self.process.exitcode is not None, "the launcher hangs"
+        wait_until(lambda: not self.process.is_alive(), "the end of the launcher", [self.pid])
         return self.process.exitcode, (self.folder / "stderr").read_text()
 
 
 def launch(folder: Path, how: str, ranks: int, options: dict[str, Any]) -> None:
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # the last is ignored under nohup
-        signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
+    """Be a launcher with streams in the folder, which is its own."""
+    (folder / "toy_worker.py").write_text(WORKER)
     for stream, name in ((1, "stdout"), (2, "stderr")):
         os.dup2(os.open(folder / name, os.O_WRONLY | os.O_CREAT), stream)
     sys.stdout, sys.stderr = os.fdopen(1, "w"), os.fdopen(2, "w")  # not pytest's
     os.chdir(folder)
-    for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
-        os.environ.pop(name, None)
     os.environ["PYTHONPATH"] = str(folder)
     for name in [name for name in os.environ if how in INTERPRETERS and name.startswith("COVERAGE_PROCESS_")]:
         del os.environ[name]  # they run no measured line
@@ -240,6 +243,13 @@ def launch(folder: Path, how: str, ranks: int, options: dict[str, Any]) -> None:
 
 
 def runs(pid: int) -> bool:
+    """Whether a process has not ended."""
     with contextlib.suppress(FileNotFoundError, ProcessLookupError):
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     return False
+
+
+def free_port() -> int:
+    """Return a port of 127.0.0.1 that nobody listens on."""
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        return int(listening.getsockname()[1])
