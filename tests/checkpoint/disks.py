@@ -1,92 +1,110 @@
 """Storages that fail at a chosen operation: by a kill, an OSError or a power loss."""
 
+# ruff: noqa: D102  # the operations are those of Storage
 import copy
 import io
+import itertools
+import math
+import multiprocessing
 import os
 import random
+import re
 import signal
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from pathlib import Path
+from functools import partial
 from typing import Any, BinaryIO, cast
 
-from fsdptoys.checkpoint.storage import LocalStorage, Storage
+import pytest
+
+from fsdptoys.checkpoint.storage import Storage
+
+Half = Callable[[], object]
+Watch = Callable[[str, str, Half], None]
+
+CHANGING = ("writing", "write", "close", "make", "sync", "rename", "move", "remove")
 
 
 class PowerLoss(BaseException):
     """Power is lost; later operations have no effect."""
 
 
-class KillingStorage(LocalStorage):
-    """A local folder; the process sends itself SIGKILL within operation number ``moment``, counted from 0.
+class WatchedStorage:
+    """A storage that calls ``watch(operation, path, half)`` before every operation, also of its open files.
 
-    The operation stays half done: half of the bytes of a write, half of the files of a removed folder.
+    ``half`` does half of the operation: writes half of the bytes, or removes half of the files of a folder.
     """
 
-    def __init__(self, where: str, moment: int) -> None:
-        super().__init__(where)
-        self.left = moment
+    def __init__(self, storage: Storage, watch: Watch) -> None:
+        self._storage, self._watch = storage, watch
 
-    def tick(self, half: Any = None) -> None:
-        """Count an operation, and fail if it is its turn."""
-        self.left -= 1
-        if self.left < 0:
-            if half is not None:
-                half()
-            os.kill(os.getpid(), signal.SIGKILL)
+    def __getattr__(self, name: str) -> Any:
+        method = getattr(self._storage, name)
+        if name in ("reading", "writing"):
+            return partial(self._open, name)
+
+        def operate(path: str = "", *others: str) -> Any:
+            try:
+                self._watch(name, path, partial(self._do_half, name, path))
+            except FileNotFoundError:
+                if name != "exists":
+                    raise
+                return False
+            return method(path, *others)
+
+        return operate if callable(method) else method
 
     @contextmanager
-    def writing(self, path: str) -> Iterator[BinaryIO]:
-        """See Storage."""
-        self.tick()
-        with super().writing(path) as file:
-            yield cast(BinaryIO, _KillingFile(file, self))
-            self.tick()
+    def _open(self, operation: str, path: str) -> Iterator[BinaryIO]:
+        self._watch(operation, path, _nothing)
+        with getattr(self._storage, operation)(path) as file:
+            yield cast(BinaryIO, _WatchedFile(file, path, self._watch))
+            if operation == "writing":
+                self._watch("close", path, _nothing)
 
-    def make(self, folder: str) -> None:
-        """See Storage."""
-        self.tick()
-        super().make(folder)
-
-    def sync(self, folder: str) -> None:
-        """See Storage."""
-        self.tick()
-        super().sync(folder)
-
-    def rename(self, old: str, new: str) -> None:
-        """See Storage."""
-        self.tick()
-        super().rename(old, new)
-
-    def remove(self, path: str) -> None:
-        """See Storage."""
-        names = self.names(path)
-
-        def half() -> None:
-            for name in names[::2]:
-                LocalStorage.remove(self, f"{path}/{name}")
-
-        self.tick(half)
-        super().remove(path)
+    def _do_half(self, operation: str, path: str) -> None:
+        if operation == "remove":
+            for name in self._storage.names(path)[::2]:
+                self._storage.remove(f"{path}/{name}")
 
 
-class _KillingFile:
-    def __init__(self, file: BinaryIO, storage: KillingStorage) -> None:
-        self._file, self._storage = file, storage
+class _WatchedFile:
+    def __init__(self, file: BinaryIO, path: str, watch: Watch) -> None:
+        self._file, self._path, self._watch = file, path, watch
 
-    def write(self, data: Any) -> int:
-        """See Storage."""
+    def __getattr__(self, name: str) -> Any:
+        method = getattr(self._file, name)
+        operation = {"read": "read", "readinto": "read", "write": "write"}.get(name)
 
-        def half() -> None:
-            self._file.write(memoryview(data)[: len(data) // 2])
-            self._file.flush()
+        def operate(data: Any = -1) -> Any:
+            self._watch(operation, self._path, partial(self._write_half, data))
+            return method(data)
 
-        self._storage.tick(half)
-        return self._file.write(data)
+        return operate if operation else method
+
+    def _write_half(self, data: Any) -> None:
+        self._file.write(memoryview(data)[: len(data) // 2])
+        self._file.flush()
 
 
-class FaultyStorage(Storage):
-    """Wraps a storage; one operation fails with an OSError.
+def _nothing() -> None:
+    pass
+
+
+def killing_storage(storage: Storage, moment: int) -> WatchedStorage:
+    """Return a storage whose process sends itself SIGKILL halfway through its change number ``moment``, from 0."""
+    moments = itertools.count()
+
+    def kill(operation: str, path: str, half: Half) -> None:
+        if operation in CHANGING and next(moments) >= moment:
+            half()
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    return WatchedStorage(storage, kill)
+
+
+class FaultyStorage(WatchedStorage):
+    """A storage of which one operation fails with an OSError.
 
     Args:
         storage: carries out the other operations.
@@ -96,19 +114,14 @@ class FaultyStorage(Storage):
     """
 
     def __init__(self, storage: Storage, code: int, moment: int, lasting: bool) -> None:
-        self.where, self.renames = storage.where, storage.renames
+        super().__init__(storage, self._fail)
         self.operations: list[str] = []
         """All requested operations."""
         self.refused: str | None = None
-        self._storage, self._code, self._moment, self._lasting = storage, code, moment, lasting
+        self._code, self._moment, self._lasting = code, moment, lasting
         self._path: str | None = None
 
-    def committed(self) -> list[str]:
-        """Names of folders with a manifest, not counted as operations."""
-        return [name for name in self._storage.names() if self._storage.exists(f"{name}/manifest.json")]
-
-    def tick(self, operation: str, path: str) -> None:
-        """Count an operation, and raise the error if it must fail."""
+    def _fail(self, operation: str, path: str, half: Half) -> None:
         is_first = len(self.operations) == self._moment
         self.operations.append(f"{operation} {path}")
         if is_first:
@@ -116,87 +129,40 @@ class FaultyStorage(Storage):
         if is_first or (self._lasting and self._path == path):
             raise OSError(self._code, os.strerror(self._code), path)
 
-    def names(self, folder: str = "") -> list[str]:
-        """See Storage."""
-        self.tick("names", folder)
-        return self._storage.names(folder)
 
-    def exists(self, path: str) -> bool:
-        """See Storage."""
-        try:
-            self.tick("exists", path)
-        except FileNotFoundError:
-            return False
-        return self._storage.exists(path)
+def in_child(function: Callable[..., object], *args: Any) -> int | None:
+    """Run in a forked process and return its exit status."""
+    process = multiprocessing.get_context("fork").Process(target=function, args=args)
+    process.start()
+    process.join()
+    return process.exitcode
 
-    def size(self, path: str) -> int:
-        """See Storage."""
-        self.tick("size", path)
-        return self._storage.size(path)
 
-    @contextmanager
-    def reading(self, path: str) -> Iterator[BinaryIO]:
-        """See Storage."""
-        self.tick("open", path)
-        with self._storage.reading(path) as file:
-            yield cast(BinaryIO, _FaultyFile(file, path, self))
+@contextmanager
+def refusing(owner: Any, operation: str, pattern: str, code: int, times: float = math.inf) -> Iterator[None]:
+    """Let an operation of a storage, or of a class of storages, fail on paths that match, ``times`` times.
+
+    A file that is refused in ``writing`` has been written; its close fails.
+    """
+    original = getattr(owner, operation)
+    refusals = itertools.count(1)
 
     @contextmanager
-    def writing(self, path: str) -> Iterator[BinaryIO]:
-        """See Storage."""
-        self.tick("create", path)
-        with self._storage.writing(path) as file:
-            yield cast(BinaryIO, _FaultyFile(file, path, self))
-            self.tick("close", path)
+    def fail_at_close(*args: Any) -> Iterator[BinaryIO]:
+        with original(*args) as file:
+            yield file
+            raise OSError(code, os.strerror(code))
 
-    def make(self, folder: str) -> None:
-        """See Storage."""
-        self.tick("make", folder)
-        self._storage.make(folder)
+    def operate(*args: Any) -> Any:
+        if not re.search(pattern, args[-1]) or next(refusals) > times:
+            return original(*args)
+        if operation == "writing":
+            return fail_at_close(*args)
+        raise OSError(code, os.strerror(code), args[-1])
 
-    def sync(self, folder: str) -> None:
-        """See Storage."""
-        self.tick("sync", folder)
-        self._storage.sync(folder)
-
-    def rename(self, old: str, new: str) -> None:
-        """See Storage."""
-        self.tick("rename", old)
-        self._storage.rename(old, new)
-
-    def move(self, old: str, new: str) -> None:
-        """See Storage."""
-        self.tick("move", old)
-        self._storage.move(old, new)
-
-    def remove(self, path: str) -> None:
-        """See Storage."""
-        self.tick("remove", path)
-        self._storage.remove(path)
-
-
-class _FaultyFile:
-    def __init__(self, file: BinaryIO, path: str, storage: FaultyStorage) -> None:
-        self._file, self._path, self._storage = file, path, storage
-
-    def read(self, size: int = -1) -> bytes:
-        """See Storage."""
-        self._storage.tick("read", self._path)
-        return self._file.read(size)
-
-    def readinto(self, buffer: Any) -> int:
-        """See Storage."""
-        self._storage.tick("read", self._path)
-        return int(self._file.readinto(buffer))  # type: ignore[attr-defined]
-
-    def seek(self, offset: int) -> int:
-        """See Storage."""
-        return self._file.seek(offset)
-
-    def write(self, data: Any) -> int:
-        """See Storage."""
-        self._storage.tick("write", self._path)
-        return self._file.write(data)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(owner, operation, operate)
+        yield
 
 
 class _File:
@@ -258,25 +224,20 @@ class LossyDisk(Storage):
         return copy.deepcopy(self)
 
     def names(self, folder: str = "") -> list[str]:
-        """See Storage."""
         node = self._find(folder)
         return sorted(node.seen) if isinstance(node, _Folder) else []
 
     def exists(self, path: str) -> bool:
-        """See Storage."""
         return self._find(path) is not None
 
     def size(self, path: str) -> int:
-        """See Storage."""
         return len(self._file(path).seen)
 
     def reading(self, path: str) -> AbstractContextManager[BinaryIO]:
-        """See Storage."""
         return io.BytesIO(self._file(path).seen)
 
     @contextmanager
     def writing(self, path: str) -> Iterator[BinaryIO]:
-        """See Storage."""
         self.tick()
         folder, name = self._parent(path)
         file = folder.seen.get(name)
@@ -289,7 +250,6 @@ class LossyDisk(Storage):
         file.kept = file.seen
 
     def make(self, folder: str) -> None:
-        """See Storage."""
         self.tick()
         node = self.root
         for part in folder.split("/") if folder else []:
@@ -298,7 +258,6 @@ class LossyDisk(Storage):
             node = node.seen[part]
 
     def sync(self, folder: str) -> None:
-        """See Storage."""
         self.tick()
         node = self._find(folder)
         assert isinstance(node, _Folder)
@@ -306,7 +265,6 @@ class LossyDisk(Storage):
         node.changes = []
 
     def rename(self, old: str, new: str) -> None:
-        """See Storage."""
         self.tick()
         folder, gone = self._parent(old)
         other, come = self._parent(new)
@@ -317,7 +275,6 @@ class LossyDisk(Storage):
         folder.change(gone, come, folder.seen[gone])
 
     def remove(self, path: str) -> None:
-        """See Storage."""
         node = self._find(path)
         if isinstance(node, _Folder):
             for name in list(node.seen):
@@ -352,7 +309,6 @@ class _LossyWriter:
         self._file, self._disk = file, disk
 
     def write(self, data: Any) -> int:
-        """See Storage."""
         self._disk.tick()
         self._file.seen += bytes(data)
         return len(data)
@@ -381,8 +337,3 @@ def _survivor(node: Any, keeps: str, draw: random.Random) -> Any:
     folder.kept = {name: _survivor(entry, keeps, draw) for name, entry in entries.items()}
     folder.seen = dict(folder.kept)
     return folder
-
-
-def tree(folder: Path) -> list[str]:
-    """Paths of all files below a folder."""
-    return sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file())

@@ -1,17 +1,19 @@
 """Small checkpoints for the tests of this folder, with all values derived from the step."""
 
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
 
-from fsdptoys.checkpoint import Checkpoint, CheckpointConfig, Checkpointer
+from fsdptoys.checkpoint import Checkpoint, CheckpointConfig, Checkpointer, peek
+from fsdptoys.errors import ConfigError
 
 ROWS, COLUMNS = 7, 5
 
@@ -93,18 +95,18 @@ def resume(folder: Path | str, resume: str = "auto", restarted: bool = False) ->
     return Checkpointer(config, str(folder), message=messages.append).resume(restarted), messages
 
 
-Damage = Callable[[Path], object]
+def refusal(folder: Path | str, word: str) -> str:
+    """Return the message of the launcher, which the start of a run repeats."""
+    config = CheckpointConfig(resume=word)
+    messages = []
+    for look in (lambda: peek(config, str(folder)), lambda: Checkpointer(config, str(folder)).resume()):
+        with pytest.raises(ConfigError) as refused:
+            look()
+        messages.append(str(refused.value))
+    assert messages[0] == messages[1]
+    return messages[0]
 
 
 def copied(folder: Path, to: Path) -> Path:
     shutil.copytree(folder, to, symlinks=True)
     return to
-
-
-def flip(path: str) -> Damage:
-    def damage(folder: Path) -> None:
-        content = bytearray((folder / path).read_bytes())
-        content[len(content) // 2] ^= 1
-        (folder / path).write_bytes(content)
-
-    return damage

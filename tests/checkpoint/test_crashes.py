@@ -1,12 +1,10 @@
 """The newest committed checkpoint survives a kill or power loss at any operation."""
 
-import os
+import itertools
 import shutil
 import signal
-import tempfile
-from collections.abc import Callable, Iterator
-from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -14,23 +12,13 @@ import torch
 from fsdptoys.checkpoint import CheckpointConfig, Checkpointer
 from fsdptoys.checkpoint import checkpointer as keeper
 from fsdptoys.checkpoint.storage import LocalStorage, Storage
-from tests.checkpoint.disks import KillingStorage, LossyDisk, PowerLoss
+from tests.checkpoint.disks import LossyDisk, PowerLoss, in_child, killing_storage
 
 KEPT = 2
+EXTENDED = pytest.mark.extended
 
 
-@pytest.fixture
-def memory_folder(tmp_path: Path) -> Iterator[Path]:
-    """A folder in memory, where syncs are free; a killed process needs no syncs."""
-    memory = Path("/dev/shm")
-    if not os.access(memory, os.W_OK):
-        yield tmp_path
-        return
-    with tempfile.TemporaryDirectory(dir=memory) as folder:
-        yield Path(folder)
-
-
-def make_checkpoints(storage: Storage, monkeypatch: pytest.MonkeyPatch) -> Checkpointer:
+def make_checkpoints(storage: Any, monkeypatch: pytest.MonkeyPatch) -> Checkpointer:
     monkeypatch.setattr(keeper, "open_storage", lambda where: storage)
     return Checkpointer(CheckpointConfig(every=1, keep=KEPT, resume="auto"), storage.where)
 
@@ -38,6 +26,10 @@ def make_checkpoints(storage: Storage, monkeypatch: pytest.MonkeyPatch) -> Check
 def save(checkpoints: Checkpointer, step: int, value: float) -> bool:
     tensors = {"model.a": torch.full((3, 5), value), "optim.a.step": torch.tensor(value)}
     return checkpoints.save(step, tensors, {"value": value}, {"own": value})
+
+
+def save_and_check(checkpoints: Checkpointer, step: int, value: float) -> None:
+    assert save(checkpoints, step, value)
 
 
 def newest(storage: Storage, monkeypatch: pytest.MonkeyPatch) -> tuple[int, float] | None:
@@ -84,23 +76,25 @@ def test_kill_at_any_operation_preserves_the_newest_checkpoint(
     start.mkdir()
     for step, value in before:
         assert save(make_checkpoints(LocalStorage(str(start)), monkeypatch), step, value)
-    outcomes, moment, killed = [], 0, True
-    while killed:
+    outcomes = []
+    for moment in itertools.count():
         place = memory_folder / str(moment)
         shutil.copytree(start, place)
-        checkpoints = make_checkpoints(KillingStorage(str(place), moment), monkeypatch)
-        killed = _is_killed(partial(save, checkpoints, *saving))
+        checkpoints = make_checkpoints(killing_storage(LocalStorage(str(place)), moment), monkeypatch)
+        code = in_child(save_and_check, checkpoints, *saving)
+        assert code in (0, -signal.SIGKILL)
         storage = LocalStorage(str(place))
         found = newest(storage, monkeypatch)
         assert found in allowed, (moment, found)
         outcomes.append(found)
         check_next_saves(storage, found, monkeypatch)
-        moment += 1
+        if code == 0:
+            break
     _check_outcomes(outcomes, allowed)
 
 
 @pytest.mark.usefixtures("unmeasured")
-@pytest.mark.parametrize("keeps", ["none", "all", "any"])
+@pytest.mark.parametrize("keeps", ["none", pytest.param("all", marks=EXTENDED), pytest.param("any", marks=EXTENDED)])
 @pytest.mark.parametrize("case", CASES)
 def test_power_loss_at_any_operation_preserves_the_newest_checkpoint(
     case: str, keeps: str, monkeypatch: pytest.MonkeyPatch
@@ -113,8 +107,7 @@ def test_power_loss_at_any_operation_preserves_the_newest_checkpoint(
     outcomes: list[tuple[int, float] | None] = []
     for seed in range(3 if keeps == "any" else 1):
         done = False
-        moment = 0
-        while not done:
+        for moment in itertools.count():
             disk = start.copy()
             disk.moment = disk.operations + moment
             try:
@@ -128,7 +121,8 @@ def test_power_loss_at_any_operation_preserves_the_newest_checkpoint(
             assert not done or found == saving
             outcomes.append(found)
             check_next_saves(disk, found, monkeypatch)
-            moment += 1
+            if done:
+                break
     if keeps != "any":
         _check_outcomes(outcomes, allowed)
 
@@ -138,20 +132,3 @@ def _check_outcomes(outcomes: list[tuple[int, float] | None], allowed: list[tupl
     turn = outcomes.index(allowed[1])
     assert outcomes == [allowed[0]] * turn + [allowed[1]] * (len(outcomes) - turn)
     assert turn > 15 and len(outcomes) - turn > 3
-
-
-def _is_killed(body: Callable[[], bool]) -> bool:
-    """Whether a forked process that runs ``body`` killed itself; otherwise its exit status must be 0."""
-    process = os.fork()
-    if process == 0:
-        status = 1
-        try:
-            status = 0 if body() else 1
-        finally:
-            os._exit(status)
-    status = os.waitpid(process, 0)[1]
-    if os.WIFSIGNALED(status):
-        assert os.WTERMSIG(status) == signal.SIGKILL
-        return True
-    assert os.waitstatus_to_exitcode(status) == 0
-    return False

@@ -8,7 +8,6 @@ import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -16,20 +15,11 @@ from fsdptoys.checkpoint import CheckpointConfig, peek
 from fsdptoys.checkpoint.checksums import FileSum
 from fsdptoys.checkpoint.manifest import Manifest
 from fsdptoys.errors import ConfigError
-from tests.checkpoint.damages import Hostile
-from tests.checkpoint.series import Damage, check, check_tensors, copied, flip, resume
+from tests.checkpoint.damages import Damage, Hostile, change_json, edit_bytes, edit_json, flip
+from tests.checkpoint.series import check, check_tensors, copied, resume
 
 ONE, TWO, THREE = (f"step-0000000{step}" for step in (1, 2, 3))
 TENSORS = "tensors-00000.safetensors"
-
-
-def edit(path: str, change: Callable[[dict[str, Any]], object]) -> Damage:
-    def damage(folder: Path) -> None:
-        tree = json.loads((folder / path).read_text())
-        change(tree)
-        (folder / path).write_text(json.dumps(tree))
-
-    return damage
 
 
 def forge(change: Callable[[dict[str, FileSum]], object], name: str = THREE) -> Damage:
@@ -44,15 +34,18 @@ def forge(change: Callable[[dict[str, FileSum]], object], name: str = THREE) -> 
     return damage
 
 
-def replace_by(content: str) -> Damage:
-    """A state whose checksum matches the manifest."""
+def replace_by(content: bytes, file: str = "state.json") -> Damage:
+    """Other content of a file, with its checksum in the manifest."""
 
     def damage(folder: Path) -> None:
-        text = content.encode()
-        (folder / THREE / "state.json").write_bytes(text)
-        forge(lambda files: files.update({"state.json": FileSum(len(text), hashlib.sha256(text).hexdigest())}))(folder)
+        (folder / THREE / file).write_bytes(content)
+        forge(lambda files: files.update({file: file_sum(content)}))(folder)
 
     return damage
+
+
+def file_sum(content: bytes) -> FileSum:
+    return FileSum(len(content), hashlib.sha256(content).hexdigest())
 
 
 def link(path: str, content: bytes | None) -> Damage:
@@ -77,10 +70,7 @@ OTHER_SUM = "is damaged: the SHA-256 of {} is not the one that manifest.json say
 DAMAGES: dict[str, tuple[Damage, str]] = {
     "a flipped bit in the tensors": (flip(f"{THREE}/{TENSORS}"), OTHER_SUM.format(TENSORS)),
     "a flipped bit in the index": (flip(f"{THREE}/tensors.json"), OTHER_SUM.format("tensors.json")),
-    "a flipped bit in a rank's facts": (
-        flip(f"{THREE}/rank-00000.json"),
-        OTHER_SUM.format("rank-00000.json"),
-    ),
+    "a flipped bit in a rank's facts": (flip(f"{THREE}/rank-00000.json"), OTHER_SUM.format("rank-00000.json")),
     "a flipped bit in the manifest": (flip(f"{THREE}/manifest.json"), MANIFEST_DAMAGED),
     "no manifest": (lambda f: (f / THREE / "manifest.json").unlink(), "is incomplete: it has no manifest.json"),
     "an empty folder": (
@@ -92,7 +82,7 @@ DAMAGES: dict[str, tuple[Damage, str]] = {
         "is incomplete: it has no manifest.json",
     ),
     "an empty manifest": (
-        lambda f: (f / THREE / "manifest.json").write_bytes(b""),
+        edit_bytes(lambda text: b"", f"{THREE}/manifest.json"),
         "is damaged: its manifest.json holds 0 bytes",
     ),
     "a pipe as the manifest": (link(f"{THREE}/manifest.json", None), "is damaged: its manifest.json holds 0 bytes"),
@@ -107,9 +97,9 @@ DAMAGES: dict[str, tuple[Damage, str]] = {
     ),
     "a pipe as a file": (link(f"{THREE}/state.json", None), "is damaged: state.json holds 0 bytes, and .*"),
     "a link to another file": (link(f"{THREE}/{TENSORS}", b"secret"), OTHER_SUM.format(TENSORS)),
-    "a manifest with other spaces": (edit(f"{THREE}/manifest.json", lambda tree: None), MANIFEST_DAMAGED),
+    "a manifest with other spaces": (change_json(f"{THREE}/manifest.json", lambda tree: None), MANIFEST_DAMAGED),
     "a newer format": (
-        edit(f"{THREE}/manifest.json", lambda tree: tree.update(format=2)),
+        edit_json(f"{THREE}/manifest.json", format=2),
         "is of format 2, which a newer fsdptoys wrote; this one reads 1",
     ),
     "a renamed folder": (
@@ -129,15 +119,12 @@ DAMAGES: dict[str, tuple[Damage, str]] = {
         "is damaged: its manifest.json lists files that no checkpoint has, or too few",
     ),
     "a manifest that lists a pipe": (
-        lambda f: (
-            os.mkfifo(f / THREE / "x"),
-            forge(lambda files: files.update({"x": FileSum(0, hashlib.sha256().hexdigest())}))(f),
-        ),
+        lambda f: (os.mkfifo(f / THREE / "x"), forge(lambda files: files.update({"x": file_sum(b"")}))(f)),
         "is damaged: its manifest.json lists files that no checkpoint has, or too few",
     ),
-    "a state of another step": (replace_by('{"step": 2}'), "is damaged: state.json is that of step 2"),
-    "a state with invalid JSON": (replace_by('{"step": NaN}'), "is damaged: state.json is not JSON .*"),
-    "a deeply nested state": (replace_by("[" * 100_000), "is damaged: state.json is not JSON .*"),
+    "a state of another step": (replace_by(b'{"step": 2}'), "is damaged: state.json is that of step 2"),
+    "a state with invalid JSON": (replace_by(b'{"step": NaN}'), "is damaged: state.json is not JSON .*"),
+    "a deeply nested state": (replace_by(b"[" * 100_000), "is damaged: state.json is not JSON .*"),
 }
 
 
@@ -179,8 +166,7 @@ def test_pickles_in_a_checkpoint_folder_are_never_loaded(series: Path, tmp_path:
             other = copied(series, tmp_path / f"{name}{replace}")
             (other / THREE / name).write_bytes(hostile)
             if replace and name in ("state.json", "tensors.json", TENSORS, "rank-00000.json"):
-                said = FileSum(len(hostile), hashlib.sha256(hostile).hexdigest())
-                forge(lambda files, name=name, said=said: files.update({name: said}))(other)  # type: ignore[misc]
+                replace_by(hostile, name)(other)
             try:
                 found, _ = resume(other)
                 assert found is not None
@@ -198,9 +184,7 @@ def test_index_with_paths_outside_the_checkpoint_is_refused(series: Path, tmp_pa
     (folder / "stolen.safetensors").write_bytes((folder / ONE / TENSORS).read_bytes())
     for place in ("../stolen.safetensors", f"{folder}/stolen.safetensors", ".."):
         text = (series / THREE / "tensors.json").read_bytes().replace(TENSORS.encode(), place.encode())
-        (folder / THREE / "tensors.json").write_bytes(text)
-        said = FileSum(len(text), hashlib.sha256(text).hexdigest())
-        forge(lambda files, said=said: files.update({"tensors.json": said}))(folder)  # type: ignore[misc]
+        replace_by(text, "tensors.json")(folder)
         found, _ = resume(folder)
         assert found is not None and found.step == 3
         with pytest.raises(ConfigError, match=r"tensors\.json"):

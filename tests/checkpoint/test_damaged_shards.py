@@ -1,7 +1,6 @@
 """Damaged, hostile and unfit folders of shards are refused before any tensor is filled."""
 
 import json
-import struct
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,6 +13,7 @@ from fsdptoys.checkpoint import sharded_io as shards
 from fsdptoys.checkpoint.sharded_io import load_tensors, save_tensors
 from fsdptoys.checkpoint.storage import open_storage
 from fsdptoys.errors import ConfigError
+from tests.checkpoint.damages import Damage, change_json, edit_bytes, edit_header
 
 
 def make_saved(folder: Path) -> Path:
@@ -29,44 +29,27 @@ def make_saved(folder: Path) -> Path:
     return folder
 
 
-def change_index(change: Callable[[Any], Any]) -> Callable[[Path], None]:
-    def damage(folder: Path) -> None:
-        tree = json.loads((folder / "tensors.json").read_text())
-        change(tree)
-        (folder / "tensors.json").write_text(json.dumps(tree))
-
-    return damage
+INDEX, DATA = "tensors.json", "tensors-00000.safetensors"
 
 
-def change_header(change: Callable[[Any], Any]) -> Callable[[Path], None]:
-    def damage(folder: Path) -> None:
-        path = folder / "tensors-00000.safetensors"
-        content = path.read_bytes()
-        (length,) = struct.unpack("<Q", content[:8])
-        tree = json.loads(content[8 : 8 + length])
-        text = json.dumps(change(tree) or tree).encode()
-        path.write_bytes(struct.pack("<Q", len(text)) + text + content[8 + length :])
-
-    return damage
+def change_index(change: Callable[[Any], Any]) -> Damage:
+    return change_json(INDEX, change)
 
 
-def change_bytes(name: str, change: Callable[[bytes], bytes]) -> Callable[[Path], None]:
-    def damage(folder: Path) -> None:
-        (folder / name).write_bytes(change((folder / name).read_bytes()))
-
-    return damage
+def change_header(change: Callable[[Any], Any]) -> Damage:
+    return edit_header(change, DATA)
 
 
-def chunk(**values: Any) -> Callable[[Path], None]:
+def chunk(**values: Any) -> Damage:
     """Change the second chunk of ``w`` in the index."""
     return change_index(lambda tree: tree["tensors"]["w"]["chunks"][1].update(values))
 
 
-def tensor(**values: Any) -> Callable[[Path], None]:
+def tensor(**values: Any) -> Damage:
     return change_index(lambda tree: tree["tensors"]["w"].update(values))
 
 
-def entry(**values: Any) -> Callable[[Path], None]:
+def entry(**values: Any) -> Damage:
     return change_header(lambda tree: tree["w@3,0"].update(values))
 
 
@@ -82,16 +65,14 @@ def negative(tree: Any) -> list[Any]:
     return [chunks[0], chunks[1] | {"sizes": [4, 4]}, chunks[1] | {"offsets": [7, 0], "sizes": [-1, 4]}]
 
 
-INDEX, DATA = "tensors.json", "tensors-00000.safetensors"
-
-DAMAGES: dict[str, tuple[str, Callable[[Path], None]]] = {
+DAMAGES: dict[str, tuple[str, Damage]] = {
     "index missing": (INDEX, lambda folder: (folder / INDEX).unlink()),
-    "index empty": (INDEX, change_bytes(INDEX, lambda text: b"")),
-    "index truncated": (INDEX, change_bytes(INDEX, lambda text: text[:-9])),
-    "index binary": (INDEX, change_bytes(INDEX, lambda text: b"\xff" + text)),
-    "index deep": (INDEX, change_bytes(INDEX, lambda text: b"[" * 100_000)),
-    "index as a pickle": (INDEX, change_bytes(INDEX, lambda text: b"cos\nsystem\n(S'true'\ntR.")),
-    "index as a list": (INDEX, change_bytes(INDEX, lambda text: b"[1]")),
+    "index empty": (INDEX, edit_bytes(lambda text: b"", INDEX)),
+    "index truncated": (INDEX, edit_bytes(lambda text: text[:-9], INDEX)),
+    "index binary": (INDEX, edit_bytes(lambda text: b"\xff" + text, INDEX)),
+    "index deep": (INDEX, edit_bytes(lambda text: b"[" * 100_000, INDEX)),
+    "index as a pickle": (INDEX, edit_bytes(lambda text: b"cos\nsystem\n(S'true'\ntR.", INDEX)),
+    "index as a list": (INDEX, edit_bytes(lambda text: b"[1]", INDEX)),
     "other format": (INDEX, change_index(lambda tree: tree.update(format=2))),
     "format as a flag": (INDEX, change_index(lambda tree: tree.update(format=True))),
     "field too many": (INDEX, change_index(lambda tree: tree.update(code="x"))),
@@ -126,12 +107,12 @@ DAMAGES: dict[str, tuple[str, Callable[[Path], None]]] = {
     "key not in file": (DATA, chunk(key="w@9,9")),
     "key of another chunk": (DATA, chunk(key="b")),
     "data missing": (DATA, lambda folder: (folder / DATA).unlink()),
-    "data empty": (DATA, change_bytes(DATA, lambda content: b"")),
-    "data seven bytes": (DATA, change_bytes(DATA, lambda content: content[:7])),
-    "data truncated in the header": (DATA, change_bytes(DATA, lambda content: content[:40])),
-    "data truncated": (DATA, change_bytes(DATA, lambda content: content[:-1])),
-    "header without end": (DATA, change_bytes(DATA, lambda content: b"\xff" * 8 + content[8:])),
-    "header not JSON": (DATA, change_bytes(DATA, lambda content: content[:8] + b"x" + content[9:])),
+    "data empty": (DATA, edit_bytes(lambda content: b"", DATA)),
+    "data seven bytes": (DATA, edit_bytes(lambda content: content[:7], DATA)),
+    "data truncated in the header": (DATA, edit_bytes(lambda content: content[:40], DATA)),
+    "data truncated": (DATA, edit_bytes(lambda content: content[:-1], DATA)),
+    "header without end": (DATA, edit_bytes(lambda content: b"\xff" * 8 + content[8:], DATA)),
+    "header not JSON": (DATA, edit_bytes(lambda content: content[:8] + b"x" + content[9:], DATA)),
     "header as a list": (DATA, change_header(lambda tree: [1])),
     "entry as a number": (DATA, change_header(lambda tree: tree.update({"w@3,0": 1}))),
     "entry of another dtype": (DATA, entry(dtype="I32")),

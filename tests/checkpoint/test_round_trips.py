@@ -1,4 +1,4 @@
-"""Round trips through folders in Hugging Face format: transformers reads our files, and we read theirs."""
+"""Folders in Hugging Face format: round trips through transformers, and weights to start from."""
 
 import dataclasses
 import json
@@ -9,8 +9,13 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from fsdptoys.checkpoint import HuggingFaceFolder, verify_checksums
+from fsdptoys.checkpoint import HuggingFaceFolder, open_init_from, verify_checksums
+from fsdptoys.cli.convert import training_words
+from fsdptoys.cli.main import main
+from fsdptoys.errors import ConfigError
 from fsdptoys.models import GPT2Config, LlamaConfig, ModelConfig
+from fsdptoys.models.rotary import RopeScaling
+from tests.checkpoint.damages import CONFIG, GPT2, THIRD, edit_bytes, make_folder
 from tests.checkpoint.folders import build, build_empty, load, write
 from tests.models.families import SMALL
 from tests.oracle import import_transformers
@@ -45,26 +50,6 @@ def test_transformers_loads_our_folders(case: str, tmp_path: Path) -> None:
     oracle.save_pretrained(tmp_path / "theirs")
     assert named_like(HuggingFaceFolder(tmp_path / "theirs").model_config(), model.config) == model.config
     assert oracle.generation_config.eos_token_id is None and oracle.config.bos_token_id is None
-
-
-@pytest.mark.usefixtures("unmeasured")
-@pytest.mark.oracle
-@pytest.mark.parametrize("case", SMALL)
-def test_folders_of_transformers_load(case: str, tmp_path: Path) -> None:
-    """Oracle: transformers' model before it was saved in shards: logits to 1e-5."""
-    transformers = import_transformers()
-    config = SMALL[case]
-    tree = config.hugging_face.write_config(config)
-    torch.manual_seed(1)
-    oracle: Any = getattr(transformers, tree.pop("architectures")[0])(transformers.AutoConfig.for_model(**tree))
-    for name, param in oracle.named_parameters():
-        torch.nn.init.normal_(param, 1.0 if name.endswith(("norm.weight", "ln_1.weight")) else 0.0, 0.2)
-    oracle.save_pretrained(tmp_path / "theirs", max_shard_size=FILE_BYTES)
-    assert len(list((tmp_path / "theirs").glob("*.safetensors"))) > 2
-
-    model = load(tmp_path / "theirs")
-    assert named_like(model.config, config) == config
-    torch.testing.assert_close(model(TOKENS_BT), oracle(TOKENS_BT, use_cache=False).logits, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("case", SMALL)
@@ -130,3 +115,76 @@ def test_stored_head_of_tied_embeddings_must_equal_the_embedding(tmp_path: Path)
             source.check_values()
     with pytest.raises(ValueError, match=r"holds lm_head.weight with other values than model.embed_tokens.weight"):
         source.check_values()
+
+
+@pytest.fixture
+def weights(tmp_path: Path) -> Path:
+    make_folder(tmp_path / "weights")
+    return tmp_path / "weights"
+
+
+MADE = "with which the weights of model.init_from={} were made; set"
+
+
+@pytest.mark.parametrize(
+    ("changes", "sentence"),
+    [
+        ({"rope_theta": 500.0}, f"model.rope_theta=500.0 is not 10000.0, {MADE} model.rope_theta=10000.0"),
+        (
+            {"dim": 32, "tie_embeddings": True},
+            f"model.dim=32 is not 16, {MADE} model.dim=16 (fsdptoys convert from-hf {{}} lists the other 1 too)",
+        ),
+        ({"head_dim": 4}, f"model.head_dim=4 is not 8, {MADE} model.head_dim=8"),
+        (
+            {"rope_scaling": RopeScaling(factor=4.0, original_max_seq_len=8)},
+            f"model.rope_scaling.factor=4.0 is not 8.0, {MADE} model.rope_scaling.factor=8.0",
+        ),
+        ({"tie_embeddings": True}, f"model.tie_embeddings=true is not false, {MADE} model.tie_embeddings=false"),
+    ],
+    ids=["one key", "several keys", "implied key", "nested key", "switch"],
+)
+def test_weights_of_another_model_are_refused(changes: dict[str, Any], sentence: str, weights: Path) -> None:
+    """Oracle: the expected message, for configurations whose weights may even have the same shapes."""
+    chosen = dataclasses.replace(CONFIG, init_from=str(weights), **changes)
+    with pytest.raises(ConfigError) as refused:
+        open_init_from(chosen.build())
+    assert str(refused.value).replace(str(weights), "{}") == sentence
+
+
+@pytest.mark.parametrize(
+    "changes", [{}, {"name": "x", "init_std": 1.0}, {"max_seq_len": 512}, {"head_dim": 8}], ids=str
+)
+def test_settings_unrelated_to_weights_may_differ(changes: dict[str, Any], weights: Path) -> None:
+    """Oracle: the same weights."""
+    model = dataclasses.replace(CONFIG, init_from=str(weights), **changes).build()
+    source, written = open_init_from(model), build(CONFIG)
+    for name, param in model.named_parameters():
+        source.fill(param, name)
+        assert torch.equal(param, written.get_parameter(name))
+
+
+def test_init_from_without_a_folder_of_the_family_is_refused(tmp_path: Path) -> None:
+    """Oracle: the expected messages."""
+    make_folder(tmp_path / "folder", GPT2)
+    (tmp_path / "file").touch()
+    expected = (
+        "where a folder in Hugging Face format is expected; name one that holds config.json and safetensors files"
+    )
+    for name, message in {
+        "nothing": f"model.init_from={{}}/nothing does not exist, {expected}",
+        "file": f"model.init_from={{}}/file is a file, {expected}",
+        "folder": "model=llama is of the family llama, and model.init_from={}/folder holds a gpt2 model; take the "
+        "settings of fsdptoys convert from-hf {}/folder",
+    }.items():
+        chosen = dataclasses.replace(CONFIG, init_from=str(tmp_path / name))
+        with pytest.raises(ConfigError) as refused:
+            open_init_from(chosen.build())
+        assert str(refused.value).replace(str(tmp_path), "{}") == message
+
+
+def test_damaged_folder_is_refused_before_workers_start(weights: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Oracle: status 2 and the file's name, for one bit that only the checksums know of."""
+    edit_bytes(lambda content: content[:-1] + bytes([content[-1] ^ 1]))(weights)
+    _, *words = training_words(CONFIG, str(weights))
+    assert main([*words, "experiment=null"]) == 2
+    assert f"{weights / THIRD} is damaged: its SHA-256 is" in capsys.readouterr().err

@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 
 from fsdptoys.checkpoint import HuggingFaceFolder
 from fsdptoys.device import Device
-from fsdptoys.models import GPT2Config, LlamaConfig, ModelConfig, Qwen3MoEConfig
+from fsdptoys.models import GPT2Config, LlamaConfig, ModelConfig
 from fsdptoys.parallel import DDPConfig, FSDP1Config, FSDP2Config, ParallelConfig, ParallelContext
 from fsdptoys.parallel.mesh import MeshConfig
 from scripts.ranks import run_ranks
@@ -53,17 +53,22 @@ def check_shards_of_full_parameters(config: ModelConfig, folder: Path) -> None:
     assert uneven
 
 
-def test_shards_equal_parts_of_the_full_parameters(tmp_path: Path) -> None:
+EXTENDED = pytest.mark.extended
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        pytest.param("llama3 scaled tied", marks=EXTENDED),
+        pytest.param("qwen3", marks=EXTENDED),
+        *("llama4", "qwen3_moe", "gpt2"),
+    ],
+)
+def test_shards_equal_parts_of_the_full_parameters(case: str, tmp_path: Path) -> None:
     """Oracle: the full parameters; sharded along every dim and along two, unevenly, with empty shards."""
-    cases = ["llama3 scaled tied", "llama4", "qwen3", "qwen3_moe", "gpt2"]
-    for case in cases:
-        write(tmp_path / case, build(with_odd_sizes(SMALL[case])), max_file_bytes=20_000)
-
-    def body() -> None:
-        for case in cases:
-            check_shards_of_full_parameters(with_odd_sizes(SMALL[case]), tmp_path / case)
-
-    run_ranks(4, body)
+    config = with_odd_sizes(SMALL[case])
+    write(tmp_path, build(config), max_file_bytes=20_000)
+    run_ranks(4, check_shards_of_full_parameters, config, tmp_path)
 
 
 def strategy_starts_from(parallel: ParallelConfig, config: ModelConfig, folder: Path) -> None:
@@ -81,34 +86,20 @@ def strategy_starts_from(parallel: ParallelConfig, config: ModelConfig, folder: 
         assert torch.equal(param, expected[name]), name
 
 
+@pytest.mark.parametrize("case", ["qwen3_moe", "llama3 scaled tied", "gpt2"])
 @pytest.mark.parametrize("parallel", [DDPConfig(), FSDP1Config(), FSDP2Config()], ids=lambda parallel: parallel.name)
-def test_every_strategy_starts_from_the_folders_weights(parallel: ParallelConfig, tmp_path: Path) -> None:
+def test_every_strategy_starts_from_the_folders_weights(parallel: ParallelConfig, case: str, tmp_path: Path) -> None:
     """Oracle: the written parameters."""
-    cases = ["qwen3_moe", "llama3 scaled tied", "gpt2"]
-    for case in cases:
-        write(tmp_path / case, build(with_odd_sizes(SMALL[case])))
-
-    def body() -> None:
-        for case in cases:
-            strategy_starts_from(parallel, with_odd_sizes(SMALL[case]), tmp_path / case)
-
-    run_ranks(2, body)
+    config = with_odd_sizes(SMALL[case])
+    write(tmp_path, build(config))
+    run_ranks(2, strategy_starts_from, parallel, config, tmp_path)
 
 
 BIG: dict[str, ModelConfig] = {
-    "llama": LlamaConfig(dim=512, n_layers=6, n_heads=8, n_kv_heads=8, ffn_dim=1408, vocab_size=6000, max_seq_len=64),
+    "llama2": LlamaConfig(dim=512, n_layers=6, n_heads=8, n_kv_heads=8, ffn_dim=1408, vocab_size=6000, max_seq_len=64),
     "gpt2": GPT2Config(dim=640, n_layers=5, n_heads=8, vocab_size=2000, max_seq_len=64),
-    "qwen3_moe": Qwen3MoEConfig(
-        dim=256,
-        n_layers=4,
-        n_heads=4,
-        n_kv_heads=2,
-        ffn_dim=512,
-        vocab_size=3000,
-        max_seq_len=64,
-        n_experts=16,
-        top_k=2,
-        expert_ffn_dim=448,
+    "qwen3_moe": dataclasses.replace(
+        SMALL["qwen3_moe"], dim=256, n_layers=4, ffn_dim=512, vocab_size=3000, n_experts=16, expert_ffn_dim=448
     ),
 }
 
@@ -140,17 +131,16 @@ def peak_growth_bytes(config: ModelConfig, small: Path, folder: Path) -> tuple[i
 
 
 @pytest.mark.skipif(not os.access("/proc/self/clear_refs", os.W_OK), reason="the system does not report a peak")
-@pytest.mark.parametrize("case", BIG)
+@pytest.mark.parametrize("case", ["qwen3_moe", *(pytest.param(case, marks=EXTENDED) for case in ("llama2", "gpt2"))])
 def test_peak_memory_of_a_rank_is_its_shard_and_one_tensor(case: str, tmp_path: Path) -> None:
     """Oracle: Linux's own peak of the resident set: a shard, the file's pages of one parameter, 8 MiB for all else."""
     # In a child process, because the ranks would otherwise inherit freed memory to reuse.
-    run_ranks(1, write_both, SMALL[case if case != "llama" else "llama2"], BIG[case], tmp_path)
+    run_ranks(1, write_both, SMALL[case], BIG[case], tmp_path)
     with torch.device("meta"):
         sizes = [param.nbytes for param in BIG[case].build().parameters()]
     # Queries, keys and values of GPT-2 are one tensor in the file.
     largest_bytes = max(sizes) if case != "gpt2" else max(*sizes, 3 * 640 * 640 * 4)
     assert sum(sizes) > 80 * 2**20
     for growth, shard_bytes in run_ranks(2, peak_growth_bytes, BIG[case], tmp_path / "small", tmp_path / "folder"):
-        print(f"{case}: {growth=} {shard_bytes=} {largest_bytes=}")
         assert shard_bytes == pytest.approx(sum(sizes) / 2, rel=0.01)
         assert growth <= shard_bytes + largest_bytes + 2**23 < sum(sizes)

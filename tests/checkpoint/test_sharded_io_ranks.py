@@ -4,9 +4,8 @@ import errno
 import json
 import math
 import resource
-import shutil
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -19,12 +18,14 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
+from fsdptoys.checkpoint.config import Form
 from fsdptoys.checkpoint.shard_format import read_index
 from fsdptoys.checkpoint.sharded_io import load_tensors, save_full_tensors, save_tensors
 from fsdptoys.checkpoint.storage import LocalStorage, open_storage
 from fsdptoys.errors import ConfigError
 from scripts.ranks import run_ranks
-from tests.checkpoint.test_damaged_shards import make_saved
+from tests.checkpoint.series import whole
+from tests.checkpoint.test_damaged_shards import chunk, make_saved
 
 FORMS: dict[str, tuple[tuple[int, ...], torch.dtype]] = {
     "even": ((8, 6), torch.float32),
@@ -96,15 +97,17 @@ def setting(world_size: int) -> tuple[Any, dict[int, DeviceMesh], list[str]]:
     return dist.new_group(backend="gloo"), meshes, layouts
 
 
-def save_layouts(folder: str, world_size: int) -> list[list[str]]:
+def save_layouts(folder: str, world_size: int) -> dict[str, list[str]]:
+    """Save all tensors in every layout; return the files that this rank wrote of each checkpoint."""
     group, meshes, layouts = setting(world_size)
     storage = open_storage(folder)
-    files = []
+    files = {}
     for layout in layouts:
-        storage.make(f"{world_size} {layout}")
+        name = f"{world_size} {layout}"
+        storage.make(name)
         if group is not None:
             dist.barrier(group)
-        files.append(save_tensors(storage, f"{world_size} {layout}", laid_out(layout, meshes), group))
+        files[name] = save_tensors(storage, name, laid_out(layout, meshes), group)
     return files
 
 
@@ -130,50 +133,39 @@ def load_layouts(folder: str, world_size: int) -> list[str]:
 def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, list[list[str]]]]:
     """A folder with the checkpoints of 1, 2 and 4 ranks in all layouts, and the files that each rank wrote."""
     folder = tmp_path_factory.mktemp("checkpoints")
-    written = {}
+    written: dict[str, list[list[str]]] = {}
     for world_size in (1, 2, 4):
-        by_rank = (
-            [save_layouts(str(folder), 1)]
-            if world_size == 1
-            else run_ranks(world_size, save_layouts, str(folder), world_size)
-        )
-        layouts = [name.split(" ", 1)[1] for name in sorted(path.name for path in folder.glob(f"{world_size} *"))]
-        order = [layout for layout in LAYOUTS if layout in layouts]
-        for position, layout in enumerate(order):
-            written[f"{world_size} {layout}"] = [files[position] for files in by_rank]
+        by_rank = run_ranks(world_size, save_layouts, str(folder), world_size)
+        written |= {name: [files[name] for files in by_rank] for name in by_rank[0]}
     return folder, written
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 4])
+@pytest.mark.parametrize("world_size", [1, 2, pytest.param(4, marks=pytest.mark.extended)])
 def test_layouts_of_1_2_and_4_ranks_load_into_each_other(world_size: int, checkpoints: Any) -> None:
     """Oracle: the full tensor, distributed by PyTorch."""
     folder, written = checkpoints
     assert len(written) == 1 + 4 + 8
-    if world_size == 1:
-        assert load_layouts(str(folder), 1) == []
-    else:
-        assert run_ranks(world_size, load_layouts, str(folder), world_size) == [[]] * world_size
+    assert run_ranks(world_size, load_layouts, str(folder), world_size) == [[]] * world_size
 
 
 def test_files_are_safetensors_with_every_element_once(checkpoints: Any) -> None:
     """Oracle: tensors assembled with the safetensors library and the JSON index, without our code."""
     folder, written = checkpoints
     for checkpoint, files_of_ranks in written.items():
-        list_with_retries = [file for files in files_of_ranks for file in files]
-        assert sorted(list_with_retries) == sorted(path.name for path in (folder / checkpoint).iterdir())
+        files = [file for names in files_of_ranks for file in names]
+        assert sorted(files) == sorted(path.name for path in (folder / checkpoint).iterdir())
         assert "tensors.json" in files_of_ranks[0]
         index = json.loads((folder / checkpoint / "tensors.json").read_text())
-        chunks = {file: load_file(folder / checkpoint / file) for file in list_with_retries if file != "tensors.json"}
+        chunks = {file: load_file(folder / checkpoint / file) for file in files if file != "tensors.json"}
         for name in FORMS:
             entry = index["tensors"][name]
-            whole = torch.zeros(entry["shape"], dtype=full(name).dtype)
-            for chunk in entry["chunks"]:
-                part = chunks[chunk["file"]].pop(chunk["key"])
-                box = tuple(slice(o, o + s) for o, s in zip(chunk["offsets"], chunk["sizes"], strict=True))
-                whole.view(torch.uint8 if whole.dtype.itemsize == 1 else whole.dtype)[box] = part.view(
-                    torch.uint8 if part.dtype.itemsize == 1 else part.dtype
-                )
-            assert equal(whole, full(name)), f"{name} of {checkpoint}"
+            assembled = torch.zeros(entry["shape"], dtype=full(name).dtype)
+            for place in entry["chunks"]:
+                part = chunks[place["file"]].pop(place["key"])
+                box = tuple(slice(o, o + s) for o, s in zip(place["offsets"], place["sizes"], strict=True))
+                as_bytes = torch.uint8 if part.dtype.itemsize == 1 else part.dtype
+                assembled.view(as_bytes)[box] = part.view(as_bytes)
+            assert equal(assembled, full(name)), f"{name} of {checkpoint}"
         assert not any(chunks.values())
 
 
@@ -247,37 +239,23 @@ def save_during_training(folder: str) -> bool:
 def test_saving_and_loading_do_not_use_the_default_group(tmp_path: Path) -> None:
     """A save and a load in a thread end while the default group's only collective waits for them."""
     (tmp_path / "a").mkdir()
-    assert run_ranks(2, save_during_training, str(tmp_path), timeout_seconds=60) == [True, True]
+    assert run_ranks(2, save_during_training, str(tmp_path)) == [True, True]
 
 
-class Interrupting(LocalStorage):
-    """Is interrupted while it writes a file of the given name."""
+class FailingStorage(LocalStorage):
+    """Raises the error in place of writing a file of the given name; None: the kernel lets it grow to 5 bytes."""
 
-    def __init__(self, where: str, error: BaseException, file: str) -> None:
+    def __init__(self, where: str, error: BaseException | None, file: str) -> None:
         super().__init__(where)
         self.error, self.file = error, file
 
     @contextmanager
     def writing(self, path: str) -> Iterator[BinaryIO]:
-        """Raise the error instead."""
-        if path.endswith(self.file):
-            raise self.error
-        with super().writing(path) as file:
-            yield file
-
-
-class Limited(LocalStorage):
-    """The kernel lets one file grow to a few bytes."""
-
-    def __init__(self, where: str, file: str) -> None:
-        super().__init__(where)
-        self.file = file
-
-    @contextmanager
-    def writing(self, path: str) -> Iterator[BinaryIO]:
-        """Set the limit while this file is open."""
+        """See Storage."""
         before = resource.getrlimit(resource.RLIMIT_FSIZE)
         if path.endswith(f"a/{self.file}"):
+            if self.error is not None:
+                raise self.error
             resource.setrlimit(resource.RLIMIT_FSIZE, (5, before[1]))
         try:
             with super().writing(path) as file:
@@ -286,94 +264,73 @@ class Limited(LocalStorage):
             resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
-def gather_full(tensors: dict[str, Tensor]) -> Iterator[tuple[str, Tensor | None]]:
-    """Gather one tensor at a time on rank 0, as a strategy does."""
-    for name in sorted(tensors):
-        tensor = tensors[name]
-        whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-        yield name, whole if dist.get_rank() == 0 else None
+def fail_and_save_again(folder: str, error: BaseException | None, file: str, form: Form) -> tuple[str, bool]:
+    """Save where a file cannot be written, then where all can, over the same group.
 
-
-def fail_and_save_again(folder: str, error: BaseException | None, file: str, whole: bool) -> list[str]:
-    """Save where a file cannot be written, then where all can, over the same group."""
+    Returns:
+        The failure, and whether the second save is right.
+    """
     group, mesh = dist.new_group(backend="gloo"), init_device_mesh("cpu", (2,))
     tensors = {name: tensor for name, tensor in laid_out("rows", {1: mesh}).items() if name != "float8"}
-    storage = Limited(folder, file) if error is None else Interrupting(folder, error, file)
 
-    def save(where: str) -> list[str]:
-        if whole:
-            return save_full_tensors(storage, where, tensors, gather_full, group)
-        return save_tensors(storage, where, tensors, group)
+    def save(storage: LocalStorage, name: str) -> list[str]:
+        storage.make(name)
+        dist.barrier(group)
+        if form is Form.full:
+            return save_full_tensors(storage, name, tensors, whole, group)
+        return save_tensors(storage, name, tensors, group)
 
     try:
-        save("a")
+        save(FailingStorage(folder, error, file), "a")
         raise AssertionError("it was saved")
     except (OSError, ConfigError, KeyboardInterrupt) as caught:
         message = f"{type(caught).__name__} {getattr(caught, 'errno', None)} {caught}"
-    storage = open_storage(folder)
-    save("b")
+    storage = LocalStorage(folder)
+    save(storage, "b")
     load_tensors(storage, "b", tensors, group)
-    return [message, "" if all(equal(t, laid_out("rows", {1: mesh})[name]) for name, t in tensors.items()) else "wrong"]
+    return message, all(equal(tensor, laid_out("rows", {1: mesh})[name]) for name, tensor in tensors.items())
 
 
-def fail_in_turn(folder: Path, cases: list[tuple[BaseException | None, str, bool]]) -> list[list[list[str]]]:
-    """Results of all cases in one launch, by case and rank."""
-    for number in range(len(cases)):
-        for name in ("a", "b"):
-            (folder / str(number) / name).mkdir(parents=True)
-
-    def body() -> list[list[str]]:
-        return [fail_and_save_again(str(folder / str(number)), *case) for number, case in enumerate(cases)]
-
-    return [list(of_ranks) for of_ranks in zip(*run_ranks(2, body), strict=True)]
+FIRST = "tensors-00000.safetensors"
+SECOND = "tensors-00001.safetensors"
+ERRORS = (ConfigError("message"), KeyboardInterrupt())
 
 
-def test_full_disk_of_one_rank_raises_the_same_error_on_all(tmp_path: Path) -> None:
-    """Oracle: the kernel's error for one file that grows over a limit; the group serves the next save."""
-    cases: list[tuple[BaseException | None, str, bool]] = [
-        (None, "tensors-00000.safetensors", False),
-        (None, "tensors-00001.safetensors", False),
-        (None, "tensors.json", False),
-        (None, "tensors-00000.safetensors", True),
-        (None, "tensors.json", True),
-    ]
-    for number, results in enumerate(fail_in_turn(tmp_path, cases)):
-        _, file, whole = cases[number]
-        message = f"OSError {errno.EFBIG} [Errno {errno.EFBIG}] File too large: '{tmp_path}/{number}/a/{file}'"
-        assert results == [[message, ""]] * 2
-        assert (tmp_path / str(number) / "b" / "tensors-00001.safetensors").exists() != whole
+@pytest.mark.parametrize(
+    ("error", "file", "form"),
+    [
+        *((None, file, Form.sharded) for file in (FIRST, SECOND, "tensors.json")),
+        *((None, file, Form.full) for file in (FIRST, "tensors.json")),
+        *((error, file, Form.sharded) for error in ERRORS for file in (SECOND, "tensors.json")),
+    ],
+    ids=str,
+)
+def test_failure_of_one_rank_raises_the_same_error_on_all(
+    error: BaseException | None, file: str, form: Form, tmp_path: Path
+) -> None:
+    """Oracle: the kernel's error for a file that grows over a limit, or the raised error and its class.
+
+    PyTorch would raise its CheckpointException, which is no subclass of Exception. The group serves the next save.
+    """
+    message = f"OSError {errno.EFBIG} [Errno {errno.EFBIG}] File too large: '{tmp_path}/a/{file}'"
+    if error is not None:
+        message = f"{type(error).__name__} None {error}"
+    assert run_ranks(2, fail_and_save_again, str(tmp_path), error, file, form) == [(message, True)] * 2
+    assert (tmp_path / "b" / SECOND).exists() == (form is Form.sharded)
 
 
-def test_errors_and_interrupts_of_one_rank_keep_their_class_on_all(tmp_path: Path) -> None:
-    """Oracle: the original class, not PyTorch's CheckpointException, which is no subclass of Exception."""
-    errors = (ConfigError("message"), KeyboardInterrupt())
-    cases: list[tuple[BaseException | None, str, bool]] = [
-        (error, file, False) for error in errors for file in ("tensors-00001.safetensors", "tensors.json")
-    ]
-    for (error, _, _), results in zip(cases, fail_in_turn(tmp_path, cases), strict=True):
-        assert results == [[f"{type(error).__name__} None {error}", ""]] * 2
-
-
-def damaged_load(folder: str, tensors_of: Callable[[], dict[str, Tensor]]) -> list[Any]:
-    tensors = tensors_of()
-    group, _, _ = setting(dist.get_world_size())
-    try:
+def load_damaged(folder: str) -> tuple[str, bool]:
+    """Return the message of a refusal, and whether the tensors are unchanged."""
+    group, mesh = dist.new_group(backend="gloo"), init_device_mesh("cpu", (2,))
+    tensors = {"w": distribute_tensor(torch.full((6, 4), 7.0), mesh, [Shard(0)], src_data_rank=None)}
+    with pytest.raises(ConfigError) as refused:
         load_tensors(open_storage(folder), "a", tensors, group)
-    except ConfigError as error:
-        return [str(error), all(bool((tensor == 7).all()) for tensor in tensors.values())]
-    return ["", False]
+    return str(refused.value), all(bool((tensor == 7).all()) for tensor in tensors.values())
 
 
 def test_missing_file_of_one_rank_is_refused_by_all_before_loading(tmp_path: Path) -> None:
-    """Rank 0 finds its own rows in an undamaged file."""
-    shutil.copytree(make_saved(tmp_path / "x"), tmp_path / "a")
-    tree = json.loads((tmp_path / "a" / "tensors.json").read_text())
-    tree["tensors"]["w"]["chunks"][1]["file"] = "tensors-00001.safetensors"
-    (tmp_path / "a" / "tensors.json").write_text(json.dumps(tree))
-
-    def tensors() -> dict[str, Tensor]:
-        mesh = init_device_mesh("cpu", (2,))
-        return {"w": distribute_tensor(torch.full((6, 4), 7.0), mesh, [Shard(0)], src_data_rank=None)}
-
-    results = run_ranks(2, damaged_load, str(tmp_path), tensors)
-    assert results[0] == results[1] and "tensors-00001.safetensors is missing" in results[0][0] and results[0][1]
+    """Oracle: the message, the same on both; rank 0 finds its own rows in an undamaged file."""
+    make_saved(tmp_path / "a")
+    chunk(file=SECOND)(tmp_path / "a")
+    results = run_ranks(2, load_damaged, str(tmp_path))
+    assert results[0] == results[1] and f"{SECOND} is missing" in results[0][0] and results[0][1]

@@ -1,11 +1,9 @@
 """Local folders and fsspec URLs behave the same."""
 
 import builtins
-import errno
 import importlib
 import os
 import pickle
-import resource
 import socket
 import sys
 from collections.abc import Iterator
@@ -96,19 +94,6 @@ def test_local_files_are_synced_unless_the_write_failed(tmp_path: Path, monkeypa
     with pytest.raises(KeyError), storage.writing("b") as file:
         raise KeyError
     assert synced == [3]
-
-
-def test_failed_write_names_its_file(tmp_path: Path) -> None:
-    """Oracle: the kernel's own limit on the size of a file."""
-    storage = open_storage(str(tmp_path))
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (5, hard))
-    try:
-        with pytest.raises(OSError) as caught:
-            write(storage, "full")
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-    assert caught.value.errno == errno.EFBIG and caught.value.filename == f"{tmp_path}/full"
 
 
 @pytest.mark.parametrize("kind", ["link to a file", "link to nothing", "pipe", "link to a pipe", "folder"])
