@@ -119,52 +119,6 @@ def test_progress_is_displayed(terminal, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("words", "sentence"),
-    [
-        ("prepar", "fsdptoys data prepar is not a command; did you mean fsdptoys data prepare?"),
-        ("prepare", "fsdptoys data prepare has nothing to read; write fsdptoys data prepare FILE ... --out DIR"),
-        ("prepare a.txt --tokenizer bytes", "fsdptoys data prepare needs --out; write --out DIR"),
-        (
-            "prepare a.txt --out new",
-            "fsdptoys data prepare needs --tokenizer; write --tokenizer bytes, or a tokenizer.json",
-        ),
-        ("prepare a.txt --out . --tokenizer bytes", "--out . exists already; name another folder, or remove it"),
-        (
-            "prepare a.txt --out new --tokenizer bytes --eval-fraction 1",
-            "--eval-fraction 1 leaves nothing to train on; write --eval-fraction 0.01",
-        ),
-        (
-            "prepare a.txt --out new --tokenizer bytes --proceses 2",
-            "--proceses is not an option of fsdptoys data prepare; did you mean --processes?",
-        ),
-        (
-            "prepare a.txt --out new --tokenizer none.json",
-            "--tokenizer none.json names no existing tokenizer.json (none.json); name one, its folder, or bytes",
-        ),
-        (
-            "prepare a.txt --out new --tokenizer bytes --document-end x",
-            "--document-end names a token, and bytes have none but 0 for the end; leave it out",
-        ),
-        ("prepare *.md --out new --tokenizer bytes", "FILE=[*.md] matches no file; set FILE to paths or globs"),
-        ("prepare e.txt --out new --tokenizer bytes", "FILE=[e.txt] is an empty file; take it out of FILE"),
-        ("prepare b.jsonl --out new --tokenizer bytes", "FILE finds no document with text; name files that hold some"),
-        ("check", "fsdptoys data check needs a folder; write fsdptoys data check DIR"),
-        ("show nowhere", "nowhere is no folder with an index.json; make one with fsdptoys data prepare FILE ... --out"),
-    ],
-)
-def test_mistakes_are_reported_in_one_sentence(tmp_path, monkeypatch, words, sentence):
-    """Oracle: the expected message; nothing is made."""
-    monkeypatch.chdir(tmp_path)
-    Path("a.txt").write_text("a")
-    Path("e.txt").touch()
-    write_lines(Path("b.jsonl"), ["", None])
-    with pytest.raises(ConfigError) as caught:
-        data_command(words.split())
-    assert str(caught.value).startswith(sentence)
-    assert not Path("new").exists()
-
-
-@pytest.mark.parametrize(
     ("change", "sentence"),
     [
         ({"format": "other"}, "it is not of the format 'fsdptoys tokens'"),

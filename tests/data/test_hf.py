@@ -132,27 +132,6 @@ def test_two_ranks_have_the_losses_of_one():
     assert found[0] == pytest.approx(found[1], rel=1e-5)
 
 
-@pytest.mark.parametrize(
-    ("settings", "sentence"),
-    [
-        ({"files": []}, "data.files=[] names no file; set data.files=[corpus/*.jsonl]"),
-        ({"files": ["none.txt"]}, "data.files=[none.txt] does not exist; set data.files to files that do"),
-        ({"tokenizer": "none"}, "data.tokenizer=none names no existing tokenizer.json (none); name one, its fol"),
-        ({"tokenizer": "bytes"}, "data.tokenizer=bytes has ids up to 255, over model.vocab_size=200; set model.vocab_"),
-        ({"document_end": "x"}, "data.document_end names a token, and bytes have none but 0 for the end; leave it out"),
-        ({"processes": 0}, "data.processes=0 must be between 1 and 1024, or -1; set data.processes=-1"),
-        ({"eval_fraction": 1.0}, "data.eval_fraction=1.0 must be at least 0 and below 1; set data.eval_fraction=0.0"),
-    ],
-)
-@pytest.mark.usefixtures("corpus")
-def test_mistakes_are_reported_in_one_sentence(settings, sentence):
-    """Oracle: the expected message; nothing is prepared."""
-    with pytest.raises(ConfigError) as caught:
-        config(**settings).validate(16, 200)
-    assert str(caught.value).startswith(sentence)
-    assert not Path("cache").exists()
-
-
 @pytest.mark.usefixtures("corpus")
 def test_too_short_text_is_reported_by_prepare_and_validate():
     """Oracle: the expected message on preparation and on every later check."""

@@ -189,17 +189,6 @@ def test_workers_survive_signals_and_end_with_their_rank(end, tmp_path):
             os.killpg(rank.pid, signal.SIGKILL)
 
 
-@pytest.mark.parametrize(
-    ("workers", "sentence"),
-    [(-1, "must be between 0 and 64; set data.workers=0"), (65, "must be between 0 and 64; set data.workers=0")],
-)
-def test_invalid_number_of_workers_is_refused(workers, sentence):
-    """Oracle: the expected message."""
-    with pytest.raises(ConfigError) as caught:
-        TextConfig(workers=workers)
-    assert str(caught.value) == f"data.workers={workers} {sentence}"
-
-
 SMALL_SHARED_MEMORY = """
 import sys
 from fsdptoys.data import BatchStream, SyntheticConfig

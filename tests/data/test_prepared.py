@@ -14,7 +14,7 @@ from fsdptoys.data.mixture import BLOCK, MixedHeldOut, MixedSamples, Pattern
 from fsdptoys.data.prepare import prepare_folder
 from fsdptoys.errors import ConfigError
 from scripts.ranks import run_ranks
-from tests.data.test_prepare import documents, request, save_tokenizer, write_lines
+from tests.data.test_prepare import documents, request, write_lines
 from tests.data.test_sampler import SEQ_LEN, NumberedSamples, take_numbers
 
 
@@ -234,60 +234,6 @@ def test_samples_of_a_source_are_spread_evenly_over_a_block():
     for stop in range(1, 9):
         for owner, count in enumerate((5, 2, 1)):
             assert abs(pattern.owners[:stop].count(owner) - stop * count / 8) < 1.01
-
-
-@pytest.mark.parametrize(
-    ("settings", "sentence"),
-    [
-        ({}, "data=prepared needs a folder that fsdptoys data prepare has made; set data.folder=FOLDER, or data.so"),
-        ({"folder": "none"}, "data.folder=none is no folder with an index.json; make one with fsdptoys data prepare"),
-        (
-            {"folder": "empty"},
-            "data.folder=empty holds no index.json; make one with fsdptoys data prepare FILE ... --out",
-        ),
-        ({"folder": "a", "sources": ["b"]}, "data.folder=a and data.sources=[b] exclude each other; set data.folder="),
-        (
-            {"sources": ["a", "b"], "weights": [1.0]},
-            "data.weights has 1 numbers for the 2 folders of data.sources; give",
-        ),
-        (
-            {"sources": ["a", "b"], "weights": [1.0, 0.0]},
-            "data.weights has 0.0, which must be above 0; leave the source",
-        ),
-        ({"sources": ["a", "./a"]}, "data.sources has ./a twice; give it a higher weight instead"),
-        ({"sources": ["a", "b"], "weights": [1e6, 1.0]}, "data.weights gives source 2 a share of 1e-06, less than one"),
-        (
-            {"sources": ["a", "words"]},
-            "data.sources=[words] was prepared with another tokenizer (tokenizer.json) than d",
-        ),
-        (
-            {"folder": "wide"},
-            "data.folder=wide has ids up to 299 (of bytes), over model.vocab_size=256; set model.vocab",
-        ),
-        (
-            {"folder": "short"},
-            "train.seq_len=2000 needs 2001 tokens for one sequence, but the training part of data.fo",
-        ),
-        (
-            {"folder": "gone"},
-            "data.folder=gone lacks its file shard-00000.bin; restore it or prepare the folder again",
-        ),
-    ],
-)
-def test_mistakes_are_reported_in_one_sentence(tmp_path, monkeypatch, settings, sentence):
-    """Oracle: the expected message."""
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "empty").mkdir()
-    for name in ("a", "b", "gone", "wide", "short"):
-        make(Path(name), count=3 if name == "short" else 20, eval_fraction=0.0)
-    if "words" in settings.get("sources", ()):
-        make(Path("words"), count=90, eval_fraction=0.0, tokenizer=save_tokenizer(Path("tokenizer"), None))
-    (tmp_path / "gone" / "shard-00000.bin").unlink()
-    wide = tmp_path / "wide" / "index.json"
-    wide.write_text(wide.read_text().replace('"vocab_size": 256', '"vocab_size": 300'))
-    with pytest.raises(ConfigError) as caught:
-        PreparedConfig(**settings).validate(2000, 256)
-    assert str(caught.value).startswith(sentence)
 
 
 def test_damaged_shard_is_reported_when_read(tmp_path):

@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 
 from fsdptoys.data import IGNORE_INDEX, SyntheticConfig
-from fsdptoys.errors import ConfigError
 
 SEQ_LEN, VOCAB = 64, 50
 
@@ -107,18 +106,3 @@ def test_out_of_range_sample_is_an_index_error():
     assert len(list(samples)) == 3
     with pytest.raises(IndexError):
         samples[-1]
-
-
-@pytest.mark.parametrize(
-    ("settings", "sentence"),
-    [
-        ({"branching": 0}, "data.branching=0 must be at least 1; set data.branching=1"),
-        ({"eval_samples": -1}, "data.eval_samples=-1 must be at least 0; set data.eval_samples=0"),
-        ({"branching": 64}, "data.branching=64 must be at most model.vocab_size=32; set data.branching=8"),
-    ],
-)
-def test_mistakes_are_reported_in_one_sentence(settings, sentence):
-    """Oracle: the expected message."""
-    with pytest.raises(ConfigError) as caught:
-        SyntheticConfig(**settings).validate(8, 32)
-    assert str(caught.value) == sentence
