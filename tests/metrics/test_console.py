@@ -1,9 +1,10 @@
 """Console output of a run."""
 
+import contextlib
 import io
+import multiprocessing
 import os
 import pty
-import subprocess
 import sys
 from dataclasses import replace
 
@@ -13,9 +14,7 @@ from rich.cells import cell_len
 
 from fsdptoys.metrics import Console, StepMetrics
 from fsdptoys.metrics.console import PlainReporter, Reporter, RichReporter, build_reporter
-from fsdptoys.metrics.step import (
-    RoutingMetrics,
-)
+from fsdptoys.metrics.step import RoutingMetrics
 from fsdptoys.utils.text import printable
 
 CPU_STEP = StepMetrics(1, 5.54321, 1.2345, 3e-4, 0.1234, 4096, 33193.1, 0.0123, None, None, None, None, 1.5)
@@ -52,26 +51,34 @@ def rich_lines(width: int, metrics: StepMetrics, steps: int = 100_000) -> list[s
     return [line for line in console.file.getvalue().splitlines() if line.strip()]
 
 
-def test_plain_lines_on_a_cpu_and_on_a_device():
-    """Oracle: the lines themselves."""
-    assert plain_lines(20, 1, [CPU_STEP]) == [
-        "step  1/20  loss 5.5432  grad norm 1.234  lr 3.00e-04  time 123.4 ms  tokens/s 33,193  "
-        "TFLOP/s per rank 0.0123  resident set 1.5 GiB"
-    ]
-    assert plain_lines(20, 1, [replace(CPU_STEP, data_wait_seconds=0.01)]) == [
-        "step  1/20  loss 5.5432  grad norm 1.234  lr 3.00e-04  time 123.4 ms  tokens/s 33,193  "
-        "TFLOP/s per rank 0.0123  data wait 8.1%  resident set 1.5 GiB"
-    ]
-    counted = replace(CPU_STEP, memory_allocated_gib=0.00396, memory_peak_gib=0.14159)
-    assert plain_lines(20, 1, [counted])[0].endswith("  memory 0.00396/0.1416 GiB allocated/peak  resident set 1.5 GiB")
-    assert plain_lines(100, 10, [GPU_STEP]) == [
-        "step 100/100  loss 2.5000  grad norm 0.75  lr 3.00e-04  time 123.4 ms  tokens/s 531,100  "
-        "TFLOP/s per rank 457  MFU 45.7%  memory 112.3/123.5/131.2 GiB allocated/peak/reserved"
-    ]
-    assert plain_lines(20, 1, [CPU_EXPERTS_STEP]) == [
-        "step  1/20  loss 5.5432  grad norm 1.234  lr 3.00e-04  time 123.4 ms  tokens/s 33,193  "
-        "TFLOP/s per rank 0.0123  busiest expert 1.8x  entropy 0.988  resident set 1.5 GiB"
-    ]
+ON_CPU = (
+    "step  1/20  loss 5.5432  grad norm 1.234  lr 3.00e-04  time 123.4 ms  tokens/s 33,193  TFLOP/s per rank 0.0123  "
+)
+ON_GPU = (
+    "step 100/100  loss 2.5000  grad norm 0.75  lr 3.00e-04  time 123.4 ms  tokens/s 531,100  TFLOP/s per rank 457  "
+    "MFU 45.7%  memory 112.3/123.5/131.2 GiB allocated/peak/reserved"
+)
+
+
+@pytest.mark.parametrize(
+    ("metrics", "planned", "line"),
+    [
+        (CPU_STEP, 20, f"{ON_CPU}resident set 1.5 GiB"),
+        (replace(CPU_STEP, data_wait_seconds=0.01), 20, f"{ON_CPU}data wait 8.1%  resident set 1.5 GiB"),
+        (
+            replace(CPU_STEP, memory_allocated_gib=0.00396, memory_peak_gib=0.14159),
+            20,
+            f"{ON_CPU}memory 0.00396/0.1416 GiB allocated/peak  resident set 1.5 GiB",
+        ),
+        (CPU_EXPERTS_STEP, 20, f"{ON_CPU}busiest expert 1.8x  entropy 0.988  resident set 1.5 GiB"),
+        (replace(CPU_STEP, skipped=True), 20, ON_CPU.replace("loss", "skipped  loss") + "resident set 1.5 GiB"),
+        (GPU_STEP, 100, ON_GPU),
+    ],
+    ids=["cpu", "data wait", "counted memory", "experts", "skipped", "gpu"],
+)
+def test_plain_line_of_a_step(metrics, planned, line):
+    """Oracle: the line itself."""
+    assert plain_lines(planned, 1, [metrics])[0] == line
 
 
 @pytest.mark.parametrize(
@@ -117,35 +124,27 @@ def test_live_table_fits_the_width_without_truncating_numbers(width, metrics):
     assert len(table[1].split()) >= 2 or width == 40
 
 
-@pytest.mark.parametrize("width", [80, 100])
-def test_all_columns_fit_80_and_100_characters(width):
-    """Oracle: all numbers of a step on a device, in one bar of one line and one row, at 80 and 100 columns."""
-    bar, *_, row = rich_lines(width, GPU_STEP, steps=1000)
-    assert bar.startswith("step 100/1000 ") and bar.endswith("left") and cell_len(bar) <= width
-    assert row.split() == ["2.5000", "0.75", "3.00e-04", "123.4", "ms", "531,100", "457", "45.7%", "112.3/123.5/131.2"]
+GPU_CELLS = "2.5000 0.75 3.00e-04 123.4 ms 531,100 457 45.7% 112.3/123.5/131.2"
+WIDE_CELLS = "2.5000 0.75 3.00e-04 123.4 ms 531,100 457 45.7% 1.8x 0.988 112.3/123.5/131.2"
+CPU_CELLS = "5.5432 1.234 3.00e-04 123.4 ms 33,193 0.0123 1.8x"
 
 
 @pytest.mark.parametrize(
     ("metrics", "width", "cells"),
     [
-        pytest.param(CPU_EXPERTS_STEP, 80, "5.5432 1.234 3.00e-04 123.4 ms 33,193 0.0123 1.8x 1.5 GiB", id="cpu at 80"),
-        pytest.param(
-            CPU_EXPERTS_STEP, 100, "5.5432 1.234 3.00e-04 123.4 ms 33,193 0.0123 1.8x 0.988 1.5 GiB", id="cpu at 100"
-        ),
-        pytest.param(
-            GPU_EXPERTS_STEP, 80, "2.5000 0.75 3.00e-04 123.4 ms 531,100 457 1.8x 112.3/123.5/131.2", id="gpu at 80"
-        ),
-        pytest.param(
-            GPU_EXPERTS_STEP,
-            100,
-            "2.5000 0.75 3.00e-04 123.4 ms 531,100 457 45.7% 1.8x 0.988 112.3/123.5/131.2",
-            id="gpu at 100",
-        ),
+        pytest.param(GPU_STEP, 80, GPU_CELLS, id="gpu at 80"),
+        pytest.param(GPU_STEP, 100, GPU_CELLS, id="gpu at 100"),
+        pytest.param(CPU_EXPERTS_STEP, 80, f"{CPU_CELLS} 1.5 GiB", id="cpu with experts at 80"),
+        pytest.param(CPU_EXPERTS_STEP, 100, f"{CPU_CELLS} 0.988 1.5 GiB", id="cpu with experts at 100"),
+        pytest.param(GPU_EXPERTS_STEP, 80, GPU_CELLS.replace("45.7%", "1.8x"), id="gpu with experts at 80"),
+        pytest.param(GPU_EXPERTS_STEP, 100, WIDE_CELLS, id="gpu with experts at 100"),
     ],
 )
-def test_busiest_expert_fits_80_characters(metrics, width, cells):
-    """Oracle: the row; where it does not all fit, first the entropy gives way, then the MFU."""
-    assert rich_lines(width, metrics)[-1].split() == cells.split(" ")
+def test_columns_fit_80_and_100_characters(metrics, width, cells):
+    """Oracle: the bar and the row; where it does not all fit, first the entropy gives way, then the MFU."""
+    bar, *_, row = rich_lines(width, metrics, steps=1000)
+    assert bar.startswith("step ") and bar.endswith("left") and cell_len(bar) <= width
+    assert row.split() == cells.split()
 
 
 def test_column_positions_do_not_depend_on_the_numbers():
@@ -186,44 +185,39 @@ def test_control_characters_in_model_text_are_escaped():
     assert "x[0] = [bold] :smile:" in console.file.getvalue()
 
 
-SCRIPT = """
-import sys
-from fsdptoys.metrics.config import Console
-from fsdptoys.metrics.console import build_reporter
-from fsdptoys.metrics.step import StepMetrics
-reporter = build_reporter(Console.auto, 3, 1)
-for step in (1, 2):
-    reporter.step(StepMetrics(step, 5.5, 1.2, 3e-4, 0.1, 4096, 33193.0, 0.01, None, None, None, None, 1.5))
-assert type(reporter).__name__ == "RichReporter"
-if sys.argv[1] == "close":
-    reporter.close()
-    reporter.message("closed")
-else:
-    import os
+def show_steps(terminal: int, closes: bool) -> None:
+    """Show two steps in a session of its own; end the process without closing unless ``closes``."""
+    os.setsid()
+    os.dup2(terminal, 0)
+    os.dup2(terminal, 1)
+    os.environ.update(TERM="xterm-256color", COLUMNS="100", LINES="40")
+    sys.stdin, sys.stdout = open(0, closefd=False), open(1, "w", closefd=False)  # noqa: SIM115
+    reporter = build_reporter(Console.auto, 3, 1)
+    assert isinstance(reporter, RichReporter)
+    for number in (1, 2):
+        reporter.step(replace(CPU_STEP, step=number))
+    if closes:
+        reporter.close()
+        reporter.message("closed")
+        sys.stdout.flush()
+        os._exit(0)
     reporter._progress.refresh()
     os._exit(9)
-"""
 
 
-@pytest.mark.parametrize("end", ["close", "killed"])
-def test_terminal_of_another_session_is_supported_and_keeps_its_cursor(end):
+@pytest.mark.parametrize("closes", [True, False])
+def test_terminal_of_another_session_is_supported_and_keeps_its_cursor(closes):
     """Oracle: the bytes on a pseudo-terminal of another session: the cursor is shown last."""
-    mine, theirs = pty.openpty()
-    environment = os.environ | {"TERM": "xterm-256color", "COLUMNS": "100", "LINES": "40"}
-    process = subprocess.Popen(
-        [sys.executable, "-c", SCRIPT, end], stdout=theirs, stdin=theirs, start_new_session=True, env=environment
-    )
-    os.close(theirs)
+    terminal, other = pty.openpty()
+    process = multiprocessing.get_context("fork").Process(target=show_steps, args=(other, closes))
+    process.start()
+    os.close(other)
     drawn = b""
-    while True:
-        try:
-            part = os.read(mine, 65536)
-        except OSError:  # Linux's end of a pseudo-terminal
-            break
-        if not part:
-            break
-        drawn += part
-    os.close(mine)
-    assert process.wait() == (0 if end == "close" else 9)
+    with contextlib.suppress(OSError):  # Linux's end of a pseudo-terminal
+        while part := os.read(terminal, 65536):
+            drawn += part
+    os.close(terminal)
+    process.join()
+    assert process.exitcode == (0 if closes else 9)
     assert b"2/3" in drawn and b"33,193" in drawn
     assert drawn.rfind(b"\x1b[?25h") > drawn.rfind(b"\x1b[?25l")

@@ -1,6 +1,5 @@
 """A run directory from elsewhere: links that lead out of it, pipes, devices, and files that no run writes."""
 
-import faulthandler
 import json
 import os
 from collections.abc import Callable, Iterator
@@ -11,35 +10,26 @@ import pytest
 
 from fsdptoys.errors import ConfigError
 from fsdptoys.launch.exit_record import EXIT_RECORD_VARIABLE, ExitRecord, write_exit_record
-from fsdptoys.metrics import Console, MetricsConfig, ResumePoint, RunRecorder, StepMetrics, check_run_dir, lock_run_dir
-from fsdptoys.metrics.config import (
-    RUN_FILES,
-    RUN_FOLDERS,
-)
+from fsdptoys.metrics import Console, MetricsConfig, ResumePoint, check_run_dir, lock_run_dir
+from fsdptoys.metrics.config import RUN_FILES, RUN_FOLDERS
 from fsdptoys.metrics.resume_log import read_resumes, read_steps
 from fsdptoys.sweep.folder import Job, write_job
 from fsdptoys.train.heartbeat import HeartbeatWriter
-from fsdptoys.utils.file_lock import (
-    LOCK_FILE,
-    FolderLock,
-    is_locked,
-)
+from fsdptoys.utils.file_lock import LOCK_FILE, FolderLock, is_locked
+from tests.metrics.recording import STEP, open_recorder
 
-STEP = StepMetrics(1, 5.5, 1.0, 1e-3, 0.1, 512, 5120.0, 0.1, None, None, None, None, 0.5)
-ENVIRONMENT = {"world_size": 1, "device": {"name": "paper", "type": "cpu"}, "versions": {"torch": "2"}}
 PRECIOUS = b"precious\n"
 KINDS = ("link", "dangling link", "pipe", "device link", "folder")
 FILES = [name for name in RUN_FILES if name not in RUN_FOLDERS]
+METRICS = Path("run/metrics.jsonl")
 
 
 @pytest.fixture(autouse=True)
-def folder_with_timeout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Run in a temporary folder, with a timeout, since opening a pipe may block forever."""
+def scratch_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Run in a temporary folder, beside a file that must not change and a name that must stay free."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "precious").write_bytes(PRECIOUS)
-    faulthandler.dump_traceback_later(120, exit=True)
     yield
-    faulthandler.cancel_dump_traceback_later()
     assert (tmp_path / "precious").read_bytes() == PRECIOUS
     assert not (tmp_path / "nowhere").exists()
 
@@ -58,15 +48,18 @@ def put(kind: str, path: Path) -> None:
         path.symlink_to(Path(target).absolute())
 
 
-def record(resumed: ResumePoint | None, *steps: int, finish: bool = True) -> dict[str, int]:
-    config = MetricsConfig(run_dir="run", console=Console.none)
-    with RunRecorder(config, "tiny", {"train": {"steps": 2}}, ENVIRONMENT, 4, {}, resumed) as recorder:
-        for step in steps:
-            recorder.step(replace(STEP, step=step))
+def record(resumed: ResumePoint | None, *numbers: int, finish: bool = True) -> dict[str, int]:
+    with open_recorder(resumed) as recorder:
+        for number in numbers:
+            recorder.step(replace(STEP, step=number))
         offsets = recorder.offsets()
         if finish:
             recorder.finish("done")
     return offsets
+
+
+def recorded_steps() -> list[int]:
+    return [step.step for step in read_steps(METRICS)[0]]
 
 
 @pytest.fixture
@@ -149,13 +142,7 @@ def test_existing_temporary_file_is_replaced(kind: str, monkeypatch: pytest.Monk
     record(None, 1, 2)
     write_job(Path(), Job("01", (), {}, "abc"))
     write_exit_record(ExitRecord(0))
-    for path in (
-        Path("run/config.yaml"),
-        Path("run/loss.png"),
-        Path("run/summary.md"),
-        Path("job.json"),
-        Path("outcome"),
-    ):
+    for path in map(Path, ("run/config.yaml", "run/loss.png", "run/summary.md", "job.json", "outcome")):
         assert path.is_file() and not path.is_symlink()
 
 
@@ -176,33 +163,27 @@ HUGE = "1" + "0" * 400
 LINE = json.loads(STEP.to_json())
 
 
-@pytest.mark.parametrize(
-    "line",
-    [
-        DEEP,
-        '{"step": 3, "x": ' + DEEP,
-        STEP.to_json().replace("5.5", HUGE),
-        STEP.to_json().replace("5.5", "1e999"),
-        STEP.to_json().replace("512,", f"{HUGE},"),
-        STEP.to_json().replace('"step": 1', f'"step": {10**30}'),
-        json.dumps(LINE | {"step_time_seconds": 0}),
-        json.dumps(LINE | {"step_time_seconds": -1.0}),
-        json.dumps(LINE | {"step_time_seconds": None, "non_finite": ["step_time_seconds"]}),
-        json.dumps(LINE | {"valid_tokens": -5}),
-    ],
-    ids=["deep", "deep value", "huge loss", "infinite loss", "huge tokens", "huge step", "0 s", "-1 s", "nan s", "-5"],
-)
+INVALID_LINES = {
+    "deep": DEEP,
+    "deep value": '{"step": 3, "x": ' + DEEP,
+    "huge loss": STEP.to_json().replace("5.5", HUGE),
+    "infinite loss": STEP.to_json().replace("5.5", "1e999"),
+    "huge tokens": STEP.to_json().replace("512,", f"{HUGE},"),
+    "huge step": STEP.to_json().replace('"step": 1', f'"step": {10**30}'),
+    "0 s": json.dumps(LINE | {"step_time_seconds": 0}),
+    "-1 s": json.dumps(LINE | {"step_time_seconds": -1.0}),
+    "nan s": json.dumps(LINE | {"step_time_seconds": None, "non_finite": ["step_time_seconds"]}),
+    "-5 tokens": json.dumps(LINE | {"valid_tokens": -5}),
+}
+
+
+@pytest.mark.parametrize("line", INVALID_LINES.values(), ids=INVALID_LINES)
 def test_invalid_metrics_line_is_reported_and_omitted(line: str, resumed: ResumePoint) -> None:
     """Oracle: the expected message for such a line; the run ends well, with the steps that can be read."""
-    path = Path("run/metrics.jsonl")
-    text = path.read_text()
-    path.write_text(f"{line}\n{text}")
-    assert read_steps(path)[1] == ["run/metrics.jsonl cannot be read in line 1; results and plots omit it"]
+    METRICS.write_text(f"{line}\n{METRICS.read_text()}")
+    assert read_steps(METRICS)[1] == ["run/metrics.jsonl cannot be read in line 1; results and plots omit it"]
     record(replace(resumed, offsets={"metrics.jsonl": len(line) + 1 + resumed.offsets["metrics.jsonl"]}), 3, 4)
-    assert [step.step for step in read_steps(path)[0]] == [1, 2, 3, 4]
-
-
-ODD = "a: .inf\n1: [x]\nb: [{? [1] : x}]"
+    assert recorded_steps() == [1, 2, 3, 4]
 
 
 def bomb(levels: int = 9) -> str:
@@ -210,51 +191,44 @@ def bomb(levels: int = 9) -> str:
     return "\n".join(lines + [f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 9)}]" for n in range(1, levels)])
 
 
-@pytest.mark.parametrize(
-    "text",
-    [
-        DEEP,
-        '{"a": ' * 5000,
-        bomb(),
-        "a: &a {b: *a}",
-        "a: 1" + ":59" * 100_000,
-        "a: .inf\n1: [x]\n? [1]\n: x",
-        "\0",
-        "- x",
-    ],
-    ids=["deep list", "deep mapping", "bomb", "recursive", "base 60", "odd keys", "not yaml", "list"],
-)
+UNREADABLE = {
+    "deep list": DEEP,
+    "deep mapping": '{"a": ' * 5000,
+    "bomb": bomb(),
+    "recursive": "a: &a {b: *a}",
+    "base 60": "a: 1" + ":59" * 100_000,
+    "odd keys": "a: .inf\n1: [x]\n? [1]\n: x",
+    "not yaml": "\0",
+    "list": "- x",
+}
+
+
+@pytest.mark.parametrize("text", UNREADABLE.values(), ids=UNREADABLE)
 @pytest.mark.parametrize("name", ["config.yaml", "environment.json"])
 def test_unreadable_settings_count_as_missing(name: str, text: str, resumed: ResumePoint) -> None:
     """Oracle: the run completes, and the files are rewritten."""
     Path("run", name).write_text(text)
     record(resumed, 3, finish=False)
-    assert [step.step for step in read_steps(Path("run/metrics.jsonl"))[0]] == [1, 2, 3]
+    assert recorded_steps() == [1, 2, 3]
     assert len(read_resumes(Path("run/resumes.jsonl"))) == 1
     assert "train" in Path("run/config.yaml").read_text()
 
 
-GOOD = {
-    "time": "t",
-    "step": 1,
-    "checkpoint": "c",
-    "world_size_before": 2,
-    "world_size": 2,
-    "changed": {},
-    "moved_to": None,
-}
+RESUME = {"time": "t", "step": 1, "checkpoint": "c", "changed": {}, "moved_to": None}
+RESUME |= {"world_size_before": 2, "world_size": 2}
 
 
 @pytest.mark.parametrize(
     "change",
     [{"changed": "x"}, {"changed": {"a": 1}}, {"changed": {"a": [1]}}, {"time": 5}, {"step": -1}, {"step": 10**30},
-     {"world_size": "x"}, {"moved_to": 3}, {"checkpoint": []}, {"more": 1}],
+     {"step": "x"}, {"step": None}, {"step": 1.5}, {"world_size": "x"}, {"moved_to": 3}, {"checkpoint": []},
+     {"more": 1}],
     ids=str,
 )  # fmt: skip
 def test_invalid_resume_line_is_omitted(change: dict, resumed: ResumePoint) -> None:
     """Oracle: the summary of a run that resumes after such a line and after a deeply nested one."""
     path = Path("run/resumes.jsonl")
-    path.write_text("\n".join([json.dumps(GOOD | change), DEEP, json.dumps(GOOD)]) + "\n")
+    path.write_text("\n".join([json.dumps(RESUME | change), DEEP, json.dumps(RESUME)]) + "\n")
     assert [each.step for each in read_resumes(path)] == [1]
     record(resumed, 3)
     assert [each.step for each in read_resumes(path)] == [1, 2]
@@ -263,8 +237,7 @@ def test_invalid_resume_line_is_omitted(change: dict, resumed: ResumePoint) -> N
 
 def test_link_that_appears_during_the_run_has_no_offset() -> None:
     """Oracle: one sentence at the checkpoint, and not the size of the file behind the link."""
-    config = MetricsConfig(run_dir="run", console=Console.none)
-    with RunRecorder(config, "tiny", {}, ENVIRONMENT, 4, {}) as recorder:
+    with open_recorder() as recorder:
         recorder.step(STEP)
         put("link", Path("run/routing.jsonl"))
         with pytest.raises(ConfigError, match=r"^run/routing.jsonl is a symbolic link and not a regular file"):
@@ -276,46 +249,45 @@ def other_file(path: Path) -> None:
     path.write_text("theirs\n")
 
 
-@pytest.mark.parametrize("how", [Path.unlink, lambda path: path.rename("moved"), other_file], ids=["rm", "mv", "edit"])
+REMOVED = "run/metrics.jsonl was removed during the run; its lines have been written again"
+REPLACED = (
+    "run/metrics.jsonl was replaced during the run; the other file is now metrics.jsonl.replaced-1, and the lines of "
+    "the run have been written again"
+)
+
+
+@pytest.mark.parametrize(
+    ("lose", "message"),
+    [(Path.unlink, REMOVED), (lambda path: path.rename("moved"), REMOVED), (other_file, REPLACED)],
+    ids=["rm", "mv", "edit"],
+)
 @pytest.mark.parametrize("saves", [True, False])
 def test_lines_survive_the_loss_of_their_file(
-    how: Callable[[Path], None], saves: bool, capsys: pytest.CaptureFixture[str]
+    lose: Callable[[Path], None], message: str, saves: bool, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Oracle: every step is in the file at the next checkpoint and at the end, and the console reports it."""
-    path = Path("run/metrics.jsonl")
-    config = MetricsConfig(run_dir="run", console=Console.plain)
-    with RunRecorder(config, "tiny", {}, ENVIRONMENT, 4, {}) as recorder:
+    with open_recorder(console=Console.plain) as recorder:
         for step in (1, 2, 3, 4):
             recorder.step(replace(STEP, step=step))
             if step == 2:
-                how(path)
+                lose(METRICS)
             if step == 3 and saves:
-                assert recorder.offsets()["metrics.jsonl"] == path.stat().st_size > 0
-                assert [each.step for each in read_steps(path)[0]] == [1, 2, 3]
+                assert recorder.offsets()["metrics.jsonl"] == METRICS.stat().st_size > 0
+                assert recorded_steps() == [1, 2, 3]
         recorder.finish("done")
-    assert [each.step for each in read_steps(path)[0]] == [1, 2, 3, 4]
-    messages = [line for line in capsys.readouterr().out.splitlines() if "metrics.jsonl was" in line]
-    assert len(messages) == 1
-    if how is other_file:
+    assert recorded_steps() == [1, 2, 3, 4]
+    assert [line for line in capsys.readouterr().out.splitlines() if "metrics.jsonl was" in line] == [message]
+    if message == REPLACED:
         assert Path("run/metrics.jsonl.replaced-1").read_text() == "theirs\n"
-        assert messages[0] == (
-            "run/metrics.jsonl was replaced during the run; the other file is now metrics.jsonl.replaced-1, "
-            "and the lines of the run have been written again"
-        )
-    else:
-        assert messages[0] == "run/metrics.jsonl was removed during the run; its lines have been written again"
 
 
 def test_lines_survive_the_loss_of_their_file_in_a_failed_run() -> None:
     """Oracle: the completed steps, after an exception."""
-    with (
-        pytest.raises(ZeroDivisionError),
-        RunRecorder(MetricsConfig(run_dir="run", console=Console.none), "tiny", {}, ENVIRONMENT, 4, {}) as recorder,
-    ):
+    with pytest.raises(ZeroDivisionError), open_recorder() as recorder:
         recorder.step(STEP)
-        Path("run/metrics.jsonl").unlink()
+        METRICS.unlink()
         raise ZeroDivisionError
-    assert len(read_steps(Path("run/metrics.jsonl"))[0]) == 1
+    assert recorded_steps() == [1]
 
 
 def test_removed_lock_file_admits_no_second_writer() -> None:

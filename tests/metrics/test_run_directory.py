@@ -1,33 +1,35 @@
 """The run directory, and messages about its problems."""
 
 import json
+import math
 import os
+import platform
 import resource
 import subprocess
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 import yaml
-from omegaconf import OmegaConf
 
 from fsdptoys.device import Device
 from fsdptoys.errors import ConfigError
-from fsdptoys.metrics import Console, MetricsConfig, RunDirectory, StepMetrics, check_run_dir, environment
+from fsdptoys.metrics import MetricsConfig, RunDirectory, check_run_dir, environment
 from fsdptoys.metrics.config import RUN_FILES
 from fsdptoys.metrics.run_directory import LineFile
 from fsdptoys.metrics.run_environment import checkout_commit, hardware_line
+from tests.metrics.recording import STEP
 
-STEP = StepMetrics(1, 5.5, 1.0, 1e-3, 0.1, 512, 5120.0, 0.1, None, None, None, None, 0.5)
 TREE = {"train": {"steps": 2, "sample_prompt": "def ", "seed": None}, "model": {"name": "l\u00e4ma", "dims": [1, 2]}}
 
+SPIKES = "metrics.spike_threshold"
 UNNAMED = "must name a folder; set metrics.run_dir=null for one named by time and title"
 
 
 @pytest.fixture(autouse=True)
 def current_directory(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    return tmp_path
 
 
 def open_run(run_dir: str | None = None, title: str = "tiny") -> RunDirectory:
@@ -49,8 +51,8 @@ def append(directory: RunDirectory, step: int = 1) -> list[str]:
         ("warmup_steps", -1, "metrics.warmup_steps=-1 must be at least 0; set metrics.warmup_steps=0"),
         (
             "spike_threshold",
-            float("nan"),
-            "metrics.spike_threshold=nan must be at least 0; set metrics.spike_threshold=8.0",
+            math.nan,
+            f"{SPIKES}=nan must be at least 0; set {SPIKES}=8.0",
         ),
     ],
 )
@@ -59,13 +61,6 @@ def test_invalid_values_are_rejected_in_one_sentence(field, value, sentence):
     with pytest.raises(ConfigError) as error:
         MetricsConfig(**{field: value})
     assert str(error.value) == sentence
-
-
-def test_config_is_a_schema_for_omegaconf():
-    """Oracle: OmegaConf constructs the dataclass from YAML text."""
-    schema = OmegaConf.structured(MetricsConfig)
-    config = OmegaConf.to_object(OmegaConf.merge(schema, {"console": "plain", "run_dir": None, "log_every": 3}))
-    assert config == MetricsConfig(console=Console.plain, log_every=3)
 
 
 def test_config_and_environment_files_round_trip():
@@ -127,9 +122,8 @@ def test_tilde_expands_to_the_home_directory(tmp_path, monkeypatch):
 @pytest.mark.parametrize("name", list(RUN_FILES))
 def test_new_run_never_overwrites_existing_files(name):
     """Oracle: the expected message, before the run and at its start, and the unchanged file."""
-    folder = Path("taken")
-    folder.mkdir()
-    (folder / name).write_text("mine")
+    Path("taken").mkdir()
+    Path("taken", name).write_text("mine")
     for attempt in (lambda: check_run_dir(MetricsConfig(run_dir="taken")), lambda: open_run("taken")):
         with pytest.raises(ConfigError) as error:
             attempt()
@@ -138,7 +132,7 @@ def test_new_run_never_overwrites_existing_files(name):
             "checkpoint.resume=auto to continue it, or metrics.run_dir to a new folder (null for one named by time "
             "and title)"
         )
-    assert (folder / name).read_text() == "mine"
+    assert Path("taken", name).read_text() == "mine"
 
 
 def test_second_of_two_concurrent_runs_in_one_folder_is_rejected(monkeypatch):
@@ -154,9 +148,8 @@ def test_non_folder_path_is_rejected(run_dir):
     """Oracle: the message names the obstacle; the same for a file, a path through it, and a dead link."""
     Path("file").write_text("")
     Path("link").symlink_to("nowhere")
-    with pytest.raises(
-        ConfigError, match=rf"^metrics\.run_dir={run_dir} needs a folder at .*, which is not a folder; "
-    ):
+    message = rf"^metrics\.run_dir={run_dir} needs a folder at .*, which is not a folder; "
+    with pytest.raises(ConfigError, match=message):
         check_run_dir(MetricsConfig(run_dir=run_dir))
 
 
@@ -198,29 +191,23 @@ def test_full_disk_is_reported_once():
 
 def test_environment_has_versions_and_hardware_but_no_host_name(monkeypatch):
     """Oracle: the running interpreter's own answers; JSON takes it; the host's name is nowhere."""
-    import platform
-
-    import torch
-
     monkeypatch.setenv("OMP_NUM_THREADS", "3")
     monkeypatch.delenv("PYTORCH_ALLOC_CONF", raising=False)
     found = json.loads(json.dumps(environment(Device("cpu"), 4, ["fsdptoys", "train", "data.path=a b"])))
     assert found["command"] == "fsdptoys train 'data.path=a b'"
-    assert found["versions"]["torch"] == torch.__version__
-    assert found["versions"]["python"] == platform.python_version()
-    assert found["versions"]["cuda"] == torch.version.cuda
+    expected = {"torch": torch.__version__, "python": platform.python_version(), "cuda": torch.version.cuda}
+    expected |= {"cudnn": torch.backends.cudnn.version()}
+    assert {name: found["versions"][name] for name in expected} == expected
     assert found["world_size"] == 4
     assert found["machine"]["cpu_cores"] == os.cpu_count()
     assert found["environment_variables"]["OMP_NUM_THREADS"] == "3"
     assert found["environment_variables"]["PYTORCH_ALLOC_CONF"] is None
     assert found["started_at"].endswith("+00:00")
     assert "node" not in found["machine"]
-    assert found["versions"]["cudnn"] == torch.backends.cudnn.version()
     assert hardware_line(found).startswith("4 ranks on ")
     found["device"]["type"] = "cuda"
-    assert hardware_line(found | {"attention_backend": "cudnn"}).endswith(
-        f"torch {torch.__version__}, attention by cudnn"
-    )
+    line = hardware_line(found | {"attention_backend": "cudnn"})
+    assert line.endswith(f"torch {torch.__version__}, attention by cudnn")
 
 
 def test_missing_package_has_no_version(monkeypatch):

@@ -4,7 +4,6 @@ import contextlib
 import importlib.machinery
 import io
 import json
-import os
 import socket
 import sys
 from collections.abc import Iterator
@@ -14,21 +13,12 @@ from pathlib import Path
 
 import pytest
 
-from fsdptoys.device import Device
 from fsdptoys.errors import ConfigError
-from fsdptoys.metrics import Console, MetricsConfig, ResumePoint, RunRecorder, StepMetrics, check_run_dir, environment
+from fsdptoys.metrics import Console, MetricsConfig, ResumePoint, RunRecorder, StepMetrics, check_run_dir
 from fsdptoys.metrics.config import RUN_FILES, WandbMode
 from fsdptoys.metrics.preflight import check_writers, wandb_mode
-from fsdptoys.metrics.step import (
-    RoutingMetrics,
-)
-from fsdptoys.metrics.writers import (
-    Writers,
-)
-
-STEP = StepMetrics(1, 5.5, 1.0, 1e-3, 0.1, 512, 5120.0, 0.1, None, None, None, None, 0.5, 0.75)
-ROUTING = RoutingMetrics(aux_loss=2.1, z_loss=3.5, entropy=0.9, max_load=1.8, min_load=0.25, counts=[[7, 1, 4, 4]])
-TREE = {"model": {"dim": 64, "norm": {"eps": 1e-5}}, "train": {"seed": None}}
+from fsdptoys.metrics.writers import Writers
+from tests.metrics.recording import ROUTING, STEP, TREE, open_recorder
 
 
 def step_of(number: int, shift: float = 0.0) -> StepMetrics:
@@ -44,19 +34,13 @@ def step_of(number: int, shift: float = 0.0) -> StepMetrics:
     )
 
 
-def open_recorder(folder: Path, writers: list[str], resumed: ResumePoint | None = None) -> RunRecorder:
-    config = MetricsConfig(
-        run_dir=str(folder),
-        console=Console.plain,
-        writers=writers,
-        wandb_mode=WandbMode.offline if "wandb" in writers else None,
-    )
-    found = environment(Device("cpu"), 2, ["fsdptoys", "train"])
-    return RunRecorder(config, "tiny", TREE, found, 8, {}, resumed=resumed)
+def recorder_with(folder: Path, writers: list[str], resumed: ResumePoint | None = None) -> RunRecorder:
+    mode = WandbMode.offline if "wandb" in writers else None
+    return open_recorder(resumed, folder, steps=8, console=Console.plain, writers=writers, wandb_mode=mode, log_every=1)
 
 
 @dataclass(frozen=True)
-class Left:
+class Outcome:
     """Output of a run that fails after step 6 and resumes from a checkpoint of step 4."""
 
     folder: Path
@@ -70,7 +54,7 @@ class Left:
 
 
 @pytest.fixture(scope="module")
-def left(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Left]:
+def outcome(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Outcome]:
     pytest.importorskip("tensorboard")
     pytest.importorskip("wandb")
     home, folder = tmp_path_factory.mktemp("home"), tmp_path_factory.mktemp("runs") / "run"
@@ -78,22 +62,18 @@ def left(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Left]:
     proxy = socket.create_server(("127.0.0.1", 0))
     proxy.setblocking(False)
     with pytest.MonkeyPatch.context() as patch:
-        for name in [name for name in os.environ if name.startswith("WANDB_")]:
-            patch.delenv(name)
         patch.setenv("HOME", str(home))
-        patch.setenv("WANDB_ERROR_REPORTING", "")  # so that it is taken away again afterwards
-        patch.delenv("WANDB_ERROR_REPORTING")
         for name in ("HTTP_PROXY", "HTTPS_PROXY", "http_proxy", "https_proxy", "ALL_PROXY"):
             patch.setenv(name, f"http://127.0.0.1:{proxy.getsockname()[1]}")
         with contextlib.redirect_stdout(printed), contextlib.redirect_stderr(printed):
-            with contextlib.suppress(ZeroDivisionError), open_recorder(folder, ["tensorboard", "wandb"]) as recorder:
+            with contextlib.suppress(ZeroDivisionError), recorder_with(folder, ["tensorboard", "wandb"]) as recorder:
                 for number in range(1, 7):
                     recorder.step(step_of(number))
                     if number == 4:
                         offsets = recorder.offsets()
                 raise ZeroDivisionError
             resumed = ResumePoint(4, offsets, "step-00000004")
-            with open_recorder(folder, ["tensorboard", "wandb"], resumed) as recorder:
+            with recorder_with(folder, ["tensorboard", "wandb"], resumed) as recorder:
                 for number in range(5, 9):
                     recorder.step(step_of(number, shift=1.0))
                 recorder.finish("all steps done")
@@ -105,16 +85,16 @@ def left(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Left]:
         while True:
             proxy.accept()[0].close()
             requests += 1
-    yield Left(folder, printed.getvalue(), requests)
+    yield Outcome(folder, printed.getvalue(), requests)
 
 
-def test_event_files_have_each_step_once(left: Left) -> None:
+def test_event_files_have_each_step_once(outcome: Outcome) -> None:
     """Oracle: ``metrics.jsonl``, compared number by number with TensorBoard's own reader; repeated steps count once."""
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    events = EventAccumulator(str(left.folder / "tensorboard"), size_guidance={"scalars": 0, "tensors": 0})
+    events = EventAccumulator(str(outcome.folder / "tensorboard"), size_guidance={"scalars": 0, "tensors": 0})
     events.Reload()
-    lines = left.lines()
+    lines = outcome.lines()
     assert [line["step"] for line in lines] == [*range(1, 9)]
     names = {name for line in lines for name in line} - {"step", "non_finite"}
     for name in names:
@@ -153,15 +133,15 @@ def records_of(path: Path) -> list:
     return records
 
 
-def test_wandb_has_both_starts_under_one_id(left: Left) -> None:
+def test_wandb_has_both_starts_under_one_id(outcome: Outcome) -> None:
     """Oracle: the recorded steps, settings and results, read from its files by its own record type."""
-    files = sorted((left.folder / "wandb").glob("offline-run-*/*.wandb"), key=lambda path: path.stat().st_mtime_ns)
+    files = sorted((outcome.folder / "wandb").glob("offline-run-*/*.wandb"), key=lambda path: path.stat().st_mtime_ns)
     assert len(files) == 2
     histories, summary = [], {}
     for path, exit_code in zip(files, (1, 0), strict=True):
         records = records_of(path)
         assert {record.run.run_id for record in records if record.HasField("run")} == {
-            (left.folder / "wandb" / "run_id.txt").read_text().strip()
+            (outcome.folder / "wandb" / "run_id.txt").read_text().strip()
         }
         assert [record.exit.exit_code for record in records if record.HasField("exit")] == [exit_code]
         (run, *_) = [record.run for record in records if record.HasField("run")]
@@ -187,18 +167,18 @@ def test_wandb_has_both_starts_under_one_id(left: Left) -> None:
     assert summary["results"]["skipped_steps"] == 1 and summary["results"]["steps"] == 8
 
 
-def test_offline_makes_no_request_and_prints_nothing(left: Left) -> None:
+def test_offline_makes_no_request_and_prints_nothing(outcome: Outcome) -> None:
     """Oracle: a proxy set for every request, and the console's lines, which are all our own."""
-    assert left.requests == 0
-    assert "wandb" not in left.printed.lower() and "tensorboard" not in left.printed.lower()
-    assert "resuming after step 4" in left.printed
+    assert outcome.requests == 0
+    assert "wandb" not in outcome.printed.lower() and "tensorboard" not in outcome.printed.lower()
+    assert "resuming after step 4" in outcome.printed
 
 
-def test_summary_lists_only_the_folders_of_configured_writers(left: Left, tmp_path: Path) -> None:
+def test_summary_lists_only_the_folders_of_configured_writers(outcome: Outcome, tmp_path: Path) -> None:
     """Oracle: rows of the pages."""
-    page = (left.folder / "summary.md").read_text()
+    page = (outcome.folder / "summary.md").read_text()
     assert "\n| `tensorboard` | " in page and "\n| `wandb` | " in page
-    with open_recorder(tmp_path / "plain", []) as recorder:
+    with recorder_with(tmp_path / "plain", []) as recorder:
         recorder.finish("done")
     page = (tmp_path / "plain" / "summary.md").read_text()
     assert "`tensorboard`" not in page and "`wandb` |" not in page
@@ -210,15 +190,12 @@ def test_writer_that_cannot_open_its_folder_is_reported_and_disabled(name: str, 
     """Oracle: a file in the folder's place; one sentence, and a complete run without the writer."""
     pytest.importorskip(name)
     (tmp_path / name).write_text("no folder")
-    with open_recorder(tmp_path, [name], ResumePoint(2, {}, "step-00000002")) as recorder:
+    with recorder_with(tmp_path, [name], ResumePoint(2, {}, "step-00000002")) as recorder:
         recorder.step(step_of(3))
         recorder.finish("all steps done")
     label = {"tensorboard": "TensorBoard", "wandb": "Weights & Biases"}[name]
-    messages = [line for line in capsys.readouterr().out.splitlines() if label in line]
-    assert len(messages) == 1
-    assert messages[0].startswith(f"{label} failed after step 2 (") and messages[0].endswith(
-        "metrics.jsonl has every step"
-    )
+    (message,) = [line for line in capsys.readouterr().out.splitlines() if label in line]
+    assert message.startswith(f"{label} failed after step 2 (") and message.endswith("metrics.jsonl has every step")
     assert (tmp_path / "summary.md").exists() and len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 1
     assert (tmp_path / name).read_text() == "no folder"
 
@@ -328,11 +305,8 @@ def test_missing_package_is_reported_before_the_start(name: str, monkeypatch) ->
 
 def test_disabled_wandb_writes_nothing(tmp_path: Path) -> None:
     """Oracle: the files of a run without writers."""
-    config = MetricsConfig(
-        run_dir=str(tmp_path / "run"), console=Console.none, writers=["wandb"], wandb_mode=WandbMode.disabled
-    )
     pytest.importorskip("wandb")
-    with RunRecorder(config, "tiny", TREE, environment(Device("cpu"), 1, []), 1, {}) as recorder:
+    with open_recorder(run_dir=tmp_path / "run", writers=["wandb"], wandb_mode=WandbMode.disabled) as recorder:
         recorder.step(STEP)
         recorder.finish("done")
     assert not (tmp_path / "run" / "wandb").exists()
