@@ -4,12 +4,15 @@ import copy
 import dataclasses
 from typing import Any, TypeVar
 
+import pytest
+
 from fsdptoys.checkpoint import CheckpointConfig
 from fsdptoys.config.kernel_choice import AttentionKernel, GroupedKernel, Kernel, KernelConfig
 from fsdptoys.config.launch_config import DeviceChoice, LaunchConfig
 from fsdptoys.config.plan_config import PlanConfig
 from fsdptoys.config.schema import Config, TrainConfig
 from fsdptoys.data import DataConfig, SyntheticConfig
+from fsdptoys.errors import ConfigError
 from fsdptoys.memory import MemoryConfig
 from fsdptoys.metrics import Console, MetricsConfig
 from fsdptoys.models import GPT2Config, Llama4Config, LlamaConfig, ModelConfig, Qwen3Config, Qwen3MoEConfig
@@ -41,36 +44,22 @@ def supported(rows: dict[str, Row]) -> dict[str, Row]:
     return {label: row for label, row in rows.items() if not any(lacks[name] and name in label for name in lacks)}
 
 
+# Odd sizes: no dim divides evenly over 2 or 4 ranks, so all shards are padded.
+GPT2_SIZES: dict[str, Any] = {"name": "tiny", "dim": 36, "n_heads": 6, "vocab_size": 67, "max_seq_len": 64}
+SIZES = GPT2_SIZES | {"n_kv_heads": 2, "ffn_dim": 50}
+HEADS = SIZES | {"head_dim": 10}
+
+
 def tiny_model(tie_embeddings: bool = False) -> LlamaConfig:
-    # Odd sizes: no dim divides evenly over 2 or 4 ranks, so all shards are padded.
-    return LlamaConfig(
-        name="tiny",
-        dim=36,
-        n_layers=3,
-        n_heads=6,
-        n_kv_heads=2,
-        ffn_dim=50,
-        vocab_size=67,
-        max_seq_len=64,
-        tie_embeddings=tie_embeddings,
-    )
+    return LlamaConfig(**SIZES, n_layers=3, tie_embeddings=tie_embeddings)
 
 
 TINY: dict[str, ModelConfig] = {
-    "qwen3": Qwen3Config(
-        name="tiny", dim=36, n_layers=2, n_heads=6, n_kv_heads=2, head_dim=10, ffn_dim=50, vocab_size=67, max_seq_len=64
-    ),
+    "qwen3": Qwen3Config(**HEADS, n_layers=2),
     # Two or four ranks do not divide the experts: their stacks are sharded along another dim.
     "qwen3_moe": Qwen3MoEConfig(
-        name="tiny",
-        dim=36,
+        **HEADS,
         n_layers=2,
-        n_heads=6,
-        n_kv_heads=2,
-        head_dim=10,
-        ffn_dim=50,
-        vocab_size=67,
-        max_seq_len=64,
         n_experts=3,
         top_k=2,
         expert_ffn_dim=22,
@@ -78,15 +67,8 @@ TINY: dict[str, ModelConfig] = {
         router_z_loss_coef=0.01,
     ),
     "llama4": Llama4Config(
-        name="tiny",
-        dim=36,
+        **HEADS,
         n_layers=4,
-        n_heads=6,
-        n_kv_heads=2,
-        head_dim=10,
-        ffn_dim=50,
-        vocab_size=67,
-        max_seq_len=64,
         n_experts=5,
         expert_ffn_dim=22,
         moe_every=2,
@@ -94,9 +76,16 @@ TINY: dict[str, ModelConfig] = {
         temperature_floor=7,
         router_aux_loss_coef=0.05,
     ),
-    "gpt2": GPT2Config(name="tiny", dim=36, n_layers=2, n_heads=6, vocab_size=67, max_seq_len=64),
+    "gpt2": GPT2Config(**GPT2_SIZES, n_layers=2),
 }
 """The other families, at the same size."""
+
+FAMILIES: dict[str, ModelConfig] = {"llama": tiny_model(), **TINY}
+EXPERTS: dict[str, Any] = {"n_experts": 4, "expert_ffn_dim": 24}
+"""Experts that two and four ranks divide."""
+EVEN: dict[str, Any] = {"n_heads": 4, "n_kv_heads": 2, "ffn_dim": 52, "vocab_size": 68, "dim": 40}
+"""Sizes that two ranks divide; shards of what is left are still padded."""
+DOCUMENTS = SyntheticConfig(branching=60, mask_documents=True)
 
 WRAPS: dict[str, dict[str, Any]] = {
     "blocks": {},
@@ -106,13 +95,17 @@ WRAPS: dict[str, dict[str, Any]] = {
 }
 """Ways to choose the units of a tiny Llama."""
 
+
+def with_sizes(model: ModelConfig, **sizes: Any) -> Any:
+    """Return the model with those of the sizes that its family has."""
+    known = {field.name for field in dataclasses.fields(model)}
+    return dataclasses.replace(model, **{name: size for name, size in sizes.items() if name in known})
+
+
 WITH_BLOCKS: dict[str, ModelConfig] = {
-    name: dataclasses.replace(config, dim=64, n_layers=1, n_heads=4, ffn_dim=96, **more)
-    for name, config, more in (
-        ("llama", tiny_model(), {}),
-        # Stacks of three, which two or four ranks shard along another dim.
-        ("qwen3_moe", TINY["qwen3_moe"], {"head_dim": 16, "expert_ffn_dim": 32}),
-    )
+    # The experts' stacks are three, which two or four ranks shard along another dim.
+    name: with_sizes(FAMILIES[name], dim=64, n_layers=1, n_heads=4, ffn_dim=96, head_dim=16, expert_ffn_dim=32)
+    for name in ("llama", "qwen3_moe")
 }
 """Models with rows long enough for optimizer states of 8 and 4 bits."""
 
@@ -158,3 +151,10 @@ def make_config(
     )
     config.validate(world_size, device)
     return config
+
+
+def refusal(parallel: ParallelConfig, ranks: int, **options: Any) -> str:
+    """Return the sentence with which ``make_config`` refuses the configuration."""
+    with pytest.raises(ConfigError) as refused:
+        make_config(parallel, ranks, **options)
+    return str(refused.value)
