@@ -1,6 +1,8 @@
 """Patches are chosen by name or version, refused in one sentence, and undone by their last holder."""
 
 import itertools
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -14,8 +16,19 @@ ALL = ["fsdp1_stream_reuse", "fsdp2_stream_reuse", "fsdp2_backward_prefetch"]
 
 
 def targets() -> list[object]:
-    """Targets of the three patches, in the order of ``ALL``."""
+    """Return the targets of the three patches, in the order of ``ALL``."""
     return [_runtime_utils._init_streams, FSDPCommContext.lazy_init, FSDPParamGroup.post_forward]
+
+
+def changed(before: list[object]) -> list[bool]:
+    """Return which targets have been replaced."""
+    return [now is not then for now, then in zip(targets(), before, strict=True)]
+
+
+@pytest.fixture
+def torch_2_7(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A version to which all patches apply."""
+    monkeypatch.setattr(torch, "__version__", "2.7.1")
 
 
 def test_patch_replaces_only_its_target_and_undo_restores_it() -> None:
@@ -24,23 +37,19 @@ def test_patch_replaces_only_its_target_and_undo_restores_it() -> None:
     before = targets()
     for index, name in enumerate(ALL):
         undo = PATCHES[name].install()
-        assert [now is then for now, then in zip(targets(), before, strict=True)] == [i != index for i in range(3)]
+        assert changed(before) == [number == index for number in range(3)]
         undo()
         assert targets() == before
 
 
+@pytest.mark.usefixtures("torch_2_7")
 @pytest.mark.parametrize("order", list(itertools.permutations(range(3))))
-def test_patch_stays_until_its_last_holder_undoes_it(order: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_patch_stays_until_its_last_holder_undoes_it(order: tuple[int, ...]) -> None:
     """Oracle: the identity of PyTorch's attributes; three holders, one of them with one patch more."""
-    monkeypatch.setattr(torch, "__version__", "2.7.1")
     before = targets()
-    holders = [
-        apply_patches(["fsdp2_stream_reuse"], "fsdp2"),
-        apply_patches("auto", "fsdp2"),
-        apply_patches(["fsdp2_stream_reuse"], "fsdp2"),
-    ]
+    holders = [apply_patches(names, "fsdp2") for names in (["fsdp2_stream_reuse"], "auto", ["fsdp2_stream_reuse"])]
     patched = targets()
-    assert [now is then for now, then in zip(patched, before, strict=True)] == [True, False, False]
+    assert changed(before) == [False, True, True]
     left = set(range(3))
     for index in order:
         assert targets()[1] is patched[1]
@@ -51,20 +60,23 @@ def test_patch_stays_until_its_last_holder_undoes_it(order: tuple[int, ...], mon
     assert targets() == before
 
 
-def test_context_exit_and_failed_patches_undo_all_patches(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+@pytest.mark.usefixtures("torch_2_7")
+def test_context_exit_undoes_all_patches() -> None:
     """Oracle: the identity of PyTorch's attributes."""
-    monkeypatch.setattr(torch, "__version__", "2.7.1")
     before = targets()
     with apply_patches("auto", "fsdp2"):
         assert targets() != before
     assert targets() == before
-    # The second patch of the strategy finds its target gone.
-    monkeypatch.delattr(FSDPParamGroup, "post_forward")
-    with pytest.raises(AttributeError):
-        apply_patches("auto", "fsdp2")
-    monkeypatch.undo()
+
+
+@pytest.mark.usefixtures("torch_2_7")
+def test_failed_patch_undoes_all_patches() -> None:
+    """Oracle: the identity of PyTorch's attributes, where the second patch of the strategy finds its target gone."""
+    before = targets()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.delattr(FSDPParamGroup, "post_forward")
+        with pytest.raises(AttributeError):
+            apply_patches("auto", "fsdp2")
     assert targets() == before
 
 
@@ -83,53 +95,37 @@ def test_undo_keeps_later_replacements_by_other_libraries(monkeypatch: pytest.Mo
 
 SHARED = "applied: the {} roots of a process share their streams"
 ORDER = "applied: recomputed forwards do not disturb the order of backward prefetching"
+NOT_NEEDED = "not needed because torch {} keeps recomputed forwards out of the prefetch order itself"
+TOO_NEW = "not applied because torch 2.16.0 is newer than the versions it was written against"
 
 
 @pytest.mark.parametrize(
     ("strategy", "version", "report"),
     [
-        ("fsdp1", "2.7.1+cu126", [("fsdp1_stream_reuse", SHARED.format("FSDP1"))]),
+        ("fsdp1", "2.7.1+cu126", {"fsdp1_stream_reuse": SHARED.format("FSDP1")}),
+        ("fsdp2", "2.9.1", {"fsdp2_stream_reuse": SHARED.format("FSDP2"), "fsdp2_backward_prefetch": ORDER}),
         (
             "fsdp2",
-            "2.9.1",
-            [("fsdp2_stream_reuse", SHARED.format("FSDP2")), ("fsdp2_backward_prefetch", ORDER)],
+            "2.10.0a0+git1",
+            {
+                "fsdp2_stream_reuse": SHARED.format("FSDP2"),
+                "fsdp2_backward_prefetch": NOT_NEEDED.format("2.10.0a0+git1"),
+            },
         ),
-        (
-            "fsdp2",
-            "2.10.0a0+git1a2b3c",
-            [
-                ("fsdp2_stream_reuse", SHARED.format("FSDP2")),
-                (
-                    "fsdp2_backward_prefetch",
-                    "not needed because torch 2.10.0a0+git1a2b3c keeps recomputed forwards out of the prefetch order "
-                    "itself",
-                ),
-            ],
-        ),
-        (
-            "fsdp1",
-            "2.16.0",
-            [
-                (
-                    "fsdp1_stream_reuse",
-                    "not applied because torch 2.16.0 is newer than the versions it was written against",
-                )
-            ],
-        ),
-        ("ddp", "2.13.0+cpu", []),
-        ("single", "2.7.0", []),
+        ("fsdp1", "2.16.0", {"fsdp1_stream_reuse": TOO_NEW}),
+        ("ddp", "2.13.0+cpu", {}),
+        ("single", "2.7.0", {}),
     ],
 )
 def test_auto_applies_patches_by_strategy_and_torch_version(
-    strategy: str, version: str, report: list[tuple[str, str]], monkeypatch: pytest.MonkeyPatch
+    strategy: str, version: str, report: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Oracle: written by hand; patches reported as applied have replaced their targets."""
     before = targets()
     monkeypatch.setattr(torch, "__version__", version)
     with apply_patches("auto", strategy) as applied:
-        assert applied.report == report
-        took = {name for name, what in report if what.startswith("applied")}
-        assert {name for name, now, then in zip(ALL, targets(), before, strict=True) if now is not then} == took
+        assert applied.report == list(report.items())
+        assert changed(before) == [report.get(name, "").startswith("applied") for name in ALL]
 
 
 def test_only_named_patches_are_applied(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -144,37 +140,41 @@ def test_only_named_patches_are_applied(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 @pytest.mark.parametrize(
-    ("names", "strategy", "sentence"),
+    ("names", "sentence"),
     [
-        (["fsdp2_steam_reuse"], "fsdp2", "patches=[fsdp2_steam_reuse] is not the name of a patch; did you mean "
-         "fsdp2_stream_reuse?"),
-        (["x"], "fsdp2", "patches=[x] is not the name of a patch; choose from fsdp1_stream_reuse, fsdp2_stream_reuse, "
-         "fsdp2_backward_prefetch, or set patches=auto"),
-        (["auto"], "fsdp2", "patches=[auto] lists auto, which is a value of its own; set patches=auto"),
-        ("fsdp2_stream_reuse", "fsdp2", "patches=fsdp2_stream_reuse must be auto or a list of "
-         "names; set patches=[fsdp2_stream_reuse]"),
-        (3, "fsdp2", "patches=3 must be auto or a list of names; set patches=auto, or patches=[] for none"),
-        ([3], "fsdp2", "patches=[3] must be auto or a list of names; set patches=auto, or patches=[] for none"),
-        (["fsdp2_stream_reuse", "fsdp1_stream_reuse"], "fsdp2", "patches=[fsdp1_stream_reuse] concerns parallel=fsdp1, "
-         "and parallel=fsdp2 is chosen; leave it out or set patches=auto"),
-        (["fsdp2_backward_prefetch"], "fsdp2", "patches=[fsdp2_backward_prefetch] applies to torch >=2.7,<2.10, and is "
-         "not needed because torch 2.13.0+cpu keeps recomputed forwards out of the prefetch order itself; leave it out "
-         "or set patches=auto"),
-        (["fsdp2_cpu_offload_clip"], "fsdp2", "patches=[fsdp2_cpu_offload_clip] is needed by no torch: PyTorch's "
-         "clip_grad_norm_ wants a process group that can reduce host tensors when gradients are offloaded, and "
-         "FSDPToys does not call it, but sums up the norm on the accelerator; leave it out or set patches=auto"),
+        (["fsdp2_steam_reuse"], "is not the name of a patch; did you mean fsdp2_stream_reuse?"),
+        (["x"], f"is not the name of a patch; choose from {', '.join(ALL)}, or set patches=auto"),
+        (["auto"], "lists auto, which is a value of its own; set patches=auto"),
+        ("fsdp2_stream_reuse", "must be auto or a list of names; set patches=[fsdp2_stream_reuse]"),
+        (3, "must be auto or a list of names; set patches=auto, or patches=[] for none"),
+        ([3], "must be auto or a list of names; set patches=auto, or patches=[] for none"),
+        (
+            ["fsdp1_stream_reuse"],
+            "concerns parallel=fsdp1, and parallel=fsdp2 is chosen; leave it out or set patches=auto",
+        ),
+        (
+            ["fsdp2_backward_prefetch"],
+            f"applies to torch >=2.7,<2.10, and is {NOT_NEEDED.format('2.13.0+cpu')}; leave it out or set patches=auto",
+        ),
+        (
+            ["fsdp2_cpu_offload_clip"],
+            "is needed by no torch: PyTorch's clip_grad_norm_ wants a process group that can reduce host tensors when "
+            "gradients are offloaded, and FSDPToys does not call it, but sums up the norm on the accelerator; leave it "
+            "out or set patches=auto",
+        ),
     ],
-)  # fmt: skip
+)
+@pytest.mark.parametrize("call", [check_patches, apply_patches])
 def test_invalid_and_ineffective_patch_names_are_refused(
-    names: list[str] | str, strategy: str, sentence: str, monkeypatch: pytest.MonkeyPatch
+    names: Any, sentence: str, call: Callable[..., object], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Oracle: written by hand; the check and the application raise the same message."""
+    """Oracle: written by hand; the check and the application raise the same message, despite a valid name."""
     monkeypatch.setattr(torch, "__version__", "2.13.0+cpu")
     before = targets()
-    for call in (check_patches, apply_patches):
-        with pytest.raises(ValueError) as refusal:
-            call(names, strategy)
-        assert str(refusal.value) == sentence
+    shown = f"[{names[0]}]" if isinstance(names, list) else names
+    with pytest.raises(ValueError) as refusal:
+        call(["fsdp2_stream_reuse", *names] if isinstance(names, list) else names, "fsdp2")
+    assert str(refusal.value) == f"patches={shown} {sentence}"
     assert targets() == before
 
 
