@@ -1,17 +1,22 @@
 """Ranks on simulated NPUs: forks that install the device, which the process of the tests does not have.
 
-They are forks of a server that has imported their modules and used none: PyTorch's autograd counts devices
-once, and in a fork of a process that has run a backward there would be none.
+PyTorch's autograd counts devices once, and in a fork of a process that has run a backward there would be none. So the
+test modules of this folder run backwards in ranks only.
 """
 
 import functools
-import multiprocessing
 import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
+
+from fsdptoys.config.schema import Config, SumDType
+from fsdptoys.optim import AdamWConfig, Implementation, WeightDecayOn
+from fsdptoys.parallel import ParallelConfig
 from scripts.ranks import run_ranks
+from tests.parallel.runs import PLAIN_KERNELS, make_config
 
 SITE = Path(__file__).parent / "site"
 """On ``PYTHONPATH``, it installs the device in every process."""
@@ -21,11 +26,10 @@ sys.path.append(str(SITE))
 import simulated_npu as simulated_npu  # noqa: E402
 from simulated_npu.build import build_extension as build_extension  # noqa: E402
 
-PRELOADED = ["scripts.parity", "tests.memory.offloaded", "tests.parallel.runs", "simulated_npu"]
-PRELOADED += ["fsdptoys.parallel.fsdp1", "fsdptoys.parallel.fsdp2", "fsdptoys.checkpoint.dcp_io"]
-
 MODES = ("immediate", "delayed")
 """Whether streams work immediately or only on a wait."""
+
+BOTH_MODES = pytest.mark.parametrize("mode", [pytest.param("immediate", marks=pytest.mark.extended), "delayed"])
 
 
 def run_npu_ranks(
@@ -36,18 +40,24 @@ def run_npu_ranks(
     Args:
         world_size: ranks, each with a device.
         function: called in each rank; its result must be picklable.
-        args: picklable, as the function.
+        args: of the function.
         mode: one of ``MODES``.
         capacity_mib: memory of each device.
 
     Returns:
         The results in order of rank.
     """
-    multiprocessing.get_context("forkserver").set_forkserver_preload(PRELOADED)
     prepare = functools.partial(simulated_npu.install, world_size, capacity_mib * 2**20, mode == "delayed")
-    return run_ranks(world_size, function, *args, device="npu", start="forkserver", prepare=prepare)
+    return run_ranks(world_size, function, *args, device="npu", prepare=prepare)
 
 
 def run_on_npu(function: Callable[..., Any], *args: Any, mode: str = "immediate", capacity_mib: int = 4096) -> Any:
     """Call ``function(*args)`` in a process with one simulated NPU."""
     return run_npu_ranks(1, function, *args, mode=mode, capacity_mib=capacity_mib)[0]
+
+
+def config_for(device: str, parallel: ParallelConfig, ranks: int, **options: Any) -> Config:
+    """Return the same training for a device: HCCL reduces no float64, and a CPU's own AdamW rounds otherwise."""
+    settings: dict[str, Any] = {"kernels": PLAIN_KERNELS, "deterministic": False, "sum_dtype": SumDType.float32}
+    settings["optim"] = AdamWConfig(1e-2, weight_decay_on=WeightDecayOn.all, implementation=Implementation.foreach)
+    return make_config(parallel, ranks, device=device, **{**settings, "steps": 3, **options})

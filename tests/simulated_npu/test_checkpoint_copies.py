@@ -11,7 +11,7 @@ from torch import Tensor
 from fsdptoys.checkpoint import pinned_copy, shard_format
 from fsdptoys.checkpoint.sharded_io import load_tensors, save_tensors
 from fsdptoys.checkpoint.storage import open_storage
-from tests.simulated_npu.ranks import MODES, run_on_npu
+from tests.simulated_npu.ranks import BOTH_MODES, run_on_npu, simulated_npu
 
 BUFFER_BYTES = 96
 
@@ -31,8 +31,6 @@ def tensors(device: str) -> dict[str, Tensor]:
 
 def save_and_load(folder: str) -> tuple[str, bool, int]:
     """The digest of the written file, whether loading restores every bit, and the most bytes pinned."""
-    import simulated_npu
-
     patch = pytest.MonkeyPatch()
     for module in (pinned_copy, shard_format):
         patch.setattr(module, "BUFFER_BYTES", BUFFER_BYTES)
@@ -53,16 +51,17 @@ def save_and_load(folder: str) -> tuple[str, bool, int]:
     return digest, same, max(pinned)
 
 
-@pytest.mark.parametrize("mode", MODES)
+@BOTH_MODES
 def test_files_of_an_accelerator_hold_the_bytes_of_a_cpus(
     mode: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Oracle: the file that a CPU writes, without buffers; in delayed mode a missing wait shows as other bytes."""
-    monkeypatch.delattr(pinned_copy.PinnedBuffers, "__init__")  # takes no device then
     (tmp_path / "cpu").mkdir()
     storage = open_storage(str(tmp_path / "cpu"))
     storage.make("a")
-    save_tensors(storage, "a", tensors("cpu"), None)
+    with monkeypatch.context() as patch:
+        patch.delattr(pinned_copy.PinnedBuffers, "__init__")  # takes no device then
+        save_tensors(storage, "a", tensors("cpu"), None)
     expected = hashlib.sha256((tmp_path / "cpu/a/tensors-00000.safetensors").read_bytes()).hexdigest()
     (tmp_path / "npu").mkdir()
     digest, same, pinned = run_on_npu(save_and_load, str(tmp_path / "npu"), mode=mode)

@@ -1,6 +1,6 @@
 """The simulated ``hccl`` returns gloo's results, and makes streams wait rather than the host."""
 
-import os
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -8,7 +8,8 @@ import torch
 import torch.distributed as dist
 
 from scripts.ranks import run_ranks
-from tests.simulated_npu.ranks import MODES, run_npu_ranks
+from tests.harness.processes import wait_until
+from tests.simulated_npu.ranks import BOTH_MODES, run_npu_ranks
 
 RANKS = 2
 
@@ -16,44 +17,34 @@ RANKS = 2
 def collectives(device: str) -> dict[str, Any]:
     rank = dist.get_rank()
     x = (torch.arange(4.0) + 10 * rank).to(device)
-    results: dict[str, Any] = {}
-
-    def keep(name: str, *tensors: torch.Tensor) -> None:
-        results[name] = [tensor.cpu().tolist() for tensor in tensors]
-
+    results: dict[str, list[torch.Tensor]] = {}
     for op in ("SUM", "MAX", "MIN", "PRODUCT"):
-        reduced = x.clone()
-        dist.all_reduce(reduced, getattr(dist.ReduceOp, op))
-        keep(op, reduced)
-    gathered = torch.empty(8, device=device)
+        results[op] = [x.clone()]
+        dist.all_reduce(results[op][0], getattr(dist.ReduceOp, op))
+    gathered, listed = torch.empty(8, device=device), [torch.empty(4, device=device) for _ in range(RANKS)]
     dist.all_gather_into_tensor(gathered, x)
-    listed = [torch.empty(4, device=device) for _ in range(RANKS)]
     dist.all_gather(listed, x)
-    scattered = torch.empty(2, device=device)
+    scattered, swapped = torch.empty(2, device=device), torch.empty(4, device=device)
     dist.reduce_scatter_tensor(scattered, x)
-    sent = x.clone()
-    dist.broadcast(sent, src=1)
-    swapped = torch.empty(4, device=device)
     dist.all_to_all_single(swapped, x)
-    half = x.to(torch.bfloat16)
+    sent, half, onto = x.clone(), x.to(torch.bfloat16), x.clone()
+    dist.broadcast(sent, src=1)
     dist.all_reduce(half)
-    onto = x.clone()
     dist.reduce(onto, dst=0)
-    keep("rest", gathered, *listed, scattered, sent, swapped, half.float(), *([onto] if rank == 0 else []))
+    results["rest"] = [gathered, *listed, scattered, swapped, sent, half.float(), *([onto] if rank == 0 else [])]
     objects: list[Any] = [None] * RANKS
     dist.all_gather_object(objects, {"rank": rank})
-    results["objects"] = objects
     if rank == 0:
         dist.send(x, 1)
     else:
-        received = torch.empty(4, device=device)
-        dist.recv(received, 0)
-        keep("received", received)
+        results["received"] = [torch.empty(4, device=device)]
+        dist.recv(results["received"][0], 0)
     dist.barrier()
-    return results
+    numbers = {name: [tensor.cpu().tolist() for tensor in tensors] for name, tensors in results.items()}
+    return {**numbers, "objects": objects}
 
 
-@pytest.mark.parametrize("mode", MODES)
+@BOTH_MODES
 def test_hccl_collectives_equal_gloo(mode: str) -> None:
     """Oracle: gloo on CPU tensors."""
     assert run_npu_ranks(RANKS, collectives, "npu", mode=mode) == run_ranks(RANKS, collectives, "cpu")
@@ -67,13 +58,13 @@ def average() -> list[float]:
     return [*x.cpu().tolist(), *half.cpu().tolist()]
 
 
-@pytest.mark.parametrize("mode", MODES)
+@BOTH_MODES
 def test_average_is_the_sum_divided_by_the_world_size(mode: str) -> None:
     """Oracle: arithmetic."""
     assert run_npu_ranks(RANKS, average, mode=mode) == [[1.5, 6.0, 1.5], [1.5, 6.0, 6.0]]
 
 
-def unwaited(waits: bool) -> bool:
+def sum_is_right(waits: bool) -> bool:
     x = torch.ones(1000, device="npu")
     work = dist.all_reduce(x, async_op=True)
     if waits:
@@ -84,25 +75,24 @@ def unwaited(waits: bool) -> bool:
     return right
 
 
-def test_unwaited_collective_leaves_old_values_visible() -> None:
+@pytest.mark.parametrize("waits", [True, False])
+def test_unwaited_collective_leaves_old_values_visible(waits: bool) -> None:
     """Oracle: the sum; only delayed mode exposes the mistake reliably."""
-    assert run_npu_ranks(RANKS, unwaited, True, mode="delayed") == [True, True]
-    assert run_npu_ranks(RANKS, unwaited, False, mode="delayed") == [False, False]
+    assert run_npu_ranks(RANKS, sum_is_right, waits, mode="delayed") == [waits] * RANKS
 
 
-def reduce_while_one_host_waits(folder: str) -> float:
-    x = torch.ones(3, device="npu")
-    dist.broadcast(x, src=0)
-    path = os.path.join(folder, "done")
-    if dist.get_rank() == 1:
-        total = float(x.sum())  # needs rank 0's part, which its host does not wait for
-        open(path, "x").close()
-        return total
-    while not os.path.exists(path):
-        pass
-    return float(x.sum())
-
-
-def test_host_waiting_elsewhere_does_not_block_collectives(tmp_path: Any) -> None:
+def test_host_waiting_elsewhere_does_not_block_collectives(tmp_path: Path) -> None:
     """Oracle: the value 3; blocking would deadlock the ranks."""
-    assert run_npu_ranks(RANKS, reduce_while_one_host_waits, str(tmp_path), mode="delayed") == [3.0, 3.0]
+    done = tmp_path / "done"
+
+    def reduce_while_one_host_waits() -> float:
+        x = torch.ones(3, device="npu")
+        dist.broadcast(x, src=0)
+        if dist.get_rank() == 1:
+            total = float(x.sum())  # needs rank 0's part, which its host does not wait for
+            done.touch()
+            return total
+        wait_until(done.exists, "the sum on rank 1")
+        return float(x.sum())
+
+    assert run_npu_ranks(RANKS, reduce_while_one_host_waits, mode="delayed") == [3.0, 3.0]

@@ -18,14 +18,9 @@ pytestmark = pytest.mark.launcher
 
 def run(words: list[str], cwd: Path, status: int = 0, **variables: str) -> str:
     """Run a command with four simulated NPUs, check its exit status, and return its output."""
-    unset = ("RANK", "WORLD_SIZE", "COVERAGE_PROCESS_")
-    present = {name: value for name, value in os.environ.items() if not name.startswith(unset)}
-    present |= {
-        "PYTHONPATH": f"{ROOT}{os.pathsep}{SITE}",
-        "SIMULATED_NPU_DEVICES": "4",
-        "OMP_NUM_THREADS": "1",
-    } | variables
-    done = subprocess.run([sys.executable, *words], cwd=cwd, env=present, capture_output=True, text=True)
+    variables |= {"PYTHONPATH": f"{ROOT}{os.pathsep}{SITE}", "SIMULATED_NPU_DEVICES": "4"}
+    present = {name: value for name, value in os.environ.items() if not name.startswith("COVERAGE_PROCESS_")}
+    done = subprocess.run([sys.executable, *words], cwd=cwd, env=present | variables, capture_output=True, text=True)
     assert done.returncode == status, done.stdout + done.stderr
     return done.stdout if status == 0 else done.stderr
 
@@ -42,6 +37,7 @@ def losses(run_dir: Path) -> list[tuple[float, float]]:
     return [(line["loss"], line["grad_norm"]) for line in lines if "loss" in line]
 
 
+@pytest.mark.extended
 def test_portable_mode_matches_cpu_ranks_bitwise(tmp_path: Path) -> None:
     """Oracle: the same arithmetic by the same kernels on CPU ranks, to the last bit of losses, norms and parameters."""
     words = "--device npu --against-cpu --world-sizes 2 --steps 3 --seq-len 16 --models llama_debug --dtypes float32"
@@ -51,6 +47,7 @@ def test_portable_mode_matches_cpu_ranks_bitwise(tmp_path: Path) -> None:
     assert [(row[1], row[-1]) for row in rows] == [(name, "every bit") for name in ("single", "ddp", "fsdp2")]
 
 
+@pytest.mark.extended
 def test_two_dimensional_mesh_trains_and_resumes(tmp_path: Path) -> None:
     """Oracle: the run's output; both need process groups that a group bound to an NPU cannot create."""
     words = "parallel=fsdp2 mesh.fsdp_size=2 checkpoint.every=2 checkpoint.resume=auto metrics.run_dir=run"
@@ -61,6 +58,7 @@ def test_two_dimensional_mesh_trains_and_resumes(tmp_path: Path) -> None:
     assert "barrier(): using the device under current context" not in "".join(said)
 
 
+@pytest.mark.extended
 def test_cpu_ranks_resume_from_a_checkpoint_of_npus(tmp_path: Path) -> None:
     """Oracle: the same four steps on CPU ranks without a break, to the last bit of losses and norms."""
     words = "train.steps={} parallel=fsdp2 launch.nproc_per_node=2 launch.device={} metrics.run_dir={} "
@@ -84,6 +82,7 @@ def test_profile_uses_the_pytorch_profiler_and_snapshot_has_stacks(tmp_path: Pat
     assert any("trainer.py" in frame["filename"] for entry in entries for frame in entry["frames"])
 
 
+@pytest.mark.extended
 def test_out_of_memory_message_lists_live_tensors_and_options(tmp_path: Path) -> None:
     """Oracle: the device's capacity, and switches of memory by name."""
     words = "parallel=fsdp2 launch.nproc_per_node=2 train.steps=2 train.seq_len=512 train.batch_size=16"
@@ -92,6 +91,7 @@ def test_out_of_memory_message_lists_live_tensors_and_options(tmp_path: Path) ->
     assert "activations, temporaries, gathered parameters" in said and "memory.gradient_checkpointing=full" in said
 
 
+@pytest.mark.extended
 def test_smoke_test_passes_on_an_npu(tmp_path: Path) -> None:
     """Oracle: the checks' own, in float64 and by the input of one rank's collectives."""
     words = [str(ROOT / "scripts" / "gpu_smoke.py"), "--device", "npu", "--checks", "device", "process group", "loss"]

@@ -1,20 +1,27 @@
 """The simulated device supports the calls of PyTorch and this project, and fails where hardware would."""
 
 import os
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 
 from fsdptoys.device.free_memory import least_free_bytes
 from scripts.ranks import run_ranks
-from tests.simulated_npu.ranks import MODES, SITE, run_on_npu
+from tests.simulated_npu.ranks import BOTH_MODES, MODES, SITE, run_on_npu, simulated_npu
 
 MIB = 2**20
 
 
+def reserve(mib: float) -> torch.Tensor:
+    return torch.empty(int(mib * MIB), dtype=torch.uint8, device="npu")
+
+
 def operators(device: str) -> list[Any]:
+    """Results of operators, and their gradients."""
     torch.manual_seed(3)
     x = torch.randn(6, 8).to(device).requires_grad_()
     weight = torch.randn(5, 8).to(device).requires_grad_()
@@ -30,111 +37,87 @@ def operators(device: str) -> list[Any]:
     return [tensor.detach().cpu().tolist() for tensor in (loss, x.grad, weight.grad, heads.grad, *picked)]
 
 
-@pytest.mark.parametrize("mode", MODES)
-def test_operators_and_gradients_equal_the_cpu_bitwise(mode: str) -> None:
-    """Oracle: the same on the CPU."""
-    assert run_on_npu(operators, "npu", mode=mode) == run_ranks(1, operators, "cpu")[0]
-
-
 def random_numbers(device: str) -> list[Any]:
+    """Random numbers, and those from a restored state of the generator."""
     torch.manual_seed(11)
     drawn = [torch.rand(5, device=device), torch.randn(5, device=device)]
     generator = torch.Generator(device=device).manual_seed(4)
     drawn.append(torch.randperm(9, device=device, generator=generator))
-    state = torch.get_device_module(device).get_rng_state() if device == "npu" else torch.get_rng_state()
+    states = torch.get_device_module(device) if device == "npu" else torch
+    state = states.get_rng_state()
     first = torch.rand(3, device=device)
-    (torch.get_device_module(device) if device == "npu" else torch).set_rng_state(state)
+    states.set_rng_state(state)
     assert torch.equal(first, torch.rand(3, device=device))
     return [tensor.cpu().tolist() for tensor in drawn]
 
 
-@pytest.mark.parametrize("mode", MODES)
-def test_random_numbers_and_generator_states_equal_the_cpu(mode: str) -> None:
-    """Oracle: the CPU's generator."""
-    assert run_on_npu(random_numbers, "npu", mode=mode) == run_ranks(1, random_numbers, "cpu")[0]
+@BOTH_MODES
+@pytest.mark.parametrize("results", [operators, random_numbers])
+def test_operators_gradients_and_random_numbers_equal_the_cpu_bitwise(
+    results: Callable[[str], list[Any]], mode: str
+) -> None:
+    """Oracle: the same on the CPU."""
+    assert run_on_npu(results, "npu", mode=mode) == run_ranks(1, results, "cpu")[0]
 
 
-def mistakes() -> list[str]:
-    x = torch.ones(4, device="npu")
-    messages = []
-    for wrong in (
-        lambda: x + torch.ones(4),
-        lambda: torch.zeros(2, device="npu:1"),
-        lambda: torch.distributed.all_reduce(torch.ones(2)),
-        lambda: torch.distributed.all_reduce(torch.ones(2, dtype=torch.float64, device="npu")),
-        lambda: x.numpy(),
-    ):
-        try:
-            wrong()
-        except (RuntimeError, TypeError, ValueError) as error:
-            messages.append(str(error))
-    return messages
-
-
-def test_invalid_operations_fail_as_on_hardware() -> None:
+@pytest.mark.parametrize(
+    ("mistake", "message"),
+    [
+        (lambda x: x + torch.ones(4), "Expected all tensors to be on the same device"),
+        (lambda x: torch.zeros(2, device="npu:1"), "invalid device ordinal"),
+        (lambda x: dist.all_reduce(torch.ones(2)), "No backend type associated with device type cpu"),
+        (lambda x: dist.all_reduce(x.double()), "cannot reduce Double"),
+        (lambda x: x.numpy(), "can't convert npu:0 device type tensor to numpy"),
+    ],
+    ids=["two devices", "ordinal", "backend", "double", "numpy"],
+)
+def test_invalid_operations_fail_as_on_hardware(mistake: Callable[[torch.Tensor], object], message: str) -> None:
     """Oracle: error messages of PyTorch, CUDA and HCCL."""
-    devices, ordinal, backend, double, numpy = run_on_npu(mistakes)
-    assert "Expected all tensors to be on the same device" in devices
-    assert "invalid device ordinal" in ordinal
-    assert "No backend type associated with device type cpu" in backend
-    assert "cannot reduce Double" in double
-    assert "can't convert npu:0 device type tensor to numpy" in numpy
-
-
-def memory_use() -> dict[str, Any]:
-    accelerator = torch.accelerator
-    before = accelerator.memory_allocated()
-    kept = torch.empty(MIB, dtype=torch.uint8, device="npu")
-    freed = torch.empty(3 * MIB + 1, dtype=torch.uint8, device="npu")
-    during = accelerator.memory_allocated() - before
-    del freed
-    after = accelerator.memory_allocated() - before
-    again = torch.empty(3 * MIB, dtype=torch.uint8, device="npu")
-    reserved = accelerator.memory_reserved()
-    del again, kept
-    accelerator.empty_cache()
-    return {
-        "during": during,
-        "after": after,
-        "peak": accelerator.max_memory_allocated() - before,
-        "reserved": reserved,
-        "reserved at the end": accelerator.memory_reserved(),
-        "free": accelerator.get_memory_info()[0],
-    }
+    with pytest.raises(RuntimeError, match=message):
+        run_on_npu(lambda: mistake(torch.ones(4, device="npu")))
 
 
 def test_allocator_rounds_to_512_bytes_and_reuses_freed_blocks() -> None:
     """Oracle: arithmetic; blocks are multiples of 512 bytes, and freed ones are reused."""
-    use = run_on_npu(memory_use, capacity_mib=16)
-    assert use["during"] == use["peak"] == 4 * MIB + 512
-    assert use["after"] == MIB
-    assert use["reserved"] == 4 * MIB + 512
-    assert use["reserved at the end"] == 0 and use["free"] == 16 * MIB
+
+    def use_memory() -> list[int]:
+        accelerator = torch.accelerator
+        before = accelerator.memory_allocated()
+        kept, freed = reserve(1), reserve(3 + 1 / MIB)
+        during = accelerator.memory_allocated() - before
+        del freed
+        after = accelerator.memory_allocated() - before
+        again = reserve(3)
+        reserved, peak = accelerator.memory_reserved(), accelerator.max_memory_allocated() - before
+        del again, kept
+        accelerator.empty_cache()
+        return [during, peak, reserved, after, accelerator.memory_reserved(), accelerator.get_memory_info()[0]]
+
+    assert run_on_npu(use_memory, capacity_mib=16) == [4 * MIB + 512] * 3 + [MIB, 0, 16 * MIB]
 
 
-def run_out() -> tuple[str, int, int]:
-    kept = torch.empty(5 * MIB, dtype=torch.uint8, device="npu")
-    freed = torch.empty(2 * MIB, dtype=torch.uint8, device="npu")
-    del freed
-    fits = torch.empty(3 * MIB, dtype=torch.uint8, device="npu")  # frees the cache first
-    try:
-        torch.empty(MIB, dtype=torch.uint8, device="npu")
-    except torch.OutOfMemoryError as error:
-        return str(error), torch.accelerator.memory_stats()["num_ooms"], len(kept) + len(fits)
-    raise AssertionError("8 MiB hold no 9")
-
-
-@pytest.mark.parametrize("mode", MODES)
+@BOTH_MODES
 def test_out_of_memory_message_has_the_form_of_torch_npu(mode: str) -> None:
     """Oracle: torch_npu's message, which ``profiler/out_of_memory.py`` parses, and arithmetic."""
-    message, failures, _ = run_on_npu(run_out, mode=mode, capacity_mib=8)
+
+    def run_out() -> tuple[str, int]:
+        kept, freed = reserve(5), reserve(2)
+        del freed
+        fits = reserve(3)  # frees the cache first
+        with pytest.raises(torch.OutOfMemoryError) as error:
+            reserve(1)
+        assert len(kept) + len(fits) == 8 * MIB
+        return str(error.value), torch.accelerator.memory_stats()["num_ooms"]
+
+    message, failures = run_on_npu(run_out, mode=mode, capacity_mib=8)
     assert message.startswith(
         "NPU out of memory. Tried to allocate 0.00 GiB (NPU 0; 0.01 GiB total capacity; 0.01 GiB already allocated; "
     )
     assert failures == 1
 
 
-def two_streams(waits: bool) -> list[float]:
+def two_streams(waits: bool) -> bool:
+    """Whether a stream saw another one's result."""
     x = torch.ones(1000, device="npu")
     side = torch.Stream(device="npu")
     doubled = x * 2
@@ -143,20 +126,11 @@ def two_streams(waits: bool) -> list[float]:
     with side:
         added = doubled + 1
     side.synchronize()
-    numbers: list[float] = added.cpu().tolist()
-    return numbers
+    return bool((added.cpu() == 3).all())
 
 
-def test_missing_stream_wait_reads_stale_data() -> None:
-    """Oracle: the value 3; hardware only exposes the mistake sometimes."""
-    expected = [3.0] * 1000
-    for mode in MODES:
-        assert run_on_npu(two_streams, True, mode=mode) == expected
-    assert run_on_npu(two_streams, False) == expected
-    assert run_on_npu(two_streams, False, mode="delayed") != expected
-
-
-def freed_on_one_stream(recorded: bool) -> list[float]:
+def freed_on_one_stream(recorded: bool) -> bool:
+    """Whether a stream read memory before its reuse."""
     x = torch.ones(1000, device="npu")
     side = torch.Stream(device="npu")
     side.wait_stream(torch.accelerator.current_stream())
@@ -168,62 +142,65 @@ def freed_on_one_stream(recorded: bool) -> list[float]:
     other = torch.zeros(1000, device="npu")  # in the same block, unless it is known to be in use
     torch.accelerator.current_stream().synchronize()
     side.synchronize()
-    numbers: list[float] = (added.cpu() + other.cpu()).tolist()
-    return numbers
+    return bool((added.cpu() + other.cpu() == 2).all())
 
 
-def test_unrecorded_use_on_another_stream_corrupts_memory() -> None:
-    """Oracle: the value 2, which a stream reads if its memory was not reused."""
-    assert run_on_npu(freed_on_one_stream, True, mode="delayed") == [2.0] * 1000
-    assert run_on_npu(freed_on_one_stream, False, mode="delayed") != [2.0] * 1000
+@pytest.mark.parametrize(
+    ("function", "done", "mode", "right"),
+    [
+        *((two_streams, True, mode, True) for mode in MODES),
+        (two_streams, False, "immediate", True),
+        (two_streams, False, "delayed", False),
+        (freed_on_one_stream, True, "delayed", True),
+        (freed_on_one_stream, False, "delayed", False),
+    ],
+)
+def test_missing_wait_or_record_of_a_stream_gives_wrong_numbers(
+    function: Callable[[bool], bool], done: bool, mode: str, right: bool
+) -> None:
+    """Oracle: arithmetic; hardware only exposes the mistakes sometimes."""
+    assert run_on_npu(function, done, mode=mode) is right
 
 
-def pinned_copies() -> dict[str, bool]:
-    source = torch.ones(1000).pin_memory()
-    x = source.to("npu", non_blocking=True)
-    source.fill_(5)  # before the copy has run
-    late = x.cpu()
-    target = torch.zeros(1000).pin_memory()
-    target.copy_(x + 1, non_blocking=True)
-    early = target.clone()
-    torch.accelerator.synchronize()
-    plain = torch.ones(1000)
-    y = plain.to("npu", non_blocking=True)
-    plain.fill_(5)
-    return {
-        "pinned": source.is_pinned() and not plain.is_pinned(),
-        "source was changed": bool((late == 5).all()),
-        "target was early": bool((early == 0).all()),
-        "target in the end": bool((target == late + 1).all()),
-        "plain memory was staged": bool((y.cpu() == 1).all()),
-    }
-
-
-def test_only_pinned_copies_are_asynchronous() -> None:
+@pytest.mark.parametrize("delayed", [False, True])
+def test_only_pinned_copies_are_asynchronous(delayed: bool) -> None:
     """Oracle: CUDA's rules for ``non_blocking``."""
-    seen = run_on_npu(pinned_copies, mode="delayed")
-    assert all(seen.values()), seen
-    seen = run_on_npu(pinned_copies)
-    assert not seen["source was changed"] and not seen["target was early"] and seen["target in the end"]
+
+    def copy() -> None:
+        source, plain = torch.ones(1000).pin_memory(), torch.ones(1000)
+        assert source.is_pinned() and not plain.is_pinned()
+        x = source.to("npu", non_blocking=True)
+        source.fill_(5)  # before the copy has run
+        late = x.cpu()
+        assert (late == (5 if delayed else 1)).all()
+        target = torch.zeros(1000).pin_memory()
+        target.copy_(x + 1, non_blocking=True)
+        assert (target == (0 if delayed else 2)).all()
+        torch.accelerator.synchronize()
+        assert (target == late + 1).all()
+        y = plain.to("npu", non_blocking=True)
+        plain.fill_(5)
+        assert (y.cpu() == 1).all(), "plain memory was not staged"
+
+    run_on_npu(copy, mode=MODES[delayed])
 
 
-def event_order() -> list[Any]:
-    start, end = (torch.Event(device="npu", enable_timing=True) for _ in range(2))
-    start.record()
-    x = torch.ones(200, 200, device="npu")
-    y = x @ x
-    end.record()
-    polls = 0
-    while not end.query():
-        polls += 1
-    return [polls, start.elapsed_time(end) >= 0, bool((y == 200).all())]
-
-
-def test_events_complete_after_earlier_work_and_polling_advances() -> None:
+@pytest.mark.parametrize("delayed", [False, True])
+def test_events_complete_after_earlier_work_and_polling_advances(delayed: bool) -> None:
     """Oracle: immediate events are complete; a delayed one needs one query for each operation before it."""
-    assert run_on_npu(event_order) == [0, True, True]
-    polls, ordered, right = run_on_npu(event_order, mode="delayed")
-    assert polls > 0 and ordered and right
+
+    def poll() -> tuple[bool, bool, bool]:
+        start, end = (torch.Event(device="npu", enable_timing=True) for _ in range(2))
+        start.record()
+        x = torch.ones(200, 200, device="npu")
+        y = x @ x
+        end.record()
+        polls = 0
+        while not end.query():
+            polls += 1
+        return polls > 0, start.elapsed_time(end) >= 0, bool((y == 200).all())
+
+    assert run_on_npu(poll, mode=MODES[delayed]) == (delayed, True, True)
 
 
 def history() -> dict[str, Any]:
@@ -245,34 +222,30 @@ def test_memory_history_has_the_format_of_pytorch_with_stacks() -> None:
     entries = [entry for entry in snapshot["device_traces"][0] if not entry["action"].startswith("segment")]
     assert [entry["action"] for entry in entries] == ["alloc", "free_requested", "free_completed", "alloc"]
     assert entries[0]["size"] == 4096 and entries[0]["frames"][0]["name"] == "history"
-    live = [
-        block for segment in snapshot["segments"] for block in segment["blocks"] if block["requested_size"] == 20000
-    ]
-    assert [block["state"] for block in live] == ["active_allocated"]
-
-
-def autocast() -> list[torch.dtype]:
-    x = torch.ones(4, 4, device="npu")
-    with torch.autocast("npu", dtype=torch.bfloat16):
-        return [(x @ x).dtype, F.softmax(x @ x, -1).dtype, (x + 1).dtype]
+    blocks = [block for segment in snapshot["segments"] for block in segment["blocks"]]
+    assert [block["state"] for block in blocks if block["requested_size"] == 20000] == ["active_allocated"]
 
 
 def test_autocast_runs_matmul_in_bfloat16_and_softmax_in_float32() -> None:
     """Oracle: PyTorch's lists for accelerators."""
+
+    def autocast() -> list[torch.dtype]:
+        x = torch.ones(4, 4, device="npu")
+        with torch.autocast("npu", dtype=torch.bfloat16):
+            return [(x @ x).dtype, F.softmax(x @ x, -1).dtype, (x + 1).dtype]
+
     assert run_on_npu(autocast) == [torch.bfloat16, torch.float32, torch.float32]
-
-
-def undelayed() -> dict[str, int]:
-    from simulated_npu import extension
-
-    extension.count_operators(True)
-    operators("npu")
-    return dict(extension.undelayed_counts())
 
 
 def test_delayed_mode_delays_all_operators_of_a_training_step() -> None:
     """Oracle: only operators that return a number to the host, or choose a kernel, run immediately."""
-    assert set(run_on_npu(undelayed, mode="delayed")) <= {"aten::_local_scalar_dense", "aten::_fused_sdp_choice"}
+
+    def undelayed() -> set[str]:
+        simulated_npu.extension.count_operators(True)
+        operators("npu")
+        return set(simulated_npu.extension.undelayed_counts())
+
+    assert run_on_npu(undelayed, mode="delayed") <= {"aten::_local_scalar_dense", "aten::_fused_sdp_choice"}
 
 
 def test_free_memory_is_that_of_the_fullest_device(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,8 +1,8 @@
 """Steps of an accelerator, whose numbers are read after the host has launched more work."""
 
 import json
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -24,17 +24,21 @@ from fsdptoys.train.trainer import Trainer
 from fsdptoys.utils.dtensor import local_tensor
 from scripts.parity import hash_parameters
 from tests.parallel.runs import make_config
-from tests.simulated_npu.host_waits import ROWS, UNLOGGED, count_all, of_project
+from tests.simulated_npu.host_waits import ROWS, UNLOGGED, count_waits
 from tests.simulated_npu.ranks import run_npu_ranks
 from tests.train.resumed import kept, run_to_the_end, run_until, steps_of
 
+SHORT = {"single", "fsdp1", "fsdp2", "fsdp2, experts", "fsdp2, fused", "fsdp2, float16", "fsdp2, no skipping"}
 
-def test_a_step_waits_for_the_device_at_most_once() -> None:
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=() if name in SHORT else pytest.mark.extended) for name in ROWS]
+)
+def test_a_step_waits_for_the_device_at_most_once(name: str) -> None:
     """Oracle: calls noted by the device; none without skipping. Experts one by one read their counts themselves."""
-    for name, steps in count_all().items():
-        calls = [sum(n for call, n in of_project(step).items() if "grouped.py" not in call) for step in steps]
-        expected = 0 if ROWS[name][2].get("skip_nonfinite") is False else 1
-        assert calls == [expected] * len(steps), (name, steps)
+    steps = count_waits(name)
+    calls = [sum(times for call, times in step.items() if "grouped.py" not in call) for step in steps]
+    assert calls == [0 if "no skipping" in name else 1] * 2, steps
 
 
 class SkipsOnDevice(Updates):
@@ -91,22 +95,22 @@ def read_after(trainer: Trainer, **arguments: Any) -> tuple[list[tuple[int, int]
     return records, stop.reason
 
 
-def limits(config: Config) -> dict[str, Any]:
+def limited() -> tuple[list[tuple[int, int]], str]:
+    """Train to the limit of skipped steps."""
     with skipping_on_device():
-        trainer = Trainer(config)
+        trainer = Trainer(config_of(steps=8, max_skipped_in_a_row=3))
     seen: dict[int, str] = {}
     poison(trainer, {2, 3, 4, 5, 6}, seen)
-    records, reason = read_after(trainer)
-    flags = [(step.skipped, step.skipped_steps) for step in trainer.history]
-    return {"records": records, "reason": reason, "flags": flags, "same": hash_parameters(trainer) == seen[2]}
+    read = read_after(trainer)
+    counts = [(step.skipped, step.skipped_steps) for step in trainer.history]
+    assert counts == [(False, 0), (True, 1), (True, 2), (True, 3), (True, 4)]
+    assert hash_parameters(trainer) == seen[2], "a skipped step changed the parameters"
+    return read
 
 
-def signalled(config: Config, step: int, on_device: bool) -> tuple[list[tuple[int, int]], str]:
+def signalled(config: Config, step: int, on_device: bool = False) -> tuple[list[tuple[int, int]], str]:
     """Train, with a signal to rank 1 before a step."""
-    if on_device:
-        with skipping_on_device():
-            trainer = Trainer(config)
-    else:
+    with skipping_on_device() if on_device else nullcontext():
         trainer = Trainer(config)
     request = SimpleNamespace(received=None)
 
@@ -118,72 +122,75 @@ def signalled(config: Config, step: int, on_device: bool) -> tuple[list[tuple[in
     return read_after(trainer, request=request)
 
 
-def run_cases() -> dict[str, Any]:
-    return {
-        "limit": limits(config_of(steps=8, max_skipped_in_a_row=3)),
-        "on device": signalled(config_of(steps=8), 3, True),
-        "on host": signalled(config_of(steps=8), 3, False),
-        "unskipped": signalled(config_of(4, steps=12, **UNLOGGED), 2, False),
-        "unsignalled": read_after(Trainer(config_of(3, steps=8, **UNLOGGED))),
-        "evaluated": read_after(Trainer(config_of(5, steps=4, eval_every=3, eval_batches=1, **UNLOGGED))),
-    }
-
-
-def test_steps_are_read_once_in_order_and_stops_come_at_most_one_read_later() -> None:
-    """Oracle: the documented step of each read, on both ranks, with streams that work only when they are waited for."""
-    first, second = run_npu_ranks(2, run_cases, mode="delayed")
-    assert first == second
-    limit = first["limit"]
+REACHED = "3 steps in a row had a non-finite loss or gradients (train.max_skipped_in_a_row=3)"
+READS: dict[str, tuple[Callable[[], tuple[list[tuple[int, int]], str]], list[tuple[int, int]], str]] = {
     # Step 4 reaches the limit, and step 5 is launched when it is read. A record follows the launch of ``steps_done``.
-    assert limit["records"] == [(1, 2), (2, 3), (3, 4), (4, 5), (5, 5)]
-    assert limit["reason"] == "3 steps in a row had a non-finite loss or gradients (train.max_skipped_in_a_row=3)"
-    assert limit["flags"] == [(False, 0), (True, 1), (True, 2), (True, 3), (True, 4)]
-    assert limit["same"], "a skipped step changed the parameters"
-    assert first["on device"] == ([(1, 2), (2, 3), (3, 4), (4, 4)], "SIGTERM received")
-    assert first["on host"] == ([(1, 2), (2, 3), (3, 3)], "SIGTERM received")
-    assert first["unskipped"] == ([(1, 2), (2, 5), (3, 5), (4, 5), (5, 5)], "SIGTERM received")
-    rows = [(1, 2), (2, 4), (3, 4), (4, 7), (5, 7), (6, 7), (7, 8), (8, 8)]
-    assert first["unsignalled"] == (rows, "all steps done")
-    assert first["evaluated"] == ([(1, 2), (2, 3), (3, 3), (4, 4)], "all steps done")
+    "limit": (limited, [(1, 2), (2, 3), (3, 4), (4, 5), (5, 5)], REACHED),
+    "on device": (
+        lambda: signalled(config_of(steps=8), 3, on_device=True),
+        [(1, 2), (2, 3), (3, 4), (4, 4)],
+        "SIGTERM received",
+    ),
+    "on host": (lambda: signalled(config_of(steps=8), 3), [(1, 2), (2, 3), (3, 3)], "SIGTERM received"),
+    "unskipped": (
+        lambda: signalled(config_of(4, steps=12, **UNLOGGED), 2),
+        [(1, 2), (2, 5), (3, 5), (4, 5), (5, 5)],
+        "SIGTERM received",
+    ),
+    "unsignalled": (
+        lambda: read_after(Trainer(config_of(3, steps=8, **UNLOGGED))),
+        [(1, 2), (2, 4), (3, 4), (4, 7), (5, 7), (6, 7), (7, 8), (8, 8)],
+        "all steps done",
+    ),
+    "evaluated": (
+        lambda: read_after(Trainer(config_of(5, steps=4, eval_every=3, eval_batches=1, **UNLOGGED))),
+        [(1, 2), (2, 3), (3, 3), (4, 4)],
+        "all steps done",
+    ),
+}
+"""Case → its run, the records with the steps launched by then, and the reason for the end."""
 
 
-def resume(folder: Path) -> tuple[str, str]:
-    """Parameters of an uninterrupted run, and of one killed in step 6 and resumed from the checkpoint of step 4."""
-    hashes = []
-    with skipping_on_device():
-        for name in ("whole", "killed"):
-            config = kept(config_of(steps=8), folder / name, every=4)
-            if name == "killed":
-                run_until(config, 6, lambda trainer: poison(trainer, {4, 7}))
-            hashes.append(hash_parameters(run_to_the_end(config, lambda trainer: poison(trainer, {4, 7}))))
-    return hashes[0], hashes[1]
+@pytest.mark.parametrize("case", READS)
+def test_steps_are_read_once_in_order_and_stops_come_at_most_one_read_later(case: str) -> None:
+    """Oracle: the documented step of each read, on both ranks, with streams that work only when they are waited for."""
+    run, records, reason = READS[case]
+    assert run_npu_ranks(2, run, mode="delayed") == [(records, reason)] * 2
 
 
 def test_checkpoint_has_the_counts_of_its_step_and_resumes_bitwise(tmp_path: Path) -> None:
     """Oracle: the uninterrupted run, with a skipped step just before the checkpoint."""
-    whole, killed = run_npu_ranks(2, resume, tmp_path)[0]
+
+    def resume() -> tuple[str, str]:
+        """Return the parameters of a whole run, and of one killed in step 6 and resumed from step 4."""
+        whole, killed = (kept(config_of(steps=8), tmp_path / name, every=4) for name in ("whole", "killed"))
+        with skipping_on_device():
+            run_until(killed, 6, lambda trainer: poison(trainer, {4, 7}))
+            trainers = [run_to_the_end(config, lambda trainer: poison(trainer, {4, 7})) for config in (whole, killed)]
+            return hash_parameters(trainers[0]), hash_parameters(trainers[1])
+
+    whole, killed = run_npu_ranks(2, resume)[0]
     assert whole == killed
     assert steps_of(tmp_path / "whole") == steps_of(tmp_path / "killed")
     assert [step[-1] for step in steps_of(tmp_path / "whole")] == [0, 0, 0, 1, 1, 1, 2, 2]
 
 
-def fail(folder: Path) -> None:
-    config = kept(config_of(4, steps=8, **UNLOGGED), folder, every=0)
-    trainer = Trainer(config)
-    next_step = trainer.batches.next_step
-
-    def failing() -> Any:
-        if trainer.steps_done == 3:
-            raise KeyboardInterrupt
-        return next_step()
-
-    trainer.batches.next_step = failing  # type: ignore[method-assign]
-    with pytest.raises(KeyboardInterrupt):
-        Run(trainer).run()
-
-
 def test_run_that_fails_records_the_steps_that_were_launched(tmp_path: Path) -> None:
     """Oracle: the steps before the failure, of which the last two were not due to be read, nor ended on the device."""
-    run_npu_ranks(2, fail, tmp_path, mode="delayed")
+
+    def fail() -> None:
+        trainer = Trainer(kept(config_of(4, steps=8, **UNLOGGED), tmp_path, every=0))
+        next_step = trainer.batches.next_step
+
+        def failing() -> Any:
+            if trainer.steps_done == 3:
+                raise KeyboardInterrupt
+            return next_step()
+
+        trainer.batches.next_step = failing  # type: ignore[method-assign]
+        with pytest.raises(KeyboardInterrupt):
+            Run(trainer).run()
+
+    run_npu_ranks(2, fail, mode="delayed")
     lines = (tmp_path / "metrics.jsonl").read_text().splitlines()
     assert [json.loads(line)["step"] for line in lines] == [1, 2, 3]
