@@ -1,10 +1,8 @@
 """Small modules of odd sizes, and a training loop for ``fully_shard`` of either library."""
 
 import functools
-import traceback
 import types
-import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,7 +14,6 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.utils.checkpoint import checkpoint
 
 from fsdptoys.toys import fsdp as toy
-from scripts.ranks import run_ranks
 
 NATIVE = torch.distributed.fsdp
 TOY = toy
@@ -117,7 +114,6 @@ class Case:
     model: dict[str, Any] = field(default_factory=dict)
     """Of ``Model``, and attributes of it."""
     prepare: Callable[[Model], None] = lambda model: None
-    """Before it is sharded."""
     configure: Callable[[Any], None] = lambda model: None
     """After it is sharded."""
     before: Callable[[Any, int, int], None] = lambda model, index, count: None
@@ -212,24 +208,3 @@ def whole(model: nn.Module) -> dict[str, Tensor]:
         name: value.full_tensor().clone() if hasattr(value, "full_tensor") else value.clone()
         for name, value in model.state_dict().items()
     }
-
-
-Claims = Mapping[str, Callable[[], None]]
-
-
-def check(claims: Claims) -> dict[str, str]:
-    """Try every claim; return the traceback of each that fails on this rank."""
-    warnings.filterwarnings("ignore")
-    failures: dict[str, str] = {}
-    for name, claim in claims.items():
-        try:
-            claim()
-        except Exception:
-            failures[name] = traceback.format_exc(-4)
-    return failures
-
-
-def assert_hold(ranks: int, claims: Claims) -> None:
-    """Try them in one process group."""
-    failures = run_ranks(ranks, check, claims)
-    assert failures == [{}] * ranks, "\n".join(f"{name}: {text}" for each in failures for name, text in each.items())

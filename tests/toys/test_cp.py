@@ -1,5 +1,8 @@
 """Context parallelism: attention and training over slices of sequences, compared with one process."""
 
+import copy
+import itertools
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -10,10 +13,9 @@ from torch import Tensor, nn
 
 from fsdptoys.toys.cp import ContextParallel, RingAttention, own_positions, seen_parts, ulysses_attention
 from scripts.ranks import run_ranks
+from tests.toys.distances import TOLERANCES, relative
 
 KINDS = ("ulysses", "ring", "unbalanced_ring")
-TOLERANCES = {torch.float64: 1e-14, torch.float32: 2e-6, torch.bfloat16: 1e-2}
-"""Relative to the largest number of a tensor."""
 BATCH, LENGTH, WIDTH, WORDS = 2, 24, 16, 11
 
 
@@ -42,11 +44,6 @@ class Decoder(nn.Module):
         return self.head(hidden)
 
 
-def relative(found: Tensor, expected: Tensor) -> float:
-    """Largest difference, divided by the largest expected number."""
-    return ((found - expected).abs().max() / expected.abs().max()).item()
-
-
 def attention_errors(kind: str, dtype: torch.dtype, kv_heads: int) -> float:
     """Largest error of this rank's part of the result and of the gradients of q, k and v."""
     rank, ranks = dist.get_rank(), dist.get_world_size()
@@ -68,13 +65,14 @@ def attention_errors(kind: str, dtype: torch.dtype, kv_heads: int) -> float:
     return max(relative(one.double(), other[:, :, own]) for one, other in pairs)
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 4])
-def test_attention_over_slices_equals_attention_over_whole_sequences(ranks: int) -> None:
+@pytest.mark.parametrize("ranks", [1, 2, pytest.param(4, marks=pytest.mark.extended)])
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kv_heads", [1, 2, 4])
+def test_attention_over_slices_equals_attention_over_whole_sequences(kv_heads: int, kind: str, ranks: int) -> None:
     """Oracle: PyTorch's attention in float64, result and gradients, with own, shared and single key heads."""
-    cases = [(kind, dtype, kv_heads) for kind in KINDS for dtype in TOLERANCES for kv_heads in (1, 2, 4)]
-    for errors in run_ranks(ranks, lambda: [attention_errors(*case) for case in cases]):
-        too_large = [(case, error) for case, error in zip(cases, errors, strict=True) if error > TOLERANCES[case[1]]]
-        assert not too_large
+    for errors in run_ranks(ranks, lambda: [attention_errors(kind, dtype, kv_heads) for dtype in TOLERANCES]):
+        for error, (dtype, tolerance) in zip(errors, TOLERANCES.items(), strict=True):
+            assert error < tolerance, dtype
 
 
 def train(model: ContextParallel | Decoder, tokens: Tensor, labels: Tensor) -> tuple[list[float], list[Tensor]]:
@@ -112,69 +110,63 @@ def valid_labels() -> int:
     return int((batch()[1] != -100).sum())
 
 
-def training_errors(dtype: torch.dtype, shared_by: int) -> dict[str, float]:
-    """Kind → largest error of losses and gradients; ``shared_by`` ranks have parts of the same sequences."""
+def training_error(kind: str, dtype: torch.dtype, shared_by: int) -> float:
+    """Largest error of losses and gradients; ``shared_by`` ranks have parts of the same sequences."""
     tokens, labels = batch()
     rank, ranks = dist.get_rank(), dist.get_world_size()
     groups = [dist.new_group(list(range(first, first + shared_by))) for first in range(0, ranks, shared_by)]
     rows = slice(*(4 * (rank // shared_by + step) * shared_by // ranks for step in (0, 1)))
-    errors = {}
-    for kind in KINDS:
-        found = []
-        for group in (None, groups[rank // shared_by]):
-            torch.manual_seed(0)
-            model = Decoder(kv_heads=2).to(dtype)
-            if group is None:
-                found.append(train(model, tokens, labels))
-            else:
-                found.append(train(ContextParallel(model, group, kind), tokens[rows], labels[rows]))
-        (losses, grads), (own_losses, own_grads) = found
-        errors[kind] = max(
-            relative(torch.tensor(own_losses, dtype=torch.float64), torch.tensor(losses, dtype=torch.float64)),
-            *(relative(own, grad) for own, grad in zip(own_grads, grads, strict=True)),
-        )
-    return errors
+    torch.manual_seed(0)
+    model = Decoder(kv_heads=2).to(dtype)
+    parallel = ContextParallel(copy.deepcopy(model), groups[rank // shared_by], kind)
+    losses, grads = train(model, tokens, labels)
+    own_losses, own_grads = train(parallel, tokens[rows], labels[rows])
+    return max(
+        relative(torch.tensor(own_losses, dtype=torch.float64), torch.tensor(losses, dtype=torch.float64)),
+        *(relative(own, grad) for own, grad in zip(own_grads, grads, strict=True)),
+    )
 
 
-@pytest.mark.parametrize(("ranks", "shared_by"), [(2, 2), (4, 4), (4, 2)])
-def test_training_over_slices_equals_one_process(ranks: int, shared_by: int) -> None:
+@pytest.mark.parametrize(
+    ("ranks", "shared_by"),
+    [(2, 2), pytest.param(4, 4, marks=pytest.mark.extended), pytest.param(4, 2, marks=pytest.mark.extended)],
+)
+@pytest.mark.parametrize("kind", KINDS)
+def test_training_over_slices_equals_one_process(kind: str, ranks: int, shared_by: int) -> None:
     """Oracle: losses and gradients of three steps of one process, also with two groups of other sequences."""
-    dtypes = [torch.float64, torch.float32]
-    for found in run_ranks(ranks, lambda: [training_errors(dtype, shared_by) for dtype in dtypes]):
-        for dtype, errors in zip(dtypes, found, strict=True):
-            assert max(errors.values()) < 10 * TOLERANCES[dtype], errors
+    for dtype in (torch.float64, torch.float32):
+        assert max(run_ranks(ranks, training_error, kind, dtype, shared_by)) < 10 * TOLERANCES[dtype]
 
 
+@pytest.mark.parametrize("balanced", [False, True])
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4])
-def test_parts_are_all_pairs_that_a_causal_mask_leaves(ranks: int) -> None:
+def test_parts_are_all_pairs_that_a_causal_mask_leaves(ranks: int, balanced: bool) -> None:
     """Oracle: positions, compared pair by pair; balanced parts of other ranks have equally many pairs."""
-    for balanced in (False, True):
-        own = [own_positions(24, ranks, rank, balanced) for rank in range(ranks)]
-        assert torch.equal(torch.cat(own).sort().values, torch.arange(24))
-        for rank in range(ranks):
-            for source in set(range(ranks)) - {rank}:
-                queries, keys = seen_parts(rank, source, 24 // ranks, balanced)
-                seen = torch.zeros(24 // ranks, 24 // ranks, dtype=torch.bool)
-                seen[queries, keys] = True
-                assert torch.equal(seen, own[rank][:, None] > own[source])
-                assert not balanced or seen.sum() == (24 // ranks) ** 2 // 2
-            assert own[rank].equal(own[rank].sort().values)  # so the own block's mask is the plain causal one
+    length = 24 // ranks
+    own = [own_positions(24, ranks, rank, balanced) for rank in range(ranks)]
+    assert torch.equal(torch.cat(own).sort().values, torch.arange(24))
+    for rank, source in itertools.permutations(range(ranks), 2):
+        queries, keys = seen_parts(rank, source, length, balanced)
+        seen = torch.zeros(length, length, dtype=torch.bool)
+        seen[queries, keys] = True
+        assert torch.equal(seen, own[rank][:, None] > own[source])
+        assert not balanced or seen.sum() == length**2 // 2
+    for positions in own:  # so the own block's mask is the plain causal one
+        assert positions.equal(positions.sort().values)
 
 
-def refusals() -> list[str]:
-    """Messages for what cannot be cut."""
-    messages = []
-    for call in (
-        lambda: own_positions(10, 4, 0, True),
-        lambda: ulysses_attention(*[torch.ones(1, 3, 2, 4)] * 3, dist.group.WORLD),  # type: ignore[arg-type]
-    ):
-        with pytest.raises(ValueError, match="cannot be") as raised:
-            call()
-        messages.append(str(raised.value))
-    return messages
-
-
-def test_uneven_cuts_are_refused() -> None:
+@pytest.mark.parametrize(
+    ("cut", "message"),
+    [
+        (lambda: own_positions(10, 4, 0, True), "sequences of 10 tokens cannot be cut into 8 equal chunks"),
+        (
+            lambda: ulysses_attention(*[torch.ones(1, 3, 2, 4)] * 3, dist.group.WORLD),  # type: ignore[arg-type]
+            "3 heads cannot be shared by 2 ranks",
+        ),
+    ],
+    ids=["tokens", "heads"],
+)
+def test_uneven_cuts_are_refused(cut: Callable[[], object], message: str) -> None:
     """Oracle: the numbers in the messages."""
-    expected = ["sequences of 10 tokens cannot be cut into 8 equal chunks", "3 heads cannot be shared by 2 ranks"]
-    assert run_ranks(2, refusals) == [expected] * 2
+    with pytest.raises(RuntimeError, match=f"ValueError: {message}"):
+        run_ranks(2, cut)

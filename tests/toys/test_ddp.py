@@ -1,12 +1,9 @@
 """The toy DDP equals PyTorch's bitwise: gradients, parameters, buffers and buckets."""
 
 import copy
-import functools
 import gc
 import io
-import warnings
 from collections.abc import Callable
-from itertools import product
 from typing import Any
 
 import pytest
@@ -48,7 +45,7 @@ class Shared(nn.Module):
         self.wide = nn.Linear(10, 3).double()
 
     def forward(self, x: Tensor) -> Tensor:
-        """Run it."""
+        """Compute the output."""
         hidden = self.frozen(self.again(self.middle(self.norm(self.first(x))).relu()))
         image = self.conv(hidden[:, :8].reshape(-1, 2, 2, 2)).flatten(1)
         return self.wide(hidden.double()) + image.double()
@@ -64,7 +61,7 @@ class Branches(nn.Module):
         self.step = dist.get_rank()
 
     def forward(self, x: Tensor) -> dict[str, Any]:
-        """Run it."""
+        """Compute the output."""
         self.step += 1
         hidden = self.trunk(x)
         # The second is an output that the loss does not use.
@@ -79,7 +76,7 @@ class Reentrant(nn.Module):
         self.first, self.twice, self.unused = nn.Linear(6, 8), nn.Linear(8, 8), nn.Linear(8, 8)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Run it."""
+        """Compute the output."""
         hidden = self.first(x)
         for _ in range(2):
             hidden = checkpoint(self.twice, hidden, use_reentrant=True)
@@ -90,18 +87,19 @@ def loss_of(output: Any) -> Tensor:
     return (output["used"][0] if isinstance(output, dict) else output).square().mean()
 
 
-def follow(
-    make: Callable[[nn.Module], nn.Module], module: nn.Module, accumulate: bool, keep_grads: bool
-) -> list[Tensor]:
+def assert_same(run: Callable[[Any], list[Tensor]]) -> None:
+    """Compare results of the toy with those of PyTorch's class in every bit."""
+    torch.testing.assert_close(run(Toy), run(Native), rtol=0, atol=0, equal_nan=True)
+
+
+def follow(model: Any, accumulate: bool, keep_grads: bool) -> list[Tensor]:
     """Gradients, parameters and buffers after each step."""
-    torch.manual_seed(1)  # the dropout of nothing, but checkpoints keep its state
-    model = make(copy.deepcopy(module))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     generator = torch.Generator().manual_seed(10 + dist.get_rank())
     seen: list[Tensor] = []
     for _ in range(STEPS):
         if accumulate:
-            with model.no_sync():  # type: ignore[operator]
+            with model.no_sync():
                 loss_of(model(torch.randn(4, 6, generator=generator))).backward()
         loss_of(model(torch.randn(4, 6, generator=generator))).backward()
         nothing = torch.full((), torch.nan)
@@ -116,33 +114,34 @@ def follow(
     return seen
 
 
-def differing_cases() -> list[str]:
-    """Settings under which the toy differs from native DDP."""
-    differing = []
-    for make_module, (cap, as_view, accumulate, keep_grads) in product((Shared, Branches, Reentrant), SWITCHES):
-        static = make_module is Reentrant
-        if static and accumulate:
-            continue  # native counts parameters used without reduction, and waits for them in the next step
+@pytest.mark.parametrize("ranks", [2, 3, pytest.param(4, marks=pytest.mark.extended)])
+@pytest.mark.parametrize(
+    ("make_module", "cap", "as_view", "accumulate", "keep_grads"),
+    [
+        (module, *switches)
+        for module in (Shared, Branches, Reentrant)
+        for switches in SWITCHES
+        # With a static graph, native counts parameters used without reduction, and waits for them in the next step.
+        if not (module is Reentrant and switches[2])
+    ],
+)
+def test_every_setting_equals_native_ddp_bitwise(
+    make_module: type[nn.Module], cap: float | None, as_view: bool, accumulate: bool, keep_grads: bool, ranks: int
+) -> None:
+    """Oracle: PyTorch's class with the same arguments, over four steps, with momentum; three ranks round otherwise."""
+
+    def compare() -> None:
+        torch.manual_seed(dist.get_rank())  # rank 0's parameters must win
+        module = make_module()
         settings = {
             "bucket_cap_mb": cap,
             "gradient_as_bucket_view": as_view,
             "find_unused_parameters": make_module is Branches,
-            "static_graph": static,
+            "static_graph": make_module is Reentrant,
         }
-        torch.manual_seed(dist.get_rank())  # rank 0's parameters must win
-        module = make_module()
-        native, toy = (
-            follow(functools.partial(kind, **settings), module, accumulate, keep_grads) for kind in (Native, Toy)
-        )
-        if not all(a.equal(b) or (a.isnan().all() and b.isnan().all()) for a, b in zip(native, toy, strict=True)):
-            differing.append(f"{make_module.__name__} {settings} accumulate={accumulate} keep_grads={keep_grads}")
-    return differing
+        assert_same(lambda kind: follow(kind(copy.deepcopy(module), **settings), accumulate, keep_grads))
 
-
-@pytest.mark.parametrize("ranks", [2, 3, 4])
-def test_every_setting_equals_native_ddp_bitwise(ranks: int) -> None:
-    """Oracle: PyTorch's class with the same arguments, over four steps, with momentum; three ranks round otherwise."""
-    assert run_ranks(ranks, differing_cases) == [[]] * ranks
+    run_ranks(ranks, compare)
 
 
 class Sparse(nn.Module):
@@ -153,11 +152,15 @@ class Sparse(nn.Module):
         self.embedding, self.head = nn.EmbeddingBag(10, 4, sparse=True), nn.Linear(4, 3)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Run it."""
+        """Compute the output."""
         return self.head(self.embedding(x))
 
 
-def averaged_gradients(make: Callable[..., nn.Module], hook: Any) -> list[Tensor]:
+def gradients_of(model: nn.Module) -> list[Tensor]:
+    return [param.grad.to_dense().clone() for param in model.parameters() if param.grad is not None]
+
+
+def averaged_gradients(make: Callable[..., nn.Module], hook: Any = None) -> list[Tensor]:
     """Of a sparse and a dense module, under a communication hook if there is one."""
     torch.manual_seed(3)
     sparse, dense = make(Sparse()), make(Shared(), bucket_cap_mb=MANY_BUCKETS)
@@ -167,9 +170,7 @@ def averaged_gradients(make: Callable[..., nn.Module], hook: Any) -> list[Tensor
     for _ in range(3):
         sparse(torch.randint(0, 10, (6, 2), generator=generator)).square().mean().backward()
         dense(torch.randn(4, 6, generator=generator)).square().mean().backward()
-    return [
-        param.grad.to_dense() for model in (sparse, dense) for param in model.parameters() if param.grad is not None
-    ]
+    return gradients_of(sparse) + gradients_of(dense)
 
 
 def wrong_sum(state: object, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
@@ -179,28 +180,26 @@ def wrong_sum(state: object, bucket: dist.GradBucket) -> torch.futures.Future[Te
     return future.then(lambda done: done.value()[0])
 
 
+def follow_static(model: Any, loss: Callable[[Tensor], Tensor]) -> list[Tensor]:
+    """Gradients of three backwards of a static graph."""
+    seen = []
+    for step in range(3):
+        model.zero_grad()
+        loss(torch.full((2, 6), 1.0 + step + dist.get_rank())).backward()
+        seen += gradients_of(model)
+    return seen
+
+
 def two_forwards(make: Callable[..., nn.Module]) -> list[Tensor]:
-    """Gradients of one backward through two forwards, of a static graph."""
     torch.manual_seed(5)
-    model, seen = make(Tuple(), static_graph=True), []
-    for step in range(3):
-        model.zero_grad()
-        parts = [model(torch.full((2, 6), 1.0 + step + dist.get_rank())) for _ in range(2)]
-        torch.stack([part.square().sum() for outputs in parts for part in outputs]).sum().backward()
-        seen += [param.grad.clone() for param in model.parameters() if param.grad is not None]
-    return seen
+    model = make(Tuple(), static_graph=True)
+    return follow_static(model, lambda x: sum(part.square().sum() for part in (*model(x), *model(x))))
 
 
-def recomputed(make: Callable[..., nn.Module]) -> list[Tensor]:
-    """Gradients of a static graph whose wrapped module is checkpointed from outside."""
+def checkpointed_outside(make: Callable[..., nn.Module]) -> list[Tensor]:
     torch.manual_seed(6)
-    model, seen = make(nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6)), static_graph=True), []
-    for step in range(3):
-        model.zero_grad()
-        x = torch.full((2, 6), 1.0 + step + dist.get_rank())
-        checkpoint(model, x, use_reentrant=False).square().sum().backward()
-        seen += [param.grad.clone() for param in model.parameters() if param.grad is not None]
-    return seen
+    model = make(nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6)), static_graph=True)
+    return follow_static(model, lambda x: checkpoint(model, x, use_reentrant=False).square().sum())
 
 
 def follow_join(make: Callable[..., nn.Module], by_all: bool) -> list[Tensor]:
@@ -220,25 +219,6 @@ def follow_join(make: Callable[..., nn.Module], by_all: bool) -> list[Tensor]:
     return [tensor.detach() for tensor in (*model.parameters(), *model.buffers())]
 
 
-def differing_features() -> list[str]:
-    """Features under which the toy differs from native DDP."""
-    compared: dict[str, Callable[[Any], list[Tensor]]] = {
-        "plain and sparse": lambda make: averaged_gradients(make, None),
-        "all-reduce hook": lambda make: averaged_gradients(make, allreduce_hook),
-        "fp16 hook": lambda make: averaged_gradients(make, fp16_compress_hook),
-        "own hook": lambda make: averaged_gradients(make, wrong_sum),
-        "two forwards of a static graph": two_forwards,
-        "a checkpoint around a static graph": recomputed,
-        "join": lambda make: follow_join(make, True),
-        "join, divided by who is left": lambda make: follow_join(make, False),
-    }
-    return [
-        name
-        for name, run in compared.items()
-        if not all(a.equal(b) for a, b in zip(run(Native), run(Toy), strict=True))
-    ]
-
-
 class Tuple(nn.Module):
     """Two outputs of which a loss may use one."""
 
@@ -247,21 +227,36 @@ class Tuple(nn.Module):
         self.a, self.b = nn.Linear(6, 6), nn.Linear(6, 6)
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Run it."""
+        """Compute the output."""
         return self.a(x), self.b(x)
 
 
-def test_hooks_sparse_gradients_and_join_equal_native_ddp_bitwise() -> None:
+FEATURES: dict[str, Callable[[Any], list[Tensor]]] = {
+    "plain and sparse": averaged_gradients,
+    "all-reduce hook": lambda make: averaged_gradients(make, allreduce_hook),
+    "fp16 hook": lambda make: averaged_gradients(make, fp16_compress_hook),
+    "own hook": lambda make: averaged_gradients(make, wrong_sum),
+    "two forwards of a static graph": two_forwards,
+    "a checkpoint around a static graph": checkpointed_outside,
+    "join": lambda make: follow_join(make, True),
+    "join, divided by who is left": lambda make: follow_join(make, False),
+}
+
+
+@pytest.mark.parametrize("feature", FEATURES)
+def test_hooks_sparse_gradients_and_join_equal_native_ddp_bitwise(feature: str) -> None:
     """Oracle: PyTorch's class under the same hooks, and where one rank has more data than the other."""
-    assert run_ranks(2, differing_features) == [[], []]
+    run_ranks(2, lambda: assert_same(FEATURES[feature]))
 
 
-def failed_claims() -> list[str]:
-    """Failed claims about a wrapped module outside training."""
+def rank_input(*shape: int) -> Tensor:
+    return torch.full(shape, float(dist.get_rank()))
+
+
+def reduces_again_after_saving() -> None:
     torch.manual_seed(0)
     model = Toy(Shared())
-    names = {f"module.{name}" for name in model.module.state_dict()}
-    checks = {"names have the prefix": set(model.state_dict()) == names}
+    assert set(model.state_dict()) == {f"module.{name}" for name in model.module.state_dict()}
     for _ in range(3):
         model(torch.ones(4, 6))  # unused outputs
     for _ in range(2):
@@ -271,48 +266,55 @@ def failed_claims() -> list[str]:
     buffer.seek(0)
     loaded = torch.load(buffer, weights_only=False)
     loaded.zero_grad()
-    loaded(torch.full((4, 6), float(dist.get_rank()))).square().mean().backward()
-    grads = [param.grad for param in loaded.parameters() if param.grad is not None]
-    together = [torch.zeros_like(grads[0]) for _ in range(2)]
-    dist.all_gather(together, grads[0])
-    checks["a saved module reduces again"] = together[0].equal(together[1])
-    ignoring = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
-    Toy._set_params_and_buffers_to_ignore_for_model(ignoring, ["1.weight"])
-    rank = float(dist.get_rank())
-    Toy(ignoring)(torch.full((2, 3), rank)).sum().backward()
-    kept = [torch.zeros(3, 3) for _ in range(2)]
-    dist.all_gather(kept, ignoring[1].weight.grad)
-    checks["an ignored parameter keeps its own gradient"] = not kept[0].equal(kept[1])
-    grads = []
-    for kind in (Toy, Native):
-        tied = nn.Sequential(nn.Linear(3, 3, bias=False), nn.Linear(3, 3))
-        tied[1].weight = tied[0].weight
-        nn.init.ones_(tied[0].weight)
-        kind._set_params_and_buffers_to_ignore_for_model(tied, ["0.weight"])
-        kind(tied)(torch.full((2, 3), rank)).sum().backward()
-        grads.append(tied[0].weight.grad)
-    checks["a shared parameter is averaged unless all its names are ignored"] = grads[0].equal(grads[1])  # type: ignore[union-attr]
-    return [name for name, holds in checks.items() if not holds]
+    loaded(rank_input(4, 6)).square().mean().backward()
+    grad = gradients_of(loaded)[0]
+    gathered = [torch.zeros_like(grad) for _ in range(2)]
+    dist.all_gather(gathered, grad)
+    assert gathered[0].equal(gathered[1])
 
 
-def test_wrapped_module_behaves_as_documented_besides_training() -> None:
-    """Oracle: PyTorch's documentation of its class; each check is named after its claim."""
-    warnings.simplefilter("ignore")
-    assert run_ranks(2, failed_claims) == [[], []]
+def ignored_gradient(kind: Any, ignored: str) -> list[Tensor]:
+    """The gradient of a shared and of another parameter, where the names ignored are of the latter or of the first."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 3, bias=False), nn.Linear(3, 3), nn.Linear(3, 3))
+    model[1].weight = model[0].weight
+    kind._set_params_and_buffers_to_ignore_for_model(model, [ignored])
+    kind(model)(rank_input(2, 3)).square().sum().backward()
+    return gradients_of(model)
 
 
-def dead_reducers() -> bool:
-    """Whether a reducer is freed with its module, so that hooks on surviving parameters have no effect."""
+def averages_a_shared_parameter_unless_all_its_names_are_ignored() -> None:
+    assert_same(lambda kind: ignored_gradient(kind, "0.weight"))
+
+
+def leaves_an_ignored_parameter_its_own_gradient() -> None:
+    assert_same(lambda kind: ignored_gradient(kind, "2.weight"))
+
+
+@pytest.mark.parametrize(
+    "claim",
+    [
+        reduces_again_after_saving,
+        averages_a_shared_parameter_unless_all_its_names_are_ignored,
+        leaves_an_ignored_parameter_its_own_gradient,
+    ],
+)
+def test_wrapped_module_behaves_as_documented_besides_training(claim: Callable[[], None]) -> None:
+    """Oracle: PyTorch's documentation of its class, and the class itself."""
+    run_ranks(2, claim)
+
+
+def reducer_is_freed() -> None:
     module = nn.Linear(2, 2)
     first = Toy(module)
     first(torch.ones(1, 2)).sum().backward()
     module.zero_grad()
     del first
-    alive = any(isinstance(thing, Reducer) for thing in gc.get_objects())
+    assert not any(isinstance(thing, Reducer) for thing in gc.get_objects())
     module(torch.ones(1, 2)).sum().backward()
-    return not alive and torch.equal(module.bias.grad, torch.ones(2))  # type: ignore[arg-type]
+    assert torch.equal(module.bias.grad, torch.ones(2))  # type: ignore[arg-type]
 
 
 def test_reducer_is_collected_with_its_module() -> None:
     """Oracle: the garbage collector's list of live objects; the bare module trains as if never wrapped."""
-    assert run_ranks(1, dead_reducers) == [True]
+    run_ranks(1, reducer_is_freed)

@@ -15,7 +15,9 @@ from scripts.ranks import run_ranks
 from tests.toys.test_ddp import MANY_BUCKETS, Shared
 
 
-@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize(
+    "seed", [*range(6), *(pytest.param(seed, marks=pytest.mark.extended) for seed in range(6, 20))]
+)
 def test_bucket_assignment_equals_pytorch(seed: int) -> None:
     """Oracle: PyTorch's own assignment, over random sizes, two dtypes, sparse tensors and limits."""
     generator = torch.Generator().manual_seed(seed)
@@ -55,71 +57,79 @@ def logging_data(make: Any) -> list[dict[str, Any]]:
     return data
 
 
-def differing_logs() -> list[str]:
-    """Logging data of PyTorch that the toy lacks or that differ; times must be present and consistent."""
-    differing = []
+def compare_logs() -> None:
     for theirs, ours in zip(logging_data(Native), logging_data(Toy), strict=True):
         times = {name for name in theirs if "_time" in name}
         for log in (theirs, ours):  # the toy orders buckets of two dtypes by the time at which they are full
             log.update({name: sorted(log[name].split(", ")) for name in log if name.startswith("rebuilt_")})
-        differing += [name for name in theirs if name not in times and theirs[name] != ours.get(name)]
-        differing += [name for name in times if not ours.get(name, -1) >= 0]
+        assert {name: ours.get(name) for name in theirs if name not in times} == {
+            name: theirs[name] for name in theirs if name not in times
+        }
+        assert all(ours[name] >= 0 for name in times)
         for span in ("backward_comm_time", "backward_compute_time") if times else ():
-            if ours[span] < ours["backward_compute_comm_overlap_time"]:
-                differing.append(span)
-    return differing
+            assert ours[span] >= ours["backward_compute_comm_overlap_time"]
 
 
 def test_logging_data_equals_pytorch() -> None:
     """Oracle: the logging data of PyTorch's class; times, which differ, by their bounds."""
-    assert run_ranks(2, differing_logs) == [[], []]
+    run_ranks(2, compare_logs)
 
 
-def differing_lists() -> list[tuple[Any, ...]]:
-    """Bucket sizes before and after the rebuild, with a list of limits; and deprecations."""
-    differing = []
-    for sizes in ([MANY_BUCKETS], [MANY_BUCKETS, 1], [2 * MANY_BUCKETS, MANY_BUCKETS / 4]):
-        logs = []
-        for make in (Native, Toy):
-            torch.manual_seed(0)
-            model = make(nn.Sequential(*(nn.Linear(7, 7) for _ in range(6))), bucket_cap_mb_list=sizes)
-            for _ in range(4):
-                model(torch.ones(2, 7)).sum().backward()
-            log = model._get_ddp_logging_data()
-            names = ("bucket_cap_bytes", "bucket_sizes", "rebuilt_bucket_sizes", "rebuilt_per_bucket_param_indices")
-            logs.append([log[name] for name in names])
-        differing += [tuple(logs)] if logs[0] != logs[1] else []
+needs_lists = pytest.mark.skipif(
+    "bucket_cap_mb_list" not in inspect.signature(Native).parameters, reason="this torch has no lists"
+)
+
+
+def bucket_log(make: Any, sizes: list[float]) -> list[Any]:
+    """Limits, and the sizes of buckets before and after the rebuild."""
+    torch.manual_seed(0)
+    model = make(nn.Sequential(*(nn.Linear(7, 7) for _ in range(6))), bucket_cap_mb_list=sizes)
+    for _ in range(4):
+        model(torch.ones(2, 7)).sum().backward()
+    log = model._get_ddp_logging_data()
+    names = ("bucket_cap_bytes", "bucket_sizes", "rebuilt_bucket_sizes", "rebuilt_per_bucket_param_indices")
+    return [log[name] for name in names]
+
+
+@needs_lists
+@pytest.mark.parametrize("sizes", [[MANY_BUCKETS], [MANY_BUCKETS, 1], [2 * MANY_BUCKETS, MANY_BUCKETS / 4]])
+def test_list_of_bucket_sizes_gives_the_buckets_of_pytorch(sizes: list[float]) -> None:
+    """Oracle: PyTorch's class with the same list."""
+    for native, toy in run_ranks(2, lambda: [bucket_log(Native, sizes), bucket_log(Toy, sizes)]):
+        assert native == toy
+
+
+def deprecated_argument() -> None:
     with pytest.warns(FutureWarning, match="broadcast_buffers"):
         Toy(nn.Linear(2, 2), broadcast_buffers=False)
-    return differing
 
 
-@pytest.mark.skipif("bucket_cap_mb_list" not in inspect.signature(Native).parameters, reason="this torch has no lists")
-def test_list_of_bucket_sizes_gives_the_buckets_of_pytorch() -> None:
-    """Oracle: PyTorch's class with the same list."""
-    assert run_ranks(2, differing_lists) == [[], []]
+@needs_lists
+def test_deprecated_argument_warns() -> None:
+    """Oracle: PyTorch's category of the warning."""
+    run_ranks(1, deprecated_argument)
 
 
 class Alone(dist.ProcessGroup):
     """A group of one rank, unknown to ``torch.distributed``."""
 
     def broadcast(self, tensors: list[Tensor], options: Any) -> Any:
-        """There is no other rank."""
+        """Return the result of the only rank."""
         return self._done(tensors)
 
     allreduce = broadcast
 
     def allgather(self, outputs: list[list[Tensor]], inputs: list[Tensor], options: Any) -> Any:
-        """The only part."""
+        """Return the result of the only rank."""
         outputs[0][0].copy_(inputs[0])
         return self._done(outputs)
 
     def getSize(self) -> int:  # noqa: N802 (PyTorch's name)
-        """One rank."""
+        """Return 1."""
         return 1
 
     def getBackendName(self) -> str:  # noqa: N802
-        """Of no backend that there is."""
+        """Return a name of no backend."""
         return "alone"
 
     def _done(self, value: Any) -> Any:
@@ -128,8 +138,7 @@ class Alone(dist.ProcessGroup):
         return torch._C._distributed_c10d._create_work_from_future(future)
 
 
-def trains_alone() -> bool:
-    """Whether an unregistered group leaves one rank its own gradients."""
+def trains_alone() -> None:
     module = nn.Linear(2, 3)
     wrapped = Toy(module, process_group=Alone(0, 1))
     grads = []
@@ -138,9 +147,9 @@ def trains_alone() -> bool:
         model(torch.ones(4, 2)).square().sum().backward()
         grads.append(module.weight.grad)
     assert wrapped._get_ddp_logging_data()["backend_name"] == "alone"
-    return torch.equal(grads[0], grads[2]) and torch.equal(grads[1], grads[2])  # type: ignore[arg-type]
+    assert torch.equal(grads[0], grads[2]) and torch.equal(grads[1], grads[2])  # type: ignore[arg-type]
 
 
 def test_custom_process_group_is_supported() -> None:
     """Oracle: the gradients of the bare module."""
-    assert run_ranks(1, trains_alone) == [True]
+    run_ranks(1, trains_alone)

@@ -34,18 +34,12 @@ def share_a_checkpoint(make: Any) -> None:
     model(torch.ones(2, 6, requires_grad=True)).sum().backward()
 
 
-def annotate_wrongly(make: Any) -> None:
-    def hook(state: object, bucket: int) -> torch.futures.Future[Tensor]:
-        raise AssertionError
-
-    make(Tuple()).register_comm_hook(None, hook)
+def wrong_argument(state: object, bucket: int) -> torch.futures.Future[Tensor]:
+    raise AssertionError
 
 
-def return_wrongly(make: Any) -> None:
-    def hook(state: object, bucket: dist.GradBucket) -> int:
-        raise AssertionError
-
-    make(Tuple()).register_comm_hook(None, hook)
+def wrong_result(state: object, bucket: dist.GradBucket) -> int:
+    raise AssertionError
 
 
 def register_twice(make: Any) -> None:
@@ -62,7 +56,7 @@ class Changing(nn.Module):
         self.a, self.b = nn.Linear(6, 6), nn.Linear(6, 6)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Run it."""
+        """Compute the output."""
         return self.a(self.b(x)) if x.sum() > 0 else self.a(x)
 
 
@@ -87,8 +81,8 @@ MISTAKES: dict[str, Callable[[Any], object]] = {
     "synchronized statistics on a CPU": lambda make: make(nn.Sequential(nn.Linear(2, 2), nn.SyncBatchNorm(2))),
     "a group and a mesh": lambda make: make(nn.Linear(2, 2), process_group=dist.group.WORLD, device_mesh=object()),
     "no function": lambda make: make(Tuple()).register_comm_hook(None, 1),
-    "a wrong annotation": annotate_wrongly,
-    "a wrong return annotation": return_wrongly,
+    "a wrong annotation": lambda make: make(Tuple()).register_comm_hook(None, wrong_argument),
+    "a wrong return annotation": lambda make: make(Tuple()).register_comm_hook(None, wrong_result),
     "two hooks": register_twice,
     "a parameter without gradient": forget_a_parameter,
     "a layer of two reentrant checkpoints": share_a_checkpoint,
@@ -98,34 +92,29 @@ MISTAKES: dict[str, Callable[[Any], object]] = {
 }
 
 
-def differing_mistakes() -> dict[str, Any]:
-    found = {}
-    for name, attempt in MISTAKES.items():
-        theirs, ours = raised(attempt, Native), raised(attempt, Toy)
-        if theirs != ours or ours[0] == "nothing":
-            found[name] = theirs, ours
-    return found
-
-
-def test_mistakes_raise_the_errors_of_native_ddp() -> None:
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_mistakes_raise_the_errors_of_native_ddp(mistake: str) -> None:
     """Oracle: PyTorch's class; the same error class and start of the message."""
-    assert run_ranks(2, differing_mistakes) == [{}, {}]
+    attempt = MISTAKES[mistake]
+    for native, toy in run_ranks(2, lambda: (raised(attempt, Native), raised(attempt, Toy))):
+        assert toy == native != ("nothing", "")
 
 
-def differing_shapes() -> list[str]:
-    """The error of each rank, where models differ."""
-    messages = []
-    for module in (
-        nn.Linear(2, 2 + dist.get_rank()),
-        nn.Sequential(*[nn.Linear(2, 2)] + [nn.Linear(2, 2)] * dist.get_rank()),
-    ):
-        with pytest.raises(RuntimeError) as refused:
-            Toy(module)
-        messages.append(str(refused.value))
-    return messages
-
-
-def test_models_that_differ_across_ranks_are_refused_on_all_ranks() -> None:
+@pytest.mark.parametrize(
+    "make_module",
+    [
+        lambda: nn.Linear(2, 2 + dist.get_rank()),
+        lambda: nn.Sequential(*[nn.Linear(2, 2) for _ in range(1 + dist.get_rank())]),
+    ],
+    ids=["shape", "number"],
+)
+def test_models_that_differ_across_ranks_are_refused_on_all_ranks(make_module: Callable[[], nn.Module]) -> None:
     """Oracle: the documented check of shapes; every rank reports the difference without waiting."""
-    for messages in run_ranks(2, differing_shapes):
-        assert "appears not to match sizes" in messages[0] and "DDP expects same model across all ranks" in messages[1]
+
+    def refusal() -> str:
+        with pytest.raises(RuntimeError) as refused:
+            Toy(make_module())
+        return str(refused.value)
+
+    messages = run_ranks(2, refusal)
+    assert "appears not to match sizes" in messages[0] and "DDP expects same model across all ranks" in messages[1]

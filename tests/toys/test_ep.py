@@ -1,5 +1,6 @@
 """Expert parallelism: results, gradients and training of spread experts, compared with one process."""
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -10,9 +11,9 @@ from torch import Tensor, nn
 
 from fsdptoys.toys.ep import Experts, MoE, make_groups, plan_routes, sum_gradients
 from scripts.ranks import run_ranks
+from tests.toys.distances import TOLERANCES, relative
 
-TOLERANCES = {torch.float64: 1e-14, torch.float32: 2e-6}
-"""Relative to the largest number of a tensor."""
+DTYPES = (torch.float64, torch.float32)
 TOKENS, WIDTH, HIDDEN, EXPERTS, TOP_K = 12, 8, 6, 8, 2
 
 
@@ -38,12 +39,6 @@ def matrices(dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     torch.manual_seed(0)
     gate_up_EHD = torch.randn(EXPERTS, 2 * HIDDEN, WIDTH, dtype=dtype) / WIDTH**0.5
     return gate_up_EHD, torch.randn(EXPERTS, WIDTH, HIDDEN, dtype=dtype) / HIDDEN**0.5
-
-
-def relative(found: Tensor | None, expected: Tensor | None) -> float:
-    """Largest difference, divided by the largest expected number."""
-    assert found is not None and expected is not None
-    return ((found - expected).abs().max() / expected.abs().max().clamp_min(1e-300)).item()
 
 
 def choose(routing: str, ranks: int) -> Tensor:
@@ -80,17 +75,16 @@ def layer_errors(routing: str, dtype: torch.dtype) -> tuple[float, int]:
     return max(errors), sum(plan_routes(chosen[rows], EXPERTS // ranks, group).received)
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 4])
-def test_spread_experts_equal_all_experts_on_one_process(ranks: int) -> None:
+@pytest.mark.parametrize("ranks", [1, 2, pytest.param(4, marks=pytest.mark.extended)])
+@pytest.mark.parametrize("routing", ["random", "first rank's", "last rank's"])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_spread_experts_equal_all_experts_on_one_process(dtype: torch.dtype, routing: str, ranks: int) -> None:
     """Oracle: every expert on every token, results and gradients; experts without tokens have zero gradients."""
-    cases = [(routing, dtype) for routing in ("random", "first rank's", "last rank's") for dtype in TOLERANCES]
-    per_rank = run_ranks(ranks, lambda: [layer_errors(*case) for case in cases])
-    for number, (routing, dtype) in enumerate(cases):
-        assert max(found[number][0] for found in per_rank) < TOLERANCES[dtype], (routing, dtype)
-        received = [found[number][1] for found in per_rank]
-        assert sum(received) == ranks * TOKENS * TOP_K
-        if routing == "first rank's":
-            assert received == [ranks * TOKENS * TOP_K] + [0] * (ranks - 1)
+    errors, received = zip(*run_ranks(ranks, layer_errors, routing, dtype), strict=True)
+    assert max(errors) < TOLERANCES[dtype]
+    assert sum(received) == ranks * TOKENS * TOP_K
+    if routing == "first rank's":
+        assert received[0] == sum(received)
 
 
 class Model(nn.Module):
@@ -150,27 +144,28 @@ def training_errors(dtype: torch.dtype, size: int) -> float:
     return max(errors)
 
 
-@pytest.mark.parametrize(("ranks", "size"), [(2, 1), (2, 2), (4, 2), (4, 4)])
-def test_training_with_spread_experts_equals_one_process(ranks: int, size: int) -> None:
+@pytest.mark.parametrize(
+    ("ranks", "size"),
+    [(2, 1), (2, 2), pytest.param(4, 2, marks=pytest.mark.extended), pytest.param(4, 4, marks=pytest.mark.extended)],
+)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_training_with_spread_experts_equals_one_process(dtype: torch.dtype, ranks: int, size: int) -> None:
     """Oracle: losses and gradients of three steps of one process, also where several ranks have the same experts."""
-    for errors in run_ranks(ranks, lambda: [training_errors(dtype, size) for dtype in TOLERANCES]):
-        for error, (dtype, tolerance) in zip(errors, TOLERANCES.items(), strict=True):
-            assert error < 10 * tolerance, dtype
+    assert max(run_ranks(ranks, training_errors, dtype, size)) < 10 * TOLERANCES[dtype]
 
 
-def refusals() -> list[str]:
-    """Messages for numbers that do not divide."""
-    messages = []
-    group: Any = dist.group.WORLD
-    stacks = torch.ones(3, 4, 2), torch.ones(3, 2, 2)
-    for call in (lambda: make_groups(3), lambda: Experts(*stacks, group)):
-        with pytest.raises(ValueError, match="cannot") as raised:
-            call()
-        messages.append(str(raised.value))
-    return messages
-
-
-def test_uneven_groups_are_refused() -> None:
+@pytest.mark.parametrize(
+    ("spread", "message"),
+    [
+        (lambda: make_groups(3), "2 ranks cannot form groups of 3"),
+        (
+            lambda: Experts(torch.ones(3, 4, 2), torch.ones(3, 2, 2), dist.group.WORLD),  # type: ignore[arg-type]
+            "3 experts cannot be spread evenly over 2 ranks",
+        ),
+    ],
+    ids=["groups", "experts"],
+)
+def test_uneven_groups_are_refused(spread: Callable[[], object], message: str) -> None:
     """Oracle: the numbers in the messages."""
-    expected = ["2 ranks cannot form groups of 3", "3 experts cannot be spread evenly over 2 ranks"]
-    assert run_ranks(2, refusals) == [expected] * 2
+    with pytest.raises(RuntimeError, match=f"ValueError: {message}"):
+        run_ranks(2, spread)

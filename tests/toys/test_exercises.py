@@ -1,6 +1,5 @@
 """The exercises: each has a solution, and their checks detect wrong answers."""
 
-import importlib.util
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -8,28 +7,26 @@ from types import ModuleType
 import pytest
 
 from scripts.ranks import run_ranks
+from tests.toys.pages import load_file
 
 EXERCISES = Path(__file__).parents[2] / "docs" / "toys" / "exercises"
 SOLUTIONS = Path(__file__).parent / "solutions"
 
-WRONG = {
-    "ring": ([("if turn < ranks - 1:", "if turn < ranks:")], "the sum of"),
-    "buckets": ([("room = cap", "room = cap + 1")], "nothing more in a full bucket"),
-    "step": ([("length = -(-len(parameter) // ranks)", "length = len(parameter)")], "of states kept"),
-    "rows": (
-        [("    most = -(-rows // ranks)\n    return", "    most = rows // ranks + 1\n    return")],
-        "rows of rank",
-    ),
-    "owners": ([(", key=lambda number: -sizes[number]", "")], "on a rank for"),
+WRONG: dict[str, tuple[dict[str, str], str]] = {
+    "ring": ({"if turn < ranks - 1:": "if turn < ranks:"}, "the sum of"),
+    "buckets": ({"room = cap": "room = cap + 1"}, "nothing more in a full bucket"),
+    "step": ({"length = -(-len(parameter) // ranks)": "length = len(parameter)"}, "of states kept"),
+    "rows": ({"    most = -(-rows // ranks)\n    return": "    most = rows // ranks + 1\n    return"}, "rows of rank"),
+    "owners": ({", key=lambda number: -sizes[number]": ""}, "on a rank for"),
     "linear": (
-        [
-            ("ctx.save_for_backward(inputs, shard)", "ctx.save_for_backward(inputs, shard, gather(shard))"),
-            ("inputs, shard = ctx", "inputs, shard, _ = ctx"),
-        ],
+        {
+            "ctx.save_for_backward(inputs, shard)": "ctx.save_for_backward(inputs, shard, gather(shard))",
+            "inputs, shard = ctx": "inputs, shard, _ = ctx",
+        },
         "is kept for the backward",
     ),
-    "attention": ([("torch.logaddexp(lse, block_lse)", "torch.maximum(lse, block_lse)")], "to the keys of all ranks"),
-    "dispatch": ([("[order.argsort()]", "[order]")], "in the order of the rows"),
+    "attention": ({"torch.logaddexp(lse, block_lse)": "torch.maximum(lse, block_lse)"}, "to the keys of all ranks"),
+    "dispatch": ({"[order.argsort()]": "[order]"}, "in the order of the rows"),
 }
 """Exercise → replacements in its solution, and the resulting message of its check."""
 
@@ -37,37 +34,34 @@ WRONG = {
 @pytest.fixture(scope="module")
 def check() -> ModuleType:
     """``check.py`` as a module."""
-    spec = importlib.util.spec_from_file_location("check_exercises", EXERCISES / "check.py")
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return load_file(EXERCISES / "check.py")
 
 
-@pytest.mark.parametrize("ranks", [2, 3, 4])
+@pytest.mark.parametrize("ranks", [2, 3, pytest.param(4, marks=pytest.mark.extended)])
 def test_solutions_pass_and_unanswered_exercises_are_reported(check: ModuleType, ranks: int) -> None:
     """Oracle: the checks, which compare answers with PyTorch's collectives, Adam, chunk, linear and softmax."""
-
-    def both() -> tuple[dict[str, str], dict[str, str]]:
-        return check.check(SOLUTIONS, list(check.CHECKS)), check.check(EXERCISES, list(check.CHECKS))
-
-    for right, unanswered in run_ranks(ranks, both):
-        assert right == {}
-        assert unanswered == dict.fromkeys(check.CHECKS, "not answered yet")
+    names = list(check.CHECKS)
+    right, unanswered = {}, dict.fromkeys(names, "not answered yet")
+    found = run_ranks(ranks, lambda: (check.check(SOLUTIONS, names), check.check(EXERCISES, names)))
+    assert found == [(right, unanswered)] * ranks
 
 
-def test_checks_detect_wrong_answers(check: ModuleType, tmp_path: Path) -> None:
-    """Oracle: solutions with a mistake each, made by replacing a piece of them; the message on some rank."""
+def test_every_exercise_has_a_wrong_answer(check: ModuleType) -> None:
+    """Oracle: the names of the checks."""
     assert set(WRONG) == set(check.CHECKS)
-    for name, (mistakes, _) in WRONG.items():
-        text = (SOLUTIONS / f"{name}.py").read_text()
-        for piece, wrong in mistakes:
-            assert text.count(piece) == 1, piece
-            text = text.replace(piece, wrong)
-        (tmp_path / f"{name}.py").write_text(text)
-    messages = run_ranks(3, check.check, tmp_path, list(WRONG))
-    for name, (_, sentence) in WRONG.items():
-        assert any(sentence in rank.get(name, "") for rank in messages), [rank.get(name) for rank in messages]
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_check_detects_a_wrong_answer(name: str, check: ModuleType, tmp_path: Path) -> None:
+    """Oracle: a solution with a mistake, made by replacing pieces of it; the message on some rank."""
+    replacements, sentence = WRONG[name]
+    text = (SOLUTIONS / f"{name}.py").read_text()
+    for piece, wrong in replacements.items():
+        assert text.count(piece) == 1, piece
+        text = text.replace(piece, wrong)
+    (tmp_path / f"{name}.py").write_text(text)
+    messages = [of_rank.get(name, "") for of_rank in run_ranks(3, check.check, tmp_path, [name])]
+    assert any(sentence in message for message in messages), messages
 
 
 def test_command_reports_right_wrong_and_hanging_answers(

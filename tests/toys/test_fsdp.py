@@ -1,6 +1,5 @@
 """The toy FSDP trains bitwise equal to PyTorch's."""
 
-import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -11,18 +10,8 @@ from torch import nn
 from torch.distributed.tensor import Shard
 
 from fsdptoys.parallel.fsdp import TORCH
-from tests.toys.fsdp_models import (
-    NATIVE,
-    TOY,
-    Block,
-    Case,
-    Model,
-    assert_hold,
-    shard_blocks,
-    shard_groups,
-    shard_tied,
-    train,
-)
+from scripts.ranks import run_ranks
+from tests.toys.fsdp_models import NATIVE, TOY, Block, Case, Model, shard_blocks, shard_groups, shard_tied, train
 
 BF16 = {"param_dtype": torch.bfloat16}
 if TORCH >= (2, 15):  # PyTorch's default is float32 from then on; the toy's is the dtype of the parameters, as before
@@ -131,32 +120,38 @@ CASES_OF_FOUR = {
 }
 
 
-def matches_native(case: Case) -> None:
-    ours, theirs = train(TOY, case), train(NATIVE, case)
-    assert ours[0] == theirs[0]
-    assert {name for name, value in theirs[1].items() if not torch.equal(value, ours[1][name])} == set()
+needs_averages = pytest.mark.skipif(
+    TORCH < (2, 8), reason="FSDP2 over gloo sums gradients in torch 2.7, where it should average them"
+)
+ROWS = [(2, case) for case in CASES] + [
+    pytest.param(4, case, marks=() if case in ("HSDP", "second dim") else pytest.mark.extended)
+    for case in CASES_OF_FOUR
+]
+ROWS += [(1, case) for case in ("by default", "accumulation in float32", "norm and head together")]
 
 
-def reshards_other_dims_to_fewer_ranks() -> None:
-    # PyTorch's cannot.
-    outcomes = [
-        train(TOY, Case(options={"shard_placement_fn": wide, "reshard_after_forward": choice}, model={"dim": 16}))
-        for choice in (True, 2)
-    ]
-    assert outcomes[0][0] == outcomes[1][0]
+@needs_averages
+@pytest.mark.parametrize(("ranks", "name"), ROWS)
+def test_training_matches_pytorch_bitwise(ranks: int, name: str) -> None:
+    """Oracle: PyTorch's ``fully_shard`` with the same arguments; losses, norms and parameters after some steps."""
+    case = (CASES_OF_FOUR if ranks == 4 else CASES)[name]
+
+    def compare() -> None:
+        ours, theirs = train(TOY, case), train(NATIVE, case)
+        assert ours[0] == theirs[0]
+        assert {name for name, value in theirs[1].items() if not torch.equal(value, ours[1][name])} == set()
+
+    run_ranks(ranks, compare)
 
 
-@pytest.mark.skipif(TORCH < (2, 8), reason="FSDP2 over gloo sums gradients in torch 2.7, where it should average them")
-@pytest.mark.parametrize("ranks", [1, 2, 4])
-def test_training_matches_pytorch_bitwise(ranks: int) -> None:
-    """Oracle: PyTorch's ``fully_shard`` with the same arguments; losses, norms and parameters after some steps.
+@pytest.mark.extended
+@needs_averages
+def test_other_dims_are_resharded_to_fewer_ranks() -> None:
+    """Oracle: the toy without that option, which PyTorch's lacks."""
 
-    One rank runs some cases of two ranks; four ranks run the cases that need four.
-    """
-    cases = CASES_OF_FOUR if ranks == 4 else CASES
-    if ranks == 1:
-        cases = {name: CASES[name] for name in ("by default", "accumulation in float32", "norm and head together")}
-    claims = {name: functools.partial(matches_native, case) for name, case in cases.items()}
-    if ranks == 4:
-        claims["second dim, resharded to two ranks"] = functools.partial(reshards_other_dims_to_fewer_ranks)
-    assert_hold(ranks, claims)
+    def losses(reshard: bool | int) -> list[float]:
+        options = {"shard_placement_fn": wide, "reshard_after_forward": reshard}
+        return train(TOY, Case(options=options, model={"dim": 16}))[0]
+
+    for whole, to_two in run_ranks(4, lambda: (losses(True), losses(2))):
+        assert whole == to_two

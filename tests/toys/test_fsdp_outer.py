@@ -11,7 +11,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-from tests.toys.fsdp_models import NATIVE, TOY, assert_hold, whole
+from scripts.ranks import run_ranks
+from tests.toys.fsdp_models import NATIVE, TOY, whole
 
 TP = "tensor"
 
@@ -88,43 +89,33 @@ def shows_both_meshes_to_the_optimizer() -> None:
     layer.reshard()
 
 
+REFUSALS: dict[str, Callable[[Any], object]] = {
+    "other axes": lambda layer: TOY.fully_shard(layer, mesh=meshes(2)[TP]),
+    "as an int": lambda layer: TOY.fully_shard(layer, mesh=meshes(1)["data"], reshard_after_forward=2),
+    "reset_parameters": lambda layer: TOY.initialize(TOY.fully_shard(layer, mesh=meshes(2)["data"]), "cpu"),
+}
+
+
 def refuses_unsupported_options_by_name() -> None:
-    mesh = meshes(2)
-    refusals: list[tuple[str, type[Exception], Callable[[Any], Any]]] = [
-        ("other axes", NotImplementedError, lambda layer: TOY.fully_shard(layer, mesh=mesh[TP])),
-        (
-            "as an int",
-            NotImplementedError,
-            lambda layer: TOY.fully_shard(layer, mesh=meshes(1)["data"], reshard_after_forward=2),
-        ),
-        (
-            "reset_parameters",
-            NotImplementedError,
-            lambda layer: TOY.initialize(TOY.fully_shard(layer, mesh=mesh["data"]), "cpu"),
-        ),
-    ]
-    for match, kind, call in refusals:
+    for match, call in REFUSALS.items():
         layer = nn.Sequential(nn.Linear(4, 4))
-        parallelize_module(layer, mesh[TP], {"0": ColwiseParallel()})
-        with pytest.raises(kind, match=match):
+        parallelize_module(layer, meshes(2)[TP], {"0": ColwiseParallel()})
+        with pytest.raises(NotImplementedError, match=match):
             call(layer)
 
 
+WIDE_SUMS = {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32}
 CLAIMS: dict[str, Callable[[], None]] = {
-    "uneven": functools.partial(matches_native, 3),
-    "not freed": functools.partial(matches_native, 6, reshard_after_forward=False, accumulates=True),
-    "mixed precision": functools.partial(
-        matches_native,
-        8,
-        accumulates=True,
-        mp_policy={"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32},
-    ),
+    "uneven": lambda: matches_native(3),
+    "not freed": lambda: matches_native(6, reshard_after_forward=False, accumulates=True),
+    "mixed precision": lambda: matches_native(8, accumulates=True, mp_policy=WIDE_SUMS),
     "both meshes": shows_both_meshes_to_the_optimizer,
     "refusals": refuses_unsupported_options_by_name,
 }
 
 
 @pytest.mark.skipif(not hasattr(DeviceMesh, "_concatenate"), reason="meshes of this torch cannot be joined")
-def test_tensor_parallelism_matches_pytorch_bitwise() -> None:
+@pytest.mark.parametrize("claim", CLAIMS)
+def test_tensor_parallelism_matches_pytorch_bitwise(claim: str) -> None:
     """Oracle: PyTorch's ``fully_shard`` on two data-parallel times two tensor-parallel ranks, bitwise."""
-    assert_hold(4, CLAIMS)
+    run_ranks(4, CLAIMS[claim])

@@ -1,6 +1,8 @@
 """Parameters of the toy FSDP: state dicts, checkpoints, initialization, other dtypes."""
 
 import tempfile
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -11,12 +13,12 @@ from torch.distributed.tensor import DTensor
 
 from fsdptoys.toys.fsdp.initialize import reset
 from fsdptoys.toys.fsdp.internals import local_tensor
+from scripts.ranks import run_ranks
 from tests.toys.fsdp_models import (
     NATIVE,
     TOY,
     Case,
     Model,
-    assert_hold,
     backward,
     batches,
     build,
@@ -27,9 +29,11 @@ from tests.toys.fsdp_models import (
     whole,
 )
 
+BOTH_WAYS = [(TOY, NATIVE), (NATIVE, TOY)]
+
 
 def exchanges_state_dicts_with_pytorch() -> None:
-    for source, target in ((TOY, NATIVE), (NATIVE, TOY)):
+    for source, target in BOTH_WAYS:
         for assign in (False, True):
             trained, fresh = build(source, Case()), build(target, Case())
             backward(trained, batches(1)[0])
@@ -49,7 +53,7 @@ def exchanges_state_dicts_with_pytorch() -> None:
 
 
 def exchanges_checkpoints_with_pytorch() -> None:
-    for source, target in ((TOY, NATIVE), (NATIVE, TOY)):
+    for source, target in BOTH_WAYS:
         folder = [tempfile.mkdtemp()]
         dist.broadcast_object_list(folder)
         trained, fresh = build(source, Case()), build(target, Case())
@@ -60,21 +64,22 @@ def exchanges_checkpoints_with_pytorch() -> None:
         state = {"model": fresh.state_dict()}
         dcp.load(state, checkpoint_id=folder[0])
         fresh.load_state_dict(state["model"])
-        assert all(
-            torch.equal(old, new) for old, new in zip(*(whole(m).values() for m in (trained, fresh)), strict=True)
-        )
+        assert all(map(torch.equal, whole(trained).values(), whole(fresh).values()))
+
+
+def on_meta(shard: Any, tied: bool = False) -> Any:
+    with torch.device("meta"):
+        model = Model(tied=tied)
+    shard(TOY, model, mesh_of())
+    return model
 
 
 def initializes_from_the_meta_device() -> None:
     for shard in (shard_blocks, shard_groups):
-        with torch.device("meta"):
-            model = Model()
-        shard(TOY, model, mesh_of())
+        model = on_meta(shard)
         with pytest.raises(RuntimeError, match=r"materialized from meta .*'embed\.weight'"):
             model(batches(1)[0])
-        with torch.device("meta"):
-            model = Model()
-        shard(TOY, model, mesh_of())
+        model = on_meta(shard)
         model.to_empty(device="cpu")
         with torch.no_grad():
             for param, values in zip(model.parameters(), build(TOY, Case(shard=shard)).parameters(), strict=True):
@@ -86,20 +91,18 @@ def draws_the_values_of_a_regular_construction() -> None:
     # With all unit layouts; a shared weight belongs to the first module.
     for shard, tied in ((shard_blocks, False), (shard_groups, False), (shard_tied, True)):
         expected = build(TOY, Case(shard=shard, model={"tied": tied}))
-        with torch.device("meta"):
-            model = Model(tied=tied)
-        shard(TOY, model, mesh_of())
-        held: list[tuple[int, int]] = []
+        model = on_meta(shard, tied)
+        counts: list[tuple[int, int]] = []
 
-        def draw(module: nn.Module, model: Model = model, held: list[tuple[int, int]] = held) -> None:
+        def draw(module: nn.Module, model: Model = model, counts: list[tuple[int, int]] = counts) -> None:
             plain = [param for param in model.parameters() if not isinstance(param, DTensor)]
-            held.append((len(plain), len(list(module.parameters(recurse=False)))))
+            counts.append((len(plain), len(list(module.parameters(recurse=False)))))
             reset(module)
 
         torch.manual_seed(0)
         TOY.initialize(model, "cpu", draw)
         assert {name for name, value in whole(expected).items() if not torch.equal(value, whole(model)[name])} == set()
-        assert all(whole_ones == own for whole_ones, own in held)
+        assert all(gathered == own for gathered, own in counts)
         assert torch.equal(backward(model, batches(1)[0]), backward(expected, batches(1)[0]))
 
 
@@ -116,15 +119,16 @@ def changes_its_dtype_between_steps() -> None:
     assert expected == [backward(model, tokens_BT)] * 2
 
 
-CLAIMS = [
-    exchanges_state_dicts_with_pytorch,
-    exchanges_checkpoints_with_pytorch,
-    initializes_from_the_meta_device,
-    draws_the_values_of_a_regular_construction,
-    changes_its_dtype_between_steps,
-]
-
-
-def test_state_dicts_checkpoints_and_initialization_match_pytorch() -> None:
+@pytest.mark.parametrize(
+    "claim",
+    [
+        exchanges_state_dicts_with_pytorch,
+        exchanges_checkpoints_with_pytorch,
+        initializes_from_the_meta_device,
+        draws_the_values_of_a_regular_construction,
+        changes_its_dtype_between_steps,
+    ],
+)
+def test_state_dicts_checkpoints_and_initialization_match_pytorch(claim: Callable[[], None]) -> None:
     """Oracle: PyTorch's ``fully_shard``, which accepts the toy's tensors, and the reverse."""
-    assert_hold(2, {claim.__name__: claim for claim in CLAIMS})
+    run_ranks(2, claim)

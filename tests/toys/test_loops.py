@@ -1,6 +1,5 @@
 """The example loops of docs/toys/loops."""
 
-import importlib.util
 import itertools
 import shutil
 from pathlib import Path
@@ -11,62 +10,60 @@ import torch
 import torch.distributed as dist
 
 from scripts.ranks import run_ranks
+from tests.toys.pages import PAGES, load_file
 
-LOOPS = Path(__file__).parents[2] / "docs" / "toys" / "loops"
+LOOPS = PAGES / "loops"
+PARTS = ("toy_cp", "toy_ep")
 
 
 def load_run(folder: Path, name: str = "run") -> ModuleType:
     """``run.py`` or another script as a module that takes its loops from ``folder``."""
-    spec = importlib.util.spec_from_file_location(f"{name}_loops", LOOPS / f"{name}.py")
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
+    module = load_file(LOOPS / f"{name}.py")
     module.HERE = folder  # type: ignore[attr-defined]
     return module
 
 
 def test_each_loop_has_the_bits_of_one_process(capsys: pytest.CaptureFixture[str]) -> None:
-    """Oracle: one process that takes the batches of both ranks, in losses and parameters; a loop has 20 lines."""
+    """Oracle: one process that takes the batches of both ranks, in losses and parameters."""
     run = load_run(LOOPS)
     assert run.main([]) == 0
     printed = capsys.readouterr().out.splitlines()
     assert [line.split()[0] for line in printed] == ["single", *run.LOOPS]
     assert all(line.endswith("every bit of one process") for line in printed[1:])
-    for name in run.LOOPS:
-        _, _, loop = (LOOPS / f"{name}.py").read_text(encoding="utf-8").partition("def train")
-        assert loop.count("\n") <= 20, name
-
-
-def test_a_loop_without_its_exchange_is_reported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Oracle: the same script on a copy of ZeRO-2's loop whose ranks never exchange their updates."""
-    shutil.copy(LOOPS / "single.py", tmp_path)
-    text = (LOOPS / "toy_zero2.py").read_text(encoding="utf-8")
-    (tmp_path / "toy_zero2.py").write_text(text.replace("    zero.attach(optimizer)\n", ""), encoding="utf-8")
-    assert load_run(tmp_path).main(["toy_zero2"]) == 1
-    assert "DIFFERS" in capsys.readouterr().out
 
 
 def test_loops_over_parts_have_the_losses_of_one_process(capsys: pytest.CaptureFixture[str]) -> None:
-    """Oracle: the same model and batches on one rank, where nothing is split; a loop has 20 lines."""
+    """Oracle: the same model and batches on one rank, where nothing is split."""
     assert load_run(LOOPS, "split").main() == 0
-    assert [line.split()[0] for line in capsys.readouterr().out.splitlines()] == ["one", "toy_cp", "toy_ep"]
-    for name in ("toy_cp", "toy_ep"):
-        _, _, loop = (LOOPS / f"{name}.py").read_text(encoding="utf-8").partition("def train")
-        assert loop.count("\n") <= 20, name
+    assert [line.split()[0] for line in capsys.readouterr().out.splitlines()] == ["one", *PARTS]
+
+
+@pytest.mark.parametrize("name", [*load_run(LOOPS).LOOPS, *PARTS])
+def test_a_loop_has_at_most_20_lines(name: str) -> None:
+    """Oracle: counted."""
+    _, _, loop = (LOOPS / f"{name}.py").read_text(encoding="utf-8").partition("def train")
+    assert loop.count("\n") <= 20
 
 
 @pytest.mark.parametrize(
-    ("name", "line"),
-    [("toy_cp", "        parallel.sum_gradients()\n"), ("toy_ep", "        sum_gradients(model, same)\n")],
+    ("script", "name", "line", "others"),
+    [
+        ("run", "toy_zero2", "    zero.attach(optimizer)\n", ["single"]),
+        ("split", "toy_cp", "        parallel.sum_gradients()\n", ["toy_ep"]),
+        ("split", "toy_ep", "        sum_gradients(model, same)\n", ["toy_cp"]),
+    ],
 )
-def test_a_loop_without_its_sum_of_gradients_is_reported(tmp_path: Path, name: str, line: str) -> None:
-    """Oracle: the same script, on a copy of a loop whose ranks keep their own gradients."""
-    for other in ("toy_cp", "toy_ep"):
+def test_a_loop_without_its_exchange_is_reported(
+    script: str, name: str, line: str, others: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Oracle: the same script on a copy of a loop whose ranks never exchange their updates or gradients."""
+    for other in others:
         shutil.copy(LOOPS / f"{other}.py", tmp_path)
     text = (LOOPS / f"{name}.py").read_text(encoding="utf-8")
     assert line in text
     (tmp_path / f"{name}.py").write_text(text.replace(line, ""), encoding="utf-8")
-    assert load_run(tmp_path, "split").main() == 1
+    assert load_run(tmp_path, script).main(*([[name]] if script == "run" else [])) == 1
+    assert script == "split" or "DIFFERS" in capsys.readouterr().out
 
 
 def average_unevenly() -> list[bool]:

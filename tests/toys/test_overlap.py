@@ -4,6 +4,7 @@ import copy
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -66,19 +67,16 @@ def record(make: Callable[..., nn.Module], overlap: bool) -> tuple[list[str], li
     return events, [param.grad.clone() for param in held if param.grad is not None]
 
 
-def wrong() -> list[str]:
-    """Toys whose order of events or gradients are not as documented."""
-    found = []
-    for name, make in MAKERS.items():
-        (early, gradients), (late, others) = record(make, True), record(make, False)
-        last = len(early) - 1 - early[::-1].index("gradient")
-        in_order = "collective" in early[:last] and late[:8] == ["gradient"] * 8 and set(late[8:]) == {"collective"}
-        same = len(gradients) == len(others) > 0 and all(map(torch.equal, gradients, others))
-        if not (in_order and same and sorted(early) == sorted(late)):
-            found.append(f"{name}: {early} {late} {same}")
-    return found
-
-
-def test_without_overlap_collectives_follow_the_backward_with_equal_gradients() -> None:
+@pytest.mark.parametrize("toy", MAKERS)
+def test_without_overlap_collectives_follow_the_backward_with_equal_gradients(toy: str) -> None:
     """Oracle: the order of recorded events; the gradients of the same toy with overlap, in every bit."""
-    assert run_ranks(2, wrong) == [[], []]
+
+    def compare() -> None:
+        early, gradients = record(MAKERS[toy], True)
+        late, others = record(MAKERS[toy], False)
+        last_gradient = len(early) - 1 - early[::-1].index("gradient")
+        assert "collective" in early[:last_gradient]
+        assert late == sorted(early, reverse=True) == ["gradient"] * 8 + ["collective"] * (len(early) - 8)
+        assert len(gradients) == len(others) > 0 and all(map(torch.equal, gradients, others))
+
+    run_ranks(2, compare)

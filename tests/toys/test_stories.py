@@ -1,22 +1,18 @@
 """The scripts of docs/toys/stories and docs/toys/synchronization, next to the pages that show their output."""
 
-import importlib.util
 import re
-from pathlib import Path
-from types import ModuleType
 
 import pytest
 import torch
 
 from fsdptoys.config.compose import compose_config
-from fsdptoys.metrics import StepMetrics
 from fsdptoys.profiler.collectives import Call, CollectiveTrace
 from fsdptoys.toys.fsdp.gradients import GradientUnit
 from fsdptoys.train.trainer import Trainer
 from scripts.ranks import run_ranks
 from tests.docs.pages import blocks
+from tests.toys.pages import PAGES, load_file
 
-TOYS = Path(__file__).parents[2] / "docs" / "toys"
 SCRIPTS = {
     "stories/duplicated": "stories/duplicated.md",
     "stories/generators": "stories/generators.md",
@@ -28,22 +24,13 @@ TOLERANCE = 0.02
 """Of printed numbers: the last bits of losses depend on the processor."""
 
 
-def load(script: str) -> ModuleType:
-    """A script as a module."""
-    spec = importlib.util.spec_from_file_location(Path(script).name, TOYS / f"{script}.py")
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
 @pytest.mark.skipif(torch.__version__ < "2.13" or torch.cuda.is_available(), reason="the pages show torch 2.13 on CPUs")
 @pytest.mark.parametrize("script", SCRIPTS)
 def test_scripts_print_what_their_pages_show(script: str, capsys: pytest.CaptureFixture[str]) -> None:
     """Oracle: the block of the page, word by word, its numbers within 2%."""
-    load(script).main()
+    load_file(PAGES / f"{script}.py").main()
     printed = capsys.readouterr().out
-    shown = [block.text for block in blocks(TOYS / SCRIPTS[script]) if not block.info]
+    shown = [block.text for block in blocks(PAGES / SCRIPTS[script]) if not block.info]
     words = [re.sub(rf"{NUMBER}| +", " ", text).split() for text in (printed, *shown)]
     assert words[0] in words[1:], printed
     numbers = [
@@ -55,21 +42,16 @@ def test_scripts_print_what_their_pages_show(script: str, capsys: pytest.Capture
 def take_steps(parallel: str, with_bug: bool) -> tuple[list[tuple[float, float]], list[Call]]:
     """Losses and gradient norms of two steps on this rank, and the collectives of the second."""
     if with_bug:
-        GradientUnit.take_gradients = load("stories/with_bug").take_matrices  # type: ignore[method-assign]
+        GradientUnit.take_gradients = load_file(PAGES / "stories/with_bug.py").take_matrices  # type: ignore[method-assign]
     words = ["experiment=null", "model=llama_debug", f"parallel={parallel}", "train.steps=2", "metrics.console=none"]
     config = compose_config(words)
     config.validate(2, "cpu")
     trainer = Trainer(config)
     calls: list[Call] = []
-    found: list[tuple[float, float]] = []
     trace = CollectiveTrace(2, trainer.strategy.model, {}, calls.extend)
     trainer.on_phase, trainer.around_step = trace.enter, trace.around
-
-    def keep(step: StepMetrics) -> None:
-        found.append((step.loss, step.grad_norm))
-
-    trainer.train(keep)
-    return found, calls
+    trainer.train()
+    return [(step.loss, step.grad_norm) for step in trainer.history], calls
 
 
 def test_the_injected_bug_shows_where_the_page_says() -> None:
