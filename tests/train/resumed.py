@@ -1,19 +1,38 @@
-"""Runs with checkpoints, killed and resumed."""
+"""Runs with checkpoints: killed, resumed, or with infinite gradients."""
 
 import dataclasses
 import json
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
+import torch
 import torch.distributed as dist
 
 from fsdptoys.checkpoint import CheckpointConfig
 from fsdptoys.config.schema import Config
+from fsdptoys.errors import ConfigError
+from fsdptoys.parallel import ParallelConfig
 from fsdptoys.train.run import Run
 from fsdptoys.train.trainer import Trainer
+from fsdptoys.utils.dtensor import local_tensor
+from scripts.parity import hash_parameters
+from scripts.ranks import run_ranks
+from tests.parallel.runs import make_config, supported, tiny_model
 
 KEPT = ("step", "loss", "grad_norm", "learning_rate", "valid_tokens", "skipped", "skipped_steps")
+
+SHORT = 4
+"""Steps of runs with many configurations: every second one is saved, and one is repeated."""
+
+SMALL: dict[str, Any] = {
+    "model": dataclasses.replace(tiny_model(), n_layers=2),
+    "steps": SHORT,
+    "grad_accum": 1,
+    "deterministic": False,
+}
 
 
 class Killed(BaseException):
@@ -63,3 +82,64 @@ def run_until(config: Config, killed_in: int, prepare: Callable[[Trainer], None]
 def steps_of(folder: Path) -> list[list[Any]]:
     lines = (folder / "metrics.jsonl").read_text().splitlines()
     return [[json.loads(line)[name] for name in KEPT] for line in lines]
+
+
+def refused(*configs: Config) -> list[str]:
+    """Messages of runs that do not start."""
+    messages = []
+    for config in configs:
+        with pytest.raises(ConfigError) as caught:
+            run_to_the_end(config)
+        messages.append(str(caught.value))
+    return messages
+
+
+@dataclasses.dataclass
+class Row:
+    """A run to interrupt: strategy, ranks, options under ``checkpoint``, and options of ``make_config``."""
+
+    parallel: ParallelConfig
+    ranks: int = 2
+    checkpoint: dict[str, Any] = dataclasses.field(default_factory=dict)
+    options: dict[str, Any] = dataclasses.field(default_factory=dict)
+
+
+def check_resumed_run(label: str, row: Row, folder: Path) -> None:
+    """Check that a run killed in its last step and resumed has the steps and parameters of one without checkpoints."""
+    if not supported({label: row}):
+        pytest.skip("this torch lacks a feature of it")
+    config = make_config(row.parallel, row.ranks, **SMALL | row.options)
+    checkpoint = {"every": 2, **row.checkpoint}
+    killed = kept(config, folder / "killed", **checkpoint)
+    alone = dataclasses.replace(config, data=dataclasses.replace(config.data, workers=0))
+
+    def body() -> tuple[int, dict[str, str], dict[str, str]]:
+        uninterrupted = run_to_the_end(kept(alone, folder / "whole", every=0))
+        run_until(killed, SHORT)
+        resumed = run_to_the_end(killed)
+        return len(resumed.history), hash_parameters(uninterrupted), hash_parameters(resumed)
+
+    steps = SHORT - (SHORT - 1) // checkpoint["every"] * checkpoint["every"]
+    outcomes = run_ranks(row.ranks, body)
+    parameters = outcomes[0][1]
+    assert outcomes == [(steps, parameters, parameters)] * row.ranks
+    uninterrupted = steps_of(folder / "whole")
+    assert steps_of(folder / "killed") == uninterrupted
+    assert [step[0] for step in uninterrupted] == list(range(1, SHORT + 1))
+
+
+def poison_gradients(
+    trainer: Trainer, steps: set[int], rank: int, before: Callable[[int], None] = lambda step: None
+) -> None:
+    """Make a gradient of one rank infinite in some steps; call ``before(step)`` before every optimizer step."""
+    clip = trainer._clip
+
+    def clip_poisoned(max_norm: float, unscale: float) -> torch.Tensor:
+        step = trainer.steps_done + 1
+        before(step)
+        if step in steps and trainer.rank == rank:
+            grads = [param.grad for _, param in trainer.strategy.named_parameters() if param.grad is not None]
+            next(grad for grad in map(local_tensor, grads) if grad.numel()).view(-1)[0] = math.inf
+        return clip(max_norm, unscale)
+
+    trainer._clip = clip_poisoned  # type: ignore[method-assign]

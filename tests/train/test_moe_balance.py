@@ -14,7 +14,7 @@ from fsdptoys.metrics.step import RoutingMetrics
 from fsdptoys.models import DecoderModel, MoEConfig, routers
 from fsdptoys.models.moe import Router, Scores
 from fsdptoys.optim import SGDConfig
-from fsdptoys.parallel import DDPConfig, FSDP1Config, FSDP2Config, SingleConfig
+from fsdptoys.parallel import DDPConfig, FSDP1Config, FSDP2Config, ParallelConfig, SingleConfig
 from fsdptoys.train.trainer import Trainer
 from scripts.ranks import run_ranks
 from tests.oracle import import_transformers
@@ -24,10 +24,10 @@ from tests.train.test_trainer import plain_model
 AUX_COEF, Z_COEF = 3.0, 0.5  # large, so that a wrong gradient cannot hide behind the cross entropy's
 
 
-def config_of(family: str, parallel: object, world_size: int, grad_accum: int, checkpointing: bool = False) -> Config:
+def config_of(family: str, parallel: ParallelConfig, world_size: int, grad_accum: int, checkpointing: bool) -> Config:
     model = replace(TINY[family], router_aux_loss_coef=AUX_COEF, router_z_loss_coef=Z_COEF)  # type: ignore[call-arg]
     return make_config(
-        parallel,  # type: ignore[arg-type]
+        parallel,
         world_size,
         model=model,
         optim=SGDConfig(lr=1.0, momentum=0.0, weight_decay=0.0, warmup_steps=0),
@@ -93,22 +93,18 @@ def gradients(trainer: Trainer) -> tuple[dict[str, Tensor], float, float]:
     return {name: param.grad for name, param in model.named_parameters()}, aux_loss, z_sum
 
 
-def updates_and_oracle(configs: list[Config]) -> list[tuple[dict[str, float], RoutingMetrics, float, float]]:
-    """Relative error of each parameter's first update of SGD against the oracle's gradient; losses and the oracle's."""
-    results = []
-    for config in configs:
-        trainer = Trainer(config)
-        before = {name: param.clone() for name, param in trainer.strategy.full_parameters()}
-        expected, aux_loss, z_loss = gradients(trainer)
-        trainer.train()
-        errors = {
-            name: relative_error(before[name] - param, expected[name], before[name])
-            for name, param in trainer.strategy.full_parameters()
-        }
-        routing = trainer.history[0].routing
-        assert routing is not None
-        results.append((errors, routing, aux_loss, z_loss))
-    return results
+def check_first_update(config: Config) -> None:
+    """Compare auxiliary losses, and SGD's first update of every parameter, with the oracle."""
+    trainer = Trainer(config)
+    before = {name: param.clone() for name, param in trainer.strategy.full_parameters()}
+    expected, aux_loss, z_loss = gradients(trainer)
+    trainer.train()
+    for name, param in trainer.strategy.full_parameters():
+        assert relative_error(before[name] - param, expected[name], before[name]) < 1e-5, name
+    routing = trainer.history[0].routing
+    assert routing is not None
+    assert routing.aux_loss == pytest.approx(aux_loss, rel=1e-5)
+    assert routing.z_loss == pytest.approx(z_loss, rel=1e-5)
 
 
 def relative_error(update: Tensor, gradient: Tensor, param: Tensor) -> float:
@@ -117,26 +113,30 @@ def relative_error(update: Tensor, gradient: Tensor, param: Tensor) -> float:
     return ((update - gradient).norm() - rounding).clamp(min=0).item() / gradient.norm().item()
 
 
-@pytest.mark.parametrize("family", ["qwen3_moe", "llama4"])
-def test_auxiliary_loss_gradients_cover_the_global_batch(family: str, request: pytest.FixtureRequest) -> None:
+EXTENDED = pytest.mark.extended
+
+
+@pytest.mark.usefixtures("unmeasured")
+@pytest.mark.parametrize(
+    ("family", "parallel", "ranks", "grad_accum", "checkpointing"),
+    [
+        ("qwen3_moe", DDPConfig(), 2, 2, False),
+        ("qwen3_moe", FSDP1Config(), 2, 2, False),
+        pytest.param("qwen3_moe", FSDP2Config(), 2, 1, False, marks=EXTENDED),
+        ("qwen3_moe", FSDP2Config(), 2, 2, True),
+        ("qwen3_moe", SingleConfig(simulated_ranks=2), 1, 2, False),
+        pytest.param("llama4", DDPConfig(), 2, 2, False, marks=EXTENDED),
+        pytest.param("llama4", FSDP1Config(), 2, 2, False, marks=EXTENDED),
+        pytest.param("llama4", FSDP2Config(), 2, 1, False, marks=EXTENDED),
+        ("llama4", FSDP2Config(), 2, 2, True),
+        pytest.param("llama4", SingleConfig(simulated_ranks=2), 1, 2, False, marks=EXTENDED),
+    ],
+)
+def test_auxiliary_loss_gradients_cover_the_global_batch(
+    family: str, parallel: ParallelConfig, ranks: int, grad_accum: int, checkpointing: bool
+) -> None:
     """Oracle: the definition in one plain module over all ranks' tokens, by autograd; updates to 1e-5 relative."""
-    if family == "llama4":
-        request.getfixturevalue("unmeasured")
-    configs = [
-        config_of(family, parallel, 2, grad_accum, checkpointing)
-        for parallel, grad_accum, checkpointing in [
-            (DDPConfig(), 2, False),
-            (FSDP1Config(), 2, False),
-            (FSDP2Config(), 1, False),
-            (FSDP2Config(), 2, True),
-        ]
-    ]
-    results = run_ranks(2, updates_and_oracle, configs)[0]
-    results += run_ranks(1, updates_and_oracle, [config_of(family, SingleConfig(simulated_ranks=2), 1, 2)])[0]
-    for errors, routing, aux_loss, z_loss in results:
-        assert routing.aux_loss == pytest.approx(aux_loss, rel=1e-5)
-        assert routing.z_loss == pytest.approx(z_loss, rel=1e-5)
-        assert max(errors.values()) < 1e-5, errors
+    run_ranks(ranks, check_first_update, config_of(family, parallel, ranks, grad_accum, checkpointing))
 
 
 @pytest.mark.oracle
@@ -168,12 +168,10 @@ def metrics_of(config: Config) -> list[RoutingMetrics | None]:
 def test_token_counts_sum_over_ranks_and_micro_batches(aux_coef: float) -> None:
     """Oracle: one process that runs the same micro-batches; K tokens for each position of each layer."""
 
-    def config(parallel: object, world_size: int) -> Config:
-        model = replace(TINY["qwen3_moe"], router_aux_loss_coef=aux_coef)  # type: ignore[call-arg]
-        return make_config(parallel, world_size, model=model, steps=2)  # type: ignore[arg-type]
-
-    (expected,) = run_ranks(1, metrics_of, config(SingleConfig(simulated_ranks=2), 1))
-    for metrics in run_ranks(2, metrics_of, config(FSDP2Config(), 2)):
+    model = replace(TINY["qwen3_moe"], router_aux_loss_coef=aux_coef)  # type: ignore[call-arg]
+    one = make_config(SingleConfig(simulated_ranks=2), 1, model=model, steps=2)
+    (expected,) = run_ranks(1, metrics_of, one)
+    for metrics in run_ranks(2, metrics_of, make_config(FSDP2Config(), 2, model=model, steps=2)):
         assert [step.counts for step in metrics] == [step.counts for step in expected]
     for step in expected:
         assert step is not None
@@ -186,6 +184,7 @@ def test_token_counts_sum_over_ranks_and_micro_batches(aux_coef: float) -> None:
         assert step.entropy == pytest.approx(entropy / math.log(3))
 
 
+@pytest.mark.extended
 @pytest.mark.usefixtures("unmeasured")
 def test_balancing_loss_reduces_the_maximum_load() -> None:
     """Oracle: the same training without it; the busiest expert is at most half as far above the mean."""

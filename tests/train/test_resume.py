@@ -4,11 +4,13 @@ import dataclasses
 import hashlib
 import os
 import shutil
-import time
+import threading
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from fsdptoys.checkpoint import CheckpointConfig
 from fsdptoys.checkpoint.config import Form
@@ -25,132 +27,71 @@ from fsdptoys.train.run import Run
 from fsdptoys.train.stop import Stop
 from fsdptoys.train.trainer import Trainer
 from fsdptoys.utils.file_lock import FolderLock
-from scripts.parity import hash_parameters
 from scripts.ranks import run_ranks
+from tests.harness.processes import wait_until
 from tests.measuring import without_coverage
-from tests.parallel.runs import TINY, WITH_BLOCKS, make_config, supported, tiny_model
-from tests.train.resumed import kept, run_to_the_end, run_until, steps_of
+from tests.parallel.runs import TINY, WITH_BLOCKS, make_config
+from tests.train.resumed import Row, check_resumed_run, kept, refused, run_to_the_end, run_until, steps_of
 
 pytestmark = pytest.mark.usefixtures("without_pictures")
 
 STEPS = 6
-SHORT = 4
-"""Steps of runs with many configurations: every second one is saved, and one is repeated."""
-SMALL: dict[str, Any] = {
-    "model": dataclasses.replace(tiny_model(), n_layers=2),
-    "steps": SHORT,
-    "grad_accum": 1,
-    "deterministic": False,
+BACKGROUND = {"async_save": True}
+MUON = MuonConfig(lr=1e-2)
+LAZY = MemoryConfig(optimizer_offload=True, offload_schedule=OffloadSchedule.lazy)
+ROUNDED = {"memory": MemoryConfig(optimizer_offload=True, offload_state_dtype=OffloadStateDType.bfloat16)}
+HALVED = {"optim": AdamWConfig(lr=1e-2, state_dtype=OptimStateDType.bfloat16, weight_decay_on=WeightDecayOn.all)}
+EIGHTH = {
+    "optim": AdamWConfig(lr=1e-2, state_dtype=OptimStateDType.int8, weight_decay_on=WeightDecayOn.all),
+    "model": WITH_BLOCKS["qwen3_moe"],
+}
+OVERLAPPED = MemoryConfig(cpu_offload=True, cpu_offload_executor=CPUOffloadExecutor.overlapped, cpu_threads=2)
+IN_BACKWARD = {"memory": MemoryConfig(optimizer_in_backward=True), "max_grad_norm": None, "skip_nonfinite": False}
+
+ROWS = {
+    "single, at a URL": Row(SingleConfig(), 1, {"url": "memory://", **BACKGROUND}, {"deterministic": True}),
+    "single that simulates two, with a loader worker": Row(
+        SingleConfig(simulated_ranks=2),
+        1,
+        options={"grad_accum": 2, "data": SyntheticConfig(branching=4, ragged=True, workers=1)},
+    ),
+    "ddp, at a URL, in the background": Row(DDPConfig(), 2, {"url": "file://", "every": 1, **BACKGROUND}),
+    "fsdp1, flat, bf16 states": Row(FSDP1Config(use_orig_params=False), options={**HALVED, "grad_accum": 2}),
+    "fsdp2, bf16, tied, full tensors": Row(
+        FSDP2Config(param_dtype=DType.bfloat16), 2, {"form": Form.full, **BACKGROUND}, {"model": TINY["gpt2"]}
+    ),
+    "fsdp2, muon, experts": Row(
+        FSDP2Config(), 2, BACKGROUND, {"optim": MUON, "model": TINY["qwen3_moe"], "grad_accum": 2}
+    ),
+    "fsdp2, int8 states": Row(FSDP2Config(), 2, BACKGROUND, EIGHTH),
+    "fsdp2, lazy offload": Row(FSDP2Config(), 2, BACKGROUND, {"memory": LAZY}),
+    "fsdp2, optimizer in the backward": Row(FSDP2Config(), options=IN_BACKWARD),
+    "fsdp2, rounded offload": Row(FSDP2Config(), options={**ROUNDED, "optim": SGDConfig(lr=1e-2)}),
+    "fsdp2, overlapped CPU offload": Row(FSDP2Config(), 2, BACKGROUND, {"memory": OVERLAPPED}),
+}
+
+MORE_ROWS = {
+    "single": Row(SingleConfig(), 1),
+    "fsdp2": Row(FSDP2Config(), 2, BACKGROUND),
+    "fsdp2, no state": Row(FSDP2Config(), options={"optim": SGDConfig(lr=1e-2, momentum=0.0)}),
+    "ddp, muon": Row(DDPConfig(), options={"optim": MUON}),
+    "ddp, bf16 states": Row(DDPConfig(), options=HALVED),
+    "fsdp1, bf16 states": Row(FSDP1Config(), 2, BACKGROUND, HALVED),
+    "fsdp2, bf16 states": Row(FSDP2Config(), 2, BACKGROUND, HALVED),
+    "ddp, int8 states": Row(DDPConfig(), options=EIGHTH),
+    "fsdp2, int8 states, full tensors": Row(FSDP2Config(), 2, {"form": Form.full}, EIGHTH),
+    "ddp, rounded offload": Row(DDPConfig(), options=ROUNDED),
+    "hsdp2": Row(FSDP2Config(), 4, BACKGROUND, {"fsdp_size": 2}),
+    "hsdp1": Row(FSDP1Config(), 4, options={"fsdp_size": 2}),
+    "hsdp2, rounded offload": Row(FSDP2Config(), 4, options={**ROUNDED, "fsdp_size": 2}),
 }
 
 
-Row = tuple[ParallelConfig, dict[str, Any]]
-"""A strategy and options of ``make_config``, or under ``checkpoint`` of checkpoints."""
-
-
-def configs_of(rows: dict[str, Row], ranks: int) -> dict[str, tuple[Config, dict[str, Any]]]:
-    """Configuration and checkpoint options of each row that this torch supports."""
-
-    def made(parallel: ParallelConfig, checkpoint: dict[str, Any] | None = None, **options: Any) -> Any:
-        return make_config(parallel, ranks, **options), checkpoint or {}
-
-    return {label: made(parallel, **options) for label, (parallel, options) in supported(rows).items()}
-
-
-def resumed_and_uninterrupted(rows: dict[str, tuple[Config, dict[str, Any]]], folder: Path) -> dict[str, Any]:
-    """Steps and parameters, for each row, of a run without checkpoints and of one killed in its last step."""
-    outcomes = {}
-    for label, (config, checkpoint) in rows.items():
-        whole, killed = folder / label / "whole", folder / label / "killed"
-        alone = dataclasses.replace(config, data=dataclasses.replace(config.data, workers=0))
-        uninterrupted = run_to_the_end(kept(alone, whole, every=0))
-        checkpoint = {"every": 2, **checkpoint}
-        run_until(kept(config, killed, **checkpoint), SHORT)
-        resumed = run_to_the_end(kept(config, killed, **checkpoint))
-        took = len(resumed.history)
-        outcomes[label] = took, hash_parameters(uninterrupted), hash_parameters(resumed)
-    return outcomes
-
-
-def two_ranks() -> dict[str, Row]:
-    def row(parallel: ParallelConfig, memory: dict[str, Any] | None = None, **more: Any) -> Row:
-        return parallel, {**SMALL, "memory": MemoryConfig(**(memory or {})), **more}
-
-    background = {"async_save": True}
-    lazy = {"optimizer_offload": True, "offload_schedule": OffloadSchedule.lazy}
-    rounded = {"optimizer_offload": True, "offload_state_dtype": OffloadStateDType.bfloat16}
-    halved = AdamWConfig(lr=1e-2, state_dtype=OptimStateDType.bfloat16, weight_decay_on=WeightDecayOn.all)
-    eighth = AdamWConfig(lr=1e-2, state_dtype=OptimStateDType.int8, weight_decay_on=WeightDecayOn.all)
-    few_bits = {"optim": eighth, "model": WITH_BLOCKS["qwen3_moe"]}
-    overlapped = {"cpu_offload": True, "cpu_offload_executor": CPUOffloadExecutor.overlapped, "cpu_threads": 2}
-    return {
-        "ddp, at a URL, in the background": row(DDPConfig(), checkpoint={"url": "file://", "every": 1, **background}),
-        "fsdp2": row(FSDP2Config(), checkpoint=background),
-        "fsdp2, bf16, tied, full tensors": row(
-            FSDP2Config(param_dtype=DType.bfloat16), model=TINY["gpt2"], checkpoint={"form": Form.full, **background}
-        ),
-        "fsdp2, no state": row(FSDP2Config(), optim=SGDConfig(lr=1e-2, momentum=0.0)),
-        "fsdp2, lazy offload": row(FSDP2Config(), lazy, checkpoint=background),
-        "ddp, muon": row(DDPConfig(), optim=MuonConfig(lr=1e-2)),
-        "fsdp2, muon, experts": row(
-            FSDP2Config(), optim=MuonConfig(lr=1e-2), model=TINY["qwen3_moe"], grad_accum=2, checkpoint=background
-        ),
-        "ddp, bf16 states": row(DDPConfig(), optim=halved),
-        "fsdp1, bf16 states": row(FSDP1Config(), optim=halved, checkpoint=background),
-        "fsdp1, flat, bf16 states": row(FSDP1Config(use_orig_params=False), optim=halved, grad_accum=2),
-        "fsdp2, bf16 states": row(FSDP2Config(), optim=halved, checkpoint=background),
-        "ddp, int8 states": row(DDPConfig(), **few_bits),
-        "fsdp2, int8 states, full tensors": row(FSDP2Config(), checkpoint={"form": Form.full}, **few_bits),
-        "fsdp2, int8 states": row(FSDP2Config(), checkpoint=background, **few_bits),
-        "fsdp2, optimizer in the backward": row(
-            FSDP2Config(), {"optimizer_in_backward": True}, max_grad_norm=None, skip_nonfinite=False, grad_accum=1
-        ),
-        "ddp, rounded offload": row(DDPConfig(), rounded),
-        "fsdp2, rounded offload": row(FSDP2Config(), rounded, optim=SGDConfig(lr=1e-2)),
-        "fsdp2, overlapped CPU offload": row(FSDP2Config(), overlapped, checkpoint=background),
-    }
-
-
-def four_ranks() -> dict[str, Row]:
-    rounded = MemoryConfig(optimizer_offload=True, offload_state_dtype=OffloadStateDType.bfloat16)
-    return {
-        "hsdp2": (FSDP2Config(), {**SMALL, "fsdp_size": 2, "checkpoint": {"async_save": True}}),
-        "hsdp1": (FSDP1Config(), {**SMALL, "fsdp_size": 2}),
-        "hsdp2, rounded offload": (FSDP2Config(), {**SMALL, "fsdp_size": 2, "memory": rounded}),
-    }
-
-
-def one_rank() -> dict[str, Row]:
-    loaded = SyntheticConfig(branching=4, ragged=True, workers=1)
-    at_a_url = {"url": "memory://", "async_save": True}
-    return {
-        "single": (SingleConfig(), {"steps": SHORT}),
-        "single, at a URL": (SingleConfig(), {"steps": SHORT, "checkpoint": at_a_url}),
-        "single that simulates two, with a loader worker": (
-            SingleConfig(simulated_ranks=2),
-            {"steps": SHORT, "data": loaded},
-        ),
-    }
-
-
-@pytest.mark.parametrize("ranks, rows", [(1, one_rank), (2, two_ranks), (4, four_ranks)], ids=["1", "2", "4"])
-def test_resumed_run_equals_the_uninterrupted_one_bitwise(
-    ranks: int, rows: Any, tmp_path: Path, request: pytest.FixtureRequest
-) -> None:
+@pytest.mark.usefixtures("unmeasured")
+@pytest.mark.parametrize("label", [*ROWS, *(pytest.param(label, marks=pytest.mark.extended) for label in MORE_ROWS)])
+def test_resumed_run_equals_the_uninterrupted_one_bitwise(label: str, tmp_path: Path) -> None:
     """Oracle: the uninterrupted run: losses, norms, learning rates, tokens, final parameters."""
-    if ranks > 1:
-        request.getfixturevalue("unmeasured")
-    configs = configs_of(rows(), ranks)
-    outcomes = run_ranks(ranks, resumed_and_uninterrupted, configs, tmp_path)
-    for label, (_, checkpoint) in configs.items():
-        uninterrupted = steps_of(tmp_path / label / "whole")
-        assert steps_of(tmp_path / label / "killed") == uninterrupted, label
-        assert [step[0] for step in uninterrupted] == list(range(1, SHORT + 1))
-        every = checkpoint.get("every", 2)
-        for outcome in outcomes:
-            took, whole, resumed = outcome[label]
-            assert took == SHORT - (SHORT - 1) // every * every, label
-            assert resumed == whole == outcomes[0][label][1], label
+    check_resumed_run(label, (ROWS | MORE_ROWS)[label], tmp_path)
 
 
 def train_and_hash_samples(config: Config, killed_in: int | None) -> list[str]:
@@ -193,7 +134,14 @@ def on_two_ranks(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[s
 
 
 @pytest.mark.usefixtures("unmeasured")
-@pytest.mark.parametrize("ranks, parallel", [(4, FSDP2Config()), (1, SingleConfig()), (4, DDPConfig())])
+@pytest.mark.parametrize(
+    "ranks, parallel",
+    [
+        (1, SingleConfig()),
+        pytest.param(4, FSDP2Config(), marks=pytest.mark.extended),
+        pytest.param(4, DDPConfig(), marks=pytest.mark.extended),
+    ],
+)
 def test_resuming_on_another_number_of_ranks_continues_with_the_same_samples(
     ranks: int, parallel: ParallelConfig, on_two_ranks: tuple[Path, list[str], list[str]], tmp_path: Path
 ) -> None:
@@ -210,38 +158,37 @@ def test_resuming_on_another_number_of_ranks_continues_with_the_same_samples(
         assert found[1] == pytest.approx(uninterrupted[1], abs=1e-6)
 
 
-def save_slowly(config: Config) -> str:
-    commit = Series.commit
+def timeout_of_saves(config: Config) -> timedelta:
+    run = Run(Trainer(config))
+    group = run._open_checkpoints()._ranks.group
+    assert group is not None
+    return group._get_backend(torch.device("cpu")).options._timeout
 
-    def commit_late(*given: Any) -> None:
-        time.sleep(3)
-        commit(*given)
 
-    Series.commit = commit_late  # type: ignore[method-assign]
+def test_checkpoint_timeout_replaces_the_launch_timeout_while_saving(tmp_path: Path) -> None:
+    """Oracle: the options of gloo's group, in which ranks wait for a commit."""
+    config = kept(make_config(FSDP2Config(), 2), tmp_path / "run", timeout_seconds=1234.0)
+    assert run_ranks(2, timeout_of_saves, config) == [timedelta(seconds=1234)] * 2
+
+
+def lose_a_commit(config: Config, lost: Path) -> str:
+    def commit_in_vain(*_: Any) -> None:
+        wait_until(lost.exists, "the other rank's timeout")
+
+    Series.commit = commit_in_vain  # type: ignore[method-assign]
     try:
         run_to_the_end(config)
     except LostRanksError:
+        lost.touch()
         return "lost"
     return "saved"
 
 
-@pytest.mark.parametrize("seconds, outcome", [(60.0, "saved"), (1.0, "lost")])
-def test_checkpoint_timeout_replaces_the_launch_timeout_while_saving(
-    seconds: float, outcome: str, tmp_path: Path
-) -> None:
-    """Oracle: a commit of three seconds on rank 0, for which rank 1 waits."""
-    config = kept(make_config(FSDP2Config(), 2, steps=1), tmp_path / "run", 1, timeout_seconds=seconds)
-    config.launch.timeout_seconds = 2.0
-    assert run_ranks(2, save_slowly, config)[1] == outcome
-
-
-def refused(*configs: Config) -> list[str]:
-    messages = []
-    for config in configs:
-        with pytest.raises(ConfigError) as caught:
-            run_to_the_end(config)
-        messages.append(str(caught.value))
-    return messages
+@pytest.mark.extended
+def test_commit_beyond_the_checkpoint_timeout_counts_as_a_lost_rank(tmp_path: Path) -> None:
+    """Oracle: LostRanksError of rank 1, for which a commit of rank 0 waits."""
+    config = kept(make_config(FSDP2Config(), 2, steps=1), tmp_path / "run", 1, timeout_seconds=10.0)
+    assert run_ranks(2, lose_a_commit, config, tmp_path / "lost")[1] == "lost"
 
 
 def test_incompatible_checkpoint_is_refused(tmp_path: Path) -> None:
@@ -335,17 +282,25 @@ def test_second_start_does_not_modify_a_running_run(tmp_path: Path) -> None:
 
 
 def fail_while_saving(config: Config) -> list[str]:
-    """Fail in the step after an asynchronous save with a slow commit started; return the checkpoints."""
+    """Fail in the step after an asynchronous save started, which commits afterwards; return the checkpoints."""
     commit = Series.commit
+    failed = threading.Event()
 
-    def commit_late(*given: Any) -> None:
-        time.sleep(1)
-        commit(*given)
+    def commit_late(*args: Any) -> None:
+        failed.wait()
+        commit(*args)
 
     Series.commit = commit_late  # type: ignore[method-assign]
     trainer = Trainer(config)
     take = trainer.batches.next_step
-    trainer.batches.next_step = lambda: take() if trainer.steps_done < 2 else 1 / 0  # type: ignore[assignment, method-assign, return-value]
+
+    def fail() -> Any:
+        if trainer.steps_done < 2:
+            return take()
+        failed.set()
+        raise ZeroDivisionError
+
+    trainer.batches.next_step = fail  # type: ignore[method-assign]
     with pytest.raises(ZeroDivisionError):
         Run(trainer).run()
     assert config.metrics.run_dir is not None

@@ -12,6 +12,7 @@ from fsdptoys.config.schema import Config, SumDType
 from fsdptoys.data import SyntheticConfig
 from fsdptoys.errors import ConfigError
 from fsdptoys.memory import MemoryConfig
+from fsdptoys.metrics import StepMetrics
 from fsdptoys.models import DecoderModel
 from fsdptoys.optim import AdamWConfig
 from fsdptoys.parallel import DDPConfig, FSDP1Config, FSDP2Config, ParallelConfig, SingleConfig
@@ -35,46 +36,47 @@ def plain_model(trainer: Trainer) -> DecoderModel:
     return model
 
 
-def first_step_and_oracle(configs: list[Config]) -> list[tuple[float, float, float, float]]:
-    """(loss, norm, oracle's loss, oracle's norm) of the first step of each configuration."""
-    results = []
-    for config in configs:
-        trainer = Trainer(config)
-        model, train = plain_model(trainer), config.train
-        rows = [
-            trainer.dataset.train[i] for i in range(trainer.strategy.data_ranks * train.batch_size * train.grad_accum)
-        ]
-        tokens, labels = (torch.stack([torch.from_numpy(row[i]) for row in rows]) for i in (0, 1))
-        logits, flat = model(tokens).flatten(0, 1), labels.flatten()
-        loss = F.cross_entropy(logits, flat, ignore_index=-100, label_smoothing=train.label_smoothing)
-        loss = loss + train.z_loss_coef * logits.logsumexp(-1)[flat != -100].square().mean()
-        loss.backward()
-        norm = torch.nn.utils.get_total_norm([param.grad for param in model.parameters() if param.grad is not None])
-        trainer.train()
-        results.append((trainer.history[0].loss, trainer.history[0].grad_norm, loss.item(), norm.item()))
-    return results
+def first_step_and_oracle(config: Config) -> tuple[list[float], list[float]]:
+    """Loss and norm of the first step, and the oracle's."""
+    trainer = Trainer(config)
+    model, train = plain_model(trainer), config.train
+    samples = range(trainer.strategy.data_ranks * train.batch_size * train.grad_accum)
+    rows = [trainer.dataset.train[i] for i in samples]
+    tokens, labels = (torch.stack([torch.from_numpy(row[i]) for row in rows]) for i in (0, 1))
+    logits, flat = model(tokens).flatten(0, 1), labels.flatten()
+    loss = F.cross_entropy(logits, flat, ignore_index=-100, label_smoothing=train.label_smoothing)
+    loss = loss + train.z_loss_coef * logits.logsumexp(-1)[flat != -100].square().mean()
+    loss.backward()
+    norm = torch.nn.utils.get_total_norm([param.grad for param in model.parameters() if param.grad is not None])
+    trainer.train()
+    return [trainer.history[0].loss, trainer.history[0].grad_norm], [loss.item(), norm.item()]
 
 
-@pytest.mark.parametrize("deterministic", [False, True], ids=["default", "deterministic"])
-def test_loss_is_the_mean_over_valid_tokens_of_the_global_batch(deterministic: bool) -> None:
-    """Oracle: F.cross_entropy's mean over the full ragged global batch, in one plain module."""
-    configs = [make_config(parallel, 2, steps=1, grad_accum=3, deterministic=deterministic) for parallel in STRATEGIES]
-    for loss, norm, oracle_loss, oracle_norm in run_ranks(2, first_step_and_oracle, configs)[0]:
-        assert loss == pytest.approx(oracle_loss, rel=1e-6)
-        assert norm == pytest.approx(oracle_norm, rel=1e-5)
+CHUNKED = MemoryConfig(chunk_loss=True, chunk_tokens="7")
+SMOOTHED = {"label_smoothing": 0.2, "z_loss_coef": 0.01, "deterministic": False}
 
 
-@pytest.mark.parametrize("chunk_loss", [False, True], ids=["whole", "chunks"])
-def test_label_smoothing_and_z_loss_are_part_of_the_training_loss(chunk_loss: bool) -> None:
-    """Oracle: F.cross_entropy with label smoothing plus the mean squared logsumexp, in one plain module."""
-    memory = MemoryConfig(chunk_loss=chunk_loss, chunk_tokens="7" if chunk_loss else "auto")
-    configs = [
-        make_config(parallel, 2, steps=1, memory=memory, label_smoothing=0.2, z_loss_coef=0.01, deterministic=False)
-        for parallel in STRATEGIES
-    ]
-    for loss, norm, oracle_loss, oracle_norm in run_ranks(2, first_step_and_oracle, configs)[0]:
-        assert loss == pytest.approx(oracle_loss, rel=1e-6)
-        assert norm == pytest.approx(oracle_norm, rel=1e-5)
+@pytest.mark.parametrize("parallel", STRATEGIES, ids=lambda parallel: parallel.name)
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"grad_accum": 3, "deterministic": False},
+        {"grad_accum": 3},
+        SMOOTHED,
+        {**SMOOTHED, "memory": CHUNKED},
+    ],
+    ids=["default", "deterministic", "smoothed", "smoothed in chunks"],
+)
+def test_loss_is_the_mean_over_valid_tokens_of_the_global_batch(
+    parallel: ParallelConfig, options: dict[str, Any]
+) -> None:
+    """Oracle: F.cross_entropy's mean over the full ragged global batch, in one plain module.
+
+    Label smoothing is cross_entropy's own, and the z loss is the mean squared logsumexp.
+    """
+    found, expected = run_ranks(2, first_step_and_oracle, make_config(parallel, 2, steps=1, **options))[0]
+    assert found == pytest.approx(expected, rel=1e-5)
+    assert found[0] == pytest.approx(expected[0], rel=1e-6)
 
 
 def test_evaluation_is_plain_cross_entropy_for_any_training_loss() -> None:
@@ -83,8 +85,8 @@ def test_evaluation_is_plain_cross_entropy_for_any_training_loss() -> None:
     changed = {"label_smoothing": 0.2, "z_loss_coef": 0.01, "memory": MemoryConfig(chunk_loss=True)}
     configs = [make_config(SingleConfig(), 1, **sizes, **more) for more in ({}, changed)]
     (plain,), (smoothed,) = run_ranks(1, histories, configs)[0]
-    assert smoothed[1] == pytest.approx(plain[1], rel=1e-6)
-    assert smoothed[0] > plain[0]
+    assert smoothed.eval_loss == pytest.approx(plain.eval_loss, rel=1e-6)
+    assert smoothed.loss > plain.loss
 
 
 def count_full_losses(config: Config) -> int:
@@ -109,22 +111,27 @@ def test_evaluation_uses_the_chunked_loss_if_training_does(chunk_loss: bool) -> 
     assert run_ranks(1, count_full_losses, config)[0] == (0 if chunk_loss else 6)
 
 
-def histories(configs: list[Config]) -> list[list[tuple[float, float | None]]]:
+def histories(configs: list[Config]) -> list[list[StepMetrics]]:
+    """Metrics of the steps of each configuration."""
     results = []
     for config in configs:
         trainer = Trainer(config)
         trainer.train()
-        results.append([(step.loss, step.eval_loss) for step in trainer.history])
+        results.append(trainer.history)
     return results
 
 
-def sums(configs: list[Config]) -> list[list[tuple[float, float]]]:
-    """(loss, norm) of each step of each configuration."""
-    trainers = []
-    for config in configs:
-        trainers.append(Trainer(config))
-        trainers[-1].train()
-    return [[(step.loss, step.grad_norm) for step in trainer.history] for trainer in trainers]
+def numbers(history: list[StepMetrics]) -> list[float]:
+    """Loss and norm of all steps."""
+    return [number for step in history for number in (step.loss, step.grad_norm)]
+
+
+def losses(history: list[StepMetrics]) -> list[float]:
+    return [step.loss for step in history]
+
+
+def evaluations(history: list[StepMetrics]) -> list[float | None]:
+    return [step.eval_loss for step in history]
 
 
 def test_sums_over_ranks_round_in_their_dtype() -> None:
@@ -136,10 +143,10 @@ def test_sums_over_ranks_round_in_their_dtype() -> None:
         for dtype in (SumDType.float64, SumDType.float32)
         for parallel in (DDPConfig(), FSDP2Config())
     ]
-    ddp, fsdp2, *rounded = run_ranks(2, sums, configs)[0]
+    ddp, fsdp2, *rounded = map(numbers, run_ranks(2, histories, configs)[0])
     assert ddp == fsdp2 and rounded[0] != rounded[1] and ddp not in rounded
     for row in rounded:
-        assert [value for step in row for value in step] == pytest.approx([v for step in ddp for v in step], rel=2e-6)
+        assert row == pytest.approx(ddp, rel=2e-6)
 
 
 @pytest.mark.parametrize("dtype, expected", [("auto", "float32"), ("float32", "float32"), ("float64", None)])
@@ -156,49 +163,59 @@ def test_sum_dtype_defaults_to_float64_where_collectives_support_it(dtype: str, 
 
 
 @pytest.mark.usefixtures("unmeasured")
-def test_equal_global_batches_on_any_layout_give_equal_losses() -> None:
+@pytest.mark.parametrize(
+    ("world_size", "batch_size", "grad_accum"),
+    [
+        (1, 2, 4),
+        (2, 2, 2),
+        pytest.param(2, 4, 1, marks=pytest.mark.extended),
+        pytest.param(4, 1, 2, marks=pytest.mark.extended),
+    ],
+)
+def test_equal_global_batches_on_any_layout_give_equal_losses(
+    world_size: int, batch_size: int, grad_accum: int
+) -> None:
     """Oracle: the same 8 sequences a step in one process; layouts of ranks, batch and accumulation."""
-    reference = run_ranks(1, histories, [make_config(SingleConfig(), 1, batch_size=8, grad_accum=1)])[0][0]
-    for world_size, batch_size, grad_accum in [(1, 2, 4), (2, 4, 1), (2, 2, 2), (4, 1, 2)]:
-        config = make_config(FSDP2Config(), world_size, batch_size=batch_size, grad_accum=grad_accum)
-        for history in run_ranks(world_size, histories, [config]):
-            assert [loss for loss, _ in history[0]] == pytest.approx([loss for loss, _ in reference], rel=1e-5)
+    (reference,) = run_ranks(1, histories, [make_config(SingleConfig(), 1, batch_size=8, grad_accum=1)])[0]
+    config = make_config(FSDP2Config(), world_size, batch_size=batch_size, grad_accum=grad_accum)
+    for (history,) in run_ranks(world_size, histories, [config]):
+        assert losses(history) == pytest.approx(losses(reference), rel=1e-5)
 
 
 def test_evaluation_agrees_across_strategies_and_does_not_affect_training() -> None:
     """Oracle: one process that evaluates the same sequences; and a run that never evaluates."""
     sizes = {"eval_every": 2, "steps": 4, "grad_accum": 1}
-    reference = run_ranks(1, histories, [make_config(SingleConfig(simulated_ranks=2), 1, eval_batches=4, **sizes)])[0][
-        0
-    ]
-    assert [eval_loss is not None for _, eval_loss in reference] == [False, True, False, True]
-    without = [make_config(parallel, 2, steps=4, grad_accum=1) for parallel in STRATEGIES]
-    evaluating = [make_config(parallel, 2, eval_batches=2, **sizes) for parallel in STRATEGIES]
-    for ranks in zip(*run_ranks(2, histories, [*without, *evaluating]), strict=True):
-        assert ranks[0] == ranks[1]
-        assert [loss for loss, _ in ranks[0]] == [loss for loss, _ in reference]
-        if ranks[0][1][1] is not None:
-            assert [ranks[0][i][1] for i in (1, 3)] == pytest.approx([reference[i][1] for i in (1, 3)], rel=1e-6)
+    one = make_config(SingleConfig(simulated_ranks=2), 1, eval_batches=4, **sizes)
+    (reference,) = run_ranks(1, histories, [one])[0]
+    assert [loss is not None for loss in evaluations(reference)] == [False, True, False, True]
+    configs = [make_config(parallel, 2, eval_batches=2, **sizes) for parallel in STRATEGIES]
+    configs.append(make_config(FSDP2Config(), 2, steps=4, grad_accum=1))
+    for first, second in zip(*run_ranks(2, histories, configs), strict=True):
+        assert (numbers(first), evaluations(first)) == (numbers(second), evaluations(second))
+        assert losses(first) == losses(reference)
+        assert evaluations(first)[0] is None and evaluations(first)[2] is None
+        if evaluations(first)[1] is not None:
+            assert evaluations(first)[1::2] == pytest.approx(evaluations(reference)[1::2], rel=1e-6)
 
 
+@pytest.mark.extended
 @pytest.mark.usefixtures("unmeasured")
 def test_loss_falls_to_the_entropy_of_the_data() -> None:
     """Oracle: the source's conditional entropy, log 2, far below its unigram entropy, log 67."""
-    config = make_config(
-        SingleConfig(), 1, steps=150, grad_accum=1, batch_size=16, max_grad_norm=1.0, optim=AdamWConfig(lr=1e-2)
-    )
-    config.data = SyntheticConfig(branching=2)
-    losses = [loss for loss, _ in run_ranks(1, histories, [config])[0][0]]
-    assert losses[0] == pytest.approx(math.log(67), rel=0.02)
-    assert math.log(2) < sum(losses[-10:]) / 10 < math.log(2) + 0.1
+    optim = AdamWConfig(lr=1e-2)
+    data = SyntheticConfig(branching=2)
+    sizes = {"steps": 150, "grad_accum": 1, "batch_size": 16, "max_grad_norm": 1.0}
+    config = make_config(SingleConfig(), 1, optim=optim, data=data, **sizes)
+    found = losses(run_ranks(1, histories, [config])[0][0])
+    assert found[0] == pytest.approx(math.log(67), rel=0.02)
+    assert math.log(2) < sum(found[-10:]) / 10 < math.log(2) + 0.1
 
 
 def test_all_ranks_stop_after_the_step_that_exceeds_the_time_limit() -> None:
     """Oracle: the first rank's number of steps; a limit exceeded by the first step stops after it and an evaluation."""
     configs = [make_config(parallel, 2, max_seconds=1e-9, eval_every=100, steps=100) for parallel in STRATEGIES]
-    first, second = run_ranks(2, histories, configs)
-    assert first == second
-    assert all(len(history) == 1 and history[0][1] is not None for history in first)
+    for ranks in run_ranks(2, histories, configs):
+        assert all(len(history) == 1 and history[0].eval_loss is not None for history in ranks)
 
 
 def test_deterministic_kernels_restore_the_settings() -> None:
@@ -223,44 +240,35 @@ def test_run_ranks_raises_the_traceback_of_the_failed_rank() -> None:
         run_ranks(2, failing, 1)
 
 
-def seeds(configs: list[Config]) -> list[tuple[float, Any]]:
-    results = []
-    for config in configs:
-        trainer = Trainer(config)
-        trainer.train()
-        results.append((trainer.history[0].loss, next(iter(trainer.strategy.full_parameters()))[1].sum().item()))
-    return results
+def loss_and_sum(config: Config) -> tuple[float, float]:
+    """Loss of the first step, and sum of the first parameter."""
+    trainer = Trainer(config)
+    trainer.train()
+    return trainer.history[0].loss, next(iter(trainer.strategy.full_parameters()))[1].sum().item()
 
 
 @pytest.mark.usefixtures("unmeasured")
 def test_each_seed_affects_its_purpose_and_the_common_seed_all() -> None:
     """Oracle: changes of the data (loss of the first step) and of the initial values."""
-    base, same, data, init, common = run_ranks(
-        1,
-        seeds,
-        [
-            make_config(SingleConfig(), 1, steps=1, max_grad_norm=None, optim=AdamWConfig(lr=0.0), **seed)
-            for seed in ({}, {"seed": 0}, {"data_seed": 1}, {"init_seed": 1}, {"seed": 1})
-        ],
-    )[0]
+    optim = AdamWConfig(lr=0.0)
+    seeds: list[dict[str, Any]] = [{}, {"seed": 0}, {"data_seed": 1}, {"init_seed": 1}, {"seed": 1}]
+    configs = [make_config(SingleConfig(), 1, steps=1, max_grad_norm=None, optim=optim, **seed) for seed in seeds]
+    base, same, data, init, common = run_ranks(1, lambda: [loss_and_sum(config) for config in configs])[0]
     assert same == base
     assert data[0] != base[0] and data[1] == base[1]
     assert init[0] != base[0] and init[1] != base[1]
     assert common[1] == init[1] and common[0] not in (init[0], data[0])
 
 
-def hashes_before_and_after_an_evaluation(configs: list[Config]) -> list[tuple[dict[str, str], dict[str, str]]]:
-    results = []
-    for config in configs:
-        trainer = Trainer(config)
-        before = hash_parameters(trainer)
-        trainer._evaluate(0)
-        results.append((before, hash_parameters(trainer)))
-    return results
+def hashes_around_an_evaluation(config: Config) -> list[dict[str, str]]:
+    trainer = Trainer(config)
+    before = hash_parameters(trainer)
+    trainer._evaluate(0)
+    return [before, hash_parameters(trainer)]
 
 
-def test_parameters_are_readable_after_a_forward_without_backward() -> None:
+@pytest.mark.parametrize("parallel", STRATEGIES, ids=lambda parallel: parallel.name)
+def test_parameters_are_readable_after_a_forward_without_backward(parallel: ParallelConfig) -> None:
     """Oracle: the parameters before the forward, which leaves units gathered for a backward."""
-    configs = [make_config(parallel, 2) for parallel in STRATEGIES]
-    for before, after in run_ranks(2, hashes_before_and_after_an_evaluation, configs)[0]:
-        assert after == before
+    before, after = run_ranks(2, hashes_around_an_evaluation, make_config(parallel, 2))[0]
+    assert after == before

@@ -23,8 +23,7 @@ from scripts.ranks import run_ranks
 from tests.checkpoint.folders import build, load, write
 from tests.parallel.runs import make_config
 from tests.parallel.test_nf4 import GPT2, LLAMA
-from tests.train.resumed import kept, run_to_the_end
-from tests.train.test_resume import SMALL, Row, configs_of, resumed_and_uninterrupted
+from tests.train.resumed import Row, check_resumed_run, kept, run_to_the_end
 
 pytestmark = pytest.mark.usefixtures("without_pictures")
 
@@ -32,30 +31,31 @@ LORA = LoRAConfig(rank=4, dropout=0.2)
 NF4 = dataclasses.replace(LORA, base=Base.nf4)
 
 
-def rows() -> dict[str, Row]:
-    def row(parallel: Any, memory: dict[str, Any] | None = None, **more: Any) -> Row:
-        return parallel, {**SMALL, "tune": LORA, "model": LLAMA, "memory": MemoryConfig(**(memory or {})), **more}
+BFLOAT16 = FSDP2Config(param_dtype=DType.bfloat16)
+MUON = {"optim": MuonConfig(lr=1e-2)}
+OVERLAPPED = MemoryConfig(cpu_offload=True, cpu_offload_executor=CPUOffloadExecutor.overlapped, cpu_threads=2)
+IN_BACKWARD = {"memory": MemoryConfig(optimizer_in_backward=True), "max_grad_norm": None, "skip_nonfinite": False}
 
-    overlapped = {"cpu_offload": True, "cpu_offload_executor": CPUOffloadExecutor.overlapped, "cpu_threads": 2}
-    return {
-        "ddp, muon": row(DDPConfig(), optim=MuonConfig(lr=1e-2)),
-        "fsdp1": row(FSDP1Config(), checkpoint={"async_save": True}),
-        "fsdp2, muon": row(FSDP2Config(), optim=MuonConfig(lr=1e-2)),
-        "fsdp2, overlapped CPU offload, bf16": row(FSDP2Config(param_dtype=DType.bfloat16), overlapped),
-        "fsdp2, optimizer in the backward": row(
-            FSDP2Config(), {"optimizer_in_backward": True}, max_grad_norm=None, skip_nonfinite=False
-        ),
-        "fsdp2, quantized, bf16": row(FSDP2Config(param_dtype=DType.bfloat16), tune=NF4),
-        "ddp, quantized, gpt2": row(DDPConfig(), tune=NF4, model=GPT2),
-    }
+ROWS = {
+    "fsdp1": Row(FSDP1Config(), 2, {"async_save": True}),
+    "fsdp2, muon": Row(FSDP2Config(), options=MUON),
+    "fsdp2, overlapped CPU offload, bf16": Row(BFLOAT16, options={"memory": OVERLAPPED}),
+    "ddp, quantized, gpt2": Row(DDPConfig(), options={"tune": NF4, "model": GPT2}),
+}
+MORE_ROWS = {
+    "ddp, muon": Row(DDPConfig(), options=MUON),
+    "fsdp2, optimizer in the backward": Row(FSDP2Config(), options=IN_BACKWARD),
+    "fsdp2, quantized, bf16": Row(BFLOAT16, options={"tune": NF4}),
+}
 
 
 @pytest.mark.usefixtures("unmeasured")
-def test_resumed_runs_equal_uninterrupted_ones_bitwise(tmp_path: Path) -> None:
-    """Oracle: the uninterrupted run: all parameters, frozen and quantized ones too; it takes the last two steps."""
-    configs = configs_of(rows(), 2)
-    for label, (took, whole, resumed) in run_ranks(2, resumed_and_uninterrupted, configs, tmp_path)[0].items():
-        assert took == 2 and whole == resumed, label
+@pytest.mark.parametrize("label", [*ROWS, *(pytest.param(label, marks=pytest.mark.extended) for label in MORE_ROWS)])
+def test_resumed_runs_equal_uninterrupted_ones_bitwise(label: str, tmp_path: Path) -> None:
+    """Oracle: the uninterrupted run: its steps, and all parameters, frozen and quantized ones too."""
+    row = (ROWS | MORE_ROWS)[label]
+    options = {"tune": LORA, "model": LLAMA, **row.options}
+    check_resumed_run(label, dataclasses.replace(row, options=options), tmp_path)
 
 
 def logits_of_trained(configs: list[Config], folders: list[Path], tokens_BT: Tensor) -> list[list[list[float]]]:
@@ -85,10 +85,7 @@ def test_final_weights_are_those_of_the_model_and_its_adapters(tmp_path: Path) -
     found = run_ranks(1, logits_of_trained, configs, folders, tokens_BT)[0]
     for trained, stored in found:
         assert stored == pytest.approx(trained, abs=1e-5)
-    assert (
-        main(["convert", "to-hf", str(tmp_path / "base"), str(tmp_path / "merged"), f"adapter={folders[0]}/adapter"])
-        == 0
-    )
+    assert main(["convert", "to-hf", str(base), str(merged), f"adapter={folders[0]}/adapter"]) == 0
     with torch.no_grad():
         logits = load(merged)(tokens_BT).flatten()[:500].tolist()
     assert logits == pytest.approx(found[0][0], abs=1e-5)
