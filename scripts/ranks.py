@@ -100,13 +100,17 @@ def run_rank(
         if prepare is not None:
             prepare()
         use_json()  # as every rank of a run
+        joined = dist.FileStore(store, world_size)
         dist.init_process_group(
             torch.distributed.get_default_backend_for_device(device),
-            store=dist.FileStore(store, world_size),
+            store=joined,
             rank=rank,
             world_size=world_size,
             timeout=timedelta(seconds=120),
         )
+        # Gloo fails on a rank if another one ends before the first has connected to it.
+        joined.set(f"joined {rank}", "")
+        joined.wait([f"joined {other}" for other in range(world_size)], timedelta(seconds=120))
         # The process ends here without leaving the interpreter, so there is nothing to destroy.
         results.send((True, function(*args)))
     except BaseException:
