@@ -4,7 +4,7 @@
 ``pytest`` leaves out. There are two kinds:
 
 - ``test_interface.py`` reads the wheels of torch_npu 2.13.0 and 2.7.1 and runs nothing of them: every name and
-  parameter in ``interface.py`` is there, and every name that our sources use is in ``interface.py``.
+  parameter that our sources use is there.
 - The others run ``fsdptoys train launch.device=npu`` on torch_npu 2.13.0 over a stub of CANN, and compare losses and
   trained weights with ``launch.device=cpu``.
 

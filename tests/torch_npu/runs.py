@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 from fsdptoys.config.kernel_choice import KernelConfig
 
 ROOT = Path(__file__).parents[2]
-SECONDS = 200
+SECONDS = 600
 MODEL = "model=llama_debug"
 SMALL = [
     *("experiment=null", "data=synthetic", "train.batch_size=2", "train.seq_len=64", "train.steps=3"),
@@ -31,7 +31,6 @@ PLAIN_KERNELS = [f"kernels.{each.name}=torch" for each in dataclasses.fields(Ker
 class Result:
     """A finished run."""
 
-    status: int
     output: str
     """Its output, errors included."""
     folder: Path
@@ -61,6 +60,7 @@ def run(
     words: Sequence[str],
     ranks: int = 2,
     variables: Mapping[str, str] | None = None,
+    status: int = 0,
 ) -> Result:
     """Train, in processes of the environment.
 
@@ -71,38 +71,37 @@ def run(
         words: overrides in addition to those of every run.
         ranks: number of local ranks.
         variables: added environment variables of the processes.
+        status: the expected exit status.
     """
     fixed = [f"launch.device={device}", f"launch.nproc_per_node={ranks}", f"metrics.run_dir={folder}"]
     if not any(word.startswith("model=") for word in words):
         fixed.append(MODEL)
     command = ["-m", "fsdptoys", "train", *SMALL, *PLAIN_KERNELS, *fixed, *words]
-    done = run_python(environment, command, variables)
-    return Result(done.returncode, done.stdout, folder)
+    return Result(run_python(environment, command, variables, status), folder)
 
 
 def run_fused(environment: Path, folder: Path, words: Sequence[str]) -> Result:
     """Train on two ranks with the default fused operators of an NPU, over stand-ins for their kernels."""
     fixed = ["launch.device=npu", f"metrics.run_dir={folder}"]
     launcher = ["-m", "torch.distributed.run", "--nproc-per-node=2", "-m", "tests.torch_npu.fused_run"]
-    done = run_python(environment, [*launcher, *SMALL, *fixed, *words])
-    return Result(done.returncode, done.stdout, folder)
+    return Result(run_python(environment, [*launcher, *SMALL, *fixed, *words]), folder)
 
 
 def run_python(
-    environment: Path, arguments: Sequence[str], variables: Mapping[str, str] | None = None
-) -> subprocess.CompletedProcess[str]:
-    """Run the environment's Python in the checkout; stderr comes with stdout."""
-    inherited = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
-    set_here = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **(variables or {})}
-    return subprocess.run(
+    environment: Path, arguments: Sequence[str], variables: Mapping[str, str] | None = None, status: int = 0
+) -> str:
+    """Run the environment's Python in the checkout, check its status, and return its output, errors included."""
+    done = subprocess.run(
         [str(environment / "bin/python"), *arguments],
         cwd=ROOT,
-        env=inherited | set_here,
+        env={**os.environ, "PYTHONPATH": str(ROOT), **(variables or {})},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
         timeout=SECONDS,
     )
+    assert done.returncode == status, done.stdout
+    return done.stdout
 
 
 def differences(one: Mapping[str, torch.Tensor], other: Mapping[str, torch.Tensor]) -> list[str]:

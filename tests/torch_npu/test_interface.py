@@ -1,7 +1,6 @@
 """Our calls of torch_npu exist in its wheels, with the parameters that we pass; no code of the wheels runs.
 
-Every name used in our sources, found by parsing them, has its line in ``interface.py``; every line is in both
-wheels.
+The names are those used in our sources, found by parsing them, and those in ``interface.py``.
 """
 
 from pathlib import Path
@@ -9,18 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.torch_npu.environment import NEWEST, OLDEST
-from tests.torch_npu.interface import (
-    CANN_VARIABLES,
-    HANDED,
-    NAMED_ONLY,
-    NAMES,
-    NOT_READ,
-    NOT_TORCH_NPU,
-    NOT_VARIABLES,
-    OPERATORS,
-    TEXTS,
-    VARIABLES,
-)
+from tests.torch_npu.interface import CANN_VARIABLES, HANDED, LEVELS, NAMED_ONLY, NOT_TORCH_NPU, NPU, TEXTS, UNREAD
 from tests.torch_npu.uses import Use, Uses, uses_of
 from tests.torch_npu.wheel import Wheel
 
@@ -28,90 +16,79 @@ pytestmark = pytest.mark.torch_npu
 
 ROOT = Path(__file__).parents[2]
 FOLDERS = ("fsdptoys", "models", "patches", "scripts")
-VERSIONS = (NEWEST, OLDEST)
 
 
-@pytest.fixture(scope="session")
-def wheels(environment: Path) -> dict[str, Wheel]:
-    return {version: Wheel(environment / "wheels" / version) for version in VERSIONS}
+@pytest.fixture(scope="module", params=[NEWEST, OLDEST])
+def wheel(environment: Path, request: pytest.FixtureRequest) -> Wheel:
+    """Either of the supported versions at the ends."""
+    return Wheel(environment / "wheels" / request.param)
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def uses() -> Uses:
+    """What our sources use."""
     paths = [path for folder in FOLDERS for path in sorted((ROOT / folder).rglob("*.py"))]
     own = [path for path in paths if path.resolve() == path]  # models, patches and configs are linked to
     return uses_of({str(path.relative_to(ROOT)): path for path in own}, HANDED)
 
 
-@pytest.mark.parametrize("version", VERSIONS)
-@pytest.mark.parametrize("name", NAMES)
-def test_used_names_exist_in_the_wheel_with_compatible_parameters(
-    wheels: dict[str, Wheel], version: str, name: str
-) -> None:
+def accepts(wheel: Wheel, name: str, use: Use) -> bool:
+    parameters = wheel.parameters(name)
+    return parameters is not None and parameters.accepts(use.positional, frozenset(use.keywords))
+
+
+def test_used_names_exist_in_the_wheel(wheel: Wheel, uses: Uses) -> None:
     """Oracle: the wheel's Python, parsed."""
-    call = NAMES[name]
-    assert wheels[version].find(name) is not None
-    if call is not None:
-        taken = wheels[version].parameters(name)
-        assert taken is not None and taken.accepts(call.positional, frozenset(call.keywords)), taken
+    assert [name for name in (*uses.names, *UNREAD, *LEVELS) if wheel.find(name) is None] == []
 
 
-@pytest.mark.parametrize("version", VERSIONS)
-@pytest.mark.parametrize("name", OPERATORS)
-def test_used_operators_exist_in_the_wheel_with_compatible_schemas(
-    wheels: dict[str, Wheel], version: str, name: str
-) -> None:
+def test_used_functions_of_the_wheel_have_the_parameters(wheel: Wheel, uses: Uses) -> None:
+    """Oracle: the wheel's Python, parsed."""
+    calls = [*UNREAD.items(), *((name, use) for name, use in uses.names.items() if use.called)]
+    assert [(name, use) for name, use in calls if not accepts(wheel, name, use)] == []
+
+
+def test_used_operators_exist_in_the_wheel_with_compatible_schemas(wheel: Wheel, uses: Uses) -> None:
     """Oracle: the schema in libtorch_npu.so."""
-    call, taken = OPERATORS[name], wheels[version].operators.get(name)
-    assert taken is not None
-    assert call.positional <= len(taken) and set(call.keywords) <= set(taken[call.positional :]), taken
+    for name in uses.operators.keys() - NAMED_ONLY - NOT_TORCH_NPU:
+        use, parameters = uses.operators[name], wheel.operators[name]
+        assert use.called and use.positional <= len(parameters), name
+        assert use.keywords <= set(parameters[use.positional :]), name
 
 
-@pytest.mark.parametrize("version", VERSIONS)
-@pytest.mark.parametrize("text", [*sorted(VARIABLES), *sorted(NOT_VARIABLES), *TEXTS])
-def test_used_variables_and_texts_exist_in_the_wheel(wheels: dict[str, Wheel], version: str, text: str) -> None:
+def test_used_variables_exist_in_the_wheel(wheel: Wheel, uses: Uses) -> None:
     """Oracle: the bytes of its libraries and Python."""
-    assert wheels[version].has_text(text)
+    assert [name for name in uses.variables - CANN_VARIABLES if not wheel.has_text(name)] == []
+
+
+@pytest.mark.parametrize("text", TEXTS)
+def test_texts_that_we_look_for_exist_in_the_wheel(wheel: Wheel, text: str) -> None:
+    """Oracle: the bytes of its libraries and Python."""
+    assert wheel.has_text(text)
 
 
 @pytest.mark.parametrize(
     ("name", "version"),
     [("npu_fusion_attention_v2", NEWEST), ("npu_fusion_attention_v2", OLDEST), ("npu_fusion_attention_v3", NEWEST)],
 )
-def test_operators_not_called_directly_exist_in_the_wheel(wheels: dict[str, Wheel], name: str, version: str) -> None:
+def test_operators_not_called_directly_exist_in_the_wheel(environment: Path, name: str, version: str) -> None:
     """Oracle: the schema in libtorch_npu.so."""
-    assert name in NAMED_ONLY and name in wheels[version].operators
+    assert name in NAMED_ONLY and name in Wheel(environment / "wheels" / version).operators
 
 
-def test_missing_names_and_parameters_are_detected(wheels: dict[str, Wheel]) -> None:
+def test_missing_names_and_parameters_are_detected(environment: Path) -> None:
     """Oracle: names and parameters absent from the newest wheel."""
-    wheel = wheels[NEWEST]
+    wheel = Wheel(environment / "wheels" / NEWEST)
     assert wheel.find("torch_npu.npu.memory_alocated") is None
     assert wheel.find("torch_npu.npu.Stream.wait_for") is None
-    schedule = wheel.parameters("torch_npu.profiler.schedule")
-    assert schedule is not None and not schedule.accepts(0, frozenset({"skip"}))
-    history = wheel.parameters("torch_npu.npu.memory._record_memory_history")
-    assert history is not None and not history.accepts(0, frozenset({"clear_history"}))  # exists in CUDA's
+    assert not accepts(wheel, "torch_npu.profiler.schedule", Use(keywords={"skip"}))
+    # CUDA's has this parameter.
+    assert not accepts(wheel, "torch_npu.npu.memory._record_memory_history", Use(keywords={"clear_history"}))
 
 
-def test_every_name_used_in_our_sources_is_listed(uses: Uses) -> None:
-    """Oracle: our sources, parsed; and every line is in use."""
-    assert uses.names.keys() - NAMES.keys() == set()
-    assert NAMES.keys() - uses.names.keys() == NOT_READ
-    for name, use in uses.names.items():
-        call = NAMES[name]
-        assert (call is not None) == use.called, name
-        assert call is None or _within(use, call.positional, call.keywords), (name, use)
-
-
-def test_every_used_operator_variable_and_stream_method_is_listed(uses: Uses) -> None:
-    """Oracle: our sources, parsed."""
-    assert uses.operators.keys() - OPERATORS.keys() - NAMED_ONLY - NOT_TORCH_NPU == set()
-    for name in OPERATORS:
-        assert _within(uses.operators[name], OPERATORS[name].positional, OPERATORS[name].keywords), name
-    assert uses.variables - VARIABLES - CANN_VARIABLES - NOT_VARIABLES == set()
-    assert {f"torch_npu.npu.Stream.{method}" for method in uses.stream_methods} <= NAMES.keys()
-
-
-def _within(use: Use, positional: int, keywords: tuple[str, ...]) -> bool:
-    return use.positional <= positional and use.keywords <= set(keywords)
+def test_uses_of_every_kind_are_found(uses: Uses) -> None:
+    """Oracle: a name, an operator and a variable that our sources use, and the methods of streams."""
+    assert f"{NPU}.current_stream" in uses.names
+    assert uses.operators["npu_rms_norm"].positional == 3
+    assert "PYTORCH_NPU_ALLOC_CONF" in uses.variables
+    assert uses.stream_methods <= {name.rpartition(".")[2] for name in UNREAD}

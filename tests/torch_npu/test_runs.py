@@ -14,11 +14,10 @@ pytestmark = pytest.mark.torch_npu
 
 def test_collectives_are_correct_and_float64_is_refused(environment: Path) -> None:
     """Oracle: the values by hand. torch_npu pads lists itself, and checks the dtypes that HCCL accepts."""
-    done = run_python(
+    output = run_python(
         environment, ["-m", "torch.distributed.run", "--nproc-per-node=2", "-m", "tests.torch_npu.collectives"]
     )
-    assert done.returncode == 0, done.stdout
-    found = {int(rank): json.loads(text) for rank, text in re.findall(r"rank (\d): (.*)", done.stdout)}
+    found = {int(rank): json.loads(text) for rank, text in re.findall(r"rank (\d): (.*)", output)}
     for rank in range(2):
         assert found[rank] == {
             "all_gather": [[0, 1, 2], [10, 11, 12]],
@@ -44,7 +43,6 @@ def test_fused_operators_of_torch_npu_are_used_by_default(
     """Oracle: losses on a CPU with PyTorch's, to 1e-5; and the calls of the operators and of their backwards."""
     words = [f"model={model}", "parallel=fsdp2"]
     npu = run_fused(environment, tmp_path / "npu", words)
-    assert npu.status == 0, npu.output
     counted = [json.loads(line)["calls"] for line in re.findall(r'{"calls": .*}', npu.output)]
     backwards = {"npu_fusion_attention_grad", "npu_rms_norm_backward"}
     backwards |= {"npu_swiglu_backward"} if "npu_swiglu" in operators else set()
@@ -55,8 +53,7 @@ def test_fused_operators_of_torch_npu_are_used_by_default(
 
 def test_float64_sums_are_refused_before_the_start(environment: Path, tmp_path: Path) -> None:
     """Oracle: exit status 2, and no run directory."""
-    refused = run(environment, tmp_path / "run", "npu", ["parallel=fsdp2", "train.sum_dtype=float64"])
-    assert refused.status == 2, refused.output
+    refused = run(environment, tmp_path / "run", "npu", ["parallel=fsdp2", "train.sum_dtype=float64"], status=2)
     assert "train.sum_dtype=float64" in refused.output and not refused.folder.exists()
 
 
@@ -65,10 +62,8 @@ def test_resumed_run_equals_the_uninterrupted_one_bitwise(environment: Path, tmp
     """Oracle: the uninterrupted run; weights bitwise."""
     words = [f"parallel={strategy}", "train.steps=4", "checkpoint.every=2"]
     whole = run(environment, tmp_path / "whole", "npu", words)
-    assert whole.status == 0, whole.output
     (after_two,) = (whole.folder / "checkpoints").glob("*2")
     resumed = run(environment, tmp_path / "resumed", "npu", [*words, f"checkpoint.resume={after_two}"])
-    assert resumed.status == 0, resumed.output
     assert [step["step"] for step in resumed.steps()] == [3, 4]
     assert differences(resumed.weights(), whole.weights()) == []
 
@@ -77,7 +72,6 @@ def test_profile_uses_the_profiler_of_torch_npu(environment: Path, tmp_path: Pat
     """Oracle: the trace that torch_npu's own analysis writes: the operators of the host, since CANN records nothing."""
     words = ["parallel=fsdp2", "profile.enabled=true", "profile.skip_steps=0", "profile.active_steps=1"]
     done = run(environment, tmp_path / "run", "npu", words)
-    assert done.status == 0, done.output
     (written,) = (done.folder / "profile").glob("rank0_*_ascend_pt")
     output = "".join(done.output.split())  # a console narrower than the path cuts it
     assert f"traceofstep2:{written}" in output, done.output
@@ -89,7 +83,6 @@ def test_profile_uses_the_profiler_of_torch_npu(environment: Path, tmp_path: Pat
 def test_memory_history_has_the_stacks_of_torch_npu(environment: Path, tmp_path: Path) -> None:
     """Oracle: the pickle, which has Python's stack of the allocations in a step, and segments that hold them."""
     done = run(environment, tmp_path / "run", "npu", ["parallel=fsdp2", "profile.snapshot=true"])
-    assert done.status == 0, done.output
     history = pickle.loads((done.folder / "profile/memory-rank0.pickle").read_bytes())
     allocated = [event for event in history["device_traces"][0] if event["action"] == "alloc"]
     assert any("fsdptoys/train/trainer.py" in frame["filename"] for event in allocated for frame in event["frames"])
@@ -100,8 +93,7 @@ def test_memory_history_has_the_stacks_of_torch_npu(environment: Path, tmp_path:
 def test_out_of_memory_is_explained_with_the_numbers_of_torch_npu(environment: Path, tmp_path: Path) -> None:
     """Oracle: the stub's capacity of 40 MiB, and the report's text."""
     words = ["parallel=fsdp2", "train.batch_size=64", "profile.snapshot=true"]
-    done = run(environment, tmp_path / "run", "npu", words, variables={"STUB_DEVICE_MIB": "40"})
-    assert done.status == 1
+    done = run(environment, tmp_path / "run", "npu", words, variables={"STUB_DEVICE_MIB": "40"}, status=1)
     assert re.search(r"the memory of the npu device ran out on rank \d in the forward of step 1", done.output)
     assert re.search(r"MiB asked for, 40\.00 MiB in all, \d+\.\d+ MiB allocated, \d+\.\d+ MiB reserved", done.output)
     assert "memory.gradient_checkpointing=full" in done.output

@@ -160,16 +160,12 @@ def _hands_on_to(node: ast.FunctionDef) -> str | None:
     """The function that receives all of ``*args`` and ``**kwargs``, if any."""
     if node.args.vararg is None or node.args.kwarg is None:
         return None
-    calls = (call for call in ast.walk(node) if isinstance(call, ast.Call) and isinstance(call.func, ast.Name))
-    for call in calls:
-        if any(isinstance(each, ast.Starred) for each in call.args) and any(each.arg is None for each in call.keywords):
-            return _name_of(call)
+    for call in ast.walk(node):
+        if isinstance(call, ast.Call) and isinstance(call.func, ast.Name):
+            starred = any(isinstance(argument, ast.Starred) for argument in call.args)
+            if starred and any(keyword.arg is None for keyword in call.keywords):
+                return call.func.id
     return None
-
-
-def _name_of(call: ast.Call) -> str:
-    assert isinstance(call.func, ast.Name)
-    return call.func.id
 
 
 def _parameters(node: ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef, bound: bool) -> Parameters:
