@@ -1,13 +1,8 @@
-"""A stranger on the network of a run: finds its listening sockets, and writes pickles into every store behind them.
-
-As a program: ``python -m tests.launch.stranger FILE HOST:PORT …`` attacks these stores; ``FILE`` is made
-wherever one of the pickles is read.
-"""
+"""A stranger on the network of a run: finds its listening sockets, and writes pickles into every store behind them."""
 
 import base64
 import os
 import pickle
-import sys
 from collections.abc import Iterator
 from contextlib import suppress
 from datetime import timedelta
@@ -15,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from fsdptoys.launch.rendezvous_state import KEY
+from tests.harness.processes import descendants
 
 LISTENING = "0A"
 
@@ -29,26 +25,10 @@ class Touches:
         return os.system, (f"touch {self.path}",)
 
 
-def processes_of(root: int) -> list[int]:
-    """A process and all that it has started."""
-    children: dict[int, list[int]] = {}
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdecimal():
-            try:
-                parent = int((entry / "stat").read_text().rpartition(")")[2].split()[1])
-            except OSError:
-                continue
-            children.setdefault(parent, []).append(int(entry.name))
-    found = [root]
-    for process in found:
-        found += children.get(process, [])
-    return found
-
-
 def listening_sockets(root: int) -> set[tuple[str, int]]:
     """Addresses, as the kernel writes them (``0100007F`` is 127.0.0.1), and ports of a process and its children."""
     inodes = set()
-    for process in processes_of(root):
+    for process in descendants(root):
         with suppress(OSError):  # it has ended
             for link in Path(f"/proc/{process}/fd").iterdir():
                 with suppress(OSError):  # it was closed
@@ -81,8 +61,3 @@ def attack(host: str, port: int, path: str) -> int:
         for value in (pickled, base64.b64encode(pickled)):
             store.set(key, value)  # type: ignore[arg-type]
     return len(keys)
-
-
-if __name__ == "__main__":
-    places = [place.rsplit(":", 1) for place in sys.argv[2:]]
-    print(sum(attack(host, int(port), sys.argv[1]) for host, port in places))

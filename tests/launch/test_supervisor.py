@@ -57,7 +57,7 @@ def test_worker_exception_is_shown_once_and_ends_all_workers(launched: Any, monk
 def test_end_of_a_worker_is_reported_in_one_line_a_start(
     launched: Any, how: str, restarts: int, status: int, lines: list[str]
 ) -> None:
-    """Oracle: the full stderr: a mistake that both ranks find and no restart mends, a status, a kill after a restart."""
+    """Oracle: the full stderr: a mistake that both ranks find, a status, and a kill after the only restart."""
     found, stderr = launched(how, max_restarts=restarts).result()
     assert found == status
     assert stderr == "".join(f"fsdptoys: {line}\n" for line in lines)
