@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import yaml
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -23,6 +24,9 @@ FIRST, SECOND, THIRD = (f"model-0000{number}-of-00003.safetensors" for number in
 INDEX = "model.safetensors.index.json"
 NORM = "model.norm.weight"
 """In the third file, as the last but one."""
+
+SENTENCES = yaml.safe_load((Path(__file__).parent / "sentences.yaml").read_text(encoding="utf-8"))
+"""Topic → expected sentences, by case or with the changed keys."""
 
 Damage = Callable[[Path], object]
 
@@ -43,9 +47,9 @@ def change_json(file: str, change: Callable[[Any], object]) -> Damage:
 
 
 def update(tree: dict[str, Any], values: dict[str, Any]) -> None:
-    """Set keys, or remove those with the value ``...``."""
+    """Set keys, or remove those with the value ``(removed)``."""
     for key, value in values.items():
-        if value is ...:
+        if value == "(removed)":
             del tree[key]
         else:
             tree[key] = value

@@ -1,7 +1,6 @@
 """Storages that fail at a chosen operation: by a kill, an OSError or a power loss."""
 
 # ruff: noqa: D102  # the operations are those of Storage
-import copy
 import io
 import itertools
 import math
@@ -91,16 +90,20 @@ def _nothing() -> None:
     pass
 
 
-def killing_storage(storage: Storage, moment: int) -> WatchedStorage:
-    """Return a storage whose process sends itself SIGKILL halfway through its change number ``moment``, from 0."""
+def ending_storage(storage: Storage, moment: int, end: Callable[[], object]) -> WatchedStorage:
+    """Return a storage that calls ``end`` halfway through its change number ``moment``, counted from 0."""
     moments = itertools.count()
 
-    def kill(operation: str, path: str, half: Half) -> None:
+    def watch(operation: str, path: str, half: Half) -> None:
         if operation in CHANGING and next(moments) >= moment:
             half()
-            os.kill(os.getpid(), signal.SIGKILL)
+            end()
 
-    return WatchedStorage(storage, kill)
+    return WatchedStorage(storage, watch)
+
+
+def kill_self() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
 
 
 class FaultyStorage(WatchedStorage):
@@ -166,9 +169,13 @@ def refusing(owner: Any, operation: str, pattern: str, code: int, times: float =
 
 
 class _File:
-    def __init__(self) -> None:
-        self.seen = b""
-        self.kept = b""
+    def __init__(self, kept: bytes = b"") -> None:
+        self.buffer = io.BytesIO(kept)
+        self.kept = kept
+
+    @property
+    def seen(self) -> bytes:
+        return self.buffer.getvalue()
 
 
 class _Folder:
@@ -186,42 +193,19 @@ class _Folder:
 class LossyDisk(Storage):
     """An in-memory disk that keeps only synced data on a power loss: bytes of files, entries of folders.
 
-    As on file systems, none, all or any unsynced changes of a folder's entries survive ``lose_power``, and any prefix
-    of unsynced bytes. Renaming is one change. Removing a folder removes its files one by one.
-
-    Attributes:
-        moment: number of the operation during which power is lost, counted from 0; None for never.
+    As on file systems, none, all or any unsynced changes of a folder's entries survive, and any prefix of unsynced
+    bytes. Renaming is one change.
     """
 
     renames = True
+    where = "disk"
 
-    def __init__(self) -> None:
-        self.where = "disk"
-        self.root = _Folder()
-        self.moment: int | None = None
-        self.operations = 0
+    def __init__(self, root: _Folder | None = None) -> None:
+        self.root = root or _Folder()
 
-    def tick(self) -> None:
-        """Count an operation, and fail if it is its turn."""
-        if self.moment is not None and self.operations >= self.moment:
-            raise PowerLoss
-        self.operations += 1
-
-    def lose_power(self, keeps: str, seed: int) -> "LossyDisk":
-        """Return the disk after a power loss.
-
-        Args:
-            keeps: surviving part of the unsynced changes: ``none``, ``all`` or ``any``.
-            seed: seed of the random choice.
-        """
-        draw = random.Random(seed)
-        fresh = LossyDisk()
-        fresh.root = _survivor(self.root, keeps, draw)
-        return fresh
-
-    def copy(self) -> "LossyDisk":
-        """The same disk again."""
-        return copy.deepcopy(self)
+    def after_power_loss(self, keeps: str, seed: int) -> "LossyDisk":
+        """Return the disk after a power loss, which keeps ``none``, ``all`` or ``any`` of the unsynced changes."""
+        return LossyDisk(_survivor(self.root, keeps, random.Random(seed)))
 
     def names(self, folder: str = "") -> list[str]:
         node = self._find(folder)
@@ -238,19 +222,15 @@ class LossyDisk(Storage):
 
     @contextmanager
     def writing(self, path: str) -> Iterator[BinaryIO]:
-        self.tick()
         folder, name = self._parent(path)
-        file = folder.seen.get(name)
-        if file is None:
-            file = _File()
-            folder.change(None, name, file)
-        file.seen = b""
-        yield cast(BinaryIO, _LossyWriter(file, self))
-        self.tick()
+        if name not in folder.seen:
+            folder.change(None, name, _File())
+        file = folder.seen[name]
+        file.buffer = io.BytesIO()
+        yield file.buffer
         file.kept = file.seen
 
     def make(self, folder: str) -> None:
-        self.tick()
         node = self.root
         for part in folder.split("/") if folder else []:
             if part not in node.seen:
@@ -258,14 +238,12 @@ class LossyDisk(Storage):
             node = node.seen[part]
 
     def sync(self, folder: str) -> None:
-        self.tick()
         node = self._find(folder)
         assert isinstance(node, _Folder)
         node.kept = dict(node.seen)
         node.changes = []
 
     def rename(self, old: str, new: str) -> None:
-        self.tick()
         folder, gone = self._parent(old)
         other, come = self._parent(new)
         assert folder is other, "only within a folder"
@@ -279,7 +257,6 @@ class LossyDisk(Storage):
         if isinstance(node, _Folder):
             for name in list(node.seen):
                 self.remove(f"{path}/{name}")
-        self.tick()
         if node is not None:
             folder, name = self._parent(path)
             folder.change(name, None, None)
@@ -304,16 +281,6 @@ class LossyDisk(Storage):
         return node, name
 
 
-class _LossyWriter:
-    def __init__(self, file: _File, disk: LossyDisk) -> None:
-        self._file, self._disk = file, disk
-
-    def write(self, data: Any) -> int:
-        self._disk.tick()
-        self._file.seen += bytes(data)
-        return len(data)
-
-
 def _apply(entries: dict[str, Any], gone: str | None, come: str | None, node: Any) -> None:
     if gone is not None:
         entries.pop(gone, None)
@@ -323,17 +290,14 @@ def _apply(entries: dict[str, Any], gone: str | None, come: str | None, node: An
 
 def _survivor(node: Any, keeps: str, draw: random.Random) -> Any:
     if isinstance(node, _File):
-        file = _File()
-        unsynced = node.seen if keeps == "all" else node.seen[: draw.randrange(len(node.seen) + 1)]
-        file.kept = file.seen = node.kept if keeps == "none" or draw.random() < 0.3 else unsynced
-        if node.kept == node.seen:
-            file.kept = file.seen = node.kept
-        return file
-    folder = _Folder()
+        if keeps == "none" or (keeps == "any" and draw.random() < 0.3) or node.kept == node.seen:
+            return _File(node.kept)
+        return _File(node.seen if keeps == "all" else node.seen[: draw.randrange(len(node.seen) + 1)])
     entries = dict(node.kept)
     for change in node.changes:
         if keeps == "all" or (keeps == "any" and draw.random() < 0.5):
             _apply(entries, *change)
+    folder = _Folder()
     folder.kept = {name: _survivor(entry, keeps, draw) for name, entry in entries.items()}
     folder.seen = dict(folder.kept)
     return folder

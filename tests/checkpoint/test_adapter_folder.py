@@ -1,14 +1,13 @@
 """Adapters in PEFT's format: peft reads ours, we read theirs, and folders that do not fit a run are refused."""
 
 import dataclasses
-import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from fsdptoys.checkpoint.adapter_folder import AdapterFolder, write_adapter
@@ -17,6 +16,7 @@ from fsdptoys.errors import ConfigError
 from fsdptoys.models import DecoderModel
 from fsdptoys.models.lora import Samples, add_adapters, is_adapter
 from fsdptoys.tune import LoRAConfig
+from tests.checkpoint.damages import SENTENCES, edit_json, edit_tensors
 from tests.checkpoint.folders import build, load
 from tests.models.families import SMALL
 from tests.models.test_families import build_oracle
@@ -26,6 +26,7 @@ TARGETS = ["q_proj", "k_proj", "v_proj", "o_proj", "up_proj"]
 THEIRS = {"gpt2": ["attn.c_attn", "attn.c_proj", "c_fc"], "qwen3_moe": TARGETS[:4]}
 CASES = ["llama3 scaled tied", "qwen3", "gpt2", "qwen3_moe"]
 RANK, ALPHA = 4, 6.0
+TOKENS_BT = torch.randint(0, 96, (2, 24), generator=torch.Generator().manual_seed(1))
 
 
 def adapted(model: DecoderModel, targets: list[str] = TARGETS) -> DecoderModel:
@@ -62,6 +63,15 @@ def our_targets(case: str) -> list[str]:
     return TARGETS if case != "qwen3_moe" else TARGETS[:4]
 
 
+def with_peft(case: str, folder: Path) -> tuple[Any, Any, DecoderModel]:
+    """The library peft, transformers' model, and ours with the same weights and adapters."""
+    import_transformers()
+    peft = pytest.importorskip("peft")
+    base = build_oracle(SMALL[case])
+    base.save_pretrained(folder / "base")
+    return peft, base, adapted(load(folder / "base"), our_targets(case))
+
+
 @pytest.mark.usefixtures("unmeasured")
 @pytest.mark.oracle
 @pytest.mark.parametrize("case", CASES)
@@ -70,23 +80,17 @@ def test_adapters_of_peft_compute_and_learn_the_same(case: str, tmp_path: Path) 
 
     GPT-2's queries, keys and values share one A there, whose gradient is the sum of ours.
     """
-    import_transformers()
-    peft = pytest.importorskip("peft")
-    base = build_oracle(SMALL[case])
-    base.save_pretrained(tmp_path / "base")
+    peft, base, model = with_peft(case, tmp_path)
     settings = peft.LoraConfig(
         r=RANK, lora_alpha=ALPHA, target_modules=THEIRS.get(case, TARGETS), init_lora_weights=False
     )
     oracle = peft.get_peft_model(base, settings)
     oracle.save_pretrained(tmp_path / "theirs")
-    model = adapted(load(tmp_path / "base"), our_targets(case))
     folder = fill(model, tmp_path / "theirs", our_targets(case))
-
-    tokens_BT = torch.randint(0, 96, (2, 24), generator=torch.Generator().manual_seed(1))
-    logits_BTV, oracle_logits_BTV = model(tokens_BT), oracle(input_ids=tokens_BT, use_cache=False).logits
+    logits_BTV, oracle_logits_BTV = model(TOKENS_BT), oracle(input_ids=TOKENS_BT, use_cache=False).logits
     torch.testing.assert_close(logits_BTV, oracle_logits_BTV, rtol=1e-5, atol=1e-5)
     for each in (logits_BTV, oracle_logits_BTV):
-        F.cross_entropy(each.flatten(0, 1), tokens_BT.flatten()).backward()
+        F.cross_entropy(each.flatten(0, 1), TOKENS_BT.flatten()).backward()
 
     def compare(read: str) -> None:
         """Convert their values to our names through a folder, like the adapters."""
@@ -127,19 +131,14 @@ def test_adapters_of_peft_compute_and_learn_the_same(case: str, tmp_path: Path) 
 @pytest.mark.parametrize("case", CASES)
 def test_peft_loads_our_adapters(case: str, tmp_path: Path) -> None:
     """Oracle: peft's PeftModel.from_pretrained on a folder of ours: logits to 1e-5; other modules get no adapter."""
-    import_transformers()
-    peft = pytest.importorskip("peft")
-    base = build_oracle(SMALL[case])
-    base.save_pretrained(tmp_path / "base")
-    model = adapted(load(tmp_path / "base"), our_targets(case))
+    peft, base, model = with_peft(case, tmp_path)
     adapters = draw_adapters(model)
     write_own(tmp_path / "ours", model, adapters)
     oracle = peft.PeftModel.from_pretrained(base, tmp_path / "ours")
     stored = load_file(tmp_path / "ours" / "adapter_model.safetensors")
     assert sum(".lora_A." in name for name, _ in oracle.named_parameters()) * 2 == len(stored)
-    tokens_BT = torch.randint(0, 96, (2, 24), generator=torch.Generator().manual_seed(1))
-    expected_BTV = oracle(input_ids=tokens_BT, use_cache=False).logits
-    torch.testing.assert_close(model(tokens_BT), expected_BTV, rtol=1e-5, atol=1e-5)
+    expected_BTV = oracle(input_ids=TOKENS_BT, use_cache=False).logits
+    torch.testing.assert_close(model(TOKENS_BT), expected_BTV, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("case", [*CASES, "llama4"])
@@ -163,69 +162,6 @@ def test_our_adapters_round_trip_bitwise(case: str, tmp_path: Path) -> None:
 
 CONFIG = SMALL["qwen3"]
 FITTING = {"rank": RANK, "alpha": ALPHA, "targets": TARGETS}
-EDITS: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
-    "rank": ({}, {"rank": 8}, "tune.rank=8 is not 4, the rank of tune.adapter={}; set tune.rank=4"),
-    "alpha": ({}, {"alpha": 8.0}, "tune.alpha=8 is not 6, that of tune.adapter={}; set tune.alpha=6"),
-    "rslora": (
-        {"use_rslora": True},
-        {},
-        "tune.alpha=6 is not 12, that of tune.adapter={}; set tune.alpha=12",
-    ),
-    "targets": (
-        {},
-        {"targets": ["q_proj", "v_proj"]},
-        "tune.targets=[q_proj,v_proj] is not [k_proj,o_proj,q_proj,up_proj,v_proj], the layers of tune.adapter={}; "
-        "set tune.targets=[k_proj,o_proj,q_proj,up_proj,v_proj]",
-    ),
-    "dora": (
-        {"use_dora": True},
-        {},
-        "tune.adapter={}/adapter_config.json says use_dora=true, and only false is read here; use an adapter trained "
-        "with it",
-    ),
-    "another method": (
-        {"peft_type": "IA3"},
-        {},
-        "tune.adapter={}/adapter_config.json says peft_type='IA3', and only 'LORA' is read here; use an adapter "
-        "trained with it",
-    ),
-    "changed base": (
-        {"init_lora_weights": "pissa"},
-        {},
-        "tune.adapter={}/adapter_config.json says init_lora_weights='pissa', and only true is read here; use an "
-        "adapter trained with it",
-    ),
-    "rank of the tensors": (
-        {"r": 8},
-        {},
-        "tune.adapter={}/adapter_config.json says r=8 for model.layers.0.self_attn.q_proj, whose tensors have 4; "
-        "download or write the folder again",
-    ),
-    "several scales": (
-        {"alpha_pattern": {"q_proj": 12}},
-        {},
-        "tune.adapter={} multiplies layers by 1.5 and by 3, and a run has one tune.alpha / tune.rank; use an adapter "
-        "without alpha_pattern",
-    ),
-    "expression": (
-        {"rank_pattern": {"(a+)+": 12}},
-        {},
-        "tune.adapter={}/adapter_config.json names layers by the expression (a+)+ in rank_pattern, and only names are "
-        "read here; write the names in its place",
-    ),
-    "no number": (
-        {"lora_alpha": "x"},
-        {},
-        "tune.adapter={}/adapter_config.json says lora_alpha='x', which is no number above 0; download or write the "
-        "folder again",
-    ),
-    "base": (
-        {"base_model_name_or_path": "meta/llama"},
-        {},
-        "tune.adapter={} was trained on 'meta/llama', and model.init_from=null draws other weights; set "
-        "model.init_from to a folder with that model",
-    ),
-}
 
 
 @pytest.fixture
@@ -244,35 +180,52 @@ def refusal(folder: Path, **settings: Any) -> str:
     return str(refused.value).replace(str(folder), "{}")
 
 
-@pytest.mark.parametrize("case", EDITS)
-def test_adapters_of_another_run_are_refused(case: str, folder: Path) -> None:
+@pytest.mark.parametrize("row", SENTENCES["settings other than the adapter's"], ids=str)
+def test_settings_that_differ_from_the_adapter_are_refused(row: dict[str, Any], folder: Path) -> None:
     """Oracle: the expected message."""
-    edits, settings, sentence = EDITS[case]
-    tree = json.loads((folder / "adapter_config.json").read_text())
-    (folder / "adapter_config.json").write_text(json.dumps(tree | edits))
-    assert refusal(folder, **settings) == sentence
+    assert refusal(folder, **row["settings"]) == row["says"]
 
 
-def test_tensors_that_do_not_fit_are_refused(folder: Path) -> None:
-    """Oracle: the expected messages: a missing block, another width, a tensor of something else, a pickle."""
-    file = folder / "adapter_model.safetensors"
-    tensors = load_file(file)
-    first = "base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight"
-    for changed, sentence in (
+@pytest.mark.parametrize("row", SENTENCES["configurations of adapters"], ids=str)
+def test_adapters_of_other_methods_are_refused(row: dict[str, Any], folder: Path) -> None:
+    """Oracle: the expected message."""
+    edit_json("adapter_config.json", **row["keys"])(folder)
+    assert refusal(folder) == row["says"]
+
+
+QUERIES = "base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight"
+HEAD = "base_model.model.lm_head.lora_A.weight"
+
+
+def without_second_block(tensors: dict[str, Tensor]) -> None:
+    for name in [name for name in tensors if ".layers.1." in name]:
+        del tensors[name]
+
+
+@pytest.mark.parametrize(
+    ("change", "sentence"),
+    [
+        (without_second_block, "tune.adapter={} holds no adapter of layers.1.attn.q_proj; use one of all blocks"),
         (
-            {name: each for name, each in tensors.items() if ".layers.1." not in name},
-            "tune.adapter={} holds no adapter of layers.1.attn.q_proj; use one of all blocks",
+            lambda tensors: tensors.update({QUERIES: torch.zeros(4, 32)}),
+            f"holds {QUERIES} in the shape 4×32, and the adapter of a qwen3 model",
         ),
-        (tensors | {first: torch.zeros(4, 32)}, f"holds {first} in the shape 4×32, and the adapter of a qwen3 model"),
         (
-            tensors | {"base_model.model.lm_head.lora_A.weight": torch.zeros(4, 64)},
-            "holds base_model.model.lm_head.lora_A.weight, for which the adapter of a qwen3 model as configured has "
-            "no place",
+            lambda tensors: tensors.update({HEAD: torch.zeros(4, 64)}),
+            f"holds {HEAD}, for which the adapter of a qwen3 model as configured has no place",
         ),
-    ):
-        save_file(changed, file)
-        assert sentence in refusal(folder)
-    file.rename(folder / "adapter_model.bin")
+    ],
+    ids=["missing block", "width", "unknown"],
+)
+def test_tensors_that_do_not_fit_are_refused(change: Any, sentence: str, folder: Path) -> None:
+    """Oracle: the expected message."""
+    edit_tensors(change, "adapter_model.safetensors")(folder)
+    assert sentence in refusal(folder)
+
+
+def test_incomplete_folders_are_refused(folder: Path) -> None:
+    """Oracle: the expected messages, for a pickle in place of tensors and for a missing configuration."""
+    (folder / "adapter_model.safetensors").rename(folder / "adapter_model.bin")
     assert "adapter_model.bin alone, which can run code" in refusal(folder)
     (folder / "adapter_config.json").unlink()
     assert refusal(folder).startswith("tune.adapter={} holds no adapter_config.json; name a folder in PEFT's format")

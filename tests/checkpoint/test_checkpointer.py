@@ -18,7 +18,7 @@ from fsdptoys.checkpoint import checkpointer as keeper
 from fsdptoys.checkpoint.manifest import to_json
 from fsdptoys.checkpoint.storage import LocalStorage
 from fsdptoys.errors import ConfigError
-from tests.checkpoint.damages import flip
+from tests.checkpoint.damages import SENTENCES, flip
 from tests.checkpoint.disks import refusing
 from tests.checkpoint.series import check, copied, facts, make_series, refusal, resume, save
 from tests.harness.processes import wait_until
@@ -203,56 +203,16 @@ def test_resume_selects_the_documented_checkpoint(series: Path, tmp_path: Path) 
     check(resume(new, f"{folder}/{TWO}", restarted=True)[0], 2)
 
 
-REFUSALS: dict[str, tuple[str, str]] = {
-    "never": (
-        "never",
-        f"checkpoint.resume=never starts from scratch, and {{own}} already holds {THREE}; set "
-        "checkpoint.resume=auto to resume from it, or another folder",
-    ),
-    "must without any": (
-        "must",
-        "checkpoint.resume=must finds no complete checkpoint in {new}; set checkpoint.resume=auto to start from "
-        "scratch, or checkpoint.folder or metrics.run_dir to where they are",
-    ),
-    "an older one of the same folder": (
-        f"{{own}}/{TWO}",
-        f"checkpoint.resume={{own}}/{TWO} goes back to before {THREE}, which the next checkpoint.resume=auto would "
-        "take; move the newer ones out of {own}, or set metrics.run_dir or checkpoint.folder to another folder",
-    ),
-    "another run's": (
-        "{other}",
-        f"checkpoint.resume={{other}} starts a run in {{own}}, which already holds {THREE} of another one; set "
-        "checkpoint.resume=auto to resume from that, or another folder",
-    ),
-    "an empty folder": (
-        "{new}",
-        "checkpoint.resume={new} holds no checkpoint; set it to never, auto or must, or to the folder of a checkpoint, "
-        "of several, or of a run",
-    ),
-    "a missing step": (
-        "{own}/step-00000009",
-        "checkpoint.resume={own}/step-00000009 holds no checkpoint; set it to never, auto or must, or to the "
-        "folder of a checkpoint, of several, or of a run",
-    ),
-    "under another name": (
-        "{other}/best",
-        "checkpoint.resume={other}/best holds a checkpoint under another name than its own, step-…; give it the name "
-        "that its manifest.json says",
-    ),
-    "an unknown URL scheme": ("no://such", "no://such is of a kind unknown .*"),
-}
-
-
-@pytest.mark.parametrize("case", REFUSALS)
+@pytest.mark.parametrize("case", SENTENCES["resume"])
 def test_resume_that_would_mix_two_runs_is_refused(case: str, series: Path, tmp_path: Path) -> None:
     """Oracle: the expected message, before any worker starts and by the workers alike."""
     other = copied(series, tmp_path / "other")
     (other / ONE).rename(other / "best")
     places = {"own": str(series), "new": str(tmp_path / "new"), "other": str(other)}
-    word, sentence = (text.format(**places) for text in REFUSALS[case])
+    row = SENTENCES["resume"][case]
     folder = places["new" if case == "must without any" else "own"]
-    message = refusal(folder, word)
-    assert message == sentence or re.fullmatch(sentence, message)
+    message = refusal(folder, row["word"].format(**places))
+    assert message == row["says"].format(**places) or re.fullmatch(row["says"], message)
 
 
 def test_must_reports_skipped_checkpoints(series: Path, tmp_path: Path) -> None:

@@ -1,9 +1,13 @@
-"""No OSError at any operation loses a complete checkpoint or ends in a traceback."""
+"""No kill, power loss or OSError at any operation loses a complete checkpoint or ends in a traceback."""
 
+import copy
 import errno
 import hashlib
 import itertools
 import os
+import shutil
+import signal
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +19,7 @@ from fsdptoys.checkpoint import checkpointer as keeper
 from fsdptoys.checkpoint import select as choice
 from fsdptoys.checkpoint.storage import LocalStorage, Storage, open_storage
 from fsdptoys.errors import ConfigError
-from tests.checkpoint.disks import FaultyStorage, refusing
+from tests.checkpoint.disks import FaultyStorage, LossyDisk, PowerLoss, ending_storage, in_child, kill_self, refusing
 
 UNREADABLE = (errno.EACCES, errno.EIO, errno.ESTALE, errno.EMFILE, errno.EINTR)
 """Errors that leave a folder's content unknown; the tests alternate between them."""
@@ -35,7 +39,8 @@ def without_retry_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def save(checkpoints: Checkpointer, step: int, value: float) -> bool:
-    return checkpoints.save(step, {"model.a": torch.full((3,), float(value))}, {"value": value}, {"own": value})
+    tensors = {"model.a": torch.full((3, 5), float(value)), "optim.a.step": torch.tensor(float(value))}
+    return checkpoints.save(step, tensors, {"value": value}, {"own": value})
 
 
 def contents(storage: Storage) -> dict[str, str]:
@@ -59,7 +64,7 @@ def make_place(kind: str, folder: Path) -> Storage:
     return open_storage({"path": f"{folder}/{next(numbers)}", "memory": f"memory://{folder}/{next(numbers)}"}[kind])
 
 
-def copy(storage: Storage, to: Storage) -> None:
+def copy_all(storage: Storage, to: Storage) -> None:
     for name in storage.names():
         for file in storage.names(name) or [""]:
             to.make(name if file else "")
@@ -93,7 +98,7 @@ def start(storage: FaultyStorage) -> tuple[list[str], set[str], int | None]:
         checkpoints = Checkpointer(config, storage.where, message=messages.append)
         found = checkpoints.resume()
         if found is not None:
-            found.load({"model.a": torch.zeros(3)})
+            found.load({"model.a": torch.zeros(3, 5)})
         resumed = found.step if found is not None else 0
         names = [f"step-{step:08d}" for step in range(1, resumed + 1)]
         for step in (resumed + 1, resumed + 2):
@@ -119,7 +124,11 @@ SHORT = ("path", "whole")
 @pytest.mark.parametrize(
     ("kind", "prepared", "lasting"),
     [
-        pytest.param(kind, name, lasting, marks=[pytest.mark.extended] if not lasting and (kind, name) != SHORT else [])
+        pytest.param(
+            *(kind, name, lasting),
+            marks=[pytest.mark.extended] if not lasting and (kind, name) != SHORT else [],
+            id=f"{kind}-{name}-{'lasting' if lasting else 'once'}",
+        )
         for kind, names in (("path", list(PREPARED)), ("memory", ["whole", "newest damaged"]))
         for name in names
         for lasting in (False, True)
@@ -141,7 +150,7 @@ def test_no_single_os_error_loses_a_checkpoint(
 
     def refuse(moment: int, code: int) -> FaultyStorage:
         storage = make_place(kind, memory_folder)
-        copy(first, storage)
+        copy_all(first, storage)
         faulty = FaultyStorage(storage, code, moment, lasting)
         with monkeypatch.context() as patch:
             patch.setattr(keeper, "open_storage", lambda where: faulty)
@@ -253,3 +262,117 @@ def test_full_disk_is_freed_of_expired_checkpoints(
             f"checkpoint of step 4 was not saved: No space left on device in {tmp_path}; the newest one is "
             "step-00000003; free space or set checkpoint.folder to another disk"
         ]
+
+
+def make_checkpoints(storage: Any, monkeypatch: pytest.MonkeyPatch) -> Checkpointer:
+    monkeypatch.setattr(keeper, "open_storage", lambda where: storage)
+    return Checkpointer(CheckpointConfig(every=1, keep=KEEP, resume="auto"), storage.where)
+
+
+def save_and_check(checkpoints: Checkpointer, step: int, value: float) -> None:
+    assert save(checkpoints, step, value)
+
+
+def newest(storage: Storage, monkeypatch: pytest.MonkeyPatch) -> tuple[int, float] | None:
+    """Resume; return step and value of the checkpoint, whose parts must all come from one save."""
+    found = make_checkpoints(storage, monkeypatch).resume()
+    if found is None:
+        return None
+    tensors = {"model.a": torch.zeros(3, 5), "optim.a.step": torch.zeros(())}
+    found.load(tensors)
+    values = {*tensors["model.a"].flatten().tolist(), tensors["optim.a.step"].item()}
+    assert found.own_facts is not None
+    values |= {found.facts["value"], found.own_facts["own"]}
+    assert len(values) == 1
+    return found.step, values.pop()
+
+
+def check_next_saves(storage: Storage, found: tuple[int, float] | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Check that saves succeed after the crash and that no leftovers of it remain."""
+    checkpoints = make_checkpoints(storage, monkeypatch)
+    checkpoints.resume()
+    step = 1 + (found[0] if found else 0)
+    assert save(checkpoints, step, -1.0) and save(checkpoints, step + 1, -2.0)
+    assert newest(storage, monkeypatch) == (step + 1, -2.0)
+    names = [name for name in storage.names() if not name.endswith(".replaced-1")]
+    assert names == ["latest", f"step-{step:08d}", f"step-{step + 1:08d}"]
+
+
+# Earlier saves as (step, value), the save during the crash, and the possible checkpoints afterwards.
+CASES: dict[str, tuple[list[tuple[int, float]], tuple[int, float], list[tuple[int, float] | None]]] = {
+    "the first": ([], (1, 1.0), [None, (1, 1.0)]),
+    "one that deletes another": ([(1, 1.0), (2, 2.0)], (3, 3.0), [(2, 2.0), (3, 3.0)]),
+    "one that replaces another": ([(1, 1.0), (2, 2.0)], (2, 9.0), [(2, 2.0), (2, 9.0)]),
+}
+
+
+@pytest.mark.usefixtures("unmeasured")
+@pytest.mark.parametrize("case", CASES)
+def test_kill_at_any_operation_preserves_the_newest_checkpoint(
+    case: str, memory_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Oracle: the saved values; a forked process sends itself SIGKILL within each of its operations."""
+    before, saving, allowed = CASES[case]
+    start = memory_folder / "start"
+    start.mkdir()
+    for step, value in before:
+        assert save(make_checkpoints(LocalStorage(str(start)), monkeypatch), step, value)
+    outcomes = []
+    for moment in itertools.count():
+        place = memory_folder / str(moment)
+        shutil.copytree(start, place)
+        checkpoints = make_checkpoints(ending_storage(LocalStorage(str(place)), moment, kill_self), monkeypatch)
+        code = in_child(save_and_check, checkpoints, *saving)
+        assert code in (0, -signal.SIGKILL)
+        storage = LocalStorage(str(place))
+        found = newest(storage, monkeypatch)
+        assert found in allowed, (moment, found)
+        outcomes.append(found)
+        check_next_saves(storage, found, monkeypatch)
+        if code == 0:
+            break
+    _check_outcomes(outcomes, allowed)
+
+
+@pytest.mark.usefixtures("unmeasured")
+@pytest.mark.parametrize(
+    "keeps", ["none", pytest.param("all", marks=pytest.mark.extended), pytest.param("any", marks=pytest.mark.extended)]
+)
+@pytest.mark.parametrize("case", CASES)
+def test_power_loss_at_any_operation_preserves_the_newest_checkpoint(
+    case: str, keeps: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Oracle: the saved values; the disk keeps none, all or any of the unsynced data."""
+    before, saving, allowed = CASES[case]
+    start = LossyDisk()
+    for step, value in before:
+        assert save(make_checkpoints(start, monkeypatch), step, value)
+
+    def lose_power() -> None:
+        raise PowerLoss
+
+    outcomes: list[tuple[int, float] | None] = []
+    for seed in range(3 if keeps == "any" else 1):
+        done = False
+        for moment in itertools.count():
+            disk = copy.deepcopy(start)
+            with suppress(PowerLoss):
+                done = save(make_checkpoints(ending_storage(disk, moment, lose_power), monkeypatch), *saving)
+                assert done
+            disk = disk.after_power_loss(keeps, seed + 10 * moment)
+            found = newest(disk, monkeypatch)
+            assert found in allowed, (moment, found)
+            assert not done or found == saving
+            outcomes.append(found)
+            check_next_saves(disk, found, monkeypatch)
+            if done:
+                break
+    if keeps != "any":
+        _check_outcomes(outcomes, allowed)
+
+
+def _check_outcomes(outcomes: list[tuple[int, float] | None], allowed: list[tuple[int, float] | None]) -> None:
+    """Check that outcomes switch once, from the old checkpoint to the new one, with many moments of each."""
+    turn = outcomes.index(allowed[1])
+    assert outcomes == [allowed[0]] * turn + [allowed[1]] * (len(outcomes) - turn)
+    assert turn > 15 and len(outcomes) - turn > 3

@@ -33,7 +33,7 @@ from fsdptoys.parallel import (
 )
 from fsdptoys.parallel.mesh import MeshConfig
 from scripts.ranks import run_ranks
-from tests.checkpoint.damages import update
+from tests.checkpoint.damages import SENTENCES, update
 from tests.checkpoint.disks import in_child
 from tests.checkpoint.folders import build, regions_of
 from tests.models.families import SMALL
@@ -190,62 +190,37 @@ def test_existing_content_is_never_overwritten(tmp_path: Path) -> None:
 
 def save_and_measure(folder: Path, result: Path) -> None:
     def parameters() -> Iterator[tuple[str, Tensor]]:
-        for index in range(48):
-            yield f"parameter{index}", torch.full((1024, 512), float(index))
+        for index in range(24):
+            yield f"parameter{index}", torch.full((1024, 1024), float(index))
 
     save_weights(folder.parent / "first", parameters_until(lambda: None))  # triggers lazy imports
     with contextlib.suppress(AttributeError):  # not in every C library
         ctypes.CDLL(None).malloc_trim(0)  # return the memory that earlier tests have freed
     Path("/proc/self/clear_refs").write_text("5")  # start a new peak
     before = status_bytes("VmHWM")
-    save_weights(folder, parameters(), max_file_bytes=16 * 2**20)
+    save_weights(folder, parameters(), max_file_bytes=2**25)
     result.write_text(str(status_bytes("VmHWM") - before))
 
 
 @pytest.mark.skipif(not os.access("/proc/self/clear_refs", os.W_OK), reason="the system does not report a peak")
 def test_writing_holds_one_file_in_memory(tmp_path: Path) -> None:
-    """Oracle: Linux's own peak: 16 MiB of a file, two parameters of 2 MiB in passing, 8 MiB for all else; of 96 MiB."""
+    """Oracle: Linux's own peak: 32 MiB of a file, two parameters of 4 MiB, 16 MiB for all else; of 96 MiB."""
     # Before 0.8 the library copied the tensors.
     copies = 1 if tuple(map(int, safetensors.__version__.split(".")[:2])) >= (0, 8) else 2
     assert in_child(save_and_measure, tmp_path / "weights", tmp_path / "result") == 0
-    assert 2**24 <= int((tmp_path / "result").read_text()) <= copies * 2**24 + 2 * 2**21 + 2**23
+    assert 2**25 <= int((tmp_path / "result").read_text()) <= copies * 2**25 + 2 * 2**22 + 2**24
 
 
-NO_FAMILY = "which is none of llama, llama4, qwen3, qwen3_moe, gpt2; correct it"
-ROPE_SCALING = dataclasses.asdict(CONFIG)["rope_scaling"]
-
-
-@pytest.mark.parametrize(
-    ("values", "message"),
-    [
-        ({"family": "mamba"}, f" says model.family='mamba', {NO_FAMILY}"),
-        ({"family": ...}, f" says model.family=null, {NO_FAMILY}"),
-        ({"rope_theta": ...}, ": model.rope_theta is missing; correct it"),
-        ({"color": "red"}, ": model has the key 'color', which this version does not read; correct it"),
-        ({"dim": "64"}, ": model.dim is '64', not an integer from 1 to 1048576; correct it"),
-        ({"n_layers": None}, ": model.n_layers is null, not an integer from 1 to 10000; correct it"),
-        (
-            {"rope_scaling": ROPE_SCALING | {"factor": [1, 2]}},
-            ": model.rope_scaling.factor is [1, 2], not a finite number from 1 to 1e+30; correct it",
-        ),
-        ({"rope_scaling": 3}, ": model.rope_scaling is 3, not a mapping; correct it"),
-        (
-            {"n_kv_heads": 3},
-            " describes a model that cannot be built: model.n_kv_heads=3 must divide model.n_heads=4; set "
-            "model.n_kv_heads=1",
-        ),
-    ],
-    ids=str,
-)
-def test_invalid_edits_of_the_configuration_are_refused(values: dict[str, Any], message: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("row", SENTENCES["models of runs"], ids=str)
+def test_invalid_edits_of_the_configuration_are_refused(row: dict[str, Any], tmp_path: Path) -> None:
     """Oracle: the expected message."""
     save_run(tmp_path, CONFIG)
     tree = yaml.safe_load((tmp_path / "config.yaml").read_text())
-    update(tree["model"], values)
+    update(tree["model"], row["keys"])
     (tmp_path / "config.yaml").write_text(yaml.safe_dump(tree))
     with pytest.raises(ConfigError) as refused:
         RunWeights(tmp_path)
-    assert str(refused.value) == f"{tmp_path}/config.yaml{message}"
+    assert str(refused.value) == f"{tmp_path}/config.yaml{row['says']}"
 
 
 def test_runs_with_incomplete_weights_are_refused(tmp_path: Path) -> None:
