@@ -11,20 +11,20 @@ from scripts import bench_gpu
 from scripts.bench_gpu import SHAPES, Bench, planned_memory, why
 from scripts.gpu_page import ACCELERATE, BARE, COMPILED, EAGER, FLOAT8, Row, Shape, judge
 from scripts.peers.measure import Measured, Run, take_within
+from tests.scripts.test_bench_peers import WAITING
 
 SHAPE = SHAPES[0]
 
 
 def rows(**speeds: float | None) -> list[Row]:
     """Rows that meet every target except for the changes; a speed of 1000 is 51% of the peak."""
-    usual = {COMPILED: 1000.0, BARE: 900.0, FLOAT8: 1300.0, EAGER: 700.0, ACCELERATE: 600.0}
-    names = {"compiled": COMPILED, "bare": BARE, "float8": FLOAT8, "accelerate": ACCELERATE}
-    usual |= {names[name]: speed for name, speed in speeds.items()}  # type: ignore[misc]
+    names = {"compiled": COMPILED, "bare": BARE, "float8": FLOAT8, "eager": EAGER, "accelerate": ACCELERATE}
+    usual = {"compiled": 1000.0, "bare": 900.0, "float8": 1300.0, "eager": 700.0, "accelerate": 600.0}
     return [
-        Row(SHAPE.name, name, "", failure="out of memory")
+        Row(SHAPE.name, names[name], "", failure="out of memory")
         if speed is None
-        else Row(SHAPE.name, name, "", speed, speed * 0.51e-3, first_loss=12.0, last_loss=11.0)
-        for name, speed in usual.items()
+        else Row(SHAPE.name, names[name], "", speed, speed * 0.51e-3, first_loss=12.0, last_loss=11.0)
+        for name, speed in {**usual, **speeds}.items()
     ]
 
 
@@ -78,12 +78,6 @@ def test_row_predicted_to_exceed_device_memory_is_left_out(tmp_path: Path) -> No
 
 
 TRAINER = """
-import signal, time
-continued = 0
-def count(*_):
-    global continued
-    continued += 1
-signal.signal(signal.SIGCONT, count)
 for step in range(1, 5):
     time.sleep(0.05)
     print(f"step {step}/4 loss {1 / step}", flush=True)
@@ -94,8 +88,8 @@ print("note continued", continued)
 @pytest.mark.parametrize("stops", [True, False])
 def test_run_without_turns_is_never_stopped(stops: bool, tmp_path: Path) -> None:
     """Oracle: signals counted by the run; steps, losses and note are recorded in both cases."""
-    run = Run([sys.executable, "-c", TRAINER], {}, tmp_path, 4, 60.0, stops=stops)
-    take_within(run, 60.0)
+    run = Run([sys.executable, "-c", WAITING + TRAINER], {}, tmp_path, 4, 300.0, stops=stops)
+    take_within(run, 300.0)
     result = run.result
     assert result.failure is None and result.losses == [1.0, 0.5, pytest.approx(1 / 3), 0.25]
     assert len(result.seconds) == 4 and min(result.seconds) > 0
@@ -114,6 +108,7 @@ def test_eager_rows_are_predicted_to_fit_one_h200(shape: Shape, tmp_path: Path) 
     assert needed.reserved_bytes < 0.95 * load_hardware("h200").usable_bytes
 
 
+@pytest.mark.extended
 @pytest.mark.usefixtures("unmeasured")
 def test_cpu_trial_writes_rows_and_reports_failed_peers(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

@@ -7,6 +7,7 @@ import pytest
 from scripts import bench_host
 
 
+@pytest.mark.extended
 def test_operators_grow_with_the_layers() -> None:
     """Oracle: the operators of a layer are equal at any depth, and more than its modules' 20."""
     counts = {depth: bench_host.operators(bench_host.words_of("single", depth)) for depth in (2, 3, 4)}

@@ -10,7 +10,6 @@ import torch
 
 from fsdptoys.config.compose import compose_config
 from fsdptoys.models import LlamaConfig
-from fsdptoys.train.trainer import Trainer
 from scripts.bench_peers import (
     ACCELERATE,
     FABRIC,
@@ -24,6 +23,7 @@ from scripts.bench_peers import (
     write_batches,
     write_inputs,
 )
+from scripts.parity import train_all
 from scripts.peers.measure import Measured, Run, take_turns
 from scripts.peers.work import Work
 from scripts.ranks import run_ranks
@@ -81,34 +81,46 @@ def test_tables_show_speeds_and_ratios_within_a_round(tmp_path: Path) -> None:
     assert rows[1] == f"| {OURS_DDP} | 2.00000 | 2.00000 | 2.00000 |"
 
 
+WAITING = """
+import signal, time
+continued = 0
+def count(*_):
+    global continued
+    continued += 1
+signal.signal(signal.SIGCONT, count)
+def wait(times):
+    while continued < times:
+        time.sleep(0.01)
+"""
+"""A process that is stopped between its steps can wait until it is continued."""
+
+
 def test_run_is_measured_from_its_launcher_process(tmp_path: Path) -> None:
     """Oracle: the process below the launcher: 64 MiB for a moment, two lines, a note."""
-    child = "import time\nx = bytearray(64 * 2**20); time.sleep(.4)\nprint('note a word', flush=True)\ndel x\n"
-    # The sleep continues while the run is stopped, so on a busy machine a part of this second precedes the next step.
-    child += "print('step 1/2  loss 2.5', flush=True); time.sleep(1); print('step 2/2  loss 2.25', flush=True)"
+    child = WAITING + "x = bytearray(64 * 2**20); time.sleep(.4)\nprint('note a word', flush=True)\ndel x\n"
+    child += "print('step 1/2  loss 2.5', flush=True)\nwait(1)\ntime.sleep(.4)\nprint('step 2/2  loss 2.25')"
     launcher = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {child!r}], check=True)"
-    run = Run([sys.executable, "-c", launcher], os.environ, tmp_path, steps=2, limit_seconds=60)
+    run = Run([sys.executable, "-c", launcher], os.environ, tmp_path, steps=2, limit_seconds=300)
     take_turns([run])
-    found = run.result
-    assert found.failure is None
-    assert (found.losses, found.note) == ([2.5, 2.25], "a word")
-    assert found.startup_seconds >= 0.4
-    assert found.step_seconds(warmup=1) >= 0.25
-    assert 64 * MIB <= found.peak_bytes < 160 * MIB
+    result = run.result
+    assert result.failure is None
+    assert (result.losses, result.note) == ([2.5, 2.25], "a word")
+    assert result.startup_seconds >= 0.4
+    assert result.step_seconds(warmup=1) >= 0.4
+    assert 64 * MIB <= result.peak_bytes < 160 * MIB
 
 
 def test_runs_alternate_step_by_step(tmp_path: Path) -> None:
     """Oracle: names written at the start of each step, in alternating order."""
 
     def run_of(name: str) -> Run:
-        code = f"""if True:
-            import time
-            for step in range(1, 4):
-                open("order", "a").write("{name}")
-                print(f"step {{step}}/3  loss 1.0", flush=True)
-                time.sleep(0.3)
-        """
-        return Run([sys.executable, "-c", code], os.environ, tmp_path, steps=3, limit_seconds=60)
+        code = f"""
+for step in range(1, 4):
+    open("order", "a").write("{name}")
+    print(f"step {{step}}/3  loss 1.0", flush=True)
+    wait(step)
+"""
+        return Run([sys.executable, "-c", WAITING + code], os.environ, tmp_path, steps=3, limit_seconds=300)
 
     runs = [run_of("a"), run_of("b")]
     take_turns(runs)
@@ -116,14 +128,20 @@ def test_runs_alternate_step_by_step(tmp_path: Path) -> None:
     assert (tmp_path / "order").read_text() == "ababab"
 
 
-def test_failed_run_reports_its_output_and_hanging_run_is_killed(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("code", "limit", "failure"),
+    [
+        ("print('no such folder'); raise SystemExit(3)", 300, "status 3 after 0 of 2 steps\nno such folder\n"),
+        ("import time; time.sleep(600)", 0.2, "status -9 after 0 of 2 steps\nkilled after 0.2 s"),
+    ],
+)
+def test_failed_run_reports_its_output_and_hanging_run_is_killed(
+    code: str, limit: float, failure: str, tmp_path: Path
+) -> None:
     """Oracle: the process's own output and status."""
-    run = Run([sys.executable, "-c", "print('no such folder'); raise SystemExit(3)"], os.environ, tmp_path, 2, 60)
+    run = Run([sys.executable, "-c", code], os.environ, tmp_path, 2, limit)
     take_turns([run])
-    assert run.result.failure == "status 3 after 0 of 2 steps\nno such folder\n"
-    run = Run([sys.executable, "-c", "import time; time.sleep(600)"], os.environ, tmp_path, 2, 0.2)
-    take_turns([run])
-    assert run.result.failure == "status -9 after 0 of 2 steps\nkilled after 0.2 s"
+    assert run.result.failure == failure
 
 
 MODEL = LlamaConfig(
@@ -153,9 +171,8 @@ def train_ours(words: list[str]) -> list[float]:
     """Losses of the run of a command line."""
     config = compose_config(words)
     config.validate(2, "cpu")
-    trainer = Trainer(config)
-    trainer.train()
-    return [step.loss for step in trainer.history]
+    (outcome,) = train_all([config])
+    return outcome.losses
 
 
 def train_plain(work: Work) -> list[float]:
@@ -166,6 +183,7 @@ def train_plain(work: Work) -> list[float]:
     return plain_fully_shard.train(work)
 
 
+@pytest.mark.extended
 @pytest.mark.usefixtures("unmeasured")
 @pytest.mark.oracle
 def test_fsdp2_losses_equal_those_of_the_plain_script(bench: Bench) -> None:

@@ -12,7 +12,7 @@ TINY += ["--vocab-size", "4001", "--batch-size", "1", "--seq-len", "16"]
 
 
 @pytest.mark.usefixtures("unmeasured")
-@pytest.mark.parametrize("target", [1e9, 0.0], ids=["met", "missed"])
+@pytest.mark.parametrize("target", [pytest.param(1e9, marks=pytest.mark.extended), 0.0], ids=["met", "missed"])
 def test_script_lists_every_contestant_and_exit_status_follows_the_targets(
     target: float, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -2,40 +2,37 @@
 
 import os
 import signal
-import time
 from pathlib import Path
 
 import pytest
 
 from fsdptoys.config.compose import compose_config
-from fsdptoys.config.schema import Config
 from fsdptoys.train.run import Run
 from fsdptoys.train.trainer import Trainer
 from scripts.chaos import Attempt, Campaign, count_wrong, read_resumes, words_of
 from scripts.ranks import run_ranks
+from tests.harness.processes import wait_until
 
 STEPS = 64  # enough that the run still trains when the signal arrives
 CAMPAIGN = Campaign(2, ("parallel=fsdp2", "checkpoint.async_save=true"), restarts=True)
 
 
 def wait_for_step(attempt: Attempt, step: int) -> list[int]:
-    """Wait for a step of a running attempt; returns the ranks' processes.
+    """Wait for a step of a running attempt; return the ranks' processes."""
+    pids: list[int] = []
 
-    Process ids are read during the wait: a heartbeat under rewrite has none, and the end of the run removes all.
-    """
-    deadline, pids = time.monotonic() + 120, []
-    while attempt.last_step() < step or len(pids) < CAMPAIGN.ranks:
-        assert time.monotonic() < deadline and not attempt.ended
-        if len(pids) < CAMPAIGN.ranks:
-            pids = attempt.rank_pids()
-        time.sleep(0.005)
+    def reached() -> bool:
+        nonlocal pids
+        assert not attempt.ended
+        # Read while waiting: a heartbeat under rewrite has no process id, and the end of the run removes all.
+        pids = pids if len(pids) == CAMPAIGN.ranks else attempt.rank_pids()
+        return len(pids) == CAMPAIGN.ranks and attempt.last_step() >= step
+
+    wait_until(reached, f"step {step}", [attempt.process.pid])
     return pids
 
 
-def run_here(config: Config) -> None:
-    Run(Trainer(config)).run()
-
-
+@pytest.mark.extended
 @pytest.mark.launcher
 @pytest.mark.usefixtures("unmeasured", "warm")
 def test_run_stopped_by_signals_resumes_to_identical_results(tmp_path: Path) -> None:
@@ -43,7 +40,7 @@ def test_run_stopped_by_signals_resumes_to_identical_results(tmp_path: Path) -> 
     whole, stopped = tmp_path / "whole", tmp_path / "stopped"
     config = compose_config(words_of(CAMPAIGN, whole, STEPS))
     config.validate(CAMPAIGN.ranks, "cpu")
-    run_ranks(CAMPAIGN.ranks, run_here, config)
+    run_ranks(CAMPAIGN.ranks, lambda: Run(Trainer(config)).run())
     for number, of_launcher, step in ((signal.SIGTERM, False, 4), (signal.SIGUSR1, True, 8)):
         attempt = Attempt(CAMPAIGN, stopped, STEPS, tmp_path / "log", resume=True)
         pids = wait_for_step(attempt, step)
@@ -56,15 +53,30 @@ def test_run_stopped_by_signals_resumes_to_identical_results(tmp_path: Path) -> 
     assert count_wrong(whole, stopped, STEPS) == 0
 
 
-def test_comparison_detects_wrong_losses_steps_and_weights(tmp_path: Path) -> None:
-    """Oracle: runs that differ in one of them."""
-    lines = [
-        f'{{"step": {step}, "loss": {5 - step / 7}, "grad_norm": 1.0, "learning_rate": 0.1, "valid_tokens": 4, '
-        '"skipped": false}\n'
-        for step in range(1, 7)
-    ]
+LINES = [
+    f'{{"step": {step}, "loss": {5 - step / 7}, "grad_norm": 1.0, "learning_rate": 0.1, "valid_tokens": 4, '
+    '"skipped": false}\n'
+    for step in range(1, 7)
+]
 
-    def run(name: str, lines: list[str], resumes: str = "", weights: bytes = b"same") -> Path:
+
+@pytest.mark.parametrize(
+    ("lines", "weights", "wrong"),
+    [
+        (LINES, b"same", 0),
+        ([*LINES[:3], LINES[3].replace("4.42", "4.43"), *LINES[4:]], b"same", 1),
+        (LINES[:5], b"same", 1),
+        ([LINES[0], *LINES], b"same", 1),
+        (LINES, b"other", 1),
+    ],
+    ids=["same", "bit", "missing", "twice", "weights"],
+)
+def test_comparison_detects_wrong_losses_steps_and_weights(
+    lines: list[str], weights: bytes, wrong: int, tmp_path: Path
+) -> None:
+    """Oracle: runs that differ in one of them."""
+
+    def run(name: str, lines: list[str], resumes: str, weights: bytes) -> Path:
         folder = tmp_path / name
         (folder / "weights").mkdir(parents=True)
         (folder / "metrics.jsonl").write_text("".join(lines))
@@ -72,11 +84,5 @@ def test_comparison_detects_wrong_losses_steps_and_weights(tmp_path: Path) -> No
         (folder / "weights" / "weights.safetensors").write_bytes(weights)
         return folder
 
-    whole = run("whole", lines)
-    resumed = '{"step": 2}\n{"step": 4}\n'
-    assert count_wrong(whole, run("same", lines, resumed), 6) == 0
-    bit = [*lines[:3], lines[3].replace("4.42", "4.43"), *lines[4:]]
-    assert bit != lines and count_wrong(whole, run("bit", bit, resumed), 6) == 1
-    assert count_wrong(whole, run("missing", lines[:5], resumed), 6) == 1
-    assert count_wrong(whole, run("twice", [lines[0], *lines], resumed), 6) == 1
-    assert count_wrong(whole, run("weights", lines, resumed, b"other"), 6) == 1
+    whole = run("whole", LINES, "", b"same")
+    assert count_wrong(whole, run("resumed", lines, '{"step": 2}\n{"step": 4}\n', weights), 6) == wrong

@@ -13,8 +13,9 @@ from scripts import fuzz_checkpoint, fuzz_edits
 from scripts.fuzz_checkpoint import DAMAGES, fuzz, main
 from scripts.fuzz_edits import EDITS, edits
 
+pytestmark = [pytest.mark.extended, pytest.mark.usefixtures("unmeasured")]
 
-@pytest.mark.usefixtures("unmeasured")
+
 def test_all_damage_is_detected(capsys: pytest.CaptureFixture[str]) -> None:
     """Oracle: the saved values; all kinds of damage alternate."""
     assert main(["--damages", "60", "--seed", "1"]) == 0
@@ -26,7 +27,6 @@ def test_all_damage_is_detected(capsys: pytest.CaptureFixture[str]) -> None:
     assert 30 <= detected <= 57
 
 
-@pytest.mark.usefixtures("unmeasured")
 def test_undetected_damage_is_counted(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     """Oracle: a reader that checks sizes only."""
     monkeypatch.setattr(reading, "verify_file", lambda *args: None)
@@ -36,7 +36,6 @@ def test_undetected_damage_is_counted(monkeypatch: pytest.MonkeyPatch, capsys: p
     assert "missed: " in capsys.readouterr().out
 
 
-@pytest.mark.usefixtures("unmeasured")
 def test_tracebacks_and_dead_processes_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     """Oracle: a reader without validation of facts, such as numpy's position; and a process that kills itself."""
     monkeypatch.setattr(fuzz_edits, "FACTS", Schema())
@@ -49,7 +48,5 @@ def test_tracebacks_and_dead_processes_are_counted(monkeypatch: pytest.MonkeyPat
 
     monkeypatch.setitem(EDITS, "edited rank", die)
     found = list(edits(["edited rank", "edited index", "edited rank"], seed=0))
-    assert [(kind, why) for kind, outcome, why in found if outcome == "missed"] == [
-        ("edited rank", "the process died"),
-        ("edited rank", "the process died"),
-    ]
+    missed = [(kind, why) for kind, outcome, why in found if outcome == "missed"]
+    assert missed == [("edited rank", "the process died")] * 2

@@ -1,5 +1,6 @@
 """The fuzzer of readers: readers are robust, and the fuzzer detects those that are not."""
 
+import os
 from pathlib import Path
 
 import pytest
@@ -9,6 +10,7 @@ from scripts.fuzz_readers import fuzz, plan_cases, run_cases
 from scripts.fuzz_targets import READERS, Reader
 
 
+@pytest.mark.extended
 def test_mutated_files_cause_no_traceback() -> None:
     """Oracle: every reader's own errors; 200 cases of a full run of the fuzzer."""
     done, failed = fuzz(200, seed=0, progress=False)
@@ -25,23 +27,13 @@ def spins(copy: Path) -> None:
         pass
 
 
-def takes_memory(copy: Path) -> None:
-    _ = b"x" * 2**32
-
-
-def dies(copy: Path) -> None:
-    import os
-
-    os._exit(1)
-
-
 @pytest.mark.parametrize(
     ("read", "failure"),
     [
         (raises, "KeyError"),
         (spins, "of a processor"),
-        (takes_memory, "MemoryError"),
-        (dies, "the process ended"),
+        (lambda copy: bytes(2**32), "MemoryError"),
+        (lambda copy: os._exit(1), "the process ended"),
         (lambda copy: print("a\x1b[2J"), "prints"),
         (lambda copy: None, None),
     ],
@@ -53,8 +45,9 @@ def test_failing_reader_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     (specimen / "file.json").write_text("{}")
     monkeypatch.setitem(READERS, "made", Reader("made", ("*",), read))
     monkeypatch.setattr(fuzz_readers, "PROCESSOR_SECONDS", 0.5)
-    results = list(run_cases([("made", 0), ("made", 1)], 0, tmp_path, processes=1))
-    assert [result.case for result in results] == [("made", 0), ("made", 1)]
+    cases = [("made", 0), ("made", 1)]
+    results = list(run_cases(cases, 0, tmp_path, processes=1))
+    assert [result.case for result in results] == cases
     for result in results:
         assert (result.failure is None) if failure is None else failure in str(result.failure)
 

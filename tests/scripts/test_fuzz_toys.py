@@ -1,6 +1,5 @@
 """The fuzzer of the toys: the toys have the bits of PyTorch's classes, and the fuzzer detects toys that do not."""
 
-import dataclasses
 import os
 import random
 import time
@@ -18,6 +17,7 @@ from scripts.fuzz_training import difference
 from scripts.fuzz_trees import Node, Tree, draw_tree, smaller
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("toy", fuzz_toys.TOYS)
 def test_random_trees_train_in_the_bits_of_pytorch(toy: str) -> None:
     """Oracle: ``fully_shard`` and DDP of PyTorch; 15 trees of a full run of the fuzzer."""
@@ -26,12 +26,9 @@ def test_random_trees_train_in_the_bits_of_pytorch(toy: str) -> None:
     assert counts["equal"] >= 10
 
 
-PLAIN = Tree(2, Node("chain", 0, [Node("linear", 1), Node("linear", 2)]), options={"bucket_cap_mb": 25})
-
-
-def plain() -> Tree:
-    names = ("find_unused_parameters", "gradient_as_bucket_view", "static_graph", "set_later", "hook", "ignored")
-    return Tree(2, PLAIN.root, options={"bucket_cap_mb": 25, "sync_buffers": True, **dict.fromkeys(names, False)})
+OFF = ("find_unused_parameters", "gradient_as_bucket_view", "static_graph", "set_later", "hook", "ignored")
+OPTIONS = {"bucket_cap_mb": 25, "sync_buffers": True, **dict.fromkeys(OFF, False)}
+PLAIN = Tree(2, Node("chain", 0, [Node("linear", 1), Node("linear", 2)]), options=OPTIONS)
 
 
 def rounds(bucket: Bucket, slot: int, divisor: float, as_views: bool) -> None:
@@ -56,10 +53,10 @@ def sleeps(*_: Any) -> None:
     ("fill", "outcome", "text"),
     [
         (rounds, "different", "differs by"),
-        (raises, "different", "KeyError"),
-        (dies, "died", "7"),
-        (sleeps, "hung", "no answer"),
-        (None, "equal", ""),
+        pytest.param(raises, "different", "KeyError", marks=pytest.mark.extended),
+        pytest.param(dies, "died", "7", marks=pytest.mark.extended),
+        pytest.param(sleeps, "hung", "no answer", marks=pytest.mark.extended),
+        pytest.param(None, "equal", "", marks=pytest.mark.extended),
     ],
 )
 def test_a_toy_that_differs_is_reported(
@@ -72,9 +69,9 @@ def test_a_toy_that_differs_is_reported(
             patched.setattr(Bucket, "fill", fill)
         hangs = outcome == "hung"  # the others end by themselves, on a busy machine too
         patched.setattr(fuzz_toys, "SECONDS", 1.0 if hangs else fuzz_toys.SECONDS)
-        result = Crew(2).run("ddp", plain(), 3.0 if hangs else 120.0)
+        result = Crew(2).run("ddp", PLAIN, 3.0 if hangs else 120.0)
     assert result.outcome == outcome and text in result.text
-    assert check(crews, "ddp", plain()).outcome == "equal"
+    assert check(crews, "ddp", PLAIN).outcome == "equal"
     crews[2].stop()
 
 
@@ -90,25 +87,28 @@ def test_trees_are_drawn_again_from_their_numbers_and_shrink() -> None:
 
 def test_explanations_apply_only_to_their_trees() -> None:
     """Oracle: a plain tree whose gradients differ has none."""
-    assert not any(applies(plain(), "step 0 gradient of w: differs by up to 1 of 2") for applies in EXPLAINED.values())
+    assert not any(applies(PLAIN, "step 0 gradient of w: differs by up to 1 of 2") for applies in EXPLAINED.values())
 
 
-def same(one: Tensor, other: Tensor) -> str | None:
-    return difference({"x": one}, {"x": other})
-
-
-def test_values_are_compared_in_every_bit() -> None:
+@pytest.mark.parametrize(
+    ("one", "other", "same"),
+    [
+        (torch.tensor([0.0]), torch.tensor([-0.0]), False),
+        (torch.tensor([torch.nan]), torch.tensor([torch.nan]), True),
+        (torch.zeros(2), torch.zeros(2, dtype=torch.float64), False),
+    ],
+    ids=["zeros", "nan", "dtypes"],
+)
+def test_values_are_compared_in_every_bit(one: Tensor, other: Tensor, same: bool) -> None:
     """Oracle: zeros of both signs are equal numbers with other bits; NaNs with equal bits are no equal numbers."""
-    assert same(torch.tensor([0.0]), torch.tensor([-0.0])) is not None
-    assert same(torch.tensor([torch.nan]), torch.tensor([torch.nan])) is None
-    assert same(torch.zeros(2), torch.zeros(2, dtype=torch.float64)) is not None
+    assert (difference({"x": one}, {"x": other}) is None) is same
 
 
 def test_a_graph_declared_static_later_keeps_its_first_buckets() -> None:
     """Oracle: PyTorch's class; on three ranks the bits of a sum depend on the buckets."""
     settings = {"find_unused_parameters": True, "static_graph": True, "set_later": True, "bucket_cap_mb": 0.00005}
-    tree = Tree(3, Node("chain", 0, [Node("mlp", 1), Node("linear", 2), Node("linear", 3)]))
+    root = Node("chain", 0, [Node("mlp", 1), Node("linear", 2), Node("linear", 3)])
     crew = Crew(3)
-    result = crew.run("ddp", dataclasses.replace(tree, options=plain().options | settings))
+    result = crew.run("ddp", Tree(3, root, options=OPTIONS | settings))
     crew.stop()
     assert result.outcome == "equal", result.text

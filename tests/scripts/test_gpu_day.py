@@ -16,6 +16,11 @@ echo "$name" >> "{calls}"
 """
 
 
+def run_script(*words: str, **variables: str) -> "subprocess.CompletedProcess[str]":
+    command = ["bash", str(ROOT / "scripts" / "gpu_day.sh"), *words]
+    return subprocess.run(command, env={"PATH": "/usr/bin:/bin", **variables}, capture_output=True, text=True)
+
+
 class Machine:
     """Calls on a machine whose Python only notes the scripts.
 
@@ -24,22 +29,18 @@ class Machine:
     """
 
     def __init__(self, folder: Path) -> None:
-        self.folder, self.calls = folder, folder / "calls"
-        self.python = folder / "python"
+        self.folder, self.calls, self.python = folder, folder / "calls", folder / "python"
         self.python.write_text(PYTHON.format(calls=self.calls, folder=folder))
         self.python.chmod(0o755)
 
     def call(self, *words: str, status: int = 0) -> list[str]:
-        """One call of the script with an expected status; returns the Python scripts that ran."""
+        """Call the script, expect a status, and return the Python scripts that ran."""
         self.calls.write_text("")
-        done = subprocess.run(
-            ["bash", ROOT / "scripts" / "gpu_day.sh", "run", "--out", self.folder / "day", *words],
-            env={"PATH": "/usr/bin:/bin", "PYTHON": str(self.python)}, capture_output=True, text=True,
-        )  # fmt: skip
+        done = run_script("run", "--out", str(self.folder / "day"), *words, PYTHON=str(self.python))
         assert done.returncode == status, done.stderr
         return self.calls.read_text().split()
 
-    def ends(self, script: str, status: int) -> None:
+    def set_status(self, script: str, status: int) -> None:
         """Let a script end with a status."""
         (self.folder / script).write_text(str(status))
 
@@ -50,12 +51,12 @@ ALL = ["gpu_smoke.py", "bench_loss.py", "bench_gpu.py", "bench_moe.py", "bench_m
 def test_finished_parts_are_not_run_again(tmp_path: Path) -> None:
     """Oracle: scripts of each call; a part with rows left runs again, a missed target or failure does not."""
     machine = Machine(tmp_path)
-    machine.ends("gpu_smoke.py", 75)
-    machine.ends("bench_gpu.py", 75)
-    machine.ends("bench_loss.py", 1)
+    machine.set_status("gpu_smoke.py", 75)
+    machine.set_status("bench_gpu.py", 75)
+    machine.set_status("bench_loss.py", 1)
     assert machine.call(status=75) == ALL
-    machine.ends("gpu_smoke.py", 0)
-    machine.ends("bench_gpu.py", 0)
+    machine.set_status("gpu_smoke.py", 0)
+    machine.set_status("bench_gpu.py", 0)
     assert machine.call(status=1) == ["gpu_smoke.py", "bench_gpu.py"]
     assert machine.call("--only", "gpu moe") == []
 
@@ -80,18 +81,16 @@ def test_fresh_machine_continues_from_the_archive(tmp_path: Path) -> None:
 )
 def test_mistakes_are_one_sentence(words: list[str], said: str) -> None:
     """Oracle: status 2 and the sentence."""
-    script = ROOT / "scripts" / "gpu_day.sh"
-    done = subprocess.run(["bash", script, *words], capture_output=True, text=True)
+    done = run_script(*words)
     assert done.returncode == 2 and said in done.stderr and len(done.stderr.splitlines()) == 1
 
 
+@pytest.mark.extended
 @pytest.mark.usefixtures("unmeasured")
 def test_dry_run_writes_a_page(tmp_path: Path) -> None:
     """Oracle: the page of one real part on a CPU; its target is an exit status of 0 or 1."""
     words = ["run", "--device", "cpu", "--tiny", "--only", "loss", "--out", str(tmp_path / "day")]
-    environment = {"PATH": "/usr/bin:/bin", "PYTHON": sys.executable, "OMP_NUM_THREADS": "1"}
-    command = ["bash", ROOT / "scripts" / "gpu_day.sh", *words]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    done = run_script(*words, PYTHON=sys.executable, OMP_NUM_THREADS="1")
     assert done.returncode in (0, 1), done.stderr
     page = (tmp_path / "day" / "loss.md").read_text()
     assert "python scripts/bench_loss.py --device cpu" in page and "64 tokens" in page

@@ -15,10 +15,11 @@ from torch import Tensor
 
 from fsdptoys.config.compose import compose_config
 from scripts import gpu_smoke
+from scripts.gpu_planned import words_of
 from scripts.gpu_smoke import CHECKS, read_events, run_check
-from scripts.smoke import kernels, speed, training
+from scripts.smoke import kernels, training
 from scripts.smoke.report import Report
-from scripts.smoke.runs import COMMON, SMALL, Trained
+from scripts.smoke.runs import COMMON, Trained
 from scripts.smoke.speed import idle_time
 from scripts.smoke.training import compare
 
@@ -103,14 +104,15 @@ def test_check_over_its_limit_is_killed_and_later_ones_are_left_out() -> None:
     assert run_check(CHECKS[0], "cpu", 1.0)["status"] == "left out"
 
 
+@pytest.mark.extended
 def test_script_writes_a_line_of_each_check(tmp_path: Path) -> None:
     """Oracle: the script's output and files for a check that a CPU has and one that it has not."""
     script = Path(gpu_smoke.__file__)
-    words = ["--device", "cpu", "--checks", "float8", "device", "--out", str(tmp_path / "out")]
-    done = subprocess.run([sys.executable, script, *words], capture_output=True, text=True)
+    command = [sys.executable, script, "--device", "cpu", "--checks", "float8", "device", "--out", tmp_path / "out"]
+    done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert (tmp_path / "out" / "smoke.jsonl").read_text() == done.stdout
-    again = subprocess.run([sys.executable, script, *words, "--resume"], capture_output=True, text=True)
+    again = subprocess.run([*command, "--resume"], capture_output=True, text=True)
     assert again.stdout == done.stdout, "a check was repeated"
     device, float8 = map(json.loads, done.stdout.splitlines())
     assert device["status"] == "passed" and torch.__version__ in device["facts"]["machine"]
@@ -122,38 +124,16 @@ def test_script_writes_a_line_of_each_check(tmp_path: Path) -> None:
 
 def test_idle_time_is_the_span_without_kernels() -> None:
     """Oracle: three kernels by hand, two of which overlap, and a gap of 970 microseconds after the second."""
-    found = idle_time(
-        [
-            (1000.0, 1100.0, "late"),
-            (0.0, 20.0, "void reduce<" + "x" * 80 + "NormTwoOps<float>"),
-            (10.0, 30.0, "product"),
-        ]
-    )
+    norm = "void reduce<" + "x" * 80 + "NormTwoOps<float>"
+    found = idle_time([(1000.0, 1100.0, "late"), (0.0, 20.0, norm), (10.0, 30.0, "product")])
     assert found["device_busy_ms"] == pytest.approx(0.13) and found["device_idle_ms"] == pytest.approx(0.97)
     assert found["idle_ms_after"] == {"product": pytest.approx(0.97)}
     assert found["norm_kernel_ms"] == pytest.approx(0.02)
 
 
-BF16 = ["parallel.param_dtype=bfloat16"]
-
-
-def cuda_rows() -> dict[str, list[str]]:
-    """Words of every row that CUDA runs."""
-    fsdp2 = [*SMALL, "parallel=fsdp2"]
-    rows = {name: [*fsdp2, *words] for name, words in training.MEMORY.items()}
-    rows |= {name: [*fsdp2, *BF16, *words] for name, words in (training.COMPILED | training.FLOAT8).items()}
-    rows |= {name: [*SMALL, *training.SINGLE, *words] for name, words in training.OPTIMIZERS.items()}
-    rows |= {
-        f"{name} in layout mode": [*words, "parallel=fsdp2", *BF16, "train.deterministic=layout"]
-        for name, words in training.layout_models("cuda").items()
-    }
-    rows |= {f"adapters, {name}": [*words, *training.SINGLE] for name, words in training.adapter_rows("cuda").items()}
-    return rows | {name: [*speed.MODEL, *words] for name, words in speed.ROWS.items()}
-
-
 def test_checks_run_side_by_side_in_order_and_those_that_measure_alone() -> None:
     """Oracle: checks that wait for each other, which only two at a time can; one must find no other running."""
-    barrier, running = threading.Barrier(2, timeout=20.0), set[str]()
+    barrier, running = threading.Barrier(2, timeout=120.0), set[str]()
 
     def run(check: gpu_smoke.Check) -> dict[str, Any]:
         if check.alone:
@@ -168,10 +148,27 @@ def test_checks_run_side_by_side_in_order_and_those_that_measure_alone() -> None
     assert [line["check"] for line in gpu_smoke.side_by_side(checks, run, 2)] == list("abcde")
 
 
-@pytest.mark.parametrize("name", cuda_rows())
+BF16 = ["parallel.param_dtype=bfloat16"]
+COMPARED = ("memory", "compile", "float8", "optimizers", "adapters", "speed")
+CUDA_ROWS = {f"{check}, {name}": words for check in COMPARED for name, words in words_of(check).items()}
+CUDA_ROWS |= {
+    f"{name} in layout mode": [*words, "parallel=fsdp2", *BF16, "train.deterministic=layout"]
+    for name, words in training.layout_models("cuda").items()
+}
+CUDA_ROWS |= {
+    f"adapters alone, {name}": [*words, *training.SINGLE] for name, words in training.adapter_rows("cuda").items()
+}
+
+
+def test_kernels_have_no_rows_to_compare() -> None:
+    """Oracle: the names of the checks; the others have more than thirty rows."""
+    assert not words_of("attention") and len(CUDA_ROWS) > 30
+
+
+@pytest.mark.parametrize("name", CUDA_ROWS)
 def test_rows_are_valid_on_cuda(name: str) -> None:
     """Oracle: the configuration's own checks, which need no device."""
-    if name in training.FLOAT8 or name in ("8-bit", "4-bit"):
+    if name.startswith("float8") or name.endswith(("8-bit", "4-bit")):
         pytest.importorskip("torchao")
-    config = compose_config([*COMMON, "launch.device=cuda", *cuda_rows()[name]])
+    config = compose_config([*COMMON, "launch.device=cuda", *CUDA_ROWS[name]])
     config.validate(1, "cuda")

@@ -22,20 +22,20 @@ from scripts.planned_layouts import (
 )
 from scripts.published_layouts import MACHINES, PublishedLayout, parse_tables, read_layouts
 
+ROW: dict[str, Any] = {"name": "one", "gpus": 32, "fsdp": 4, "cp": 2, "tp": 4, "tokens_per_second": 100}
 TABLE: dict[str, Any] = {
     "source": "a page",
     "date": 2025,
     "machine": "h100",
     "common": {"model": "llama3_8b", "seq_len": 1024, "batch_size": 4, "words": ["optim=sgd"]},
-    "rows": [{"name": "one", "gpus": 32, "fsdp": 4, "cp": 2, "tp": 4, "tokens_per_second": 100}],
+    "rows": [ROW],
 }
 
 
 def planned(name: str, published: float, predicted: float, **values: Any) -> PlannedLayout:
     """A row of eight GPUs and its prediction; rows of several layouts have other numbers of GPUs."""
-    row = PublishedLayout(
-        name, "a page", "2025", "h100", "llama3_8b", tokens_per_second=published, **{"gpus": 8, **values}
-    )
+    values = {"gpus": 8, "tokens_per_second": published, **values}
+    row = PublishedLayout(name, "a page", "2025", "h100", "llama3_8b", **values)
     return PlannedLayout(row, memory_gib=50.0, tokens_per_second=predicted, fitted=None)
 
 
@@ -46,14 +46,8 @@ def test_every_row_has_a_source_and_sizes_and_can_be_planned_or_says_why() -> No
         assert row.source and row.date and row.gpus % (row.fsdp * row.cp * row.tp * row.pp) == 0
         if not row.obstacle:
             axes = (config := row.config()).parallel.axes(row.gpus, config.mesh)
-            assert (axes.replicate, axes.shard, axes.cp, axes.tp, axes.ep, axes.pp) == (
-                row.gpus // row.ranks_of_copy,
-                row.fsdp * row.cp,
-                row.cp,
-                row.tp,
-                row.ep,
-                row.pp,
-            )
+            assert (axes.replicate, axes.shard) == (row.gpus // row.ranks_of_copy, row.fsdp * row.cp)
+            assert (axes.cp, axes.tp, axes.ep, axes.pp) == (row.cp, row.tp, row.ep, row.pp)
     assert {row.machine for row in rows} == set(MACHINES) and 0 < count_traces(rows) < len(rows)
     assert {row.pp for row in rows if not row.obstacle} == {1, 8, 16}
 
@@ -68,32 +62,28 @@ def test_a_row_adds_its_settings_to_those_of_its_table() -> None:
 
 
 @pytest.mark.parametrize(
-    ("change", "message"),
+    ("rows", "error", "message"),
     [
-        ({"gpus": 24}, "no multiple of 32"),
-        ({"machine": "abacus"}, "unknown machine"),
-        ({"tokens_per_second": None}, "no published speed"),
+        ([ROW | {"gpus": 24}], ValueError, "no multiple of 32"),
+        ([ROW | {"machine": "abacus"}], ValueError, "unknown machine"),
+        ([ROW | {"tokens_per_second": None}], ValueError, "no published speed"),
+        ([ROW, ROW], ValueError, "name one more than once"),
+        ([ROW | {"tensor": 4}], TypeError, "tensor"),
     ],
+    ids=["gpus", "machine", "speed", "twice", "key"],
 )
-def test_rows_that_contradict_themselves_are_rejected(change: dict[str, Any], message: str) -> None:
-    """Oracle: the rule that each row breaks."""
-    with pytest.raises(ValueError, match=message):
-        parse_tables([TABLE | {"rows": [TABLE["rows"][0] | change]}])
-
-
-def test_names_are_unique_and_keys_known() -> None:
-    """Oracle: a table twice, and a misspelled key."""
-    with pytest.raises(ValueError, match="name one more than once"):
-        parse_tables([TABLE, TABLE])
-    with pytest.raises(TypeError, match="tensor"):
-        parse_tables([TABLE | {"rows": [TABLE["rows"][0] | {"tensor": 4}]}])
+def test_rows_that_contradict_themselves_are_rejected(
+    rows: list[dict[str, Any]], error: type[Exception], message: str
+) -> None:
+    """Oracle: the rule that the rows break."""
+    with pytest.raises(error, match=message):
+        parse_tables([TABLE | {"rows": rows}])
 
 
 def test_rows_share_a_trace_if_they_differ_in_untraced_settings_only() -> None:
     """Oracle: float8 and asynchronous tensor parallelism are untraced; the batch is not."""
-    first = TABLE["rows"][0]
     others = [{"name": "two", "float8": True, "async_tp": True}, {"name": "three", "batch_size": 8}]
-    rows = parse_tables([TABLE | {"rows": [first, *(first | other for other in others)]}])
+    rows = parse_tables([TABLE | {"rows": [ROW, *(ROW | other for other in others)]}])
     assert rows[0].trace_key == rows[1].trace_key != rows[2].trace_key
     assert rows[1].missing == ["float8", "async TP"] and count_traces(rows) == 2
 
@@ -119,10 +109,8 @@ def test_rankings_need_three_layouts_and_separate_numerics() -> None:
     """Oracle: the groups by hand; a second row of one layout is no further layout."""
     rows = [planned(str(size), 100 - size, 90 - size, gpus=8 * size, tp=size) for size in (1, 2, 4)]
     found = rankings([*rows, planned("float8", 150, 89, float8=True)])
-    assert [(each.title, each.rows) for each in found] == [
-        ("H100, llama3_8b, all rows", 4),
-        ("H100, llama3_8b, eager", 3),
-    ]
+    titles = [(ranking.title, ranking.rows) for ranking in found]
+    assert titles == [("H100, llama3_8b, all rows", 4), ("H100, llama3_8b, eager", 3)]
     assert found[1].value == 1 and found[1].met
     assert not rankings([*rows[:2], planned("float8", 150, 89, float8=True)])
 
@@ -141,10 +129,8 @@ def test_page_has_every_row_with_its_verdict_or_its_obstacle() -> None:
 
 def test_loss_parallel_has_the_loss_and_gradients_of_cross_entropy() -> None:
     """Oracle: PyTorch's cross entropy, with an ignored label."""
-    values, labels = (
-        torch.randn(6, 11, generator=torch.Generator().manual_seed(0)),
-        torch.tensor([1, 2, -100, 4, 10, 0]),
-    )
+    values = torch.randn(6, 11, generator=torch.Generator().manual_seed(0))
+    labels = torch.tensor([1, 2, -100, 4, 10, 0])
     found, expected = (values.clone().requires_grad_() for _ in range(2))
     loss = LossParallel.apply(found, labels, Objective(), Vocabulary())
     oracle = F.cross_entropy(expected, labels, reduction="sum")

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -52,6 +53,7 @@ def losses_of_rows(strategy: str, names: Sequence[str]) -> dict[str, list[float]
     }
 
 
+@pytest.mark.extended
 @pytest.mark.usefixtures("unmeasured")
 @newer_torch
 @pytest.mark.parametrize("strategy", ["fsdp1", "fsdp2"])
@@ -79,6 +81,7 @@ def test_models_have_the_published_parameter_count(model: Any, parameters: int) 
         assert sum(parameter.numel() for parameter in model().parameters()) == parameters
 
 
+@pytest.mark.extended
 @pytest.mark.usefixtures("unmeasured")
 @newer_torch
 @pytest.mark.parametrize("strategy", ["fsdp1", "fsdp2"])
@@ -120,20 +123,15 @@ def test_selective_checkpointing_recomputes_every_other_matmul() -> None:
 
 
 def gathers(stock_order: bool) -> int:
-    original, count = _fsdp_param_group.foreach_all_gather, 0
-
-    def counted(*args: Any) -> Any:
-        nonlocal count
-        count += 1
-        return original(*args)
-
-    _fsdp_param_group.foreach_all_gather = counted
     sizes = published_llama2.Sizes(**TINY | {"n_layers": 4}, positions=32, chunk_tokens=8)
     switches = Switches("fsdp2", parts=True, checkpointing=True, stock_order=stock_order)
-    first_program(switches, Unmarked(), CPU, sizes, 1, fill)
-    return count
+    original = _fsdp_param_group.foreach_all_gather
+    with mock.patch.object(_fsdp_param_group, "foreach_all_gather", side_effect=original) as counted:
+        first_program(switches, Unmarked(), CPU, sizes, 1, fill)
+    return counted.call_count
 
 
+@pytest.mark.extended
 @pytest.mark.usefixtures("unmeasured")
 @newer_torch
 def test_stock_prefetch_order_gathers_more_often() -> None:

@@ -1,6 +1,7 @@
 """Today's trainer on the rows of the first published table: switches, memory of a short model, and verdicts."""
 
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -31,6 +32,7 @@ def test_rows_have_the_published_switches(row: str) -> None:
     }
 
 
+@pytest.mark.extended
 @pytest.mark.usefixtures("unmeasured")
 @newer_torch
 def test_row_with_offloaded_states_ends_with_parameters(tmp_path: Path) -> None:
@@ -66,15 +68,8 @@ def test_a_cell_above_the_published_value_fails_the_script(
     """Oracle: the exit status, and the count on the page."""
     row = TrainerRow("trainer fsdp2 block gc", ROWS["fsdp2", "block gc"][1], 9.4, reserved, 1.13)
     monkeypatch.setattr(validate_plan, "make_traces", lambda *_: None)
-    monkeypatch.setattr(validate_plan, "Rows", lambda folder, names: Empty())
+    monkeypatch.setattr(validate_plan, "Rows", lambda folder, names: SimpleNamespace(traces={}))
     monkeypatch.setattr(validate_plan, "trainers_rows", lambda rows: [row])
     monkeypatch.setattr("sys.argv", ["validate_plan.py", "--rows", "trainer fsdp2 block gc"])
     assert validate_plan.main() == status
     assert f"{status} of 2 cells of today's trainer are above" in capsys.readouterr().out
-
-
-class Empty:
-    """Rows without a trace."""
-
-    def __init__(self) -> None:
-        self.traces: dict[str, object] = {}
