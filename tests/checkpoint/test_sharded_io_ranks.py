@@ -25,7 +25,7 @@ from fsdptoys.checkpoint.storage import LocalStorage, open_storage
 from fsdptoys.errors import ConfigError
 from scripts.ranks import run_ranks
 from tests.checkpoint.series import whole
-from tests.checkpoint.test_damaged_shards import chunk, make_saved
+from tests.checkpoint.test_damaged_checkpoints import chunk, make_saved
 
 FORMS: dict[str, tuple[tuple[int, ...], torch.dtype]] = {
     "even": ((8, 6), torch.float32),

@@ -34,7 +34,7 @@ from fsdptoys.parallel import (
 from fsdptoys.parallel.mesh import MeshConfig
 from scripts.ranks import run_ranks
 from tests.checkpoint.damages import SENTENCES, update
-from tests.checkpoint.disks import in_child
+from tests.checkpoint.disks import in_child, kill_self
 from tests.checkpoint.folders import build, regions_of
 from tests.models.families import SMALL
 from tests.parallel.runs import make_config
@@ -121,14 +121,10 @@ def fail() -> None:
     raise RuntimeError("a rank was lost")
 
 
-def kill() -> None:
-    os.kill(os.getpid(), signal.SIGKILL)
-
-
 def test_interrupted_save_leaves_no_weights_folder(tmp_path: Path) -> None:
     """Oracle: no folder after a kill in the middle or an error; the next attempt succeeds."""
     folder = tmp_path / "run" / "weights"
-    assert in_child(save_weights, folder, parameters_until(kill), FILE_BYTES) == -signal.SIGKILL
+    assert in_child(save_weights, folder, parameters_until(kill_self), FILE_BYTES) == -signal.SIGKILL
     left = [file.name for file in folder.parent.iterdir()]
     assert len(left) == 1 and re.fullmatch(r"\.weights\.[0-9a-f]{8}\.partial", left[0])
 
