@@ -1,0 +1,325 @@
+"""Places at which ``mutations.py`` breaks one line of the product, and probes that record which tests execute them.
+
+A break replaces one token or expression within a line: a comparison, an arithmetic or boolean operator, a constant, a
+condition, a returned value, a call statement, min or max, the end of a slice. A test cannot tell most breaks of the
+following from the original, so they are left out: messages (f-strings, ``raise``, ``assert``, errors, prints, logs,
+``__repr__``), annotations, blocks under ``TYPE_CHECKING`` or ``__name__``, time limits, sizes of caches, ``strict=``.
+
+The draw depends on the seed and the product's files only. Every package has its own generator: a change in one package
+does not move the places of the others.
+"""
+
+import ast
+import hashlib
+import itertools
+import random
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+PRODUCT = ("fsdptoys", "models", "patches")
+
+SPARE_FACTOR = 3
+SPARE_PLACES = 6  # a package draws 3 n + 6 places for n breaks, since no test may execute some
+
+OPERATORS: dict[type[ast.AST], tuple[str, str]] = {
+    ast.Lt: ("<", "<="),
+    ast.LtE: ("<=", "<"),
+    ast.Gt: (">", ">="),
+    ast.GtE: (">=", ">"),
+    ast.Eq: ("==", "!="),
+    ast.NotEq: ("!=", "=="),
+    ast.Is: ("is", "is not"),
+    ast.IsNot: ("is not", "is"),
+    ast.In: ("in", "not in"),
+    ast.NotIn: ("not in", "in"),
+    ast.Add: ("+", "-"),
+    ast.Sub: ("-", "+"),
+    ast.Mult: ("*", "//"),
+    ast.Div: ("/", "*"),
+    ast.FloorDiv: ("//", "*"),
+    ast.And: ("and", "or"),
+    ast.Or: ("or", "and"),
+}
+MESSAGES = {"print", "report", "warn", "filterwarnings", "log", "debug", "info", "warning", "error", "exception"}
+"""Functions about messages; so is every class named ``...Error``."""
+TEXTS = {"__repr__", "__str__", "__rich__"}
+EQUIVALENT = ("seconds", "timeout", "maxsize", "strict")
+"""Parts of the names of constants that no test can see."""
+
+PROBE = '''"""Records which test executes a place."""
+
+import os
+import sys
+
+_open, _write, _close = os.open, os.write, os.close  # tests replace these
+_seen = set()
+_test = ""
+
+
+def hit(place):
+    global _test
+    _test = os.environ.get("PYTEST_CURRENT_TEST", _test)
+    test = _test or ("(import)" if "pytest" in sys.modules else "")
+    if not test or (place, test) in _seen:
+        return
+    _seen.add((place, test))
+    try:
+        file = _open({folder!r} + str(place), os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o666)
+        _write(file, (test + "\\n").encode())
+        _close(file)
+    except OSError:
+        pass
+
+
+hit._dynamo_marked_constant = True  # torch.compile calls it while it traces, and compiles nothing of it
+'''
+"""A module of the recorded copy. It names its folder itself, since tests replace the environment."""
+
+
+@dataclass(frozen=True)
+class Place:
+    """A line and its break."""
+
+    path: str
+    line: int
+    kind: str
+    before: str
+    after: str
+    statement: tuple[int, int]
+    """Line and column of the statement in front of which a probe belongs."""
+
+    @property
+    def package(self) -> str:
+        """The folder of the file."""
+        return str(Path(self.path).parent)
+
+    @property
+    def name(self) -> str:
+        """File, line and broken text; unique."""
+        return f"{self.path}:{self.line} {self.after.strip()}"
+
+    def break_text(self, text: str) -> str:
+        """Return the text of the file with the line broken.
+
+        Raises:
+            ValueError: if the file has another text in this line.
+        """
+        lines = text.splitlines(keepends=True)
+        if lines[self.line - 1].rstrip("\n") != self.before:
+            raise ValueError(f"{self.path}:{self.line} has another text")
+        lines[self.line - 1] = self.after + "\n"
+        return "".join(lines)
+
+
+def find_places(path: str, text: str) -> list[Place]:
+    """Return all breaks of a file."""
+    lines = text.splitlines()
+    places = []
+    for node, statement in _walk(ast.parse(text), None):
+        for kind, line, start, end, replacement in _breaks(node, lines):
+            before = lines[line - 1]
+            after = before[:start] + replacement + before[end:]
+            places.append(Place(path, line, kind, before, after, (statement.lineno, statement.col_offset)))
+    return places
+
+
+def changes_code(text: str, place: Place) -> bool:
+    """Return whether the broken text of a file is Python, and other code than before."""
+    try:
+        return ast.dump(ast.parse(place.break_text(text))) != ast.dump(ast.parse(text))
+    except SyntaxError:
+        return False
+
+
+def _walk(node: ast.AST, statement: ast.stmt | None) -> Iterator[tuple[ast.AST, ast.stmt]]:
+    """Yield all nodes below ``node`` that may be broken, and the statement that executes them.
+
+    The statement of a class executes its body, without the bodies of its functions.
+    """
+    in_class = isinstance(statement, ast.ClassDef)
+    for name, value in ast.iter_fields(node):
+        for child in value if isinstance(value, list) else [value]:
+            if not isinstance(child, ast.AST) or name in ("annotation", "returns") or _is_message(child):
+                continue
+            in_body = name == "body" and isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+            runs = child if isinstance(child, ast.stmt) and (in_body or not in_class) else statement
+            if runs is not None:
+                yield child, runs
+            yield from _walk(child, runs)
+
+
+def _is_message(node: ast.AST) -> bool:
+    """Whether no break belongs here: messages, assertions, and code that no test executes."""
+    if isinstance(node, ast.JoinedStr | ast.Raise | ast.Assert):
+        return True
+    if isinstance(node, ast.FunctionDef):
+        return node.name in TEXTS
+    if isinstance(node, ast.If):
+        return any(
+            isinstance(part, ast.Name) and part.id in ("TYPE_CHECKING", "__name__") for part in ast.walk(node.test)
+        )
+    if isinstance(node, ast.Assign | ast.AnnAssign | ast.keyword):
+        return _is_equivalent(node)
+    if isinstance(node, ast.Expr):
+        return _is_message(node.value)
+    return isinstance(node, ast.Call) and (_called(node) in MESSAGES or _called(node).endswith("Error"))
+
+
+def _is_equivalent(node: ast.Assign | ast.AnnAssign | ast.keyword) -> bool:
+    """Whether a constant is a time limit, the size of a cache, or ``zip``'s check of our own bugs."""
+    if isinstance(node, ast.keyword):
+        name = node.arg or ""
+    else:
+        name = ast.unparse(node.targets[0] if isinstance(node, ast.Assign) else node.target)
+    return isinstance(node.value, ast.Constant) and any(word in name.lower() for word in EQUIVALENT)
+
+
+def _called(node: ast.Call) -> str:
+    return node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
+
+
+def _breaks(node: ast.AST, lines: Sequence[str]) -> Iterator[tuple[str, int, int, int, str]]:
+    """Yield kind, line, first and last column, and the replacement of every break of a node."""
+    if isinstance(node, ast.Compare):
+        sides = [node.left, *node.comparators]
+        for operator, left, right in zip(node.ops, sides, sides[1:], strict=False):
+            yield from _operator_break("comparison", operator, left, right, lines)
+    elif isinstance(node, ast.BinOp) and not {type(node.left), type(node.right)} & {ast.JoinedStr, ast.List, ast.Tuple}:
+        if not any(isinstance(side, ast.Constant) and isinstance(side.value, str) for side in (node.left, node.right)):
+            yield from _operator_break("arithmetic", node.op, node.left, node.right, lines)
+    elif isinstance(node, ast.BoolOp):
+        for left, right in zip(node.values, node.values[1:], strict=False):
+            yield from _operator_break("and, or", node.op, left, right, lines)
+    elif isinstance(node, ast.Slice):
+        bound = node.upper or node.lower
+        if bound is not None and not isinstance(bound, ast.Constant | ast.UnaryOp):
+            yield from _replacement("slice", bound, "({}) + 1", lines)
+    elif isinstance(node, ast.Constant) and isinstance(node.value, int | float):
+        changed = not node.value if isinstance(node.value, bool) else node.value + 1
+        yield from _replacement("constant", node, repr(changed), lines)
+    elif isinstance(node, ast.Return) and node.value is not None and not isinstance(node.value, ast.Constant):
+        yield from _replacement("return", node, "return None", lines)
+    elif isinstance(node, ast.If | ast.IfExp):
+        test = node.test
+        if isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not):
+            yield from _replacement("condition", test, ast.unparse(test.operand), lines)
+        else:
+            yield from _replacement("condition", test, "not ({})", lines)
+    elif isinstance(node, ast.Expr) and isinstance(node.value, ast.Call):
+        yield from _replacement("call", node, "pass", lines)
+    elif isinstance(node, ast.Name) and node.id in ("min", "max"):
+        yield from _replacement("min, max", node, "max" if node.id == "min" else "min", lines)
+
+
+def _column(node: ast.AST, lines: Sequence[str], *, end: bool) -> int:
+    """Return a position in characters; ``ast`` counts bytes."""
+    line, column = (node.end_lineno, node.end_col_offset) if end else (node.lineno, node.col_offset)  # type: ignore[attr-defined]
+    return len(lines[line - 1].encode()[:column].decode())
+
+
+def _replacement(
+    kind: str, node: ast.expr | ast.stmt, pattern: str, lines: Sequence[str]
+) -> Iterator[tuple[str, int, int, int, str]]:
+    if node.lineno == node.end_lineno:
+        start = _column(node, lines, end=False)
+        end = _column(node, lines, end=True)
+        yield kind, node.lineno, start, end, pattern.replace("{}", lines[node.lineno - 1][start:end])
+
+
+def _operator_break(
+    kind: str, operator: ast.AST, left: ast.expr, right: ast.expr, lines: Sequence[str]
+) -> Iterator[tuple[str, int, int, int, str]]:
+    if type(operator) in OPERATORS and left.end_lineno == right.lineno:
+        old, new = OPERATORS[type(operator)]
+        start = _column(left, lines, end=True)
+        end = _column(right, lines, end=False)
+        yield kind, right.lineno, start, end, lines[right.lineno - 1][start:end].replace(old, new, 1)
+
+
+def product_files(checkout: Path) -> list[str]:
+    """Return the product's modules, sorted; links are left out."""
+    paths = [path for folder in PRODUCT for path in (checkout / folder).rglob("*.py")]
+    return sorted(path.relative_to(checkout).as_posix() for path in paths)
+
+
+def digest(checkout: Path, paths: Sequence[str]) -> str:
+    """Return a hash of files."""
+    state = hashlib.sha256()
+    for path in paths:
+        state.update(path.encode() + b"\0" + (checkout / path).read_bytes() + b"\0")
+    return state.hexdigest()[:16]
+
+
+def draw_places(
+    checkout: Path, count: int, seed: int, packages: Sequence[str] = ()
+) -> dict[str, tuple[int, list[Place]]]:
+    """Return the number of places of every package, and its places in the order of the draw, more than that number.
+
+    Every package has at least one place; the others are in proportion to statements. A line has one break, of a kind
+    drawn first, since constants would outnumber the others.
+
+    Args:
+        checkout: with the product.
+        count: of places in all packages together.
+        seed: of the draw.
+        packages: all without any.
+
+    Raises:
+        ValueError: if there are more packages than places.
+    """
+    texts = {path: (checkout / path).read_text(encoding="utf-8") for path in product_files(checkout)}
+    files: dict[str, list[str]] = {}
+    for path in texts:
+        package = str(Path(path).parent)
+        if package in packages or (not packages and package != PRODUCT[0]):  # that one re-exports
+            files.setdefault(package, []).append(path)
+    if count < len(files):
+        raise ValueError(f"--places={count} must be at least the number of packages, {len(files)}")
+    sizes = {package: sum(_statements(texts[path]) for path in paths) for package, paths in files.items()}
+    numbers = dict.fromkeys(files, 1)
+    for _ in range(count - len(numbers)):
+        numbers[max(sizes, key=lambda name: (sizes[name] / numbers[name], name))] += 1
+    drawn = {}
+    for package, number in numbers.items():
+        breaks = _draw({path: texts[path] for path in files[package]}, random.Random(f"{seed} {package}"))
+        drawn[package] = number, list(itertools.islice(breaks, SPARE_FACTOR * number + SPARE_PLACES))
+    return drawn
+
+
+def _statements(text: str) -> int:
+    return sum(isinstance(node, ast.stmt) for node in ast.walk(ast.parse(text)))
+
+
+def _draw(texts: Mapping[str, str], generator: random.Random) -> Iterator[Place]:
+    """Yield a break of every line, in random order."""
+    by_line: dict[tuple[str, int], list[Place]] = {}
+    for path, text in texts.items():
+        for place in find_places(path, text):
+            by_line.setdefault((path, place.line), []).append(place)
+    for line in generator.sample(sorted(by_line), len(by_line)):
+        kind = generator.choice(sorted({place.kind for place in by_line[line]}))
+        place = generator.choice([place for place in by_line[line] if place.kind == kind])
+        if changes_code(texts[place.path], place):
+            yield place
+
+
+def add_probes(text: str, places: Mapping[int, Place]) -> str:
+    """Return a module's text with a probe in front of the statement of every place; comments get lost.
+
+    Args:
+        text: of the module.
+        places: of this module, by number.
+    """
+    tree = ast.parse(text)
+    for node in list(ast.walk(tree)):
+        for field in ("body", "orelse", "finalbody"):
+            block: Any = getattr(node, field, None)
+            for statement in list(block) if isinstance(block, list) else []:
+                for number, place in places.items():
+                    if (statement.lineno, statement.col_offset) == place.statement:
+                        probe = ast.parse(f"import mutation_probe\nmutation_probe.hit({number})").body
+                        position = block.index(statement)
+                        block[position:position] = probe
+    return ast.unparse(tree)
