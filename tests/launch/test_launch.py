@@ -41,14 +41,19 @@ TORCHRUN = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "4", "LOCAL_WORLD_SIZE
         (["launch.nproc_per_node=3"], {}, 3, 3),
         (["launch.nproc_per_node=3", "launch.nnodes=2", "launch.rdzv_endpoint=x:1"], {}, 6, 3),
         (["launch.nproc_per_node=3"], TORCHRUN, 4, 2),
+        (["launch.nproc_per_node=${train.grad_accum}"], {}, 1, 1),
+        (["launch.nproc_per_node=${launch.nnodes}"], {}, 1, 1),
+        (["parallel=single", "launch.device=${oc.env:FSDPTOYS_TEST_DEVICE}"], {}, 1, 1),
     ],
 )
 def test_world_size_follows_device_settings_and_torchrun(
-    words: list[str], present: dict[str, str], world_size: int, local_ranks: int
+    words: list[str], present: dict[str, str], world_size: int, local_ranks: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Oracle: two ranks on a CPU, one for ``single``, the configured number, and torchrun's numbers first of all."""
-    run = resolve_run([*words, "launch.device=cpu"], present)
-    assert (run.world_size, run.local_ranks) == (world_size, local_ranks)
+    """Oracle: two ranks on a CPU, one for ``single``, the configured number, or what it refers to, and torchrun's
+    numbers first of all."""
+    monkeypatch.setenv("FSDPTOYS_TEST_DEVICE", "cpu")
+    run = resolve_run(["launch.device=cpu", *words], present)
+    assert (run.hardware.device_type, run.world_size, run.local_ranks) == ("cpu", world_size, local_ranks)
 
 
 @pytest.mark.parametrize("words", [[], ["experiment=cpu_text"]])
@@ -73,20 +78,6 @@ def test_node_fsdp_size_equals_the_ranks_per_node(words: list[str], present: dic
     assert run.composition.config.mesh.fsdp_size == size and straddling_note(run) is None
 
 
-@pytest.mark.parametrize(
-    "present, sentence",
-    [
-        ({"LOCAL_WORLD_SIZE": ""}, "mesh.fsdp_size=node needs to know the ranks of each machine, and LOCAL_WORLD_SIZE"),
-        ({"GROUP_WORLD_SIZE": "3"}, "3 machines, this one with 2 ranks, have 4 together; give torchrun the same"),
-    ],
-)
-def test_node_fsdp_size_requires_known_equal_ranks_per_node(present: dict[str, str], sentence: str) -> None:
-    """Oracle: the expected message; ranks that cut the mesh differently would wait for each other."""
-    environment = {name: value for name, value in (TORCHRUN | present).items() if value}
-    with pytest.raises(ConfigError, match=sentence):
-        resolve_run(["mesh.fsdp_size=node", "launch.device=cpu"], environment)
-
-
 @pytest.mark.parametrize("parallel, printed", [("fsdp2", True), ("ddp", False)])
 def test_shard_groups_across_nodes_are_reported(
     parallel: str, printed: bool, capsys: pytest.CaptureFixture[str]
@@ -98,33 +89,50 @@ def test_shard_groups_across_nodes_are_reported(
     assert ("mesh.fsdp_size=2 on nodes of 3 ranks has groups that lie" in capsys.readouterr().out) == printed
 
 
-@pytest.mark.parametrize(
-    "present, sentence",
-    [
-        (TORCHRUN | {"WORLD_SIZE": "y"}, "WORLD_SIZE=y in the environment must be a number"),
-        ({"RANK": "0", "WORLD_SIZE": "4"}, "LOCAL_RANK=nothing in the environment must be a number"),
-        (TORCHRUN | {"WORLD_SIZE": "٤"}, "WORLD_SIZE=٤ in the environment must be a number"),
-        (TORCHRUN | {"WORLD_SIZE": "0"}, "WORLD_SIZE=0 in the environment must be from 1 to 16777216; start the ranks"),
-        (TORCHRUN | {"WORLD_SIZE": "9" * 5000}, "WORLD_SIZE=9{299}… in the environment must be from 1 to 16777216; "),
-        (TORCHRUN | {"RANK": "5"}, "RANK=5 in the environment must be from 0 to 3 with WORLD_SIZE=4; start the ranks "),
-        (TORCHRUN | {"RANK": "-1"}, "RANK=-1 in the environment must be a number"),
-        (TORCHRUN | {"LOCAL_RANK": "2"}, "LOCAL_RANK=2 in the environment must be from 0 to 1 with 2 ranks on this "),
-        (TORCHRUN | {"LOCAL_WORLD_SIZE": "5"}, "LOCAL_WORLD_SIZE=5 in the environment must be from 1 to 4 with WORLD_"),
-        ({"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "x"}, "LOCAL_RANK=x in the environment must be a number"),
-        (
-            {"OMP_NUM_THREADS": "0"},
-            "OMP_NUM_THREADS=0 in the environment must be a number of threads, 1 to 1024; ",
-        ),
-        ({"OMP_NUM_THREADS": "-1"}, "OMP_NUM_THREADS=-1 in the environment must be a number of threads, 1 to "),
-        ({"OMP_NUM_THREADS": "abc"}, "OMP_NUM_THREADS=abc in the environment must be a number of threads, 1 to "),
-        ({"OMP_NUM_THREADS": "4,0"}, "OMP_NUM_THREADS=4,0 in the environment must be a number of threads, 1 to "),
-        ({"OMP_NUM_THREADS": "99999"}, "OMP_NUM_THREADS=99999 in the environment must be a number of threads, 1 "),
-    ],
-)
-def test_invalid_rank_and_thread_variables_are_refused(present: dict[str, str], sentence: str) -> None:
-    """Oracle: the expected message; without LOCAL_RANK every rank would take the first device."""
-    with pytest.raises(ConfigError, match=f"^{sentence}"):
-        resolve_run(["launch.device=cpu"], present)
+FROM_MANY = "in the environment must be"
+THREADS = f"{FROM_MANY} a number of threads, 1 to 1024; "
+PLANNER = "is for fsdptoys plan and does nothing in a run; leave it out$"
+REFUSED = {
+    "WORLD_SIZE=y": f"WORLD_SIZE=y {FROM_MANY} a number",
+    "WORLD_SIZE=٤": f"WORLD_SIZE=٤ {FROM_MANY} a number",
+    "WORLD_SIZE=0": f"WORLD_SIZE=0 {FROM_MANY} from 1 to 16777216; start the ranks",
+    f"WORLD_SIZE={'9' * 5000}": f"WORLD_SIZE=9{{299}}… {FROM_MANY} from 1 to 16777216; ",
+    "RANK=5": f"RANK=5 {FROM_MANY} from 0 to 3 with WORLD_SIZE=4; start the ranks ",
+    "RANK=-1": f"RANK=-1 {FROM_MANY} a number",
+    "LOCAL_RANK=-": f"LOCAL_RANK=nothing {FROM_MANY} a number",
+    "LOCAL_RANK=2": f"LOCAL_RANK=2 {FROM_MANY} from 0 to 1 with 2 ranks on this ",
+    "LOCAL_WORLD_SIZE=5": f"LOCAL_WORLD_SIZE=5 {FROM_MANY} from 1 to 4 with WORLD_",
+    "RANK=0 WORLD_SIZE=1 LOCAL_WORLD_SIZE=1 LOCAL_RANK=x": f"LOCAL_RANK=x {FROM_MANY} a number",
+    "OMP_NUM_THREADS=0": f"OMP_NUM_THREADS=0 {THREADS}",
+    "OMP_NUM_THREADS=-1": f"OMP_NUM_THREADS=-1 {THREADS}",
+    "OMP_NUM_THREADS=abc": f"OMP_NUM_THREADS=abc {THREADS}",
+    "OMP_NUM_THREADS=4,0": f"OMP_NUM_THREADS=4,0 {THREADS}",
+    "OMP_NUM_THREADS=99999": f"OMP_NUM_THREADS=99999 {THREADS}",
+    "mesh.fsdp_size=node LOCAL_WORLD_SIZE=-": "mesh.fsdp_size=node needs to know the ranks of each machine, and LOCAL_",
+    "mesh.fsdp_size=node GROUP_WORLD_SIZE=3": "mesh.fsdp_size=node needs equally many ranks on each machine, and 3 "
+    "machines, this one with 2 ranks, have 4 together; give torchrun the same",
+    "plan.world_size=64": f"plan.world_size=64 {PLANNER}",
+    "plan.memory_gib=80.0": f"plan.memory_gib=80.0 {PLANNER}",
+    "plan.exact=true": f"plan.exact=true {PLANNER}",
+    "plan.rows=3": f"plan.rows=3 {PLANNER}",
+    "plan.hardware=h100": "plan.hardware=h100 is of type cuda, and this run is on cpu; leave it out, or ask fsdptoys "
+    "plan$",
+    "plan.hardware=cpu plan.predict=false": "plan.hardware=cpu does nothing with plan.predict=false; leave out one of "
+    "them$",
+    "launch.nproc_per_node=100000 RANK=-": r"launch.nproc_per_node=100000 is over 32 for each of \d+ cores; set",
+}
+"""Overrides and variables, in addition to torchrun's (a dash removes one) → the message."""
+
+
+@pytest.mark.parametrize("given", REFUSED, ids=lambda given: given[:50])
+def test_invalid_settings_and_variables_are_refused(given: str) -> None:
+    """Oracle: the expected message; without LOCAL_RANK every rank would take the first device, and ranks that cut the
+    mesh differently would wait for each other."""
+    assignments = [tuple(word.split("=")) for word in given.split()]
+    variables = TORCHRUN | {name: value for name, value in assignments if name.isupper()}
+    words = [f"{name}={value}" for name, value in assignments if not name.isupper()]
+    with pytest.raises(ConfigError, match=f"^{REFUSED[given]}"):
+        resolve_run([*words, "launch.device=cpu"], {name: value for name, value in variables.items() if value != "-"})
 
 
 @pytest.mark.parametrize("threads", ["1", " 8 ", "4,2", "", "016"])
@@ -149,40 +157,6 @@ def test_invalid_master_address_or_port_is_refused(present: dict[str, str], sent
     check_master({"WORLD_SIZE": "1"} | present)
 
 
-@pytest.mark.parametrize("typed", ["plan.world_size=64", "plan.memory_gib=80.0", "plan.exact=true", "plan.rows=3"])
-def test_planner_settings_are_refused_in_a_run(typed: str) -> None:
-    """Oracle: the expected message."""
-    with pytest.raises(ConfigError) as caught:
-        resolve_run([typed, "launch.device=cpu"], {})
-    assert str(caught.value) == f"{typed} is for fsdptoys plan and does nothing in a run; leave it out"
-
-
-@pytest.mark.parametrize(
-    "words, sentence",
-    [
-        (
-            ["plan.hardware=h100"],
-            "plan.hardware=h100 is of type cuda, and this run is on cpu; leave it out, or ask fsdptoys plan",
-        ),
-        (
-            ["plan.hardware=cpu", "plan.predict=false"],
-            "plan.hardware=cpu does nothing with plan.predict=false; leave out one of them",
-        ),
-    ],
-)
-def test_hardware_setting_without_a_prediction_is_refused(words: list[str], sentence: str) -> None:
-    """Oracle: the expected message."""
-    with pytest.raises(ConfigError) as caught:
-        resolve_run([*words, "launch.device=cpu"], {})
-    assert str(caught.value) == sentence
-
-
-def test_too_many_ranks_on_a_cpu_are_refused() -> None:
-    """Oracle: the expected message."""
-    with pytest.raises(ConfigError, match=r"launch.nproc_per_node=100000 is over 32 for each of \d+ cores; set"):
-        resolve_run(["launch.device=cpu", "launch.nproc_per_node=100000"], {})
-
-
 @pytest.mark.parametrize(
     "words", [[], ["model=llama_debug", "launch.nproc_per_node=3"], ["experiment=cpu_text"], ["experiment=null"]]
 )
@@ -194,23 +168,6 @@ def test_launch_composes_the_config_once(words: list[str], monkeypatch: pytest.M
     _compose_groups.cache_clear()
     resolve_run([*words, "launch.device=cpu"], {})
     assert len(calls) == 1
-
-
-@pytest.mark.parametrize(
-    "words, device, world_size, local_ranks",
-    [
-        (["launch.nproc_per_node=${train.grad_accum}", "launch.device=cpu"], "cpu", 1, 1),
-        (["launch.nproc_per_node=${launch.nnodes}", "launch.device=cpu"], "cpu", 1, 1),
-        (["parallel=single", "launch.device=${oc.env:FSDPTOYS_TEST_DEVICE}"], "cpu", 1, 1),
-    ],
-)
-def test_interpolated_launch_settings_decide_the_ranks(
-    words: list[str], device: str, world_size: int, local_ranks: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Oracle: the values that the interpolations name."""
-    monkeypatch.setenv("FSDPTOYS_TEST_DEVICE", "cpu")
-    run = resolve_run(words, {})
-    assert (run.hardware.device_type, run.world_size, run.local_ranks) == (device, world_size, local_ranks)
 
 
 @pytest.mark.parametrize(

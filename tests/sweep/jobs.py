@@ -1,13 +1,15 @@
 """Small sweeps, and commands that replace training, for the tests of this folder."""
 
-import subprocess
+import contextlib
+import os
 import sys
-import time
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from fsdptoys.sweep.folder import Job, Sweep
 from fsdptoys.sweep.slurm_queue import SLURM, begin_submission
+from tests.harness.processes import wait_until
 
 TINY = (
     "experiment=cpu_text",
@@ -40,18 +42,18 @@ def hand_over(sweep: Sweep, ids: dict[str, str]) -> None:
         (submission.folder / identity / f"{identity}_submitted.pkl").touch()
 
 
-def wait_for(condition: Callable[[], object], seconds: float = 60) -> None:
-    """Wait for an effect of a process, with a timeout that suits a busy machine."""
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, "it has not come"
-        time.sleep(0.02)
+@contextlib.contextmanager
+def once_ready(folder: Path, action: Callable[[], object]) -> Iterator[None]:
+    """Run ``action`` in a thread once the command of a job has left its file ``ready``."""
 
+    def act() -> None:
+        wait_until((folder / "ready").exists, "a running job", [os.getpid()])
+        action()
 
-def has_ended(process: int) -> bool:
-    """Whether a process is gone, or is a zombie that only its parent can reap."""
-    asked = subprocess.run(["ps", "-o", "stat=", "-p", str(process)], capture_output=True, text=True)
-    return asked.stdout.strip()[:1] in ("", "Z")
+    thread = threading.Thread(target=act)
+    thread.start()
+    yield
+    thread.join()
 
 
 def stand_in(body: str) -> tuple[str, ...]:
@@ -67,5 +69,5 @@ def end(number, frame):
 for number in (signal.SIGTERM, signal.SIGUSR1):
     signal.signal(number, end)
 leave.with_name("ready").touch()
-time.sleep(60)
+time.sleep(3600)
 """

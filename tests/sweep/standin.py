@@ -1,7 +1,7 @@
 """Stand-in for ``fsdptoys train`` where the training does not matter: its arguments decide how the process ends.
 
 ``train.seed`` chooses: 0 succeeds at once; 1 fails with a reason; 2 runs out of memory; 3 is killed; 4 exits with an
-error status and no outcome; 5 waits until it is stopped; 6 waits and ignores SIGINT; 7 stops cleanly on request; 8
+error status and no outcome; 5 waits until it is stopped; 6 does so and only notes SIGINT; 7 stops cleanly on request; 8
 waits as 5 does, with the inherited SIGINT handler.
 """
 
@@ -11,6 +11,11 @@ import signal
 import sys
 import time
 from pathlib import Path
+
+
+def note(*_: object) -> None:
+    Path(outcome.parent, "asked").touch()
+
 
 words = dict(word.split("=", 1) for word in sys.argv[1:])
 outcome = Path(os.environ["FSDPTOYS_OUTCOME_FILE"])
@@ -29,8 +34,8 @@ if how == "4":
     sys.exit(7)
 if how in ("5", "6", "8"):
     if how != "8":
-        signal.signal(signal.SIGINT, signal.SIG_IGN if how == "6" else signal.SIG_DFL)
+        signal.signal(signal.SIGINT, note if how == "6" else signal.SIG_DFL)
     Path(outcome.parent, "ready").write_text(str(os.getpid()))
-    time.sleep(600)
+    time.sleep(3600)
 outcome.write_text(json.dumps(outcomes[how]))
 sys.exit(outcomes[how]["status"])

@@ -5,7 +5,6 @@ import pty
 import resource
 import signal
 import sys
-import time
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -19,8 +18,11 @@ from fsdptoys.sweep import JobStatus, Sweep, read_sweep, validate
 from fsdptoys.sweep.folder import write_job
 from fsdptoys.sweep.run_sweep import with_recorded_words
 from fsdptoys.utils.file_lock import FolderLock
+from tests.harness.processes import wait_until
+from tests.launch.launchers import runs
 
-STANDIN = (sys.executable, "-I", "-S", str(Path(__file__).parents[1] / "sweep" / "standin.py"))
+STANDIN = (sys.executable, "-I", "-S", str(Path(__file__).with_name("standin.py")))
+SUCCEED = (sys.executable, "-I", "-S", "-c", "")
 SMALL = ("model=llama_debug", "experiment=null", "parallel=ddp", "launch.nproc_per_node=2")
 
 
@@ -63,14 +65,15 @@ def interrupted(numbers: Sequence[int], *words: str, behind: bool = False, close
             os._exit(sweep(*words))
         finally:
             os._exit(99)
-    deadline = time.monotonic() + 60
-    while not list(Path("sweeps").glob("*/jobs/*/ready")) and time.monotonic() < deadline:
-        time.sleep(0.02)
+    wait_until(lambda: list(Path("sweeps").glob("*/jobs/*/ready")), "a running job", [child])
     for end in terminal:
         os.close(end)
-    for number in numbers:
+    os.kill(child, numbers[0])
+    for number in numbers[1:]:
+        wait_until(lambda: list(Path("sweeps").glob("*/jobs/*/asked")), "the signal's arrival at the job", [child])
         os.kill(child, number)
-        time.sleep(0.3)
+    ended = os.WEXITED | os.WNOHANG | os.WNOWAIT
+    wait_until(lambda: os.waitid(os.P_PID, child, ended), "the end of the sweep", [child])
     return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
 
 
@@ -148,8 +151,7 @@ def test_signal_keeps_finished_jobs_and_the_sweep_can_be_resumed(
         f"fsdptoys: stopped by {signal.Signals(numbers[0]).name}; fsdptoys sweep --resume {found.path} continues it"
         in printed
     )
-    done = (sys.executable, "-I", "-S", "-c", "")
-    assert sweep("--resume", str(found.path), train=done) == 0
+    assert sweep("--resume", str(found.path), train=SUCCEED) == 0
     assert statuses(read_sweep(found.path)) == ["done"] * 4
     assert [each.parent.name for each in found.path.glob("jobs/*/attempt-1")] == ["03"]
 
@@ -186,13 +188,8 @@ def test_jobs_end_with_a_killed_sweep(behind: bool) -> None:
     found = the_sweep()
     assert statuses(found) == ["running"]
     process = int((found.job_folder(found.jobs[0]) / "ready").read_text())
-    deadline = time.monotonic() + 60
-    while Path(f"/proc/{process}").exists() and time.monotonic() < deadline:
-        if Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] == "Z":
-            break
-        time.sleep(0.02)
-    assert time.monotonic() < deadline
-    assert sweep("--resume", str(found.path), train=(sys.executable, "-I", "-S", "-c", "")) == 0
+    wait_until(lambda: not runs(process), "the end of the job", [process])
+    assert sweep("--resume", str(found.path), train=SUCCEED) == 0
 
 
 def test_train_multirun_equals_a_sweep(capsys: pytest.CaptureFixture[str]) -> None:
@@ -259,8 +256,6 @@ MISTAKES = {
     "--resume no/folder": "--resume no/folder is not a sweep's folder, which has a sweep.json; name one, or leave the "
     "folder out to continue the newest sweep with the same arguments",
     "--dry-run": "fsdptoys sweep has neither a name nor keys to vary; write fsdptoys sweep debug",
-    "sweep=debug": "sweep=debug names a sweep as if it were a setting; write fsdptoys sweep debug",
-    "debug fsdp1": "fsdp1 has no value; write parallel=fsdp1",
     "debug train.steps=5 --out .": "--out . already exists; name a new folder, or continue it with --resume .",
 }
 

@@ -2,19 +2,20 @@
 
 import json
 import os
-import resource
 import signal
 import sys
-import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from fsdptoys.config.overrides import parse_overrides
 from fsdptoys.sweep import Job, JobStatus, runner
 from fsdptoys.sweep.folder import read_job, write_job
-from fsdptoys.sweep.runner import Interruption, quote, run_job
+from fsdptoys.sweep.runner import Interruption, handle_signals, quote, run_job
+from tests.harness.processes import wait_until
+from tests.sweep.jobs import once_ready
 
 STANDIN = (sys.executable, "-I", "-S", str(Path(__file__).with_name("standin.py")))
 
@@ -53,16 +54,22 @@ def test_job_gets_its_arguments_and_a_run_directory(tmp_path: Path) -> None:
     assert parse_overrides([f"metrics.run_dir={quote(run_dir)}"], {})[0].value() == run_dir
 
 
-@pytest.mark.parametrize("how", [5, 6])
-def test_job_over_its_time_limit_is_stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: int) -> None:
-    """Oracle: SIGINT, then SIGKILL if that does not help; its process is gone."""
-    monkeypatch.setattr(runner, "GRACE_SECONDS", 0.3)
-    job = run_job(make_job(tmp_path / "01", how), 1.5, train=STANDIN)
+@pytest.mark.parametrize(("how", "grace_seconds"), [(5, 3600.0), (6, 0.0)])
+def test_job_over_its_time_limit_is_stopped(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: int, grace_seconds: float
+) -> None:
+    """Oracle: SIGINT, then SIGKILL if that does not help; its process is gone. The clock passes the limit when the job
+    runs."""
+    ready = tmp_path / "01" / "ready"
+    clock = SimpleNamespace(monotonic=lambda: time.monotonic() + 10_000 * ready.exists(), sleep=time.sleep)
+    monkeypatch.setattr(runner, "time", clock)
+    monkeypatch.setattr(runner, "GRACE_SECONDS", grace_seconds)
+    job = run_job(make_job(tmp_path / "01", how), 5000.0, train=STANDIN)
     assert job.status is JobStatus.timed_out
     assert job.exit_status == (-signal.SIGINT if how == 5 else -signal.SIGKILL)
-    assert job.reason == "it was ended after 1.5 s, the time limit of a job"
+    assert job.reason == "it was ended after 5000 s, the time limit of a job"
     with pytest.raises(ProcessLookupError):
-        os.kill(int((tmp_path / "01" / "ready").read_text()), 0)
+        os.kill(int(ready.read_text()), 0)
 
 
 @pytest.mark.parametrize("twice", [False, True])
@@ -71,18 +78,13 @@ def test_interrupted_job_is_stopped(tmp_path: Path, twice: bool) -> None:
     folder = make_job(tmp_path / "01", 6 if twice else 5)
 
     def interrupt() -> None:
-        deadline = time.monotonic() + 60
-        while not (folder / "ready").exists() and time.monotonic() < deadline:
-            time.sleep(0.01)
-        for _ in range(1 + twice):
+        os.kill(os.getpid(), signal.SIGINT)
+        if twice:
+            wait_until((folder / "asked").exists, "SIGINT to the job")
             os.kill(os.getpid(), signal.SIGINT)
-            time.sleep(0.3)
 
-    thread = threading.Thread(target=interrupt)
-    with Interruption() as interruption:
-        thread.start()
+    with Interruption() as interruption, once_ready(folder, interrupt):
         job = run_job(folder, None, interruption=interruption, train=STANDIN)
-        thread.join()
     assert job.status is JobStatus.stopped and job.exit_status == (-signal.SIGKILL if twice else -signal.SIGINT)
     assert interruption.number == signal.SIGINT and interruption.at_once is twice
 
@@ -94,35 +96,17 @@ def test_exception_of_the_caller_ends_the_job(tmp_path: Path) -> None:
     def leave(number: int, frame: object) -> None:
         raise TimeoutError
 
-    before = signal.signal(signal.SIGALRM, leave)
-    try:
-        signal.setitimer(signal.ITIMER_REAL, 1.0)
-        with pytest.raises(TimeoutError):
-            run_job(folder, None, train=STANDIN)
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, before)
+    alarm = once_ready(folder, lambda: os.kill(os.getpid(), signal.SIGALRM))
+    with handle_signals({signal.SIGALRM: leave}), alarm, pytest.raises(TimeoutError):
+        run_job(folder, None, train=STANDIN)
     assert read_job(folder).status is JobStatus.stopped
-
-
-def test_unwritable_job_file_leaves_no_partial_file(tmp_path: Path) -> None:
-    """Oracle: the file before, when the system refuses files of more than 100 bytes, as a full disk would."""
-    folder = make_job(tmp_path / "01", 0)
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (100, before[1]))
-    try:
-        with pytest.raises(OSError, match="too large"):
-            write_job(folder, Job("01", ("train.steps=6",), {}, "abc"))
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
-    assert [path.name for path in folder.iterdir()] == ["job.json"]
-    assert read_job(folder).words == ("train.seed=0", "train.steps=5")
 
 
 def test_files_of_earlier_attempts_are_moved_aside(tmp_path: Path) -> None:
     """Oracle: log, run directory and outcome of each earlier attempt, with the file that records its end."""
     folder = make_job(tmp_path / "01", 1)
-    (run_job(folder, None, train=STANDIN), run_job(folder, None, train=STANDIN), run_job(folder, None, train=STANDIN))
+    for _ in range(3):
+        run_job(folder, None, train=STANDIN)
     for name in ("attempt-1", "attempt-2"):
         assert sorted(path.name for path in (folder / name).iterdir()) == ["job.json", "log.txt", "outcome.json", "run"]
         assert json.loads((folder / name / "job.json").read_text())["status"] == "failed"

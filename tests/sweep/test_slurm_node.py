@@ -6,50 +6,51 @@ import multiprocessing
 import os
 import signal
 import threading
-import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from fsdptoys.errors import ConfigError
+from fsdptoys.sweep import runner
 from fsdptoys.sweep import slurm_node as nodes
 from fsdptoys.sweep.folder import Job, JobStatus, read_job, write_job
 from fsdptoys.sweep.slurm_node import run_on_node
 from fsdptoys.utils.file_lock import FolderLock
 from fsdptoys.utils.regular_file import read_regular
-from tests.sweep.jobs import ENDS_WELL_WHEN_ASKED, TINY, has_ended, make_sweep, stand_in, wait_for
+from tests.harness.processes import wait_until
+from tests.launch.launchers import runs
+from tests.sweep.jobs import ENDS_WELL_WHEN_ASKED, TINY, make_sweep, once_ready, stand_in
+
+BEFORE_LIMIT = "as it does before its own time limit"
 
 
 @pytest.mark.parametrize(
     ("number", "status", "reason"),
     [
-        (
-            signal.SIGUSR1,
-            JobStatus.timed_out,
-            "the queue asked it to end (SIGUSR1), as it does before its own time limit",
-        ),
-        (
-            signal.SIGUSR2,
-            JobStatus.timed_out,
-            "the queue asked it to end (SIGUSR2), as it does before its own time limit",
-        ),
+        (signal.SIGUSR1, JobStatus.timed_out, f"the queue asked it to end (SIGUSR1), {BEFORE_LIMIT}"),
+        (signal.SIGUSR2, JobStatus.timed_out, f"the queue asked it to end (SIGUSR2), {BEFORE_LIMIT}"),
         (signal.SIGTERM, JobStatus.stopped, "the queue ended it (SIGTERM)"),
     ],
 )
 def test_queues_signal_stops_the_launcher_cleanly(
-    tmp_path: Path, number: signal.Signals, status: JobStatus, reason: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: signal.Signals, status: JobStatus, reason: str
 ) -> None:
     """Oracle: the launcher's status 0, with which the job would otherwise count as done."""
     folder = make_sweep(tmp_path, [()]).path / "jobs/01"
+    waits, wait = threading.Event(), runner._wait
+
+    def note_and_wait(*args: Any) -> Any:
+        waits.set()
+        return wait(*args)
 
     def ask() -> None:
-        wait_for((folder / "ready").exists)
+        waits.wait()  # from here on the task knows the process to which it passes signals on
         os.kill(os.getpid(), number)
 
-    asking = threading.Thread(target=ask)
-    asking.start()
-    run_on_node(folder, 0, ["here"], 7, stand_in(ENDS_WELL_WHEN_ASKED))
-    asking.join()
+    monkeypatch.setattr(runner, "_wait", note_and_wait)
+    with once_ready(folder, ask):
+        run_on_node(folder, 0, ["here"], 7, stand_in(ENDS_WELL_WHEN_ASKED))
     job = read_job(folder)
     assert (job.status, job.reason, job.exit_status) == (status, reason, 0)
 
@@ -93,47 +94,48 @@ def test_failed_node_reports_the_reason(tmp_path: Path, second_hand: str, monkey
     assert (job.status, job.reason) == (JobStatus.out_of_memory, "node 1: rank 1 was ended by SIGKILL")
 
 
-def test_node_with_a_lone_failure_fails_its_task(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def running(tmp_path: Path) -> Path:
+    """Folder of a job on two nodes, which the first one runs."""
+    sweep = make_sweep(tmp_path, [("launch.nnodes=2",)])
+    folder = sweep.job_folder(sweep.jobs[0])
+    write_job(folder, Job("01", TINY, {}, "run 1", JobStatus.running))
+    return folder
+
+
+def test_node_with_a_lone_failure_fails_its_task(running: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Oracle: the exception on which the queue stops all nodes; the first node returns normally."""
     monkeypatch.setattr(nodes, "FIRST_NODE_SECONDS", 0.5)
-    sweep = make_sweep(tmp_path, [("launch.nnodes=2",)])
-    folder = sweep.job_folder(sweep.jobs[0])
-    write_job(folder, Job("01", TINY, {}, "run 1", JobStatus.running))
     with pytest.raises(RuntimeError, match="node 1: its launcher ended with status 3; the first node continues"):
-        run_on_node(folder, 1, ["n1", "n2"], 7, stand_in("sys.exit(3)"))
+        run_on_node(running, 1, ["n1", "n2"], 7, stand_in("sys.exit(3)"))
 
 
-def test_node_stops_its_launcher_when_the_first_has_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Oracle: a launcher that would sleep for a minute, of a job that ends meanwhile."""
+def test_node_stops_its_launcher_when_the_first_has_ended(running: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Oracle: a launcher that would sleep for an hour, of a job that ends after it was seen running."""
     monkeypatch.setattr(nodes, "LAUNCHERS_SECONDS", 0.5)
-    sweep = make_sweep(tmp_path, [("launch.nnodes=2",)])
-    folder = sweep.job_folder(sweep.jobs[0])
-    write_job(folder, Job("01", TINY, {}, "run 1", JobStatus.running))
 
-    def end() -> None:
-        wait_for((folder / "ready").exists)
-        time.sleep(2 * nodes.POLL_SECONDS)
-        write_job(folder, Job("01", TINY, {}, "run 1", JobStatus.timed_out))
+    def read_and_end(folder: Path) -> Job:
+        job = read_job(folder)
+        if (folder / "ready").exists():
+            write_job(folder, Job("01", TINY, {}, "run 1", JobStatus.timed_out))
+        return job
 
-    ending = threading.Thread(target=end)
-    ending.start()
-    run_on_node(folder, 1, ["n1", "n2"], 7, stand_in("leave.with_name('ready').touch(); time.sleep(60)"))
-    ending.join()
-    assert not list(folder.glob("outcome-node1*"))
+    monkeypatch.setattr(nodes, "read_job", read_and_end)
+    run_on_node(running, 1, ["n1", "n2"], 7, stand_in("leave.with_name('ready').touch(); time.sleep(3600)"))
+    assert not list(running.glob("outcome-node1*"))
 
 
-def test_launcher_ends_with_the_task_of_its_node(tmp_path: Path) -> None:
-    """Oracle: a launcher that would sleep for a minute, after SIGKILL to its parent task."""
-    folder = make_sweep(tmp_path, [("launch.nnodes=2",)]).path / "jobs/01"
-    sleeps = "leave.with_name('pid').write_text(str(os.getpid())); leave.with_name('ready').touch(); time.sleep(60)"
-    arguments = (folder, 1, ["n1", "n2"], 7, stand_in(sleeps))
+def test_launcher_ends_with_the_task_of_its_node(running: Path) -> None:
+    """Oracle: a launcher that would sleep for an hour, after SIGKILL to its parent task."""
+    sleeps = "leave.with_name('pid').write_text(str(os.getpid())); leave.with_name('ready').touch(); time.sleep(3600)"
+    arguments = (running, 1, ["n1", "n2"], 7, stand_in(sleeps))
     task = multiprocessing.get_context("fork").Process(target=run_on_node, args=arguments)
     task.start()
-    wait_for((folder / "ready").exists)
+    wait_until((running / "ready").exists, "a running launcher", [os.getpid()])
     task.kill()
     task.join()
-    launcher = int((folder / "pid").read_text())
-    wait_for(lambda: has_ended(launcher), 30)
+    launcher = int((running / "pid").read_text())
+    wait_until(lambda: not runs(launcher), "the end of the launcher", [launcher])
 
 
 @pytest.mark.parametrize("late", [False, True])

@@ -27,7 +27,8 @@ from fsdptoys.sweep.slurm_queue import (
     watch_jobs,
 )
 from fsdptoys.sweep.slurm_submit import submit
-from tests.sweep.jobs import ON_SLURM, TINY, hand_over, make_sweep, wait_for
+from tests.harness.processes import wait_until
+from tests.sweep.jobs import ON_SLURM, TINY, hand_over, make_sweep
 
 
 def test_ids_are_read_from_submitits_folders(tmp_path: Path) -> None:
@@ -94,7 +95,10 @@ def test_jobs_that_left_the_queue_silently_are_closed(
     assert "04 done" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+@pytest.mark.parametrize(
+    "number",
+    [signal.SIGINT, signal.SIGTERM, pytest.param(signal.SIGHUP, marks=pytest.mark.extended)],
+)
 def test_ctrl_c_leaves_the_jobs_in_the_queue_and_prints_how_to_cancel_them(
     tmp_path: Path, slurm_commands: Path, capsys: pytest.CaptureFixture[str], number: signal.Signals
 ) -> None:
@@ -104,7 +108,7 @@ def test_ctrl_c_leaves_the_jobs_in_the_queue_and_prints_how_to_cancel_them(
     hand_over(sweep, {"01": "12_0", "02": "12_1"})
 
     def interrupt() -> None:
-        wait_for(lambda: printed.append(capsys.readouterr().out) or "12_1" in printed[-1])
+        wait_until(lambda: printed.append(capsys.readouterr().out) or "12_1" in printed[-1], "the ids")
         os.kill(os.getpid(), number)
 
     printed: list[str] = []

@@ -25,7 +25,7 @@ from fsdptoys.sweep.slurm_queue import WatchedSubmission, begin_submission, jobs
 from fsdptoys.sweep.slurm_settings import LOCAL, read_launcher
 from fsdptoys.sweep.slurm_submit import submit
 from fsdptoys.utils.file_lock import is_locked
-from tests.sweep.jobs import ENDS_WELL_WHEN_ASKED, ON_SLURM, TINY, make_sweep, stand_in, wait_for
+from tests.sweep.jobs import ENDS_WELL_WHEN_ASKED, ON_SLURM, TINY, make_sweep, once_ready, stand_in
 
 
 class ForkingPlugin:
@@ -51,25 +51,23 @@ class ForkingPlugin:
 ENDS_OF_SIGINT = """
 signal.signal(signal.SIGTERM, signal.SIG_IGN)
 leave.with_name("ready").touch()
-time.sleep(60)
+time.sleep(3600)
 """
 
 
 @pytest.mark.parametrize(
     ("number", "command"),
     [
-        (signal.SIGINT, ENDS_WELL_WHEN_ASKED),
-        (signal.SIGTERM, ENDS_WELL_WHEN_ASKED),
-        (signal.SIGHUP, ENDS_OF_SIGINT),
+        pytest.param(signal.SIGINT, ENDS_WELL_WHEN_ASKED, id="SIGINT"),
+        pytest.param(signal.SIGTERM, ENDS_WELL_WHEN_ASKED, id="SIGTERM", marks=pytest.mark.extended),
+        pytest.param(signal.SIGHUP, ENDS_OF_SIGINT, id="SIGHUP", marks=pytest.mark.extended),
     ],
-    ids=["SIGINT", "SIGTERM", "SIGHUP"],
 )
 def test_local_job_ends_with_the_command_that_waits_for_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: signal.Signals, command: str
 ) -> None:
     """Oracle: status, file and locks of the job's folder, after a real signal; a second job is unchanged."""
     read_launcher.cache_clear()
-    monkeypatch.setattr(submitting, "GRACE_SECONDS", 3.0)
     monkeypatch.setattr(
         submitting,
         "_make_launcher",
@@ -77,16 +75,9 @@ def test_local_job_ends_with_the_command_that_waits_for_it(
     )
     path = tmp_path / "sweep"
     folder = path / "jobs/01"
-
-    def ask() -> None:
-        wait_for((folder / "ready").exists)
-        os.kill(os.getpid(), number)
-
-    asking = threading.Thread(target=ask)
-    asking.start()
     words = (*TINY, "train.seed=1,2", "launch.nproc_per_node=1", f"hydra/launcher={LOCAL}", "--out", str(path))
-    assert sweep_command(words) == 128 + number
-    asking.join()
+    with once_ready(folder, lambda: os.kill(os.getpid(), number)):
+        assert sweep_command(words) == 128 + number
     assert [job.status for job in read_sweep(path).jobs] == [JobStatus.stopped, JobStatus.waiting]
     assert not is_locked(folder)
 
@@ -103,7 +94,6 @@ def test_local_job_with_a_killed_task_counts_as_stopped(tmp_path: Path) -> None:
     assert (job.status, job.reason) == (JobStatus.stopped, "the sweep was ended")
 
 
-@pytest.mark.launcher
 def test_local_jobs_use_the_plugin_and_failures_do_not_stop_others(
     tmp_path: Path, unmeasured: None, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -128,7 +118,6 @@ def _idle_nodes() -> int:
     return sum(int(line) for line in asked.stdout.split()) if asked.returncode == 0 else 0
 
 
-@pytest.mark.launcher
 def test_slurm_runs_a_job_on_all_its_nodes(tmp_path: Path, unmeasured: None) -> None:
     """Oracle: a real SLURM: two nodes if two are free, and a partition that does not exist.
 
