@@ -45,7 +45,7 @@ def make_model() -> nn.Module:
     head = nn.Linear(WIDTH, 3)
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     for block in blocks:
-        block.forward = functools.partial(checkpoint, block.forward, use_reentrant=False)  # type: ignore[method-assign]
+        block.forward = functools.partial(checkpoint, block.forward, use_reentrant=False)
         for unit in (block.attn, block.mlp, block):
             fully_shard(unit, mesh=mesh, reshard_after_forward=True)
     fully_shard(head, mesh=mesh, reshard_after_forward=True)
@@ -63,7 +63,7 @@ def post_forward_until_2_9(self: Any, module: nn.Module, args: Any, output: Any)
 def backward_gathers(without_fix: bool, patched: bool) -> tuple[list[str], list[list[float]]]:
     """Names of the units gathered in the backward, in order, and the gradients."""
     if without_fix:
-        FSDPParamGroup.post_forward = post_forward_until_2_9  # type: ignore[method-assign]
+        FSDPParamGroup.post_forward = post_forward_until_2_9
     if patched:
         PATCH.install()
     gathered: list[str] = []
@@ -75,14 +75,14 @@ def backward_gathers(without_fix: bool, patched: bool) -> tuple[list[str], list[
         if before is None and self._all_gather_result is not None:
             gathered.append(self._module_fqn)
 
-    FSDPParamGroup.unshard = noted_unshard  # type: ignore[method-assign]
+    FSDPParamGroup.unshard = noted_unshard
     model = make_model()
     torch.manual_seed(dist.get_rank())
     loss = model(torch.randn(4, WIDTH)).square().sum()
     assert gathered == ["0", "0.attn", "0.mlp", "1", "1.attn", "1.mlp", "2"]
     gathered.clear()
     loss.backward()
-    return gathered, [param.grad.to_local().flatten().tolist() for param in model.parameters()]  # type: ignore[union-attr]
+    return gathered, [param.grad.to_local().flatten().tolist() for param in model.parameters()]
 
 
 IN_ORDER = ["2", "1", "1.mlp", "1.attn", "0", "0.mlp", "0.attn"]

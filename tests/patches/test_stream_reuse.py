@@ -36,8 +36,8 @@ def record_streams() -> set[Any]:
         used.add(stream)
         return run_on(stream)
 
-    torch.cpu.Stream, torch.cpu.stream = Stream, stream  # type: ignore[misc,assignment]
-    torch.cpu.current_stream().priority = 0  # type: ignore[attr-defined]
+    torch.cpu.Stream, torch.cpu.stream = Stream, stream
+    torch.cpu.current_stream().priority = 0
     return used
 
 
@@ -166,7 +166,7 @@ def test_later_patched_runs_of_a_process_share_its_streams() -> None:
 
 def interleave_with_share_comm_ctx() -> None:
     first, second = make_root("fsdp2", 1), make_root("fsdp2", 2)
-    torch.distributed.fsdp.share_comm_ctx([first, second])  # type: ignore[list-item]
+    torch.distributed.fsdp.share_comm_ctx([first, second])
     losses = [root(torch.randn(4, WIDTH)).square().sum() for root in (first, second)]
     with pytest.raises(IndexError, match="list index out of range"):
         for loss in losses:

@@ -203,29 +203,6 @@ def test_events_complete_after_earlier_work_and_polling_advances(delayed: bool) 
     assert run_on_npu(poll, mode=MODES[delayed]) == (delayed, True, True)
 
 
-def history() -> dict[str, Any]:
-    memory = torch.npu.memory
-    memory._record_memory_history(enabled="all", context="all", stacks="python", max_entries=100)
-    kept = torch.empty(1000, device="npu")
-    del kept
-    live = torch.empty(5000, device="npu")
-    snapshot: dict[str, Any] = memory._snapshot()
-    memory._record_memory_history(enabled=None)
-    torch.cuda._memory_viz.trace_plot(snapshot)
-    assert live.numel() == 5000
-    return snapshot
-
-
-def test_memory_history_has_the_format_of_pytorch_with_stacks() -> None:
-    """Oracle: PyTorch's own renderer accepts it; the entries of an allocation and a free."""
-    snapshot = run_on_npu(history)
-    entries = [entry for entry in snapshot["device_traces"][0] if not entry["action"].startswith("segment")]
-    assert [entry["action"] for entry in entries] == ["alloc", "free_requested", "free_completed", "alloc"]
-    assert entries[0]["size"] == 4096 and entries[0]["frames"][0]["name"] == "history"
-    blocks = [block for segment in snapshot["segments"] for block in segment["blocks"]]
-    assert [block["state"] for block in blocks if block["requested_size"] == 20000] == ["active_allocated"]
-
-
 def test_autocast_runs_matmul_in_bfloat16_and_softmax_in_float32() -> None:
     """Oracle: PyTorch's lists for accelerators."""
 

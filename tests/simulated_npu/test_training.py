@@ -1,26 +1,17 @@
 """Training on simulated NPUs equals a CPU bitwise, for all strategies and memory switches, with delayed streams too."""
 
 import functools
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 from unittest import mock
 
 import pytest
 
+from fsdptoys import parallel
 from fsdptoys.memory import GradientCheckpointing, MemoryConfig, OffloadSchedule
 from fsdptoys.models import grouped, linear
-from fsdptoys.parallel import (
-    DDPConfig,
-    FSDP1Config,
-    FSDP2Config,
-    ParallelConfig,
-    SingleConfig,
-    ToyDDPConfig,
-    ToyFSDPConfig,
-    ToyZero1Config,
-    ToyZero2Config,
-    ToyZero3Config,
-)
+from fsdptoys.parallel import DDPConfig, FSDP1Config, FSDP2Config, ParallelConfig, SingleConfig
 from fsdptoys.parallel.fsdp import Wrap
 from fsdptoys.parallel.precision import DType
 from scripts.parity import Outcome, train_all
@@ -54,18 +45,18 @@ STRATEGIES: dict[str, ParallelConfig] = {
     "fsdp1 bf16": FSDP1Config(param_dtype=BF16),
     "fsdp2": FSDP2Config(),
     "fsdp2 bf16": FSDP2Config(param_dtype=BF16, wrap=Wrap.block_attn_mlp),
-    "toy_ddp": ToyDDPConfig(),
-    "toy_zero1": ToyZero1Config(),
-    "toy_zero2": ToyZero2Config(),
-    "toy_zero3": ToyZero3Config(),
-    "toy_fsdp": ToyFSDPConfig(),
+    "toy_ddp": parallel.ToyDDPConfig(),
+    "toy_zero1": parallel.ToyZero1Config(),
+    "toy_zero2": parallel.ToyZero2Config(),
+    "toy_zero3": parallel.ToyZero3Config(),
+    "toy_fsdp": parallel.ToyFSDPConfig(),
 }
 HYBRID: dict[str, ParallelConfig] = {
     "hsdp1": FSDP1Config(),
     "hsdp1 flat": FSDP1Config(use_orig_params=False),
     "hsdp2": FSDP2Config(),
     "hsdp2 bf16": FSDP2Config(param_dtype=BF16),
-    "toy hsdp": ToyFSDPConfig(),
+    "toy hsdp": parallel.ToyFSDPConfig(),
 }
 SWITCHES: dict[str, dict[str, Any]] = {
     "full checkpointing": {"gradient_checkpointing": FULL},
@@ -73,17 +64,17 @@ SWITCHES: dict[str, dict[str, Any]] = {
     "chunked loss": {"chunk_loss": True, "chunk_tokens": "20"},
     "activation offload": {"activation_offload": True, "gradient_checkpointing": FULL},
 }
-ROWS: dict[str, Row] = {name: Row(parallel) for name, parallel in STRATEGIES.items()}
-ROWS |= {name: Row(parallel, 4, {"fsdp_size": 2}) for name, parallel in HYBRID.items()}
+ROWS: dict[str, Row] = {name: Row(strategy) for name, strategy in STRATEGIES.items()}
+ROWS |= {name: Row(strategy, 4, {"fsdp_size": 2}) for name, strategy in HYBRID.items()}
 ROWS |= {family: Row(SingleConfig(simulated_ranks=2), 1, {"model": model}) for family, model in FAMILIES.items()}
 ROWS["documents"] = Row(FSDP2Config(), options={"data": DOCUMENTS})
 ROWS["fsdp2 overlapped"] = Row(FSDP2Config(), schedule=offloaded.OVERLAPPED, offload={"cpu_offload": True})
-for parallel in (FSDP1Config(), FSDP2Config()):
+for fsdp in (FSDP1Config(), FSDP2Config()):
     for name, switches in SWITCHES.items():
-        ROWS[f"{parallel.name} {name}"] = Row(parallel, options={"memory": MemoryConfig(**switches)})
+        ROWS[f"{fsdp.name} {name}"] = Row(fsdp, options={"memory": MemoryConfig(**switches)})
     for schedule in [schedule for schedule in OffloadSchedule if schedule is not OffloadSchedule.auto]:
-        ROWS[f"{parallel.name} {schedule.value}"] = Row(parallel, schedule=schedule.value)
-    ROWS[f"{parallel.name} cpu_offload"] = Row(parallel, offload={"cpu_offload": True})
+        ROWS[f"{fsdp.name} {schedule.value}"] = Row(fsdp, schedule=schedule.value)
+    ROWS[f"{fsdp.name} cpu_offload"] = Row(fsdp, offload={"cpu_offload": True})
 
 SHORT = {*STRATEGIES, "hsdp2", "llama", "qwen3_moe", "fsdp1 cpu_offload", "fsdp2 overlapped"}
 SHORT |= {f"fsdp2 {name}" for name in (*SWITCHES, *(schedule.value for schedule in OffloadSchedule))}
@@ -98,28 +89,43 @@ def multiply_in_16_bits() -> None:
         mock.patch.object(module, "lacks_matmul", return_value=False).start()
 
 
-@functools.cache
-def train_on_cpus(name: str) -> Outcome:
-    row = ROWS[name]
-    configs = [config_for("cpu", row.parallel, row.ranks, **row.options)]
-    return run_ranks(row.ranks, train_all, configs, prepare=multiply_in_16_bits)[0][0]
+def is_exact(name: str) -> bool:
+    return not name.endswith(OTHER_SUMS_ON_CPU)
 
 
-def train_on_npus(name: str, mode: str) -> Outcome:
-    row = ROWS[name]
-    rows = [(config_for("npu", row.parallel, row.ranks, **row.options), row.schedule, row.offload)]
-    return run_npu_ranks(row.ranks, offloaded.train_all, rows, mode=mode)[0][0]
+OutcomeOf = Callable[[str, str], Outcome]
+
+
+@pytest.fixture(scope="module")
+def outcome_of(request: pytest.FixtureRequest) -> OutcomeOf:
+    """Outcome of a row in a mode, or on CPUs: all chosen rows of as many ranks run in one group, at the first."""
+    chosen = {item.callspec.params["name"] for item in request.session.items if item.path == request.path}
+
+    @functools.cache
+    def train(ranks: int, exact: bool, mode: str) -> dict[str, Outcome]:
+        names = [name for name in ROWS if name in chosen and ROWS[name].ranks == ranks and is_exact(name) == exact]
+        rows = [ROWS[name] for name in names]
+        device = "cpu" if mode == "cpu" else "npu"
+        configs = [config_for(device, row.parallel, ranks, **row.options) for row in rows]
+        if device == "cpu":
+            outcomes = run_ranks(ranks, train_all, configs, prepare=multiply_in_16_bits)[0]
+        else:
+            given = [(config, row.schedule, row.offload) for config, row in zip(configs, rows, strict=True)]
+            outcomes = run_npu_ranks(ranks, offloaded.train_all, given, mode=mode)[0]
+        return dict(zip(names, outcomes, strict=True))
+
+    return lambda name, mode: train(ROWS[name].ranks, is_exact(name), mode)[name]
 
 
 @BOTH_MODES
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=() if name in SHORT else pytest.mark.extended) for name in ROWS]
 )
-def test_training_on_npus_matches_cpu_ranks(name: str, mode: str) -> None:
+def test_training_on_npus_matches_cpu_ranks(name: str, mode: str, outcome_of: OutcomeOf) -> None:
     """Oracle: the same run on CPU ranks, without offload, bitwise; where a CPU sums otherwise, its losses to 1e-6."""
-    outcome, expected = train_on_npus(name, mode), train_on_cpus(name)
-    if name.endswith(OTHER_SUMS_ON_CPU):
-        assert outcome.losses == pytest.approx(expected.losses, rel=1e-6)
-        assert mode == "immediate" or outcome == train_on_npus(name, "immediate")
-    else:
+    outcome, expected = outcome_of(name, mode), outcome_of(name, "cpu")
+    if is_exact(name):
         assert outcome == expected
+    else:
+        assert outcome.losses == pytest.approx(expected.losses, rel=1e-6)
+        assert outcome == outcome_of(name, "immediate")

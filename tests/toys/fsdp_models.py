@@ -125,6 +125,8 @@ class Case:
     """Whether gradients are clipped and AdamW takes the steps, rather than SGD."""
     together: bool = False
     """Whether one backward follows the forwards of all micro-batches."""
+    alike: int = 1
+    """Ranks that take the same tokens."""
 
 
 def mesh_of(axes: tuple[int, ...] = ()) -> DeviceMesh:
@@ -147,8 +149,8 @@ def build(library: types.ModuleType, case: Case) -> Any:
     case.prepare(model)
     options = dict(case.options)
     if "mp_policy" in options:
-        options["mp_policy"] = library.MixedPrecisionPolicy(**options["mp_policy"])  # type: ignore[attr-defined]
-    case.shard(library, model, mesh_of(case.axes), **options)  # type: ignore[call-arg]
+        options["mp_policy"] = library.MixedPrecisionPolicy(**options["mp_policy"])
+    case.shard(library, model, mesh_of(case.axes), **options)
     case.configure(model)
     return model
 
@@ -170,9 +172,9 @@ def backward(model: Any, tokens_BT: Tensor) -> Tensor:
     return total
 
 
-def batches(steps: int) -> list[Tensor]:
-    """Other tokens on each rank."""
-    generator = torch.Generator().manual_seed(dist.get_rank())
+def batches(steps: int, alike: int = 1) -> list[Tensor]:
+    """Other tokens on each rank, or on each ``alike`` ranks."""
+    generator = torch.Generator().manual_seed(dist.get_rank() // alike)
     return [torch.randint(VOCABULARY, (2, 6), generator=generator) for _ in range(steps)]
 
 
@@ -182,7 +184,7 @@ def train(library: types.ModuleType, case: Case, steps: int = 2) -> tuple[list[f
     params = [param for param in model.parameters() if param.requires_grad]
     optimizer = torch.optim.AdamW(params, lr=1e-2) if case.clips else torch.optim.SGD(params, lr=0.5)
     seen: list[float] = []
-    tokens = iter(batches(steps * case.micro_batches))
+    tokens = iter(batches(steps * case.micro_batches, case.alike))
     for _ in range(steps):
         losses: list[Tensor] = []
         for index in range(case.micro_batches):
@@ -196,7 +198,7 @@ def train(library: types.ModuleType, case: Case, steps: int = 2) -> tuple[list[f
             torch.stack(losses).sum().backward()
         seen += [loss.item() for loss in losses]
         if case.clips:
-            seen.append(nn.utils.clip_grad_norm_(params, 0.5).full_tensor().item())  # type: ignore[attr-defined]
+            seen.append(nn.utils.clip_grad_norm_(params, 0.5).full_tensor().item())
         optimizer.step()
         optimizer.zero_grad()
     return seen, whole(model)
@@ -208,3 +210,10 @@ def whole(model: nn.Module) -> dict[str, Tensor]:
         name: value.full_tensor().clone() if hasattr(value, "full_tensor") else value.clone()
         for name, value in model.state_dict().items()
     }
+
+
+def assert_matches_native(case: Case) -> None:
+    """Compare losses, norms and parameters with those of PyTorch in every bit."""
+    ours, theirs = train(TOY, case), train(NATIVE, case)
+    assert ours[0] == theirs[0]
+    assert {name for name, value in theirs[1].items() if not torch.equal(value, ours[1][name])} == set()

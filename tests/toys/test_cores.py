@@ -1,9 +1,10 @@
 """The core of each toy is short, imports none of the extensions, and trains on its own."""
 
 import ast
+import copy
 import importlib
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -16,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import fsdptoys.toys
 from scripts.ranks import run_ranks
-from tests.toys.fsdp_models import NATIVE, Model, backward, batches, mesh_of, whole
+from tests.toys.fsdp_models import NATIVE, Model, batches, mesh_of
 
 TOYS = Path(fsdptoys.toys.__file__).parent
 CORES = {"ddp": "ddp/core", "zero1": "zero1/core", "zero2": "zero2", "zero3": "zero3", "fsdp": "fsdp/core"}
@@ -82,17 +83,16 @@ def load_alone(core: str) -> ModuleType:
 def loaded_files() -> set[str]:
     """Files of the toys in this process."""
     modules = [module for name, module in sys.modules.items() if name.startswith("fsdptoys.toys.")]
-    return {module.__file__ for module in modules if getattr(module, "__file__", None)}  # type: ignore[misc]
+    return {module.__file__ for module in modules if getattr(module, "__file__", None)}
 
 
-def follow(model: Any, params: list[nn.Parameter], attach: Callable[[Any], None] = lambda _: None) -> list[float]:
+def follow(model: Any, params: Iterable[nn.Parameter], attach: Callable[[Any], None] = lambda _: None) -> list[float]:
     """Train five steps; return their losses."""
     optimizer = torch.optim.AdamW(params, lr=1e-2)
     attach(optimizer)
     losses = []
     for tokens_BT in batches(5):
-        logits_BTV = model(tokens_BT)
-        loss = nn.functional.cross_entropy(logits_BTV.flatten(0, 1), tokens_BT.flatten())
+        loss = nn.functional.cross_entropy(model(tokens_BT).flatten(0, 1), tokens_BT.flatten())
         loss.backward()
         losses.append(loss.item())
         optimizer.step()
@@ -100,55 +100,46 @@ def follow(model: Any, params: list[nn.Parameter], attach: Callable[[Any], None]
     return losses
 
 
+def shard_and_follow(library: Any, model: Model) -> list[float]:
+    for block in model.blocks:
+        library.fully_shard(block, mesh=mesh_of())
+    library.fully_shard(model, mesh=mesh_of(), reshard_after_forward=False)
+    return follow(model, model.parameters())
+
+
 def train_core(toy: str, core: ModuleType, model: Model) -> list[float]:
     if toy == "zero1":  # on a module whose gradients are averaged on every rank
         module = DistributedDataParallel(model)
         update = core.ShardedUpdate()
         update.slices = core.Slices(model, dist.group.WORLD, 1000)
-        return follow(module, list(update.pieces()), update.attach)
+        return follow(module, update.pieces(), update.attach)
     if toy == "ddp":
-        return follow(core.DDP(model, bucket_cap_mb=0.001), list(model.parameters()))
+        return follow(core.DDP(model, bucket_cap_mb=0.001), model.parameters())
     if toy == "zero2":
         two = core.Zero2(model, bucket_cap_mb=0.001)
-        return follow(two, list(two.pieces()), two.attach)
-    three = core.Zero3(model, list(model.blocks), torch.device("cpu"))
-    return follow(three, [param for _, param in three.owned()])
+        return follow(two, two.pieces(), two.attach)
+    if toy == "zero3":
+        three = core.Zero3(model, list(model.blocks), torch.device("cpu"))
+        return follow(three, [param for _, param in three.owned()])
+    return shard_and_follow(core, model)
 
 
-def differing_losses(toy: str) -> tuple[list[float], list[float], set[str]]:
-    """Losses of the core and of PyTorch's DDP, and the imported files of toys."""
-    core, found = load_alone(CORES[toy]), []
-    for native in (False, True):
-        torch.manual_seed(0)
-        model = Model()
-        found.append(
-            follow(DistributedDataParallel(model), list(model.parameters())) if native else train_core(toy, core, model)
-        )
-    return found[0], found[1], loaded_files()
-
-
-def train_fsdp() -> tuple[list[str], list[str], set[str]]:
-    """Names of parameters that differ from PyTorch's, none expected, and the imported files of toys."""
-    core, found = load_alone(CORES["fsdp"]), []
-    for library in (core, NATIVE):
-        torch.manual_seed(0)
-        model = Model()
-        for block in model.blocks:
-            library.fully_shard(block, mesh=mesh_of())
-        library.fully_shard(model, mesh=mesh_of(), reshard_after_forward=False)
-        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-        for tokens_BT in batches(5):
-            backward(model, tokens_BT)
-            optimizer.step()
-            optimizer.zero_grad()
-        found.append(whole(model))
-    differing = [name for name, value in found[0].items() if not torch.equal(value, found[1][name])]
-    return differing, [], loaded_files()
+def train_native(toy: str, model: Model) -> list[float]:
+    if toy == "fsdp":
+        return shard_and_follow(NATIVE, model)
+    return follow(DistributedDataParallel(model), model.parameters())
 
 
 @pytest.mark.parametrize("toy", CORES)
 def test_core_alone_trains_bitwise_equal_to_pytorch(toy: str) -> None:
     """Oracle: PyTorch's DDP, or ``fully_shard`` for FSDP; and the loaded modules."""
-    for ours, theirs, loaded in run_ranks(2, train_fsdp) if toy == "fsdp" else run_ranks(2, differing_losses, toy):
-        assert ours == theirs
-        assert loaded == {str(file) for file in core_files(CORES[toy])}
+
+    def compare() -> None:
+        core = load_alone(CORES[toy])
+        torch.manual_seed(0)
+        model = Model()
+        native = train_native(toy, copy.deepcopy(model))
+        assert train_core(toy, core, model) == native
+        assert loaded_files() == {str(file) for file in core_files(CORES[toy])}
+
+    run_ranks(2, compare)

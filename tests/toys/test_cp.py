@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from fsdptoys.toys.cp import ContextParallel, RingAttention, own_positions, seen_parts, ulysses_attention
 from scripts.ranks import run_ranks
-from tests.toys.distances import TOLERANCES, relative
+from tests.toys.distances import TOLERANCES, descend, relative
 
 KINDS = ("ulysses", "ring", "unbalanced_ring")
 BATCH, LENGTH, WIDTH, WORDS = 2, 24, 16, 11
@@ -76,24 +76,17 @@ def test_attention_over_slices_equals_attention_over_whole_sequences(kv_heads: i
 
 
 def train(model: ContextParallel | Decoder, tokens: Tensor, labels: Tensor) -> tuple[list[float], list[Tensor]]:
-    """Three steps of SGD; losses, and the gradients of the last."""
-    losses = []
-    for _ in range(3):
-        model.zero_grad()
+    """Losses of three steps, and the gradients of the last."""
+
+    def loss() -> Tensor:
         if isinstance(model, ContextParallel):
             logits, own_labels = model(tokens), model.cut(labels)[0]
         else:
             logits, own_labels = model(tokens, torch.arange(LENGTH), causal_attention), labels
-        loss = F.cross_entropy(logits.flatten(0, 1), own_labels.flatten(), reduction="sum") / valid_labels()
-        loss.backward()
-        if isinstance(model, ContextParallel):
-            model.sum_gradients()
-            dist.all_reduce(loss.detach())
-        losses.append(loss.item())
-        with torch.no_grad():
-            for param in model.parameters():
-                param -= 0.5 * param.grad  # type: ignore[operator]
-    return losses, [param.grad for param in model.parameters()]  # type: ignore[misc]
+        return F.cross_entropy(logits.flatten(0, 1), own_labels.flatten(), reduction="sum") / valid_labels()
+
+    losses = descend(model, loss, 0.5, model.sum_gradients if isinstance(model, ContextParallel) else None)
+    return losses, [param.grad for param in model.parameters()]
 
 
 def batch() -> tuple[Tensor, Tensor]:
@@ -160,7 +153,7 @@ def test_parts_are_all_pairs_that_a_causal_mask_leaves(ranks: int, balanced: boo
     [
         (lambda: own_positions(10, 4, 0, True), "sequences of 10 tokens cannot be cut into 8 equal chunks"),
         (
-            lambda: ulysses_attention(*[torch.ones(1, 3, 2, 4)] * 3, dist.group.WORLD),  # type: ignore[arg-type]
+            lambda: ulysses_attention(*[torch.ones(1, 3, 2, 4)] * 3, dist.group.WORLD),
             "3 heads cannot be shared by 2 ranks",
         ),
     ],

@@ -165,7 +165,7 @@ def averaged_gradients(make: Callable[..., nn.Module], hook: Any = None) -> list
     torch.manual_seed(3)
     sparse, dense = make(Sparse()), make(Shared(), bucket_cap_mb=MANY_BUCKETS)
     if hook is not None:
-        dense.register_comm_hook(None, hook)  # type: ignore[operator]
+        dense.register_comm_hook(None, hook)
     generator = torch.Generator().manual_seed(dist.get_rank())
     for _ in range(3):
         sparse(torch.randint(0, 10, (6, 2), generator=generator)).square().mean().backward()
@@ -312,7 +312,7 @@ def reducer_is_freed() -> None:
     del first
     assert not any(isinstance(thing, Reducer) for thing in gc.get_objects())
     module(torch.ones(1, 2)).sum().backward()
-    assert torch.equal(module.bias.grad, torch.ones(2))  # type: ignore[arg-type]
+    assert torch.equal(module.bias.grad, torch.ones(2))
 
 
 def test_reducer_is_collected_with_its_module() -> None:

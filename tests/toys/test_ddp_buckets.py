@@ -147,7 +147,7 @@ def trains_alone() -> None:
         model(torch.ones(4, 2)).square().sum().backward()
         grads.append(module.weight.grad)
     assert wrapped._get_ddp_logging_data()["backend_name"] == "alone"
-    assert torch.equal(grads[0], grads[2]) and torch.equal(grads[1], grads[2])  # type: ignore[arg-type]
+    assert torch.equal(grads[0], grads[2]) and torch.equal(grads[1], grads[2])
 
 
 def test_custom_process_group_is_supported() -> None:

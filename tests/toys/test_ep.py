@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from fsdptoys.toys.ep import Experts, MoE, make_groups, plan_routes, sum_gradients
 from scripts.ranks import run_ranks
-from tests.toys.distances import TOLERANCES, relative
+from tests.toys.distances import TOLERANCES, descend, relative
 
 DTYPES = (torch.float64, torch.float32)
 TOKENS, WIDTH, HIDDEN, EXPERTS, TOP_K = 12, 8, 6, 8, 2
@@ -105,20 +105,12 @@ class Model(nn.Module):
 
 
 def train(model: Model, hidden: Tensor, labels: Tensor, same: dist.ProcessGroup | None) -> list[float]:
-    """Three steps of SGD; the losses, sums over all ranks. Gradients of the last step remain."""
-    losses = []
-    for _ in range(3):
-        model.zero_grad()
-        loss = F.cross_entropy(model(hidden).flatten(0, -2), labels.flatten(), reduction="sum") / LABELS
-        loss.backward()
-        if same is not None:
-            sum_gradients(model, same)
-            dist.all_reduce(loss.detach())
-        losses.append(loss.item())
-        with torch.no_grad():
-            for param in model.parameters():
-                param -= 0.3 * param.grad  # type: ignore[operator]
-    return losses
+    """Losses of three steps, sums over all ranks. Gradients of the last step remain."""
+
+    def loss() -> Tensor:
+        return F.cross_entropy(model(hidden).flatten(0, -2), labels.flatten(), reduction="sum") / LABELS
+
+    return descend(model, loss, 0.3, None if same is None else lambda: sum_gradients(model, same))
 
 
 LABELS = 30
@@ -159,7 +151,7 @@ def test_training_with_spread_experts_equals_one_process(dtype: torch.dtype, ran
     [
         (lambda: make_groups(3), "2 ranks cannot form groups of 3"),
         (
-            lambda: Experts(torch.ones(3, 4, 2), torch.ones(3, 2, 2), dist.group.WORLD),  # type: ignore[arg-type]
+            lambda: Experts(torch.ones(3, 4, 2), torch.ones(3, 2, 2), dist.group.WORLD),
             "3 experts cannot be spread evenly over 2 ranks",
         ),
     ],

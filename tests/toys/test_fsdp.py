@@ -11,7 +11,8 @@ from torch.distributed.tensor import Shard
 
 from fsdptoys.parallel.fsdp import TORCH
 from scripts.ranks import run_ranks
-from tests.toys.fsdp_models import NATIVE, TOY, Block, Case, Model, shard_blocks, shard_groups, shard_tied, train
+from tests.toys import fsdp_models
+from tests.toys.fsdp_models import NATIVE, Block, Case, Model, assert_matches_native, shard_groups, shard_tied
 
 BF16 = {"param_dtype": torch.bfloat16}
 if TORCH >= (2, 15):  # PyTorch's default is float32 from then on; the toy's is the dtype of the parameters, as before
@@ -27,7 +28,7 @@ def freeze(model: Model) -> None:
 def recompute(reentrant: bool) -> Callable[[Model], None]:
     def prepare(model: Model) -> None:
         for block in model.blocks:
-            block.recomputes = reentrant  # type: ignore[union-attr,assignment]
+            block.recomputes = reentrant
 
     return prepare
 
@@ -55,22 +56,21 @@ def add_block(model: Any) -> None:
 
 def shard_all_blocks(library: Any, model: Any, mesh: Any) -> None:
     library.fully_shard(model.never_run, mesh=mesh)
-    shard_blocks(library, model, mesh)
+    fsdp_models.shard_blocks(library, model, mesh)
 
 
+WIDE_SUMS = {"mp_policy": {**BF16, "reduce_dtype": torch.float32}}
 CASES: dict[str, Case] = {
     "by default": Case(clips=True),
     "without resharding": Case(options={"reshard_after_forward": False}),
     "root resharded": Case(configure=lambda model: model.set_reshard_after_forward(True)),
     "bf16": Case(options={"mp_policy": BF16}),
-    "bf16 reduced in float32": Case(options={"mp_policy": {**BF16, "reduce_dtype": torch.float32}}),
+    "bf16 reduced in float32": Case(options=WIDE_SUMS),
     "reduced in float64": Case(options={"mp_policy": {"reduce_dtype": torch.float64}}),
     "reduced in float16": Case(options={"mp_policy": {"reduce_dtype": torch.float16}}),
     "outputs cast": Case(shard=shard_groups, options={"mp_policy": {**BF16, "output_dtype": torch.float32}}),
     "accumulation": ACCUMULATE,
-    "accumulation in float32": Case(
-        options={"mp_policy": {**BF16, "reduce_dtype": torch.float32}}, before=ACCUMULATE.before
-    ),
+    "accumulation in float32": Case(options=WIDE_SUMS, before=ACCUMULATE.before),
     "accumulation without freeing": Case(before=last, micro_batches=3),
     "norm and head together": Case(shard=shard_groups),
     "head by chunks": Case(shard=shard_groups, model={"chunks": 3}),
@@ -110,7 +110,7 @@ CASES_OF_FOUR = {
     "by default": Case(clips=True),
     "reshard to two ranks": Case(options={"reshard_after_forward": 2}),
     "HSDP": Case(axes=(2, 2), clips=True),
-    "HSDP, bf16 reduced in float32": Case(axes=(2, 2), options={"mp_policy": {**BF16, "reduce_dtype": torch.float32}}),
+    "HSDP, bf16 reduced in float32": Case(axes=(2, 2), options=WIDE_SUMS),
     "HSDP, replicas last": Case(
         axes=(2, 2), before=lambda model, index, count: model.set_requires_all_reduce(index == count - 1)
     ),
@@ -124,7 +124,7 @@ needs_averages = pytest.mark.skipif(
     TORCH < (2, 8), reason="FSDP2 over gloo sums gradients in torch 2.7, where it should average them"
 )
 ROWS = [(2, case) for case in CASES] + [
-    pytest.param(4, case, marks=() if case in ("HSDP", "second dim") else pytest.mark.extended)
+    pytest.param(4, case, marks=pytest.mark.extended if case in ("by default", "more ranks than rows") else ())
     for case in CASES_OF_FOUR
 ]
 ROWS += [(1, case) for case in ("by default", "accumulation in float32", "norm and head together")]
@@ -134,14 +134,7 @@ ROWS += [(1, case) for case in ("by default", "accumulation in float32", "norm a
 @pytest.mark.parametrize(("ranks", "name"), ROWS)
 def test_training_matches_pytorch_bitwise(ranks: int, name: str) -> None:
     """Oracle: PyTorch's ``fully_shard`` with the same arguments; losses, norms and parameters after some steps."""
-    case = (CASES_OF_FOUR if ranks == 4 else CASES)[name]
-
-    def compare() -> None:
-        ours, theirs = train(TOY, case), train(NATIVE, case)
-        assert ours[0] == theirs[0]
-        assert {name for name, value in theirs[1].items() if not torch.equal(value, ours[1][name])} == set()
-
-    run_ranks(ranks, compare)
+    run_ranks(ranks, assert_matches_native, (CASES_OF_FOUR if ranks == 4 else CASES)[name])
 
 
 @pytest.mark.extended
@@ -151,7 +144,7 @@ def test_other_dims_are_resharded_to_fewer_ranks() -> None:
 
     def losses(reshard: bool | int) -> list[float]:
         options = {"shard_placement_fn": wide, "reshard_after_forward": reshard}
-        return train(TOY, Case(options=options, model={"dim": 16}))[0]
+        return fsdp_models.train(fsdp_models.TOY, Case(options=options, model={"dim": 16}))[0]
 
     for whole, to_two in run_ranks(4, lambda: (losses(True), losses(2))):
         assert whole == to_two

@@ -1,114 +1,72 @@
 """The toy FSDP shards parameters of tensor parallelism, as PyTorch's does."""
 
-import functools
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from scripts.ranks import run_ranks
-from tests.toys.fsdp_models import NATIVE, TOY, whole
+from tests.toys.fsdp_models import NATIVE, TOY, Case, Model, assert_matches_native, build, mesh_of
 
-TP = "tensor"
-
-
-@functools.cache
-def meshes(tensor: int) -> DeviceMesh:
-    return init_device_mesh("cpu", (4 // tensor, tensor), mesh_dim_names=("data", TP))
+DATA, TENSOR = "replicate", "shard"
 
 
-class Stack(nn.Module):
-    """Feed-forwards, some of them tensor parallel, and a replicated norm."""
-
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(
-            nn.Sequential(nn.Linear(width, 2 * width), nn.ReLU(), nn.Linear(2 * width, width)) for _ in range(2)
-        )
-        self.norm = nn.LayerNorm(width)
-
-    def forward(self, hidden_BD: Tensor) -> Tensor:
-        """Run them with residuals."""
-        for layer in self.layers:
-            hidden_BD = hidden_BD + layer(hidden_BD)
-        normed_BD: Tensor = self.norm(hidden_BD)
-        return normed_BD
-
-
-def parallel(library: Any, width: int, **options: Any) -> Any:
-    torch.manual_seed(0)
-    model, mesh = Stack(width), meshes(2)
+def shard_features(library: Any, model: Model, mesh: DeviceMesh, **options: Any) -> None:
+    """The features of each feed-forward over one axis, then units over the other."""
     # DTensors throughout, since tensor parallelism cannot pass on local tensors of unequal sizes.
-    plan = {"0": ColwiseParallel(use_local_output=False), "2": RowwiseParallel()}
-    for layer in model.layers:
-        parallelize_module(layer, mesh[TP], plan)
-        library.fully_shard(layer, mesh=mesh["data"], **options)
-    return library.fully_shard(model, mesh=mesh["data"], **{k: v for k, v in options.items() if k == "mp_policy"})
+    plan = {"up": ColwiseParallel(use_local_output=False), "down": RowwiseParallel()}
+    for block in model.blocks:
+        parallelize_module(block, mesh[TENSOR], plan)
+        library.fully_shard([block.up, block.down], mesh=mesh[DATA], **options)
+    library.fully_shard(model, mesh=mesh[DATA], **{key: options[key] for key in options if key == "mp_policy"})
 
 
-def train(library: Any, width: int, accumulates: bool = False, **options: Any) -> tuple[list[float], dict[str, Tensor]]:
-    """Losses, gradient norms and parameters of two steps."""
-    if "mp_policy" in options:
-        options["mp_policy"] = library.MixedPrecisionPolicy(**options["mp_policy"])
-    model = parallel(library, width, **options)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    generator = torch.Generator().manual_seed(meshes(2).get_local_rank("data"))
-    seen: list[float] = []
-    for _ in range(2):
-        for last in (False, True) if accumulates else (True,):
-            model.set_requires_gradient_sync(last)
-            loss = model(torch.randn(4, width, generator=generator)).square().mean()
-            loss.backward()
-            seen.append(loss.item())
-        seen += [param.grad.full_tensor().norm().item() for param in model.parameters()]
-        optimizer.step()
-        optimizer.zero_grad()
-    return seen, whole(model)
+def of_features(dim: int, **settings: Any) -> Case:
+    return Case(shard_features, axes=(2, 2), alike=2, model={"dim": dim}, **settings)
 
 
-def matches_native(width: int, **options: Any) -> None:
-    ours, theirs = train(TOY, width, **options), train(NATIVE, width, **options)
-    assert ours[0] == theirs[0]
-    assert all(torch.equal(value, ours[1][name]) for name, value in theirs[1].items())
+def accumulate(model: Any, index: int, count: int) -> None:
+    model.set_requires_gradient_sync(index == count - 1)
 
 
 def shows_both_meshes_to_the_optimizer() -> None:
-    ours, theirs = parallel(TOY, 6), parallel(NATIVE, 6)
+    ours, theirs = (build(library, of_features(6)) for library in (TOY, NATIVE))
     for (name, mine), its in zip(ours.named_parameters(), theirs.parameters(), strict=True):
         assert mine.placements == its.placements and mine.device_mesh == its.device_mesh, name
         assert mine.shape == its.shape and mine.stride() == its.stride()
         assert torch.equal(mine.to_local(), its.to_local())
-    layer = ours.layers[0]
+    layer = ours.blocks[0].up
     layer.unshard()
-    assert isinstance(layer[0].weight, DTensor) and layer[0].weight.placements == (Shard(0),)
+    assert isinstance(layer.weight, DTensor) and layer.weight.placements == (Shard(0),)
     layer.reshard()
 
 
 REFUSALS: dict[str, Callable[[Any], object]] = {
-    "other axes": lambda layer: TOY.fully_shard(layer, mesh=meshes(2)[TP]),
-    "as an int": lambda layer: TOY.fully_shard(layer, mesh=meshes(1)["data"], reshard_after_forward=2),
-    "reset_parameters": lambda layer: TOY.initialize(TOY.fully_shard(layer, mesh=meshes(2)["data"]), "cpu"),
+    "other axes": lambda layer: TOY.fully_shard(layer, mesh=mesh_of((2, 2))[TENSOR]),
+    "as an int": lambda layer: TOY.fully_shard(layer, mesh=mesh_of((4, 1))[DATA], reshard_after_forward=2),
+    "reset_parameters": lambda layer: TOY.initialize(TOY.fully_shard(layer, mesh=mesh_of((2, 2))[DATA]), "cpu"),
 }
 
 
 def refuses_unsupported_options_by_name() -> None:
     for match, call in REFUSALS.items():
         layer = nn.Sequential(nn.Linear(4, 4))
-        parallelize_module(layer, meshes(2)[TP], {"0": ColwiseParallel()})
+        parallelize_module(layer, mesh_of((2, 2))[TENSOR], {"0": ColwiseParallel()})
         with pytest.raises(NotImplementedError, match=match):
             call(layer)
 
 
-WIDE_SUMS = {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32}
+KEPT = {"reshard_after_forward": False}
+MIXED = {"mp_policy": {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32}}
 CLAIMS: dict[str, Callable[[], None]] = {
-    "uneven": lambda: matches_native(3),
-    "not freed": lambda: matches_native(6, reshard_after_forward=False, accumulates=True),
-    "mixed precision": lambda: matches_native(8, accumulates=True, mp_policy=WIDE_SUMS),
+    "uneven": lambda: assert_matches_native(of_features(3, micro_batches=1)),
+    "not freed": lambda: assert_matches_native(of_features(6, options=KEPT, before=accumulate)),
+    "mixed precision": lambda: assert_matches_native(of_features(8, options=MIXED, before=accumulate)),
     "both meshes": shows_both_meshes_to_the_optimizer,
     "refusals": refuses_unsupported_options_by_name,
 }

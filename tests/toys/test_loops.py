@@ -19,7 +19,7 @@ PARTS = ("toy_cp", "toy_ep")
 def load_run(folder: Path, name: str = "run") -> ModuleType:
     """``run.py`` or another script as a module that takes its loops from ``folder``."""
     module = load_file(LOOPS / f"{name}.py")
-    module.HERE = folder  # type: ignore[attr-defined]
+    module.HERE = folder
     return module
 
 

@@ -132,6 +132,7 @@ def peak_of(step: Callable[[], None]) -> int:
     return most
 
 
+@pytest.mark.extended
 def test_peak_memory_of_a_step_is_within_5_percent_of_pytorch() -> None:
     """Oracle: PyTorch's FSDP2 on the same model, by the allocations and frees that torch's profiler records."""
     for (before, most), (native_before, native_most) in run_ranks(2, lambda: (step_peak(fsdp), step_peak(NATIVE))):

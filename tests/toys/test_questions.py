@@ -8,12 +8,8 @@ import yaml
 
 import fsdptoys
 from fsdptoys.config.compose import compose_config
-from fsdptoys.profiler.collectives import Call, CollectiveTrace
-from fsdptoys.toys import fsdp
 from fsdptoys.toys.buckets import assign_buckets
-from scripts.ranks import run_ranks
 from scripts.toys_memory import MIB, expected
-from tests.toys.fsdp_models import Case, backward, batches, build
 
 ROOT = Path(__file__).parents[2]
 RANKS = 8
@@ -33,8 +29,8 @@ def test_answers_have_the_computed_numbers() -> None:
         model = compose_config(["experiment=null", "model=gpt2_xl"]).model.build()
     params = list(model.parameters())
     count = sum(param.numel() for param in params)
-    block = sum(param.numel() for param in model.layers[0].parameters())  # type: ignore[index]
-    rest = count - len(model.layers) * block  # type: ignore[arg-type]
+    block = sum(param.numel() for param in model.layers[0].parameters())
+    rest = count - len(model.layers) * block
     vector = [torch.Size([count])]  # divisible by the ranks: no padding
     kept = [sum(expected(kind, vector, RANKS, 0, 25 * MIB)) for kind in ("ddp", "zero1", "zero2", "fsdp")]
     buckets = assign_buckets(params[::-1], [25 * MIB])
@@ -46,7 +42,7 @@ def test_answers_have_the_computed_numbers() -> None:
         2: [2 * sent, 3 * sent],
         4: [len(buckets), max(param.nbytes for param in params[1:]), params[0].nbytes],
         5: [(4 + 1) / 2],
-        6: [2 * len(model.layers) + 1, len(model.layers) + 1],  # type: ignore[arg-type]
+        6: [2 * len(model.layers) + 1, len(model.layers) + 1],
         7: [4 * block, 4 * rest],
         8: [rows[0], rows[-1], padding],
     }
@@ -56,24 +52,6 @@ def test_answers_have_the_computed_numbers() -> None:
     page = (ROOT / "docs/toys/questions.md").read_text(encoding="utf-8")
     for value in (count, block, rest):
         assert f"{value:,}" in page
-
-
-def count_collectives() -> tuple[list[str], int]:
-    """Collectives of the second step of blocks and a root under the toy FSDP, and the number of units."""
-    model = build(fsdp, Case())
-    calls: list[Call] = []
-    trace = CollectiveTrace(1, model, {}, calls.extend)
-    (tokens_BT,) = batches(1)
-    for step in range(2):
-        with trace.around(step):
-            backward(model, tokens_BT)
-    return [call.collective for call in calls], 1 + len(model.blocks)
-
-
-def test_fsdp_gathers_each_block_twice_and_the_root_once() -> None:
-    """Oracle: the collectives of a real step on two ranks, for the formula of answer 6."""
-    kinds, units = run_ranks(2, count_collectives)[0]
-    assert sorted(kinds) == ["all_gather"] * (2 * units - 1) + ["reduce_scatter"] * units
 
 
 def test_citation_has_the_packages_version_and_licence() -> None:

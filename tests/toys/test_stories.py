@@ -42,7 +42,7 @@ def test_scripts_print_what_their_pages_show(script: str, capsys: pytest.Capture
 def take_steps(parallel: str, with_bug: bool) -> tuple[list[tuple[float, float]], list[Call]]:
     """Losses and gradient norms of two steps on this rank, and the collectives of the second."""
     if with_bug:
-        GradientUnit.take_gradients = load_file(PAGES / "stories/with_bug.py").take_matrices  # type: ignore[method-assign]
+        GradientUnit.take_gradients = load_file(PAGES / "stories/with_bug.py").take_matrices
     words = ["experiment=null", "model=llama_debug", f"parallel={parallel}", "train.steps=2", "metrics.console=none"]
     config = compose_config(words)
     config.validate(2, "cpu")

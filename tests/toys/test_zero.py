@@ -55,7 +55,7 @@ ELEMENTWISE = [name for name in OPTIMIZERS if name != "adafactor"]
 def make(kind: str, module: nn.Module) -> tuple[nn.Module, Any, Callable[[torch.optim.Optimizer], None]]:
     """A wrapped module, the parameters for its optimizer, and the function that attaches that."""
     if kind == "zero3":
-        three = Zero3(module, list(module.blocks), CPU)  # type: ignore[arg-type]
+        three = Zero3(module, list(module.blocks), CPU)
         return three, [param for _, param in three.owned()], lambda _: None
     if kind == "ddp":
         used = [param for name, param in module.named_parameters() if "skipped" not in name]

@@ -33,4 +33,4 @@ def apply_elsewhere(rows: Tensor, targets: Tensor, function: Callable[[Tensor], 
     sent, received = counts.tolist(), coming.tolist()
     order = targets.argsort(stable=True)
     results = function(Send.apply(rows[order], sent, received))
-    return Send.apply(results, received, sent)[order.argsort()]  # type: ignore[no-any-return]
+    return Send.apply(results, received, sent)[order.argsort()]

@@ -41,4 +41,4 @@ class ShardedLinear(nn.Module):
 
     def forward(self, inputs: Tensor) -> Tensor:
         """Multiply by the full weight."""
-        return GatheredLinear.apply(inputs, self.shard)  # type: ignore[no-any-return]
+        return GatheredLinear.apply(inputs, self.shard)
