@@ -103,6 +103,11 @@ def record_of(path: Path, status: JobStatus = JobStatus.done, **more: Any) -> Re
     return Record(more.pop("name", path.name), path, status, run, **more)
 
 
+def write_records(folder: Path, **runs: Sequence[Any]) -> list[Record]:
+    """Write runs, each from its arguments of ``write_run`` after the path, and return their rows."""
+    return [record_of(write_run(folder / name, *arguments)) for name, arguments in runs.items()]
+
+
 def train_into(folder: Path, configs: dict[str, Config]) -> None:
     """Train each configuration as one of the ranks, and write its steps into a run directory of its name."""
     for name, config in configs.items():

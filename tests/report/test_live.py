@@ -6,8 +6,7 @@ import json
 import os
 import signal
 import threading
-import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -15,21 +14,31 @@ from rich.cells import cell_len
 from rich.console import Console
 
 from fsdptoys.errors import ConfigError
-from fsdptoys.metrics.prediction import MemoryPrediction, Prediction, TimePrediction
+from fsdptoys.metrics.prediction import TimePrediction
 from fsdptoys.report import live_reader
 from fsdptoys.report.live import follow
 from fsdptoys.report.live_reader import FollowedRun, State
 from fsdptoys.report.live_view import CHART_LINES, draw_chart, draw_run, fact_rows
-from fsdptoys.train.heartbeat import HEARTBEATS_FOLDER, HeartbeatWriter, heartbeat_path
+from fsdptoys.train.heartbeat import HEARTBEATS_FOLDER, heartbeat_path
 from fsdptoys.utils.file_lock import is_locked
-from tests.report.watched_runs import POLL, Watching, WrittenRun, step_numbers, step_of
+from tests.harness.processes import wait_until
+from tests.report.device_runs import device_prediction
+from tests.report.watched_runs import POLL, Watching, WrittenRun, beat, console_of, step_numbers, step_of
 
 
 @pytest.fixture
-def run(tmp_path: Path) -> Iterator[WrittenRun]:
+def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[WrittenRun]:
+    """A run, on a terminal that understands control codes."""
+    monkeypatch.setenv("TERM", "xterm")
     written = WrittenRun(tmp_path / "run")
     yield written
     written.release()
+
+
+def polled(run: WrittenRun) -> FollowedRun:
+    followed = FollowedRun(run.path)
+    followed.poll()
+    return followed
 
 
 def test_lines_appear_when_written_and_a_partial_line_is_waited_for(run: WrittenRun) -> None:
@@ -41,8 +50,7 @@ def test_lines_appear_when_written_and_a_partial_line_is_waited_for(run: Written
     with open(run.path / "metrics.jsonl", "a") as file:
         file.write(line[:40])
         file.flush()
-        time.sleep(5 * POLL)
-        assert step_numbers(watching.lines()) == [3]
+        assert polled(run).results().steps == 3
         file.write(line[40:] + "\n")
     watching.wait_for_text("step 4: held-out loss 5.2500")
     run.add(step_of(5, skipped=True, skipped_steps=1))
@@ -112,32 +120,30 @@ def test_repeated_steps_are_reported(run: WrittenRun) -> None:
     assert watching.end() == 0
 
 
-def test_watching_a_killed_run_exits_with_1(run: WrittenRun) -> None:
-    """Oracle: exit status and sentence."""
+@pytest.mark.parametrize(
+    ("end", "sentence"),
+    [
+        (WrittenRun.die, "the run ended without a summary after step 2, since it was killed or failed"),
+        (lambda run: run.finish("2 of 20; SIGTERM received"), "the run has ended: 2 of 20; SIGTERM received; "),
+    ],
+    ids=["killed", "stopped early"],
+)
+def test_watching_an_unfinished_run_exits_with_1(
+    run: WrittenRun, end: Callable[[WrittenRun], None], sentence: str
+) -> None:
+    """Oracle: exit status, and the summary's own row in the last line."""
     run.add(step_of(1), step_of(2))
     watching = Watching(run.path)
     watching.wait_for_text("step  2/20")
-    run.die()
+    end(run)
     assert watching.end() == 1
-    assert watching.lines()[-1].startswith(
-        "the run ended without a summary after step 2, since it was killed or failed"
-    )
-
-
-def test_watching_a_run_that_stopped_early_exits_with_1(run: WrittenRun) -> None:
-    """Oracle: the summary's own row, in the last line."""
-    run.add(step_of(1), step_of(2))
-    run.finish("2 of 20; SIGTERM received")
-    watching = Watching(run.path)
-    assert watching.end() == 1
-    assert watching.lines()[-1] == f"the run has ended: 2 of 20; SIGTERM received; {run.path / 'summary.md'}"
+    assert watching.lines()[-1].startswith(sentence)
 
 
 def test_watching_waits_for_the_first_step(run: WrittenRun) -> None:
     """Oracle: nothing except the heading until the first step comes."""
     watching = Watching(run.path)
     watching.wait_for_text("tiny-fsdp2 in")
-    time.sleep(5 * POLL)
     assert step_numbers(watching.lines()) == []
     assert FollowedRun(run.path).state() is State.starting
     run.add(step_of(1))
@@ -151,30 +157,28 @@ def test_ctrl_c_ends_watching_but_not_the_run(run: WrittenRun, terminal: bool) -
     """Oracle: exit status 0, with unchanged lock and files of the run."""
     run.add(step_of(1))
     before = sorted(path.name for path in run.path.iterdir())
-    console = Console(file=io.StringIO(), width=80, force_terminal=terminal)
-    timer = threading.Timer(0.3, lambda: os.kill(os.getpid(), signal.SIGINT))
-    timer.start()
-    assert follow(run.path, console, POLL) == 0
-    timer.join()
+    stream = io.StringIO()
+
+    def interrupt() -> None:
+        try:
+            wait_until(lambda: "1/20" in stream.getvalue(), "the first step")
+        finally:
+            os.kill(os.getpid(), signal.SIGINT)
+
+    thread = threading.Thread(target=interrupt)
+    thread.start()
+    assert follow(run.path, console_of(stream, terminal), POLL) == 0
+    thread.join()
+    assert "1/20" in stream.getvalue()
     assert is_locked(run.path) and sorted(path.name for path in run.path.iterdir()) == before
 
 
 def test_predictions_are_shown_with_measurements(run: WrittenRun) -> None:
     """Oracle: 750 ms a step predicted, 500 measured: half over."""
-    prediction = Prediction(
-        method="closed form",
-        hardware="cpu",
-        world_size=2,
-        tokens_per_step=512,
-        model_flops_per_step=1e9,
-        peak_flops=None,
-        memory=MemoryPrediction(0, 0, 0, "backward"),
-        time=TimePrediction(0.75, 0.75, 0.0, 0.0, 0.0),
-    )
+    prediction = dataclasses.replace(device_prediction(0.75, 1.0), time=TimePrediction(0.75, 0.75, 0.0, 0.0, 0.0))
     (run.path / "prediction.json").write_text(json.dumps(prediction.to_dict()))
     run.add(*(step_of(number) for number in range(1, 6)))
-    followed = FollowedRun(run.path)
-    followed.poll()
+    followed = polled(run)
     rows = [text for name, text in fact_rows(followed, followed.results()) if name == "predicted"]
     assert rows[0] == "step time 750.00 ms, measured 500.00 ms: +50.0%, over 10%"
 
@@ -200,8 +204,7 @@ def test_no_time_is_left_after_more_steps_than_planned(run: WrittenRun) -> None:
 def test_lowest_held_out_loss_is_finite(run: WrittenRun, losses: list[float], sentence: str) -> None:
     """Oracle: the losses as written."""
     run.add(*(step_of(number, eval_loss=loss) for number, loss in enumerate(losses, 1)))
-    followed = FollowedRun(run.path)
-    followed.poll()
+    followed = polled(run)
     assert dict(fact_rows(followed, followed.results()))["held-out loss"] == sentence
 
 
@@ -219,14 +222,10 @@ def test_live_view_fits_the_width(run: WrittenRun, width: int) -> None:
     """Oracle: rich's own count of cells in every line; the written numbers are in the picture."""
     run.add(*(step_of(number, eval_loss=5.0 if number == 7 else None) for number in range(1, 10)))
     run.add(step_of(10, loss_spike=9.5, skipped=True, skipped_steps=1))
-    heartbeat = HeartbeatWriter(run.path / HEARTBEATS_FOLDER, 0)
-    heartbeat.beat(11, "forward")
-    heartbeat.close()
-    followed = FollowedRun(run.path)
-    followed.poll()
+    beat(run.path, 0, 11, "forward")
     stream = io.StringIO()
     console = Console(file=stream, width=width, force_terminal=False)
-    console.print(draw_run(followed, State.running, console, "job 01 of 8, \x1b[31mlr=1: "))
+    console.print(draw_run(polled(run), State.running, console, "job 01 of 8, \x1b[31mlr=1: "))
     text = stream.getvalue()
     assert all(cell_len(line) <= width for line in text.splitlines()) and "\x1b" not in text
     flat = " ".join(text.split())
@@ -258,10 +257,8 @@ def test_terminal_is_redrawn_and_keeps_the_last_state(run: WrittenRun) -> None:
 
 def test_rank_that_falls_behind_is_named(run: WrittenRun) -> None:
     """Oracle: heartbeat files of two ranks, read immediately and a minute later."""
-    for rank, (step, phase) in enumerate([(7, "forward"), (6, "backward")]):
-        heartbeat = HeartbeatWriter(run.path / HEARTBEATS_FOLDER, rank)
-        heartbeat.beat(step, phase)
-        heartbeat.close()
+    beat(run.path, 0, 7, "forward")
+    beat(run.path, 1, 6, "backward")
     followed = FollowedRun(run.path)
     signs = followed.signs()
     now = max(sign.time for sign in signs.values())
@@ -279,12 +276,9 @@ def test_without_locks_a_run_is_running_while_its_ranks_have_heartbeats(run: Wri
     """Oracle: the states before and after the heartbeat of a live process."""
     run.add(step_of(1))
     run.die()
-    followed = FollowedRun(run.path)
-    followed.poll()
+    followed = polled(run)
     assert followed.state() is State.gone
-    heartbeat = HeartbeatWriter(run.path / HEARTBEATS_FOLDER, 0)
-    heartbeat.beat(2, "forward")
-    heartbeat.close()
+    beat(run.path, 0, 2, "forward")
     assert followed.state() is State.running
 
 

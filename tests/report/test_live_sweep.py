@@ -1,9 +1,7 @@
 """Following sweeps, jobs and a real run."""
 
-import os
 import subprocess
 import sys
-import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,7 +9,8 @@ import pytest
 
 from fsdptoys.sweep import Job, JobStatus, Sweep
 from fsdptoys.sweep.folder import write_job
-from tests.report.watched_runs import POLL, Watching, WrittenRun, step_numbers, step_of
+from tests.harness.processes import wait_until
+from tests.report.watched_runs import Watching, WrittenRun, step_numbers, step_of
 
 
 def sweep_of(path: Path, statuses: list[JobStatus]) -> Sweep:
@@ -69,16 +68,12 @@ def test_single_job_of_a_sweep_is_followed(tmp_path: Path, status: JobStatus, ex
 def test_real_run_is_followed_to_its_end(tmp_path: Path) -> None:
     """Oracle: the configured steps, the run's own name, the end of its summary, and its files alone."""
     words = ["experiment=null", "parallel=single", "train.steps=20", "train.seq_len=64", "metrics.log_every=1"]
-    training = subprocess.Popen(
-        [sys.executable, "-m", "fsdptoys", "train", *words, "metrics.run_dir=run", "metrics.console=none"],
-        cwd=tmp_path,
-        env=os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])},
-        stdout=subprocess.DEVNULL,
-    )
+    words += ["metrics.run_dir=run", "metrics.console=none"]
+    command = [sys.executable, "-m", "fsdptoys", "train", *words]
+    training = subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.DEVNULL)
     try:
-        while not (tmp_path / "run" / "metrics.jsonl").exists():
-            assert training.poll() in (None, 0)
-            time.sleep(POLL)
+        metrics = tmp_path / "run" / "metrics.jsonl"
+        wait_until(lambda: metrics.exists() or training.poll(), "the file of steps", [training.pid])
         watching = Watching(tmp_path / "run")
         assert training.wait() == 0
         assert watching.end() == 0

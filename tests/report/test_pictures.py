@@ -18,7 +18,6 @@ from fsdptoys.report.figures import COLORS, GRAY, Axis, Picture, Series, place_l
 from fsdptoys.report.figures_matplotlib import draw_png
 from fsdptoys.report.figures_plotly import figure
 from fsdptoys.report.memory_timeline import read_timeline
-from fsdptoys.report.result_file import operators, references
 from fsdptoys.report.run_figures import draw_run
 from fsdptoys.train.recorded_run import read_recorded_run
 from tests.report.device_runs import JOBS, device_prediction, device_steps, write_device_run
@@ -181,10 +180,3 @@ def test_twenty_runs_of_five_thousand_steps_stay_small(shown: list[PlottedRun]) 
     pictures = draw_comparison([PlottedRun(f"run {n}", long, ()) for n in range(20)])
     assert sum(len(json.dumps(figure(picture))) for picture in pictures) < 2_500_000
     assert all("lowest and the highest are drawn" in p.caption for p in pictures if p.name in ("losses", "step_time"))
-
-
-def test_facts_found_only_in_the_summary_are_read(tmp_path: Path) -> None:
-    """Oracle: the summary as written by hand."""
-    run = write_device_run(tmp_path / "run")
-    assert references(None, run) == {"unigram entropy of the data": 3.2437}
-    assert operators(None, run)[1:] == [["aten::mm", "1,350", "12.50 ms"], ["a|b", "3", "1,000.00 ms"]]

@@ -14,12 +14,12 @@ from fsdptoys.report.runs_table import Record, gather
 from fsdptoys.report.table import make_table
 from fsdptoys.report.table_export import to_csv
 from fsdptoys.sweep import Job, JobStatus, Sweep
-from fsdptoys.train.heartbeat import HEARTBEATS_FOLDER, HeartbeatWriter
 from fsdptoys.train.run import run_status
 from fsdptoys.train.skipped_steps import SkippedSteps
 from fsdptoys.train.stop import STOP_SIGNALS, Stop, agreed_stop
 from fsdptoys.utils.file_lock import FolderLock
 from tests.report.recorded_runs import ENVIRONMENT, STEP, plain_tree, run_of, write_run
+from tests.report.watched_runs import beat
 
 TRAIN = TrainConfig(steps=20, max_seconds=9.0)
 
@@ -93,16 +93,14 @@ def test_run_killed_after_resuming_is_not_done(tmp_path: Path) -> None:
 def test_run_with_a_writer_is_running_despite_a_summary(tmp_path: Path, sign: str) -> None:
     """Oracle: a held lock, or a heartbeat of a live process, next to a summary."""
     path = write_run(tmp_path / "run", run_of(3))
-    lock = FolderLock(path) if sign == "lock" else None
-    if lock is None:
-        heartbeat = HeartbeatWriter(path / HEARTBEATS_FOLDER, 0)
-        heartbeat.beat(4, "forward")
-        heartbeat.close()
-    try:
-        assert row_of(path).status is JobStatus.running
-    finally:
-        if lock is not None:
-            lock.release()
+    lock = None
+    if sign == "lock":
+        lock = FolderLock(path)
+    else:
+        beat(path, 0, 4, "forward")
+    assert row_of(path).status is JobStatus.running
+    if lock is not None:
+        lock.release()
 
 
 def sweep_in(path: Path, *names: str) -> Sweep:

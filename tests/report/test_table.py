@@ -1,7 +1,6 @@
 """Tables of run directories with known numbers."""
 
 import csv
-import dataclasses
 import io
 import json
 import re
@@ -13,7 +12,6 @@ import pytest
 from rich.console import Console
 
 from fsdptoys.device import GIB
-from fsdptoys.metrics import StepMetrics
 from fsdptoys.metrics.prediction import MemoryPrediction, Prediction, TimePrediction
 from fsdptoys.report.runs_table import Collection, Record
 from fsdptoys.report.table import Table, make_table
@@ -21,7 +19,7 @@ from fsdptoys.report.table_export import to_csv, to_json, to_markdown
 from fsdptoys.report.table_terminal import fit, print_table
 from fsdptoys.sweep import Job, JobStatus, Skipped
 from fsdptoys.sweep.folder import write_job
-from tests.report.recorded_runs import GPU_STEP, STEP, record_of, run_of, write_run
+from tests.report.recorded_runs import GPU_STEP, STEP, record_of, run_of, write_records, write_run
 
 GPU = {"device.type": "cuda", "device.name": "A device"}
 
@@ -37,10 +35,8 @@ PREDICTION = Prediction(
 )
 
 
-def table_of(records: list[Record], **more: Any) -> Table:
-    return make_table(
-        Collection(more.pop("title", "these"), records, more.pop("skipped", []), more.pop("commands", []))
-    )
+def table_of(records: list[Record], title: str = "these", skipped: Any = (), commands: Any = ()) -> Table:
+    return make_table(Collection(title, records, list(skipped), list(commands)))
 
 
 def cells(table: Table) -> dict[str, list[str]]:
@@ -58,10 +54,12 @@ def printed(table: Table, width: int) -> str:
 def two(tmp_path: Path) -> list[Record]:
     """Two runs on a device, 8 and 6 steps, with and without gradient checkpointing."""
     lean = replace(GPU_STEP, memory_peak_gib=1.5, memory_reserved_gib=2.25, loss=6.0)
-    write_run(tmp_path / "plain", run_of(8, GPU_STEP), environment=GPU, prediction=PREDICTION)
     checkpointed = {"memory.gradient_checkpointing": "full", "optim.lr": 0.02}
-    write_run(tmp_path / "lean", run_of(6, lean), checkpointed, environment=GPU)
-    return [record_of(tmp_path / "plain"), record_of(tmp_path / "lean")]
+    return write_records(
+        tmp_path,
+        plain=(run_of(8, GPU_STEP), None, GPU, True, PREDICTION),
+        lean=(run_of(6, lean), checkpointed, GPU),
+    )
 
 
 def test_columns_are_differing_settings_and_results(two: list[Record]) -> None:
@@ -87,18 +85,16 @@ def test_columns_are_differing_settings_and_results(two: list[Record]) -> None:
 def test_only_relevant_settings_are_columns(tmp_path: Path) -> None:
     """Oracle: settings of disabled features, output paths, and the sizes implied by a model's name are left out."""
     changes = {"memory.offload_bucket_mib": 9, "metrics.run_dir": "b", "model.name": "other", "model.dim": 99}
-    write_run(tmp_path / "a", run_of(3))
-    write_run(tmp_path / "b", run_of(3), changes | {"train.max_grad_norm": None})
-    table = table_of([record_of(tmp_path / "a"), record_of(tmp_path / "b")])
+    changes |= {"train.max_grad_norm": None}
+    table = table_of(write_records(tmp_path, a=[run_of(3)], b=[run_of(3), changes]))
     assert [column.name for column in table.columns if column.setting] == ["model.name", "train.max_grad_norm"]
     assert cells(table)["train.max_grad_norm"] == ["0.5", "null"]
 
 
 def test_on_a_cpu_the_resident_set_replaces_device_memory(tmp_path: Path) -> None:
     """Oracle: the peak recorded in the steps, and no column without values on a CPU."""
-    write_run(tmp_path / "a", run_of(5))
-    write_run(tmp_path / "b", run_of(5, replace(STEP, resident_set_peak_gib=1.25)))
-    table = table_of([record_of(tmp_path / "a"), record_of(tmp_path / "b")])
+    larger = replace(STEP, resident_set_peak_gib=1.25)
+    table = table_of(write_records(tmp_path, a=[run_of(5)], b=[run_of(5, larger)]))
     assert cells(table)["Peak resident set (GiB)"] == ["0.750", "1.250"]
     assert not any("emory" in heading or "MFU" in heading for heading in cells(table))
     assert any(note.startswith("Host memory is the resident set") for note in table.notes)
@@ -108,19 +104,16 @@ def test_counted_memory_of_a_cpu_has_the_columns_of_devices(tmp_path: Path) -> N
     """Oracle: the numbers of the steps in GiB, with three significant digits of the smallest."""
     plain = replace(STEP, memory_allocated_gib=0.02, memory_peak_gib=0.25, memory_host_gib=0.0)
     offloaded = replace(plain, memory_allocated_gib=0.0039, memory_peak_gib=0.2, memory_host_gib=0.0161)
-    write_run(tmp_path / "a", run_of(5, plain))
-    write_run(tmp_path / "b", run_of(5, offloaded))
-    found = cells(table_of([record_of(tmp_path / "a"), record_of(tmp_path / "b")]))
-    assert found["Memory allocated (GiB)"] == ["0.02000", "0.00390"]
-    assert found["Peak memory (GiB)"] == ["0.250", "0.200"]
-    assert found["Offloaded (GiB)"] == ["0.0000", "0.0161"]
+    texts = cells(table_of(write_records(tmp_path, a=[run_of(5, plain)], b=[run_of(5, offloaded)])))
+    assert texts["Memory allocated (GiB)"] == ["0.02000", "0.00390"]
+    assert texts["Peak memory (GiB)"] == ["0.250", "0.200"]
+    assert texts["Offloaded (GiB)"] == ["0.0000", "0.0161"]
 
 
 def test_stall_share_has_a_column_if_runs_record_it(tmp_path: Path) -> None:
     """Oracle: a share of the times of steps 3 to 5, which are 0.42 s; a run of an earlier version has none."""
-    write_run(tmp_path / "a", run_of(5, replace(STEP, data_wait_seconds=0.007)))
-    write_run(tmp_path / "b", run_of(5))
-    table = table_of([record_of(tmp_path / "a"), record_of(tmp_path / "b")])
+    waiting = replace(STEP, data_wait_seconds=0.007)
+    table = table_of(write_records(tmp_path, a=[run_of(5, waiting)], b=[run_of(5)]))
     assert cells(table)["Data stall (%)"] == ["5.00", "–"]
 
 
@@ -138,10 +131,8 @@ def test_held_out_losses_are_of_the_same_step(
 ) -> None:
     """Oracle: by hand; one row ended earlier, as under a time limit, and evaluated at its end."""
     first = {2: 4.5, 4: 3.5, 6: 2.5}
-    for name, losses in {"a": first, "b": second}.items():
-        steps = [replace(step, eval_loss=losses.get(step.step)) for step in run_of(max(losses))]
-        write_run(tmp_path / name, steps)
-    table = table_of([record_of(tmp_path / "a"), record_of(tmp_path / "b")])
+    runs = [[replace(step, eval_loss=of.get(step.step)) for step in run_of(max(of))] for of in (first, second)]
+    table = table_of(write_records(tmp_path, a=runs[:1], b=runs[1:]))
     assert cells(table)[heading] == texts
     ended_alike = max(first) == max(second)
     assert ended_alike != any(note.startswith(f"The rows ended after {max(second)} to 6 steps") for note in table.notes)
@@ -155,18 +146,17 @@ def mixed(tmp_path: Path) -> Table:
         write_run(tmp_path / number / "run", steps, {"parallel.name": "ddp"} if number == "01" else None)
     words = ("parallel=fsdp1", "train.seq_len=4096", "launch.nproc_per_node=2")
     write_job(tmp_path / "03", Job("03", words, {"parallel": "fsdp1"}, "f"))
-    records = [
-        record_of(tmp_path / "01" / "run", name="01", varied={"parallel": "ddp"}),
-        record_of(
-            tmp_path / "02" / "run", JobStatus.out_of_memory, name="02", reason="no room", varied={"parallel": "fsdp2"}
-        ),
-        record_of(
-            tmp_path / "03" / "run", JobStatus.failed, name="03", reason="it\nbroke", varied={"parallel": "fsdp1"}
-        ),
+    jobs = [
+        ("01", JobStatus.done, None, "ddp"),
+        ("02", JobStatus.out_of_memory, "no room", "fsdp2"),
+        ("03", JobStatus.failed, "it\nbroke", "fsdp1"),
     ]
-    return table_of(
-        records, skipped=[Skipped({"parallel": "single"}, "it has one rank")], commands=["fsdptoys sweep x"]
-    )
+    records = [
+        record_of(tmp_path / name / "run", status, name=name, reason=reason, varied={"parallel": parallel})
+        for name, status, reason, parallel in jobs
+    ]
+    skipped = [Skipped({"parallel": "single"}, "it has one rank")]
+    return table_of(records, skipped=skipped, commands=["fsdptoys sweep x"])
 
 
 def test_failed_and_skipped_rows_are_listed_with_their_reason(mixed: Table) -> None:
@@ -203,11 +193,9 @@ def test_table_fits_its_terminal_and_names_omitted_columns(two: list[Record], wi
 
 def test_markdown_shows_special_characters_literally(tmp_path: Path) -> None:
     """Oracle: one cell per column in each line, and no unescaped special character."""
-    write_run(tmp_path / "a|b*c", run_of(3))
-    write_run(tmp_path / "x", run_of(3), {"data.files": "[a|b](c)<d>_e_"})
-    write_run(tmp_path / "y", run_of(3), {"data.files": "plain_text"})
-    names = ("a|b*c", "x", "y")
-    table = table_of([record_of(tmp_path / name) for name in names], title="# `one`\nline\x1b[31m")
+    files = {"a|b*c": None, "x": {"data.files": "[a|b](c)<d>_e_"}, "y": {"data.files": "plain_text"}}
+    records = write_records(tmp_path, **{name: [run_of(3), settings] for name, settings in files.items()})
+    table = table_of(records, title="# `one`\nline\x1b[31m")
     text = to_markdown(table)
     rows = [line for line in text.splitlines() if line.startswith("|")]
     assert {len(re.findall(r"(?<!\\)\|", row)) for row in rows} == {len(table.columns) + 1}
@@ -220,11 +208,9 @@ def test_csv_has_raw_numbers_with_units_in_their_names(two: list[Record]) -> Non
     """Oracle: the values in the runs' own results."""
     rows = list(csv.DictReader(io.StringIO(to_csv(table_of(two)))))
     for row, record in zip(rows, two, strict=True):
-        assert record.run is not None and record.run.results.step_time_seconds is not None
-        spread = record.run.results.step_time_seconds
-        assert [float(row[f"step_time_seconds_{part}"]) for part in ("median", "p10", "p90")] == [
-            spread.median, spread.p10, spread.p90,
-        ]  # fmt: skip
+        assert record.run is not None
+        for part in ("median", "p10", "p90"):
+            assert float(row[f"step_time_seconds_{part}"]) == getattr(record.run.results.step_time_seconds, part)
         assert float(row["memory_peak_gib"]) == record.run.results.memory_peak_gib
         assert row["path"] == str(record.path) and row["model.name"] == "tiny" and row["loss_step"] == "6"
     assert [row["measured_steps"] for row in rows] == ["6", "4"]
@@ -234,10 +220,10 @@ def test_csv_has_raw_numbers_with_units_in_their_names(two: list[Record]) -> Non
 
 def test_csv_has_no_cell_that_controls_a_terminal_or_a_spreadsheet(tmp_path: Path) -> None:
     """Oracle: OWASP's list of formula prefixes; numbers, negative ones too, stay numbers."""
-    write_run(tmp_path / "a", run_of(3), {"data.files": "=1+1", "optim.weight_decay": -1.5})
-    write_run(tmp_path / "b", run_of(3), {"data.files": "x\x1b[31m\ny", "optim.weight_decay": 2.5})
-    names = {"a": "@SUM(A1)", "b": "-cmd"}
-    text = to_csv(table_of([record_of(tmp_path / folder, name=name) for folder, name in names.items()]))
+    formula = {"data.files": "=1+1", "optim.weight_decay": -1.5}
+    control = {"data.files": "x\x1b[31m\ny", "optim.weight_decay": 2.5}
+    records = write_records(tmp_path, a=[run_of(3), formula], b=[run_of(3), control])
+    text = to_csv(table_of([replace(records[0], name="@SUM(A1)"), replace(records[1], name="-cmd")]))
     assert "\x1b" not in text and len(text.splitlines()) == 3
     first, second = csv.DictReader(io.StringIO(text))
     assert (first["run"], second["run"]) == ("'@SUM(A1)", "'-cmd")
@@ -247,10 +233,8 @@ def test_csv_has_no_cell_that_controls_a_terminal_or_a_spreadsheet(tmp_path: Pat
 
 def test_rows_under_the_profiler_are_reported(tmp_path: Path) -> None:
     """Oracle: the row with the profiler switched on; a row without a time needs no note."""
-    write_run(tmp_path / "a", run_of(5))
-    write_run(tmp_path / "b", run_of(5), {"profile.enabled": True})
-    write_run(tmp_path / "c", run_of(1), {"profile.enabled": True})
-    a, b, c = (record_of(tmp_path / name) for name in "abc")
+    profiled = {"profile.enabled": True}
+    a, b, c = write_records(tmp_path, a=[run_of(5)], b=[run_of(5), profiled], c=[run_of(1), profiled])
     sentence = "Steps under the profiler (profile.enabled=true) are slower; the medians include them: b."
     assert sentence in table_of([a, b, c]).notes
     assert not any("profiler" in note for table in (table_of([a]), table_of([c])) for note in table.notes)
@@ -272,8 +256,7 @@ def test_json_has_everything_of_a_row(mixed: Table) -> None:
 
 def test_nan_loss_is_null_in_json_and_shown(tmp_path: Path) -> None:
     """Oracle: strict JSON has no NaN."""
-    write_run(tmp_path / "a", [*run_of(3), replace(STEP, step=4, loss=float("nan"))])
-    table = table_of([record_of(tmp_path / "a")])
+    table = table_of(write_records(tmp_path, a=[[*run_of(3), replace(STEP, step=4, loss=float("nan"))]]))
     assert json.loads(to_json(table))["rows"][0]["loss"] is None
     assert cells(table)["Loss after 4 steps"] == ["nan"]
 
@@ -281,10 +264,8 @@ def test_nan_loss_is_null_in_json_and_shown(tmp_path: Path) -> None:
 def test_differing_places_of_rows_are_reported(tmp_path: Path) -> None:
     """Oracle: the versions and devices that differ, and no note if none does."""
     commit = "0123456789abcdef0123456789abcdef01234567-dirty"
-    write_run(tmp_path / "a", run_of(3))
-    write_run(tmp_path / "b", run_of(3), environment={"versions.torch": "2.7.1", "versions.fsdptoys_commit": commit})
-    write_run(tmp_path / "c", run_of(3))
-    records = [record_of(tmp_path / name) for name in "abc"]
+    other = {"versions.torch": "2.7.1", "versions.fsdptoys_commit": commit}
+    records = write_records(tmp_path, a=[run_of(3)], b=[run_of(3), None, other], c=[run_of(3)])
     assert (
         "Rows come from different environments, so their times and memory may not be comparable: torch 2.13.0 "
         "(a, c), 2.7.1 (b); commit None (a, c), 0123456789ab-dirty (b)."
@@ -296,9 +277,8 @@ def test_differing_places_of_rows_are_reported(tmp_path: Path) -> None:
 
 def test_row_whose_losses_disagree_is_marked_and_explained(tmp_path: Path) -> None:
     """Oracle: the altered row."""
-    write_run(tmp_path / "a", run_of(5))
-    write_run(tmp_path / "b", [replace(step, loss=step.loss * 1.1) for step in run_of(5)], {"parallel.name": "ddp"})
-    table = table_of([record_of(tmp_path / "a"), record_of(tmp_path / "b")])
+    wrong = [replace(step, loss=step.loss * 1.1) for step in run_of(5)]
+    table = table_of(write_records(tmp_path, a=[run_of(5)], b=[wrong, {"parallel.name": "ddp"}]))
     assert cells(table)["Run"] == ["a", "b ≠"]
     assert table.disagreements["b"].sentence in table.notes and table.disagreements["b"].sentence in to_markdown(table)
     row = json.loads(to_json(table))["rows"][1]
@@ -307,15 +287,12 @@ def test_row_whose_losses_disagree_is_marked_and_explained(tmp_path: Path) -> No
 
 def test_tables_of_one_run_and_of_none_render(tmp_path: Path) -> None:
     """Oracle: its numbers have columns, since there is no other row to be equal to."""
-    steps: list[StepMetrics] = []
-    write_run(tmp_path / "a", run_of(1))
-    write_run(tmp_path / "b", steps)
-    one = table_of([record_of(tmp_path / "a")])
+    one_step, no_step = write_records(tmp_path, a=[run_of(1)], b=[[]])
+    one = table_of([one_step])
     assert cells(one) == {"Run": ["a"], "Loss after 1 step": ["4.9000"], "Peak resident set (GiB)": ["0.750"]}
     assert any(note.startswith("No row has a step after its warm-up") for note in one.notes)
-    assert cells(table_of([record_of(tmp_path / "b", JobStatus.stopped, reason="killed")])) == {
-        "Run": ["b"], "Status": ["stopped"],
-    }  # fmt: skip
+    killed = replace(no_step, status=JobStatus.stopped, reason="killed")
+    assert cells(table_of([killed])) == {"Run": ["b"], "Status": ["stopped"]}
     empty = table_of([], skipped=[Skipped({"a": "b"}, "no")])
     assert "skipped a=b: no" in printed(empty, 80) and to_csv(empty) == "run\n" and "- a=b: no" in to_markdown(empty)
 
@@ -326,4 +303,3 @@ def test_columns_can_be_read_by_programs(two: list[Record]) -> None:
     assert columns["step_time_seconds"].values == pytest.approx([0.155, 0.145])
     assert columns["predicted_memory_peak_gib"].values == [3.0, None]
     assert all(len(column.cells) == 2 for column in columns.values())
-    assert dataclasses.is_dataclass(columns["run"])

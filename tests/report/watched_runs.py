@@ -2,8 +2,8 @@
 
 import io
 import json
+import os
 import threading
-import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -13,7 +13,9 @@ from rich.console import Console
 
 from fsdptoys.metrics import StepMetrics
 from fsdptoys.report.live import follow
+from fsdptoys.train.heartbeat import HEARTBEATS_FOLDER, HeartbeatWriter
 from fsdptoys.utils.file_lock import LOCK_FILE, FolderLock
+from tests.harness.processes import wait_until
 
 STEP = StepMetrics(1, 5.5, 1.0, 1e-3, 0.5, 512, 1024.0, 0.1, None, None, None, None, 0.5, 0.75)
 POLL = 0.02
@@ -64,12 +66,24 @@ class WrittenRun:
             self.lock = None
 
 
+def beat(path: Path, rank: int, step: int, phase: str) -> None:
+    """Leave the last heartbeat of a rank of this process in a run directory."""
+    heartbeat = HeartbeatWriter(path / HEARTBEATS_FOLDER, rank)
+    heartbeat.beat(step, phase)
+    heartbeat.close()
+
+
+def console_of(stream: io.StringIO, terminal: bool) -> Console:
+    """Return a console of 80 columns."""
+    return Console(file=stream, width=80, height=40, force_terminal=terminal, highlight=False)
+
+
 class Watching:
     """``follow`` in a thread, and its output."""
 
     def __init__(self, path: Path, terminal: bool = False) -> None:
         self.stream = io.StringIO()
-        console = Console(file=self.stream, width=80, height=40, force_terminal=terminal, highlight=False)
+        console = console_of(self.stream, terminal)
         self.status: list[int] = []
         self._thread = threading.Thread(target=lambda: self.status.append(follow(path, console, POLL)), daemon=True)
         self._thread.start()
@@ -80,18 +94,15 @@ class Watching:
 
     def wait_for(self, holds: Callable[[list[str]], bool]) -> None:
         """Wait until the lines fulfill a condition."""
-        deadline = time.monotonic() + 60
-        while not holds(self.lines()):
-            assert time.monotonic() < deadline, self.lines()
-            time.sleep(POLL)
+        wait_until(lambda: holds(self.lines()), "the expected lines", [os.getpid()])
 
     def wait_for_text(self, text: str) -> None:
         """Wait for a line with some text."""
-        self.wait_for(lambda lines: any(text in line for line in lines))
+        wait_until(lambda: text in self.stream.getvalue(), f"{text!r} in the output", [os.getpid()])
 
     def end(self) -> int:
         """Wait for the end; the exit status."""
-        self._thread.join(60)
+        wait_until(lambda: self.status, "the end of watching", [os.getpid()])
         return self.status[0]
 
 
