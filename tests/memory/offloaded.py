@@ -1,23 +1,14 @@
 """Training runs whose optimizer is offloaded in buckets small enough that a tiny model has several a unit."""
 
-import tempfile
 import time
 from dataclasses import replace
 from typing import Any
-
-import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint.state_dict import (
-    get_model_state_dict,
-    get_optimizer_state_dict,
-    set_model_state_dict,
-    set_optimizer_state_dict,
-)
 
 from fsdptoys.config.schema import Config
 from fsdptoys.memory import BucketedOptimizer, CPUOffloadExecutor, OffloadSchedule, optimizer_offload
 from fsdptoys.train.trainer import Trainer
 from scripts.parity import Outcome, hash_parameters
+from tests.parallel.groups import Pair
 
 OVERLAPPED = "overlapped"
 SMALL_BUCKETS = 2**13
@@ -68,39 +59,6 @@ def take_steps(made: Trainer, first: int, last: int) -> None:
         made.history += made.readings.finish(step)
 
 
-def interrupted(rows: list[tuple[Config, str | None, str | None]], memory: dict[str, Any]) -> list[Outcome]:
-    """Train every row to its middle, save, and resume in another trainer, each with its own offload."""
-    outcomes = []
-    for config, how_before, how_after in rows:
-        middle, steps = config.train.steps // 2, config.train.steps
-        first = trainer(config, how_before, **(memory if how_before else {}))
-        take_steps(first, 1, middle)
-        second = trainer(config, how_after, **(memory if how_after else {}))
-        take_steps(second, 1, 1)  # loading must replace everything
-        move(first, second)
-        second.history = list(first.history)
-        take_steps(second, middle + 1, steps)
-        outcomes.append(outcome(second))
-    return outcomes
-
-
-def move(source: Trainer, target: Trainer) -> None:
-    """Save weights, optimizer, schedule and place in the data of one trainer, and load them into another."""
-    with tempfile.TemporaryDirectory() as own:
-        folder: list[Any] = [own]
-        dist.broadcast_object_list(folder)
-        state = {
-            "model": get_model_state_dict(source.strategy.model),
-            "optimizer": get_optimizer_state_dict(source.strategy.model, source.optimizer),
-        }
-        dcp.save(state, checkpoint_id=folder[0])
-        loaded = {
-            "model": get_model_state_dict(target.strategy.model),
-            "optimizer": get_optimizer_state_dict(target.strategy.model, target.optimizer),
-        }
-        dcp.load(loaded, checkpoint_id=folder[0])
-        set_model_state_dict(target.strategy.model, loaded["model"])
-        set_optimizer_state_dict(target.strategy.model, target.optimizer, loaded["optimizer"])
-        dist.barrier()
-    target.schedule.load_state_dict(source.schedule.state_dict())
-    target.batches.load_state_dict(source.batches.state_dict())
+def offloaded(ranks: int, config: Config, how: str, **memory: Any) -> Pair:
+    """Return a run with offload of its optimizer, and one without."""
+    return (ranks, (config, how, memory)), (ranks, (config, None, {}))

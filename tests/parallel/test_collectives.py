@@ -1,7 +1,7 @@
 """Effect of every strategy setting on the collectives of one step."""
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -69,68 +69,87 @@ def second_step(configs: list[Config]) -> list[list[str]]:
     return recorded
 
 
-def record(parallels: list[ParallelConfig], **train: Any) -> list[list[str]]:
-    settings = {"deterministic": False, "steps": 1, "grad_accum": 1, **train}
-    configs = [make_config(parallel, 2, **settings) for parallel in parallels]
-    events: list[list[str]] = run_ranks(2, second_step, configs)[0]
-    return events
-
-
 def count(events: list[str], kind: str) -> int:
     return Counter(events)[kind]
 
 
-@pytest.mark.parametrize("config", [FSDP1Config, FSDP2Config])
-def test_resharding_policy_determines_the_number_of_gathers(config: type[FSDP1Config] | type[FSDP2Config]) -> None:
+ACCUMULATING: dict[str, tuple[ParallelConfig, str, int]] = {
+    "fsdp1": (FSDP1Config(), SCATTER, UNITS[FSDP1Config]),
+    "fsdp2": (FSDP2Config(), SCATTER, UNITS[FSDP2Config]),
+    "ddp": (DDPConfig(), REDUCE, 1),
+}
+"""Strategies, their reductions, and the number of these in a micro-batch; a tiny model fits one DDP bucket."""
+DEPTHS = [(FSDP1Config, 0), (FSDP1Config, 1), (FSDP2Config, 0), (FSDP2Config, 1), (FSDP2Config, 2)]
+
+Events = Callable[..., list[str]]
+
+
+@pytest.fixture(scope="module")
+def events_of() -> Events:
+    """Record a step of every strategy and setting, in one group of ranks."""
+    settings: list[ParallelConfig] = [config(forward_prefetch=n, backward_prefetch=n) for config, n in DEPTHS]
+    for config in UNITS:
+        settings += [config(reshard_after_forward=policy) for policy in ReshardAfterForward]
+        settings += [config(), config(wrap=Wrap.block), config(wrap=Wrap.block_attn_mlp)]
+    runs = [(parallel, {}) for parallel in [*settings, DDPConfig()]]
+    for parallel, _, _ in ACCUMULATING.values():
+        runs += [(parallel, {"grad_accum": 3, "deterministic": mode}) for mode in (False, True)]
+    keys = [(repr(parallel), *train.items()) for parallel, train in runs]
+    configs = {
+        key: make_config(parallel, 2, **{"deterministic": False, "steps": 1, "grad_accum": 1, **train})
+        for key, (parallel, train) in zip(keys, runs, strict=True)
+    }
+    events = dict(zip(configs, run_ranks(2, second_step, list(configs.values()))[0], strict=True))
+    return lambda parallel, **train: events[(repr(parallel), *train.items())]
+
+
+@pytest.mark.parametrize("config", UNITS)
+def test_resharding_policy_determines_the_number_of_gathers(
+    config: type[FSDP1Config] | type[FSDP2Config], events_of: Events
+) -> None:
     """Oracle: units counted by hand; the forward gathers each once, the backward the resharded ones."""
-    policies = (ReshardAfterForward.never, ReshardAfterForward.default, ReshardAfterForward.always)
-    never, default, always = record([config(reshard_after_forward=policy) for policy in policies])
+    gathers = {
+        policy.value: count(events_of(config(reshard_after_forward=policy)), GATHER) for policy in ReshardAfterForward
+    }
     # FSDP2's embedding stays sharded in the backward, which needs no weight for a look-up.
-    embedding_again = 1 if config is FSDP1Config else 0
-    assert count(never, GATHER) == UNITS[config]
-    assert count(default, GATHER) == UNITS[config] + LAYERS + embedding_again
-    assert count(always, GATHER) == UNITS[config] + LAYERS + embedding_again + 1
+    again = LAYERS + (1 if config is FSDP1Config else 0)
+    assert gathers == {
+        "never": UNITS[config],
+        "default": UNITS[config] + again,
+        "always": UNITS[config] + again + 1,
+    }
 
 
-@pytest.mark.parametrize("config", [FSDP1Config, FSDP2Config])
-def test_wrap_policy_determines_the_number_of_units(config: type[FSDP1Config] | type[FSDP2Config]) -> None:
+@pytest.mark.parametrize("config", UNITS)
+def test_wrap_policy_determines_the_number_of_units(
+    config: type[FSDP1Config] | type[FSDP2Config], events_of: Events
+) -> None:
     """Oracle: units counted by hand; each unit reduces its gradients once."""
-    blocks, parts = record([config(wrap=Wrap.block), config(wrap=Wrap.block_attn_mlp)])
-    assert count(blocks, SCATTER) == UNITS[config]
-    assert count(parts, SCATTER) == UNITS[config] + 2 * LAYERS
+    assert count(events_of(config(wrap=Wrap.block)), SCATTER) == UNITS[config]
+    assert count(events_of(config(wrap=Wrap.block_attn_mlp)), SCATTER) == UNITS[config] + 2 * LAYERS
 
 
 @pytest.mark.parametrize("deterministic", [False, True], ids=["default", "deterministic"])
-@pytest.mark.parametrize(
-    ("parallel", "kind", "units"),
-    [
-        (FSDP1Config(), SCATTER, UNITS[FSDP1Config]),
-        (FSDP2Config(), SCATTER, UNITS[FSDP2Config]),
-        (DDPConfig(), REDUCE, 1),
-    ],
-    ids=["fsdp1", "fsdp2", "ddp"],
-)
+@pytest.mark.parametrize("name", ACCUMULATING)
 def test_accumulation_reduces_once_per_step_unless_deterministic(
-    parallel: ParallelConfig, kind: str, units: int, deterministic: bool
+    name: str, deterministic: bool, events_of: Events
 ) -> None:
-    """Oracle: reductions of one micro-batch (a tiny model fits one DDP bucket), and its gathers, times their number."""
-    (events,) = record([parallel], grad_accum=3, deterministic=deterministic)
+    """Oracle: reductions of one micro-batch, and its gathers, times their number."""
+    parallel, kind, units = ACCUMULATING[name]
+    events = events_of(parallel, grad_accum=3, deterministic=deterministic)
     # Two all-reduces are the trainer's own: valid tokens, and loss; clipping has a third where gradients are sharded.
-    own = {SCATTER: 0, REDUCE: 2}[kind]
-    assert count(events, kind) - own == units * (3 if deterministic else 1)
-    (once,) = record([parallel])
+    of_trainer = {SCATTER: 0, REDUCE: 2}[kind]
+    assert count(events, kind) - of_trainer == units * (3 if deterministic else 1)
     # FSDP1 keeps its root and head gathered until it reduces.
-    assert count(events, GATHER) <= 3 * count(once, GATHER)
+    assert count(events, GATHER) <= 3 * count(events_of(parallel), GATHER)
 
 
-@pytest.mark.parametrize(
-    ("config", "depth"), [(FSDP1Config, 0), (FSDP1Config, 1), (FSDP2Config, 0), (FSDP2Config, 1), (FSDP2Config, 2)]
-)
+@pytest.mark.parametrize(("config", "depth"), DEPTHS)
 def test_prefetch_depth_determines_how_early_units_are_gathered(
-    config: type[FSDP1Config] | type[FSDP2Config], depth: int
+    config: type[FSDP1Config] | type[FSDP2Config], depth: int, events_of: Events
 ) -> None:
     """Oracle: position of the gathers among the blocks' forwards and backwards."""
-    events, default = record([config(forward_prefetch=depth, backward_prefetch=depth), config()])
+    events = events_of(config(forward_prefetch=depth, backward_prefetch=depth))
     before_first_block = events[: events.index("forward 0")]
     # Embedding and first block are gathered alone, and FSDP1's root, the norm, before all others.
     root = 1 if config is FSDP1Config else 0
@@ -139,7 +158,7 @@ def test_prefetch_depth_determines_how_early_units_are_gathered(
     later = events[events.index(f"forward {LAYERS - 1}") + 1 : events.index(f"backward {LAYERS - 1}")]
     head = 1 if depth == 0 else 0
     assert count(later, GATHER) == head + 1 + depth
-    assert count(events, GATHER) == count(default, GATHER)
+    assert count(events, GATHER) == count(events_of(config()), GATHER)
 
 
 def differing_sums() -> int:

@@ -1,6 +1,8 @@
 """Context parallelism: ranks that share sequences train like one process."""
 
+import dataclasses
 import functools
+from itertools import product
 from typing import Any
 
 import pytest
@@ -9,9 +11,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fsdptoys.config.schema import Config
-from fsdptoys.data import SyntheticConfig
 from fsdptoys.memory import ActivationOffload, GradientCheckpointing, MemoryConfig
-from fsdptoys.models import Context, ModelConfig, use_context
+from fsdptoys.models import Context, use_context
 from fsdptoys.models.context import FULL_SEQUENCES
 from fsdptoys.models.generate import Draw, generate
 from fsdptoys.models.kernels import Kernels, choose_kernels
@@ -26,127 +27,134 @@ from fsdptoys.train.trainer import Trainer
 from scripts.parity import train_all
 from scripts.ranks import run_ranks
 from tests.checkpoint.folders import build
-from tests.parallel.runs import TINY, make_config, tiny_model
+from tests.parallel.groups import Pairs, Row, levels, trained_rows
+from tests.parallel.runs import DOCUMENTS, FAMILIES, TINY, make_config, tiny_model
 
 ULYSSES, GATHERED, RING = FORMS = tuple(form for form in ContextForm if form is not ContextForm.auto)
-MODELS: dict[str, ModelConfig] = {"llama": tiny_model(), **TINY}
-DOCUMENTS = SyntheticConfig(branching=60, mask_documents=True)
+FULL, SELECTIVE = GradientCheckpointing.full, GradientCheckpointing.selective
 
 Losses = list[tuple[float, float]]
+"""Losses and gradient norms of the steps, and the held-out loss."""
 
 
 def train(configs: list[Config]) -> list[Losses]:
-    """Losses and gradient norms of each run; activations of any size are offloaded, and compiled code is not built."""
+    """Train all; activations of any size are offloaded, and the compiler generates no machine code."""
     prepare_module.ActivationOffload = functools.partial(ActivationOffload, min_bytes=0)  # type: ignore[attr-defined]
     prepare_module.compile_blocks = functools.partial(compile_blocks, backend="aot_eager")  # type: ignore[attr-defined]
     results = []
     for config in configs:
         trainer = Trainer(config)
         trainer.train()
-        results.append([(step.loss, step.grad_norm) for step in trainer.history])
+        losses = [(step.loss, step.grad_norm) for step in trainer.history]
+        results.append(losses + [(step.eval_loss, 1.0) for step in trainer.history if step.eval_loss is not None])
     return results
 
 
-def assert_alike(found: Losses, expected: Losses, case: str, loss: float = 2e-6, norm: float = 1e-5) -> None:
-    for (loss_found, norm_found), (loss_expected, norm_expected) in zip(found, expected, strict=True):
-        assert loss_found == pytest.approx(loss_expected, rel=loss), case
-        assert norm_found == pytest.approx(norm_expected, rel=norm), case
+def families() -> dict[str, Row]:
+    """Return all families with each form on four ranks; four cannot exchange six heads, so they share two by two."""
+    options = {"steps": 1, "deterministic": False, "eval_every": 1, "eval_batches": 1}
+    rows: dict[str, Row] = {}
+    for family, model in FAMILIES.items():
+        for form, cp_size in ((ULYSSES, 2), (GATHERED, 4), (RING, 4)):
+            parallel = FSDP2Config(context=form)
+            rows[f"{family} {form.value}"] = Row(parallel, 4, {"cp_size": cp_size}, {"model": model, **options})
+    for form in FORMS if TORCH >= (2, 8) else ():  # with which FSDP2 replicates on a CPU
+        layout = {"cp_size": 2, "fsdp_size": 2}
+        rows[f"hsdp2 {form.value}"] = Row(FSDP2Config(context=form), 4, layout, {"model": TINY["llama4"], **options})
+    return rows
 
 
-def test_families_train_like_one_process() -> None:
-    """Oracle: losses and norms of one process over two micro-batches with ragged padding; every form, on four ranks.
-
-    Four ranks cannot exchange six heads, so they share them two by two there.
-    """
-    settings: dict[str, Any] = {"steps": 1, "deterministic": False}
-    singles = [
-        make_config(SingleConfig(simulated_ranks=ranks), 1, model=model, **settings)
-        for ranks in (1, 2)
-        for model in MODELS.values()
-    ]
-    losses = dict(zip([(r, f) for r in (1, 2) for f in MODELS], run_ranks(1, train, singles)[0], strict=True))
-    layouts = {ULYSSES: 2, GATHERED: 4, RING: 4}
-    cases = [(family, form, cp, -1) for family in MODELS for form, cp in layouts.items()]
-    if TORCH >= (2, 8):  # with which FSDP2 replicates on a CPU
-        cases += [("llama4", form, 2, 2) for form in FORMS]
-    configs = [
-        make_config(FSDP2Config(context=form), 4, cp_size=cp, fsdp_size=size, model=MODELS[family], **settings)
-        for family, form, cp, size in cases
-    ]
-    for case, found in zip(cases, run_ranks(4, train, configs)[0], strict=True):
-        assert_alike(found, losses[4 // case[2], case[0]], str(case))
-
-
-def test_memory_switches_and_documents_train_like_one_process() -> None:
-    """Oracle: one process with the same data and dtype, over two steps with a norm that clips.
+def switches() -> dict[str, Row]:
+    """Return memory switches and documents, over two steps with a norm that clips.
 
     Llama 4 has chunked attention, layers without positions, temperatures and experts. Recomputation repeats the
     collectives of its attention.
     """
-    full, selective = GradientCheckpointing.full, GradientCheckpointing.selective
-    offloaded = MemoryConfig(gradient_checkpointing=full, activation_offload=True, chunk_loss=True, chunk_tokens="16")
-    selected = MemoryConfig(gradient_checkpointing=selective)
-    selected_offload = MemoryConfig(gradient_checkpointing=selective, activation_offload=True)
-    low = {"param_dtype": DType.bfloat16}
-    compiled: dict[str, Any] = {"model": TINY["qwen3"], "memory": MemoryConfig(gradient_checkpointing=full)}
-    cases: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
-        "full, offload, chunked loss": ({}, {"memory": offloaded}),
-        "selective": ({}, {"memory": selected}),
-        "selective, offload": ({}, {"memory": selected_offload}),
-        "documents": ({}, {"data": DOCUMENTS, "memory": selected}),
-        "documents of gpt2": ({}, {"data": DOCUMENTS, "model": TINY["gpt2"]}),
-        "bf16": (low, {"model": TINY["qwen3"]}),
-        "bf16, documents": (low, {"data": DOCUMENTS, "model": TINY["qwen3"]}),
-        "compiled": ({}, compiled | {"compile": True}),
+    chunks = {"chunk_loss": True, "chunk_tokens": "16"}
+    full = MemoryConfig(gradient_checkpointing=FULL)
+    selective = MemoryConfig(gradient_checkpointing=SELECTIVE)
+    qwen3 = {"model": TINY["qwen3"]}
+    documents = {"data": DOCUMENTS}
+    cases: dict[str, tuple[DType, dict[str, Any], dict[str, Any]]] = {
+        "full, offload, chunked loss": (
+            DType.float32,
+            {},
+            {"memory": MemoryConfig(gradient_checkpointing=FULL, activation_offload=True, **chunks)},
+        ),
+        "selective": (DType.float32, {}, {"memory": selective}),
+        "selective, offload": (
+            DType.float32,
+            {},
+            {"memory": MemoryConfig(gradient_checkpointing=SELECTIVE, activation_offload=True)},
+        ),
+        "documents": (DType.float32, documents, {"memory": selective}),
+        "documents of gpt2": (DType.float32, {"model": TINY["gpt2"], **documents}, {}),
+        "bf16": (DType.bfloat16, qwen3, {}),
+        "bf16, documents": (DType.bfloat16, {**qwen3, **documents}, {}),
+        "compiled": (DType.float32, qwen3, {"memory": full, "compile": True}),
     }
-    common: dict[str, Any] = {"steps": 2, "deterministic": False, "model": TINY["llama4"]}
-
-    def configs(parallel: Any, ranks: int, cp_size: int, names: list[str], **settings: Any) -> list[Config]:
-        return [
-            make_config(parallel(**settings, **cases[name][0]), ranks, cp_size=cp_size, **{**common, **cases[name][1]})
-            for name in names
-        ]
-
-    alone = run_ranks(1, train, configs(SingleConfig, 1, 1, list(cases), simulated_ranks=2))[0]
-    expected = dict(zip(cases, alone, strict=True))
-    assert expected["documents"] != expected["selective"]
-    for form in FORMS:
-        names = [name for name in cases if form is not RING or "documents" not in name]
-        for name, found in zip(
-            names, run_ranks(4, train, configs(FSDP2Config, 4, 2, names, context=form))[0], strict=True
-        ):
-            # A rounding to 16 bits that falls otherwise is 2**-9 of a value; norms add many of them.
-            tolerances = (2e-4, 1e-2) if name.startswith("bf16") else (2e-6, 1e-5)
-            assert_alike(found, expected[name], f"{form.value}, {name}", *tolerances)
+    common = {"steps": 2, "deterministic": False, "model": TINY["llama4"]}
+    return {
+        f"{form.value}, {name}": Row(
+            FSDP2Config(context=form, param_dtype=dtype),
+            4 if dtype is DType.bfloat16 else 2,
+            {"cp_size": 2, **layout},
+            {**common, **options},
+        )
+        for name, (dtype, options, layout) in cases.items()
+        for form in FORMS
+        if form is not RING or "documents" not in name
+    }
 
 
-def test_strategies_agree_in_every_bit_in_the_deterministic_mode() -> None:
+def toys() -> dict[str, Row]:
+    """Return the toy's own exchange: Ulysses where the ranks divide the heads, rings without chunks of attention."""
+    rows: dict[str, Row] = {}
+    for cp_size, (family, model) in product((2, 4), FAMILIES.items()):
+        options = {"model": model, "steps": 2, "deterministic": False, "eval_every": 2, "eval_batches": 1}
+        checkpointed = MemoryConfig(gradient_checkpointing=FULL, chunk_loss=True)
+        memory = {"memory": checkpointed} if family == "qwen3" else {}
+        for form in ToyCPConfig.context_forms:
+            if family != "llama4" if form is RING else model.n_heads % cp_size == 0:
+                layout = {"cp_size": cp_size, **memory}
+                rows[f"toy {family} {form.value} {cp_size}"] = Row(ToyCPConfig(context=form), 4, layout, options)
+    return rows
+
+
+ROWS = families() | switches() | toys()
+SHORT = {
+    *("llama ulysses", "llama4 gathered", "qwen3_moe ring", "gathered, full, offload, chunked loss"),
+    *("ring, selective, offload", "ulysses, documents", "ring, bf16", "toy qwen3 ulysses 2", "toy gpt2 ring 4"),
+}
+trained = trained_rows(ROWS, train)
+
+
+def assert_alike(found: Losses, expected: Losses, loss: float = 2e-6, norm: float = 1e-5) -> None:
+    for (loss_found, norm_found), (loss_expected, norm_expected) in zip(found, expected, strict=True):
+        assert loss_found == pytest.approx(loss_expected, rel=loss)
+        assert norm_found == pytest.approx(norm_expected, rel=norm)
+
+
+@pytest.mark.parametrize("row", levels(ROWS, SHORT))
+def test_shared_sequences_train_like_one_process(row: str, trained: Pairs) -> None:
+    """Oracle: losses, norms and held-out losses of one process over two micro-batches with ragged padding."""
+    # A rounding to 16 bits that falls otherwise is 2**-9 of a value; norms add many of them.
+    tolerances = (2e-4, 1e-2) if ROWS[row].parallel.param_dtype is DType.bfloat16 else (2e-6, 1e-5)
+    assert_alike(*trained[row], *tolerances)
+
+
+@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.extended)])
+def test_strategies_agree_in_every_bit_in_the_deterministic_mode(ranks: int) -> None:
     """Oracle: each other's losses, norms and parameters; and the losses of one process."""
-    # The toy of context parallelism has an exchange of its own (test_toy_cp.py).
+    # The toy of context parallelism has an exchange of its own.
     kinds = [kind for kind in STRATEGIES.values() if kind.shares_sequences and kind is not ToyCPConfig]
     parallels = [kind(context=ULYSSES) for kind in kinds if issubclass(kind, ReducingConfig)]
     assert len(parallels) == len(STRATEGIES) - 3  # without one process and the toys of the two axes
-    configs = [make_config(parallel, 4, cp_size=2, steps=2) for parallel in parallels]
-    first, *others = run_ranks(4, train_all, configs)[0]
-    alone = run_ranks(1, train, [make_config(SingleConfig(simulated_ranks=2), 1, steps=2)])[0][0]
-    assert_alike(list(zip(first.losses, first.grad_norms, strict=True)), alone, "one process")
-    for parallel, other in zip(parallels[1:], others, strict=True):
-        assert other == first, parallel.name
-
-
-def evaluate(config: Config) -> list[float | None]:
-    trainer = Trainer(config)
-    trainer.train()
-    return [step.eval_loss for step in trainer.history]
-
-
-@pytest.mark.parametrize("form", FORMS, ids=lambda form: form.value)
-def test_evaluation_covers_the_sequences_of_one_process(form: ContextForm) -> None:
-    """Oracle: the held-out loss of one process over as many sequences."""
-    sizes: dict[str, Any] = {"eval_every": 1, "steps": 1}
-    alone = run_ranks(1, evaluate, make_config(SingleConfig(simulated_ranks=2), 1, eval_batches=4, **sizes))[0]
-    shared = run_ranks(4, evaluate, make_config(FSDP2Config(context=form), 4, cp_size=2, eval_batches=2, **sizes))
-    assert shared[0] == shared[3] and shared[0] == pytest.approx(alone, rel=1e-6)
+    configs = [make_config(parallel, ranks, cp_size=2, steps=2) for parallel in parallels]
+    first, *others = run_ranks(ranks, train_all, configs)[0]
+    (alone,) = run_ranks(1, train, [make_config(SingleConfig(simulated_ranks=ranks // 2), 1, steps=2)])[0]
+    assert_alike(list(zip(first.losses, first.grad_norms, strict=True)), alone)
+    assert [kind.name for kind, other in zip(parallels[1:], others, strict=True) if other != first] == []
 
 
 def attend(
@@ -165,20 +173,16 @@ def differences(cases: list[tuple[ContextForm, int, int, torch.dtype, str]]) -> 
     group, found = dist.group.WORLD, []
     assert group is not None
     for form, n_heads, n_kv_heads, dtype, attention in cases:
-        context, kernels, worst = (
-            build_context(form, group, compiles=False),
-            choose_kernels({"attention": attention}),
-            0.0,
-        )
+        context = build_context(form, group, compiles=False)
+        kernels = choose_kernels({"attention": attention})
+        worst = 0.0
         generator = torch.Generator().manual_seed(0)
         shapes = [(2, heads, 48, 8) for heads in (n_heads, n_kv_heads, n_kv_heads, n_heads)]
         full = [torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype) for shape in shapes]
         for chunk_len in (None, 10, 7):
             for documents in (False, True) if form is not RING else (False,):
-                numbers = torch.tensor([[0] * 29 + [1] * 19, [0] * 7 + [1] * 41]) * 48 + torch.arange(48) // (
-                    chunk_len or 48
-                )
-                segments = numbers if documents else None
+                numbers = torch.tensor([[0] * 29 + [1] * 19, [0] * 7 + [1] * 41]) * 48
+                segments = numbers + torch.arange(48) // (chunk_len or 48) if documents else None
                 # Of rows in two dtypes the wider is the oracle.
                 expected = attend(FULL_SEQUENCES, [x.double() for x in full], kernels, chunk_len, segments)
                 for part, right in zip(attend(context, full, kernels, chunk_len, segments), expected, strict=True):
@@ -187,7 +191,7 @@ def differences(cases: list[tuple[ContextForm, int, int, torch.dtype, str]]) -> 
     return found
 
 
-@pytest.mark.parametrize("ranks", [2, 3, 4, 6])
+@pytest.mark.parametrize("ranks", [3, *(pytest.param(ranks, marks=pytest.mark.extended) for ranks in (2, 4, 6))])
 def test_attention_matches_that_of_full_sequences(ranks: int) -> None:
     """Oracle: one rank's attention in float64, values and gradients, for grouped heads, chunks and documents.
 
@@ -205,7 +209,7 @@ def parts_of_rows(form: ContextForm) -> bool:
     """Compare the labels that this rank's loss gets, and its generated tokens, with those of full sequences."""
     group = dist.group.WORLD
     assert group is not None
-    model, kept = build(MODELS["gpt2"]), []
+    model, kept = build(TINY["gpt2"]), []
     tokens_BT = torch.arange(1, 2 * 24 + 1).view(2, 24)
     labels_BT = torch.cat((tokens_BT[:, 1:], torch.full((2, 1), -100)), dim=1)
     alone = generate(model, tokens_BT[0, :5], 8, 24, Draw(0.0))
@@ -242,16 +246,18 @@ def activation_bytes(configs: list[Config]) -> list[float]:
     return found
 
 
-def test_four_ranks_hold_a_quarter_of_the_activations() -> None:
-    """Oracle: the bytes that tensors hold at the peak of a step with the same global batch on four ranks."""
-    model = tiny_model()
-    model.dim, model.n_heads, model.n_kv_heads, model.ffn_dim, model.max_seq_len = 64, 8, 4, 160, 2048
-    model.n_layers = 2
-    settings: dict[str, Any] = {"model": model, "seq_len": 2048, "batch_size": 1, "steps": 2, "deterministic": False}
-    configs = [make_config(FSDP2Config(), 4, grad_accum=1, **settings)]
-    configs += [make_config(FSDP2Config(context=form), 4, cp_size=4, grad_accum=4, **settings) for form in FORMS]
-    alone, *shared = run_ranks(4, activation_bytes, configs)[0]
-    # A CPU's attention repeats shared key heads before torch 2.9: 0.31 to 0.33 with gathered keys.
-    most = 0.30 if TORCH >= (2, 9) else 0.35
+@pytest.mark.parametrize(("ranks", "seq_len"), [(2, 1024), pytest.param(4, 2048, marks=pytest.mark.extended)])
+def test_ranks_hold_their_share_of_the_activations(ranks: int, seq_len: int) -> None:
+    """Oracle: the bytes that tensors hold at the peak of a step with the same global batch, divided by the ranks."""
+    sizes = {"dim": 64, "n_layers": 2, "n_heads": 8, "n_kv_heads": 4, "ffn_dim": 160, "max_seq_len": seq_len}
+    model = dataclasses.replace(tiny_model(), **sizes)
+    settings: dict[str, Any] = {"model": model, "seq_len": seq_len, "batch_size": 1, "steps": 2, "deterministic": False}
+    configs = [make_config(FSDP2Config(), ranks, grad_accum=1, **settings)]
+    configs += [
+        make_config(FSDP2Config(context=form), ranks, cp_size=ranks, grad_accum=ranks, **settings) for form in FORMS
+    ]
+    alone, *shared = run_ranks(ranks, activation_bytes, configs)[0]
+    # A CPU's attention repeats shared key heads before torch 2.9: 0.31 to 0.33 of four ranks with gathered keys.
+    most = 1.2 if TORCH >= (2, 9) else 1.4
     for form, found in zip(FORMS, shared, strict=True):
-        assert 0.2 * alone < found < most * alone, (form.value, found / alone)
+        assert 0.8 < ranks * found / alone < most, form.value

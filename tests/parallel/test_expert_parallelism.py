@@ -1,6 +1,7 @@
 """Experts split over ranks compute the training of one process, and their shards are read and written exactly."""
 
 import dataclasses
+from itertools import product
 from typing import Any
 
 import numpy
@@ -9,26 +10,33 @@ import torch
 import torch.distributed as dist
 
 from fsdptoys.config.schema import Config
-from fsdptoys.errors import ConfigError
 from fsdptoys.memory import CPUOffloadExecutor, GradientCheckpointing, MemoryConfig
 from fsdptoys.models import ModelConfig
 from fsdptoys.models.moe import Router
 from fsdptoys.optim import AdamWConfig, MuonConfig, OptimStateDType, SGDConfig
-from fsdptoys.parallel import DDPConfig, FSDP1Config, FSDP2Config, SingleConfig, ToyFSDPConfig, full_tensors
-from fsdptoys.parallel import fsdp2 as fsdp2_module
-from fsdptoys.parallel.fsdp import TORCH, ReshardAfterForward, Wrap
+from fsdptoys.parallel import (
+    DDPConfig,
+    FSDP1Config,
+    FSDP2Config,
+    ParallelConfig,
+    SingleConfig,
+    ToyEPConfig,
+    ToyFSDPConfig,
+    full_tensors,
+)
+from fsdptoys.parallel.fsdp import ReshardAfterForward, Wrap
 from fsdptoys.parallel.precision import DType
 from fsdptoys.profiler.collectives import Call, CollectiveTrace
 from fsdptoys.train.trainer import Trainer
 from fsdptoys.utils.torchao import torchao_fault
 from scripts.ranks import run_ranks
-from tests.parallel.runs import TINY, WITH_BLOCKS, make_config
+from tests.parallel.groups import Pairs, Row, levels, selected, train_runs, trained_rows
+from tests.parallel.runs import EXPERTS, TINY, WITH_BLOCKS, make_config, refusal, supported, with_sizes
 from tests.parallel.test_experts import only_the_first
 
-FOUR = {"n_experts": 4, "expert_ffn_dim": 24}
 MODELS: dict[str, ModelConfig] = {
-    "qwen3_moe": dataclasses.replace(TINY["qwen3_moe"], **FOUR),  # type: ignore[arg-type]
-    "llama4": dataclasses.replace(TINY["llama4"], n_layers=2, **FOUR),  # type: ignore[arg-type]
+    "qwen3_moe": with_sizes(TINY["qwen3_moe"], **EXPERTS),
+    "llama4": with_sizes(TINY["llama4"], n_layers=2, **EXPERTS),
 }
 SGD = SGDConfig(lr=0.1)
 """Keeps the rounding of gradients small in parameters; AdamW's first steps divide small ones by themselves."""
@@ -100,31 +108,39 @@ def assert_close(got: Outcome, expected: Outcome, tolerance: float = 2e-6) -> No
         assert {name: far[name] for name in far if far[name] > tolerance} == {}
 
 
-@pytest.mark.usefixtures("unmeasured")
-@pytest.mark.parametrize("family", MODELS)
-def test_split_experts_train_as_one_process(family: str) -> None:
+FULL, SELECTIVE = (MemoryConfig(gradient_checkpointing=mode) for mode in list(GradientCheckpointing)[1:])
+BY_SGD: dict[str, Any] = {"optim": SGD, "steps": 2, "deterministic": False}
+TOY = ToyEPConfig()
+MOE, LLAMA4 = ({"model": model, **BY_SGD} for model in MODELS.values())
+ROWS = {
+    "two ranks, chunked loss": Row(
+        FSDP2Config(), 2, {"ep_size": 2}, {**MOE, "memory": MemoryConfig(chunk_loss=True, chunk_tokens="8")}
+    ),
+    "toy": Row(TOY, 2, {"ep_size": 2}, MOE),
+    "toy recomputed": Row(TOY, 4, {"ep_size": 2, "memory": FULL}, MOE),
+    "toy llama4": Row(TOY, 4, {"ep_size": 2}, LLAMA4),
+    "toy clipped by less": Row(TOY, 4, {"ep_size": 2}, {**MOE, "max_grad_norm": 1e-3, "deterministic": True}),
+}
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "selective": {"ep_size": 2, "memory": SELECTIVE},
+    "one expert a rank": {"ep_size": 4},
+    "full": {"ep_size": 2, "memory": FULL, "deterministic": True},
+    "hsdp2": {"ep_size": 2, "fsdp_size": 2},
+}
+for name, (label, layout) in product(MODELS, LAYOUTS.items()):
+    ROWS[f"{name} {label}"] = Row(FSDP2Config(), 4, layout, {"model": MODELS[name], **BY_SGD})
+ROWS = supported(ROWS)
+SHORT = {"two ranks, chunked loss", "toy", "qwen3_moe hsdp2"}
+
+
+trained = trained_rows(ROWS, train_all)
+
+
+@pytest.mark.parametrize("row", levels(ROWS, SHORT))
+def test_split_experts_train_as_one_process(row: str, trained: Pairs) -> None:
     """Oracle: one process: losses, norms, every gradient and parameter; accumulation, ragged padding, balancing."""
-    options: dict[str, Any] = {"model": MODELS[family]}
-    full, selective = (MemoryConfig(gradient_checkpointing=mode) for mode in list(GradientCheckpointing)[1:])
-    rows = [split(4, 2, **options, memory=selective), split(4, 4, **options)]
-    rows.append(split(4, 2, **options, memory=full, deterministic=True))
-    if TORCH >= (2, 8):
-        rows.append(split(4, 2, **options, fsdp_size=2))
-    (expected,) = run_ranks(1, train_all, [single(4, **options)])[0]
-    for outcome in run_ranks(4, train_all, rows)[0]:
-        assert_close(outcome, expected)
-
-
-@pytest.mark.usefixtures("unmeasured")
-def test_two_ranks_and_chunked_losses_train_as_one_process() -> None:
-    """Oracle: one process with the same chunks."""
-    options: dict[str, Any] = {
-        "model": MODELS["qwen3_moe"],
-        "memory": MemoryConfig(chunk_loss=True, chunk_tokens="8"),
-    }
-    (expected,) = run_ranks(1, train_all, [single(2, **options)])[0]
-    (outcome,) = run_ranks(2, train_all, [split(2, 2, **options)])[0]
-    assert_close(outcome, expected)
+    # Gradients of the toy's experts stay on their ranks.
+    assert_close(*(dataclasses.replace(result, grads={}) if "toy" in row else result for result in trained[row]))
 
 
 def train_with_idle_experts(configs: list[Config]) -> list[Outcome] | None:
@@ -133,13 +149,20 @@ def train_with_idle_experts(configs: list[Config]) -> list[Outcome] | None:
 
 
 @pytest.mark.usefixtures("unmeasured")
-@pytest.mark.parametrize("family", MODELS)
-def test_ranks_whose_experts_get_no_token_have_zero_gradients(family: str) -> None:
+@pytest.mark.parametrize(
+    ("family", "ranks"),
+    [
+        ("qwen3_moe", 2),
+        pytest.param("qwen3_moe", 4, marks=pytest.mark.extended),
+        pytest.param("llama4", 4, marks=pytest.mark.extended),
+    ],
+)
+def test_ranks_whose_experts_get_no_token_have_zero_gradients(family: str, ranks: int) -> None:
     """Oracle: one process, with every token sent to expert 0: ranks receive all rows, or none."""
-    options: dict[str, Any] = {"model": dataclasses.replace(MODELS[family], top_k=1)}  # type: ignore[call-arg]
-    (expected,) = run_ranks(1, train_with_idle_experts, [single(4, **options)])[0]
-    outcomes = run_ranks(4, train_with_idle_experts, [split(4, 2, **options), split(4, 4, **options)])[0]
-    for outcome in outcomes:
+    options: dict[str, Any] = {"model": with_sizes(MODELS[family], top_k=1)}
+    (expected,) = run_ranks(1, train_with_idle_experts, [single(ranks, **options)])[0]
+    rows = [split(ranks, ep_size, **options) for ep_size in (2, 4) if ep_size <= ranks]
+    for outcome in run_ranks(ranks, train_with_idle_experts, rows)[0]:
         assert_close(outcome, expected)
         stacks = [grad for name, grad in outcome.grads.items() if ".experts." in name]
         assert stacks and all(grad[0].any() and not grad[1:].any() for grad in stacks)
@@ -149,78 +172,76 @@ def test_ranks_whose_experts_get_no_token_have_zero_gradients(family: str) -> No
 def test_bf16_is_as_near_to_float32_as_one_process_in_bf16() -> None:
     """Oracle: one process in float32, and its distance to one process in bf16; the first step's gradients."""
     options: dict[str, Any] = {"model": MODELS["qwen3_moe"], "steps": 1}
-    rows = [single(4, **options), single(4, **options, param_dtype=DType.bfloat16)]
+    rows = [single(2, **options), single(2, **options, param_dtype=DType.bfloat16)]
     exact, rounded = run_ranks(1, train_all, rows)[0]
-    (outcome,) = run_ranks(4, train_all, [split(4, 2, **options, parallel=FSDP2Config(param_dtype=DType.bfloat16))])[0]
+    (outcome,) = run_ranks(2, train_all, [split(2, 2, **options, parallel=FSDP2Config(param_dtype=DType.bfloat16))])[0]
     assert outcome.losses == pytest.approx(exact.losses, rel=1e-3)
     for name, grad in exact.grads.items():
         assert distance(outcome.grads[name], grad) < 1.5 * distance(rounded.grads[name], grad) + 1e-3, name
 
 
-def train_averaging(config: Config) -> Outcome | None:
-    fsdp2_module.sums_gradients = lambda units: False
-    fsdp2_module.FSDP2.loss_scale = property(lambda self: float(self.context.world_size))  # type: ignore[assignment]
-    fsdp2_module.ExpertExchange.gradient_divisor = property(lambda self: 1, lambda self, value: None)  # type: ignore[assignment]
-    outcomes = train_all([config])
-    return outcomes and outcomes[0]
+IN_BACKWARD: dict[str, Any] = {"grad_accum": 1, "max_grad_norm": None, "skip_nonfinite": False}
+ALIKE: dict[str, dict[str, Any]] = {
+    "nothing": {},
+    "parts": {"parallel": FSDP2Config(wrap=Wrap.block_attn_mlp, backward_prefetch=2)},
+    "classes": {
+        "parallel": FSDP2Config(wrap_classes=["MoE", "Attention"], reshard_after_forward=ReshardAfterForward.never)
+    },
+    "size": {
+        "parallel": FSDP2Config(min_params=1500, forward_prefetch=2, reshard_after_forward=ReshardAfterForward.always)
+    },
+    "checkpointing": {
+        "memory": MemoryConfig(gradient_checkpointing=GradientCheckpointing.full, checkpointing_start_index=1)
+    },
+    "selective": {"memory": SELECTIVE},
+    "cpu offload": {"memory": MemoryConfig(cpu_offload=True)},
+    "overlapped": {"memory": MemoryConfig(cpu_offload=True, cpu_offload_executor=CPUOffloadExecutor.overlapped)},
+    "optimizer offload": {"memory": MemoryConfig(optimizer_offload=True)},
+    "after the backward": IN_BACKWARD,
+    "in the backward": {**IN_BACKWARD, "memory": MemoryConfig(optimizer_in_backward=True)},
+}
+"""Settings that must not change a bit of a run with split experts."""
 
 
-@pytest.mark.usefixtures("unmeasured")
-def test_averages_would_be_too_large_for_experts_alone() -> None:
-    """Oracle: one process, times ep where FSDP2 averages over the ranks of each view; the loss would not show it."""
-    options: dict[str, Any] = {"model": MODELS["qwen3_moe"], "steps": 1, "max_grad_norm": None, "deterministic": True}
-    (expected,) = run_ranks(1, train_all, [single(4, **options)])[0]
-    averaged = run_ranks(4, train_averaging, split(4, 2, **options))[0]
-    assert averaged.losses == pytest.approx(expected.losses, rel=1e-6)
-    for name, grad in expected.grads.items():
-        assert distance(averaged.grads[name], grad * (2 if ".experts." in name else 1)) < 2e-6, name
-
-
-def settings() -> dict[str, dict[str, Any]]:
-    """Settings that must not change a bit of a run with split experts, by name."""
-    full, selective = GradientCheckpointing.full, GradientCheckpointing.selective
-    always, never = ReshardAfterForward.always, ReshardAfterForward.never
-    return {
-        "nothing": {},
-        "parts": {"parallel": FSDP2Config(wrap=Wrap.block_attn_mlp, backward_prefetch=2)},
-        "classes": {"parallel": FSDP2Config(wrap_classes=["MoE", "Attention"], reshard_after_forward=never)},
-        "size": {"parallel": FSDP2Config(min_params=1500, forward_prefetch=2, reshard_after_forward=always)},
-        "checkpointing": {"memory": MemoryConfig(gradient_checkpointing=full, checkpointing_start_index=1)},
-        "selective": {"memory": MemoryConfig(gradient_checkpointing=selective)},
-        "cpu offload": {"memory": MemoryConfig(cpu_offload=True)},
-        "overlapped": {"memory": MemoryConfig(cpu_offload=True, cpu_offload_executor=CPUOffloadExecutor.overlapped)},
-        "optimizer offload": {"memory": MemoryConfig(optimizer_offload=True)},
-    }
-
-
-@pytest.mark.usefixtures("unmeasured")
-def test_memory_switches_and_units_do_not_change_a_bit_of_split_experts() -> None:
-    """Oracle: the same layout without them, in the deterministic mode; an optimizer in the backward by itself."""
+@pytest.fixture(scope="module")
+def alike(request: pytest.FixtureRequest) -> dict[str, Outcome]:
+    """Train the selected settings, and those that they are compared with."""
+    names = dict.fromkeys(["nothing", "after the backward", *selected(request, "setting")])
     common: dict[str, Any] = {"model": MODELS["qwen3_moe"], "deterministic": True, "optim": AdamWConfig(lr=1e-2)}
-    rows = [split(4, 2, **{**common, **own}) for own in settings().values()]
-    unclipped = {**common, "grad_accum": 1, "max_grad_norm": None, "skip_nonfinite": False}
-    rows += [split(4, 2, **unclipped), split(4, 2, **unclipped, memory=MemoryConfig(optimizer_in_backward=True))]
-    outcomes = run_ranks(4, train_all, rows)[0]
-    *outcomes, after, within = outcomes
-    pairs = [*((name, outcome, outcomes[0]) for name, outcome in zip(settings(), outcomes, strict=True))]
-    for name, outcome, expected in [*pairs, ("in backward", within, after)]:
-        assert outcome.losses == expected.losses, name
-        for param, value in expected.parameters.items():
-            assert numpy.array_equal(outcome.parameters[param], value), (name, param)
+    runs = [(4, split(4, 2, **{**common, **ALIKE[name]})) for name in names]
+    return dict(zip(names, train_runs(runs, train_all), strict=True))
+
+
+@pytest.mark.parametrize(
+    "setting",
+    levels(
+        [name for name in ALIKE if name not in ("nothing", "after the backward")],
+        {"overlapped", "in the backward"},
+    ),
+)
+def test_memory_switches_and_units_do_not_change_a_bit_of_split_experts(
+    setting: str, alike: dict[str, Outcome]
+) -> None:
+    """Oracle: the same layout without them, in the deterministic mode."""
+    expected = alike["after the backward" if setting == "in the backward" else "nothing"]
+    assert alike[setting].losses == expected.losses
+    for name, value in expected.parameters.items():
+        assert numpy.array_equal(alike[setting].parameters[name], value), name
 
 
 @pytest.mark.usefixtures("unmeasured")
-@pytest.mark.parametrize("kind", ["muon", "int8"])
-def test_optimizers_of_matrices_work_over_both_views(kind: str) -> None:
+@pytest.mark.parametrize("ep_size", [2, pytest.param(4, marks=pytest.mark.extended)])
+@pytest.mark.parametrize("kind", ["muon", pytest.param("int8", marks=pytest.mark.extended)])
+def test_optimizers_of_matrices_work_over_both_views(kind: str, ep_size: int) -> None:
     """Oracle: one process; Muon's matrices are exchanged by other ranks for experts, and states of 8 bits sharded."""
     if kind == "int8" and torchao_fault():
         pytest.skip(f"torchao {torchao_fault()}")
     optim = MuonConfig(lr=1e-2) if kind == "muon" else AdamWConfig(lr=1e-2, state_dtype=OptimStateDType.int8)
-    model = dataclasses.replace(WITH_BLOCKS["qwen3_moe"], n_experts=4)  # type: ignore[call-arg]
+    model = with_sizes(WITH_BLOCKS["qwen3_moe"], n_experts=4)
     options: dict[str, Any] = {"model": model, "optim": optim, "deterministic": True}
     (expected,) = run_ranks(1, train_all, [single(4, **options)])[0]
-    for outcome in run_ranks(4, train_all, [split(4, 2, **options), split(4, 4, **options)])[0]:
-        assert_close(outcome, expected, 1e-4)
+    (outcome,) = run_ranks(4, train_all, [split(4, ep_size, **options)])[0]
+    assert_close(outcome, expected, 1e-4)
 
 
 def calls_of_a_step(config: Config) -> list[Call]:
@@ -253,45 +274,38 @@ def test_traced_exchanges_count_the_rows_that_leave_a_rank() -> None:
             assert ours.gets_bytes == ours.gives_bytes - ours.sends_bytes + theirs.sends_bytes
 
 
-@pytest.mark.parametrize(
-    ("parallel", "ep_size", "changes", "message"),
-    [
-        (FSDP2Config(), 2, {}, "mesh.ep_size=2 splits experts, and a llama model has none; set mesh.ep_size=1"),
-        (FSDP2Config(), 2, {"n_experts": 3}, "mesh.ep_size=2 must divide model.n_experts=3; set mesh.ep_size=1"),
-        (FSDP2Config(), 8, {"n_experts": 4}, "mesh.ep_size=8 must divide model.n_experts=4; set mesh.ep_size=4"),
-        (
-            FSDP2Config(),
-            3,
-            {"n_experts": 3},
-            "mesh.ep_size=3 must divide the 8 ranks that share a copy of the parameters; set mesh.ep_size=2",
-        ),
-        (
-            FSDP2Config(),
-            2,
-            {"n_experts": 8, "dim": 38, "expert_ffn_dim": 22, "n_heads": 2},
-            "mesh.ep_size=2 leaves 4 ranks to shard the same experts, which must divide model.dim=38 or "
-            "model.expert_ffn_dim=22; set mesh.ep_size=8",
-        ),
-        *(
-            (parallel, 2, {"n_experts": 4}, f"mesh.ep_size=2 is not an option of parallel={parallel.name}; set ")
-            for parallel in (DDPConfig(), FSDP1Config(), ToyFSDPConfig())
-        ),
-    ],
-)
-def test_splits_that_cannot_be_are_refused(parallel: Any, ep_size: int, changes: dict[str, Any], message: str) -> None:
-    """Oracle: the expected sentence, of 8 ranks."""
-    model = dataclasses.replace(TINY["qwen3_moe"], **changes) if changes else None
-    with pytest.raises(ConfigError) as refused:
-        make_config(parallel, 8, ep_size=ep_size, model=model)
-    assert str(refused.value).startswith(message)
+REFUSED: dict[str, tuple[ParallelConfig, int, dict[str, Any]]] = {
+    "mesh.ep_size=2 splits experts, and a llama model has none; set mesh.ep_size=1": (FSDP2Config(), 2, {}),
+    "mesh.ep_size=2 must divide model.n_experts=3; set mesh.ep_size=1": (FSDP2Config(), 2, {"n_experts": 3}),
+    "mesh.ep_size=8 must divide model.n_experts=4; set mesh.ep_size=4": (FSDP2Config(), 8, {"n_experts": 4}),
+    "mesh.ep_size=3 must divide the 8 ranks that share a copy of the parameters; set mesh.ep_size=2": (
+        *(FSDP2Config(), 3),
+        {"n_experts": 3},
+    ),
+    "mesh.ep_size=2 leaves 4 ranks to shard the same experts, which must divide model.dim=38 or "
+    "model.expert_ffn_dim=22; set mesh.ep_size=8": (
+        *(FSDP2Config(), 2),
+        {"n_experts": 8, "dim": 38, "expert_ffn_dim": 22, "n_heads": 2},
+    ),
+    **{
+        f"mesh.ep_size=2 is not an option of parallel={parallel.name}; set ": (parallel, 2, {"n_experts": 4})
+        for parallel in (DDPConfig(), FSDP1Config(), ToyFSDPConfig())
+    },
+}
+"""Beginning of the sentence → strategy, ranks that split experts, and sizes of the model; on 8 ranks."""
+
+
+@pytest.mark.parametrize("message", REFUSED)
+def test_splits_that_cannot_be_are_refused(message: str) -> None:
+    """Oracle: the expected sentence."""
+    parallel, ep_size, sizes = REFUSED[message]
+    model = with_sizes(TINY["qwen3_moe"], **sizes) if sizes else None
+    assert refusal(parallel, 8, ep_size=ep_size, model=model).startswith(message)
 
 
 @pytest.mark.skipif(torchao_fault() is not None, reason=f"torchao {torchao_fault()}")
 def test_shards_within_a_block_of_states_are_refused() -> None:
     """Oracle: the rule; four ranks divide neither the rows of a matrix, so that they cut its columns."""
-    model = dataclasses.replace(WITH_BLOCKS["qwen3_moe"], n_experts=2, dim=66, head_dim=16, expert_ffn_dim=64)  # type: ignore[call-arg]
-    optim = AdamWConfig(state_dtype=OptimStateDType.int8)
-    with pytest.raises(
-        ConfigError, match=r"cuts rows of layers\.0\.mlp\.experts\.down_proj into 16; set mesh\.ep_size=8"
-    ):
-        make_config(FSDP2Config(), 8, ep_size=2, model=model, optim=optim)
+    model = with_sizes(WITH_BLOCKS["qwen3_moe"], n_experts=2, dim=66, expert_ffn_dim=64)
+    found = refusal(FSDP2Config(), 8, ep_size=2, model=model, optim=AdamWConfig(state_dtype=OptimStateDType.int8))
+    assert "cuts rows of layers.0.mlp.experts.down_proj into 16; set mesh.ep_size=8" in found

@@ -1,21 +1,23 @@
 """Experts under FSDP: the sharded dim of their stacks, and experts without a token."""
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Shard
 
 from fsdptoys.config.schema import Config
-from fsdptoys.models import Qwen3MoEConfig
 from fsdptoys.models.moe import Router
 from fsdptoys.optim import SGDConfig
-from fsdptoys.parallel import DDPConfig, FSDP1Config, FSDP2Config, ParallelConfig, SingleConfig
+from fsdptoys.parallel import DDPConfig, FSDP1Config, FSDP2Config, SingleConfig
 from fsdptoys.parallel.fsdp import TORCH
 from fsdptoys.parallel.fsdp2 import placement
 from fsdptoys.train.trainer import Trainer
-from scripts.parity import Outcome, train_all
+from scripts.parity import Outcome
 from scripts.ranks import run_ranks
-from tests.parallel.runs import TINY, make_config
+from tests.memory.offloaded import outcome
+from tests.parallel.runs import TINY, make_config, with_sizes
 
 
 @pytest.mark.parametrize(
@@ -65,38 +67,35 @@ def only_the_first(self: Router, hidden_ND: Tensor) -> tuple[Tensor, Tensor]:
     return experts_N1, probabilities_NE[:, :1]
 
 
-def train_with_idle_experts(configs: list[Config]) -> tuple[list[Outcome], list[list[float]]]:
-    """Outcomes, and the norm of each expert's first update."""
+def train_with_idle_experts(configs: list[Config]) -> list[tuple[Outcome, list[float]]]:
+    """Return outcomes, and the norm of each expert's updates."""
     Router.forward = only_the_first  # type: ignore[method-assign]
-    return train_all(configs), [first_updates(config) for config in configs]
-
-
-def first_updates(config: Config) -> list[float]:
-    trainer = Trainer(config)
-    before = {name: param.clone() for name, param in trainer.strategy.full_parameters()}
-    trainer.config.train.steps = 1
-    trainer.train()
     name = "layers.0.mlp.experts.down_proj"
-    update = dict(trainer.strategy.full_parameters())[name] - before[name]
-    return [norm.item() for norm in update.flatten(1).norm(dim=1)]
+    results = []
+    for config in configs:
+        trainer = Trainer(config)
+        before = dict(trainer.strategy.full_parameters())[name].clone()
+        trainer.train()
+        update = dict(trainer.strategy.full_parameters())[name] - before
+        results.append((outcome(trainer), update.flatten(1).norm(dim=1).tolist()))
+    return results
 
 
 @pytest.mark.usefixtures("unmeasured")
-def test_idle_experts_neither_hang_nor_change_gradients() -> None:
+@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.extended)])
+def test_idle_experts_neither_hang_nor_change_gradients(ranks: int) -> None:
     """Oracle: one process; every token is routed to expert 0, so no rank updates the others."""
-
-    def config(parallel: ParallelConfig, world_size: int, fsdp_size: int = -1) -> Config:
-        model = Qwen3MoEConfig(**{**vars(TINY["qwen3_moe"]), "top_k": 1, "n_experts": 3})
-        return make_config(
-            parallel, world_size, fsdp_size=fsdp_size, model=model, optim=SGDConfig(lr=0.1, weight_decay=0.0), steps=3
-        )
-
+    options: dict[str, Any] = {
+        "model": with_sizes(TINY["qwen3_moe"], top_k=1),
+        "optim": SGDConfig(lr=0.1, weight_decay=0.0),
+        "steps": 3,
+    }
     strategies = [DDPConfig(), FSDP1Config(), FSDP1Config(use_orig_params=False), FSDP2Config()]
-    configs = [config(parallel, 4) for parallel in strategies]
-    if TORCH >= (2, 8):  # which HSDP needs under FSDP2 on a CPU
-        configs.append(config(FSDP2Config(), 4, fsdp_size=2))
-    ((expected,), _) = run_ranks(1, train_with_idle_experts, [config(SingleConfig(simulated_ranks=4), 1)])[0]
-    outcomes, updates = run_ranks(4, train_with_idle_experts, configs)[0]
-    assert all(outcome == expected for outcome in outcomes)
-    for first, *others in updates:
-        assert first > 0 and others == [0.0, 0.0]
+    configs = [make_config(parallel, ranks, **options) for parallel in strategies]
+    if ranks == 4 and TORCH >= (2, 8):  # which HSDP needs under FSDP2 on a CPU
+        configs.append(make_config(FSDP2Config(), ranks, fsdp_size=2, **options))
+    alone = [make_config(SingleConfig(simulated_ranks=ranks), 1, **options)]
+    ((expected, _),) = run_ranks(1, train_with_idle_experts, alone)[0]
+    for found, (used, *idle) in run_ranks(ranks, train_with_idle_experts, configs)[0]:
+        assert found == expected
+        assert used > 0 and idle == [0.0, 0.0]

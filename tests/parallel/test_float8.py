@@ -18,7 +18,7 @@ from fsdptoys.config.schema import Config
 from fsdptoys.errors import ConfigError
 from fsdptoys.launch.launch import resolve_run
 from fsdptoys.memory import GradientCheckpointing, MemoryConfig
-from fsdptoys.models import LlamaConfig, Qwen3MoEConfig
+from fsdptoys.models import LlamaConfig
 from fsdptoys.parallel import (
     DDPConfig,
     FSDP1Config,
@@ -34,8 +34,10 @@ from fsdptoys.train import build as prepare
 from fsdptoys.train.compile import compile_blocks
 from fsdptoys.train.trainer import Trainer
 from fsdptoys.utils.torchao import torchao_fault
+from scripts.parity import train_all
 from scripts.ranks import run_ranks
-from tests.parallel.runs import TINY, make_config
+from tests.parallel.groups import Pairs, Row, levels, trained_rows
+from tests.parallel.runs import TINY, make_config, with_sizes
 
 fault = torchao_fault()
 pytestmark = [
@@ -50,38 +52,37 @@ def config_of(parallel: ParallelConfig, world_size: int, kind: Float8 = Float8.t
     return make_config(parallel, world_size, **{"model": copy.copy(MODEL), "float8": kind, "steps": 3, **settings})
 
 
-def train(configs: list[Config]) -> list[tuple[list[tuple[float, float]], dict[str, bytes]]]:
-    """Losses, norms, and the bits of the trained parameters."""
-    results = []
-    for config in configs:
-        trainer = Trainer(config)
-        trainer.train()
-        history = [(step.loss, step.grad_norm) for step in trainer.history]
-        parameters = {name: param.numpy().tobytes() for name, param in trainer.strategy.full_parameters()}
-        results.append((history, parameters))
-    return results
+FULL = MemoryConfig(gradient_checkpointing=GradientCheckpointing.full)
+TENSORWISE, ROWWISE = Float8.tensorwise, Float8.rowwise
+SHORT = {"ddp rowwise", "fsdp2 checkpointing tensorwise", "fsdp2 gather", "toy_zero3 tensorwise"}
+ROWS: dict[str, Row] = {}
+for kind in (TENSORWISE, ROWWISE):
+    common = {"model": MODEL, "float8": kind, "steps": 3}
+    ROWS |= {
+        f"ddp {kind.value}": Row(DDPConfig(), 2, {}, common),
+        f"fsdp2 checkpointing {kind.value}": Row(FSDP2Config(), 2, {"memory": FULL}, common),
+        f"toy_zero3 {kind.value}": Row(ToyZero3Config(), 2, {}, common),
+    }
+for label, memory in {"fsdp2 gather": FULL, "fsdp2 gather, offload": MemoryConfig(optimizer_offload=True)}.items():
+    layout = {"float8_all_gather": True, "memory": memory}
+    ROWS[label] = Row(FSDP2Config(), 2, layout, {"model": MODEL, "float8": TENSORWISE, "steps": 3})
+trained = trained_rows(ROWS)
 
 
-@pytest.mark.parametrize("kind", [Float8.tensorwise, Float8.rowwise], ids=lambda kind: kind.value)
-def test_float8_matches_a_single_process_bitwise(kind: Float8) -> None:
-    """Oracle: one process over the same micro-batches in deterministic mode; scales are of the full weight.
+@pytest.mark.parametrize("row", levels(ROWS, SHORT))
+def test_float8_matches_a_single_process_bitwise(row: str, trained: Pairs) -> None:
+    """Oracle: one process over the same micro-batches in deterministic mode; scales are of the full weight."""
+    found, expected = trained[row]
+    assert found == expected
 
-    Losses differ from those without float8, which shows that the operands are rounded.
-    """
-    [expected, plain] = run_ranks(
-        1, train, [config_of(SingleConfig(simulated_ranks=2), 1, each) for each in (kind, Float8.none)]
-    )[0]
-    full = MemoryConfig(gradient_checkpointing=GradientCheckpointing.full)
-    ways = [config_of(DDPConfig(), 2, kind), config_of(FSDP2Config(), 2, kind, memory=full)]
-    ways += [config_of(ToyZero3Config(), 2, kind)]
-    if kind is Float8.tensorwise:
-        offload = MemoryConfig(optimizer_offload=True)
-        ways += [config_of(FSDP2Config(), 2, float8_all_gather=True, memory=memory) for memory in (full, offload)]
-    for found in run_ranks(2, train, ways)[0]:
-        assert found == expected
-    losses, without = ([loss for loss, _ in history] for history, _ in (expected, plain))
-    assert losses != without
-    assert losses == pytest.approx(without, rel=0.05)
+
+@pytest.mark.parametrize("kind", [TENSORWISE, pytest.param(ROWWISE, marks=pytest.mark.extended)])
+def test_operands_are_rounded(kind: Float8) -> None:
+    """Oracle: losses without float8, which differ by less than 5%."""
+    configs = [config_of(SingleConfig(), 1, each) for each in (kind, Float8.none)]
+    rounded, plain = run_ranks(1, train_all, configs)[0]
+    assert rounded.losses != plain.losses
+    assert rounded.losses == pytest.approx(plain.losses, rel=0.05)
 
 
 def gathered(configs: list[Config]) -> list[int]:
@@ -139,10 +140,10 @@ def train_in_sequence(configs: list[Config]) -> list[list[float]]:
     return losses
 
 
+@pytest.mark.extended
 def test_run_resumes_with_and_without_float8_from_plain_checkpoints() -> None:
     """Oracle: one process with the same schedule; checkpoints are plain tensors for any gathered dtype."""
-    tensorwise, none = Float8.tensorwise, Float8.none
-    chain = [(tensorwise, True), (none, False), (tensorwise, True), (tensorwise, False)]
+    chain = [(TENSORWISE, True), (Float8.none, False), (TENSORWISE, True), (TENSORWISE, False)]
     one, two = (
         [
             config_of(parallel, ranks, kind, float8_all_gather=all_gather and ranks == 2, steps=2 * number)
@@ -153,6 +154,7 @@ def test_run_resumes_with_and_without_float8_from_plain_checkpoints() -> None:
     assert run_ranks(2, train_in_sequence, two)[0] == run_ranks(1, train_in_sequence, one)[0]
 
 
+@pytest.mark.extended
 def test_optimizer_in_backward_gathers_float8_with_current_scales() -> None:
     """Oracle: the ordinary optimizer step, through a checkpoint too, after which scales are known before the first
     gather.
@@ -174,38 +176,29 @@ def test_optimizer_in_backward_gathers_float8_with_current_scales() -> None:
 
 
 def train_on_graphs(configs: list[Config]) -> Any:
-    """``train`` without generating machine code, and the number of graphs."""
+    """Train without generating machine code; return the number of graphs too."""
     compiling = functools.partial(compile_blocks, backend="aot_eager_decomp_partition")
     with mock.patch.object(prepare, "compile_blocks", compiling):
         before = counters["stats"]["unique_graphs"]  # of the process that this one was forked from
-        return train(configs), counters["stats"]["unique_graphs"] - before
+        return train_all(configs), counters["stats"]["unique_graphs"] - before
 
 
+@pytest.mark.extended
 def test_compiled_blocks_support_float8() -> None:
     """Oracle: the same blocks in eager mode, losses to 1e-5; one graph for all equal blocks, gathered operands
     included.
     """
     options = {"deterministic": False, "steps": 2, "float8_all_gather": True}
     configs = [config_of(FSDP2Config(), 2, compile=compiles, **options) for compiles in (False, True)]
-    ((expected, _), (found, _)), graphs = run_ranks(2, train_on_graphs, configs)[0]
-    assert [loss for loss, _ in found] == pytest.approx([loss for loss, _ in expected], rel=1e-5)
+    (expected, found), graphs = run_ranks(2, train_on_graphs, configs)[0]
+    assert found.losses == pytest.approx(expected.losses, rel=1e-5)
     assert graphs == 1
 
 
 def test_only_the_blocks_linear_layers_divisible_by_16_are_converted() -> None:
     """Oracle: their names: no router, expert, head or embedding."""
     with torch.device("meta"):
-        model = Qwen3MoEConfig(
-            dim=32,
-            n_layers=1,
-            n_heads=2,
-            n_kv_heads=1,
-            head_dim=16,
-            vocab_size=64,
-            n_experts=4,
-            top_k=2,
-            expert_ffn_dim=16,
-        ).build()
+        model = with_sizes(TINY["qwen3_moe"], dim=32, n_layers=1, n_heads=2, n_kv_heads=1, head_dim=16).build()
         odd = TINY["qwen3"].build()
     assert convert_to_float8(model, Float8.tensorwise, False, "cpu") == 4
     converted = {name for name, module in model.named_modules() if type(module).__name__ == "Float8Linear"}

@@ -10,10 +10,9 @@ import torch
 
 from fsdptoys.config.compose import compose_config
 from fsdptoys.config.kernel_choice import Kernel, KernelConfig
+from fsdptoys.config.pipeline_checks import ZERO_BUBBLE_SINCE
 from fsdptoys.config.saved import read_config
 from fsdptoys.config.schema import Config
-from fsdptoys.data import SyntheticConfig
-from fsdptoys.errors import ConfigError
 from fsdptoys.memory import GradientCheckpointing, MemoryConfig
 from fsdptoys.models import ModelConfig
 from fsdptoys.parallel import DDPConfig, FSDP1Config, FSDP2Config, ParallelConfig, SingleConfig, ToyDDPConfig
@@ -21,68 +20,112 @@ from fsdptoys.parallel.context import ContextForm
 from fsdptoys.parallel.determinism import Deterministic
 from fsdptoys.parallel.expert_parallel import fsdp2_can_sum
 from fsdptoys.parallel.float8 import Float8
+from fsdptoys.parallel.fsdp import TORCH
 from fsdptoys.parallel.fsdp1 import FSDP1
+from fsdptoys.parallel.pipeline import PipelineSchedule
 from fsdptoys.parallel.precision import DType, SumDType
 from fsdptoys.report.setting_effects import bits_of
 from fsdptoys.train.trainer import Trainer
 from fsdptoys.utils.dtensor import full_tensor, is_dtensor
 from scripts.parity import Outcome, hash_parameters
 from scripts.ranks import run_ranks
-from tests.parallel.runs import TINY, make_config, tiny_model
+from tests.memory.offloaded import outcome
+from tests.parallel.groups import Pairs, Row, levels, trained_rows
+from tests.parallel.runs import DOCUMENTS, EVEN, EXPERTS, TINY, make_config, refusal, tiny_model, with_sizes
 from tests.train.resumed import kept, run_to_the_end, run_until
 
 BATCH = 4
 """Sequences of a global batch."""
 
-EXPERTS: dict[str, Any] = {"n_experts": 4, "expert_ffn_dim": 24}
+SPLIT = EVEN | EXPERTS
 MODELS: dict[str, ModelConfig] = {
     "llama": tiny_model(),
     "llama tied": tiny_model(tie_embeddings=True),
     "qwen3": TINY["qwen3"],
-    "qwen3_moe": dataclasses.replace(TINY["qwen3_moe"], **EXPERTS),
+    "qwen3_moe": with_sizes(TINY["qwen3_moe"], **EXPERTS),
     # Chunks of two grains, so that ranks with parts of sequences have whole grains of them.
-    "llama4": dataclasses.replace(TINY["llama4"], **EXPERTS, attention_chunk_len=12),
+    "llama4": with_sizes(TINY["llama4"], **EXPERTS, attention_chunk_len=12),
     "gpt2": TINY["gpt2"],
 }
+FEATURES: dict[str, ModelConfig] = {
+    "four key heads": with_sizes(tiny_model(), **{**EVEN, "n_kv_heads": 4}),
+    "qwen3_moe": with_sizes(TINY["qwen3_moe"], **SPLIT),
+    "llama4": with_sizes(TINY["llama4"], **SPLIT, attention_chunk_len=12),
+    "gpt2": with_sizes(TINY["gpt2"], **{**EVEN, "ffn_dim": None}),
+}
+"""Models whose features two ranks divide."""
+STAGES: dict[str, ModelConfig] = {
+    "llama": with_sizes(tiny_model(), n_layers=4, **EVEN),
+    "qwen3": with_sizes(TINY["qwen3"], n_layers=4),
+    "qwen3_moe": with_sizes(TINY["qwen3_moe"], n_layers=4, **SPLIT),
+    "llama4": FEATURES["llama4"],
+    "gpt2": with_sizes(TINY["gpt2"], n_layers=5, tie_embeddings=False),
+}
+"""Models with layers for two stages and more."""
+
+LAST = PipelineSchedule("zero_bubble" if TORCH >= ZERO_BUBBLE_SINCE else "interleaved")
 
 # FSDP2 of torch 2.7 only averages, which the mode refuses.
 Sharded = FSDP2Config if fsdp2_can_sum() else FSDP1Config
+needs_sums = pytest.mark.skipif(not fsdp2_can_sum(), reason="FSDP2 of this torch cannot sum gradients")
 
 FULL = MemoryConfig(gradient_checkpointing=GradientCheckpointing.full, checkpointing_start_index=1)
 SELECTIVE = MemoryConfig(gradient_checkpointing=GradientCheckpointing.selective)
 CHUNKED = MemoryConfig(chunk_loss=True, chunk_tokens="20")
-DOCUMENTS = SyntheticConfig(branching=60, mask_documents=True)
+SMOOTH: dict[str, Any] = {"label_smoothing": 0.1, "z_loss_coef": 1e-3}
+MASKED = {"data": DOCUMENTS}
 
 
-def config(parallel: ParallelConfig, ranks: int, model: str, dtype: DType, **more: Any) -> Config:
-    """Two steps on the global batch, by four grains a sequence and micro-batches of one sequence unless given.
+def settings_of(ranks: int, **options: Any) -> dict[str, Any]:
+    """Return two steps on the global batch, by four grains a sequence and micro-batches of one sequence unless given.
 
     Then an evaluation on as many held-out sequences.
     """
-    shares = ranks // (more.get("cp_size", 1) * more.get("tp_size", 1) * more.get("pp_size", 1))
-    size = more.setdefault("batch_size", 1)
-    micro_batches = BATCH // shares // size
-    settings = {"grad_accum": micro_batches, "steps": 2, "eval_every": 2, "eval_batches": micro_batches}
-    more = settings | {"deterministic": "layout"} | more
-    if more["deterministic"] == "layout":
-        more.setdefault("grains", 4)
-    return make_config(dataclasses.replace(parallel, param_dtype=dtype), ranks, model=MODELS[model], **more)
+    shares = ranks // (options.get("cp_size", 1) * options.get("tp_size", 1) * options.get("pp_size", 1))
+    size = options.get("batch_size", 1)
+    count = BATCH // shares // size
+    settings = {"batch_size": size, "grad_accum": count, "steps": 2, "eval_every": 2, "eval_batches": count}
+    settings |= {"deterministic": "layout"} | options
+    return settings if settings["deterministic"] != "layout" else {"grains": 4} | settings
+
+
+def config(parallel: ParallelConfig, ranks: int, model: ModelConfig, **options: Any) -> Config:
+    return make_config(parallel, ranks, model=model, **settings_of(ranks, **options))
+
+
+def layout_row(
+    ranks: int,
+    model: ModelConfig,
+    dtype: DType,
+    parallel: ParallelConfig,
+    layout: dict[str, Any],
+    shared: dict[str, Any] | None = None,
+) -> Row:
+    """Return a layout of a global batch, to be compared with one process that takes it as one micro-batch."""
+    shared = {"model": model, **(shared or {})}
+    alone = settings_of(1, batch_size=BATCH, **shared)
+    parallel = dataclasses.replace(parallel, param_dtype=dtype)
+    return Row(parallel, ranks, settings_of(ranks, **{**shared, **layout}), shared, alone)
 
 
 def train_with_gradients(configs: list[Config]) -> list[tuple[Outcome, dict[str, Any]]]:
     """Results of each run, held-out losses after the others, and all gradients of its first step before clipping."""
     results = []
-    for each in configs:
-        trainer = Trainer(each)
-        kept_gradients: dict[str, Any] = {}
-        trainer._clip = lambda *given, trainer=trainer, kept=kept_gradients, clip=trainer._clip: (  # type: ignore[method-assign]
-            kept or kept.update(full_gradients(trainer)),
-            clip(*given),
-        )[1]
+    for config in configs:
+        trainer = Trainer(config)
+        gradients: dict[str, Any] = {}
+        clip = trainer._clip
+
+        def keep_and_clip(*args: Any, trainer: Trainer = trainer, gradients: Any = gradients, clip: Any = clip) -> Any:
+            if not gradients:
+                gradients.update(full_gradients(trainer))
+            return clip(*args)
+
+        trainer._clip = keep_and_clip  # type: ignore[method-assign]
         trainer.train()
-        losses, norms = ([getattr(step, name) for step in trainer.history] for name in ("loss", "grad_norm"))
-        losses += [step.eval_loss for step in trainer.history if step.eval_loss is not None]
-        results.append((Outcome(losses, norms, hash_parameters(trainer)), kept_gradients))
+        found = outcome(trainer)
+        found.losses += [step.eval_loss for step in trainer.history if step.eval_loss is not None]
+        results.append((found, gradients))
     return results
 
 
@@ -97,103 +140,111 @@ def full_gradients(trainer: Trainer) -> dict[str, Any]:
     return {name: grad.numpy().copy() for name, grad in named}
 
 
-Case = tuple[str, DType, dict[str, Any], dict[str, tuple[ParallelConfig, dict[str, Any]]]]
-"""Model, dtype, settings that the reference shares, and layouts by name: strategy and settings of their own."""
-
-
-def assert_bits_of_one_process(ranks: int, cases: list[Case], losses: int = 3) -> None:
-    """Compare with one process that takes the global batch as one micro-batch."""
-    plain = [config(SingleConfig(), 1, model, dtype, batch_size=BATCH, **shared) for model, dtype, shared, _ in cases]
-    expected = run_ranks(1, train_with_gradients, plain)[0]
-    rows = [
-        (f"{model} {dtype.value} {name}", reference, config(parallel, ranks, model, dtype, **shared, **own))
-        for (model, dtype, shared, layouts), reference in zip(cases, expected, strict=True)
-        for name, (parallel, own) in layouts.items()
-    ]
-    found = run_ranks(ranks, train_with_gradients, [row for _, _, row in rows])[0]
-    different = []
-    for (name, (outcome, gradients), _), (outcome_found, gradients_found) in zip(rows, found, strict=True):
-        assert gradients.keys() == gradients_found.keys() and gradients
-        assert len(outcome.losses) == losses
-        wrong = [key for key in gradients if not (gradients[key] == gradients_found[key]).all()]
-        if wrong or outcome_found != outcome:
-            different.append((name, wrong))
-    assert different == []
-
-
-@pytest.mark.usefixtures("unmeasured")
-def test_micro_batches_change_no_bit_in_this_mode_alone() -> None:
-    """Oracle: one micro-batch; the control is ``train.deterministic=true``, whose last bits change with them."""
-    splits: dict[str, tuple[ParallelConfig, dict[str, Any]]] = {
-        "1 x 4": (SingleConfig(), {}),
-        "2 x 2": (SingleConfig(), {"batch_size": 2}),
-        "2 x 2 of 2 ranks": (SingleConfig(simulated_ranks=2), {"batch_size": 2, "grad_accum": 1}),
+def layouts() -> dict[str, Row]:
+    """Return layouts of two and four ranks: every axis alone and together with others, every switch, every family."""
+    float32, bfloat16 = DType.float32, DType.bfloat16
+    fsdp2 = FSDP2Config()
+    gathered, ulysses = (FSDP2Config(context=form) for form in (ContextForm.gathered, ContextForm.ulysses))
+    one_f_one_b, interleaved, last = (
+        FSDP2Config(schedule=schedule) for schedule in (PipelineSchedule("1f1b"), PipelineSchedule("interleaved"), LAST)
+    )
+    hsdp, cp, ep, tp, pp = ({f"{axis}_size": 2} for axis in ("fsdp", "cp", "ep", "tp", "pp"))
+    smooth = {**SMOOTH, "memory": CHUNKED}
+    slices: dict[str, Any] = {"slices": 2}
+    whole = {"batch_size": 2}
+    tied, moe, llama4, gpt2 = (MODELS[name] for name in ("llama tied", "qwen3_moe", "llama4", "gpt2"))
+    rows = {
+        "ddp, selective": layout_row(2, tied, float32, DDPConfig(), {"memory": SELECTIVE}),
+        "fsdp1, chunked loss": layout_row(2, tied, bfloat16, FSDP1Config(), {}, smooth),
+        "fsdp2, chunked loss": layout_row(2, tied, bfloat16, Sharded(), {}, smooth),
+        "fsdp1, experts": layout_row(2, moe, bfloat16, FSDP1Config(), {"memory": FULL}),
+        "fsdp2, chunks": layout_row(2, llama4, float32, Sharded(), {"memory": SELECTIVE, "batch_size": 2}),
+        "ddp, documents": layout_row(2, gpt2, bfloat16, DDPConfig(), {"memory": FULL}, MASKED),
+        "fsdp2, documents": layout_row(2, TINY["qwen3"], float32, Sharded(), {}, {"grains": 3, **MASKED}),
     }
-    assert_bits_of_one_process(1, [(name, DType.float32, {}, splits) for name in ("qwen3_moe", "gpt2")])
+    sums = {
+        "hsdp": layout_row(4, MODELS["llama"], bfloat16, fsdp2, hsdp, {"grains": 8}),
+        "cp 4": layout_row(4, MODELS["llama"], bfloat16, gathered, {"cp_size": 4}, {"grains": 8}),
+        "hsdp1": layout_row(4, TINY["qwen3"], float32, FSDP1Config(), hsdp),
+        "cp ulysses": layout_row(4, TINY["qwen3"], float32, ulysses, cp),
+        "hsdp cp, documents": layout_row(4, gpt2, float32, gathered, hsdp | cp, MASKED),
+        "ep hsdp": layout_row(4, llama4, bfloat16, fsdp2, hsdp | ep),
+        "hsdp cp, chunks": layout_row(4, llama4, bfloat16, gathered, hsdp | cp),
+        "ep cp": layout_row(4, moe, float32, ulysses, cp | {"ep_size": 4}),
+        "ep": layout_row(4, moe, float32, fsdp2, ep),
+        "tp 4": layout_row(
+            *(4, FEATURES["four key heads"], float32, fsdp2), {"tp_size": 4}, {"slices": 4, "grains": 8}
+        ),
+        "tp cp, selective": layout_row(
+            4, FEATURES["qwen3_moe"], bfloat16, gathered, tp | cp | {"memory": SELECTIVE}, slices
+        ),
+        "tp ep, chunked loss": layout_row(
+            *(4, FEATURES["llama4"], bfloat16, fsdp2), tp | {"ep_size": 4}, slices | smooth
+        ),
+        "tp cp, documents": layout_row(
+            *(4, FEATURES["gpt2"], float32, fsdp2), tp | cp | {"memory": FULL}, slices | MASKED
+        ),
+        "fsdp1 of slices": layout_row(4, FEATURES["gpt2"], float32, FSDP1Config(), {}, slices | MASKED),
+        "cp on 2": layout_row(2, TINY["qwen3"], float32, ulysses, cp | whole),
+        "cp gathered on 2": layout_row(2, gpt2, bfloat16, gathered, cp | whole, MASKED),
+        "ep on 2": layout_row(2, moe, bfloat16, fsdp2, ep | whole),
+        "tp on 2": layout_row(2, FEATURES["llama4"], bfloat16, fsdp2, tp | whole, slices | smooth),
+        "pp on 2": layout_row(2, STAGES["qwen3"], float32, interleaved, pp),
+        "pp": layout_row(4, STAGES["llama"], float32, one_f_one_b, pp, slices),
+        "pp tp": layout_row(4, STAGES["llama"], float32, last, pp | tp, slices),
+        "pp 4": layout_row(4, STAGES["qwen3"], bfloat16, one_f_one_b, {"pp_size": 4, "memory": SELECTIVE}, MASKED),
+        "pp ep": layout_row(4, STAGES["qwen3_moe"], bfloat16, last, pp | ep, {"memory": CHUNKED}),
+        "pp cp": layout_row(4, STAGES["qwen3_moe"], bfloat16, interleaved, pp | cp, {"memory": CHUNKED}),
+        "pp cp ep": layout_row(4, STAGES["llama4"], float32, gathered, pp | cp | ep | {"memory": FULL}),
+        "pp hsdp": layout_row(4, STAGES["llama4"], float32, interleaved, pp | {"fsdp_size": 1}),
+        "pp, documents": layout_row(4, STAGES["gpt2"], float32, interleaved, pp, MASKED),
+    }
+    rows |= sums if fsdp2_can_sum() else {}
+    for name in ("qwen3_moe", "gpt2"):
+        rows |= {
+            f"{name} 1 x 4": layout_row(1, MODELS[name], float32, SingleConfig(), {}),
+            f"{name} 2 x 2": layout_row(1, MODELS[name], float32, SingleConfig(), {"batch_size": 2}),
+            f"{name} 2 x 2 of 2 ranks": layout_row(
+                *(1, MODELS[name], float32, SingleConfig(simulated_ranks=2)), {"batch_size": 2, "grad_accum": 1}
+            ),
+        }
+    for name, model in MODELS.items():
+        # Of the masks of twelve grains, layers of chunks need half.
+        shared = {"steps": 1, "eval_every": 1} | ({"grains": 12} if name == "llama4" else {})
+        for label, memory in (("full", FULL), ("selective", SELECTIVE)):
+            layout = {"memory": memory, "batch_size": 2}
+            rows[f"{name}, {label}"] = layout_row(1, model, float32, SingleConfig(), layout, shared)
+            if name == "llama4":
+                rows[f"{name}, {label} on 2"] = layout_row(2, model, float32, Sharded(), layout, shared)
+    return rows
+
+
+ROWS = layouts()
+SHORT = {
+    *("ddp, selective", "fsdp1, chunked loss", "fsdp2, chunked loss", "ddp, documents", "fsdp2, documents", "hsdp"),
+    *("cp on 2", "cp gathered on 2", "ep on 2", "tp on 2", "pp on 2", "llama4, full", "gpt2 1 x 4"),
+    "qwen3_moe 2 x 2 of 2 ranks",
+}
+trained = trained_rows(ROWS, train_with_gradients)
+
+
+@pytest.mark.parametrize("row", levels(ROWS, SHORT))
+def test_layout_has_the_bits_of_one_process(row: str, trained: Pairs) -> None:
+    """Oracle: one process, one micro-batch, no checkpointing: losses, held-out losses, norms, gradients, parameters."""
+    (found, gradients), (expected, gradients_expected) = trained[row]
+    assert gradients.keys() == gradients_expected.keys() and gradients
+    assert [name for name in gradients if not (gradients[name] == gradients_expected[name]).all()] == []
+    assert found == expected
+    assert len(found.losses) > len(found.grad_norms)
+
+
+def test_micro_batches_change_last_bits_outside_this_mode() -> None:
+    """Oracle: ``train.deterministic=true`` with other micro-batches; the comparison above would find a difference."""
     control = {"deterministic": True, "steps": 2}
-    configs = [config(SingleConfig(), 1, "llama", DType.float32, batch_size=size, **control) for size in (1, 4)]
+    configs = [config(SingleConfig(), 1, MODELS["llama"], batch_size=n, **control) for n in (1, 4)]
     (one, _), (other, _) = run_ranks(1, train_with_gradients, configs)[0]
     assert one.losses == pytest.approx(other.losses, rel=1e-6)
     assert one.parameters != other.parameters
-
-
-@pytest.mark.usefixtures("unmeasured")
-def test_two_ranks_have_the_bits_of_one_process_with_every_switch() -> None:
-    """Oracle: one process, one micro-batch, without checkpointing; two ranks have two micro-batches each.
-
-    With the chunked loss, label smoothing and masked documents alike in both.
-    """
-    smooth = {"label_smoothing": 0.1, "z_loss_coef": 1e-3, "memory": CHUNKED}
-    assert_bits_of_one_process(
-        2,
-        [
-            ("llama tied", DType.float32, {}, {"ddp": (DDPConfig(), {"memory": SELECTIVE})}),
-            ("llama tied", DType.bfloat16, smooth, {"fsdp1": (FSDP1Config(), {}), "fsdp2": (Sharded(), {})}),
-            ("qwen3_moe", DType.bfloat16, {}, {"fsdp1": (FSDP1Config(), {"memory": FULL})}),
-            ("llama4", DType.float32, {}, {"fsdp2": (Sharded(), {"memory": SELECTIVE, "batch_size": 2})}),
-            ("gpt2", DType.bfloat16, {"data": DOCUMENTS}, {"ddp": (DDPConfig(), {"memory": FULL})}),
-            ("qwen3", DType.float32, {"grains": 3, "data": DOCUMENTS}, {"fsdp2": (Sharded(), {})}),
-        ],
-    )
-
-
-@pytest.mark.usefixtures("unmeasured")
-@pytest.mark.parametrize(("ranks", "families"), [(1, list(MODELS)), (2, ["llama4"])])
-def test_checkpointing_changes_no_bit_of_any_family(ranks: int, families: list[str]) -> None:
-    """Oracle: one process without checkpointing; of the masks of twelve grains, layers of chunks need half."""
-    parallel = SingleConfig() if ranks == 1 else Sharded()
-    layouts: dict[str, tuple[ParallelConfig, dict[str, Any]]] = {
-        name: (parallel, {"memory": memory, "batch_size": 2}) for name, memory in (("full", FULL), ("some", SELECTIVE))
-    }
-    shared = {"steps": 1, "eval_every": 1}
-    grains = {name: {"grains": 12} if name == "llama4" else {} for name in families}
-    assert_bits_of_one_process(
-        ranks, [(name, DType.float32, shared | grains[name], layouts) for name in families], losses=2
-    )
-
-
-@pytest.mark.usefixtures("unmeasured")
-@pytest.mark.skipif(not fsdp2_can_sum(), reason="FSDP2 of this torch cannot sum gradients")
-def test_four_ranks_have_the_bits_of_one_process_on_every_axis() -> None:
-    """Oracle: one process, one micro-batch; replicas, shared sequences and split experts, alone and together."""
-    ulysses, gathered = (FSDP2Config(context=form) for form in (ContextForm.ulysses, ContextForm.gathered))
-    hsdp = {"fsdp_size": 2}
-    assert_bits_of_one_process(
-        4,
-        [
-            ("llama", DType.bfloat16, {"grains": 8}, {"hsdp": (FSDP2Config(), hsdp), "cp": (gathered, {"cp_size": 4})}),
-            ("qwen3", DType.float32, {}, {"hsdp1": (FSDP1Config(), hsdp), "cp": (ulysses, {"cp_size": 2})}),
-            ("gpt2", DType.float32, {"data": DOCUMENTS}, {"hsdp cp": (gathered, hsdp | {"cp_size": 2})}),
-            (
-                *("llama4", DType.bfloat16, {}),
-                {"ep hsdp": (FSDP2Config(), hsdp | {"ep_size": 2}), "hsdp cp": (gathered, hsdp | {"cp_size": 2})},
-            ),
-            (
-                *("qwen3_moe", DType.float32, {}),
-                {"ep cp": (ulysses, {"cp_size": 2, "ep_size": 4}), "ep": (FSDP2Config(), {"ep_size": 2})},
-            ),
-        ],
-    )
 
 
 def resume(given: Config, killed_in: int | None) -> dict[str, str]:
@@ -204,20 +255,40 @@ def resume(given: Config, killed_in: int | None) -> dict[str, str]:
     return hash_parameters(run_to_the_end(given))
 
 
+Part = tuple[ParallelConfig, int, dict[str, Any]]
+FEATURES_OF_2, FEATURES_OF_4 = ((FSDP2Config(), ranks, {"tp_size": 2}) for ranks in (2, 4))
+STAGES_OF_2, STAGES_OF_4 = (
+    (FSDP2Config(schedule=LAST if ranks == 2 else PipelineSchedule("1f1b")), ranks, {"pp_size": 2}) for ranks in (2, 4)
+)
+CHAINS: dict[str, tuple[ModelConfig, dict[str, Any], list[Part]]] = {
+    "strategies": (MODELS["gpt2"], {}, [(Sharded(), 2, {}), (DDPConfig(), 2, {"batch_size": 2})]),
+    "features": (FEATURES["gpt2"], {"slices": 2}, [(FSDP2Config(), 2, {}), FEATURES_OF_2]),
+    "stages": (STAGES["gpt2"], {}, [(DDPConfig(), 2, {}), STAGES_OF_2]),
+    "features of four ranks": (
+        *(FEATURES["gpt2"], {"slices": 2}),
+        [FEATURES_OF_4, (FSDP2Config(), 2, {"batch_size": 2}), FEATURES_OF_2],
+    ),
+    "stages of four ranks": (STAGES["gpt2"], {}, [STAGES_OF_4, (DDPConfig(), 2, {"batch_size": 2}), STAGES_OF_2]),
+}
+"""Label → model, settings, and the layouts of a run's parts; one process takes the last."""
+
+
+@needs_sums
+@pytest.mark.parametrize("chain", levels(CHAINS, {"strategies", "features", "stages"}))
 def test_a_run_resumed_on_other_layouts_has_the_bits_of_an_uninterrupted_one(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    chain: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Oracle: one process in one piece; the other run begins under FSDP2, goes on under DDP and ends in one process."""
+    """Oracle: one process in one piece; the other run is resumed under each layout of the chain."""
     monkeypatch.setattr("fsdptoys.metrics.plots.draw_loss", lambda *_: None)  # most of the time of such small runs
-    options: dict[str, Any] = {"steps": 4, "eval_every": 2, "eval_batches": 1}
+    model, options, parts = CHAINS[chain]
+    options = {"steps": 4, "eval_every": 2, "eval_batches": 1, **options}
 
-    def part(parallel: ParallelConfig, ranks: int, **more: Any) -> Config:
-        return kept(config(parallel, ranks, "gpt2", DType.float32, **options, **more), tmp_path / "run", every=1)
+    def part(parallel: ParallelConfig, ranks: int, folder: str = "run", **more: Any) -> Config:
+        return kept(config(parallel, ranks, model, **options, **more), tmp_path / folder, every=1)
 
-    whole = kept(config(SingleConfig(), 1, "gpt2", DType.float32, batch_size=BATCH, **options), tmp_path / "whole")
-    (expected,) = run_ranks(1, resume, whole, None)
-    run_ranks(2, resume, part(Sharded(), 2), 3)
-    run_ranks(2, resume, part(DDPConfig(), 2, batch_size=2), 4)
+    (expected,) = run_ranks(1, resume, part(SingleConfig(), 1, "whole", batch_size=BATCH), None)
+    for killed_in, (parallel, ranks, layout) in enumerate(parts, start=2):
+        run_ranks(ranks, resume, part(parallel, ranks, **layout), killed_in)
     (found,) = run_ranks(1, resume, part(SingleConfig(), 1), None)
     assert found == expected
 
@@ -245,38 +316,40 @@ def test_settings_that_the_layout_would_show_in_are_refused_by_name(named: str) 
     """Oracle: the key and its value in the message, with a fix; the same settings pass without the mode."""
     settings = dict(REFUSED[named])
     parallel = settings.pop("parallel", SingleConfig())
-    with pytest.raises(ConfigError, match=rf"{re.escape(named)}.*; set "):
-        make_config(parallel, 1, deterministic="layout", **settings)
+    assert re.search(rf"{re.escape(named)}.*; set ", refusal(parallel, 1, deterministic="layout", **settings))
     if named.startswith("train.grains"):
         settings.pop("grains")
     make_config(parallel, 1, deterministic=False, **settings)
 
 
-def test_shared_sequences_need_whole_grains() -> None:
-    """Oracle: eight pieces of four ranks, which six grains are no multiple of; chunks that end within a grain."""
-    gathered = Sharded(context=ContextForm.gathered)
-    with pytest.raises(ConfigError, match=r"train\.grains=6 must be a multiple of 8.*; set train.grains=24"):
-        make_config(gathered, 4, cp_size=4, deterministic="layout", grains=6)
-    with pytest.raises(ConfigError, match=r"parallel\.context=ring merges .*; set parallel\.context=gathered"):
-        make_config(Sharded(context=ContextForm.ring), 2, cp_size=2, deterministic="layout")
-    with pytest.raises(
-        ConfigError, match=r"model\.attention_chunk_len=10 must be a multiple of the 3 tokens of a grain"
-    ):
-        make_config(gathered, 2, cp_size=2, deterministic="layout", model=TINY["llama4"])
+GATHERED, RING = (Sharded(context=form) for form in (ContextForm.gathered, ContextForm.ring))
+UNSHARED: dict[str, tuple[ParallelConfig, int, dict[str, Any]]] = {
+    r"train\.grains=6 must be a multiple of 8.*; set train.grains=24": (GATHERED, 4, {"cp_size": 4, "grains": 6}),
+    r"parallel\.context=ring merges .*; set parallel\.context=gathered": (RING, 2, {"cp_size": 2}),
+    r"model\.attention_chunk_len=10 must be a multiple of the 3 tokens of a grain": (
+        *(GATHERED, 2),
+        {"cp_size": 2, "model": TINY["llama4"]},
+    ),
+    r"train\.grains=4 does nothing as set; set train.deterministic=layout": (
+        *(SingleConfig(), 1),
+        {"deterministic": True, "grains": 4},
+    ),
+}
+
+
+@pytest.mark.parametrize("pattern", UNSHARED)
+def test_sequences_need_whole_grains(pattern: str) -> None:
+    """Oracle: the message, with a fix; chunks that end within a grain, and an option without effect."""
+    parallel, ranks, options = UNSHARED[pattern]
+    assert re.match(pattern, refusal(parallel, ranks, **{"deterministic": "layout", **options}))
 
 
 def test_fsdp2_that_only_averages_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """Oracle: the message; FSDP1 sums in every version."""
     monkeypatch.setattr("fsdptoys.config.grain_checks.fsdp2_can_sum", lambda: False)
-    with pytest.raises(ConfigError, match=r"FSDP2 of torch .* only averages; set parallel=ddp or parallel=fsdp1"):
-        make_config(FSDP2Config(), 2, deterministic="layout")
+    found = refusal(FSDP2Config(), 2, deterministic="layout")
+    assert re.search(r"FSDP2 of torch .* only averages; set parallel=ddp or parallel=fsdp1", found)
     make_config(FSDP1Config(), 2, deterministic="layout")
-
-
-def test_grains_without_the_mode_are_refused() -> None:
-    """Oracle: the message; an option without effect is refused."""
-    with pytest.raises(ConfigError, match=r"train\.grains=4 does nothing as set; set train.deterministic=layout"):
-        make_config(SingleConfig(), 1, deterministic=True, grains=4)
 
 
 @pytest.mark.parametrize("word, mode", [("false", False), ("true", True), ("on", True), ("layout", "layout")])
@@ -291,11 +364,11 @@ def test_words_and_saved_booleans_name_the_modes(word: str, mode: bool | str) ->
 
 def test_reports_expect_equal_bits_of_runs_with_the_same_global_batch() -> None:
     """Oracle: equal keys for other ranks and micro-batches in this mode alone, other keys for other grains."""
-    one = config(SingleConfig(), 1, "llama", DType.float32, batch_size=BATCH)
+    one = config(SingleConfig(), 1, MODELS["llama"], batch_size=BATCH)
     three = make_config(DDPConfig(), 3, model=MODELS["llama"], batch_size=1, deterministic="layout", grains=4)
     keys = [bits_of(each.to_dict(), ranks, "cpu") for each, ranks in ((one, 1), (three, 3))]
     assert keys[0] is not None and keys[0] == keys[1]
-    fewer = config(SingleConfig(), 1, "llama", DType.float32, batch_size=BATCH, grains=3)
+    fewer = config(SingleConfig(), 1, MODELS["llama"], batch_size=BATCH, grains=3)
     assert bits_of(fewer.to_dict(), 1, "cpu") != keys[0]
     for mode in (True, False):
         trees = [
@@ -309,8 +382,8 @@ def test_reports_expect_equal_bits_of_runs_with_the_same_global_batch() -> None:
 def test_losses_and_gradients_are_close_to_those_of_the_default_mode() -> None:
     """Oracle: one process by default, every family; sums by grains are other roundings of the same training."""
     rows = [
-        config(SingleConfig(), 1, model, DType.float32, batch_size=2, steps=1, grad_accum=1, deterministic=mode)
-        for model in MODELS
+        config(SingleConfig(), 1, model, batch_size=2, steps=1, grad_accum=1, deterministic=mode)
+        for model in MODELS.values()
         for mode in (False, "layout")
     ]
     found = iter(run_ranks(1, train_with_gradients, rows)[0])

@@ -1,6 +1,6 @@
 """Low-rank adapters under every strategy, against one process."""
 
-import dataclasses
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -16,19 +16,23 @@ from fsdptoys.parallel import STRATEGIES, DDPConfig, FSDP1Config, FSDP2Config, P
 from fsdptoys.parallel.expert_parallel import fsdp2_can_sum
 from fsdptoys.train.trainer import Trainer
 from fsdptoys.tune import LoRAConfig
-from scripts.parity import Outcome, hash_parameters
+from scripts.parity import Outcome
 from scripts.ranks import run_ranks
-from tests.parallel.runs import TINY, make_config, tiny_model
+from tests.memory.offloaded import outcome
+from tests.parallel.groups import Pairs, Row, levels, trained_rows
+from tests.parallel.runs import TINY, make_config, tiny_model, with_sizes
 
 LORA = LoRAConfig(rank=4, dropout=0.2)
-OFFLOADED = {"cpu_offload": True}, {"optimizer_offload": True}
+
+
+def settings_of(ranks: int, **options: Any) -> dict[str, Any]:
+    """Return three steps of eight sequences."""
+    shares = ranks // options.get("cp_size", 1)
+    return {"batch_size": 8 // shares, "grad_accum": 1, "steps": 3, "tune": LORA} | options
 
 
 def config(parallel: ParallelConfig, ranks: int, **options: Any) -> Config:
-    """Three steps of eight sequences."""
-    shares = ranks // options.get("cp_size", 1)
-    settings = {"batch_size": 8 // shares, "grad_accum": 1, "steps": 3, "tune": LORA} | options
-    return make_config(dataclasses.replace(parallel), ranks, **settings)
+    return make_config(parallel, ranks, **settings_of(ranks, **options))
 
 
 def train_all(configs: list[Config]) -> list[tuple[Outcome, int, int]]:
@@ -39,52 +43,59 @@ def train_all(configs: list[Config]) -> list[tuple[Outcome, int, int]]:
         trainer.train()
         names = [key.split(".", 1)[1] for key in trainer.strategy.state_tensors(trainer.optimizer)]
         adapters = sum(map(is_adapter, names))
-        losses, norms = ([getattr(step, name) for step in trainer.history] for name in ("loss", "grad_norm"))
-        found.append((Outcome(losses, norms, hash_parameters(trainer)), adapters, len(names) - adapters))
+        found.append((outcome(trainer), adapters, len(names) - adapters))
     return found
 
 
-@pytest.mark.usefixtures("unmeasured")
-def test_every_strategy_trains_adapters_as_one_process() -> None:
+NAMES = [name for name, kind in STRATEGIES.items() if not kind.single_process and name != "toy_ep"]
+SWITCHES: dict[str, dict[str, Any]] = {
+    "fsdp2 cpu offload": {"memory": MemoryConfig(cpu_offload=True)},
+    "fsdp2 optimizer offload": {"memory": MemoryConfig(optimizer_offload=True)},
+    "fsdp2 checkpointing": {"memory": MemoryConfig(gradient_checkpointing=GradientCheckpointing.full, chunk_loss=True)},
+    "fsdp2 cp": {"cp_size": 2},
+}
+MODELS = {"llama": tiny_model(), "qwen3_moe": with_sizes(TINY["qwen3_moe"], n_experts=4)}
+LAYOUTS: dict[str, tuple[ParallelConfig, dict[str, Any]]] = {
+    "ddp": (DDPConfig(), {"grad_accum": 2, "batch_size": 1}),
+    "fsdp1": (FSDP1Config(), {}),
+    "hsdp": (FSDP2Config(), {"fsdp_size": 2}),
+    "cp": (FSDP2Config(), {"cp_size": 2}),
+    "ep": (FSDP2Config(), {"ep_size": 2}),
+}
+
+
+def row(parallel: ParallelConfig, ranks: int, layout: dict[str, Any], **options: Any) -> Row:
+    """Return a run that is compared with one process of the same sequences."""
+    settings = settings_of(1, **options)
+    return Row(parallel, ranks, settings_of(ranks, **layout), settings, settings)
+
+
+CLOSE = {name: row(STRATEGIES[name](), 2, {}, deterministic=False) for name in NAMES}
+CLOSE |= {name: row(FSDP2Config(), 2, layout, deterministic=False) for name, layout in SWITCHES.items()}
+EXACT = {
+    f"{model} {name}": row(parallel, 4, layout, model=MODELS[model], deterministic="layout", grains=4)
+    for model, (name, (parallel, layout)) in product(MODELS, LAYOUTS.items())
+    if (model, name) != ("llama", "ep")
+}
+close = trained_rows(CLOSE, train_all, argument="name")
+exact = trained_rows(EXACT, train_all)
+
+
+@pytest.mark.parametrize("name", levels(CLOSE, {"ddp", "fsdp1", "fsdp2", "toy_zero3", "fsdp2 cpu offload", "fsdp2 cp"}))
+def test_every_strategy_trains_adapters_as_one_process(name: str, close: Pairs) -> None:
     """Oracle: one process of the same sequences, with the same dropped elements; checkpoints hold adapters alone."""
-    names = [name for name, kind in STRATEGIES.items() if not kind.single_process and name != "toy_ep"]
-    (expected, adapters, rest), *_ = run_ranks(1, train_all, [config(SingleConfig(), 1, deterministic=False)])[0]
-    assert adapters > 0 and rest == 0
-    rows = {name: config(STRATEGIES[name](), 2, deterministic=False) for name in names}
-    switches = [*OFFLOADED, {"gradient_checkpointing": GradientCheckpointing.full, "chunk_loss": True}]
-    rows |= {str(each): config(FSDP2Config(), 2, deterministic=False, memory=MemoryConfig(**each)) for each in switches}
-    rows["cp"] = config(FSDP2Config(), 2, deterministic=False, cp_size=2)
-    for name, (outcome, *held) in zip(rows, run_ranks(2, train_all, list(rows.values()))[0], strict=True):
-        assert outcome.losses == pytest.approx(expected.losses, rel=2e-6), name
-        assert outcome.grad_norms == pytest.approx(expected.grad_norms, rel=2e-5), name
-        assert held == [adapters, 0], name
+    (found, *saved), (expected, adapters, rest) = close[name]
+    assert found.losses == pytest.approx(expected.losses, rel=2e-6)
+    assert found.grad_norms == pytest.approx(expected.grad_norms, rel=2e-5)
+    assert saved == [adapters, 0] and adapters > 0 and rest == 0
 
 
-@pytest.mark.usefixtures("unmeasured")
 @pytest.mark.skipif(not fsdp2_can_sum(), reason="FSDP2 of this torch cannot sum gradients")
-def test_adapters_have_the_bits_of_one_process_under_every_layout() -> None:
+@pytest.mark.parametrize("row", levels(EXACT, {"qwen3_moe ep"}))
+def test_adapters_have_the_bits_of_one_process_under_every_layout(row: str, exact: Pairs) -> None:
     """Oracle: one process, in the layout mode."""
-    options: dict[str, Any] = {"deterministic": "layout", "grains": 4}
-    models = {"llama": tiny_model(), "qwen3_moe": dataclasses.replace(TINY["qwen3_moe"], n_experts=4)}  # type: ignore[call-arg]
-    expected = run_ranks(1, train_all, [config(SingleConfig(), 1, model=each, **options) for each in models.values()])
-    layouts: dict[str, tuple[ParallelConfig, dict[str, Any]]] = {
-        "ddp": (DDPConfig(), {"grad_accum": 2, "batch_size": 1}),
-        "fsdp1": (FSDP1Config(), {}),
-        "hsdp": (FSDP2Config(), {"fsdp_size": 2}),
-        "cp": (FSDP2Config(), {"cp_size": 2}),
-    }
-    rows = [
-        (name, layout, config(parallel, 4, model=model, **options, **own))
-        for name, model in models.items()
-        for layout, (parallel, own) in (
-            layouts | ({"ep": (FSDP2Config(), {"ep_size": 2})} if "moe" in name else {})
-        ).items()
-    ]
-    found = run_ranks(4, train_all, [row for _, _, row in rows])[0]
-    references = dict(zip(models, expected[0], strict=True))
-    assert [
-        (name, layout) for (name, layout, _), each in zip(rows, found, strict=True) if each != references[name]
-    ] == []
+    found, expected = exact[row]
+    assert found == expected
 
 
 def read_adapters(configs: list[Config]) -> list[dict[str, bytes]]:
@@ -106,7 +117,7 @@ def test_runs_start_from_the_adapters_of_a_folder(tmp_path: Path) -> None:
     adapters |= {f"{layer}.lora_b.weight": torch.randn(shape[0], 4) for layer, shape in layers.items()}
     write_adapter(tmp_path / "adapter", adapters, tiny_model(), rank=4, alpha=16.0, dropout=0.0)
     lora = LoRAConfig(rank=4, adapter=str(tmp_path / "adapter"))
-    kinds = [kind() for name, kind in STRATEGIES.items() if not kind.single_process and name != "toy_ep"]
+    kinds = [STRATEGIES[name]() for name in NAMES]
     runs = [config(kind, 2, tune=lora) for kind in kinds]
     for kind, found in zip(kinds, run_ranks(2, read_adapters, runs)[0], strict=True):
         assert found == {name: param.numpy().tobytes() for name, param in adapters.items()}, kind

@@ -10,21 +10,16 @@ from torch import Tensor
 from fsdptoys.config.schema import Config
 from fsdptoys.errors import ConfigError
 from fsdptoys.memory import GradientCheckpointing, MemoryConfig
-from fsdptoys.models import GPT2Config, ModelConfig
+from fsdptoys.models import GPT2Config
 from fsdptoys.models.nf4 import Codebook, is_packed, unpack, unquantized_name
-from fsdptoys.parallel import (
-    STRATEGIES,
-    FSDP1Config,
-    FSDP2Config,
-    ParallelConfig,
-    SingleConfig,
-)
+from fsdptoys.parallel import STRATEGIES, FSDP1Config, FSDP2Config, ParallelConfig, SingleConfig
 from fsdptoys.parallel.precision import DType
 from fsdptoys.train.trainer import Trainer
 from fsdptoys.tune import Base, LoRAConfig
 from fsdptoys.utils.dtensor import local_tensor
 from scripts.parity import hash_parameters
 from scripts.ranks import run_ranks
+from tests.parallel.groups import Pairs, Row, levels, trained_rows
 from tests.parallel.runs import make_config, tiny_model
 
 NF4 = LoRAConfig(rank=4, dropout=0.2, base=Base.nf4)
@@ -32,11 +27,14 @@ LLAMA = dataclasses.replace(tiny_model(), dim=64, n_heads=4, n_kv_heads=2, head_
 GPT2 = GPT2Config(name="tiny", dim=64, n_layers=2, n_heads=4, vocab_size=67, max_seq_len=64)
 
 
-def config(parallel: ParallelConfig, ranks: int, model: ModelConfig = LLAMA, **options: Any) -> Config:
-    """Two steps of eight sequences."""
-    shares = ranks // options.get("cp_size", 1)
-    settings = {"batch_size": 8 // shares, "grad_accum": 1, "steps": 2, "tune": NF4, "deterministic": False} | options
-    return make_config(dataclasses.replace(parallel), ranks, model=model, **settings)
+def settings_of(ranks: int, **options: Any) -> dict[str, Any]:
+    """Return two steps of eight sequences."""
+    settings = {"batch_size": 8 * options.get("cp_size", 1) // ranks, "grad_accum": 1, "steps": 2}
+    return settings | {"model": LLAMA, "tune": NF4, "deterministic": False} | options
+
+
+def config(parallel: ParallelConfig, ranks: int, **options: Any) -> Config:
+    return make_config(parallel, ranks, **settings_of(ranks, **options))
 
 
 def train_all(configs: list[Config]) -> list[dict[str, Any]]:
@@ -94,7 +92,7 @@ def test_a_run_computes_with_the_values_of_its_packed_weights() -> None:
     checkpointed = MemoryConfig(gradient_checkpointing=GradientCheckpointing.full, chunk_loss=True)
     runs = [
         config(SingleConfig(), 1),
-        config(SingleConfig(), 1, GPT2),
+        config(SingleConfig(), 1, model=GPT2),
         config(bfloat16, 1),
         config(bfloat16, 1, memory=checkpointed),
     ]
@@ -102,44 +100,62 @@ def test_a_run_computes_with_the_values_of_its_packed_weights() -> None:
         assert found == expected
 
 
-@pytest.mark.usefixtures("unmeasured")
-def test_every_strategy_that_packs_weights_trains_as_one_process() -> None:
+BF16, F32 = DType.bfloat16, DType.float32
+PACKING = [name for name, kind in STRATEGIES.items() if kind.mixes_dtypes and not kind.single_process]
+
+
+def row(name: str, dtype: DType = BF16, **layout: Any) -> Row:
+    """Return a run on two ranks that is compared with one process of the same sequences."""
+    settings = settings_of(1)
+    return Row(STRATEGIES[name](param_dtype=dtype), 2, settings_of(2, **layout), settings, settings)
+
+
+ROWS = {name: row(name) for name in PACKING} | {f"{name} float32": row(name, F32) for name in ("ddp", "fsdp2")}
+ROWS["fsdp2 cp"] = row("fsdp2", cp_size=2)
+ROWS["fsdp2 optimizer offload"] = row("fsdp2", memory=MemoryConfig(optimizer_offload=True))
+ROWS = {label: row for label, row in ROWS.items() if row.parallel.name in PACKING}
+SHORT = {"ddp", "toy_ddp", "fsdp2", "fsdp2 float32", "fsdp2 cp"}
+trained = trained_rows(ROWS, train_all)
+
+
+@pytest.mark.parametrize("row", levels(ROWS, SHORT))
+def test_every_strategy_that_packs_weights_trains_as_one_process(row: str, trained: Pairs) -> None:
     """Oracle: one process of the same sequences: the bytes of weights; losses and norms to rounding.
 
     Under FSDP2 a rank holds half of them: 4.5 bits a weight over two ranks. Checkpoints hold adapters alone.
     """
-    dtypes = (DType.float32, DType.bfloat16)
-    expected = run_ranks(1, train_all, [config(SingleConfig(param_dtype=dtype), 1) for dtype in dtypes])[0]
-    names = [name for name, kind in STRATEGIES.items() if kind.mixes_dtypes and not kind.single_process]
-    assert {"ddp", "toy_ddp"} <= set(names)
-    rows: list[tuple[str, DType, dict[str, Any]]] = [(name, DType.bfloat16, {}) for name in names]
-    rows += [(name, DType.float32, {}) for name in ("ddp", "fsdp2") if name in names]
-    offload: dict[str, Any] = {"memory": MemoryConfig(optimizer_offload=True)}
-    more_of_fsdp2: list[dict[str, Any]] = [{"cp_size": 2}, offload]
-    rows += [("fsdp2", DType.bfloat16, options) for options in more_of_fsdp2 if "fsdp2" in names]
-    runs = [config(STRATEGIES[name](param_dtype=dtype), 2, **more) for name, dtype, more in rows]
-    weights = sum(
-        param.numel() for name, param in LLAMA.build().named_parameters() if "_proj.weight" in name and "layers" in name
+    found, expected = trained[row]
+    close = 2e-5 if ROWS[row].parallel.param_dtype is F32 else 2e-2
+    layers = LLAMA.build().layers
+    weights = sum(param.numel() for param_name, param in layers.named_parameters() if "_proj.weight" in param_name)
+    assert found["packed"] == expected["packed"] and found["packed"]
+    assert found["losses"] == pytest.approx(expected["losses"], rel=close)
+    assert found["norms"] == pytest.approx(expected["norms"], rel=5 * close)
+    assert found["saved"] == set()
+    assert found["packed bytes"] * 8 == weights * 4.5 / (2 if row.startswith("fsdp2") else 1)
+
+
+REFUSED: dict[str, tuple[ParallelConfig, int, dict[str, Any]]] = {
+    r"parallel=fsdp1 would cast .*; set parallel=(fsdp2|ddp) or tune.base=plain": (FSDP1Config(), 2, {}),
+    r"deterministic=layout computes with in float64; set tune.base=plain or": (
+        *(SingleConfig(), 1),
+        {"deterministic": "layout", "grains": 4},
+    ),
+    r"do not divide the 36 columns of layers.0.attn.q_proj; set tune.base=plain": (
+        *(SingleConfig(), 1),
+        {"model": tiny_model()},
+    ),
+}
+if FSDP2Config.mixes_dtypes:
+    REFUSED[r"memory.cpu_offload=true keeps them in host memory; set memory.cpu_offload"] = (
+        *(FSDP2Config(), 2),
+        {"memory": MemoryConfig(cpu_offload=True)},
     )
-    for (name, dtype, more), found in zip(rows, run_ranks(2, train_all, runs)[0], strict=True):
-        reference, close = expected[dtypes.index(dtype)], 2e-5 if dtype is DType.float32 else 2e-2
-        assert found["packed"] == reference["packed"] and found["packed"], name
-        assert found["losses"] == pytest.approx(reference["losses"], rel=close), (name, more)
-        assert found["norms"] == pytest.approx(reference["norms"], rel=5 * close), (name, more)
-        assert found["saved"] == set(), name
-        assert found["packed bytes"] * 8 == weights * 4.5 / (2 if name == "fsdp2" else 1), name
 
 
-def test_settings_that_quantized_weights_rule_out_are_refused() -> None:
+@pytest.mark.parametrize("pattern", REFUSED)
+def test_settings_that_quantized_weights_rule_out_are_refused(pattern: str) -> None:
     """Oracle: the messages."""
-    with pytest.raises(ConfigError, match=r"parallel=fsdp1 would cast .*; set parallel=(fsdp2|ddp) or tune.base=plain"):
-        config(FSDP1Config(), 2)
-    with pytest.raises(ConfigError, match=r"deterministic=layout computes with in float64; set tune.base=plain or"):
-        config(SingleConfig(), 1, deterministic="layout", grains=4)
-    with pytest.raises(ConfigError, match=r"do not divide the 36 columns of layers.0.attn.q_proj; set tune.base=plain"):
-        config(SingleConfig(), 1, tiny_model())
-    if FSDP2Config.mixes_dtypes:
-        with pytest.raises(
-            ConfigError, match=r"memory.cpu_offload=true keeps them in host memory; set memory.cpu_offload"
-        ):
-            config(FSDP2Config(), 2, memory=MemoryConfig(cpu_offload=True))
+    parallel, ranks, options = REFUSED[pattern]
+    with pytest.raises(ConfigError, match=pattern):
+        config(parallel, ranks, **options)

@@ -1,7 +1,10 @@
-"""Pipeline parallelism: ranks with some of the layers train like one process, with every schedule and other axis."""
+"""Pipeline parallelism: ranks with some of the layers train like one process, with every schedule.
 
-import dataclasses
-from pathlib import Path
+``test_layout_mode.py`` compares the bits, and resumes runs with other stages.
+"""
+
+import re
+from itertools import product
 from typing import Any
 
 import pytest
@@ -11,14 +14,10 @@ import torch.distributed as dist
 from fsdptoys.config.compose import compose_config
 from fsdptoys.config.pipeline_checks import SCHEDULES_SINCE, ZERO_BUBBLE_SINCE
 from fsdptoys.config.schema import Config
-from fsdptoys.data import SyntheticConfig
 from fsdptoys.errors import ConfigError
 from fsdptoys.memory import GradientCheckpointing, MemoryConfig
-from fsdptoys.models.generate import Draw, generate
 from fsdptoys.optim import MuonConfig
-from fsdptoys.parallel import DDPConfig, FSDP1Config, FSDP2Config, SingleConfig, ToyFSDPConfig
-from fsdptoys.parallel.context import ContextForm
-from fsdptoys.parallel.expert_parallel import fsdp2_can_sum
+from fsdptoys.parallel import DDPConfig, FSDP1Config, FSDP2Config, ToyFSDPConfig
 from fsdptoys.parallel.float8 import Float8
 from fsdptoys.parallel.fsdp import TORCH, ReshardAfterForward
 from fsdptoys.parallel.pipeline import PipelineSchedule
@@ -27,70 +26,16 @@ from fsdptoys.train.trainer import Trainer
 from fsdptoys.tune import LoRAConfig
 from scripts.parity import hash_parameters
 from scripts.ranks import run_ranks
-from tests.checkpoint.folders import build, write
-from tests.parallel import test_layout_mode
-from tests.parallel.runs import TINY, make_config, tiny_model
+from tests.parallel.groups import Pairs, Row, levels, trained_rows
+from tests.parallel.runs import make_config, refusal
 from tests.parallel.test_expert_parallelism import SGD, Outcome, assert_close
-from tests.parallel.test_layout_mode import CHUNKED, FULL, SELECTIVE, Case, assert_bits_of_one_process, resume
-from tests.parallel.test_tensor import initial
-from tests.train.resumed import kept
+from tests.parallel.test_layout_mode import SELECTIVE, STAGES, needs_sums
 
-needs_sums = pytest.mark.skipif(not fsdp2_can_sum(), reason="FSDP2 of this torch cannot sum gradients")
-EXPERTS: dict[str, Any] = {"n_experts": 4, "expert_ffn_dim": 24}
-EVEN: dict[str, Any] = {"n_heads": 4, "n_kv_heads": 2, "ffn_dim": 52, "vocab_size": 68, "dim": 40}
-MODELS: dict[str, Any] = {
-    "llama": dataclasses.replace(tiny_model(), n_layers=4, **EVEN),
-    "qwen3": dataclasses.replace(TINY["qwen3"], n_layers=4),
-    "qwen3_moe": dataclasses.replace(TINY["qwen3_moe"], n_layers=4, **EXPERTS, **EVEN),
-    "llama4": dataclasses.replace(TINY["llama4"], **EXPERTS, **EVEN, attention_chunk_len=12),
-    "gpt2": dataclasses.replace(TINY["gpt2"], n_layers=5, tie_embeddings=False),
-}
 TRIED = [each for each in PipelineSchedule if TORCH >= ZERO_BUBBLE_SINCE or each is not PipelineSchedule.zero_bubble]
-LAST = TRIED[-1].value
-DOCUMENTS = SyntheticConfig(branching=60, mask_documents=True)
 
 
 def pipeline(name: str, **options: Any) -> FSDP2Config:
     return FSDP2Config(schedule=PipelineSchedule(name), **options)
-
-
-@pytest.mark.usefixtures("unmeasured")
-@needs_sums
-def test_layout_mode_has_the_bits_of_one_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Oracle: one process, whose micro-batch is the global batch: losses, held-out losses, gradients, parameters."""
-    monkeypatch.setattr(test_layout_mode, "MODELS", MODELS)
-    two = {"pp_size": 2}
-    cases: list[Case] = [
-        (
-            *("llama", DType.float32, {"slices": 2}),
-            {"shard": (pipeline("1f1b"), two), "tp": (pipeline(LAST), two | {"tp_size": 2})},
-        ),
-        (
-            "qwen3",
-            DType.bfloat16,
-            {"data": DOCUMENTS},
-            {"pp 4": (pipeline("1f1b"), {"pp_size": 4, "memory": SELECTIVE})},
-        ),
-        (
-            *("qwen3_moe", DType.bfloat16, {"memory": CHUNKED}),
-            {
-                "ep": (pipeline(LAST), two | {"ep_size": 2}),
-                "cp": (pipeline("interleaved"), two | {"cp_size": 2}),
-            },
-        ),
-        (
-            *("llama4", DType.float32, {}),
-            {
-                "cp ep": (
-                    pipeline("gpipe", context=ContextForm.gathered),
-                    two | {"cp_size": 2, "ep_size": 2, "memory": FULL},
-                ),
-                "hsdp": (pipeline("interleaved"), two | {"fsdp_size": 1}),
-            },
-        ),
-        ("gpt2", DType.float32, {"data": DOCUMENTS}, {"shard": (pipeline("interleaved"), two)}),
-    ]
-    assert_bits_of_one_process(4, cases)
 
 
 def train_all(configs: list[Config]) -> list[Outcome] | None:
@@ -98,80 +43,47 @@ def train_all(configs: list[Config]) -> list[Outcome] | None:
     for config in configs:
         trainer = Trainer(config)
         trainer.train()
-        outcomes.append(
-            Outcome(
-                losses=[step.loss for step in trainer.history]
-                + [step.eval_loss for step in trainer.history if step.eval_loss is not None],
-                norms=[step.grad_norm for step in trainer.history],
-                balance=[step.routing.aux_loss for step in trainer.history if step.routing],
-                grads={},
-                parameters={name: param.numpy().copy() for name, param in trainer.strategy.full_parameters()},
-            )
+        losses = [step.loss for step in trainer.history]
+        outcome = Outcome(
+            losses=losses + [step.eval_loss for step in trainer.history if step.eval_loss is not None],
+            norms=[step.grad_norm for step in trainer.history],
+            balance=[step.routing.aux_loss for step in trainer.history if step.routing],
+            grads={},
+            parameters={name: param.numpy().copy() for name, param in trainer.strategy.full_parameters()},
         )
+        outcomes.append(outcome)
     return outcomes if dist.get_rank() == 0 else None  # all ranks have the same
 
 
-@pytest.mark.usefixtures("unmeasured")
+COMMON: dict[str, Any] = {
+    "model": STAGES["qwen3_moe"],
+    "batch_size": 1,
+    "grad_accum": 4,
+    "steps": 2,
+    "eval_every": 2,
+    "eval_batches": 2,
+    "optim": SGD,
+    "deterministic": False,
+}
+ROWS = {
+    f"{schedule.value} {dtype.value} on {ranks}": Row(
+        FSDP2Config(schedule=schedule, param_dtype=dtype), ranks, {"pp_size": 2}, COMMON
+    )
+    for ranks, schedule, dtype in product((2, 4), TRIED, DType)
+    if dtype is DType.float32 or schedule is TRIED[-1]
+}
+SHORT = {row for row in ROWS if row.endswith("on 2") and " float16" not in row}
+trained = trained_rows(ROWS, train_all)
+
+
 @needs_sums
-def test_every_schedule_trains_as_one_process() -> None:
+@pytest.mark.parametrize("row", levels(ROWS, SHORT))
+def test_every_schedule_trains_as_one_process(row: str, trained: Pairs) -> None:
     """Oracle: one process: losses, held-out losses, norms, balance of experts, parameters; padding, clipping.
 
     In 16 bits, parameters of a schedule that adds up gradients in them would be further away.
     """
-    common: dict[str, Any] = {"model": MODELS["qwen3_moe"], "grad_accum": 4, "batch_size": 1, "steps": 2, "optim": SGD}
-    common |= {"deterministic": False, "eval_every": 2}
-    dtypes = [DType.float32, DType.bfloat16, DType.float16]
-    simulated = [SingleConfig(simulated_ranks=2, param_dtype=dtype) for dtype in dtypes]
-    alone = [make_config(each, 1, eval_batches=4, **common) for each in simulated]
-    expected = dict(zip(dtypes, run_ranks(1, train_all, alone)[0], strict=True))
-    rows = [(schedule, DType.float32) for schedule in TRIED]
-    rows += [(TRIED[-1], dtype) for dtype in dtypes[1:]]
-    shared = [
-        make_config(FSDP2Config(schedule=schedule, param_dtype=dtype), 4, pp_size=2, eval_batches=2, **common)
-        for schedule, dtype in rows
-    ]
-    for (_, dtype), outcome in zip(rows, run_ranks(4, train_all, shared)[0], strict=True):
-        assert_close(outcome, expected[dtype])
-
-
-@needs_sums
-def test_a_run_resumed_with_other_stages_has_the_bits_of_an_uninterrupted_one(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Oracle: one process in one piece; the other run has two stages, none, four stages of two ranks, and none."""
-    monkeypatch.setattr("fsdptoys.metrics.plots.draw_loss", lambda *_: None)  # most of the time of such small runs
-    monkeypatch.setattr(test_layout_mode, "MODELS", MODELS)
-
-    def part(parallel: Any, ranks: int, folder: str = "run", **more: Any) -> Config:
-        made = test_layout_mode.config(parallel, ranks, "gpt2", DType.float32, steps=4, eval_every=0, **more)
-        return kept(made, tmp_path / folder, every=1)
-
-    (expected,) = run_ranks(1, resume, part(SingleConfig(), 1, "whole", batch_size=4), None)
-    run_ranks(4, resume, part(pipeline("1f1b"), 4, pp_size=2), 2)
-    run_ranks(2, resume, part(DDPConfig(), 2, batch_size=2), 3)
-    run_ranks(2, resume, part(pipeline(LAST), 2, pp_size=2), 4)
-    (found,) = run_ranks(1, resume, part(SingleConfig(), 1), None)
-    assert found == expected
-
-
-def generated(config: Config) -> list[int]:
-    trainer = Trainer(config)
-    prompt_T = torch.tensor([3, 1, 4, 1, 5])
-    return generate(trainer.strategy.full_model, prompt_T, 12, 12, Draw(0.0, None, 1.0, 0)).tolist()
-
-
-@needs_sums
-def test_stages_begin_with_the_values_of_one_process(tmp_path: Path) -> None:
-    """Oracle: one process, from the seed and from a folder in Hugging Face format; and the tokens it generates."""
-    model = MODELS["llama4"]
-    write(tmp_path / "folder", build(model))
-    models = [model, dataclasses.replace(model, init_from=str(tmp_path / "folder"))]
-    options: dict[str, Any] = {"steps": 1, "deterministic": False}
-    alone = [make_config(SingleConfig(), 1, model=each, **options) for each in models]
-    mesh = {"pp_size": 2, "tp_size": 2}
-    shared = [make_config(pipeline("interleaved"), 4, model=each, **mesh, **options) for each in models]
-    assert run_ranks(4, initial, shared)[0] == run_ranks(1, initial, alone)[0]
-    assert run_ranks(4, generated, shared[1]) == run_ranks(1, generated, alone[1]) * 4
+    assert_close(*trained[row])
 
 
 def spoil_last_stage(config: Config) -> list[bool]:
@@ -194,7 +106,7 @@ def spoil_last_stage(config: Config) -> list[bool]:
 @needs_sums
 def test_a_gradient_that_is_not_finite_skips_the_update_of_all_stages() -> None:
     """Oracle: the initial parameters."""
-    config = make_config(pipeline("1f1b"), 2, model=MODELS["llama"], pp_size=2, steps=1, deterministic=False)
+    config = make_config(pipeline("1f1b"), 2, model=STAGES["llama"], pp_size=2, steps=1, deterministic=False)
     assert run_ranks(2, spoil_last_stage, config) == [[True, True]] * 2
 
 
@@ -214,7 +126,7 @@ REFUSED: dict[str, dict[str, Any]] = {
     "train.grad_accum=1 has fewer micro-batches than mesh.pp_size=2 stages, which parallel.schedule=1f1b needs; set "
     "train.grad_accum=2 or parallel.schedule=gpipe": {"parallel": pipeline("1f1b"), "grad_accum": 1},
     "train.grad_accum=3 must be a multiple of mesh.pp_size=2 with parallel.schedule=zero_bubble; set train.grad_accum"
-    "=4": {"parallel": pipeline("zero_bubble"), "grad_accum": 3, "model": MODELS["llama"]},
+    "=4": {"parallel": pipeline("zero_bubble"), "grad_accum": 3, "model": STAGES["llama"]},
     "parallel.schedule=1f1b does nothing without stages; set mesh.pp_size=2 or leave it out": {
         "parallel": pipeline("1f1b"),
         "pp_size": 1,
@@ -258,7 +170,7 @@ REFUSED: dict[str, dict[str, Any]] = {
     "memory.gradient_checkpointing=selective recomputes a block once, and parallel.schedule=zero_bubble has two": {
         "parallel": pipeline("zero_bubble"),
         "memory": SELECTIVE,
-        "model": MODELS["llama"],
+        "model": STAGES["llama"],
     },
 }
 """Beginning of the sentence → settings, on four ranks under FSDP2 with two stages unless given."""
@@ -272,9 +184,7 @@ def test_settings_that_stages_cannot_be_trained_with_are_refused(message: str) -
     older = TORCH < SCHEDULES_SINCE and schedule is not PipelineSchedule.gpipe
     if settings["pp_size"] > 1 and (older or schedule not in TRIED):
         pytest.skip("this torch has fewer schedules")
-    with pytest.raises(ConfigError) as refused:
-        make_config(settings.pop("parallel"), 4, **settings)
-    assert str(refused.value).startswith(message)
+    assert refusal(ranks=4, **settings).startswith(message)
 
 
 def test_full_checkpoints_of_stages_are_refused() -> None:
@@ -288,9 +198,9 @@ def test_older_versions_of_torch_have_fewer_schedules(monkeypatch: pytest.Monkey
     """Oracle: the sentences; gpipe passes."""
     options: dict[str, Any] = {"pp_size": 2, "deterministic": False}
     monkeypatch.setattr("fsdptoys.config.pipeline_checks.TORCH", (2, 11))
-    with pytest.raises(ConfigError, match=r"^parallel\.schedule=zero_bubble needs torch 2\.13 .*; set .*=interleaved"):
-        make_config(pipeline("zero_bubble"), 4, **options)
+    found = refusal(pipeline("zero_bubble"), 4, **options)
+    assert re.match(r"parallel\.schedule=zero_bubble needs torch 2\.13 .*; set .*=interleaved", found)
     monkeypatch.setattr("fsdptoys.config.pipeline_checks.TORCH", (2, 10))
-    with pytest.raises(ConfigError, match=r"^parallel\.schedule=1f1b needs torch 2\.11 .*; set parallel\.sch"):
-        make_config(pipeline("1f1b"), 4, **options)
+    found = refusal(pipeline("1f1b"), 4, **options)
+    assert re.match(r"parallel\.schedule=1f1b needs torch 2\.11 .*; set parallel\.sch", found)
     make_config(pipeline("gpipe"), 4, **options)

@@ -1,96 +1,136 @@
-"""Toys compared with their native counterparts: losses, norms and parameters, bitwise if the sums are the same."""
+"""Toys compared with their native counterparts: losses, norms and parameters, bitwise if the sums are the same.
 
+The toys that share sequences or split experts are rows of ``test_context.py`` and ``test_expert_parallelism.py``.
+"""
+
+from collections.abc import Callable
 from contextlib import closing
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from fsdptoys.cli.plan import plan_command
 from fsdptoys.config.compose import compose_config
 from fsdptoys.config.schema import Config
 from fsdptoys.errors import ConfigError
 from fsdptoys.memory import GradientCheckpointing, MemoryConfig
 from fsdptoys.parallel import (
     DDPConfig,
+    FSDP2Config,
     ParallelConfig,
     ToyDDPConfig,
+    ToyFSDPConfig,
     ToyZero1Config,
     ToyZero2Config,
     ToyZero3Config,
     full_tensors,
     host_copy,
 )
+from fsdptoys.parallel.fsdp import ReshardAfterForward, Wrap
 from fsdptoys.parallel.precision import DType
 from fsdptoys.plan.search.switches import validate_switches
 from fsdptoys.toys.partition import Evenness
 from fsdptoys.train.distributed import deterministic_kernels
 from fsdptoys.train.trainer import Trainer
-from fsdptoys.utils.dtensor import (
-    is_dtensor,
-    local_bounds,
-)
-from scripts.parity import hash_parameters, train_all
+from fsdptoys.utils.dtensor import is_dtensor, local_bounds
+from scripts.parity import Outcome, hash_parameters
 from scripts.ranks import run_ranks
-from tests.parallel.runs import TINY, make_config, tiny_model
+from tests.parallel.groups import Run, levels, selected, train_runs
+from tests.parallel.runs import FAMILIES, make_config, tiny_model
 
-MODELS = {"llama": tiny_model(), "tied": tiny_model(tie_embeddings=True), **{k: TINY[k] for k in ("gpt2", "qwen3_moe")}}
+MODELS = {"tied": tiny_model(tie_embeddings=True), **{name: FAMILIES[name] for name in ("llama", "gpt2", "qwen3_moe")}}
 CHECKPOINTED = MemoryConfig(gradient_checkpointing=GradientCheckpointing.full, checkpointing_start_index=1)
 EVERYTHING = MemoryConfig(
     gradient_checkpointing=GradientCheckpointing.selective, chunk_loss=True, chunk_tokens="20", optimizer_offload=True
 )
-SMALL = {"steps": 2, "seq_len": 8, "batch_size": 1}
+SMALL: dict[str, Any] = {"steps": 2, "seq_len": 8, "batch_size": 1}
+DEFAULT = {**SMALL, "deterministic": False}
+ONCE = {**DEFAULT, "grad_accum": 1}
+GPT2 = {"model": MODELS["gpt2"]}
+
+Pair = tuple[ParallelConfig, ParallelConfig, dict[str, Any]]
+"""A native strategy, the toy that must equal it, and their settings."""
 
 
-def pairs(ranks: int) -> dict[str, tuple[ParallelConfig, ParallelConfig, dict[str, Any]]]:
-    """Label → a native strategy, the toy that must equal it, and their common settings."""
-    default = {**SMALL, "deterministic": False}
-    made: dict[str, tuple[ParallelConfig, ParallelConfig, dict[str, Any]]] = {}
-    for name, model in MODELS.items():
-        made[f"ddp {name}"] = (DDPConfig(), ToyDDPConfig(), {"model": model, **default})
-    for toy in (ToyDDPConfig, ToyZero1Config, ToyZero2Config):
-        if ranks < 4 or toy is not ToyZero2Config:  # whose sums of more than two numbers have another order
-            alike = {**default, "grad_accum": 1 if toy is ToyZero2Config else 2, "model": MODELS["gpt2"]}
-            made[f"{toy.name} without overlap"] = (DDPConfig(), toy(overlap=False), alike)
+def pairs_on(ranks: int) -> dict[str, Pair]:
+    """Return the pairs whose sums have the same order; over four ranks that of small buckets differs."""
     half = {"param_dtype": DType.bfloat16}
-    made["ddp deterministic"] = (DDPConfig(), ToyDDPConfig(), {**SMALL, "memory": CHECKPOINTED})
-    made["ddp bf16"] = (DDPConfig(**half), ToyDDPConfig(**half), {"memory": EVERYTHING, **default})
-    for toy in (ToyZero1Config, ToyZero2Config):
-        made[f"{toy.name} deterministic"] = (DDPConfig(), toy(), {**SMALL, "tie_embeddings": True})
-        # Small buckets would be summed in another order over four ranks.
-        alike = {**default, "grad_accum": 1, "model": MODELS["gpt2"]}
-        if ranks < 4 or toy is ToyZero1Config:
-            made[f"{toy.name} default"] = (DDPConfig(), toy(), alike)
-    three = {**SMALL, "tie_embeddings": True, "memory": CHECKPOINTED, "eval_every": 2, "eval_batches": 1}
-    made["toy_zero3 deterministic"] = (DDPConfig(), ToyZero3Config(evenness=Evenness.unit), three)
+    tied = {**SMALL, "tie_embeddings": True}
+    evaluated = {"memory": CHECKPOINTED, "eval_every": 2, "eval_batches": 1}
+    pairs: dict[str, Pair] = {
+        f"toy_ddp {name}": (DDPConfig(), ToyDDPConfig(), {"model": model, **DEFAULT}) for name, model in MODELS.items()
+    }
+    pairs |= {
+        "toy_ddp without overlap": (DDPConfig(), ToyDDPConfig(overlap=False), {**DEFAULT, **GPT2}),
+        "toy_ddp deterministic": (DDPConfig(), ToyDDPConfig(), {**SMALL, "memory": CHECKPOINTED}),
+        "toy_ddp bf16": (DDPConfig(**half), ToyDDPConfig(**half), {**DEFAULT, "memory": EVERYTHING}),
+        "toy_zero1": (DDPConfig(), ToyZero1Config(), {**ONCE, **GPT2}),
+        "toy_zero1 without overlap": (DDPConfig(), ToyZero1Config(overlap=False), {**DEFAULT, **GPT2}),
+        "toy_zero1 deterministic": (DDPConfig(), ToyZero1Config(), tied),
+        "toy_zero1 bf16": (DDPConfig(**half), ToyZero1Config(**half), {**DEFAULT, "memory": CHECKPOINTED}),
+        "toy_zero2 deterministic": (DDPConfig(), ToyZero2Config(), tied),
+        "toy_zero3 deterministic": (DDPConfig(), ToyZero3Config(evenness=Evenness.unit), {**tied, **evaluated}),
+    }
     if ranks < 4:
-        alike = {**default, "grad_accum": 1}
-        made["toy_zero3 default"] = (DDPConfig(), ToyZero3Config(), {**alike, "model": MODELS["qwen3_moe"]})
-        made["toy_zero3 alone"] = (DDPConfig(), ToyZero3Config(prefetch=False), {**alike, "model": MODELS["gpt2"]})
-    made["toy_zero1 bf16"] = (DDPConfig(**half), ToyZero1Config(**half), {**default, "memory": CHECKPOINTED})
-    return made
+        pairs |= {
+            "toy_zero2": (DDPConfig(), ToyZero2Config(), {**ONCE, **GPT2}),
+            "toy_zero2 without overlap": (DDPConfig(), ToyZero2Config(overlap=False), {**ONCE, **GPT2}),
+            "toy_zero3": (DDPConfig(), ToyZero3Config(), {**ONCE, "model": MODELS["qwen3_moe"]}),
+            "toy_zero3 alone": (DDPConfig(), ToyZero3Config(prefetch=False), {**ONCE, **GPT2}),
+        }
+    pairs |= {
+        f"toy_fsdp {name}": (FSDP2Config(), ToyFSDPConfig(), {"model": model, **DEFAULT})
+        for name, model in MODELS.items()
+    }
+    if ranks == 4:
+        pairs["toy_fsdp replicas"] = (FSDP2Config(), ToyFSDPConfig(), {**DEFAULT, "fsdp_size": 2})
+    if ranks == 2:
+        freed = {"wrap": Wrap.block_attn_mlp, "reshard_after_forward": ReshardAfterForward.always}
+        ahead = {"reshard_after_forward": ReshardAfterForward.never, "forward_prefetch": 2, "backward_prefetch": 2}
+        offloaded = {"memory": MemoryConfig(optimizer_offload=True)}
+        for label, settings, options in (
+            ("deterministic", {}, SMALL),
+            ("bf16", half, DEFAULT),
+            ("parts, freed, recomputed", freed, {**SMALL, "memory": CHECKPOINTED}),
+            ("not freed, prefetched", ahead, {**SMALL, "memory": MemoryConfig(chunk_loss=True)}),
+            ("states offloaded", {}, {**SMALL, **offloaded}),
+        ):
+            pairs[f"toy_fsdp {label}"] = (FSDP2Config(**settings), ToyFSDPConfig(**settings), options)
+    return pairs
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 4])
-def test_toys_match_their_native_counterparts_bitwise(ranks: int, request: pytest.FixtureRequest) -> None:
+PAIRS = {f"{label} on {ranks}": (ranks, *pair) for ranks in (1, 2, 4) for label, pair in pairs_on(ranks).items()}
+SHORT = {
+    *(label for label, (ranks, *_) in PAIRS.items() if ranks == 2 and "tied" not in label),
+    "toy_zero1 deterministic on 4",
+    "toy_zero3 deterministic on 4",
+    "toy_fsdp replicas on 4",
+}
+
+
+@pytest.fixture(scope="module")
+def trained(request: pytest.FixtureRequest) -> dict[str, tuple[Outcome, Outcome]]:
+    """Train the selected pairs."""
+    labels = selected(request, "label")
+    runs: list[list[Run]] = [[], []]
+    for ranks, native, toy, options in map(PAIRS.__getitem__, labels):
+        for run, parallel in zip(runs, (native, toy), strict=True):
+            run.append((ranks, make_config(parallel, ranks, **options)))
+    return dict(zip(labels, zip(*map(train_runs, runs), strict=True), strict=True))
+
+
+@pytest.mark.parametrize("label", levels(PAIRS, SHORT))
+def test_toys_match_their_native_counterparts_bitwise(label: str, trained: dict[str, tuple[Outcome, Outcome]]) -> None:
     """Oracle: the native strategy at the same world size, on every family, with accumulation and clipping."""
-    if ranks != 2:
-        request.getfixturevalue("unmeasured")
-    made = pairs(ranks)
-    configs = [make_config(each, ranks, **common) for *both, common in made.values() for each in both]
-    outcomes = run_ranks(ranks, train_all, configs)[0]
-    differing = [label for label, native, toy in zip(made, outcomes[::2], outcomes[1::2], strict=True) if native != toy]
-    assert differing == []
-
-
-def test_planner_refuses_toys() -> None:
-    """Oracle: the expected message; a prediction of the wrong strategy would be worse than none."""
-    with pytest.raises(ConfigError, match="parallel=toy_ddp cannot be predicted; set parallel=ddp"):
-        validate_switches(compose_config(["parallel=toy_ddp"]), 2, "cpu")
+    native, toy = trained[label]
+    assert toy == native
 
 
 def pass_on(configs: list[Config]) -> tuple[dict[str, str], dict[str, str]]:
-    """Final parameters of one run, and of one resumed under the next strategy after every step."""
+    """Return final parameters of one run, and of one resumed under the next strategy after every step."""
     whole = Trainer(configs[0])
     whole.train()
     facts: dict[str, Any] = {}
@@ -121,30 +161,97 @@ def pass_on(configs: list[Config]) -> tuple[dict[str, str], dict[str, str]]:
     return hash_parameters(whole), hash_parameters(trainer)
 
 
-def test_run_resumes_under_any_other_toy_bitwise() -> None:
-    """Oracle: native DDP without interruption; parameters and optimizer states pass from strategy to strategy."""
-    chain = [DDPConfig(), ToyZero1Config(), ToyZero3Config(), ToyZero2Config(), ToyDDPConfig(), ToyZero3Config()]
-    configs = [make_config(parallel, 2, **{**SMALL, "steps": len(chain), "tie_embeddings": True}) for parallel in chain]
-    expected, found = run_ranks(2, pass_on, configs)[0]
+CHAINS: dict[str, list[ParallelConfig]] = {
+    "ddp": [DDPConfig(), ToyZero1Config(), ToyZero3Config(), ToyZero2Config(), ToyDDPConfig(), ToyZero3Config()],
+    "fsdp": [FSDP2Config(), ToyFSDPConfig(), FSDP2Config()],
+}
+
+
+@pytest.mark.parametrize("chain", CHAINS)
+def test_run_resumes_under_any_other_toy_bitwise(chain: str) -> None:
+    """Oracle: the first strategy without interruption; parameters and optimizer states pass from one to the next."""
+    options = {**SMALL, "steps": len(CHAINS[chain]), "tie_embeddings": True}
+    expected, found = run_ranks(2, pass_on, [make_config(parallel, 2, **options) for parallel in CHAINS[chain]])[0]
     assert found == expected
 
 
-REFUSED = [
-    (["parallel=toy_zero1", "memory.optimizer_offload=true"], "memory.optimizer_offload=true is not an option"),
-    (["parallel=toy_zero3", "memory.optimizer_offload=true"], "memory.optimizer_offload=true is not an option"),
-    (["parallel=toy_zero2", "memory.cpu_offload=true"], "memory.cpu_offload=true is not an option"),
-    (["parallel=toy_zero3", "memory.cpu_offload=true"], "memory.cpu_offload=true is not an option"),
-    (["parallel=toy_zero3", "parallel.param_dtype=bfloat16"], "parallel.param_dtype=bfloat16 is not an option"),
-    (["parallel=toy_zero3", "mesh.fsdp_size=1"], "mesh.fsdp_size=1 replicates"),
-    (["parallel=toy_zero2", "mesh.fsdp_size=2"], "mesh.fsdp_size=2 shards"),
-    (["parallel=toy_ddp", "parallel.bucket_cap_mb=0"], "parallel.bucket_cap_mb=0 must be"),
-]
+def full_hashes(config: Config) -> list[dict[str, str]]:
+    """Return parameters before a step and after an evaluation, which has no backward."""
+    trainer = Trainer(config)
+    before = hash_parameters(trainer)
+    trainer.strategy.model.eval()
+    with torch.no_grad():
+        trainer.strategy.model(torch.zeros(1, 4, dtype=torch.long))
+    return [before, hash_parameters(trainer)]
 
 
-@pytest.mark.parametrize(("words", "sentence"), REFUSED)
-def test_unsupported_settings_of_toys_are_refused_in_one_sentence_with_a_fix(words: list[str], sentence: str) -> None:
-    """Oracle: key and value at the beginning of the sentence, a fix after its semicolon."""
+def test_parameters_are_visible_in_full_after_a_forward_without_backward() -> None:
+    """Oracle: the parameters before it."""
+    before, after = run_ranks(2, full_hashes, make_config(ToyFSDPConfig(), 2, **SMALL))[0]
+    assert before == after
+
+
+PREDICTIONS: dict[str, tuple[Callable[[], Any], str]] = {
+    "switches": (
+        lambda: validate_switches(compose_config(["parallel=toy_ddp"]), 2, "cpu"),
+        "parallel=toy_ddp cannot be predicted; set parallel=ddp",
+    ),
+    "plan": (
+        lambda: plan_command(["parallel=toy_fsdp", "plan.hardware=h100"]),
+        "parallel=toy_fsdp cannot be predicted; set parallel=fsdp2, which is closest",
+    ),
+    "search": (
+        lambda: plan_command(["search", "parallel=toy_fsdp", "plan.hardware=h100"]),
+        "parallel=toy_fsdp cannot be predicted; set parallel=fsdp2, which is closest",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", PREDICTIONS)
+def test_planner_refuses_toys(name: str) -> None:
+    """Oracle: the expected message; a prediction of the wrong strategy would be worse than none."""
+    predict, sentence = PREDICTIONS[name]
     with pytest.raises(ConfigError) as refused:
-        compose_config([*words, "model=llama_debug"]).validate(2, "cpu")
+        predict()
+    assert str(refused.value).startswith(sentence)
+
+
+ULYSSES = "parallel=toy_cp mesh.cp_size=2"
+RING = f"{ULYSSES} parallel.context=ring"
+SPLIT = "parallel=toy_ep model=qwen3_moe_debug mesh.ep_size=2"
+REFUSED = {
+    "parallel=toy_zero1 memory.optimizer_offload=true": "memory.optimizer_offload=true is not an option",
+    "parallel=toy_zero3 memory.optimizer_offload=true": "memory.optimizer_offload=true is not an option",
+    "parallel=toy_zero2 memory.cpu_offload=true": "memory.cpu_offload=true is not an option",
+    "parallel=toy_zero3 memory.cpu_offload=true": "memory.cpu_offload=true is not an option",
+    "parallel=toy_zero3 parallel.param_dtype=bfloat16": "parallel.param_dtype=bfloat16 is not an option",
+    "parallel=toy_zero3 mesh.fsdp_size=1": "mesh.fsdp_size=1 replicates",
+    "parallel=toy_zero2 mesh.fsdp_size=2": "mesh.fsdp_size=2 shards",
+    "parallel=toy_ddp parallel.bucket_cap_mb=0": "parallel.bucket_cap_mb=0 must be",
+    "parallel=toy_fsdp memory.cpu_offload=true": "memory.cpu_offload=true is not an option of parallel=toy_fsdp; set "
+    "parallel=fsdp2 or memory.cpu_offload=false",
+    f"{ULYSSES} train.seq_len=65": "train.seq_len=65 must be a multiple of 2,",
+    f"{RING} train.seq_len=66": "set train.seq_len=64",
+    f"{ULYSSES} parallel.context=ulysses model.n_heads=3 model.n_kv_heads=1 model.dim=96": "set parallel.context=ring",
+    f"{ULYSSES} parallel.context=gathered": "parallel.context=gathered is not an option of parallel=toy_cp",
+    f"{ULYSSES} train.compile=true": "set train.compile=false",
+    f"{RING} kernels.attention=math": "kernels.attention=math is not an option of parallel=toy_cp",
+    f"{RING} data.mask_documents=true": "parallel.context=ring does not keep documents apart",
+    f"{RING} model=llama4_debug model.attention_chunk_len=16": "model.attention_chunk_len=16 is not an option",
+    f"{ULYSSES} mesh.ep_size=2": "mesh.ep_size=2 is not an option of parallel=toy_cp",
+    f"{SPLIT} model=llama_debug": "mesh.ep_size=2 splits experts, and a llama model has none",
+    f"{SPLIT} model.n_experts=5": "mesh.ep_size=2 must divide model.n_experts=5; set mesh.ep_size=1",
+    f"{SPLIT} train.compile=true": "set train.compile=false",
+    f"{SPLIT} memory.optimizer_offload=true": "memory.optimizer_offload=true is not an option of parallel=toy_ep",
+    f"{SPLIT} mesh.cp_size=2": "mesh.cp_size=2 is not an option of parallel=toy_ep",
+}
+
+
+@pytest.mark.parametrize("words", REFUSED)
+def test_unsupported_settings_of_toys_are_refused_in_one_sentence_with_a_fix(words: str) -> None:
+    """Oracle: the expected part of the sentence, and a fix after its semicolon."""
+    with pytest.raises(ConfigError) as refused:
+        compose_config(["model=llama_debug", *words.split()]).validate(2, "cpu")
     message = str(refused.value)
-    assert message.startswith(sentence) and ("; set " in message or "; leave " in message)
+    assert REFUSED[words] in message
+    assert "; set " in message or "; leave " in message

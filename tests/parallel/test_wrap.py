@@ -1,5 +1,6 @@
 """Wrap policies by class and by size: which modules become units."""
 
+import dataclasses
 import functools
 from typing import Any
 
@@ -17,16 +18,14 @@ from fsdptoys.parallel import FSDP1Config, FSDP2Config, FSDPConfig, ToyFSDPConfi
 from fsdptoys.parallel.wrap import inside_out
 from fsdptoys.plan.search.switches import EVERYTHING, Combinations, overrides_between, validate_switches, vary
 from scripts.ranks import run_ranks
-from tests.parallel.runs import TINY, tiny_model
+from tests.parallel.runs import FAMILIES, tiny_model
 
-MODELS = {"llama": tiny_model(), "untied gpt2": TINY["gpt2"], **{name: TINY[name] for name in TINY if name != "gpt2"}}
 CLASSES = [["Block"], ["Attention", "Embedding"], ["LMHead", "Linear"], ["MoE", "RMSNorm", "LayerNorm"]]
 SIZES = [1.0, 40.0, 361.0, 1800, 2411.0, 5000.0, 1e5]
 
 
 def built(name: str, device: str = "meta") -> DecoderModel:
-    config = MODELS[name]
-    config.tie_embeddings = False
+    config = dataclasses.replace(FAMILIES[name], tie_embeddings=False)
     with torch.device(device):
         model: DecoderModel = config.build()
     return model
@@ -51,7 +50,7 @@ def pytorchs_units(name: str, policies: list[Any]) -> list[set[str]]:
 
 
 @pytest.mark.usefixtures("unmeasured")
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", FAMILIES)
 def test_policies_choose_the_units_of_pytorchs(name: str) -> None:
     """Oracle: FullyShardedDataParallel with ``size_based_auto_wrap_policy`` and ``ModuleWrapPolicy``."""
     model = built(name)
