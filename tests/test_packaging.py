@@ -90,13 +90,18 @@ def run(*command: str) -> str:
 @pytest.mark.parametrize(
     ("form", "links"),
     [
-        ("checkout", True),
-        ("source_zip", True),
-        ("source_zip", False),
         ("wheel", True),
-        ("wheel", False),
-        ("editable", True),
-        ("editable", False),
+        *(
+            pytest.param(form, links, marks=pytest.mark.extended)
+            for form, links in (
+                ("checkout", True),
+                ("source_zip", True),
+                ("source_zip", False),
+                ("wheel", False),
+                ("editable", True),
+                ("editable", False),
+            )
+        ),
     ],
 )
 def test_every_distribution_contains_models_patches_and_configs(form: str, links: bool, tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ import shlex
 import shutil
 import subprocess
 import sys
+from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
@@ -13,6 +14,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parent.parent
+COPIED = ("run_fsdp.sh", "pyproject.toml", "constraints.txt")
 
 REPORTING_PACKAGE = """
 import json, os, sys
@@ -58,17 +60,20 @@ class Sandbox:
     path: Path
     log: Path
 
-    def add_stub(self, name: str, state: str) -> None:
-        """Put a Python on PATH that answers ``state``."""
-        (self.path / name).write_text(STUB)
-        (self.path / name).chmod(0o755)
-        (self.path / f"{name}.state").write_text(state + "\n")
+    def add_stubs(self, states: Mapping[str, str]) -> None:
+        """Put Pythons with these names (relative to PATH, or in ``checkout``) that answer these states."""
+        for name, state in states.items():
+            stub = self.path / name.replace("checkout", str(self.checkout))
+            stub.parent.mkdir(parents=True, exist_ok=True)
+            stub.write_text(STUB)
+            stub.chmod(0o755)
+            stub.with_name(f"{stub.name}.state").write_text(state + "\n")
 
     def start(
         self, *arguments: str, script: Path | None = None, cwd: Path | None = None, **variables: str
     ) -> subprocess.CompletedProcess[str]:
         """Run the script with bash, without the variables of a virtual environment around the tests."""
-        environment = {k: v for k, v in os.environ.items() if k not in ("PYTHON", "VIRTUAL_ENV", "PYTHONPATH")}
+        environment = {k: v for k, v in os.environ.items() if k not in ("VIRTUAL_ENV", "PYTHONPATH")}
         environment |= {"PATH": f"{self.path}:{os.environ['PATH']}", "LOG": str(self.log), **variables}
         return subprocess.run(
             ["bash", str(script or self.checkout / "run_fsdp.sh"), *arguments],
@@ -89,7 +94,7 @@ def sandbox(tmp_path: Path) -> Sandbox:
     (checkout / "fsdptoys").mkdir(parents=True)
     (checkout / "fsdptoys" / "__init__.py").touch()
     (checkout / "fsdptoys" / "__main__.py").write_text(REPORTING_PACKAGE)
-    for name in ("run_fsdp.sh", "pyproject.toml", "constraints.txt"):
+    for name in COPIED:
         shutil.copy(ROOT / name, checkout)
     (tmp_path / "path").mkdir()
     return Sandbox(checkout, tmp_path / "path", tmp_path / "log")
@@ -109,9 +114,7 @@ def test_bare_checkout_runs_with_the_given_interpreter(sandbox: Sandbox, tmp_pat
         "arguments": ["train", *arguments],
     }
     assert f"fsdptoys itself is taken from {sandbox.checkout}" in done.stderr
-    assert sorted(path.name for path in sandbox.checkout.iterdir()) == sorted(
-        ["fsdptoys", "run_fsdp.sh", "pyproject.toml", "constraints.txt"]
-    )
+    assert {path.name for path in sandbox.checkout.iterdir()} == {"fsdptoys", *COPIED}
 
 
 @pytest.mark.parametrize(
@@ -167,10 +170,7 @@ def test_python_is_chosen_in_the_documented_order(
     states: dict[str, str], variables: dict[str, str], taken: str, sandbox: Sandbox
 ) -> None:
     """Oracle: the name of the only called stub."""
-    for name, state in states.items():
-        name = name.replace("checkout", str(sandbox.checkout))
-        (sandbox.path / name).parent.mkdir(parents=True, exist_ok=True)
-        sandbox.add_stub(name, state)
+    sandbox.add_stubs(states)
     if "VIRTUAL_ENV" in variables:
         variables = {"VIRTUAL_ENV": str(sandbox.path / "venv")}
     done = sandbox.start("--help", **variables)
@@ -188,7 +188,7 @@ def test_other_copy_of_fsdptoys_on_pythonpath_is_ignored(sandbox: Sandbox, tmp_p
 
 def test_own_environment_is_installed_once_and_repaired(sandbox: Sandbox) -> None:
     """Oracle: the list of calls, after a failure of pip, a success, and an interruption."""
-    sandbox.add_stub("python3", "missing torch")
+    sandbox.add_stubs({"python3": "missing torch"})
     venv = sandbox.checkout / ".venv"
     make = f"python3 -m venv {venv}"
     install = f"python -m pip install -c {sandbox.checkout}/constraints.txt -e {sandbox.checkout}[report]"
@@ -216,7 +216,7 @@ def test_own_environment_is_installed_once_and_repaired(sandbox: Sandbox) -> Non
 
 def test_working_torch_is_kept_and_only_missing_packages_are_pinned(sandbox: Sandbox) -> None:
     """Oracle: the calls, and the constraints that pip gets: this Python's torch, and the pin that it cannot have."""
-    sandbox.add_stub("python3", "missing hydra-core")
+    sandbox.add_stubs({"python3": "missing hydra-core"})
     (sandbox.path / "python3.sees-torch").touch()
     with (sandbox.checkout / "constraints.txt").open("a") as file:
         file.write("fsdptoys-has-no-such-package==1.0\n")
@@ -237,28 +237,21 @@ def test_working_torch_is_kept_and_only_missing_packages_are_pinned(sandbox: San
 
 
 @pytest.mark.parametrize(
-    ("states", "variables", "sentence"),
+    ("states", "no_venv_module", "sentence"),
     [
-        ({"chosen": "old 3.9.2"}, {"PYTHON": "chosen"}, r"chosen (3.9.2); install one or set PYTHON="),
-        ({}, {"PYTHON": "absent"}, "found none that runs (looked for: absent)"),
-        ({"chosen": "missing torch"}, {"PYTHON": "chosen", "NO_VENV_MODULE": "1"}, "apt install python3-venv"),
-        (
-            {"chosen": "missing torch", "checkout/.venv/bin/python": "old 3.8.1"},
-            {"PYTHON": "chosen"},
-            "remove that folder",
-        ),
+        ({"chosen": "old 3.9.2"}, "", r"chosen (3.9.2); install one or set PYTHON="),
+        ({}, "", "found none that runs (looked for: chosen)"),
+        ({"chosen": "missing torch"}, "1", "apt install python3-venv"),
+        ({"chosen": "missing torch", "checkout/.venv/bin/python": "old 3.8.1"}, "", "remove that folder"),
     ],
     ids=["too old", "absent", "no venv module", ".venv too old"],
 )
 def test_missing_python_or_venv_is_reported_in_one_sentence(
-    states: dict[str, str], variables: dict[str, str], sentence: str, sandbox: Sandbox
+    states: dict[str, str], no_venv_module: str, sentence: str, sandbox: Sandbox
 ) -> None:
     """Oracle: exit status 2, one line with a fix, and no started process."""
-    for name, state in states.items():
-        name = name.replace("checkout", str(sandbox.checkout))
-        (sandbox.path / name).parent.mkdir(parents=True, exist_ok=True)
-        sandbox.add_stub(name, state)
-    done = sandbox.start("--help", **variables)
+    sandbox.add_stubs(states)
+    done = sandbox.start("--help", PYTHON="chosen", NO_VENV_MODULE=no_venv_module)
     assert done.returncode == 2
     assert sentence in done.stderr.splitlines()[-1]
     assert sandbox.calls() == []

@@ -14,6 +14,7 @@ from fsdptoys.launch import rendezvous_server, supervisor
 from fsdptoys.train import stop
 from tests.harness.processes import wait_until
 from tests.launch.launchers import free_port, runs
+from tests.launch.stranger import listening_sockets
 
 KILLED = "was ended by SIGKILL, as the system does where host memory runs out"
 
@@ -210,3 +211,13 @@ def test_missing_node_ends_the_run_after_the_timeout(launched: Any) -> None:
         f"fsdptoys: launch.nnodes=2 machines were expected at launch.rdzv_endpoint={endpoint}, and 1 came within "
         "launch.timeout_seconds=1; start the same command on each, or set launch.nnodes to their number\n",
     )
+
+
+def test_signal_ends_a_launcher_that_waits_for_another_node(launched: Any) -> None:
+    """Oracle: status and sentence, long before its own timeout."""
+    port = free_port()
+    run = launched("nothing", nnodes=2, rdzv_endpoint=f"127.0.0.1:{port}", timeout_seconds=3600)
+    listens = ("0100007F", port)
+    wait_until(lambda: listens in listening_sockets(run.pid), "the store", [run.pid])
+    os.kill(run.pid, signal.SIGINT)
+    assert run.result() == (130, "fsdptoys: stopped by SIGINT; all workers have ended\n")

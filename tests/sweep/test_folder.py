@@ -37,41 +37,28 @@ def test_sweep_files_round_trip(sweep: Sweep) -> None:
 
 
 @pytest.mark.parametrize(
-    ("key", "value", "reason"),
+    ("file", "key", "value", "reason"),
     [
-        ("jobs", ["../../elsewhere"], "'../../elsewhere' is no number of a job"),
-        ("jobs", ["/etc"], "'/etc' is no number of a job"),
-        ("jobs", ["01", "01"], "it names a job twice"),
-        ("jobs", 1, "jobs is 1"),
-        ("title", ["\x1b[2J"], "title is ['\\x1b[2J']"),
-        ("time_limit_seconds", -1, "time_limit_seconds is -1"),
-        ("time_limit_seconds", 10**400, "more than 300 digits"),
-        ("skipped", [{"varied": [], "reason": ""}], "skipped[0].varied is []"),
-        ("words", "ab", "words is 'ab'"),
+        ("sweep.json", "jobs", ["../../elsewhere"], "'../../elsewhere' is no number of a job"),
+        ("sweep.json", "jobs", ["/etc"], "'/etc' is no number of a job"),
+        ("sweep.json", "jobs", ["01", "01"], "it names a job twice"),
+        ("sweep.json", "jobs", 1, "jobs is 1"),
+        ("sweep.json", "title", ["\x1b[2J"], "title is ['\\x1b[2J']"),
+        ("sweep.json", "time_limit_seconds", -1, "time_limit_seconds is -1"),
+        ("sweep.json", "time_limit_seconds", 10**400, "more than 300 digits"),
+        ("sweep.json", "skipped", [{"varied": [], "reason": ""}], "skipped[0].varied is []"),
+        ("sweep.json", "words", "ab", "words is 'ab'"),
+        ("jobs/01/job.json", "name", "..", "'..' is no number of a job"),
+        ("jobs/01/job.json", "name", "02", "is the file of job 02"),
+        ("jobs/01/job.json", "status", "DONE", "status is 'DONE'"),
+        ("jobs/01/job.json", "seconds", -3, "seconds is -3"),
+        ("jobs/01/job.json", "varied", {"a": 1}, "varied.a is 1"),
+        ("jobs/01/job.json", "more", 1, "the key 'more'"),
     ],
 )
-def test_hostile_sweep_file_is_reported_in_one_sentence(sweep: Sweep, key: str, value: Any, reason: str) -> None:
+def test_hostile_file_is_reported_in_one_sentence(sweep: Sweep, file: str, key: str, value: Any, reason: str) -> None:
     """Oracle: the expected message, on one line."""
-    change(sweep.path / "sweep.json", key, value)
-    with pytest.raises(ConfigError) as caught:
-        read_sweep(sweep.path)
-    assert reason in str(caught.value) and str(caught.value).isprintable()
-
-
-@pytest.mark.parametrize(
-    ("key", "value", "reason"),
-    [
-        ("name", "..", "'..' is no number of a job"),
-        ("name", "02", "is the file of job 02"),
-        ("status", "DONE", "status is 'DONE'"),
-        ("seconds", -3, "seconds is -3"),
-        ("varied", {"a": 1}, "varied.a is 1"),
-        ("more", 1, "the key 'more'"),
-    ],
-)
-def test_hostile_job_file_is_reported_in_one_sentence(sweep: Sweep, key: str, value: Any, reason: str) -> None:
-    """Oracle: the expected message, on one line."""
-    change(sweep.job_folder(sweep.jobs[0]) / "job.json", key, value)
+    change(sweep.path / file, key, value)
     with pytest.raises(ConfigError) as caught:
         read_sweep(sweep.path)
     assert reason in str(caught.value) and str(caught.value).isprintable()

@@ -1,14 +1,11 @@
 """Escaping of printed text, and lost consoles."""
 
 import io
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 
 from fsdptoys.utils.text import one_line, printable
+from tests.launch.streams import run_with
 
 
 def test_control_characters_are_escaped() -> None:
@@ -30,18 +27,5 @@ PRINT_STATUS = (
 @pytest.mark.parametrize("stream", ["full", "broken", "closed", "fine"])
 def test_lost_console_does_not_end_the_program(stream: str) -> None:
     """Oracle: the program's own exit status, and an empty stderr."""
-    command = [sys.executable, "-c", PRINT_STATUS]
-    if stream == "closed":
-        command = ["sh", "-c", 'exec "$@" >&-', "sh", *command]
-    reader, writer = os.pipe()
-    os.close(reader)
-    with open("/dev/full" if stream == "full" else os.devnull, "w") as file:
-        done = subprocess.run(
-            command,
-            stdout=writer if stream == "broken" else file,
-            stderr=subprocess.PIPE,
-            cwd=Path(__file__).parents[2],
-            check=False,
-        )
-    os.close(writer)
-    assert (done.returncode, done.stderr) == (3 if stream == "fine" else 4, b"")
+    done = run_with(stream, "fine", ["-c", PRINT_STATUS])
+    assert (done.returncode, done.stderr) == (3 if stream == "fine" else 4, "")
