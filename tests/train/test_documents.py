@@ -22,7 +22,14 @@ DATA = SyntheticConfig(branching=60, mask_documents=True)
 
 
 @pytest.mark.usefixtures("unmeasured")
-@pytest.mark.parametrize("model", [tiny_model(), TINY["gpt2"], TINY["llama4"]], ids=["llama", "gpt2", "llama4"])
+@pytest.mark.parametrize(
+    "model",
+    [
+        pytest.param(tiny_model(), id="llama"),
+        pytest.param(TINY["gpt2"], id="gpt2", marks=pytest.mark.extended),
+        pytest.param(TINY["llama4"], id="llama4", marks=pytest.mark.extended),
+    ],
+)
 def test_masked_documents_train_bitwise_equal_under_every_strategy(model: ModelConfig) -> None:
     """Oracle: one process that runs the same micro-batches; training without masks differs."""
 

@@ -1,4 +1,4 @@
-"""Heartbeats: the position of a rank, and the ranks missing from a failed collective."""
+"""Heartbeats: the position of a rank, and the ranks missing from a collective or from the process group."""
 
 import multiprocessing
 import os
@@ -8,6 +8,7 @@ import signal
 import socket
 import time
 from datetime import timedelta
+from multiprocessing.connection import Connection
 from pathlib import Path
 
 import pytest
@@ -15,7 +16,9 @@ import torch
 import torch.distributed as dist
 
 import fsdptoys.train.heartbeat as heartbeat_module
-from fsdptoys.errors import LostRanksError
+from fsdptoys.config.compose import compose
+from fsdptoys.errors import ConfigError, LostRanksError
+from fsdptoys.train.distributed import process_group
 from fsdptoys.train.heartbeat import (
     LOST_PEER,
     RECORD_BYTES,
@@ -28,15 +31,25 @@ from fsdptoys.train.heartbeat import (
     read_heartbeats,
 )
 from scripts.ranks import run_ranks
+from tests.harness.processes import wait_until
+
+SECONDS = 3.0  # of the collective that times out
+
+
+def write(folder: Path, rank: int, *beats: tuple[int, str], start: str | None = None) -> None:
+    """Write heartbeats of a rank, by default of this start of the run."""
+    heartbeat = HeartbeatWriter(folder, rank)
+    if start is not None:
+        heartbeat._fixed["start"] = start
+    for step, phase in beats:
+        heartbeat.beat(step, phase)
+        assert heartbeat_path(folder, rank).stat().st_size == RECORD_BYTES
+    heartbeat.close()
 
 
 def test_heartbeat_round_trips(tmp_path: Path) -> None:
     """Oracle: the written values; all records have one size."""
-    heartbeat = HeartbeatWriter(tmp_path / "beats", 3)
-    for step, phase in ((1, "forward"), (120, "forward"), (120, "a phase of a very long name " * 9)):
-        heartbeat.beat(step, phase)
-        assert heartbeat_path(tmp_path / "beats", 3).stat().st_size == RECORD_BYTES
-    heartbeat.close()
+    write(tmp_path / "beats", 3, (1, "forward"), (120, "forward"), (120, "a phase of a very long name " * 9))
     sign = read_heartbeats(tmp_path / "beats")[3]
     assert (sign.rank, sign.step, sign.beat, sign.pid) == (3, 120, 1, os.getpid())
     assert sign.host == socket.gethostname()[:64] and abs(sign.time - time.time()) < 60
@@ -45,9 +58,7 @@ def test_heartbeat_round_trips(tmp_path: Path) -> None:
 def test_damaged_heartbeat_files_are_ignored(tmp_path: Path) -> None:
     """Oracle: the one complete record; others are torn, of which one is still valid JSON, or copies."""
     for rank in range(4):
-        heartbeat = HeartbeatWriter(tmp_path, rank)
-        heartbeat.beat(1234, "forward")
-        heartbeat.close()
+        write(tmp_path, rank, (1234, "forward"))
     whole = heartbeat_path(tmp_path, 0).read_bytes()
     heartbeat_path(tmp_path, 1).write_bytes(heartbeat_path(tmp_path, 1).read_bytes().replace(b"1234", b"1299"))
     heartbeat_path(tmp_path, 2).write_bytes(whole[:50])
@@ -65,13 +76,11 @@ def write_until_ended(folder: Path) -> None:
 
 def test_concurrent_reader_sees_only_complete_records(tmp_path: Path) -> None:
     """Oracle: another process writes as fast as it can; each record read is consistent, and records are in order."""
-    heartbeat = HeartbeatWriter(tmp_path, 0)
-    heartbeat.beat(0, "even, and longer")
+    write(tmp_path, 0, (0, "even, and longer"))
     writer = multiprocessing.get_context("fork").Process(target=write_until_ended, args=(tmp_path,))
     writer.start()
     try:
-        while all(sign.step == 0 for sign in read_heartbeats(tmp_path).values()):
-            time.sleep(0.01)  # until it writes
+        wait_until(lambda: read_heartbeats(tmp_path)[0].step > 0, "its first record", [writer.pid])  # type: ignore[list-item]
         signs = [sign for _ in range(2000) for sign in read_heartbeats(tmp_path).values()]
     finally:
         writer.kill()
@@ -106,19 +115,12 @@ def test_timeout_messages_are_recognized(message: str) -> None:
 def lose_ranks(folder: Path, how: str) -> str:
     """Rank 0's message when ranks 1, 2 and 3 do not join its collective."""
     rank = dist.get_rank()
-    group = dist.new_group(timeout=timedelta(seconds=1.5))
-    if rank != 3:
-        heartbeat = HeartbeatWriter(folder, rank)
-        heartbeat.beat(7, "forward")
-        heartbeat.beat(7, "backward")
-        heartbeat.beat(7, "forward")
-        if rank == 0 or how == "together":
-            heartbeat.beat(7, "backward")
-    elif how == "together":
-        heartbeat = HeartbeatWriter(folder, rank)
-        for phase in ("forward", "backward", "forward", "backward"):
-            heartbeat.beat(7, phase)
     dist.barrier()
+    group = dist.new_group(timeout=timedelta(seconds=SECONDS))
+    if rank != 3 or how == "together":
+        write(folder, rank, (7, "forward"), (7, "backward"), (7, "forward"))
+    if rank == 0 or how == "together":
+        write(folder, rank, (7, "forward"), (7, "backward"), (7, "forward"), (7, "backward"))
     pid = 0
     if rank == 1 and how in ("SIGKILL", "SIGSTOP"):
         pid = os.fork()  # this process would read its own heartbeat as alive, so another process stands for it
@@ -128,20 +130,19 @@ def lose_ranks(folder: Path, how: str) -> str:
         # It is dead, and its status has not been read yet.
         os.waitid(os.P_PID, pid, os.WEXITED | os.WSTOPPED | os.WNOWAIT)
     dist.barrier()
-    expected = folder / "expected"
+    seen = folder / "seen"
     if rank:
-        while not expected.exists():
-            time.sleep(0.02)
+        wait_until(seen.exists, "the timeout of rank 0")
         if pid:
             os.kill(pid, signal.SIGKILL)
         return ""
     try:
-        with explain_lost_ranks(folder, rank, 4, 1.5):
+        with explain_lost_ranks(folder, rank, 4, SECONDS):
             dist.all_reduce(torch.ones(()), group=group)
     except LostRanksError as error:
         return str(error)
     finally:
-        expected.touch()
+        seen.touch()
     return "no error"
 
 
@@ -150,9 +151,9 @@ def lose_ranks(folder: Path, how: str) -> str:
     [
         (
             "late",
-            r"^a collective timed out \(launch.timeout_seconds=1.5\); this rank is in step 7 \(backward\); "
+            r"^a collective timed out \(launch.timeout_seconds=3\); this rank is in step 7 \(backward\); "
             r"rank 1 did not arrive; its last heartbeat is of step 7 \(forward\), \d+ s ago, pid \d+ on \S+; rank 2 "
-            r"did not arrive; .*; no heartbeat of rank 3 \[.*Timed out waiting 1500ms",
+            r"did not arrive; .*; no heartbeat of rank 3 \[.*Timed out waiting 3000ms",
         ),
         (
             "SIGKILL",
@@ -167,35 +168,27 @@ def lose_ranks(folder: Path, how: str) -> str:
 )
 def test_ranks_missing_from_a_collective_are_named(tmp_path: Path, how: str, expected: str) -> None:
     """Oracle: the missing ranks, in phases that repeat within a step, under gloo's real timeout."""
-    old = HeartbeatWriter(tmp_path, 3)
-    old._fixed["start"] = "another"  # a rank of an earlier start of the run was further on
-    old.beat(9, "forward")
-    old.close()
+    write(tmp_path, 3, (9, "forward"), start="another")  # a rank of an earlier start of the run was further on
     message = run_ranks(4, lose_ranks, tmp_path, how)[0]
     assert re.search(expected, message), message
 
 
-def other_errors(folder: Path) -> None:
-    with explain_lost_ranks(folder, 0, 1, 600):
-        raise RuntimeError("mat1 and mat2 shapes cannot be multiplied")
-
-
 def test_other_errors_propagate_unchanged(tmp_path: Path) -> None:
     """Oracle: the error itself."""
-    with pytest.raises(RuntimeError, match="mat1 and mat2") as caught:
-        other_errors(tmp_path)
-    assert caught.type is RuntimeError
+    error = RuntimeError("mat1 and mat2 shapes cannot be multiplied")
+    with pytest.raises(RuntimeError) as caught, explain_lost_ranks(tmp_path, 0, 1, 600):
+        raise error
+    assert caught.value is error
 
 
 def test_last_heartbeats_cover_only_the_requested_workers(tmp_path: Path) -> None:
     """Oracle: the expected message; a record of another start of the run is not in it."""
     for rank, (step, start) in enumerate([(5, "now"), (4, "now"), (5, "now"), (9, "before")]):
-        heartbeat = HeartbeatWriter(tmp_path, rank)
-        heartbeat._fixed["start"] = start
-        heartbeat.beat(step, "forward")
-        heartbeat.close()
-    expected = describe_last_heartbeats(tmp_path, {0: os.getpid(), 3: -1})
-    assert expected == "last heartbeats: rank 1 in step 4 (forward) 0 s ago, ranks 0, 2 in step 5 (forward) 0 s ago"
+        write(tmp_path, rank, (step, "forward"), start=start)
+    sentence = describe_last_heartbeats(tmp_path, {0: os.getpid(), 3: -1}) or ""
+    assert re.sub(r"\d+ s ago", "N s ago", sentence) == (
+        "last heartbeats: rank 1 in step 4 (forward) N s ago, ranks 0, 2 in step 5 (forward) N s ago"
+    )
     assert describe_last_heartbeats(tmp_path, {0: -1}) is None
 
 
@@ -221,9 +214,7 @@ def test_symbolic_link_in_place_of_a_heartbeat_is_replaced(tmp_path: Path) -> No
     """Oracle: the content of the link's target."""
     (tmp_path / "precious").write_text("precious")
     heartbeat_path(tmp_path, 0).symlink_to("precious")
-    heartbeat = HeartbeatWriter(tmp_path, 0)
-    heartbeat.beat(1, "forward")
-    heartbeat.close()
+    write(tmp_path, 0, (1, "forward"))
     assert (tmp_path / "precious").read_text() == "precious" and 0 in read_heartbeats(tmp_path)
 
 
@@ -236,3 +227,50 @@ def test_invalid_heartbeat_is_ignored(tmp_path: Path, change: dict[str, object])
     record = {"rank": 0, "host": "h", "pid": 1, "start": "s", "step": 1, "phase": "p", "beat": 0, "time": 1.0}
     heartbeat_path(tmp_path, 0).write_bytes(heartbeat_module._encode(record | change))
     assert bool(read_heartbeats(tmp_path)) == (not change)
+
+
+def join(answers: Connection) -> None:
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    config = compose(["launch.timeout_seconds=1", "launch.device=cpu"]).config
+    try:
+        with process_group(config):
+            answers.send("joined")
+    except (LostRanksError, ConfigError) as error:
+        answers.send(str(error))
+    os._exit(0)
+
+
+def message_of_a_rank(monkeypatch: pytest.MonkeyPatch, **variables: str) -> str:
+    """The error message of one of two ranks, over the real store."""
+    for name, value in {"WORLD_SIZE": "2", **variables}.items():
+        monkeypatch.setenv(name, value)
+    receiver, sender = multiprocessing.Pipe(duplex=False)
+    process = multiprocessing.get_context("fork").Process(target=join, args=(sender,))
+    process.start()
+    sender.close()
+    message = str(receiver.recv())
+    process.join()
+    return message
+
+
+def test_missing_ranks_are_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Oracle: the expected message, without another rank."""
+    message = message_of_a_rank(monkeypatch, RANK="0", MASTER_ADDR="localhost", MASTER_PORT="0")
+    assert message.startswith(
+        "not all 2 ranks joined the process group within launch.timeout_seconds=1 [Timed out after "
+    )
+
+
+def test_unreachable_or_taken_master_port_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Oracle: the expected message, for a free port, and for one where something else than rank 0 listens."""
+    with socket.socket() as other:
+        other.bind(("localhost", 0))
+        port = str(other.getsockname()[1])
+        message = message_of_a_rank(monkeypatch, RANK="1", MASTER_ADDR="localhost", MASTER_PORT=port)
+        assert message.startswith(
+            "not all 2 ranks joined the process group within launch.timeout_seconds=1 [The client "
+        )
+        other.listen()
+        message = message_of_a_rank(monkeypatch, RANK="0", MASTER_ADDR="localhost", MASTER_PORT=port)
+        assert message == f"MASTER_PORT={port} is taken on this machine by another program; set another"

@@ -1,6 +1,7 @@
 """A run in its directory: files, final weights, sample, traces, patches and waiting times."""
 
 import json
+import os
 import time
 from pathlib import Path
 from typing import Any
@@ -66,97 +67,99 @@ def test_every_strategy_writes_all_files_its_layout_and_the_same_sample(tmp_path
     assert len(samples) == 1 and "def " in samples.pop()
 
 
-def run_without_room_for_weights(config: Config) -> str:
+def in_run_dir(config: Config, folder: Path, final_weights: bool = False) -> Config:
+    config.metrics.run_dir = str(folder)
+    config.checkpoint.final_weights = final_weights
+    return config
+
+
+def run_without_room_for_weights(config: Config) -> None:
     def refuse(*_: Any) -> None:
         raise ConfigError("no room")
 
     run_module.save_weights = refuse
     with pytest.raises(ConfigError, match="no room"):
         Run(Trainer(config)).run()
-    return (Path(config.metrics.run_dir or "") / "summary.md").read_text(encoding="utf-8")
 
 
 def test_results_are_kept_if_weights_cannot_be_written(tmp_path: Path) -> None:
     """Oracle: the summary of all steps, although the run ends with an error."""
-    config = make_config(SingleConfig(), 1, steps=2)
-    config.metrics.run_dir, config.checkpoint.final_weights = str(tmp_path / "run"), True
-    assert "2 of 2; all steps done" in run_ranks(1, run_without_room_for_weights, config)[0]
+    config = in_run_dir(make_config(SingleConfig(), 1, steps=2), tmp_path, final_weights=True)
+    run_ranks(1, run_without_room_for_weights, config)
+    assert "2 of 2; all steps done" in (tmp_path / "summary.md").read_text(encoding="utf-8")
 
 
-def weights_before_the_sample(config: Config) -> list[str]:
-    found: list[str] = []
-
-    def look(self: Trainer) -> None:
-        found.extend(file.name for file in (Path(config.metrics.run_dir or "") / "weights").glob("*"))
-
-    Trainer.sample = look  # type: ignore[method-assign]
+def weights_before_the_sample(config: Config, weights: Path) -> list[str]:
+    names: list[str] = []
+    Trainer.sample = lambda self: names.extend(sorted(os.listdir(weights)))  # type: ignore[assignment, method-assign]
     Run(Trainer(config)).run()
-    return sorted(found)
+    return names
 
 
 def test_weights_are_saved_before_a_sample_is_generated(tmp_path: Path) -> None:
     """Oracle: the folder at the start of sampling, which may take minutes and be interrupted."""
-    config = make_config(SingleConfig(), 1, steps=1)
-    config.metrics.run_dir, config.checkpoint.final_weights = str(tmp_path / "run"), True
-    assert run_ranks(1, weights_before_the_sample, config)[0] == ["checksums.json", "weights.safetensors"]
+    config = in_run_dir(make_config(SingleConfig(), 1, steps=1), tmp_path, final_weights=True)
+    names = run_ranks(1, weights_before_the_sample, config, tmp_path / "weights")[0]
+    assert names == ["checksums.json", "weights.safetensors"]
 
 
-def profiled(folder: Path, config: Config) -> list[str]:
-    config.metrics.run_dir = str(folder / "run")
+def profile(config: Config, folder: Path) -> list[str]:
+    """The traces of a run on two ranks, of which only the first knows the run directory's name."""
+    if torch.distributed.get_rank() == 1:
+        config.metrics.run_dir = None
     config.profile = ProfileConfig(enabled=True, ranks=[1], skip_steps=1, active_steps=2)
     Run(Trainer(config)).run()
-    return sorted(path.name for path in (folder / "run" / "profile").iterdir())
+    return sorted(os.listdir(folder / "profile"))
 
 
 def test_chosen_ranks_write_their_traces_into_the_run_directory(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """Oracle: the run directory's listing; the chosen rank 1 does not know the directory's name."""
-    assert run_ranks(2, profiled, tmp_path, make_config(FSDP2Config(), 2))[1] == ["rank1.json.gz"]
-    assert "`profile/` has the profiles of ranks 1;" in (tmp_path / "run" / "summary.md").read_text()
+    """Oracle: the run directory's listing."""
+    config = in_run_dir(make_config(FSDP2Config(), 2), tmp_path)
+    assert run_ranks(2, profile, config, tmp_path)[1] == ["rank1.json.gz"]
+    assert "`profile/` has the profiles of ranks 1;" in (tmp_path / "summary.md").read_text()
     assert "rank 1: trace of steps 3 to 4" in capfd.readouterr().out
 
 
-def patched(config: Config) -> tuple[dict[str, str], bool]:
+def run_patched(config: Config) -> tuple[dict[str, str], bool]:
     """The run's report on its patches, and whether PyTorch is restored after it."""
     before = FSDPCommContext.lazy_init
-    trainer = run_module.train(config)
+    trainer = train(config)
     return dict(trainer.patches.report), FSDPCommContext.lazy_init is before
 
 
 def test_patches_are_listed_in_the_summary_and_undone_after_the_run(tmp_path: Path) -> None:
     """Oracle: PyTorch's own attribute; the summary's text."""
-    config = make_config(FSDP2Config(), 1)
-    config.metrics.run_dir = str(tmp_path / "run")
-    report, undone = run_ranks(1, patched, config)[0]
+    report, undone = run_ranks(1, run_patched, in_run_dir(make_config(FSDP2Config(), 1), tmp_path))[0]
     assert report["fsdp2_stream_reuse"].startswith("applied: ")
     assert undone
-    summary = (tmp_path / "run" / "summary.md").read_text()
+    summary = (tmp_path / "summary.md").read_text()
     assert all(f"{name}={what}" in summary for name, what in report.items())
 
 
-def train_with_slow_data(config: Config) -> list[dict[str, Any]]:
-    """Rank 0's metrics lines; the third step waits for its batches."""
-    trainer = Trainer(config)
-    next_step, taken = trainer.batches.next_step, []
+DELAY_SECONDS = 10_000.0
 
-    def slow_next_step() -> Any:
-        taken.append(1)
-        time.sleep(0.3 * (len(taken) == 3))
+
+def wait_for_data(config: Config) -> None:
+    """Train, with a clock that jumps ahead while the third step waits for its batches."""
+    trainer = Trainer(config)
+    next_step, clock = trainer.batches.next_step, time.perf_counter
+
+    def late_next_step() -> Any:
+        if trainer.steps_done == 2:
+            time.perf_counter = lambda: clock() + DELAY_SECONDS
         return next_step()
 
-    trainer.batches.next_step = slow_next_step  # type: ignore[method-assign]
+    trainer.batches.next_step = late_next_step  # type: ignore[method-assign]
     Run(trainer).run()
-    lines = (Path(config.metrics.run_dir or "") / "metrics.jsonl").read_text().splitlines()
-    return [json.loads(line) for line in lines]
 
 
 def test_step_records_its_data_wait(tmp_path: Path) -> None:
-    """Oracle: a sleep before the third step's batches, which counts toward its step time only."""
-    config = make_config(SingleConfig(), 1, steps=4)
-    config.metrics.run_dir = str(tmp_path / "run")
+    """Oracle: the delay of the third step's batches, which counts toward its step time only."""
+    config = in_run_dir(make_config(SingleConfig(), 1, steps=4), tmp_path)
     config.validate(1, "cpu")
-    (steps,) = run_ranks(1, train_with_slow_data, config)
-    waits = [step["data_wait_seconds"] for step in steps]
-    assert waits[2] >= 0.3 and waits.index(max(waits)) == 2
+    run_ranks(1, wait_for_data, config)
+    steps = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert [step["data_wait_seconds"] >= DELAY_SECONDS for step in steps] == [False, False, True, False]
     assert all(0 < step["data_wait_seconds"] < step["step_time_seconds"] for step in steps)
