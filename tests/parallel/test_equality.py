@@ -1,6 +1,5 @@
 """Every strategy computes the same training: the bits of losses, norms and parameters against one process."""
 
-import functools
 from dataclasses import replace
 from itertools import product
 from typing import Any
@@ -20,8 +19,8 @@ from fsdptoys.train import build as prepare_module
 from fsdptoys.train.trainer import Trainer
 from scripts.parity import Outcome, hash_parameters, train_all
 from scripts.ranks import run_ranks
-from tests.parallel.groups import Row, compare_rows, levels, selected
-from tests.parallel.runs import FAMILIES, TINY, WRAPS, make_config, supported
+from tests.parallel.groups import Pairs, Row, levels, trained_rows
+from tests.parallel.runs import FAMILIES, TINY, WRAPS, make_config, supported, with_sizes
 
 FULL, SELECTIVE = GradientCheckpointing.full, GradientCheckpointing.selective
 CHECKPOINTED = MemoryConfig(gradient_checkpointing=FULL, checkpointing_start_index=1)
@@ -126,13 +125,17 @@ def checkpointing() -> dict[str, Row]:
         "ddp": (DDPConfig(), 2, {}, "qwen3_moe"),
     }
     ways: dict[str, dict[str, Any]] = {
-        "full every 2, offload": {"gradient_checkpointing": FULL, "checkpointing_every": 2, "activation_offload": True},
+        "full every 2": {"gradient_checkpointing": FULL, "checkpointing_every": 2},
+        "full, offload": {"gradient_checkpointing": FULL, "activation_offload": True},
         "selective": {"gradient_checkpointing": SELECTIVE},
         "selective, offload": {"gradient_checkpointing": SELECTIVE, "activation_offload": True},
     }
     rows = {
         f"{name} {way}": Row(
-            parallel, ranks, layout | {"memory": MemoryConfig(**memory)}, {"model": TINY[family], "steps": 2}
+            parallel,
+            ranks,
+            layout | {"memory": MemoryConfig(**memory)},
+            {"model": with_sizes(TINY[family], n_layers=4), "steps": 2},
         )
         for (name, (parallel, ranks, layout, family)), (way, memory) in product(strategies.items(), ways.items())
     }
@@ -191,45 +194,22 @@ def optimizers() -> dict[str, Row]:
 
 ROWS = supported(layouts() | families() | settings() | checkpointing() | all_switches() | optimizers())
 SHORT = {
-    *(f"{name} {dtype} on 2" for name in strategies_on(2) for dtype in ("float32", "bfloat16")),
-    "fsdp2 float32 on 1",
-    "hsdp1 float32 on 4",
-    "hsdp2 float32 on 4",
-    "hsdp2 bfloat16 on 4",
-    "qwen3 fsdp1",
-    "qwen3_moe fsdp2 by class",
-    "qwen3_moe ddp",
-    "llama4 fsdp2 cpu offload",
-    "llama4 fsdp1 by class",
-    "gpt2 fsdp2 parts",
-    "gpt2 fsdp1 flat",
-    "gpt2 toy_fsdp by size",
-    "ddp small buckets",
+    *(f"{name} float32 on 2" for name in strategies_on(2)),
+    *("fsdp1 bfloat16 on 2", "fsdp2 bfloat16 on 2", "fsdp2 float32 on 1", "hsdp1 float32 on 4", "hsdp2 bfloat16 on 4"),
+    *("qwen3 fsdp1", "qwen3_moe fsdp2 by class", "qwen3_moe ddp", "llama4 fsdp2 cpu offload", "llama4 fsdp1 by class"),
+    *("gpt2 fsdp2 parts", "gpt2 fsdp1 flat", "gpt2 toy_fsdp by size"),
+    *("fsdp1 parts reshard=always", "fsdp1 classes reshard=never", "fsdp1 size reshard=default"),
+    *("fsdp2 parts reshard=always", "fsdp2 classes reshard=never", "fsdp2 size reshard=default"),
     *(
-        f"{name} {row}"
-        for name in ("fsdp1", "fsdp2")
-        for row in (
-            "parts reshard=always",
-            "classes reshard=never",
-            "size reshard=default",
-        )
+        "ddp small buckets",
+        "fsdp2 without backward prefetch",
+        "fsdp2 parts full, offload",
+        "fsdp1 bf16 flat full every 2",
     ),
-    "fsdp2 without backward prefetch",
-    "fsdp2 parts full every 2, offload",
-    "fsdp1 parts selective, offload",
-    "ddp selective",
-    "fsdp1 bf16 tied",
-    "fsdp2 bf16 tied",
-    "all switches ddp float32",
-    "all switches fsdp1 flat float32",
-    "all switches fsdp2 float32",
-    "all switches fsdp2 bfloat16",
+    *("fsdp1 parts selective, offload", "ddp selective", "fsdp1 bf16 tied"),
+    *("all switches ddp float32", "all switches fsdp1 flat float32", "all switches fsdp2 bfloat16"),
     "all switches fsdp2 on the cpu bfloat16",
-    "fsdp1 sgd",
-    "fsdp2 sgd",
-    "fsdp1 adamw",
-    "fsdp2 foreach",
-    "fsdp1 accumulates tied bf16 alone",
+    *("fsdp1 sgd", "fsdp2 sgd", "fsdp1 adamw", "fsdp2 foreach", "fsdp1 accumulates tied bf16 alone"),
 }
 
 
@@ -254,14 +234,11 @@ def train_moving_all(configs: list[Config]) -> list[tuple[Outcome, int]]:
     return results
 
 
-@pytest.fixture(scope="module")
-def trained(request: pytest.FixtureRequest) -> dict[str, tuple[Any, Any]]:
-    """Train the selected rows."""
-    return compare_rows({row: ROWS[row] for row in selected(request, "row")}, train_moving_all)
+trained = trained_rows(ROWS, train_moving_all)
 
 
 @pytest.mark.parametrize("row", levels(ROWS, SHORT))
-def test_training_equals_one_process_bitwise(row: str, trained: dict[str, tuple[Any, Any]]) -> None:
+def test_training_equals_one_process_bitwise(row: str, trained: Pairs) -> None:
     """Oracle: one process that runs the same micro-batches in turn; deterministic mode."""
     (outcome, copies), (expected, _) = trained[row]
     assert outcome == expected
@@ -281,25 +258,18 @@ FUSED = AdamWConfig(lr=1e-3, implementation=Implementation.fused)
 CLOSE |= {f"{name} fused": Row(STRATEGIES[name][0], 2, {}, {"deterministic": False, "optim": FUSED}) for name in SHARED}
 
 
-@pytest.fixture(scope="module")
-def trained_by_default() -> dict[str, tuple[Outcome, Outcome]]:
-    """Train all rows outside the deterministic mode."""
-    return compare_rows(CLOSE)
+trained_by_default = trained_rows(CLOSE, argument="name")
 
 
 @pytest.mark.parametrize("name", CLOSE)
-def test_default_mode_matches_one_process_closely(
-    name: str, trained_by_default: dict[str, tuple[Outcome, Outcome]]
-) -> None:
+def test_default_mode_matches_one_process_closely(name: str, trained_by_default: Pairs) -> None:
     """Oracle: one process in float32; the vector and tail loops of the fused kernel round differently."""
     outcome, expected = trained_by_default[name]
     assert outcome.losses == pytest.approx(expected.losses, rel=1e-6)
     assert outcome.grad_norms == pytest.approx(expected.grad_norms, rel=1e-5)
 
 
-def test_default_mode_of_fsdp1_equals_fsdp2_bitwise(
-    trained_by_default: dict[str, tuple[Outcome, Outcome]],
-) -> None:
+def test_default_mode_of_fsdp1_equals_fsdp2_bitwise(trained_by_default: Pairs) -> None:
     """Oracle: each other; at two ranks they add the same two numbers."""
     fsdp1, flat, fsdp2 = (trained_by_default[name][0] for name in ("fsdp1", "fsdp1 flat", "fsdp2"))
     assert fsdp1 == flat == fsdp2
@@ -309,28 +279,11 @@ def initial_hashes(configs: list[Config]) -> list[dict[str, str]]:
     return [hash_parameters(Trainer(config)) for config in configs]
 
 
-@functools.cache
-def one_initial() -> dict[str, str]:
-    """Return the hashes of one process."""
-    (hashes,) = run_ranks(1, initial_hashes, [make_config(SingleConfig(), 1)])[0]
-    return hashes
-
-
-@pytest.mark.usefixtures("unmeasured")
-@pytest.mark.parametrize("world_size", [1, 2, pytest.param(4, marks=pytest.mark.extended)])
-def test_initial_values_are_the_same_on_every_layout(world_size: int) -> None:
-    """Oracle: one process; the hash of every full parameter under all strategies."""
-    assert len(one_initial()) == 30 and len(set(one_initial().values())) == 30 - 6
-    rows = strategies_on(world_size)
-    configs = [make_config(parallel, world_size, fsdp_size=size) for parallel, size in rows.values()]
-    found = dict(zip(rows, run_ranks(world_size, initial_hashes, configs)[0], strict=True))
-    assert found == dict.fromkeys(rows, one_initial())
-
-
-def test_init_seed_changes_all_weights_except_norms() -> None:
-    """Oracle: other hashes; the equality above would hold for constants too."""
-    (other,) = run_ranks(1, initial_hashes, [make_config(SingleConfig(), 1, init_seed=1)])[0]
-    differing = {name for name, value in one_initial().items() if value != other[name]}
+def test_initial_values_differ_by_parameter_and_seed() -> None:
+    """Oracle: other hashes; the equality above would hold for constants too. All norms are equal."""
+    first, other = run_ranks(1, initial_hashes, [make_config(SingleConfig(), 1, init_seed=seed) for seed in (0, 1)])[0]
+    assert len(set(first.values())) == len(first) - 6 == 24
+    differing = {name for name, value in first.items() if value != other[name]}
     assert differing == {name for name in other if not name.endswith("norm.weight")}
 
 
