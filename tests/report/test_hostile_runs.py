@@ -8,60 +8,36 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import yaml
 from rich.console import Console
 
 from fsdptoys.cli.main import main
 from fsdptoys.report.live import follow
 from fsdptoys.report.page_parts import escape
-from fsdptoys.report.runs_table import gather
+from fsdptoys.report.runs_table import Record, gather
 from fsdptoys.report.table import make_table
 from fsdptoys.report.table_export import to_csv, to_json, to_markdown
 from tests.report.recorded_runs import run_of, write_run
 
 STEERING = re.compile(r"[^\n\t -~\u00a0-\ud7ff\ue000-\uffff]")
 
-ALIASES = "a: &a [x, x, x]\nb: &b [*a, *a]\n"
-
-SPOILED_SETTINGS = {
-    "alias": "a: &a {b: *a}",
-    "aliases": ALIASES + "c: [*b, *b]",
-    "merge keys": "a: &a {x: 1}\nb: {<<: [*a, *a]}",
-    "tag": "!!python/object/apply:os.system [true]",
-    "depth": "[" * 100_000,
-    "keys": "{1: 2}",
-    "no UTF-8": "a: \udcff",
-    "digits": "train: {steps: " + "9" * 400 + "}",
-}
-
-SPOILED_ENVIRONMENTS = {
-    "infinite": '{"world_size": Infinity, "device": {"type": "cpu", "name": "n"}}',
-    "exponent": '{"world_size": 1e400, "device": {"type": "cpu", "name": "n"}}',
-    "many ranks": '{"world_size": 4611686018427387904, "device": {"type": "cpu", "name": "n"}}',
-    "no ranks": '{"world_size": 0, "device": {"type": "cpu", "name": "n"}}',
-    "text": '{"world_size": "2", "device": {"type": "cpu", "name": "n"}}',
-    "device": '{"world_size": 2, "device": {"type": 1, "name": []}}',
-    "depth": "[" * 100_000,
-}
+FILES = yaml.safe_load(Path(__file__).with_name("hostile_files.yaml").read_text(encoding="utf-8"))
+LONG = {"{deep}": "[" * 100_000, "{digits}": "9" * 400}
 
 
-def pipe(path: Path) -> None:
-    os.mkfifo(path)
+def write_content(path: Path, text: str) -> None:
+    for name, long_text in LONG.items():
+        text = text.replace(name, long_text)
+    path.write_text(text, encoding="latin-1")
 
 
-def device(path: Path) -> None:
-    path.symlink_to("/dev/zero")
-
-
-def folder(path: Path) -> None:
-    path.mkdir()
-
-
-def giant(path: Path) -> None:
+def write_giant(path: Path) -> None:
     path.touch()
     os.truncate(path, 2**30)
 
 
-KINDS = (pipe, device, folder, giant)
+KINDS = [os.mkfifo, lambda path: path.symlink_to("/dev/zero"), Path.mkdir, write_giant]
+every_kind = pytest.mark.parametrize("kind", KINDS, ids=["pipe", "device", "folder", "giant"])
 
 
 def check_others(folder: Path, output: str) -> None:
@@ -84,21 +60,19 @@ def runs(tmp_path: Path) -> Path:
     return tmp_path
 
 
-@pytest.mark.parametrize("text", SPOILED_SETTINGS.values(), ids=SPOILED_SETTINGS)
-def test_run_with_damaged_settings_is_listed_with_the_reason(runs: Path, text: str) -> None:
+def row_of_bad(runs: Path) -> Record:
+    (bad,) = [record for record in gather([runs]).records if record.name == "bad"]
+    return bad
+
+
+@pytest.mark.parametrize(("name", "text"), FILES["required"])
+def test_run_with_a_damaged_file_is_listed_with_the_reason(runs: Path, name: str, text: str) -> None:
     """Oracle: the other run, and a sentence that names the file."""
-    (runs / "bad" / "config.yaml").write_bytes(text.encode("utf-8", "surrogateescape"))
-    check_others(runs, "config.yaml cannot be read")
+    write_content(runs / "bad" / name, text)
+    check_others(runs, f"{name} cannot be read" if name == "config.yaml" else name)
 
 
-@pytest.mark.parametrize("text", SPOILED_ENVIRONMENTS.values(), ids=SPOILED_ENVIRONMENTS)
-def test_run_with_a_damaged_environment_is_listed_with_the_reason(runs: Path, text: str) -> None:
-    """Oracle: the other run, and a sentence that names the file."""
-    (runs / "bad" / "environment.json").write_text(text)
-    check_others(runs, "environment.json")
-
-
-@pytest.mark.parametrize("kind", KINDS)
+@every_kind
 @pytest.mark.parametrize("name", ["environment.json", "resumes.jsonl"])
 def test_run_with_special_files_is_listed_with_the_reason(runs: Path, name: str, kind: Callable[[Path], None]) -> None:
     """Oracle: the other run, and a sentence that names the file; reading a pipe would wait for a writer."""
@@ -107,11 +81,11 @@ def test_run_with_special_files_is_listed_with_the_reason(runs: Path, name: str,
     if name == "environment.json":
         check_others(runs, "environment.json cannot be read")
     else:
-        (bad,) = [record for record in gather([runs]).records if record.name == "bad"]
+        bad = row_of_bad(runs)
         assert bad.run is None and "resumes.jsonl cannot be read" in str(bad.reason)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@every_kind
 @pytest.mark.parametrize("name", ["prediction.json", "result.json", "summary.md"])
 def test_damaged_optional_files_are_ignored(runs: Path, name: str, kind: Callable[[Path], None]) -> None:
     """Oracle: the run's steps, which are intact."""
@@ -121,13 +95,15 @@ def test_damaged_optional_files_are_ignored(runs: Path, name: str, kind: Callabl
         assert record.run is not None and record.run.results.steps == 4
 
 
-@pytest.mark.parametrize("text", ['{"method": 1}', "[" * 100_000, '{"time": {"step_seconds": 0}}', "\xff"])
-def test_damaged_prediction_is_omitted_with_a_note(runs: Path, text: str) -> None:
+@pytest.mark.parametrize(("name", "text"), FILES["optional"])
+def test_damaged_optional_file_is_omitted_with_a_note(runs: Path, name: str, text: str) -> None:
     """Oracle: the run's other numbers, and the note."""
-    (runs / "bad" / "prediction.json").write_text(text, encoding="latin-1")
-    (bad,) = [record for record in gather([runs]).records if record.name == "bad"]
-    assert bad.run is not None and bad.run.prediction is None
-    assert any("prediction.json" in note for note in bad.run.notes)
+    write_content(runs / "bad" / name, text)
+    run = row_of_bad(runs).run
+    assert run is not None and run.results.steps == 4
+    assert getattr(run, name.removesuffix(".json")) is None
+    reason = "cannot be read" if name == "result.json" else ""
+    assert any(f"{name} {reason}" in note for note in run.notes)
 
 
 @pytest.mark.parametrize("form", ["--table", "--markdown", "--csv", "--json", "compare", "--live"])
@@ -172,12 +148,3 @@ def test_impossible_file_name_is_reported_in_one_sentence(words: list[str], caps
 def test_pages_escape_control_characters() -> None:
     """Oracle: Python's own escapes, within HTML's."""
     assert escape("<\x1b\ud800\n>") == "&lt;\\x1b\\ud800\n&gt;"
-
-
-@pytest.mark.parametrize("text", ['{"title": 1}', "[" * 100_000, '{"format_version": 99}', "\xff", "1e999"])
-def test_invalid_results_are_omitted_with_a_note(runs: Path, text: str) -> None:
-    """Oracle: the run's other numbers, and the note."""
-    (runs / "bad" / "result.json").write_text(text, encoding="latin-1")
-    (bad,) = [record for record in gather([runs]).records if record.name == "bad"]
-    assert bad.run is not None and bad.run.result is None and bad.run.results.steps == 4
-    assert any("result.json cannot be read" in note for note in bad.run.notes)

@@ -47,6 +47,11 @@ class Loaded:
     messages: list[str] = field(default_factory=list)
     requests: list[str] = field(default_factory=list)
 
+    def wait_for(self, expression: str, value: Any) -> None:
+        """Wait until an expression of the page has a value."""
+        equal = f"value => JSON.stringify({expression}) === JSON.stringify(value)"
+        self.page.wait_for_function(equal, arg=value)
+
 
 @pytest.fixture(scope="module")
 def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Path]]:
@@ -113,8 +118,11 @@ def column(loaded: Loaded, table: str, number: int) -> list[str]:
     )
 
 
+one_run = pytest.param("single", marks=pytest.mark.extended)
+
+
 @needs_browser
-@pytest.mark.parametrize("size", ["wide", "single"])
+@pytest.mark.parametrize("size", ["wide", one_run])
 def test_page_renders_without_browser_messages_or_requests(size: str, request: pytest.FixtureRequest) -> None:
     """Oracle: the browser's console and its own list of requests, with the file as the only one."""
     loaded = request.getfixturevalue(size)
@@ -126,7 +134,7 @@ def test_page_renders_without_browser_messages_or_requests(size: str, request: p
 
 
 @needs_browser
-@pytest.mark.parametrize("size", ["wide", "narrow", "single"])
+@pytest.mark.parametrize("size", ["wide", "narrow", one_run])
 def test_page_fits_its_window_without_overlapping_text(size: str, request: pytest.FixtureRequest) -> None:
     """Oracle: the browser's layout: widths, and the boxes of all texts of each picture."""
     loaded = request.getfixturevalue(size)
@@ -170,7 +178,8 @@ def test_filter_hides_rows(wide: Loaded) -> None:
 @needs_browser
 def test_dragging_zooms_and_a_double_click_shows_all(wide: Loaded) -> None:
     """Oracle: plotly's own range of the axis."""
-    span = "() => { const [a, b] = document.getElementById('plot-losses')._fullLayout.xaxis.range; return b - a; }"
+    span = "document.getElementById('plot-losses')._fullLayout.xaxis.range.reduce((a, b) => b - a)"
+    near = f"([share, whole]) => Math.abs({span} / whole - share) < 0.1 * share"
     plot = wide.page.locator("#plot-losses .nsewdrag").first
     plot.scroll_into_view_if_needed()
     before = wide.page.evaluate(span)
@@ -181,13 +190,13 @@ def test_dragging_zooms_and_a_double_click_shows_all(wide: Loaded) -> None:
     wide.page.mouse.down()
     wide.page.mouse.move(box["x"] + 0.5 * box["width"], middle + 100, steps=6)
     wide.page.mouse.up()
-    assert wide.page.evaluate(span) == pytest.approx(0.2 * before, rel=0.1)
+    wide.page.wait_for_function(near, arg=[0.2, before])
     wide.page.locator("#theme").click()  # the zoomed range stays when colors change
+    wide.wait_for("document.getElementById('theme').textContent", "Light")
     assert wide.page.evaluate(span) == pytest.approx(0.2 * before, rel=0.1)
     wide.page.locator("#theme").click()
     wide.page.mouse.dblclick(box["x"] + 0.5 * box["width"], middle)
-    wide.page.wait_for_timeout(500)
-    assert wide.page.evaluate(span) == pytest.approx(before, rel=0.05)
+    wide.page.wait_for_function(near, arg=[1.0, before])
 
 
 @needs_browser
@@ -195,16 +204,13 @@ def test_theme_button_switches_page_and_plots(wide: Loaded) -> None:
     """Oracle: colors as the browser computes them, of the page and of a picture's text."""
     paper = "getComputedStyle(document.body).backgroundColor"
     ink = "getComputedStyle(document.querySelector('#plot-losses .xtitle')).fill"
-    light = wide.page.evaluate(f"[{paper}, {ink}]")
-    button = wide.page.locator("#theme")
-    assert button.text_content() == "Dark"
-    button.click()
-    assert button.text_content() == "Light"
-    assert light[0] == "rgb(255, 255, 255)"
-    assert wide.page.evaluate(paper) == "rgb(20, 24, 29)"
-    assert wide.page.evaluate(ink) == "rgb(230, 234, 238)" != light[1]
-    button.click()
-    assert wide.page.evaluate(f"[{paper}, {ink}]") == light
+    colors = f"[document.getElementById('theme').textContent, {paper}, {ink}]"
+    light = wide.page.evaluate(colors)
+    dark = ["Light", "rgb(20, 24, 29)", "rgb(230, 234, 238)"]
+    assert light[:2] == ["Dark", "rgb(255, 255, 255)"] and light[2] != dark[2]
+    for expected in (dark, light):
+        wide.page.locator("#theme").click()
+        wide.wait_for(colors, expected)
 
 
 @needs_browser
@@ -213,42 +219,56 @@ def test_legend_buttons_hide_series(wide: Loaded) -> None:
     visible = "document.getElementById('plot-losses')._fullData[1].visible"
     button = wide.page.locator("#losses .legend button").nth(1)
     button.click()
+    wide.wait_for(visible, False)
     assert button.get_attribute("aria-pressed") == "false"
-    assert wide.page.evaluate(visible) is False
     button.press("Enter")
-    assert wide.page.evaluate(visible) is True
+    wide.wait_for(visible, True)
 
 
 @needs_browser
-def test_dollar_signs_in_names_are_not_rendered_as_math(single: Loaded) -> None:
+def test_dollar_signs_in_names_are_not_rendered_as_math(wide: Loaded) -> None:
     """Oracle: plotly warns in the console if it takes a text for TeX and has no renderer for it."""
-    relabel = "text => Plotly.relayout('plot-loss', {'xaxis.title.text': text}).then(() => 0)"
-    before = single.page.locator("#plot-loss .xtitle").text_content()
-    single.page.evaluate(relabel, "$a$ and $b$")
-    assert single.page.locator("#plot-loss .xtitle").text_content() == "$a$ and $b$"
-    single.page.evaluate(relabel, before)
-    assert single.messages == []
+    relabel = "text => Plotly.relayout('plot-losses', {'xaxis.title.text': text}).then(() => 0)"
+    before = wide.page.locator("#plot-losses .xtitle").text_content()
+    wide.page.evaluate(relabel, "$a$ and $b$")
+    assert wide.page.locator("#plot-losses .xtitle").text_content() == "$a$ and $b$"
+    wide.page.evaluate(relabel, before)
+    assert wide.messages == []
+
+
+HEADINGS = [
+    "At a glance",
+    "Curves",
+    "Memory by category",
+    "Predicted and measured",
+    "Where the time goes",
+    "Starts and checkpoints",
+    "Settings",
+    "Environment",
+    "How the numbers are measured",
+]
 
 
 @needs_browser
-def test_run_page_shows_the_files_of_the_run(single: Loaded) -> None:
+@pytest.mark.extended
+def test_run_page_draws_the_files_of_the_run(single: Loaded) -> None:
     """Oracle: the text written into the run's files."""
-    headings = [head.text_content() for head in single.page.locator("h2").all()]
-    assert headings == [
-        "At a glance",
-        "Curves",
-        "Memory by category",
-        "Predicted and measured",
-        "Where the time goes",
-        "Starts and checkpoints",
-        "Settings",
-        "Environment",
-        "How the numbers are measured",
-    ]
+    assert [head.text_content() for head in single.page.locator("h2").all()] == HEADINGS
     assert single.page.locator("#memory_timeline").count() == 1
     assert "unigram entropy of the data: 3.244" in (single.page.locator("#plot-loss").text_content() or "")
     assert column(single, "operators-table", 1) == ["aten::mm", "a|b"]
     assert "An imagined device" in (single.page.locator("#environments").text_content() or "")
+
+
+def test_run_page_has_the_files_of_the_run(files: dict[str, list[Path]]) -> None:
+    """Oracle: the text written into the run's files, in the page as written."""
+    page = files["run"][0].read_text()
+    assert re.findall(r"<h2[^>]*>([^<]*)", page) == HEADINGS
+    assert page.count('id="memory_timeline"') == 1
+    operators = page[page.index('id="operators-table"') :].split("</table>")[0]
+    for text in ("aten::mm", "1,350", "12.50 ms", "a|b"):
+        assert text in operators
+    assert "unigram entropy of the data" in page and "An imagined device" in page
 
 
 def test_failed_and_skipped_rows_show_their_reasons(files: dict[str, list[Path]]) -> None:
