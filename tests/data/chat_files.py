@@ -4,6 +4,8 @@ import json
 from pathlib import Path
 from typing import Any
 
+import yaml
+
 CONVERSATIONS: list[list[dict[str, Any]]] = [
     [
         {"role": "system", "content": "You are terse. "},
@@ -21,43 +23,8 @@ CONVERSATIONS: list[list[dict[str, Any]]] = [
     ],
 ]
 
-GENERATED = {
-    "chatml": (
-        "{% for m in messages %}<|im_start|>{{ m.role }}\n"
-        "{% if m.role == 'assistant' %}{% generation %}{{ m.content }}<|im_end|>{% endgeneration %}{{ '\n' }}"
-        "{% else %}{{ m.content }}<|im_end|>{{ '\n' }}{% endif %}{% endfor %}"
-        "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
-    ),
-    # As Llama 3: contents are stripped, headers are tokens, and no line ends a turn.
-    "headers": (
-        "{{ bos_token }}{% for m in messages %}{{ '<|start|>' + m.role + '<|end|>\n\n' }}"
-        "{% if m.role == 'assistant' %}{% generation %}{{ m.content | trim }}<|im_end|>{% endgeneration %}"
-        "{% else %}{{ m.content | trim }}<|im_end|>{% endif %}{% endfor %}"
-        "{% if add_generation_prompt %}{{ '<|start|>assistant<|end|>\n\n' }}{% endif %}"
-    ),
-    # As Llama 2: the system's message goes into the first question, and answers follow on the same line.
-    "inst": (
-        "{% if messages[0].role == 'system' %}{% set rest = messages[1:] %}{% set head = messages[0].content + '\n' %}"
-        "{% else %}{% set rest = messages %}{% set head = '' %}{% endif %}"
-        "{% for m in rest %}{% if m.role == 'user' %}[INST] {{ head if loop.first }}{{ m.content }} [/INST]"
-        "{% else %}{% generation %}{{ ' ' + m.content | trim + ' ' + eos_token }}{% endgeneration %}{% endif %}"
-        "{% endfor %}"
-    ),
-    # As Qwen3: reasoning stays in the last answer only.
-    "reasoning": (
-        "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.role == 'assistant' %}{% generation %}"
-        "{% if loop.last %}{{ m.content }}{% else %}{{ m.content.split('</think>')[-1].lstrip('\n') }}{% endif %}"
-        "<|im_end|>{% endgeneration %}{{ '\n' }}{% else %}{{ m.content }}<|im_end|>{{ '\n' }}{% endif %}{% endfor %}"
-        "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
-    ),
-    # A newline ends an answer.
-    "plain": (
-        "{% for m in messages %}{% if m.role == 'assistant' %}Answer:{% generation %}"
-        "{{ ' ' + m.content | trim + '\n' }}{% endgeneration %}"
-        "{% else %}{{ m.role + ': ' + m.content + '\n' }}{% endif %}{% endfor %}"
-        "{% if add_generation_prompt %}Answer:{% endif %}"
-    ),
-}
+_PIECES = yaml.safe_load(Path(__file__).with_name("chat_templates.yaml").read_text(encoding="utf-8"))
+GENERATED: dict[str, str] = {name: "".join(pieces) for name, pieces in _PIECES.items()}
 """Templates whose ``generation`` blocks say which text is an answer."""
 
 SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|start|>", "<|end|>", "<s>"]
@@ -82,11 +49,7 @@ def save_chat_tokenizer(folder: Path, template: str | None) -> str:
     tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in SPECIAL])
     folder.mkdir(exist_ok=True)
     tokenizer.save(str(folder / "tokenizer.json"))
-    settings: dict[str, Any] = {
-        "bos_token": "<s>",
-        "eos_token": "<|im_end|>",
-        "tokenizer_class": "PreTrainedTokenizerFast",
-    }
+    settings = {"bos_token": "<s>", "eos_token": "<|im_end|>", "tokenizer_class": "PreTrainedTokenizerFast"}
     if template is not None:
         settings["chat_template"] = template
     (folder / "tokenizer_config.json").write_text(json.dumps(settings))

@@ -38,7 +38,7 @@ def test_held_out_part_is_the_tail_or_separate_files(tmp_path, held_out):
 
 
 def test_labels_can_end_at_document_boundaries(tmp_path):
-    """Oracle: a loop over the tokens; the fingerprint differs, so checkpoints of other labels are refused."""
+    """Oracle: the tokens; the fingerprint differs, so checkpoints of other labels are refused."""
     end = 3
     np.random.default_rng(0).integers(0, 8, 200).astype("uint16").tofile(tmp_path / "train.bin")
     config = BinConfig([f"{tmp_path}/train.bin"], document_end=end, eval_fraction=0.2)
@@ -47,11 +47,8 @@ def test_labels_can_end_at_document_boundaries(tmp_path):
     assert dataset.fingerprint != plain.fingerprint and len(dataset.train) == len(plain.train)
     for before, after in ((plain.train, dataset.train), (plain.eval, dataset.eval)):
         for (tokens_T, labels_T), (same_T, masked_T) in zip(before, after, strict=True):
-            expected = [
-                IGNORE_INDEX if token == end else label for token, label in zip(tokens_T, labels_T, strict=True)
-            ]
             np.testing.assert_array_equal(same_T, tokens_T)
-            np.testing.assert_array_equal(masked_T, expected)
+            np.testing.assert_array_equal(masked_T, np.where(tokens_T == end, IGNORE_INDEX, labels_T))
 
 
 def test_fingerprint_depends_on_everything_that_determines_the_samples(tmp_path):
@@ -75,12 +72,12 @@ def test_out_of_range_token_is_reported_when_read(tmp_path, monkeypatch):
     """Oracle: the expected message, with the position in the file rather than in the window or the stream."""
     monkeypatch.setattr("fsdptoys.data.token_files.HEAD_BYTES", 64)
     np.zeros(10, dtype="uint16").tofile(tmp_path / "a.bin")
-    tokens = np.zeros(1000, dtype="uint16")
-    tokens[500] = 51
+    tokens = np.zeros(100_000, dtype="uint16")
+    tokens[50_000] = 51
     tokens.tofile(tmp_path / "b.bin")
     config = BinConfig([f"{tmp_path}/a.bin", f"{tmp_path}/b.bin"])
     config.validate(8, 50)
     samples = config.build(8, 50, 0).train
-    assert not samples[62][0].any() and not samples[64][0].any()
-    with pytest.raises(ConfigError, match=r"b\.bin\] has token 51 at position 500, outside model\.vocab_size=50;"):
-        samples[63]
+    assert not samples[6250][0].any() and not samples[6252][0].any()
+    with pytest.raises(ConfigError, match=r"b\.bin\] has token 51 at position 50000, outside model\.vocab_size=50;"):
+        samples[6251]

@@ -18,6 +18,7 @@ from fsdptoys.parallel import FSDP2Config
 from fsdptoys.train.trainer import Trainer
 from scripts.ranks import run_ranks
 from tests.data.chat_files import CONVERSATIONS, GENERATED, save_chat_tokenizer, without_blocks, write_rows
+from tests.data.test_mistakes import mistakes
 from tests.parallel.runs import make_config
 
 WIDE = 512
@@ -53,26 +54,31 @@ def rows_of(config: ChatConfig, seq_len: int = WIDE) -> list[tuple[list[int], li
     return found
 
 
+def rows_of_transformers(template: str, conversations: list[list[dict[str, Any]]], **options: Any) -> Any:
+    """Ids, and those that the assistant's mask marks, of each conversation."""
+    from transformers import AutoTokenizer
+
+    oracle = AutoTokenizer.from_pretrained(save_chat_tokenizer(Path("oracle"), template))
+    rows = []
+    for messages in conversations:
+        encoded = oracle.apply_chat_template(
+            messages, tokenize=True, return_dict=True, return_assistant_tokens_mask=True, **options
+        )
+        marked = zip(encoded["input_ids"], encoded["assistant_masks"], strict=True)
+        rows.append((encoded["input_ids"], [token for token, learned in marked if learned]))
+    return rows
+
+
 @pytest.mark.oracle
 @pytest.mark.parametrize("blocks", [True, False])
 @pytest.mark.parametrize("name", sorted(GENERATED))
 def test_ids_and_learned_tokens_are_those_of_transformers(name: str, blocks: bool) -> None:
     """Oracle: ``apply_chat_template`` with the assistant's mask, which needs ``generation`` blocks; without such blocks
     in the template, the answers found are the same."""
-    from transformers import AutoTokenizer
-
-    oracle = AutoTokenizer.from_pretrained(save_chat_tokenizer(Path("oracle"), GENERATED[name]))
     template = GENERATED[name] if blocks else without_blocks(GENERATED[name])
     save_chat_tokenizer(Path("tokenizer"), template)
     write_rows(Path("a.jsonl"), [{"messages": messages} for messages in CONVERSATIONS])
-    expected = []
-    for messages in CONVERSATIONS:
-        encoded = oracle.apply_chat_template(
-            messages, tokenize=True, return_dict=True, return_assistant_tokens_mask=True
-        )
-        ids, mask = encoded["input_ids"], encoded["assistant_masks"]
-        expected.append((ids, [token for token, learned in zip(ids, mask, strict=True) if learned]))
-    assert sorted(rows_of(config())) == sorted(expected)
+    assert sorted(rows_of(config())) == sorted(rows_of_transformers(GENERATED[name], CONVERSATIONS))
 
 
 def test_bytes_with_a_built_in_template_learn_the_answers() -> None:
@@ -80,17 +86,12 @@ def test_bytes_with_a_built_in_template_learn_the_answers() -> None:
     write_rows(Path("a.jsonl"), [{"messages": CONVERSATIONS[1]}, {"messages": CONVERSATIONS[0][:3]}])
     found = rows_of(config(tokenizer="bytes", template="chatml"))
     texts = [(bytes(ids).decode(), bytes(learned).decode()) for ids, learned in found]
-    assert sorted(texts) == [
-        (
-            "<|im_start|>system\nYou are terse. <|im_end|>\n<|im_start|>user\nWhat is 2 + 2?<|im_end|>\n"
-            "<|im_start|>assistant\n4<|im_end|>\n",
-            "4<|im_end|>",
-        ),
-        (
-            "<|im_start|>user\nhello<|im_end|>\n<|im_start|>assistant\n hello yourself \n<|im_end|>\n",
-            " hello yourself \n<|im_end|>",
-        ),
-    ]
+    arithmetic = (
+        "<|im_start|>system\nYou are terse. <|im_end|>\n<|im_start|>user\nWhat is 2 + 2?<|im_end|>\n"
+        "<|im_start|>assistant\n4<|im_end|>\n"
+    )
+    greeting = "<|im_start|>user\nhello<|im_end|>\n<|im_start|>assistant\n hello yourself \n<|im_end|>\n"
+    assert sorted(texts) == [(arithmetic, "4<|im_end|>"), (greeting, " hello yourself \n<|im_end|>")]
 
 
 FORMS = {
@@ -140,7 +141,6 @@ def test_tools_and_calls_are_written_by_the_template() -> None:
     """Oracle: transformers, with tools in JSON lines and, as text, in a table."""
     import pyarrow
     import pyarrow.parquet
-    from transformers import AutoTokenizer
 
     template = (
         "{% if tools %}{{ tools | tojson }}\n{% endif %}{% for m in messages %}<|im_start|>{{ m.role }}\n"
@@ -156,12 +156,7 @@ def test_tools_and_calls_are_written_by_the_template() -> None:
         {"role": "tool", "content": "2"},
         {"role": "assistant", "content": "two"},
     ]
-    oracle = AutoTokenizer.from_pretrained(save_chat_tokenizer(Path("oracle"), template))
-    encoded = oracle.apply_chat_template(
-        messages, tools=tools, tokenize=True, return_dict=True, return_assistant_tokens_mask=True
-    )
-    ids, mask = encoded["input_ids"], encoded["assistant_masks"]
-    expected = [(ids, [token for token, learned in zip(ids, mask, strict=True) if learned])]
+    expected = rows_of_transformers(template, [messages], tools=tools)
     save_chat_tokenizer(Path("tokenizer"), without_blocks(template))
     write_rows(Path("a.jsonl"), [{"messages": messages, "tools": tools}])
     assert rows_of(config()) == expected
@@ -171,49 +166,21 @@ def test_tools_and_calls_are_written_by_the_template() -> None:
     assert rows_of(config(files=["b.parquet"])) == expected
 
 
-BAD = {
-    '{"text": "x"}': "has no field 'messages' (it has text)",
-    '{"messages": []}': "has [] as messages, which is no list of messages",
-    '{"messages": "hello"}': "has 'hello' as messages, which is no list of messages",
-    '{"messages": ["hello"]}': "has 'hello' as message 1, which is no object",
-    '{"messages": [{"content": "x"}]}': "has no role in message 1",
-    '{"messages": [{"role": "user", "content": 5}]}': "has 5 as the content of message 1, which is no text",
-    '{"messages": [{"role": "user"}]}': "has no content in message 1",
-    '{"messages": [{"role": "user", "content": "x"}]}': "has no message of role 'assistant' to learn from",
-    '{"messages": [{"role": "user", "content": [{"type": "image"}]}]}': "has a part that is no text in message 1",
-    '{"messages": [{"role": "mute", "content": "x"}, {"role": "assistant", "content": ""}]}': (
-        "has answers without a token"
-    ),
-    '{"messages": [{"role": "assistant", "content": "<|im_end|>"}]}': (
-        "spells the special token <|im_end|> within a message"
-    ),
-    '{"messages": [{"role": "poet", "content": "x"}, {"role": "assistant", "content": "y"}]}': (
-        "is refused by the chat template (no poets)"
-    ),
-    '{"messages": [{"role": "assistant", "content": "x"}], "tools": 5}': "has 5 as tools, which is no list",
-}
 DEEP = "[" * 200 + "]" * 200
-BAD |= {
-    f'{{"messages": [{{"role": "assistant", "content": "x", "a": {DEEP}}}]}}': "nests more than 64 lists and objects",
-    f'{{"messages": [{{"role": "assistant", "content": "x"}}], "tools": {DEEP}}}': (
-        "nests more than 64 lists and objects"
-    ),
-    '{"messages": [{"role": "assistant", "content": "x\\ufdd0"}]}': (
-        "spells the special token \\ufdd0 within a message"
-    ),
-}
 GOOD = json.dumps({"messages": CONVERSATIONS[0]})
 
 
-@pytest.mark.parametrize("row", BAD)
-def test_bad_row_is_named_by_file_and_line_or_left_out(row: str, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(("typed", "says"), mistakes("chat rows"))
+def test_bad_row_is_named_by_file_and_line_or_left_out(
+    typed: str, says: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     """Oracle: the whole message, and the good rows alone."""
     refusing = "{% if messages and messages[0].role == 'poet' %}{{ raise_exception('no poets') }}{% endif %}"
     mute = "{% if messages and messages[0].role == 'mute' %}nothing{% else %}"
     template = refusing + mute + without_blocks(GENERATED["chatml"]) + "{% endif %}"
     save_chat_tokenizer(Path("tokenizer"), template)
-    write_rows(Path("a.jsonl"), [GOOD, "", row, GOOD])
-    sentence = f"data.files=[a.jsonl] in line 3 {BAD[row]}"
+    write_rows(Path("a.jsonl"), [GOOD, "", typed.replace("{deep}", DEEP), GOOD])
+    sentence = f"data.files=[a.jsonl] in line 3 {says}"
     with pytest.raises(ConfigError) as caught:
         config().prepare(WIDE, 512)
     assert str(caught.value) == f"{sentence}; repair it, or set data.skip_bad_rows=true"
@@ -248,17 +215,17 @@ def test_mistakes_are_named_with_a_fix(changes: dict[str, Any], message: str) ->
     assert str(caught.value).startswith(message)
 
 
-HOSTILE = {
-    "attributes": "{{ messages.__class__.__mro__[1].__subclasses__() }}",
-    "globals": "{{ raise_exception.__globals__['json'] }}",
-    "change": "{{ messages.append(1) }}",
-}
-
-
-@pytest.mark.parametrize("name", sorted(HOSTILE))
-def test_template_cannot_reach_python(name: str) -> None:
+@pytest.mark.parametrize(
+    "template",
+    [
+        "{{ messages.__class__.__mro__[1].__subclasses__() }}",
+        "{{ raise_exception.__globals__['json'] }}",
+        "{{ messages.append(1) }}",
+    ],
+)
+def test_template_cannot_reach_python(template: str) -> None:
     """Oracle: Jinja's sandbox, which refuses the row."""
-    save_chat_tokenizer(Path("tokenizer"), HOSTILE[name])
+    save_chat_tokenizer(Path("tokenizer"), template)
     write_rows(Path("a.jsonl"), [GOOD])
     with pytest.raises(ConfigError, match=r"line 1 is refused by the chat template"):
         config().prepare(WIDE, 512)
@@ -353,12 +320,12 @@ def test_training_counts_answers_for_the_loss_and_all_tokens_for_the_rate() -> N
     rows = [dataset.train[number] for number in range(len(dataset.train))]
     labels = [int((labels_T != IGNORE_INDEX).sum()) for _, labels_T in rows]
     padding = [64 - len(np.trim_zeros(tokens_T - dataset.document_end, "b")) for tokens_T, _ in rows]
-    tokens = [64 - max(0, each - 1) for each in padding]
+    tokens = [64 - max(0, count - 1) for count in padding]
     assert min(labels) == 0 and len(rows) > 4 and min(tokens) < 64
     stream = EndlessShuffle(len(rows), 0)
     for number, (step, *others) in enumerate(zip(*histories, strict=True)):
-        chosen = [stream[4 * number + each] for each in range(4)]
-        assert step.valid_tokens == sum(labels[each] for each in chosen)
-        assert step.tokens_per_second * step.step_time_seconds == pytest.approx(sum(tokens[each] for each in chosen))
+        chosen = [stream[4 * number + sample] for sample in range(4)]
+        assert step.valid_tokens == sum(labels[row] for row in chosen)
+        assert step.tokens_per_second * step.step_time_seconds == pytest.approx(sum(tokens[row] for row in chosen))
         for other in others:
             assert other.valid_tokens == step.valid_tokens and other.loss == pytest.approx(step.loss, rel=1e-5)

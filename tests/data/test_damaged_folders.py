@@ -62,15 +62,27 @@ DAMAGES: dict[str, Callable[[Path], object]] = {
 }
 
 
-@pytest.mark.parametrize("damage", DAMAGES.values(), ids=DAMAGES.keys())
-def test_damaged_cache_folder_is_prepared_again(
-    damage: Callable[[Path], object], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Oracle: the original bytes, one message that names the folder, and no leftovers in the cache."""
-    lines = write_lines(tmp_path / "a.jsonl", documents(50))
+@pytest.fixture
+def lines(tmp_path: Path) -> Path:
+    """A file of documents."""
+    return write_lines(tmp_path / "a.jsonl", documents(50))
+
+
+@pytest.fixture
+def cached(lines: Path, tmp_path: Path) -> tuple[HFConfig, Path]:
+    """A configuration, and its prepared folder in the cache."""
     config = HFConfig(files=[str(lines)], cache=str(tmp_path / "cache"), processes=1)
     config.prepare(16, 256)
     (folder,) = (tmp_path / "cache").iterdir()
+    return config, folder
+
+
+@pytest.mark.parametrize("damage", DAMAGES.values(), ids=DAMAGES.keys())
+def test_damaged_cache_folder_is_prepared_again(
+    damage: Callable[[Path], object], cached: tuple[HFConfig, Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Oracle: the original bytes, one message that names the folder, and no leftovers in the cache."""
+    config, folder = cached
     before = contents(folder)
     damage(folder)
     capsys.readouterr()
@@ -80,17 +92,19 @@ def test_damaged_cache_folder_is_prepared_again(
     said = capsys.readouterr().err.splitlines()
     assert [line for line in said if line.endswith("; the data is prepared again")] == said[:1]
     assert said[0].startswith(f"fsdptoys: {folder} ")
-    assert contents(folder) == before and list((tmp_path / "cache").iterdir()) == [folder]
+    assert contents(folder) == before and list(folder.parent.iterdir()) == [folder]
     config.build(16, 256, 0)
     config.prepare(16, 256)
     assert not capsys.readouterr().err
 
 
 @pytest.mark.parametrize("damage", DAMAGES.values(), ids=DAMAGES.keys())
-def test_damaged_user_folder_is_named_and_left_unchanged(damage: Callable[[Path], object], tmp_path: Path) -> None:
+def test_damaged_user_folder_is_named_and_left_unchanged(
+    damage: Callable[[Path], object], lines: Path, tmp_path: Path
+) -> None:
     """Oracle: a sentence with the path and ``prepare``; the names of files stay."""
     folder = tmp_path / "tokens"
-    prepare_folder(request(folder, write_lines(tmp_path / "a.jsonl", documents(50))))
+    prepare_folder(request(folder, lines))
     damage(folder)
     before = sorted(tmp_path.rglob("*"))
     for look in (lambda config: config.validate(16, 256), lambda config: config.build(16, 256, 0)):
@@ -100,12 +114,11 @@ def test_damaged_user_folder_is_named_and_left_unchanged(damage: Callable[[Path]
     assert sorted(tmp_path.rglob("*")) == before
 
 
-def test_unreadable_cache_folder_is_not_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unreadable_cache_folder_is_not_replaced(
+    cached: tuple[HFConfig, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Oracle: the expected message, which names the folder: a system error does not prove damage."""
-    lines = write_lines(tmp_path / "a.jsonl", documents(50))
-    config = HFConfig(files=[str(lines)], cache=str(tmp_path / "cache"), processes=1)
-    config.prepare(16, 256)
-    (folder,) = (tmp_path / "cache").iterdir()
+    config, folder = cached
 
     def refuse(path: Path, most: int) -> bytes:
         raise PermissionError(13, "Permission denied", str(path))
@@ -116,12 +129,11 @@ def test_unreadable_cache_folder_is_not_replaced(tmp_path: Path, monkeypatch: py
     assert folder.is_dir()
 
 
-def test_io_error_at_a_shard_does_not_count_as_a_missing_shard(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_io_error_at_a_shard_does_not_count_as_a_missing_shard(
+    cached: tuple[HFConfig, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Oracle: the expected message and the unchanged folder, for an I/O error of a single shard."""
-    lines = write_lines(tmp_path / "a.jsonl", documents(50))
-    config = HFConfig(files=[str(lines)], cache=str(tmp_path / "cache"), processes=1)
-    config.prepare(16, 256)
-    (folder,) = (tmp_path / "cache").iterdir()
+    config, folder = cached
     before = sorted(path.name for path in folder.iterdir())
     look = Path.stat
 
@@ -137,10 +149,9 @@ def test_io_error_at_a_shard_does_not_count_as_a_missing_shard(tmp_path: Path, m
     assert sorted(path.name for path in folder.iterdir()) == before
 
 
-def test_damaged_cache_folder_does_not_hide_the_tokenizer_of_another(tmp_path: Path) -> None:
+def test_damaged_cache_folder_does_not_hide_the_tokenizer_of_another(lines: Path, tmp_path: Path) -> None:
     """Oracle: the copy of the tokenizer in the cache."""
     pytest.importorskip("tokenizers")
-    lines = write_lines(tmp_path / "a.jsonl", documents(50))
     choice = save_tokenizer(tmp_path / "tokenizer", None)
     config = HFConfig(files=[str(lines)], tokenizer=choice, cache=str(tmp_path / "cache"), processes=1)
     config.prepare(8, 256)
@@ -163,16 +174,23 @@ PLAN_DAMAGES: dict[str, Callable[[Path], object]] = {
 }
 
 
-@pytest.mark.parametrize("damage", PLAN_DAMAGES.values(), ids=PLAN_DAMAGES.keys())
-def test_damaged_packing_plan_is_rebuilt(
-    damage: Callable[[Path], object], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Oracle: the original bytes, and one message that names the plan's folder."""
-    prepare_folder(request(tmp_path / "tokens", write_lines(tmp_path / "a.jsonl", documents(50))))
+@pytest.fixture
+def packed(lines: Path, tmp_path: Path) -> tuple[PreparedConfig, Path]:
+    """A configuration, and its packing plan in the cache."""
+    prepare_folder(request(tmp_path / "tokens", lines))
     cache = tmp_path / "cache"
     config = PreparedConfig(folder=str(tmp_path / "tokens"), packing=Packing.best_fit, cache=str(cache))
     config.prepare(64, 256)
-    (folder,) = cache.iterdir()
+    (plan,) = cache.iterdir()
+    return config, plan
+
+
+@pytest.mark.parametrize("damage", PLAN_DAMAGES.values(), ids=PLAN_DAMAGES.keys())
+def test_damaged_packing_plan_is_rebuilt(
+    damage: Callable[[Path], object], packed: tuple[PreparedConfig, Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Oracle: the original bytes, and one message that names the plan's folder."""
+    config, folder = packed
     before = contents(folder)
     damage(folder)
     capsys.readouterr()
@@ -183,15 +201,15 @@ def test_damaged_packing_plan_is_rebuilt(
     assert not capsys.readouterr().err
 
 
-def test_noise_in_packing_plans_or_document_ends_is_reported(tmp_path: Path) -> None:
+def test_noise_in_packing_plans_or_document_ends_is_reported(
+    packed: tuple[PreparedConfig, Path], tmp_path: Path
+) -> None:
     """Oracle: the expected messages; noise of the right size is seen where it is used."""
+    config, plan = packed
     folder = tmp_path / "tokens"
-    prepare_folder(request(folder, write_lines(tmp_path / "a.jsonl", documents(50))))
-    config = PreparedConfig(folder=str(folder), packing=Packing.best_fit, cache=str(tmp_path / "cache"))
     dataset = config.build(64, 256, 0)
-    (place,) = (tmp_path / "cache").iterdir()
-    (place / "starts").write_bytes(b"\xff" * (place / "starts").stat().st_size)
-    with pytest.raises(ConfigError, match=rf"damaged rows in {place} \(row 3\); remove that folder"):
+    (plan / "starts").write_bytes(b"\xff" * (plan / "starts").stat().st_size)
+    with pytest.raises(ConfigError, match=rf"damaged rows in {plan} \(row 3\); remove that folder"):
         dataset.train[3]
     (folder / "shard-00000.ends").write_bytes(b"\x7f" * (folder / "shard-00000.ends").stat().st_size)
     with pytest.raises(ConfigError, match=rf"shard-00000\.ends does not fit .* ids of its shard; remove {folder} and"):
@@ -233,10 +251,9 @@ def test_damaged_progress_starts_over_and_touches_no_other_file(notes: bytes, tm
 
 
 @pytest.mark.parametrize("name", ["out.lock", "out.part/shard-00000.bin"])
-def test_symbolic_links_in_place_of_files_are_not_followed_for_writing(name: str, tmp_path: Path) -> None:
+def test_symbolic_links_in_place_of_files_are_not_followed_for_writing(name: str, lines: Path, tmp_path: Path) -> None:
     """Oracle: the target keeps its bytes."""
     (tmp_path / "precious").write_bytes(b"keep this" * 9)
-    lines = write_lines(tmp_path / "a.jsonl", documents(5))
     wanted = request(tmp_path / "out", lines)
     (tmp_path / "out.part").mkdir()
     (tmp_path / name).symlink_to(tmp_path / "precious")

@@ -7,7 +7,6 @@ import signal
 import subprocess
 import sys
 import tempfile
-import time
 from pathlib import Path
 
 import pytest
@@ -17,8 +16,10 @@ from fsdptoys.data import BatchStream, TextConfig, check_shared_memory
 from fsdptoys.data.loader import SHARED_MEMORY
 from fsdptoys.errors import ConfigError
 from scripts.ranks import run_ranks
+from tests.data.process_group import living_in_group
+from tests.harness.clean_process import ROOT
+from tests.harness.processes import wait_until
 
-ROOT = Path(__file__).parents[2]
 LAYOUT = {"batch_size": 3, "microbatches": 2, "ranks": range(1, 3), "data_ranks": 4, "seed": 7}
 
 needs_proc = pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="needs /proc")
@@ -97,7 +98,7 @@ def in_worker_process(tmp_path_factory):
     def body():
         return compare(path), lose_a_worker(path), shorten_the_file(path)
 
-    return run_ranks(1, body, timeout_seconds=90)[0]
+    return run_ranks(1, body)[0]
 
 
 def test_batches_and_state_do_not_depend_on_workers(in_worker_process):
@@ -120,8 +121,15 @@ def test_worker_errors_equal_those_without_workers(in_worker_process):
     assert with_workers == without and "fewer than the 1001 bytes" in without
 
 
+def run_script(folder: Path, script: str, *words: str) -> list[str]:
+    """Write a script that finds the package, and return the command that runs it."""
+    path = folder / "script.py"
+    path.write_text(f"import sys\nsys.path.insert(0, {str(ROOT)!r})\n{script}")
+    return [sys.executable, str(path), *words]
+
+
 SCRIPT = """
-import signal, sys, time
+import signal, sys
 from fsdptoys.data import BatchStream, SyntheticConfig
 
 def main():
@@ -132,44 +140,25 @@ def main():
     stream = BatchStream(SyntheticConfig().build(8, 32, 0).train, 2, 1, range(1), 1, 0, workers=2)
     stream.next_step()
     print("begun", flush=True)
-    deadline = time.monotonic() + 30
-    while len(set(received)) < 3 and time.monotonic() < deadline:
+    while len(set(received)) < 3:
         stream.next_step()
     for _ in range(50):
         stream.next_step()
     print("still here after", sorted(set(received)), flush=True)
     if sys.argv[1] == "killed":
-        time.sleep(60)
+        sys.stdin.read()
 
 if __name__ == "__main__":
     main()
 """
 
 
-def living_in_group(group: int) -> list[str]:
-    """Processes of a group except zombies, as the kernel lists them."""
-    found = []
-    for path in Path("/proc").glob("[0-9]*/stat"):
-        try:
-            name, rest = path.read_text().rsplit(")", 1)
-        except OSError:  # it has ended
-            continue
-        state, _, process_group = rest.split()[:3]
-        if int(process_group) == group and state not in "ZX":
-            found.append(f"{name})")
-    return found
-
-
 @needs_proc
 @pytest.mark.parametrize("end", ["exit", "killed"])
 def test_workers_survive_signals_and_end_with_their_rank(end, tmp_path):
     """Oracle: all processes of the rank's group receive the signals and training continues; none is left at the end."""
-    script = tmp_path / "script.py"
-    script.write_text(SCRIPT)
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    rank = subprocess.Popen(
-        [sys.executable, str(script), end], stdout=subprocess.PIPE, text=True, start_new_session=True, env=environment
-    )
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    rank = subprocess.Popen(run_script(tmp_path, SCRIPT, end), **pipes, start_new_session=True)
     try:
         assert rank.stdout is not None and rank.stdout.readline() == "begun\n"
         assert len(living_in_group(rank.pid)) >= 4, "the rank, the server and two workers"
@@ -178,11 +167,9 @@ def test_workers_survive_signals_and_end_with_their_rank(end, tmp_path):
         assert rank.stdout.readline() == "still here after [2, 10, 15]\n"
         if end == "killed":
             rank.kill()
-        assert rank.wait(timeout=30) == (-signal.SIGKILL if end == "killed" else 0)
-        deadline = time.monotonic() + 30
-        while (left := living_in_group(rank.pid)) and time.monotonic() < deadline:
-            time.sleep(0.05)
-        assert left == []
+        wait_until(lambda: rank.poll() is not None, "the end of the rank", [rank.pid])
+        assert rank.returncode == (-signal.SIGKILL if end == "killed" else 0)
+        wait_until(lambda: not living_in_group(rank.pid), "the end of its workers", living_in_group(rank.pid))
     finally:
         rank.kill()
         if living_in_group(rank.pid):
@@ -190,7 +177,6 @@ def test_workers_survive_signals_and_end_with_their_rank(end, tmp_path):
 
 
 SMALL_SHARED_MEMORY = """
-import sys
 from fsdptoys.data import BatchStream, SyntheticConfig
 from fsdptoys.errors import ConfigError
 
@@ -210,18 +196,10 @@ if __name__ == "__main__":
 )
 def test_full_shared_memory_is_reported_in_one_sentence(size, reason, tmp_path):
     """Oracle: the message alone, without space for a semaphore, and without space for a step of 2 MiB."""
-    script = tmp_path / "script.py"
-    script.write_text(SMALL_SHARED_MEMORY)
     mounted = ["unshare", "-m", "sh", "-c", f"mount -t tmpfs -o size={size} tmpfs /dev/shm && exec $0 $1"]
     if subprocess.run([*mounted, "true", "x"], capture_output=True).returncode:
         pytest.skip("no mounts here")
-    done = subprocess.run(
-        [*mounted, sys.executable, str(script)],
-        env=os.environ | {"PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
+    done = subprocess.run([*mounted, *run_script(tmp_path, SMALL_SHARED_MEMORY)], capture_output=True, text=True)
     assert re.fullmatch(
         rf"data\.workers=1 passes batches through /dev/shm, which takes no more \({reason}\); set data\.workers=0, or "
         r"give /dev/shm more memory \(docker run --shm-size\)\n",
@@ -240,6 +218,8 @@ def test_shared_memory_is_checked_before_workers_start():
     ):
         check_shared_memory(2, 2**50, 4)
     check_shared_memory(2, 1, 1)
+    check_shared_memory(0, 2**50, 4)
+    check_shared_memory(2, 2**50, 4, place="/nowhere")
 
 
 def test_too_long_temporary_folder_for_sockets_is_refused(monkeypatch):
@@ -249,9 +229,3 @@ def test_too_long_temporary_folder_for_sockets_is_refused(monkeypatch):
         check_shared_memory(1, 1, 1)
     monkeypatch.setattr(tempfile, "tempdir", "/tmp/" + 70 * "a")
     check_shared_memory(1, 1, 1)
-
-
-def test_no_shared_memory_is_needed_without_workers():
-    """Oracle: no error."""
-    check_shared_memory(0, 2**50, 4)
-    check_shared_memory(2, 2**50, 4, place="/nowhere")

@@ -26,10 +26,19 @@ def assert_uniform(counts: np.ndarray, freedom: int | None = None) -> None:
     assert abs(chi_square - freedom) < 5 * math.sqrt(2 * freedom)
 
 
-def test_shuffle_is_a_permutation_for_every_size():
+@pytest.mark.parametrize(
+    "counts",
+    [
+        range(1, 100),
+        [base + offset for base in (1024, 4096) for offset in (-1, 0, 1)],
+        pytest.param(range(100, 300), marks=pytest.mark.extended),
+        pytest.param([9_999, 10_000, 10_001, 65_535, 65_536, 65_537], marks=pytest.mark.extended),
+    ],
+    ids=["small", "around powers of two", "medium", "large"],
+)
+def test_shuffle_is_a_permutation_for_every_size(counts):
     """Oracle: sorted numbers, for all small sizes and those around powers of two and squares."""
-    near = [base + offset for base in (1024, 4096, 10_000, 65_536) for offset in (-1, 0, 1)]
-    for count in [*range(1, 300), *near]:
+    for count in counts:
         assert np.array_equal(np.sort(whole(count, count)), np.arange(count)), count
 
 
@@ -42,6 +51,7 @@ def test_shuffle_supports_sizes_beyond_memory(count):
     assert_uniform(np.bincount([value * 20 // count for value in values], minlength=20))
 
 
+@pytest.mark.extended
 def test_positions_are_uniform_over_keys():
     """Oracle: chi-square of (place, value) over 1,500 keys; a sum of squares of 99 · 99 freedoms."""
     table = np.zeros((100, 100))
@@ -50,7 +60,7 @@ def test_positions_are_uniform_over_keys():
     assert_uniform(table, 99 * 99)
 
 
-@pytest.mark.parametrize("count", [997, 4096, 30_000])
+@pytest.mark.parametrize("count", [997, 4096, pytest.param(30_000, marks=pytest.mark.extended)])
 def test_neighboring_values_are_independent(count):
     """Oracle: correlation, chi-square of values and of distances, at lags of 1, 2 and around the network's base."""
     values = whole(count, "neighbours")
@@ -58,11 +68,11 @@ def test_neighboring_values_are_independent(count):
     for lag in (1, 2, base - 1, base, base + 1, 2 * base):
         first, second = values[:-lag], values[lag:]
         assert abs(np.corrcoef(first, second)[0, 1]) * math.sqrt(count) < 5
-        cells = np.bincount(first * 8 // count * 8 + second * 8 // count, minlength=64)
-        assert_uniform(cells)
+        assert_uniform(np.bincount(first * 8 // count * 8 + second * 8 // count, minlength=64))
         assert_uniform(np.bincount((second - first) % count * 32 // count, minlength=32))
 
 
+@pytest.mark.extended
 def test_ascents_and_fixed_points_match_a_random_permutation():
     """Oracle: (n − 1)/2 ascents with variance (n + 1)/12; fixed points as Poisson of mean 1, over 400 keys of 500."""
     ascents, fixed = [], Counter()

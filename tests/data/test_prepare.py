@@ -7,24 +7,19 @@ import os
 import signal
 import subprocess
 import sys
-import time
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from fsdptoys.data import (
-    Request,
-    find_sources,
-    open_encoder,
-    prepare_folder,
-    read_ends,
-    read_index,
-)
-from fsdptoys.data.prepare import is_held_out
+from fsdptoys.data import Request, find_sources, open_encoder, prepare_folder, read_ends, read_index
+from fsdptoys.data.prepare import Advance, is_held_out
 from fsdptoys.errors import ConfigError
+from tests.data.process_group import living_in_group
+from tests.harness.clean_process import ROOT
+from tests.harness.processes import wait_until
 
-ROOT = Path(__file__).parents[2]
 WORDS = ["[UNK]", "<|endoftext|>", "one", "two", "three", "<|", "|>", "endoftext"]
 
 
@@ -76,6 +71,13 @@ def save_tokenizer(folder: Path, end: str | None) -> str:
     return str(folder)
 
 
+@pytest.fixture
+def small_groups(monkeypatch):
+    """Encode 500 characters at a time, and save the progress every 1,500 tokens."""
+    monkeypatch.setattr("fsdptoys.data.prepare.GROUP_CHARACTERS", 500)
+    monkeypatch.setattr("fsdptoys.data.shard_writer.SAVE_TOKENS", 1500)
+
+
 def test_documents_are_stored_once_in_order_with_their_end_tokens(tmp_path):
     """Oracle: the texts; a shard ends with the first document that brings it to 2,000 ids, and none is empty."""
     texts = documents(200)
@@ -93,18 +95,16 @@ def test_documents_are_stored_once_in_order_with_their_end_tokens(tmp_path):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a.jsonl", "out"]
 
 
-def test_result_does_not_depend_on_the_number_of_processes(tmp_path, monkeypatch):
+@pytest.mark.usefixtures("small_groups")
+def test_result_does_not_depend_on_the_number_of_processes(tmp_path):
     """Oracle: every byte that one process makes."""
-    monkeypatch.setattr("fsdptoys.data.prepare.GROUP_CHARACTERS", 500)
-    write_lines(tmp_path / "a.jsonl", documents(300))
-    (tmp_path / "b.txt").write_text("a text file is one document")
-    made = []
+    files = [write_lines(tmp_path / "a.jsonl", documents(300)), tmp_path / "b.txt"]
+    files[1].write_text("a text file is one document")
+    settings = {"shard_tokens": 3000, "eval_fraction": 0.2}
     for processes in (1, 2, 3):
-        out = tmp_path / f"out{processes}"
-        files = (tmp_path / "a.jsonl", tmp_path / "b.txt")
-        prepare_folder(request(out, *files, shard_tokens=3000, eval_fraction=0.2, processes=processes))
-        made.append(contents(out))
-    assert made[0] == made[1] == made[2] and len(made[0]) > 10
+        prepare_folder(request(tmp_path / f"out{processes}", *files, **settings, processes=processes))
+    assert contents(tmp_path / "out1") == contents(tmp_path / "out2") == contents(tmp_path / "out3")
+    assert len(contents(tmp_path / "out1")) > 10
 
 
 def test_splits_are_disjoint_and_equal_texts_share_a_split(tmp_path):
@@ -124,67 +124,58 @@ class StoppedError(Exception):
     """Stands for a kill of the process: no cleanup runs."""
 
 
-@pytest.mark.parametrize("after", [0, 1, 7, 20])
-def test_interrupted_preparation_resumes_to_identical_bytes(tmp_path, monkeypatch, after):
-    """Oracle: an uninterrupted run; the interrupted one leaves no folder under the final name."""
-    monkeypatch.setattr("fsdptoys.data.prepare.GROUP_CHARACTERS", 500)
-    monkeypatch.setattr("fsdptoys.data.shard_writer.SAVE_TOKENS", 1500)
-    write_lines(tmp_path / "a.jsonl", documents(300))
-    settings = {"shard_tokens": 3000, "eval_fraction": 0.2}
-    prepare_folder(request(tmp_path / "whole", tmp_path / "a.jsonl", **settings))
-    seen = []
+def prepare_and_stop(wanted: Request, after: int) -> list[int]:
+    """Stop after some groups; return the number of documents after each."""
+    seen: list[int] = []
 
-    def stop(advance):
+    def stop(advance: Advance) -> None:
         seen.append(advance.documents)
         if len(seen) > after:
             raise StoppedError
 
     with pytest.raises(StoppedError):
-        prepare_folder(request(tmp_path / "out", tmp_path / "a.jsonl", **settings), stop)
+        prepare_folder(wanted, stop)
+    return seen
+
+
+@pytest.mark.parametrize("after", [0, 1, 7, 20])
+@pytest.mark.usefixtures("small_groups")
+def test_interrupted_preparation_resumes_to_identical_bytes(tmp_path, after):
+    """Oracle: an uninterrupted run; the interrupted one leaves no folder under the final name."""
+    lines = write_lines(tmp_path / "a.jsonl", documents(300))
+    settings = {"shard_tokens": 3000, "eval_fraction": 0.2}
+    prepare_folder(request(tmp_path / "whole", lines, **settings))
+    seen = prepare_and_stop(request(tmp_path / "out", lines, **settings), after)
     assert not (tmp_path / "out").exists() and not (tmp_path / "out.part" / "index.json").exists()
-    begun = []
-    prepare_folder(
-        request(tmp_path / "out", tmp_path / "a.jsonl", **settings), lambda advance: begun.append(advance.documents)
-    )
+    resumed = []
+    prepare_folder(request(tmp_path / "out", lines, **settings), lambda advance: resumed.append(advance.documents))
     assert contents(tmp_path / "out") == contents(tmp_path / "whole")
-    assert after < 7 or begun[0] > seen[-5], "what was saved is not done again"
+    assert after < 7 or resumed[0] > seen[-5], "what was saved is not done again"
 
 
-def test_partial_results_of_another_request_are_discarded(tmp_path, monkeypatch):
+@pytest.mark.usefixtures("small_groups")
+def test_partial_results_of_another_request_are_discarded(tmp_path):
     """Oracle: a run in an empty folder; the interrupted one had another held-out share."""
-    monkeypatch.setattr("fsdptoys.data.prepare.GROUP_CHARACTERS", 500)
-    monkeypatch.setattr("fsdptoys.data.shard_writer.SAVE_TOKENS", 500)
     write_lines(tmp_path / "a.jsonl", documents(100))
-
-    def stop(advance):
-        if advance.documents > 50:
-            raise StoppedError
-
-    with pytest.raises(StoppedError):
-        prepare_folder(request(tmp_path / "out", tmp_path / "a.jsonl", eval_fraction=0.5), stop)
+    prepare_and_stop(request(tmp_path / "out", tmp_path / "a.jsonl", eval_fraction=0.5), 20)
     assert (tmp_path / "out.part" / "progress.json").exists()
     for out in ("out", "fresh"):
         prepare_folder(request(tmp_path / out, tmp_path / "a.jsonl", eval_fraction=0.2))
     assert contents(tmp_path / "out") == contents(tmp_path / "fresh")
 
 
-SLOW = """
-import sys, time
+PAUSING = """
+import sys
 from pathlib import Path
+from fsdptoys.data import prepare, prepare_folder, shard_writer
 from tests.data.test_prepare import request
-from fsdptoys.data import prepare_folder
-from fsdptoys.data.text_encoder import ByteEncoder
 
-class Slow(ByteEncoder):
-    def encode(self, texts):
-        time.sleep(0.05)
-        return super().encode(texts)
+def pause(advance):
+    print(advance.documents, flush=True)
+    sys.stdin.readline()
 
-import dataclasses
-room, writing = (sys.modules[f"fsdptoys.data.{name}"] for name in ("prepare", "shard_writer"))
-room.GROUP_CHARACTERS, writing.SAVE_TOKENS = 500, 1000
-wanted = dataclasses.replace(request(Path(sys.argv[1]), sys.argv[2], processes=2), encoder=Slow())
-prepare_folder(wanted, lambda advance: print(advance.documents, flush=True))
+prepare.GROUP_CHARACTERS, shard_writer.SAVE_TOKENS = 500, 1000
+prepare_folder(request(Path(sys.argv[1]), sys.argv[2], processes=2), pause)
 """
 
 
@@ -192,31 +183,22 @@ prepare_folder(wanted, lambda advance: print(advance.documents, flush=True))
 def test_killed_preparation_leaves_no_process_and_no_lock(tmp_path):
     """Oracle: the kernel's list of the group's processes; a second run is refused meanwhile and resumes afterwards."""
     write_lines(tmp_path / "a.jsonl", documents(300))
-    words = [sys.executable, "-c", SLOW, str(tmp_path / "out"), str(tmp_path / "a.jsonl")]
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    run = subprocess.Popen(words, stdout=subprocess.PIPE, text=True, env=environment, start_new_session=True)
+    words = [sys.executable, "-c", PAUSING, str(tmp_path / "out"), str(tmp_path / "a.jsonl")]
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    run = subprocess.Popen(words, **pipes, cwd=ROOT, start_new_session=True)
     try:
-        assert run.stdout is not None and int(run.stdout.readline()) > 0
+        assert int(run.stdout.readline()) > 0
         with pytest.raises(ConfigError, match=rf"out is being written by another process \(pid {run.pid}\); wait"):
             prepare_folder(request(tmp_path / "out", tmp_path / "a.jsonl"))
+        run.stdin.write("\n")
+        run.stdin.flush()
         assert int(run.stdout.readline()) > 0
     finally:
         run.kill()
     run.wait()
-    deadline = time.monotonic() + 30
-    while any(_group(path) == run.pid for path in Path("/proc").glob("[0-9]*/stat")):
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
+    wait_until(lambda: not living_in_group(run.pid), "the end of the killed run's processes", living_in_group(run.pid))
     prepare_folder(request(tmp_path / "out", tmp_path / "a.jsonl"))
     assert read_split(tmp_path / "out", "train") == [text.encode() for text in documents(300)]
-
-
-def _group(path: Path) -> int | None:
-    try:
-        state, _, group = path.read_text().rsplit(")", 1)[1].split()[:3]
-    except OSError:
-        return None
-    return int(group) if state not in "ZX" else None
 
 
 def kill_itself(texts):
@@ -270,21 +252,19 @@ def test_end_tokens_are_never_encoded_from_text(tmp_path, own):
     ids = np.fromfile(tmp_path / "out" / "shard-00000.bin", "<u2").tolist()
     assert ids == [2, 3, 2, 3, end, 3, 5, 7, 6, 2, end, 0, 2, end]
     assert (index.document_end, index.vocab_size, index.tokenizer) == (end, 8, "tokenizer.json")
-    with pytest.raises(
-        ConfigError, match=r"^--tokenizer has no token 'four'; set --document-end to one of its tokens$"
-    ):
+    with pytest.raises(ConfigError, match=r"^--tokenizer has no token 'four'; set --document-end to one of its t"):
         request(tmp_path / "other", tmp_path / "a.jsonl", tokenizer=choice, end="four")
     with pytest.raises(ConfigError, match=r"^a document holds id 2, which is to end documents; name a special token"):
         prepare_folder(request(tmp_path / "other", tmp_path / "a.jsonl", tokenizer=choice, end="one"))
 
 
-def test_vocabulary_over_16_bits_is_stored_in_32(tmp_path, monkeypatch):
+def test_vocabulary_over_16_bits_is_stored_in_32(tmp_path):
     """Oracle: ids written and read back."""
     wide = open_encoder("bytes", None, "", "")
     wide.vocab_size = 2**16 + 1
     (tmp_path / "a.txt").write_text("ab")
-    asked = Request("FILE", find_sources("FILE", [str(tmp_path / "a.txt")]), wide, tmp_path / "out")
-    assert prepare_folder(asked).dtype == "uint32"
+    wanted = replace(request(tmp_path / "out", tmp_path / "a.txt"), encoder=wide)
+    assert prepare_folder(wanted).dtype == "uint32"
     assert np.fromfile(tmp_path / "out" / "shard-00000.bin", "<u4").tolist() == [97, 98, 0]
 
 
@@ -312,10 +292,9 @@ def test_unreadable_file_is_named(tmp_path, name, content, sentence):
     assert not (tmp_path / "out").exists()
 
 
-def test_full_disk_is_reported_and_the_same_command_continues(tmp_path, monkeypatch):
+@pytest.mark.usefixtures("small_groups")
+def test_full_disk_is_reported_and_the_same_command_continues(tmp_path):
     """Oracle: the expected message, and the bytes of a run with room."""
-    monkeypatch.setattr("fsdptoys.data.prepare.GROUP_CHARACTERS", 500)
-    monkeypatch.setattr("fsdptoys.data.shard_writer.SAVE_TOKENS", 1000)
     write_lines(tmp_path / "a.jsonl", documents(100))
     prepare_folder(request(tmp_path / "whole", tmp_path / "a.jsonl"))
 

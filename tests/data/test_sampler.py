@@ -138,18 +138,11 @@ def test_evaluation_has_the_first_samples_in_equal_numbers_of_batches(
     samples = NumberedSamples(count)
     by_rank = [list(eval_batches(samples, batch_size, batches, rank, data_ranks)) for rank in range(data_ranks)]
     assert [len(rank_batches) for rank_batches in by_rank] == [expected_batches] * data_ranks
-    numbers, blank_rows = [], 0
-    for batch in range(expected_batches):
-        for rank in range(data_ranks):
-            tokens_BT, labels_BT = by_rank[rank][batch]
-            assert tokens_BT.shape == labels_BT.shape == (batch_size, SEQ_LEN)
-            assert tokens_BT.dtype == labels_BT.dtype == torch.int64
-            for tokens_T, labels_T in zip(tokens_BT, labels_BT, strict=True):
-                if (labels_T == IGNORE_INDEX).all():
-                    assert (tokens_T == 0).all()
-                    blank_rows += 1
-                else:
-                    numbers.append(int(tokens_T[0]))
+    in_order = [rank_batches[batch] for batch in range(expected_batches) for rank_batches in by_rank]
+    for tokens_BT, labels_BT in in_order:
+        assert tokens_BT.shape == labels_BT.shape == (batch_size, SEQ_LEN)
+        assert tokens_BT.dtype == labels_BT.dtype == torch.int64
     taken = min(count, batches * data_ranks * batch_size)
-    assert numbers == list(range(taken))
-    assert blank_rows == expected_batches * data_ranks * batch_size - taken
+    tokens_NT, labels_NT = (torch.cat(tensors) for tensors in zip(*in_order, strict=True))
+    assert tokens_NT[:taken, 0].tolist() == list(range(taken)) and (labels_NT[:taken] != IGNORE_INDEX).all()
+    assert (tokens_NT[taken:] == 0).all() and (labels_NT[taken:] == IGNORE_INDEX).all()
