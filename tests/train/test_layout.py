@@ -100,8 +100,14 @@ def test_bytes_per_rank_are_those_of_the_first_step(case: str) -> None:
     assert (of_kinds[1].device > 0) == (not whole and nbytes[1] > 0)
 
 
+def mark_toy(name: str) -> Any:
+    """The short level has FSDP1's and the toy ZeRO-3's flat parameters, and those of DDP and FSDP2."""
+    is_short = name in ("ddp", "fsdp1", "fsdp2", "toy_zero3")
+    return name if is_short else pytest.param(name, marks=pytest.mark.extended)
+
+
 @pytest.mark.usefixtures("unmeasured")
-@pytest.mark.parametrize("name", [*NAMES, "fsdp2, quantized", "ddp, quantized"])
+@pytest.mark.parametrize("name", [*map(mark_toy, NAMES), "fsdp2, quantized", "ddp, quantized"])
 def test_frozen_parameters_have_neither_gradients_nor_states(name: str) -> None:
     """Oracle: storages in the first step; the numbers of adapters and of quantized weights, by name.
 

@@ -39,10 +39,10 @@ IN_BACKWARD = {"memory": MemoryConfig(optimizer_in_backward=True), "max_grad_nor
 ROWS = {
     "fsdp1": Row(FSDP1Config(), 2, {"async_save": True}),
     "fsdp2, muon": Row(FSDP2Config(), options=MUON),
-    "fsdp2, overlapped CPU offload, bf16": Row(BFLOAT16, options={"memory": OVERLAPPED}),
     "ddp, quantized, gpt2": Row(DDPConfig(), options={"tune": NF4, "model": GPT2}),
 }
 MORE_ROWS = {
+    "fsdp2, overlapped CPU offload, bf16": Row(BFLOAT16, options={"memory": OVERLAPPED}),
     "ddp, muon": Row(DDPConfig(), options=MUON),
     "fsdp2, optimizer in the backward": Row(FSDP2Config(), options=IN_BACKWARD),
     "fsdp2, quantized, bf16": Row(BFLOAT16, options={"tune": NF4}),
