@@ -109,7 +109,6 @@ def test_eager_rows_are_predicted_to_fit_one_h200(shape: Shape, tmp_path: Path) 
 
 
 @pytest.mark.extended
-@pytest.mark.usefixtures("unmeasured")
 def test_cpu_trial_writes_rows_and_reports_failed_peers(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -14,7 +14,6 @@ from scripts.ranks import run_ranks
 
 
 @pytest.mark.extended
-@pytest.mark.usefixtures("unmeasured")
 def test_rows_run_on_the_cpu_or_give_their_reason(tmp_path: Path) -> None:
     """Oracle: the table of the real command; a CPU cannot run one of its rows."""
     page = tmp_path / "table.md"

@@ -10,19 +10,8 @@ import torch
 
 from fsdptoys.config.compose import compose_config
 from fsdptoys.models import LlamaConfig
-from scripts.bench_peers import (
-    ACCELERATE,
-    FABRIC,
-    PEERS,
-    PLAIN,
-    Bench,
-    contestants,
-    judge,
-    pairs,
-    render,
-    write_batches,
-    write_inputs,
-)
+from scripts import bench_peers
+from scripts.bench_peers import ACCELERATE, FABRIC, PLAIN, Bench, contestants, judge
 from scripts.parity import train_all
 from scripts.peers.measure import Measured, Run, take_turns
 from scripts.peers.work import Work
@@ -66,7 +55,7 @@ def results_of(**changes: Measured) -> dict[str, list[Measured]]:
 )
 def test_verdicts_cover_speed_memory_startup_and_first_loss(changes: dict[str, Measured], missed: list[str]) -> None:
     """Oracle: verdicts by hand."""
-    verdicts = judge(results_of(**changes), pairs(gpu=False), warmup=1, peers=[ACCELERATE, FABRIC, PLAIN])
+    verdicts = judge(results_of(**changes), bench_peers.pairs(gpu=False), warmup=1, peers=[ACCELERATE, FABRIC, PLAIN])
     found = [line for line in verdicts if line.startswith("missed")]
     assert len(found) == len(missed)
     assert all(words in line for words, line in zip(missed, found, strict=True))
@@ -75,7 +64,7 @@ def test_verdicts_cover_speed_memory_startup_and_first_loss(changes: dict[str, M
 def test_tables_show_speeds_and_ratios_within_a_round(tmp_path: Path) -> None:
     """Oracle: 2 ranks × 2 × 8 tokens in 2 seconds are 16 a second; CPU seconds are twice the wall's in ``run_of``."""
     work = Work(str(tmp_path), "", 2, 2, 8, 3, "float32", "cpu")
-    page = render(results_of(), work, warmup=1, gpu=False)
+    page = bench_peers.render(results_of(), work, warmup=1, gpu=False)
     rows = [line for line in page.splitlines() if line.startswith(f"| {OURS_DDP}")]
     assert rows[0] == f"| {OURS_DDP} | 16 | 1.15 | 1.20 |  | 4.00 | 900 | 9.0 |"
     assert rows[1] == f"| {OURS_DDP} | 2.00000 | 2.00000 | 2.00000 |"
@@ -153,9 +142,9 @@ MODEL = LlamaConfig(
 def bench(tmp_path_factory: pytest.TempPathFactory) -> Bench:
     """A benchmark of a tiny model, with its files."""
     folder = tmp_path_factory.mktemp("peers")
-    write_inputs(folder, MODEL)
+    bench_peers.write_inputs(folder, MODEL)
     work = Work(str(folder / "weights"), str(folder / "batches.bin"), 2, 2, 16, 3, "float32", "cpu")
-    write_batches(folder, work, MODEL.vocab_size)
+    bench_peers.write_batches(folder, work, MODEL.vocab_size)
     return Bench(work, MODEL, folder, Path("bin"), warmup=1)
 
 
@@ -177,14 +166,13 @@ def train_ours(words: list[str]) -> list[float]:
 
 def train_plain(work: Work) -> list[float]:
     """Losses of the plain script."""
-    sys.path.insert(0, str(PEERS))
+    sys.path.insert(0, str(bench_peers.PEERS))
     import plain_fully_shard
 
     return plain_fully_shard.train(work)
 
 
 @pytest.mark.extended
-@pytest.mark.usefixtures("unmeasured")
 @pytest.mark.oracle
 def test_fsdp2_losses_equal_those_of_the_plain_script(bench: Bench) -> None:
     """Oracle: transformers' Llama under ``fully_shard``, three steps with clipping and AdamW, on two ranks."""

@@ -11,7 +11,6 @@ TINY = ["--rounds", "1", "--turns", "2", "--warmup", "1", "--dim", "128", "--lay
 TINY += ["--vocab-size", "4001", "--batch-size", "1", "--seq-len", "16"]
 
 
-@pytest.mark.usefixtures("unmeasured")
 @pytest.mark.parametrize("target", [pytest.param(1e9, marks=pytest.mark.extended), 0.0], ids=["met", "missed"])
 def test_script_lists_every_contestant_and_exit_status_follows_the_targets(
     target: float, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

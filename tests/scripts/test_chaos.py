@@ -34,7 +34,7 @@ def wait_for_step(attempt: Attempt, step: int) -> list[int]:
 
 @pytest.mark.extended
 @pytest.mark.launcher
-@pytest.mark.usefixtures("unmeasured", "warm")
+@pytest.mark.usefixtures("warm")
 def test_run_stopped_by_signals_resumes_to_identical_results(tmp_path: Path) -> None:
     """Oracle: the undisturbed run, bitwise in steps and final weights; status 0 at each stop."""
     whole, stopped = tmp_path / "whole", tmp_path / "stopped"

@@ -10,7 +10,6 @@ from scripts.draw_toys import KEPT, STRATEGIES, TIMELINES, draw_memory, draw_tim
 from scripts.ranks import run_ranks
 from scripts.record_layers import ATTENTIONS, PASSED, ROUTINGS, SENT, SWAPPED
 from scripts.record_toys import Bar, Recorded, record
-from tests.measuring import without_coverage
 
 pytestmark = pytest.mark.extended
 
@@ -20,7 +19,7 @@ BLOCKS = 2
 @pytest.fixture(scope="module")
 def steps() -> dict[str, list[Recorded]]:
     """Strategy → records of each of two ranks."""
-    with pytest.MonkeyPatch.context() as patch, without_coverage():
+    with pytest.MonkeyPatch.context() as patch:
         small = ["model.dim=128", f"model.n_layers={BLOCKS}", "model.ffn_dim=352", "train.seq_len=16"]
         patch.setattr(record_toys, "MODEL", [*record_toys.MODEL, *small])
         patch.setattr(record_toys, "TIMED_STEPS", 2)
@@ -90,8 +89,7 @@ def test_layers_compute_and_exchange_what_the_pages_say(monkeypatch: pytest.Monk
     """Oracle: the pages: rank 0 sees no keys of rank 1 unless the cut is balanced; rows are conserved."""
     for name, value in {"TIMED_STEPS": 2, "LENGTH": 32, "TOKENS": 64}.items():
         monkeypatch.setattr(record_layers, name, value)
-    with without_coverage():
-        ranks = run_ranks(2, record_layers.record_layers)
+    ranks = run_ranks(2, record_layers.record_layers)
     computed = [
         {case: [f"{bar.kind} {bar.label}" for bar in found.computing] for case, found in rank.items()} for rank in ranks
     ]

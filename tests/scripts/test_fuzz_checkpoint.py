@@ -13,7 +13,7 @@ from scripts import fuzz_checkpoint, fuzz_edits
 from scripts.fuzz_checkpoint import DAMAGES, fuzz, main
 from scripts.fuzz_edits import EDITS, edits
 
-pytestmark = [pytest.mark.extended, pytest.mark.usefixtures("unmeasured")]
+pytestmark = pytest.mark.extended
 
 
 def test_all_damage_is_detected(capsys: pytest.CaptureFixture[str]) -> None:

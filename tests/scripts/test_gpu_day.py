@@ -86,7 +86,6 @@ def test_mistakes_are_one_sentence(words: list[str], said: str) -> None:
 
 
 @pytest.mark.extended
-@pytest.mark.usefixtures("unmeasured")
 def test_dry_run_writes_a_page(tmp_path: Path) -> None:
     """Oracle: the page of one real part on a CPU; its target is an exit status of 0 or 1."""
     words = ["run", "--device", "cpu", "--tiny", "--only", "loss", "--out", str(tmp_path / "day")]

@@ -13,8 +13,6 @@ from scripts.parity_bugs import BUGS, inject_all
 from scripts.parity_compare import PARAMETERS, Measure, Trajectory, compare, kind_of
 from scripts.parity_layouts import LAYOUT_MODES, LAYOUTS, breach_of, compare_layouts, rows_of
 
-pytestmark = pytest.mark.usefixtures("unmeasured")
-
 FEW = {
     "gpt2_debug": ["ddp", "cp 2 gathered"],
     "qwen3_moe_debug": ["fsdp1", "cp 4, ep 2", "hsdp, cp 2, ep 2"],
@@ -32,7 +30,7 @@ def test_layouts_have_the_promised_bits(model: str, mode: str, dtype: str) -> No
     console = Console(file=io.StringIO(), width=200)
     args = parity.parse_arguments(["--world-sizes", "4", "--steps", "2", "--seq-len", "32", "--layouts", *FEW[model]])
     assert compare_layouts(args, model, dtype, mode, console) == []
-    table = console.file.getvalue()  # type: ignore[attr-defined]
+    table = console.file.getvalue()
     rows = [[cell.strip() for cell in line.split("│")[2:-1]] for line in table.splitlines() if line.startswith("│")]
     assert [row[0] for row in rows] == FEW[model]
     if mode == "layout":
@@ -73,7 +71,7 @@ def test_injected_bug_is_caught_and_named_at_step_1(bug: str) -> None:
     """Oracle: the part of the training that the bug changes."""
     console = Console(file=io.StringIO(), width=400)
     assert inject_all([bug], 1, 32, console) == []
-    (row,) = [line for line in console.file.getvalue().splitlines() if line.startswith("│")]  # type: ignore[attr-defined]
+    (row,) = [line for line in console.file.getvalue().splitlines() if line.startswith("│")]
     assert bug in row and NAMED.get(bug, "") in row
 
 

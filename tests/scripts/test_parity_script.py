@@ -3,6 +3,7 @@
 import argparse
 import io
 import math
+from collections.abc import Callable
 
 import pytest
 from rich.console import Console
@@ -40,7 +41,7 @@ def test_script_prints_a_row_per_strategy_without_breaches(model: str, strategie
     console = Console(file=io.StringIO(), width=140)
     args = arguments("--strategies", *strategies)
     assert parity.compare(args, model, mode, "float32", console) == []
-    table = console.file.getvalue()  # type: ignore[attr-defined]
+    table = console.file.getvalue()
     rows = [line.split("│")[2].strip() for line in table.splitlines() if line.startswith("│")]
     assert rows == ["single", *strategies]
 
@@ -104,16 +105,19 @@ def test_float32_only_strategies_refuse_bfloat16() -> None:
 
 
 @pytest.mark.parametrize(
-    ("world_sizes", "device", "sentence"),
+    ("check", "sentence"),
     [
-        ([2, 3], "cpu", "--world-sizes 3 must be a power of two"),
-        ([1], "npu", "--world-sizes 1 needs as many npu devices"),
+        (lambda: parity.check_world_sizes([2, 3], "cpu"), "--world-sizes 3 must be a power of two"),
+        (lambda: parity.check_world_sizes([1], "npu"), "--world-sizes 1 needs as many npu devices"),
+        (lambda: parity.check_device("cpu", True), "--against-cpu has nothing to compare with --device cpu; leave it"),
+        (lambda: parity.check_device("npu", False), "launch.device=npu (needs torch_npu|finds no device)"),
     ],
+    ids=["power", "devices", "itself", "missing"],
 )
-def test_unsupported_world_sizes_are_refused(world_sizes: list[int], device: str, sentence: str) -> None:
+def test_unsupported_world_sizes_and_devices_are_refused(check: Callable[[], object], sentence: str) -> None:
     """Oracle: the expected message."""
     with pytest.raises(ConfigError, match=sentence):
-        parity.check_world_sizes(world_sizes, device)
+        check()
 
 
 def test_default_modes_follow_the_dtypes_of_the_devices_collectives() -> None:
@@ -126,11 +130,3 @@ def test_default_modes_follow_the_dtypes_of_the_devices_collectives() -> None:
     sums = {mode: parity.compose_row(words[mode], 2, "npu").train.sum_dtype.value for mode in (USUAL, ROUNDED)}
     assert sums == {USUAL: "float32", ROUNDED: "float32"}
     assert parity.compose_row(words[ROUNDED], 2, "cpu").train.sum_dtype.value == "float32"
-
-
-def test_missing_device_and_comparison_of_the_cpu_with_itself_are_refused() -> None:
-    """Oracle: the expected messages."""
-    with pytest.raises(ConfigError, match=r"--against-cpu has nothing to compare with --device cpu; leave it out"):
-        parity.check_device("cpu", True)
-    with pytest.raises(ConfigError, match=r"launch.device=npu (needs torch_npu|finds no device)"):
-        parity.check_device("npu", False)

@@ -32,7 +32,6 @@ LOSS = "bench_loss.py --shapes 96x16x300 --repeats 1 --threads 1 --chunk-tokens 
 PARITY = "parity.py --world-sizes 1 2 --steps 1 --seq-len 16 --models gpt2_debug --strategies ddp --dtypes float32"
 
 
-@pytest.mark.usefixtures("unmeasured")
 @pytest.mark.parametrize(
     ("command", "units"),
     [(LOSS, None), pytest.param(f"{PARITY} --modes default", 4, marks=pytest.mark.extended)],

@@ -54,7 +54,6 @@ def losses_of_rows(strategy: str, names: Sequence[str]) -> dict[str, list[float]
 
 
 @pytest.mark.extended
-@pytest.mark.usefixtures("unmeasured")
 @newer_torch
 @pytest.mark.parametrize("strategy", ["fsdp1", "fsdp2"])
 def test_all_published_rows_have_equal_losses(strategy: str) -> None:
@@ -82,7 +81,6 @@ def test_models_have_the_published_parameter_count(model: Any, parameters: int) 
 
 
 @pytest.mark.extended
-@pytest.mark.usefixtures("unmeasured")
 @newer_torch
 @pytest.mark.parametrize("strategy", ["fsdp1", "fsdp2"])
 @pytest.mark.parametrize("name", ["block", "block gc chunk oo", "block gc chunk co", "parts gc"])
@@ -132,7 +130,6 @@ def gathers(stock_order: bool) -> int:
 
 
 @pytest.mark.extended
-@pytest.mark.usefixtures("unmeasured")
 @newer_torch
 def test_stock_prefetch_order_gathers_more_often() -> None:
     """Oracle: each of 3 units a block once in the forward and once in the backward, and the root once."""

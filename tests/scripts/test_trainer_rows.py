@@ -33,7 +33,6 @@ def test_rows_have_the_published_switches(row: str) -> None:
 
 
 @pytest.mark.extended
-@pytest.mark.usefixtures("unmeasured")
 @newer_torch
 def test_row_with_offloaded_states_ends_with_parameters(tmp_path: Path) -> None:
     """Oracle: bytes of two blocks and the rest over 8 ranks, by hand, 4 an element: no gradients and no buckets."""
