@@ -67,6 +67,4 @@ def commands(page: Path) -> list[str]:
         if token.type == "code_block" or (token.type == "fence" and token.info.split(" ")[0] in ("bash", "console")):
             lines += token.content.replace("\\\n", " ").splitlines()
     parts = (part.strip() for line in lines for part in re.split(r"&&|\s#\s", line.strip().removeprefix("$ ")))
-    return [
-        part for part in parts if re.match(r"(?:[A-Z_]+=\S* )*(?:fsdptoys |bash run_fsdp\.sh|torchrun |torchx )", part)
-    ]
+    return [part for part in parts if re.match(STARTS, part)]

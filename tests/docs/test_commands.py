@@ -58,8 +58,12 @@ def run_block(block: Block, folder: Path) -> None:
 
 
 @pytest.mark.usefixtures("warm", "unmeasured")
-@pytest.mark.launcher
-@pytest.mark.parametrize("page", TOUR, ids=lambda page: page.name)
+@pytest.mark.limit(900)
+@pytest.mark.parametrize(
+    "page",
+    [TOUR[0], *(pytest.param(page, marks=pytest.mark.extended) for page in TOUR[1:])],
+    ids=lambda page: page.name,
+)
 def test_commands_of_the_introductory_pages_run_in_order(
     page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
