@@ -1,6 +1,7 @@
 """Overlapped CPU offload: bitwise equality with PyTorch's own, worker threads, and the low-precision mirror."""
 
 from dataclasses import replace
+from itertools import product
 from typing import Any
 
 import pytest
@@ -17,12 +18,13 @@ from fsdptoys.memory.updates import cpu_threads
 from fsdptoys.optim import AdamWConfig, Implementation, SGDConfig, WeightDecayOn
 from fsdptoys.parallel import FSDP2Config
 from fsdptoys.parallel.cpu_offload_cast import Mirror, mirror_parameters
-from fsdptoys.parallel.fsdp import TORCH, ReshardAfterForward, Wrap
+from fsdptoys.parallel.fsdp import ReshardAfterForward, Wrap
 from fsdptoys.parallel.fsdp2 import FSDP2
 from fsdptoys.parallel.precision import DType
 from scripts.ranks import run_ranks
-from tests.memory.offloaded import OVERLAPPED, interrupted, take_steps, train_all, trainer
-from tests.parallel.runs import TINY, make_config, tiny_model
+from tests.memory.offloaded import OVERLAPPED, offloaded, take_steps, train_all, trainer
+from tests.parallel.groups import Pairs, levels, trained_rows
+from tests.parallel.runs import TINY, make_config, supported, tiny_model
 
 SMALL = replace(tiny_model(), n_layers=2)
 
@@ -33,58 +35,40 @@ def config(dtype: DType = DType.bfloat16, ranks: int = 2, **options: Any) -> Con
     return make_config(parallel, ranks, memory=MemoryConfig(cpu_offload=True), **settings)
 
 
-def variants() -> dict[str, dict[str, Any]]:
-    """Settings that interact with the hooks, the threads or the mirror."""
-    made: dict[str, dict[str, Any]] = {
-        "20 steps": {"steps": 20, "deterministic": False},
-        "deterministic": {},
-        "no clipping": {"max_grad_norm": None},
-        "one micro-batch": {"grad_accum": 1},
-        "parts, prefetch": {"parallel": {"wrap": Wrap.block_attn_mlp, "forward_prefetch": 2}},
-        "never resharded": {"parallel": {"reshard_after_forward": ReshardAfterForward.never}},
-        "tied": {"model": tiny_model(tie_embeddings=True)},
-        "sgd": {"optim": SGDConfig(lr=0.1, weight_decay_on=WeightDecayOn.all)},
-        "experts": {"model": TINY["qwen3_moe"]},
-        "positions": {"model": TINY["gpt2"]},
-    }
-    for implementation in (Implementation.fused, Implementation.foreach):
-        optim = AdamWConfig(lr=1e-2, implementation=implementation)
-        made[implementation.value] = {"optim": optim, "deterministic": False}
-    return made
+VARIANTS: dict[str, dict[str, Any]] = {
+    "20 steps": {"steps": 20, "deterministic": False},
+    "deterministic": {},
+    "no clipping": {"max_grad_norm": None},
+    "one micro-batch": {"grad_accum": 1},
+    "parts, prefetch": {"parallel": {"wrap": Wrap.block_attn_mlp, "forward_prefetch": 2}},
+    "never resharded": {"parallel": {"reshard_after_forward": ReshardAfterForward.never}},
+    "tied": {"model": tiny_model(tie_embeddings=True)},
+    "sgd": {"optim": SGDConfig(lr=0.1, weight_decay_on=WeightDecayOn.all)},
+    "experts": {"model": TINY["qwen3_moe"]},
+    "positions": {"model": TINY["gpt2"]},
+    "fused": {"optim": AdamWConfig(lr=1e-2, implementation=Implementation.fused), "deterministic": False},
+    "foreach": {"optim": AdamWConfig(lr=1e-2, implementation=Implementation.foreach), "deterministic": False},
+}
+"""Settings that interact with the hooks, the threads or the mirror; without a mirror fewer are needed."""
+ROWS = {
+    f"{name} {dtype.value}": offloaded(2, config(dtype, **{"steps": 3, **options}), OVERLAPPED)
+    for dtype, (name, options) in product(DType, VARIANTS.items())
+    if dtype is DType.bfloat16 or name in ("deterministic", "parts, prefetch", "fused")
+}
+ROWS["hsdp2"] = offloaded(4, config(ranks=4, fsdp_size=2, steps=3), OVERLAPPED)
+ROWS = supported(ROWS)
+SHORT = {
+    *("deterministic bfloat16", "parts, prefetch bfloat16", "tied bfloat16", "sgd bfloat16", "experts bfloat16"),
+    *("fused float16", "parts, prefetch float32"),
+}
+trained = trained_rows(ROWS, train_all)
 
 
-IN_FLOAT32 = ["deterministic", "parts, prefetch", "fused"]
-
-
-@pytest.mark.usefixtures("unmeasured")
-@pytest.mark.parametrize("dtype", list(DType), ids=lambda dtype: dtype.value)
-def test_overlapped_executor_matches_native_bitwise(dtype: DType) -> None:
+@pytest.mark.parametrize("row", levels(ROWS, SHORT))
+def test_overlapped_executor_matches_native_bitwise(row: str, trained: Pairs) -> None:
     """Oracle: CPUOffloadPolicy and the plain optimizer: losses, norms, parameters."""
-    # Float32 has no mirror, and so fewer sources of error.
-    made = {name: row for name, row in variants().items() if dtype is DType.bfloat16 or name in IN_FLOAT32}
-    rows = [
-        (config(dtype, **{"steps": 3, **options}), how, {}) for options in made.values() for how in (None, OVERLAPPED)
-    ]
-    outcomes = run_ranks(2, train_all, rows)[0]
-    pairs = zip(made, outcomes[::2], outcomes[1::2], strict=True)
-    assert [name for name, native, overlapped in pairs if native != overlapped] == []
-
-
-@pytest.mark.skipif(TORCH < (2, 8), reason="HSDP on a CPU came with torch 2.8")
-@pytest.mark.usefixtures("unmeasured")
-def test_overlapped_executor_matches_native_bitwise_with_replicas() -> None:
-    """Oracle: the same on a 2x2 mesh of four ranks."""
-    rows = [(config(ranks=4, fsdp_size=2, steps=3), how, {}) for how in (None, OVERLAPPED)]
-    native, overlapped = run_ranks(4, train_all, rows)[0]
-    assert native == overlapped
-
-
-@pytest.mark.usefixtures("unmeasured")
-def test_resuming_with_either_executor_is_bitwise_equal() -> None:
-    """Oracle: the uninterrupted native run; loading must reach the mirror."""
-    pairs = [(OVERLAPPED, OVERLAPPED), (None, OVERLAPPED), (OVERLAPPED, None)]
-    whole = run_ranks(2, train_all, [(config(), None, {})])[0][0]
-    assert run_ranks(2, interrupted, [(config(), *pair) for pair in pairs], {})[0] == [whole] * len(pairs)
+    overlapped, native = trained[row]
+    assert overlapped == native
 
 
 def losses_of_written_mirrors(config: Config) -> dict[str, tuple[float, bool]]:

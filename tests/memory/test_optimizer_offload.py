@@ -1,6 +1,6 @@
-"""Optimizer offload: neither schedules nor checkpoints change a bit, under any strategy."""
+"""Optimizer offload: no schedule changes a bit, under any strategy; ``test_state.py`` resumes such runs."""
 
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from itertools import product
 from typing import Any
 
@@ -14,12 +14,13 @@ from fsdptoys.memory.config import OffloadSchedule, OffloadStateDType
 from fsdptoys.memory.optimizer_offload import resolve_schedule
 from fsdptoys.optim import AdamWConfig, Implementation, SGDConfig, WeightDecayOn
 from fsdptoys.parallel import DDPConfig, FSDP1Config, FSDP2Config, ParallelConfig, SingleConfig
-from fsdptoys.parallel.fsdp import TORCH, ReshardAfterForward
+from fsdptoys.parallel.fsdp import ReshardAfterForward
 from fsdptoys.parallel.fsdp2 import FSDP2, gathering_stream
 from fsdptoys.parallel.precision import DType
 from scripts.ranks import run_ranks
-from tests.memory.offloaded import interrupted, take_steps, train_all, trainer
-from tests.parallel.runs import TINY, WRAPS, make_config, tiny_model
+from tests.memory.offloaded import offloaded, take_steps, train_all, trainer
+from tests.parallel.groups import Pair, Pairs, levels, trained_rows
+from tests.parallel.runs import TINY, WRAPS, make_config, supported, tiny_model
 
 SERIAL, PIPELINED, LAZY = "serial", "pipelined", "lazy"
 CHECKPOINTED = MemoryConfig(gradient_checkpointing=GradientCheckpointing.full)
@@ -27,139 +28,87 @@ BFLOAT16 = {"offload_state_dtype": OffloadStateDType.bfloat16}
 
 SMALL = replace(tiny_model(), n_layers=2)
 
+FSDP2_ALONE = FSDP2Config()
 STRATEGIES: dict[str, tuple[ParallelConfig, int, int]] = {
     "single": (SingleConfig(), 1, -1),
     "ddp": (DDPConfig(), 2, -1),
     "fsdp1": (FSDP1Config(), 2, -1),
     "fsdp1 flat": (FSDP1Config(use_orig_params=False), 2, -1),
-    "fsdp2": (FSDP2Config(), 2, -1),
+    "fsdp2": (FSDP2_ALONE, 2, -1),
     "hsdp2": (FSDP2Config(), 4, 2),
 }
-HSDP2_RUNS = pytest.mark.skipif(TORCH < (2, 8), reason="HSDP on a CPU came with torch 2.8")
-STRATEGY_NAMES = [pytest.param(name, marks=HSDP2_RUNS) if name == "hsdp2" else name for name in STRATEGIES]
 
 
 def schedules(parallel: ParallelConfig) -> list[str]:
     return [SERIAL, PIPELINED, *([LAZY] if parallel.defers_updates else [])]
 
 
-@pytest.mark.parametrize("name", STRATEGY_NAMES)
-def test_every_schedule_matches_no_offload_bitwise(name: str) -> None:
-    """Oracle: the plain optimizer over 3 and 5 steps (4 ranks: 3) with clipping, a cosine, two micro-batches."""
-    parallel, ranks, fsdp_size = STRATEGIES[name]
-    options: dict[str, Any] = {"fsdp_size": fsdp_size, "seq_len": 8, "batch_size": 1, "model": SMALL}
-    for deterministic, steps in ((True, 3), (False, 5 if ranks < 4 else 3)):
-
-        def config(deterministic: bool = deterministic, steps: int = steps) -> Config:
-            return make_config(parallel, ranks, deterministic=deterministic, steps=steps, **options)
-
-        rows = [(config(), how, {}) for how in (None, *schedules(parallel))]
-        plain, *offloaded = run_ranks(ranks, train_all, rows)[0]
-        equal = {how: got == plain for how, got in zip(schedules(parallel), offloaded, strict=True)}
-        assert equal == dict.fromkeys(equal, True)
+def strategies() -> dict[str, Pair]:
+    """Return every schedule under every strategy, over some steps with clipping, a cosine, two micro-batches."""
+    rows = {}
+    for name, (parallel, ranks, fsdp_size) in STRATEGIES.items():
+        options: dict[str, Any] = {"fsdp_size": fsdp_size, "seq_len": 8, "batch_size": 1, "model": SMALL}
+        for mode, steps in (("deterministic", 3), ("default", 5 if ranks < 4 else 3)):
+            config = make_config(parallel, ranks, deterministic=mode == "deterministic", steps=steps, **options)
+            rows |= {f"{name} {how}, {mode}": offloaded(ranks, config, how) for how in schedules(parallel)}
+    return rows
 
 
-@dataclass
-class Variant:
-    """A run with offload, and the equal run without it."""
+def settings() -> dict[str, Pair]:
+    """Return settings that interact with hooks or buckets; any two of wrapping, resharding, prefetching meet."""
 
-    config: Config
-    oracle: str
-    how: str = LAZY
-    memory: dict[str, Any] = field(default_factory=dict)
+    def row(parallel: ParallelConfig, how: str = LAZY, fraction: float = 1.0, **options: Any) -> Pair:
+        config = make_config(parallel, 2, steps=3, seq_len=8, batch_size=1, **{"model": SMALL, **options})
+        return offloaded(2, config, how, **({} if fraction == 1 else {"offload_fraction": fraction}))
 
-
-def variants() -> tuple[dict[str, Config], dict[str, Variant]]:
-    """Settings that interact with the hooks or the buckets, and the configurations without offload to compare with.
-
-    Any two values of wrapping, resharding and prefetching meet.
-    """
-
-    def config(parallel: ParallelConfig, **options: Any) -> Config:
-        return make_config(parallel, 2, steps=3, seq_len=8, batch_size=1, **{"model": SMALL, **options})
-
-    bf16, tied = {"param_dtype": DType.bfloat16}, tiny_model(tie_embeddings=True)
-    sgd = {nesterov: SGDConfig(lr=0.1, nesterov=nesterov, weight_decay_on=WeightDecayOn.all) for nesterov in (0, 1)}
-    fsdp2 = FSDP2Config()
-    plain = {
-        "": config(fsdp2),
-        "bf16": config(FSDP2Config(**bf16)),
-        "tied": config(FSDP2Config(**bf16), model=tied),
-        "ddp": config(DDPConfig()),
-        "no clipping": config(fsdp2, max_grad_norm=None),
-    }
-    made: dict[str, Variant] = {}
+    bf16: dict[str, Any] = {"param_dtype": DType.bfloat16}
+    tied = tiny_model(tie_embeddings=True)
+    rows: dict[str, Pair] = {}
     for (first, (label, wrap)), (second, reshard) in product(enumerate(WRAPS.items()), enumerate(ReshardAfterForward)):
         ahead = (0, 2)[(first + second) % 2]
         parallel = FSDP2Config(reshard_after_forward=reshard, forward_prefetch=ahead, **wrap, **bf16)
-        made[f"{label} {reshard.value} {ahead}"] = Variant(config(parallel, memory=CHECKPOINTED), "bf16")
-    made["ddp tied"] = Variant(config(DDPConfig(**bf16), model=tied), "tied")
-    made["fsdp2 tied"] = Variant(config(FSDP2Config(**bf16), model=tied), "tied")
-    made["ddp checkpointing"] = Variant(config(DDPConfig(), memory=CHECKPOINTED), "ddp")
+        rows[f"{label} {reshard.value} {ahead}"] = row(parallel, memory=CHECKPOINTED)
+    rows["ddp tied"] = row(DDPConfig(**bf16), model=tied)
+    rows["fsdp2 tied"] = row(FSDP2Config(**bf16), model=tied)
+    rows["ddp checkpointing"] = row(DDPConfig(), memory=CHECKPOINTED)
     for how in (PIPELINED, LAZY):
-        for share in (0.1, 0.5):
-            made[f"{share} {how}"] = Variant(config(fsdp2), "", how, {"offload_fraction": share})
-        made[f"no clipping {how}"] = Variant(config(fsdp2, max_grad_norm=None), "no clipping", how)
-        for nesterov, optim in sgd.items():
-            plain[f"sgd {nesterov}"] = config(fsdp2, optim=optim)
-            made[f"sgd {nesterov} {how}"] = Variant(config(fsdp2, optim=optim), f"sgd {nesterov}", how)
-    for family in ("qwen3_moe", "gpt2"):
-        plain[family] = config(fsdp2, model=TINY[family])
-        made[family] = Variant(config(fsdp2, model=TINY[family]), family)
+        rows |= {f"{share} {how}": row(FSDP2_ALONE, how, share) for share in (0.1, 0.5)}
+        rows[f"no clipping {how}"] = row(FSDP2_ALONE, how, max_grad_norm=None)
+        for nesterov in (False, True):
+            sgd = SGDConfig(lr=0.1, nesterov=nesterov, weight_decay_on=WeightDecayOn.all)
+            rows[f"sgd nesterov={nesterov} {how}"] = row(FSDP2_ALONE, how, optim=sgd)
+    rows |= {family: row(FSDP2_ALONE, model=TINY[family]) for family in ("qwen3_moe", "gpt2")}
     for implementation in Implementation:
-        options = {"optim": AdamWConfig(lr=1e-2, implementation=implementation), "deterministic": False}
-        plain[implementation.value] = config(fsdp2, **options)
-        made[implementation.value] = Variant(config(fsdp2, **options), implementation.value)
-    return plain, made
+        adamw = AdamWConfig(lr=1e-2, implementation=implementation)
+        rows[implementation.value] = row(FSDP2_ALONE, optim=adamw, deterministic=False)
+    return rows
 
 
-@pytest.mark.usefixtures("unmeasured")
-def test_every_setting_matches_no_offload_bitwise() -> None:
+ROWS = supported(strategies() | settings())
+SHORT = {
+    *("single lazy, deterministic", "ddp pipelined, default", "fsdp1 serial, default", "fsdp1 flat pipelined, default"),
+    *("fsdp2 lazy, default", "parts always 0", "classes never 0", "ddp tied", "0.5 pipelined", "0.1 lazy"),
+    *("sgd nesterov=True lazy", "sgd nesterov=False pipelined", "qwen3_moe", "fused"),
+}
+trained = trained_rows(ROWS, train_all)
+
+
+@pytest.mark.parametrize("row", levels(ROWS, SHORT))
+def test_every_schedule_and_setting_matches_no_offload_bitwise(row: str, trained: Pairs) -> None:
     """Oracle: the plain optimizer under the same strategy and model."""
-    plain, made = variants()
-    rows: list[tuple[Config, str | None, dict[str, Any]]] = [(config, None, {}) for config in plain.values()]
-    rows += [(variant.config, variant.how, variant.memory) for variant in made.values()]
-    outcomes = run_ranks(2, train_all, rows)[0]
-    oracles = dict(zip(plain, outcomes, strict=False))
-    got = dict(zip(made, outcomes[len(plain) :], strict=True))
-    assert [name for name, variant in made.items() if got[name] != oracles[variant.oracle]] == []
+    found, plain = trained[row]
+    assert found == plain
 
 
 @pytest.mark.usefixtures("unmeasured")
-@pytest.mark.parametrize(
-    ("name", "optim"),
-    [
-        *(pytest.param(name, "adamw", marks=[HSDP2_RUNS] if name == "hsdp2" else []) for name in STRATEGIES),
-        ("single", "sgd"),
-        ("fsdp2", "sgd"),
-    ],
-)
-def test_resuming_with_or_without_offload_is_bitwise_equal(name: str, optim: str) -> None:
-    """Oracle: the uninterrupted run with the plain optimizer; through torch's distributed checkpoint."""
-    parallel, ranks, fsdp_size = STRATEGIES[name]
-    how = schedules(parallel)[-1]
-    options: dict[str, Any] = {"fsdp_size": fsdp_size, "steps": 4, "seq_len": 8, "model": SMALL}
-    if optim == "sgd":
-        options["optim"] = SGDConfig(lr=0.1, weight_decay_on=WeightDecayOn.all)
-    pairs = [(how, how), (None, how), (how, None)]
-    rows = [(make_config(parallel, ranks, **options), *pair) for pair in pairs]
-    whole = run_ranks(ranks, train_all, [(make_config(parallel, ranks, **options), None, {})])[0][0]
-    assert run_ranks(ranks, interrupted, rows, {})[0] == [whole] * len(pairs)
-
-
-@pytest.mark.usefixtures("unmeasured")
-def test_bfloat16_states_are_close_reproducible_and_resumable() -> None:
-    """Oracles: float32 states to 1%; the same run again and the uninterrupted run bitwise."""
-
-    def config() -> Config:
-        return make_config(FSDP2Config(), 2, steps=20, seq_len=8, model=SMALL, deterministic=False)
-
-    rows = [(config(), None, {}), (config(), LAZY, BFLOAT16), (config(), PIPELINED, BFLOAT16)]
+def test_bfloat16_states_are_close_to_float32_and_independent_of_the_schedule() -> None:
+    """Oracle: float32 states to 1%."""
+    config = make_config(FSDP2_ALONE, 2, steps=10, seq_len=8, model=SMALL, deterministic=False)
+    rows = [(config, None, {}), (config, LAZY, BFLOAT16), (config, PIPELINED, BFLOAT16)]
     plain, lazy, pipelined = run_ranks(2, train_all, rows)[0]
     assert lazy == pipelined
     assert lazy.parameters != plain.parameters
     assert lazy.losses == pytest.approx(plain.losses, rel=1e-2)
-    assert run_ranks(2, interrupted, [(config(), LAZY, LAZY)], BFLOAT16)[0] == [lazy]
 
 
 def test_auto_schedule_holds_no_gradients_between_steps() -> None:

@@ -134,7 +134,6 @@ class Logged(Transfers):
 
     log: list[str] = field(default_factory=list)
     slabs: dict[int, int] = field(default_factory=dict)
-    marks: int = 0
     updates: int = 0
 
     def __post_init__(self) -> None:
