@@ -21,12 +21,13 @@ def kib(count: int) -> Tensor:
 
 def test_peak_and_split_are_those_counted_by_hand() -> None:
     """Oracle: 8 + 4 before; +16, −16, +5 (a gradient), −4 (from before), +7, −7: the highest sum is 8 + 4 + 16."""
-    held = {"parameters": [kib(8)], "old": [kib(4)]}
-    count = AllocationCount({"parameters": held["parameters"]})
+    parameters = [kib(8)]
+    old = [kib(4)]
+    count = AllocationCount({"parameters": parameters})
     kib(16)
     gradient = kib(5)
     count.label({"gradients": [gradient]})
-    held["old"].clear()
+    old.clear()
     kib(7)
     counted = count.finish({"states": [kib(1)]})
     rest = counted.before_bytes - 8 * KIB
@@ -37,9 +38,9 @@ def test_peak_and_split_are_those_counted_by_hand() -> None:
 
 def test_ends_of_earlier_blocks_lower_later_peaks() -> None:
     """Oracle: by hand: a block of 32 from before ends first, so that 20 more stay below the start."""
-    held = [kib(32)]
+    blocks = [kib(32)]
     count = AllocationCount({})
-    held.clear()
+    blocks.clear()
     later = kib(20)
     counted = count.finish({"gradients": [later]})
     assert counted.peak_bytes == counted.before_bytes

@@ -1,5 +1,6 @@
 """The CPU device, and properties of other devices by name."""
 
+import functools
 import importlib.util
 import math
 import os
@@ -64,8 +65,8 @@ def test_cpu_device_has_no_known_peak() -> None:
 def test_resident_set_grows_by_the_touched_memory() -> None:
     """Oracle: 64 MiB of ones."""
     before = resident_set_bytes()
-    held = torch.ones(2**24)
-    assert math.isclose(resident_set_bytes() - before, held.nbytes, rel_tol=0.2)
+    ones = torch.ones(2**24)
+    assert math.isclose(resident_set_bytes() - before, ones.nbytes, rel_tol=0.2)
 
 
 WITHOUT = pytest.mark.skipif(available_device_type() != "cpu", reason="has an accelerator")
@@ -89,20 +90,18 @@ def test_missing_torch_npu_names_the_package_to_install() -> None:
         Device("npu")
 
 
+BROKEN_PACKAGE = "raise ImportError('libhccl.so: cannot open shared object file: No such file or directory')"
+NOT_IMPORTED = r"installed but cannot be imported \[libhccl.so: cannot open.*\]; install CANN and source its set_env.sh"
+NO_DEVICE = (
+    r"finds no device, although torch_npu is loaded: does npu-smi info list one, was CANN's set_env.sh sourced, does "
+    r"ASCEND_RT_VISIBLE_DEVICES=5 name an existing device\? Or set launch.device=cpu$"
+)
+
+
 @WITHOUT
 @pytest.mark.parametrize(
     "source, sentence",
-    [
-        (
-            "raise ImportError('libhccl.so: cannot open shared object file: No such file or directory')",
-            r"installed but cannot be imported \[libhccl.so: cannot open.*\]; install CANN and source its set_env.sh",
-        ),
-        (
-            "import torch, types; torch.npu = types.SimpleNamespace()",
-            r"finds no device, although torch_npu is loaded: does npu-smi info list one, was CANN's set_env.sh "
-            r"sourced, does ASCEND_RT_VISIBLE_DEVICES=5 name an existing device\? Or set launch.device=cpu$",
-        ),
-    ],
+    [(BROKEN_PACKAGE, NOT_IMPORTED), ("import torch, types; torch.npu = types.SimpleNamespace()", NO_DEVICE)],
 )
 def test_failed_torch_npu_import_or_missing_npus_are_reported(
     source: str, sentence: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -121,30 +120,14 @@ def test_failed_torch_npu_import_or_missing_npus_are_reported(
         sys.modules.pop("torch_npu", None)
 
 
-class FakeModule:
-    """A stand-in for a device module, without computation."""
-
-    def __init__(self, bf16: bool) -> None:
-        self.bf16 = bf16
-        self.state = torch.arange(8, dtype=torch.uint8)
-
-    def is_bf16_supported(self) -> bool:  # noqa: D102
-        return self.bf16
-
-    def get_device_name(self, index: object) -> str:  # noqa: D102
-        return f"Ascend910A number {index}"
-
-    def get_rng_state(self) -> torch.Tensor:  # noqa: D102
-        return self.state.clone()
-
-    def set_rng_state(self, state: torch.Tensor) -> None:  # noqa: D102
-        self.state = state
-
-
 @pytest.fixture
-def fake_npus(monkeypatch: pytest.MonkeyPatch) -> FakeModule:
-    """Two NPUs without computation."""
-    module = FakeModule(bf16=False)
+def fake_npus(monkeypatch: pytest.MonkeyPatch) -> types.SimpleNamespace:
+    """Two NPUs without computation nor bfloat16, as a device module."""
+    module = types.SimpleNamespace(bf16=False, state=torch.arange(8, dtype=torch.uint8))
+    module.is_bf16_supported = lambda: module.bf16
+    module.get_device_name = lambda index: f"Ascend910A number {index}"
+    module.get_rng_state = lambda: module.state.clone()
+    module.set_rng_state = functools.partial(setattr, module, "state")
     accelerator = types.SimpleNamespace(
         current_accelerator=lambda check_available: torch.device("npu"),
         device_count=lambda: 2,
@@ -157,7 +140,7 @@ def fake_npus(monkeypatch: pytest.MonkeyPatch) -> FakeModule:
     return module
 
 
-def test_npu_uses_hccl_without_a_bound_device(fake_npus: FakeModule) -> None:
+def test_npu_uses_hccl_without_a_bound_device(fake_npus: types.SimpleNamespace) -> None:
     """Oracle: torch_npu 2.13.0, whose process group has no way to split one."""
     device = Device("npu", 1)
     assert (device.backend, device.bound_device, device.barrier_devices) == ("hccl", None, [1])
@@ -175,7 +158,7 @@ def test_cpu_uses_gloo_and_has_no_device_generator() -> None:
     device.restore_rng_state(torch.zeros(16, dtype=torch.uint8))
 
 
-def test_bfloat16_is_refused_on_devices_without_support(fake_npus: FakeModule) -> None:
+def test_bfloat16_is_refused_on_devices_without_support(fake_npus: types.SimpleNamespace) -> None:
     """Oracle: the device's own answer."""
     config = compose_config(["launch.device=npu", "parallel=fsdp2", "parallel.param_dtype=bfloat16"])
     with pytest.raises(ConfigError, match=r"=bfloat16 cannot run on Ascend910A number 0, which has no bfloat16; set"):
@@ -184,7 +167,7 @@ def test_bfloat16_is_refused_on_devices_without_support(fake_npus: FakeModule) -
     assert device_of(config).type == "npu"
 
 
-def test_device_generator_state_is_restored(fake_npus: FakeModule) -> None:
+def test_device_generator_state_is_restored(fake_npus: types.SimpleNamespace) -> None:
     """Oracle: the state itself."""
     device = Device("npu")
     facts = random_states(device)

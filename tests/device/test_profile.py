@@ -80,104 +80,45 @@ def test_profile_is_found_by_device_name(device_name: str, device_type: str, pro
     assert hardware_for(device_name, device_type) == profile
 
 
-def broken(tmp_path: Path, changes: dict[str, Any]) -> str:
-    """A copy of a profile with some keys changed, or deleted where the change is None."""
-    tree = yaml.safe_load((PROFILES / "h100.yaml").read_text(encoding="utf-8")) | changes
+MISTAKES = yaml.safe_load(Path(__file__).with_name("profile_mistakes.yaml").read_text(encoding="utf-8"))
+
+
+@pytest.mark.parametrize("mistake", MISTAKES, ids=[mistake["says"].split(";")[0] for mistake in MISTAKES])
+def test_mistakes_in_a_profile_are_reported_in_one_sentence(tmp_path: Path, mistake: dict[str, Any]) -> None:
+    """Oracle: the exact message: it names file, key, value and fix."""
+    tree = yaml.safe_load((PROFILES / "h100.yaml").read_text(encoding="utf-8")) | mistake["changes"]
     path = tmp_path / "mine.yaml"
     path.write_text(yaml.safe_dump({key: value for key, value in tree.items() if value is not None}))
-    return str(path)
+    with pytest.raises(ConfigError) as caught:
+        load_hardware(str(path))
+    assert str(caught.value) == f"the hardware profile {path} {mistake['says']}"
 
 
-@pytest.mark.parametrize(
-    ("changes", "sentence"),
-    [
-        ({"kernel_seconds": None}, "lacks kernel_seconds; add it as in the profiles of configs/hardware"),
-        (
-            {"kernel_seconds": None, "kernel_second": {"value": 1, "source": "me"}},
-            "has an unknown key kernel_second; did you mean kernel_seconds?",
-        ),
-        ({"zzz": 1}, "has an unknown key zzz; delete it"),
-        ({"kernel_seconds": 2e-6}, "has kernel_seconds=2e-06; write {value: NUMBER, source: WHERE IT IS FROM}"),
-        (
-            {"kernel_seconds": {"value": 2e-6}},
-            "has kernel_seconds={'value': 2e-06}; write {value: NUMBER, source: WHERE IT IS FROM}",
-        ),
-        (
-            {"kernel_seconds": {"value": 2e-6, "source": " "}},
-            "has no source for kernel_seconds; write the source of its value 2e-06, or 'assumed: WHY'",
-        ),
-        (
-            {"memory_bandwidth": {"value": "3.35e12", "source": "me"}},
-            "has memory_bandwidth.value=3.35e12, which YAML reads as text; write 3.350000e+12",
-        ),
-        (
-            {"memory_bandwidth": {"value": -1, "source": "me"}},
-            "has memory_bandwidth.value=-1; give a finite number above 0",
-        ),
-        (
-            {"memory_bandwidth": {"value": float("inf"), "source": "me"}},
-            "has memory_bandwidth.value=inf; give a finite number above 0",
-        ),
-        (
-            {"memory_efficiency": {"value": 85, "source": "me"}},
-            "has memory_efficiency.value=85, an efficiency; give a number up to 1",
-        ),
-        ({"devices_per_node": {"value": 7.5, "source": "me"}}, "has devices_per_node.value=7.5; give a whole number"),
-        ({"attention": "flesh"}, "has attention=flesh; did you mean attention: flash?"),
-        ({"device_type": "tpu"}, "has device_type=tpu; did you mean device_type: npu?"),
-        ({"device_type": "xyz"}, "has device_type=xyz; set device_type: cuda | npu | cpu"),
-        ({"matches": "H100"}, "has matches=H100; give a list of words, which may be empty: []"),
-        ({"title": 5}, "has title=5; give a text"),
-        (
-            {"outside_allocator_bytes": {"value": 9e10, "source": "me"}},
-            "has outside_allocator_bytes=9e+10, which leaves nothing of memory_bytes=8.49437e+10; correct one of them",
-        ),
-        (
-            {"attention_backends": {"cudn": {"value": 0.5, "source": "me"}}},
-            "has attention_backends=cudn; did you mean attention_backends: cudnn?",
-        ),
-        (
-            {"attention_backends": {"cudnn": {"value": 54, "source": "me"}}},
-            "has attention_backends.cudnn.value=54, an efficiency; give a number up to 1",
-        ),
-        (
-            {"attention_backends": 0.5},
-            "has attention_backends=0.5; give an efficiency for each backend, such as cudnn",
-        ),
-        ({"peak_flops": {}}, "has peak_flops={}; give a number for each dtype, bfloat16 at least"),
-        (
-            {"peak_flops": {"bfloat16": {"value": 0, "source": "me"}}},
-            "has peak_flops.bfloat16.value=0; give a finite number above 0",
-        ),
-    ],
-)
-def test_mistakes_in_a_profile_are_reported_in_one_sentence(
-    tmp_path: Path, changes: dict[str, Any], sentence: str
-) -> None:
-    """Oracle: the exact message: it names file, key, value and fix."""
-    path = broken(tmp_path, changes)
-    beginning = f"the hardware profile {path} "
-    with pytest.raises(ConfigError, match=f"^{re.escape(beginning + sentence)}$"):
-        load_hardware(path)
-
-
-def test_unknown_and_unreadable_profiles_are_refused(tmp_path: Path) -> None:
+def test_unknown_and_missing_profiles_are_refused(tmp_path: Path) -> None:
     """Oracle: the exact messages."""
     with pytest.raises(ConfigError, match=r"^plan.hardware=h1000 is not a profile; did you mean plan.hardware=h100\?$"):
         load_hardware("h1000")
     with pytest.raises(ConfigError, match=r"^plan.hardware=xyz is not a profile; set plan.hardware=4090 \| a100 \| "):
         load_hardware("xyz")
     path = tmp_path / "mine.yaml"
-    with pytest.raises(
-        ConfigError, match=r"mine.yaml cannot be read \(No such file or directory\); set plan.hardware to"
-    ):
+    message = r"mine.yaml cannot be read \(No such file or directory\); set plan.hardware to"
+    with pytest.raises(ConfigError, match=message):
         load_hardware(str(path))
-    for text, reason in [
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
         ("a: [", "cannot be read as YAML"),
         ("- 1", "is not a profile; start from a copy"),
         ("[" * 5000, "cannot be read as YAML"),
         ("# " + "x" * 2**16, r"cannot be read as YAML \(it is longer than 65536 bytes\)"),
-    ]:
-        path.write_text(text)
-        with pytest.raises(ConfigError, match=reason):
-            load_hardware(path)
+    ],
+    ids=["cut", "list", "deep", "long"],
+)
+def test_unreadable_profile_is_refused(tmp_path: Path, text: str, reason: str) -> None:
+    """Oracle: the exact messages."""
+    path = tmp_path / "mine.yaml"
+    path.write_text(text)
+    with pytest.raises(ConfigError, match=reason):
+        load_hardware(path)

@@ -32,7 +32,9 @@ def test_score_is_the_robust_z_score_of_the_last_losses():
         assert score == pytest.approx((loss - median) / (1.4826 * deviation))
 
 
-@pytest.mark.parametrize("noise", [0.0, 0.005, 0.05, 0.5])
+@pytest.mark.parametrize(
+    "noise", [0.0, 0.05, *(pytest.param(noise, marks=pytest.mark.extended) for noise in (0.005, 0.5))]
+)
 def test_noisy_falling_loss_has_no_spikes_at_the_default(noise):
     """Oracle: none in 10,000 steps of normal noise."""
     detector = SpikeDetector(8.0)

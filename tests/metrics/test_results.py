@@ -73,6 +73,15 @@ def test_resumed_run_removes_the_results_of_the_previous_start(tmp_path: Path) -
     assert read_result(tmp_path) is None and read_result(tmp_path / "attempt-1") is not None
 
 
+@pytest.fixture(scope="module")
+def recorded(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """Record a run, and read its results as JSON."""
+    folder = tmp_path_factory.mktemp("run")
+    record(folder, sample=None)
+    tree: dict[str, Any] = json.loads((folder / "result.json").read_text())
+    return tree
+
+
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
@@ -84,13 +93,13 @@ def test_resumed_run_removes_the_results_of_the_previous_start(tmp_path: Path) -
         ({"resumes": [{"time": 1}]}, r"resumes\[0\].time is 1, not text"),
     ],
 )
-def test_invalid_file_is_reported_in_one_sentence(tmp_path: Path, changes: dict[str, Any], words: str) -> None:
+def test_invalid_file_is_reported_in_one_sentence(
+    tmp_path: Path, recorded: dict[str, Any], changes: dict[str, Any], words: str
+) -> None:
     """Oracle: the key and the value; a key of a later version is ignored."""
-    record(tmp_path, sample=None)
     path = tmp_path / "result.json"
-    tree = json.loads(path.read_text()) | {"later": 1}
-    path.write_text(json.dumps(tree))
+    path.write_text(json.dumps(recorded | {"later": 1}))
     assert read_result(tmp_path) is not None
-    path.write_text(json.dumps(tree | changes))
+    path.write_text(json.dumps(recorded | changes))
     with pytest.raises(ForeignError, match=words):
         read_result(tmp_path)

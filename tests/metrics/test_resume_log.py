@@ -73,9 +73,15 @@ def steps_in(name: str, folder: Path | str = "run") -> list[int]:
     return [json.loads(line)["step"] for line in Path(folder, name).read_text().splitlines()]
 
 
-@pytest.mark.parametrize("experts", [False, True])
-@pytest.mark.parametrize("lost", ["", '{"step": 28, "lo', '{"step": 28}\n{"st'], ids=["whole", "torn", "alien"])
-def test_resumed_run_has_the_files_of_an_uninterrupted_run(experts, lost):
+@pytest.mark.parametrize(
+    ("lost", "experts"),
+    [
+        pytest.param("", True, id="whole"),
+        pytest.param('{"step": 28, "lo', False, id="torn"),
+        pytest.param('{"step": 28}\n{"st', False, id="alien"),
+    ],
+)
+def test_resumed_run_has_the_files_of_an_uninterrupted_run(lost, experts):
     """Oracle: another folder's bytes, after a start that got 7 steps further than its checkpoint and was killed."""
     with start(run_dir="whole") as recorder:
         record(recorder, 1, 40, experts)

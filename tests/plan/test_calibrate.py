@@ -85,18 +85,10 @@ RUNS = {
     "host": step_of(updated=3_000_000_000),
 }
 TRUTH = changed(
-    H100,
-    matmul_efficiency=0.8,
-    attention_efficiency=0.8,
-    memory_efficiency=1.1,
-    host_operator_seconds=1.7,
-    host_collective_seconds=1.7,
-    intra_node_efficiency=0.9,
-    inter_node_efficiency=0.6,
-    transfer_bandwidth=0.5,
-    transfer_latency_seconds=4.0,
-    cpu_adam_parameters_per_second=0.3,
-)
+    H100, matmul_efficiency=0.8, attention_efficiency=0.8, memory_efficiency=1.1, host_operator_seconds=1.7,
+    host_collective_seconds=1.7, intra_node_efficiency=0.9, inter_node_efficiency=0.6, transfer_bandwidth=0.5,
+    transfer_latency_seconds=4.0, cpu_adam_parameters_per_second=0.3,
+)  # fmt: skip
 
 
 def cases(*names: str, truth: Hardware = TRUTH) -> list[Case]:
@@ -118,14 +110,8 @@ def test_runs_that_determine_all_rates_recover_them() -> None:
 def test_rates_without_effect_are_reported_and_not_fitted() -> None:
     """Oracle: runs that only compute: links, copies and the host's AdamW keep value and source."""
     result = calibrate(cases("compute", "traffic"), H100, today=TODAY)
-    assert result.unknown == (
-        "host",
-        "links within a machine",
-        "links between machines",
-        "transfers",
-        "latency of transfers",
-        "AdamW on the host",
-    )
+    links = ("links within a machine", "links between machines")
+    assert result.unknown == ("host", *links, "transfers", "latency of transfers", "AdamW on the host")
     assert set(result.changes) == {"matmul_efficiency", "attention_efficiency", "memory_efficiency"}
     for field in dataclasses.fields(Hardware):
         if field.name not in (*result.changes, "attention_backends"):
@@ -241,48 +227,43 @@ def test_command_prints_errors_and_writes_a_profile(tmp_path: Path, config: Conf
         calibrate_command(words, predictor, Console(file=page))
 
 
-def test_mistakes_are_reported_in_one_sentence(tmp_path: Path, config: Config) -> None:
-    """Oracle: the expected messages."""
-    console = Console(file=io.StringIO())
-    run = write_run(tmp_path / "run", config, [1.0, 1.0, 1.0])
-    short = write_run(tmp_path / "short", config, [1.0, 1.0])
-    other = write_run(tmp_path / "other", config, [1.0, 1.0, 1.0], device="Ascend910B3")
-    unknown = write_run(tmp_path / "unknown", config, [1.0, 1.0, 1.0], device="Ascend910B4")
-    for words, sentence in [
+HARDWARE_FLAW = "hardware=a2 is a npu device, and .* on a cuda device, NVIDIA H100 80GB HBM3; set its"
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
         ([], "needs a run; write fsdptoys plan calibrate runs/NAME"),
-        (
-            ["hardwear=h100"],
-            "hardwear=h100 is not an option of fsdptoys plan calibrate; it has hardware=NAME and",
-        ),
-        ([f"{tmp_path}/none"], "none is no run directory; give one that fsdptoys train has written, as runs/NAME"),
-        ([f"{short}"], "short has 2 steps, none after the warm-up of 2; give a longer run"),
-        ([f"{run}", f"{other}"], r"ran on Ascend910B3 and .*run on NVIDIA H100 80GB HBM3; calibrate one at a time"),
-        (
-            [f"{run}", "hardware=a2"],
-            "hardware=a2 is a npu device, and .* on a cuda device, NVIDIA H100 80GB HBM3; set its",
-        ),
-        ([f"{unknown}"], "there is no profile of Ascend910B4, on which .*; set hardware= to one of 4090, a100, "),
-    ]:
-        with pytest.raises(ConfigError, match=sentence):
-            calibrate_command(words, predictor, console)
+        (["hardwear=h100"], "hardwear=h100 is not an option of fsdptoys plan calibrate; it has hardware=NAME and"),
+        (["none"], "none is no run directory; give one that fsdptoys train has written, as runs/NAME"),
+        (["short"], "short has 2 steps, none after the warm-up of 2; give a longer run"),
+        (["run", "other"], r"ran on Ascend910B3 and .*run on NVIDIA H100 80GB HBM3; calibrate one at a time"),
+        (["run", "hardware=a2"], HARDWARE_FLAW),
+        (["unknown"], "there is no profile of Ascend910B4, on which .*; set hardware= to one of 4090, a100, "),
+    ],
+)
+def test_mistakes_are_reported_in_one_sentence(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, config: Config, words: list[str], sentence: str
+) -> None:
+    """Oracle: the expected messages."""
+    monkeypatch.chdir(tmp_path)
+    run = write_run(tmp_path / "run", config, [1.0, 1.0, 1.0])
+    write_run(tmp_path / "short", config, [1.0, 1.0])
+    write_run(tmp_path / "other", config, [1.0, 1.0, 1.0], device="Ascend910B3")
+    write_run(tmp_path / "unknown", config, [1.0, 1.0, 1.0], device="Ascend910B4")
+    with pytest.raises(ConfigError, match=sentence):
+        calibrate_command(words, predictor, Console(file=io.StringIO()))
     assert isinstance(calibrate_runs([run], None, predictor), Calibration)
+
+
+UNREAD = "a.yaml cannot be read"
 
 
 @pytest.mark.parametrize(
     ("section", "key", "value", "sentence"),
     [
-        (
-            "memory",
-            "magic",
-            1,
-            "a.yaml cannot be read (memory has the key 'magic', which this version does not read); ",
-        ),
-        (
-            "parallel",
-            "name",
-            "zero4",
-            "a.yaml says parallel.name=zero4, which this version does not have; leave the run out",
-        ),
+        ("memory", "magic", 1, f"{UNREAD} (memory has the key 'magic', which this version does not read); "),
+        ("parallel", "name", "zero4", "a.yaml says parallel.name=zero4, which this version does not have; leave the"),
         ("memory", "gradient_checkpointing", "some", "is 'some', not none | full | selective); correct it"),
     ],
 )

@@ -11,6 +11,7 @@ from tests.plan.formula_search import MODEL, find
 from tests.plan.test_search import SMALL
 
 
+@pytest.mark.extended
 @pytest.mark.usefixtures("unmeasured")
 def test_sgd_on_one_rank_agrees_with_its_trace() -> None:
     """Oracle: the trace of all 30 layers: SGD's decayed gradients are temporaries of the parameters' size."""

@@ -12,6 +12,11 @@ from fsdptoys.plan.estimate.estimate import closed_form
 from fsdptoys.plan.predict import disagreement, doubts, estimate_run, hardware_of, world_size_of
 from fsdptoys.plan.search.switches import node_ranks_of, validate_switches
 
+BF16 = "parallel.param_dtype=bfloat16"
+MOE = "model=qwen3_moe_debug"
+LAYOUT = "train.deterministic=layout"
+COMPILED = "{rms_norm=compiled, rotary=compiled, swiglu=compiled}"
+
 
 def composed(*words: str, device_type: str = "cuda", world_size: int = 8) -> Config:
     config = compose_config(["experiment=null", *words])
@@ -40,11 +45,8 @@ def test_run_is_predicted_on_known_devices_only(words: list[str], predicted: boo
 
 def test_segment_kind_changes_reserved_memory() -> None:
     """Oracle: the closed form for each; a small model fills segments of 20 MiB badly."""
-    hardware, reserved = load_hardware("h100"), set()
-    for kind in AllocatorKind:
-        config = composed(f"plan.allocator={kind.value}")
-        reserved.add(closed_form(config, hardware, 8).memory.reserved_bytes)
-    assert len(reserved) == 2
+    configs = [composed(f"plan.allocator={kind.value}") for kind in AllocatorKind]
+    assert len({closed_form(config, load_hardware("h100"), 8).memory.reserved_bytes for config in configs}) == 2
 
 
 @pytest.mark.parametrize(
@@ -70,22 +72,10 @@ def test_world_size_defaults_to_the_ranks_of_one_node(words: list[str], ranks: i
         (("plan.memory_gib=500",), 8, "plan.memory_gib=500 is over the 77.61 GiB that h100 leaves the allocator"),
         (("parallel=fsdp1",), 8, "only two steps are traced; reserved memory may grow in a third"),
         (("train.compile=true",), 8, "train.compile=true is predicted as eager"),
-        (
-            ("train.float8=rowwise", "parallel.param_dtype=bfloat16"),
-            8,
-            "train.float8=rowwise is predicted as bfloat16 matmuls",
-        ),
-        (
-            ("kernels.rms_norm=compiled",),
-            8,
-            "kernels.{rms_norm=compiled, rotary=compiled, swiglu=compiled} are assumed to touch each tensor once",
-        ),
-        (("model=qwen3_moe_debug",), 8, "experts are assumed to receive equal numbers of tokens"),
-        (
-            ("model=qwen3_moe_debug", "train.deterministic=layout"),
-            8,
-            "train.deterministic=layout is predicted for experts as the default mode",
-        ),
+        (("train.float8=rowwise", BF16), 8, "train.float8=rowwise is predicted as bfloat16 matmuls"),
+        (("kernels.rms_norm=compiled",), 8, f"kernels.{COMPILED} are assumed to touch each tensor once"),
+        ((MOE,), 8, "experts are assumed to receive equal numbers of tokens"),
+        ((MOE, LAYOUT), 8, f"{LAYOUT} is predicted for experts as the default mode"),
     ],
 )
 def test_caveats_are_reported_only_where_they_apply(words: tuple[str, ...], ranks: int, expected: str) -> None:
@@ -114,8 +104,7 @@ def test_caveat_names_the_errors_of_a_profiles_times(name: str, band: str) -> No
 
 def test_shard_groups_across_nodes_have_a_caveat() -> None:
     """Oracle: the expected message, for nodes of eight; its costs start every group at a node."""
-    config = compose_config(["experiment=null", "plan.hardware=h100", "mesh.fsdp_size=12"])
-    config.validate(24, "cuda")
+    config = composed("plan.hardware=h100", "mesh.fsdp_size=12", world_size=24)
     (found,) = [sentence for sentence in doubts(config, load_hardware("h100"), 24) if "across two" in sentence]
     assert found.startswith("mesh.fsdp_size=12 on nodes of 8 ranks") and found.endswith("at a node's first rank")
 
@@ -136,15 +125,15 @@ def test_node_fsdp_size_uses_the_devices_of_the_hardware_profile(words: list[str
     [
         ("a2", (), False),
         ("a2", ("kernels.grouped_matmul=torch",), True),
-        ("h100", ("parallel.param_dtype=bfloat16",), False),
+        ("h100", (BF16,), False),
         ("h100", ("parallel.param_dtype=float32",), True),
     ],
 )
 def test_device_without_grouped_matmul_has_a_caveat(hardware: str, words: tuple[str, ...], expected: bool) -> None:
     """Oracle: the expected message; NPUs use torch_npu's grouped matmul by default, CUDA has a kernel for bfloat16."""
     profile = load_hardware(hardware)
-    config = composed("model=qwen3_moe_debug", *words, device_type=profile.device_type)
-    assert any("multiplied one by one" in each for each in doubts(config, profile, 8)) is expected
+    config = composed(MOE, *words, device_type=profile.device_type)
+    assert any("multiplied one by one" in sentence for sentence in doubts(config, profile, 8)) is expected
 
 
 def test_predictions_that_differ_by_over_10_percent_are_reported() -> None:

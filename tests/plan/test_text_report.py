@@ -3,6 +3,7 @@
 import dataclasses
 import io
 import json
+from pathlib import Path
 
 import pytest
 import rich.console
@@ -10,28 +11,18 @@ import rich.console
 from fsdptoys.config.compose import compose_config
 from fsdptoys.config.schema import Config
 from fsdptoys.device import GIB
-from fsdptoys.device.profile import AttentionKind, Hardware, Quantity
 from fsdptoys.metrics.prediction import Category, MemoryPrediction, Prediction, TimePrediction, Volume
 from fsdptoys.plan.search.advice import Advice
 from fsdptoys.plan.search.ranking import Candidate
 from fsdptoys.plan.search.search import Checked, SearchResult
 from fsdptoys.plan.text_report import advice_to_dict, print_command, print_prediction, print_search, search_to_dict
+from tests.plan.simulator.imagined import imagined_hardware
 
 WORDS = ("model=llama2_7b", "train.seq_len=2048", "parallel.param_dtype=bfloat16")
+LEAN = ("train.batch_size=2", "memory.gradient_checkpointing=full", "memory.chunk_loss=true")
+HYBRID = ("mesh.fsdp_size=8", *LEAN)
 
-HARDWARE = Hardware(
-    name="imagined",
-    title="Imagined 80 GB",
-    device_type="cuda",
-    attention=AttentionKind.flash,
-    matches=(),
-    peak_flops={},
-    **{
-        field.name: Quantity(8.0 if field.name == "devices_per_node" else 1.0, "imagined")
-        for field in dataclasses.fields(Hardware)
-        if field.type is Quantity
-    },
-)
+HARDWARE = dataclasses.replace(imagined_hardware(devices_per_node=8), title="Imagined 80 GB")
 
 PREDICTION = Prediction(
     method="traced, 4 and 6 layers",
@@ -69,87 +60,9 @@ ADVICE = (
     Advice(("train.batch_size=4",), 61.5 * GIB, 140000.0, 3 * GIB // 2, 0.068, True),
 )
 
-PAGE = """\
-llama2_7b, 6.74B parameters
-16 ranks on Imagined 80 GB; traced, 4 and 6 layers
-fsdp2: shards over 8 ranks, 2 replicas, bfloat16; full, chunk
-2 x 2,048 tokens per rank, 65,536 tokens per step
-
-Memory of a rank
-end of step  10.00 GiB  allocated
-peak         50.00 GiB  allocated, in the backward phase
-reserved     60.00 GiB  fits in 80.00 GiB, 20.00 GiB left
-host          3.00 GiB  24.00 GiB per node
-
-At the peak
-activations  40.00 GiB  80.0%  ########################
-parameters   10.00 GiB  20.0%  ######
-buffers          1 MiB   0.0%
-
-Reserved by stream
-compute     58.00 GiB  96.7%  ########################
-all-gather   2.00 GiB   3.3%  #
-
-Communication in a step
-            axis       ranks  calls       sent      time
-all_gather  shard          8     65  23.00 GiB  250.0 ms
-all_reduce  replicate      2     33   0.50 GiB   11.0 ms
-
-Time of a step
-step                       500.0 ms  100.0%
-computing                  400.0 ms   80.0%
-  matrix products          300.0 ms   60.0%
-  element-wise             100.0 ms   20.0%
-waiting for communication   80.0 ms   16.0%
-waiting for transfers           0 s    0.0%
-waiting for the host        20.0 ms    4.0%
-
-131,072 tokens/s, 8,192 per device; MFU 40.0%
-
-Caveats
-- a doubt that has [brackets] and so many words that one line of eighty
-  characters does not hold them all
-
-Faster settings, by the closed form
- reserved  tokens/s  change  type
-75.00 GiB   150,000  +14.4%  memory.gradient_checkpointing=none
-61.50 GiB   140,000   +6.8%  train.batch_size=4
-"""
-
-SEARCH_PAGE = """\
-llama2_7b, 6.74B parameters
-16 ranks on Imagined 80 GB, 80.00 GiB of memory each
-3 combinations fit, 1 does not, 2 refused; predicted by the closed form
-
-Fastest
-tokens/s    MFU   reserved      host  batch  strategy  switches
- 131,072  40.0%  60.00 GiB  3.00 GiB      2  fsdp2/8   full, chunk
-  32,768  10.0%   6.00 GiB         -      2  fsdp1     full+offload, chunk,
-                                                       opt-offload, attn-mlp
-
-Pareto front: least memory for each speed
-tokens/s    MFU   reserved      host  batch  strategy  switches
- 131,072  40.0%  60.00 GiB  3.00 GiB      2  fsdp2/8   full, chunk
-  65,536  20.0%  12.00 GiB         -      1  fsdp2/8   full, chunk
-  32,768  10.0%   6.00 GiB         -      2  fsdp1     full+offload, chunk,
-                                                       opt-offload, attn-mlp
-
-The best, predicted again
-- fsdp2/8, batch 2, full, chunk: 81.00 GiB reserved (does not fit), 131,072
-  tokens/s (traced, 4 and 6 layers)
-- fsdp1, batch 2, full+offload, chunk, opt-offload, attn-mlp: 6.00 GiB reserved
-  (still fits), 32,768 tokens/s (closed form)
-
-Caveats
-- a doubt that has [brackets] and so many words that one line of eighty
-  characters does not hold them all
-
-Command of the best
-on each node, with the first one's name for HOST:
-bash run_fsdp.sh model=llama2_7b train.seq_len=2048 parallel.param_dtype=bfloat16 parallel=fsdp1 \
-parallel.wrap=block_attn_mlp train.batch_size=2 memory.gradient_checkpointing=full memory.chunk_loss=true \
-memory.activation_offload=true memory.optimizer_offload=true launch.nnodes=2 launch.rdzv_endpoint=HOST:29400
-"""
+PAGES = Path(__file__).parent / "pages"
+PAGE = (PAGES / "prediction.txt").read_text(encoding="utf-8")
+SEARCH_PAGE = (PAGES / "search.txt").read_text(encoding="utf-8")
 
 
 @pytest.fixture(scope="module")
@@ -157,15 +70,7 @@ def config() -> Config:
     return compose_config([*WORDS, *HYBRID])
 
 
-HYBRID = (
-    "mesh.fsdp_size=8",
-    "train.batch_size=2",
-    "memory.gradient_checkpointing=full",
-    "memory.chunk_loss=true",
-)
-
-
-def printed(show: object, width: int = 80, encoding: str = "ascii", **options: bool) -> str:
+def printed(show: object, width: int = 80, encoding: str = "ascii", **options: object) -> str:
     """A page as piped, without trailing spaces."""
     file = io.TextIOWrapper(io.BytesIO(), encoding=encoding, write_through=True)
     assert callable(show)
@@ -192,14 +97,11 @@ def test_prediction_is_printed_word_for_word(config: Config) -> None:
 def test_excess_memory_and_advice_are_printed(config: Config) -> None:
     """Oracle: the lines, word for word, for the three kinds of advice."""
     assert "reserved     60.00 GiB  does not fit in 50.00 GiB, 10.00 GiB too much\n" in prediction_page(config, gib=50)
-    saves = dataclasses.replace(
-        ADVICE[1], reserved_bytes=40.0 * GIB, reserved_change_bytes=-20 * GIB, speed_change=-0.1
-    )
+    changes = {"reserved_bytes": 40.0 * GIB, "reserved_change_bytes": -20 * GIB, "speed_change": -0.1}
+    saves = dataclasses.replace(ADVICE[1], **changes)
     page = prediction_page(config, gib=50, advice=[saves])
-    assert (
-        "\nChanges that make it fit, by the closed form\n" in page
-        and "40.00 GiB   140,000  -10.0%  train.batch_size=4" in page
-    )
+    assert "\nChanges that make it fit, by the closed form\n" in page
+    assert "40.00 GiB   140,000  -10.0%  train.batch_size=4" in page
     page = prediction_page(config, gib=30, advice=[dataclasses.replace(saves, fits=False)])
     assert "\nLargest savings; no two changes make it fit, so try fsdptoys plan search\n" in page
     assert "by the closed form" not in prediction_page(config, advice=[])
@@ -242,23 +144,14 @@ def search_result(config: Config) -> SearchResult:
         )
         return Candidate((*WORDS, *more), config, prediction, len(more), {"place": place}, place)
 
-    small = (
-        "parallel=fsdp1",
-        "parallel.wrap=block_attn_mlp",
-        "train.batch_size=2",
-        "memory.gradient_checkpointing=full",
-        "memory.chunk_loss=true",
-        "memory.activation_offload=true",
-        "memory.optimizer_offload=true",
-    )
+    small = ("parallel=fsdp1", "parallel.wrap=block_attn_mlp", *LEAN)
+    small += ("memory.activation_offload=true", "memory.optimizer_offload=true")
     first = candidate(config, HYBRID, 60, 65536, 1)
     one = dataclasses.replace(config, train=dataclasses.replace(config.train, batch_size=1))
     second = candidate(one, tuple(word for word in HYBRID if "batch" not in word), 12, 32768, 2)
     third = candidate(compose_config([*WORDS, *small]), small, 6, 16384, 3)
     over = candidate(config, HYBRID, 90, 70000, 0)
-    too_large = dataclasses.replace(
-        PREDICTION, memory=dataclasses.replace(PREDICTION.memory, reserved_bytes=81 * GIB), method=PREDICTION.method
-    )
+    too_large = dataclasses.replace(PREDICTION, memory=dataclasses.replace(PREDICTION.memory, reserved_bytes=81 * GIB))
     checked = [Checked(first, too_large, False), Checked(third, third.prediction, True)]
     refused = {"a sentence": 2}
     return SearchResult(HARDWARE, 16, 80 * GIB, [first, second, third], [over], refused, checked)
@@ -268,7 +161,9 @@ def test_search_is_printed_word_for_word(config: Config) -> None:
     """Oracle: the page, word for word; the command is one line of any length, and each combination is listed with its
     best batch only."""
     result = search_result(config)
-    assert printed(lambda console: print_search(result, 10, console)) == SEARCH_PAGE
+    assert printed(lambda console: print_search(result, 10, console)) == (PAGES / "search.txt").read_text(
+        encoding="utf-8"
+    )
     one_row = printed(lambda console: print_search(result, 1, console))
     assert one_row.split("Pareto front")[0].count("GiB  ") == 2
     nothing_fits = dataclasses.replace(result, checked=[dataclasses.replace(result.checked[0])])
@@ -300,16 +195,15 @@ def test_printed_command_starts_the_predicted_number_of_ranks(
 def test_colors_are_printed_to_terminals_only(config: Config) -> None:
     """Oracle: escape sequences on a terminal, and none otherwise."""
     assert "\x1b" not in prediction_page(config)
-    colored = prediction_page(config, force_terminal=True)
+    colored = prediction_page(config, force_terminal=True, color_system="standard")
     assert "\x1b[1mMemory of a rank\x1b[0m" in colored
 
 
 def test_search_and_advice_serialize_to_json(config: Config) -> None:
     """Oracle: the JSON read back."""
     read = json.loads(json.dumps(search_to_dict(search_result(config))))
-    assert (
-        read["best"]["words"][3] == "parallel=fsdp1" and read["fitting"] == 3 and read["refused"] == {"a sentence": 2}
-    )
+    assert read["best"]["words"][3] == "parallel=fsdp1"
+    assert read["fitting"] == 3 and read["refused"] == {"a sentence": 2}
     assert [row["prediction"]["memory"]["reserved_bytes"] / GIB for row in read["frontier"]] == [6, 12, 60]
     assert [check["fits"] for check in read["checked"]] == [False, True]
     assert json.loads(json.dumps(advice_to_dict(ADVICE)))[1]["words"] == ["train.batch_size=4"]

@@ -4,6 +4,8 @@ import dataclasses
 
 from fsdptoys.device.profile import AttentionKind, Hardware, Quantity
 
+ATTENTION = {"cuda": AttentionKind.flash, "npu": AttentionKind.npu, "cpu": AttentionKind.cpu}
+
 
 def imagined_hardware(device_type: str = "cuda", **values: float) -> Hardware:
     """One FLOP/s, one byte a second everywhere, no latencies and no host time; two devices in a machine.
@@ -19,7 +21,7 @@ def imagined_hardware(device_type: str = "cuda", **values: float) -> Hardware:
         name="imagined",
         title="Imagined",
         device_type=device_type,
-        attention=AttentionKind.flash,
+        attention=ATTENTION[device_type],
         matches=(),
         peak_flops={"bfloat16": Quantity(1.0, "imagined"), "float32": Quantity(0.5, "imagined")},
         **{name: Quantity(float(value), "imagined") for name, value in numbers.items()},  # type: ignore[arg-type]

@@ -20,6 +20,8 @@ from fsdptoys.plan.simulator.allocator import (
 
 KINDS = [NativeAllocator, ExpandableAllocator]
 GIB = 2**30
+EDGES = [1, 512, 513, MIB, MIB + 1, 10 * MIB - 512, 10 * MIB, 19 * MIB - 512, 19 * MIB, 20 * MIB]
+"""Bytes at which a rule changes."""
 
 
 @pytest.mark.parametrize(
@@ -40,37 +42,6 @@ def test_first_request_reserves_the_documented_segment(requested: int, native: i
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_requests_are_rounded_to_512_bytes(kind: type[Allocator]) -> None:
-    """Oracle: the rule, by hand: 1, 512 and 513 bytes are 512, 512 and 1024."""
-    allocator = kind()
-    for requested in (1, 512, 513):
-        allocator.allocate(requested, stream=0)
-    assert allocator.allocated_bytes == 512 + 512 + 1024
-
-
-def test_large_native_block_keeps_a_remainder_of_up_to_1_mib() -> None:
-    """Oracle: the rule, by hand: 19 of 20 MiB leave 1 MiB, which stays in the block; 512 bytes fewer split it."""
-    whole, split = NativeAllocator(), NativeAllocator()
-    for allocator, requested in ((whole, 19 * MIB), (split, 19 * MIB - 512)):
-        allocator.free(allocator.allocate(20 * MIB, stream=0))
-        allocator.allocate(requested, stream=0)
-        assert allocator.reserved_bytes == 20 * MIB
-    assert whole.allocated_bytes == 20 * MIB
-    assert split.allocated_bytes == 19 * MIB - 512
-
-
-def test_best_fit_prefers_the_smallest_then_the_lowest() -> None:
-    """Oracle: computed by hand, over free segments of 32, 24 and 24 MiB."""
-    allocator = NativeAllocator()
-    blocks = [allocator.allocate(size * MIB, stream=0) for size in (32, 24, 24)]
-    for block in blocks:
-        allocator.free(block)
-    assert allocator.allocate(24 * MIB, stream=0).address == blocks[1].address
-    assert allocator.allocate(24 * MIB, stream=0).address == blocks[2].address
-    assert allocator.allocate(24 * MIB, stream=0).address == blocks[0].address
-
-
-@pytest.mark.parametrize("kind", KINDS)
 def test_pools_of_streams_and_sizes_are_separate(kind: type[Allocator]) -> None:
     """Oracle: the rule: free memory of one pool serves no request of another."""
     allocator = kind()
@@ -79,18 +50,6 @@ def test_pools_of_streams_and_sizes_are_separate(kind: type[Allocator]) -> None:
             allocator.free(allocator.allocate(requested, stream))
     assert allocator.reserved_by_stream == {0: 22 * MIB, 1: 22 * MIB}
     assert allocator.reserved_bytes == 44 * MIB
-
-
-def test_native_segments_are_never_merged() -> None:
-    """Oracle: computed by hand: two free segments of 100 MiB serve no request for 200, which an expandable one does."""
-    requests = [100 * MIB, 100 * MIB]
-    native, expandable = NativeAllocator(), ExpandableAllocator()
-    for allocator in (native, expandable):
-        for block in [allocator.allocate(size, stream=0) for size in requests]:
-            allocator.free(block)
-        allocator.allocate(200 * MIB, stream=0)
-    assert native.reserved_bytes == 400 * MIB
-    assert expandable.reserved_bytes == 200 * MIB
 
 
 def test_expandable_segment_grows_by_the_missing_pages() -> None:
@@ -237,6 +196,8 @@ def _reserved(allocator: Allocator, requests: list[int]) -> int:
 
 
 def _some_size(generator: random.Random) -> int:
+    if generator.random() < 0.2:
+        return generator.choice(EDGES)
     return int(2 ** generator.uniform(5, 28))
 
 

@@ -13,10 +13,18 @@ KIB = 2**10
 
 
 @pytest.mark.parametrize("kind", AllocatorKind)
-@pytest.mark.parametrize(("bytes", "size"), [(1, 512), (480, 512), (481, 1024), (512, 1024), (4 * MIB, 4 * MIB + 512)])
-def test_npu_adds_32_bytes_before_rounding(kind: AllocatorKind, bytes: int, size: int) -> None:
-    """Oracle: ``round_size``: bytes + 32, up to a multiple of 512."""
-    assert build_allocator(kind, device_type="npu").allocate(bytes, 0).size == size
+@pytest.mark.parametrize(
+    ("device_type", "bytes", "size"),
+    [
+        *(("cuda", 1, 512), ("cuda", 512, 512), ("cuda", 513, 1024)),
+        *(("npu", 1, 512), ("npu", 480, 512), ("npu", 481, 1024), ("npu", 512, 1024), ("npu", 4 * MIB, 4 * MIB + 512)),
+    ],
+)
+def test_requests_are_rounded_to_512_bytes_after_32_more_on_an_npu(
+    kind: AllocatorKind, device_type: str, bytes: int, size: int
+) -> None:
+    """Oracle: ``round_size`` of each."""
+    assert build_allocator(kind, device_type=device_type).allocate(bytes, 0).size == size
 
 
 def test_one_mebibyte_counts_as_large_on_an_npu() -> None:

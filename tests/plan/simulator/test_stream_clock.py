@@ -28,8 +28,8 @@ def gather(seconds: float, stream: int = 1, axis: str = "shard", stride: int = 1
     return Collective("all_gather", stream, round(2 * seconds), 2, stride, axis)
 
 
-def run(*events: Event, **hardware: float) -> Clock:
-    clock = Clock(imagined_hardware(**hardware))
+def run(*events: Event, device_type: str = "cuda", **hardware: float) -> Clock:
+    clock = Clock(imagined_hardware(device_type, **hardware))
     clock.begin_window()
     for event in events:
         clock.advance(event)
@@ -43,41 +43,90 @@ def waits(clock: Clock) -> dict[str, float]:
     return {cause.name: seconds for cause, seconds in clock.parts.waits.items() if seconds}
 
 
-def test_streams_run_concurrently() -> None:
-    """Oracle: computed by hand: 10 seconds of compute hide 4 of a collective."""
-    clock = run(compute(10), gather(4))
-    assert (clock.now, clock.tail(0), clock.tail(1), waits(clock)) == (10, 10, 4, {})
+TO_DEVICE = {"to_device": True, "blocking": False}
+TRANSFER_AND_UPDATE = [
+    compute(2),
+    RecordEvent(0, 0),
+    WaitEvent(0, 1),
+    Transfer(1, 3, to_device=False, blocking=True),
+    HostWork("adam", 0, 5, worker=False),
+    Transfer(2, 4, **TO_DEVICE),
+    RecordEvent(1, 2),
+    WaitEvent(1, 3),
+    gather(1, stream=3),
+    RecordEvent(2, 3),
+    WaitEvent(2, 0),
+    compute(1),
+]
+"""A copy down of 3 waits for compute of 2; the host then updates for 5, uploads for 4, and a gather of 1 follows: the
+compute stream is idle from 2 to 15."""
+UPDATES = [HostWork("adam", 0, 3, worker=True), HostWork("adam", 0, 4, worker=True)]
+GATHER_4 = [gather(4), RecordEvent(0, 1)]
+TIMELINES: dict[str, tuple[list[Event], float, dict[str, float]]] = {
+    "streams run concurrently": ([compute(10), gather(4)], 10, {}),
+    "a waiting stream starts when its event completes": (
+        [*GATHER_4, compute(1), WaitEvent(0, 0), compute(2)],
+        6,
+        {"communication": 3},
+    ),
+    "an event covers only work issued before it": (
+        [*GATHER_4, gather(4), WaitEvent(0, 0), compute(2)],
+        6,
+        {"communication": 4},
+    ),
+    "a wait for a completed event is free": ([RecordEvent(0, 1), compute(5), WaitEvent(0, 0), compute(1)], 6, {}),
+    "a final wait of the host counts": ([compute(1), gather(4), HostWaitStream(1)], 4, {"communication": 3}),
+    "idle time is attributed to its causes": (
+        TRANSFER_AND_UPDATE,
+        16,
+        {"transfer": 7, "host": 5, "communication": 1},
+    ),
+    "kernels of a communication stream count as communication": (
+        [gather(3), compute(2, stream=1), RecordEvent(0, 1), WaitEvent(0, 0), compute(1)],
+        6,
+        {"communication": 5},
+    ),
+    "a blocking copy stalls the host": (
+        [compute(2), Transfer(0, 3, to_device=False, blocking=True), compute(1)],
+        6,
+        {"transfer": 3},
+    ),
+    "worker threads run concurrently with the host": (
+        [*UPDATES, HostWaitWorkers(1), compute(1), HostWaitWorkers(2), compute(1)],
+        8,
+        {"host": 6},
+    ),
+}
 
 
-def test_waiting_stream_starts_when_its_event_completes() -> None:
-    """Oracle: computed by hand: a gather of 4 is needed after 1 of compute, so 3 are exposed."""
-    clock = run(gather(4), RecordEvent(0, 1), compute(1), WaitEvent(0, 0), compute(2))
-    assert clock.now == 6 and waits(clock) == {"communication": 3}
+@pytest.mark.parametrize(("events", "end", "waiting"), TIMELINES.values(), ids=TIMELINES)
+def test_timeline(events: list[Event], end: float, waiting: dict[str, float]) -> None:
+    """Oracle: computed by hand: the end, and the compute stream's waits by cause."""
+    clock = run(*events)
+    assert (clock.now, waits(clock)) == (end, waiting)
 
 
-def test_event_covers_only_work_issued_before_it() -> None:
-    """Oracle: computed by hand: the second gather comes after the event and is not waited for."""
-    clock = run(gather(4), RecordEvent(0, 1), gather(4), WaitEvent(0, 0), compute(2))
-    assert clock.now == 6 and clock.tail(1) == 8
+@pytest.mark.parametrize(
+    ("events", "tails"),
+    [
+        ([gather(4), gather(3, stream=2)], (4, 7)),
+        ([gather(4), gather(3, stream=2, axis="replicate", stride=2)], (4, 3)),
+        # Machines of two, so stride 2 is between machines only; each copy has 1 of latency.
+        ([Transfer(1, 3, **TO_DEVICE), Transfer(2, 3, **TO_DEVICE)], (4, 8)),
+        ([Transfer(1, 3, **TO_DEVICE), Transfer(2, 3, to_device=False, blocking=False)], (4, 4)),
+    ],
+    ids=["one group", "different links", "one direction", "opposite directions"],
+)
+def test_work_on_one_link_is_serialized(events: list[Event], tails: tuple[float, float]) -> None:
+    """Oracle: computed by hand: ends of the two streams."""
+    clock = run(*events, transfer_latency_seconds=1)
+    assert (clock.tail(1), clock.tail(2)) == tails
 
 
 def test_host_executes_the_kernels_on_a_cpu() -> None:
     """Oracle: computed by hand: two operators of 3 seconds, each after 2 of host time."""
-    clock = Clock(imagined_hardware("cpu", host_operator_seconds=2))
-    clock.advance(compute(3))
-    clock.advance(compute(3))
-    clock.end_window()
+    clock = run(compute(3), compute(3), device_type="cpu", host_operator_seconds=2)
     assert clock.now == clock.host == 10 and waits(clock) == {"host": 4}
-
-
-def test_wait_for_a_completed_event_is_free() -> None:
-    """Oracle: computed by hand: the event is at 0, the stream at 5."""
-    assert run(RecordEvent(0, 1), compute(5), WaitEvent(0, 0), compute(1)).now == 6
-
-
-def test_final_host_wait_counts() -> None:
-    """Oracle: computed by hand: nothing computes after the gather of 4."""
-    assert waits(run(compute(1), gather(4), HostWaitStream(1))) == {"communication": 3}
 
 
 def test_slow_host_determines_the_step_time() -> None:
@@ -86,42 +135,11 @@ def test_slow_host_determines_the_step_time() -> None:
     assert clock.now == 7 and clock.host == 6 and waits(clock) == {"host": 4}
 
 
-def test_idle_time_is_attributed_to_its_causes() -> None:
-    """Oracle: by hand. A copy down of 3 waits for compute of 2; the host then updates for 5, uploads for 4, and a
-    gather of 1 follows: the compute stream is idle from 2 to 15."""
-    clock = run(
-        compute(2),
-        RecordEvent(0, 0),
-        WaitEvent(0, 1),
-        Transfer(1, 3, to_device=False, blocking=True),
-        HostWork("adam", 0, 5, worker=False),
-        Transfer(2, 4, to_device=True, blocking=False),
-        RecordEvent(1, 2),
-        WaitEvent(1, 3),
-        gather(1, stream=3),
-        RecordEvent(2, 3),
-        WaitEvent(2, 0),
-        compute(1),
-    )
-    assert clock.now == 16 and waits(clock) == {"transfer": 7, "host": 5, "communication": 1}
-
-
-def test_kernels_of_a_communication_stream_count_as_communication() -> None:
-    """Oracle: computed by hand: a reduction of 3 and a division of 2 after it, both waited for."""
-    clock = run(gather(3), compute(2, stream=1), RecordEvent(0, 1), WaitEvent(0, 0), compute(1))
-    assert clock.now == 6 and waits(clock) == {"communication": 5}
-
-
-def test_collectives_of_one_group_are_serialized() -> None:
-    """Oracle: computed by hand: the second gather is on another stream and ready immediately, but runs second."""
-    clock = run(gather(4, stream=1), gather(3, stream=2))
-    assert (clock.tail(1), clock.tail(2)) == (4, 7)
-
-
-def test_groups_on_different_links_run_concurrently() -> None:
-    """Oracle: computed by hand: machines of two, so stride 2 is between machines only."""
-    clock = run(gather(4, stream=1), gather(3, stream=2, axis="replicate", stride=2))
-    assert (clock.tail(1), clock.tail(2)) == (4, 3)
+@pytest.mark.parametrize("wait", [HostWaitEvent(0), HostWaitStream(1), HostWaitStream(None)])
+def test_host_wait_delays_later_work(wait: Event) -> None:
+    """Oracle: computed by hand: work issued after the wait starts after the gather of 4, the cause of the wait."""
+    clock = run(*GATHER_4, wait, compute(1), host_operator_seconds=1)
+    assert clock.host == 5 and clock.now == 6 and waits(clock) == {"communication": 4, "host": 1}
 
 
 def test_another_group_uses_gaps_of_a_shared_link() -> None:
@@ -132,33 +150,6 @@ def test_another_group_uses_gaps_of_a_shared_link() -> None:
     assert run(*before, gather(6, stream=2, axis="world")).tail(2) == 15
     assert run(*before, gather(3, stream=2)).tail(2) == 12  # of the same group: in order
     assert run(gather(3, stream=3, axis="all"), *before, gather(3, stream=2, axis="world")).tail(2) == 12
-
-
-def test_copies_run_concurrently_only_in_opposite_directions() -> None:
-    """Oracle: computed by hand: two uploads are serialized, one download runs concurrently; each has 1 of latency."""
-    up = [Transfer(stream, 3, to_device=True, blocking=False) for stream in (1, 2)]
-    clock = run(*up, Transfer(3, 3, to_device=False, blocking=False), transfer_latency_seconds=1)
-    assert [clock.tail(stream) for stream in (1, 2, 3)] == [4, 8, 4]
-
-
-def test_blocking_copy_stalls_the_host() -> None:
-    """Oracle: computed by hand: on the computing stream, behind 2 of compute."""
-    clock = run(compute(2), Transfer(0, 3, to_device=False, blocking=True), compute(1))
-    assert clock.host == 5 and clock.now == 6 and waits(clock) == {"transfer": 3}
-
-
-@pytest.mark.parametrize("wait", [HostWaitEvent(0), HostWaitStream(1), HostWaitStream(None)])
-def test_host_wait_delays_later_work(wait: Event) -> None:
-    """Oracle: computed by hand: work issued after the wait starts after the gather of 4, the cause of the wait."""
-    clock = run(gather(4), RecordEvent(0, 1), wait, compute(1), host_operator_seconds=1)
-    assert clock.host == 5 and clock.now == 6 and waits(clock) == {"communication": 4, "host": 1}
-
-
-def test_worker_threads_run_concurrently_with_the_host() -> None:
-    """Oracle: computed by hand: updates of 3 and 4; the host waits for the first and continues during the second."""
-    jobs = [HostWork("adam", 0, 3, worker=True), HostWork("adam", 0, 4, worker=True)]
-    clock = run(*jobs, HostWaitWorkers(1), compute(1), HostWaitWorkers(2), compute(1))
-    assert clock.host == 7 and clock.now == 8 and waits(clock) == {"host": 6}
 
 
 def test_volumes_add_up_by_collective_and_axis() -> None:

@@ -1,0 +1,24 @@
+"""Forks in place of the interpreters in which plans trace."""
+
+import subprocess
+from collections.abc import Iterator
+from types import SimpleNamespace
+
+import pytest
+
+from fsdptoys.plan.trace import tracer, tracing_process
+from tests.plan.processes import ForkedTracer, Zygote, run_tracer, zygotes
+
+
+@pytest.fixture(scope="session", autouse=True)
+def zygote(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Fork the zygote of a module before its first test; a run without forks has computed by then, and gets none."""
+    if request.config.option.workers == 0:
+        yield
+        return
+    zygotes.append(Zygote())
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tracer, "_run", run_tracer)
+        patch.setattr(tracing_process, "subprocess", SimpleNamespace(Popen=ForkedTracer, DEVNULL=subprocess.DEVNULL))
+        yield
+    zygotes.pop().close()
