@@ -1,16 +1,13 @@
 """The ports on which a run listens, and the powers of a stranger who connects to them."""
 
-import contextlib
 import os
 import re
 import resource
-import signal
 import socket
 import stat
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -21,10 +18,12 @@ from fsdptoys.train import launch_env
 from tests.harness.processes import wait_until
 from tests.launch.launchers import free_port
 from tests.launch.stranger import attack, listening_sockets
+from tests.launch.training import training, wait_while_running
 
 WORDS = [
-    *("experiment=null", "model=llama_debug", "train.batch_size=1", "train.seq_len=32", "train.steps=60"),
-    *("parallel=fsdp2", "launch.device=cpu", "metrics.console=none", "launch.timeout_seconds=120"),
+    *("fsdptoys", "train", "experiment=null", "model=llama_debug", "parallel=fsdp2", "launch.device=cpu"),
+    *("train.batch_size=1", "train.seq_len=32", "train.steps=60", "metrics.console=none"),
+    "launch.timeout_seconds=120",
 ]
 TWO_NODES = [*WORDS, "launch.nnodes=2", "launch.nproc_per_node=1"]
 TOKEN = b"0123456789abcdef"
@@ -32,50 +31,6 @@ LOOPBACK = {"0100007F", "00000000000000000000000001000000"}
 """127.0.0.1 and ::1, as /proc/net has them."""
 
 on_linux = pytest.mark.skipif(not Path("/proc/net/tcp").exists(), reason="sockets are listed by Linux alone")
-
-
-class Training:
-    """``fsdptoys train`` as a process."""
-
-    def __init__(self, words: Sequence[str], output: Path) -> None:
-        self._output = output
-        command = [sys.executable, "-m", "fsdptoys", "train", *words]
-        with output.open("w") as file:
-            self.process = subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT, start_new_session=True)
-
-    @property
-    def output(self) -> str:
-        """What it has printed so far."""
-        return self._output.read_text()
-
-    def ended(self) -> bool:
-        """Whether it has ended."""
-        return self.process.poll() is not None
-
-    def result(self) -> tuple[int, str]:
-        """Wait for the end; return status and output."""
-        wait_until(self.ended, "the end of the run", [self.process.pid])
-        return self.process.returncode, self.output
-
-    def wait_for_metrics(self, folder: Path) -> None:
-        """Wait for the end of the second step."""
-        path = folder / "metrics.jsonl"
-        wait_until(
-            lambda: self.ended() or (path.exists() and path.read_text().count("\n") >= 2), "steps", [self.process.pid]
-        )
-        assert not self.ended(), self.output
-
-
-@contextlib.contextmanager
-def training(words: Sequence[str], output: Path) -> Iterator[Training]:
-    """Start a run, which is killed in the end."""
-    run = Training(words, output)
-    try:
-        yield run
-    finally:
-        if not run.ended():
-            os.killpg(run.process.pid, signal.SIGKILL)
-            run.process.wait()
 
 
 def token_file(folder: Path, token: bytes) -> str:
@@ -123,7 +78,8 @@ def test_multi_node_store_unpickles_nothing_and_listens_on_its_address_only(
     if token is not None:
         words.append(token_file(tmp_path, token))
     with training(words, tmp_path / "output0") as first, training(words, tmp_path / "output1") as second:
-        first.wait_for_metrics(folder)
+        metrics = folder / "metrics.jsonl"
+        wait_while_running([first], lambda: metrics.exists() and metrics.read_text().count("\n") > 1, "two steps")
         listening = listening_sockets(first.process.pid) | listening_sockets(second.process.pid)
         assert {address for address, place in listening if place == port} == {"0100007F"}
         assert attack("127.0.0.1", port, str(pwned)) > 0
