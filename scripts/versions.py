@@ -40,7 +40,7 @@ TESTS: dict[str, list[str]] = {
     "adapters": ["tests/parallel/test_lora.py", "tests/parallel/test_nf4.py"],
     "conversations": ["tests/data/test_chat.py"],
     "float8, 8-bit AdamW": ["tests/parallel/test_float8.py", "tests/optim/test_low_bit_adamw.py"],
-    "configuration": ["tests/config"],
+    "configuration": ["tests/config", "tests/messages"],
     "models": ["tests/models"],
     "loss": ["tests/loss"],
     "memory switches": ["tests/memory/test_activation_offload.py", "tests/memory/test_optimizer_in_backward.py"],

@@ -10,16 +10,13 @@ from fsdptoys.cli.main import main
 from fsdptoys.models import LlamaConfig
 from tests.checkpoint.folders import build, load, write
 from tests.checkpoint.test_adapter_folder import adapted, draw_adapters, write_own
-from tests.checkpoint.test_weights import save_run
-
-BYTES = LlamaConfig(dim=32, n_layers=2, n_heads=4, n_kv_heads=2, ffn_dim=48, vocab_size=256, max_seq_len=64)
+from tests.cli.byte_model import BYTES, save_model
 
 
 @pytest.fixture
 def places(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A run and a folder with the same weights, and an adapter."""
-    save_run(tmp_path / "run", BYTES)
-    write(tmp_path / "folder", build(BYTES))
+    """The current folder: a run and a folder with the same weights, and an adapter."""
+    save_model(tmp_path)
     model = adapted(build(BYTES))
     write_own(tmp_path / "adapter", model, draw_adapters(model))
     (tmp_path / "text").write_text("some text to predict, a few words long")
@@ -27,23 +24,28 @@ def places(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def test_adapters_are_added_to_the_weights(places: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Oracle: the model with adapters, for the converted folder's logits; that folder, for the other commands."""
+@pytest.mark.parametrize("source", ["run", "folder"])
+def test_adapters_are_added_to_converted_weights(source: str, places: Path) -> None:
+    """Oracle: the logits of the model with adapters."""
     tokens_BT = torch.arange(40).view(2, 20)
     model = adapted(build(BYTES))
     draw_adapters(model)
-    for source in ("run", "folder"):
-        assert main(["convert", "to-hf", source, f"merged-{source}", "adapter=adapter"]) == 0
-        found = load(places / f"merged-{source}")
-        torch.testing.assert_close(found(tokens_BT), model(tokens_BT), rtol=1e-5, atol=1e-5)
+    assert main(["convert", "to-hf", source, "merged", "adapter=adapter"]) == 0
+    torch.testing.assert_close(load(places / "merged")(tokens_BT), model(tokens_BT), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("line", ["generate SOURCE --prompt ab --tokens 8", "evaluate SOURCE --text text"])
+@pytest.mark.usefixtures("places")
+def test_adapters_are_added_to_the_weights_of_a_command(line: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """Oracle: the converted folder with added adapters."""
+    assert main(["convert", "to-hf", "folder", "merged", "adapter=adapter"]) == 0
     capsys.readouterr()
-    options = ["--device", "cpu", "--tokenizer", "bytes", "--context", "16", "--json"]
-    for command in (["generate", "--prompt", "ab", "--tokens", "8"], ["evaluate", "--text", "text"]):
-        answers = []
-        for source in (["folder"], ["folder", "--adapter", "adapter"], ["merged-folder"]):
-            assert main([command[0], *source, *command[1:], *options]) == 0
-            answers.append(json.loads(capsys.readouterr().out))
-        assert answers[1] == answers[2] != answers[0]
+    answers = []
+    for source in ("folder", "folder --adapter adapter", "merged"):
+        words = f"{line.replace('SOURCE', source)} --device cpu --tokenizer bytes --context 16 --json"
+        assert main(words.split()) == 0
+        answers.append(json.loads(capsys.readouterr().out))
+    assert answers[1] == answers[2] != answers[0]
 
 
 def test_adapters_of_another_model_are_refused(places: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -53,5 +55,3 @@ def test_adapters_of_another_model_are_refused(places: Path, capsys: pytest.Capt
     assert "lora_A.weight in the shape 4×32, and the adapter of a llama model as configured needs 4×64" in (
         capsys.readouterr().err
     )
-    assert main(["convert", "to-hf", "folder", "out", "adapter=nowhere"]) == 2
-    assert "nowhere holds no adapter_config.json" in capsys.readouterr().err

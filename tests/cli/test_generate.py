@@ -6,36 +6,25 @@ from pathlib import Path
 
 import pytest
 import torch
-import yaml
 
 from fsdptoys.cli.commands import parse
 from fsdptoys.cli.generate import generate_command
 from fsdptoys.cli.main import main
 from fsdptoys.data import DataConfig, HFConfig, PreparedConfig, TextConfig
-from fsdptoys.data.tokenizer import CHOICE
 from fsdptoys.errors import ConfigError
-from fsdptoys.models import LlamaConfig
 from fsdptoys.models.generate import Draw, generate
-from fsdptoys.parallel import SingleConfig
 from tests.checkpoint.folders import build, write
-from tests.checkpoint.test_weights import save_run
+from tests.cli.byte_model import BYTES, save_model, save_tokenizer, train_on
 from tests.data import test_prepare as prepared
 from tests.data.chat_files import GENERATED, save_chat_tokenizer, without_blocks
 from tests.models.families import SMALL
 from tests.oracle import import_transformers
-from tests.parallel.runs import make_config
-
-BYTES = LlamaConfig(dim=32, n_layers=2, n_heads=4, n_kv_heads=2, ffn_dim=48, vocab_size=256, max_seq_len=64)
 
 
 @pytest.fixture
 def places(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A folder with a run, whose ``train.seq_len`` is 16, and the same weights in Hugging Face format."""
-    save_run(tmp_path / "run", BYTES)
-    settings = yaml.safe_load((tmp_path / "run" / "config.yaml").read_text())
-    settings["train"]["seq_len"] = 16
-    (tmp_path / "run" / "config.yaml").write_text(yaml.safe_dump(settings))
-    write(tmp_path / "folder", build(BYTES))
+    save_model(tmp_path)
     monkeypatch.chdir(tmp_path)
     return tmp_path
 
@@ -131,14 +120,6 @@ def test_greedy_text_equals_transformers(case: str, tmp_path: Path, capsys: pyte
     assert found == [oracle.generate(torch.tensor([ids]), max_new_tokens=40, do_sample=False)[0, 5:].tolist()]
 
 
-def save_tokenizer(folder: Path) -> None:
-    """Write a tokenizer of three words."""
-    tokenizers = pytest.importorskip("tokenizers")
-    made = tokenizers.Tokenizer(tokenizers.models.WordLevel({"one": 0, "two": 1, "?": 2}, unk_token="?"))
-    made.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
-    made.save(str(folder / "tokenizer.json"))
-
-
 def test_tokenizer_of_the_folder_is_the_default(places: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Oracle: the ids of the words, by hand; a run may be given the same one."""
     save_tokenizer(places / "folder")
@@ -169,10 +150,6 @@ def test_chat_prompt_is_that_of_transformers(
     words = [str(tmp_path / "folder"), "--chat", "--prompt", "hello é", "--tokens", "12", "--temperature", "0"]
     words += ["--system", system] if system is not None else []
     assert made(capsys, *words) == [wanted]
-    with pytest.raises(ConfigError, match=r"--chat needs text, and --tokenizer ids has none"):
-        generate_command([str(tmp_path / "folder"), "--chat", "--prompt", "1", "--tokenizer", "ids"])
-    with pytest.raises(ConfigError, match=r"--tokenizer bytes has no chat template"):
-        generate_command([str(tmp_path / "folder"), "--chat", "--prompt", "a", "--tokenizer", "bytes"])
 
 
 @pytest.mark.parametrize(
@@ -180,24 +157,15 @@ def test_chat_prompt_is_that_of_transformers(
     [
         ("{{ raise_exception('no system') if messages[0].role == 'system' }}a", r"after --system 'Hi' .*no system"),
         ("{% for m in messages %}{{ m.content if m.role == 'user' }}{% endfor %}", r"--system 'Hi' is left out by"),
-        (None, r"--system 'Hi' is a message of a conversation; add --chat"),
     ],
 )
-def test_system_message_that_no_model_would_see_is_refused(tmp_path: Path, template: str | None, message: str) -> None:
-    """Oracle: templates by hand, and a prompt without a template."""
+def test_system_message_that_no_model_would_see_is_refused(tmp_path: Path, template: str, message: str) -> None:
+    """Oracle: templates by hand."""
     pytest.importorskip("tokenizers")
     write(tmp_path / "folder", build(dataclasses.replace(BYTES, vocab_size=320)))
     save_chat_tokenizer(tmp_path / "folder", template)
-    chat = ["--chat"] if template else []
     with pytest.raises(ConfigError, match=message):
-        generate_command([str(tmp_path / "folder"), *chat, "--system", "Hi", "--prompt", "a"])
-
-
-def train_on(run: Path, data: DataConfig) -> None:
-    """Change the data in a run's settings."""
-    settings = yaml.safe_load((run / "config.yaml").read_text())
-    settings["data"] = dataclasses.replace(make_config(SingleConfig(), 1), data=data).to_dict()["data"]
-    (run / "config.yaml").write_text(yaml.safe_dump(settings))
+        generate_command([str(tmp_path / "folder"), "--chat", "--system", "Hi", "--prompt", "a"])
 
 
 @pytest.mark.parametrize("kind", ["folder", "second folder", "files", "cache"])
@@ -234,77 +202,7 @@ def test_runs_trained_on_bytes_default_to_bytes(places: Path, capsys: pytest.Cap
         assert made(capsys, *words) == wanted
 
 
-@pytest.mark.parametrize(
-    ("data", "reason"),
-    [
-        (PreparedConfig(folder="gone"), "data.folder=gone is no folder with an index.json"),
-        (HFConfig(files=["a.jsonl"], tokenizer="gone.json", cache="gone"), "data.tokenizer=gone.json does not exist, "
-         "and the cache has no copy"),
-    ],
-)  # fmt: skip
-def test_missing_tokenizer_is_reported(data: DataConfig, reason: str, places: Path) -> None:
-    """Oracle: the expected message."""
-    train_on(places / "run", data)
-    with pytest.raises(ConfigError) as refused:
-        generate_command(["run", "--prompt", "a"])
-    assert str(refused.value) == f"run has no tokenizer any more ({reason}); write {CHOICE}"
-
-
 @pytest.mark.parametrize("words", [["--prompt="], ["--prompt", ""]])
 def test_empty_prompt_is_accepted(words: list[str]) -> None:
     """Oracle: the parsed arguments; a tokenizer may add a first token."""
     assert parse("generate", ["run", *words, "--prompt=--x", "--json"]).prompt == ["", "--x"]
-
-
-@pytest.mark.parametrize(
-    ("words", "sentence"),
-    [
-        ("--prompt a", "fsdptoys generate needs one run or folder, and none was given; write fsdptoys generate "
-         "runs/NAME --prompt TEXT"),
-        ("run folder --prompt a", "fsdptoys generate needs one run or folder, and 2 were given; write fsdptoys "
-         "generate runs/NAME --prompt TEXT"),
-        ("run", "there is no prompt to continue; write fsdptoys generate run --prompt TEXT"),
-        ("run --prompt", "--prompt has no value; write --prompt TEXT, or --prompt=--x for one with dashes"),
-        ("run --promt a", "--promt is not an option of fsdptoys generate; did you mean --prompt?"),
-        ("run tokens=3 --prompt a", "tokens=3 lacks its dashes; write --tokens 3"),
-        ("run --prompt a --tokens 0", "--tokens 0 must be a whole number of at least 1; write --tokens 200"),
-        ("run --prompt a --top-k 0", "--top-k 0 must be a whole number of at least 1; write --top-k 1"),
-        ("run --prompt a --temperature x", "--temperature x must be a number of at least 0; write --temperature 1"),
-        ("run --prompt a --top-p 0", "--top-p 0 must be a number above 0 and at most 1; write --top-p 1"),
-        ("run --prompt a --top-k 2 --temperature 0", "--top-k 2 is for sampling, and --temperature 0 takes the "
-         "most likely token; leave out one of them"),
-        ("run --prompt a --dtype int8", "--dtype int8 must be one of float32, bfloat16, float16; write --dtype "
-         "float32"),
-        ("run --prompt a --device gpu", "--device gpu must be one of cuda, npu, cpu; write --device cpu"),
-        ("nowhere --prompt a", "nowhere is not a folder; name the directory of a run, a checkpoint, or a folder in "
-         "Hugging Face format"),
-        ("empty --prompt a", "empty holds no weights; train with checkpoint.final_weights=true"),
-        ("run --prompt a", "run has no tokenizer; write --tokenizer bytes, --tokenizer ids, or --tokenizer with a "
-         "folder that holds a tokenizer.json"),
-        ("run --prompt a --tokenizer empty", "empty/tokenizer.json is missing, which maps the ids to text; "
-         "write --tokenizer bytes, --tokenizer ids, or --tokenizer with a folder that holds a "
-         "tokenizer.json"),
-        ("run --prompt a --tokenizer ids", "'a' is no token id; write ids as in '17 4 1003', or another --tokenizer"),
-        ("run --prompt 256 --tokenizer ids", "--prompt '256' has token 256 at position 0, and the model's ids end at "
-         "255; give the --tokenizer that it was trained with"),
-        ("run --prompt= --tokenizer ids", "--prompt '' encodes to no token, and the model needs one; write a "
-         "longer prompt"),
-        ("run --prompt abcdefghijklmnopq --tokenizer bytes", "--prompt 'abcdefghijklmnopq' has 17 tokens, and the "
-         "model sees 16; shorten it, or write --context 17"),
-        ("run --prompt a --tokenizer bytes --context 65", "--context 65 is more than model.max_seq_len=64; write "
-         "--context 64"),
-    ],
-)  # fmt: skip
-def test_mistakes_are_reported_in_one_sentence(words: str, sentence: str, places: Path) -> None:
-    """Oracle: the expected message."""
-    (places / "empty").mkdir()
-    with pytest.raises(ConfigError) as refused:
-        generate_command(words.split())
-    assert str(refused.value) == sentence
-
-
-def test_bytes_tokenizer_needs_a_vocabulary_of_256(tmp_path: Path) -> None:
-    """Oracle: the expected message."""
-    write(tmp_path / "folder", build(SMALL["qwen3"]))
-    with pytest.raises(ConfigError, match=r"--tokenizer bytes needs 256 ids, and this model has 96"):
-        generate_command([str(tmp_path / "folder"), "--prompt", "a", "--tokenizer", "bytes"])

@@ -148,18 +148,3 @@ def test_requested_presets_have_one_row_each_with_explained_numbers(capsys: pyte
     shown = capsys.readouterr().out
     assert [line.split()[0] for line in shown.splitlines()[2:4]] == ["gpt2", "qwen3_moe_debug"]
     assert "124M" in shown and "6 for each weight of a matrix" in " ".join(shown.split())
-
-
-@pytest.mark.parametrize(
-    ("words", "sentence"),
-    [
-        (["lama3_8b"], "lama3_8b is not a model preset; did you mean fsdptoys models llama3_8b?"),
-        (["gpt2", "zzz"], "zzz is not a model preset; write fsdptoys models for all of them"),
-        (["model=gpt2_xl"], "model=gpt2_xl is not a model preset; did you mean fsdptoys models gpt2_xl?"),
-        (["--jsn"], "--jsn is not an option of fsdptoys models; did you mean --json?"),
-    ],
-)
-def test_mistake_is_one_line_and_status_2(words: list[str], sentence: str, capsys: pytest.CaptureFixture[str]) -> None:
-    """Oracle: the exact message."""
-    assert main(["models", *words]) == 2
-    assert capsys.readouterr().err == f"fsdptoys: {sentence}\n"

@@ -13,35 +13,6 @@ from fsdptoys.plan.predict import Predictor, predict
 
 TINY = ["model=llama_debug", "experiment=null", "train.seq_len=128", "plan.hardware=h100"]
 
-MISTAKES = {
-    "serach": "serach is not a command of fsdptoys plan; did you mean fsdptoys plan search?",
-    "llama": "llama is not a command of fsdptoys plan; write fsdptoys plan --help",
-    "search --png": "--png has no value; write --png FILE",
-    "--jsn plan.hardware=h100": "--jsn is not an option, since settings have no dashes before them; "
-    "see fsdptoys train --help for all keys",
-    "plan.hardware=h300": "plan.hardware=h300 is not a profile; did you mean plan.hardware=h200?",
-    "plan.hardware=h100 plan.world_size=64 mesh.fsdp_size=48": "mesh.fsdp_size=48 must divide the world size 64; set "
-    "mesh.fsdp_size=32 or plan.world_size=48",
-    "plan.hardware=h100 plan.rows=3": "plan.rows=3 is read by fsdptoys plan search alone; leave it out",
-    "search plan.hardware=h100 plan.predict=false": "plan.predict=false is read by fsdptoys train alone; leave it out",
-    "plan.hardware=h100 launch.device=npu": "launch.device=npu differs from the type of plan.hardware=h100, "
-    "cuda; leave it out",
-    "search plan.hardware=h100 plan.world_size=16 launch.nproc_per_node=4": "plan.world_size=16 is not the 4 ranks of "
-    "launch.nnodes=1 and launch.nproc_per_node=4; leave out plan.world_size, or both of these",
-    "--png=f.png plan.hardware=h100": "--png draws the result of a search; write fsdptoys plan search --png FILE",
-    "calibrate . out=nodir/x.yaml": "out=nodir/x.yaml is in nodir, which is not a folder; set out=x.yaml or create the "
-    "folder",
-    "plan.hardware=h100 model=llama3_8b plan.world_size=98304": "mesh.fsdp_size=-1 cuts parameters of 4096 rows "
-    "(model.dim) into 98304 shards, so that ranks would hold nothing of them; set mesh.fsdp_size=4096",
-}
-
-
-@pytest.mark.parametrize("typed", MISTAKES)
-def test_mistake_is_reported_word_for_word(typed: str, capsys: pytest.CaptureFixture[str]) -> None:
-    """Oracle: the exact message, and the status."""
-    assert main(["plan", *typed.split(" ")]) == 2
-    assert capsys.readouterr().err == f"fsdptoys: {MISTAKES[typed]}\n"
-
 
 @pytest.mark.usefixtures("unmeasured")
 def test_memory_at_the_end_of_a_step_is_12_bytes_per_sharded_parameter(capsys: pytest.CaptureFixture[str]) -> None:
@@ -60,6 +31,7 @@ def test_memory_at_the_end_of_a_step_is_12_bytes_per_sharded_parameter(capsys: p
     assert output["memory_limit_bytes"] == round(load_hardware("h100").usable_bytes)
 
 
+@pytest.mark.extended
 @pytest.mark.usefixtures("unmeasured")
 def test_peaks_of_deep_models_only_are_found_by_tracing_all_layers(monkeypatch: pytest.MonkeyPatch) -> None:
     """Oracle: the trace of all layers is printed, where gradients outgrow the logits behind the 12th layer; their

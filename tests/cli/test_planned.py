@@ -66,6 +66,7 @@ def test_margin_and_free_memory_limit_a_choice(
     assert device_memory("cpu", 2) is None
 
 
+@pytest.mark.extended
 def test_free_memory_without_a_device_is_unknown() -> None:
     """Oracle: a machine without CUDA, whose query fails."""
     assert least_free_bytes("cuda", 64) is None

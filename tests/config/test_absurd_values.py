@@ -2,6 +2,7 @@
 
 import dataclasses
 import typing
+from collections.abc import Iterable
 from typing import Any
 
 import pytest
@@ -34,11 +35,16 @@ USED = {
 
 
 def schemas() -> dict[str, dict[str, type]]:
-    """Group or section → schema → dataclass."""
+    """Return group or section → schema → dataclass."""
     hints = typing.get_type_hints(Config)
     sections = {field.name: hints[field.name] for field in dataclasses.fields(Config)}
     plain = {name: {"default": kind} for name, kind in sections.items() if dataclasses.is_dataclass(kind)}
     return {name: SCHEMAS.get(name, of_section) for name, of_section in plain.items()}
+
+
+def one_in(share: int, names: Iterable[str]) -> list[Any]:
+    """Return all names as parameters, of which the short level runs one in ``share``."""
+    return [pytest.param(name, marks=pytest.mark.extended if index % share else ()) for index, name in enumerate(names)]
 
 
 def values_of(key: str, annotation: Any) -> tuple[str, ...]:
@@ -72,7 +78,7 @@ def test_numeric_keys_are_found_in_every_section() -> None:
     assert {"train.steps", "model=llama_debug model.n_layers", "optim=sgd optim.momentum"} <= set(KEYS)
 
 
-@pytest.mark.parametrize("named", KEYS)
+@pytest.mark.parametrize("named", one_in(8, KEYS))
 def test_absurd_numbers_are_accepted_or_refused_in_one_sentence(named: str) -> None:
     """Oracle: ConfigError and one line; integers beyond 64 bits, infinities and nan are never accepted."""
     chosen, key, values = KEYS[named]

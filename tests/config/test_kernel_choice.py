@@ -65,7 +65,6 @@ def test_nothing_is_compiled_on_a_cuda_machine_without_a_part_of_triton(
     """Oracle: the parts one by one; a configuration without any of them is PyTorch's own."""
     (tmp_path / "Python.h").touch()
     monkeypatch.setattr(kernels, "available_device_type", lambda: "cuda")
-    monkeypatch.delenv("CC", raising=False)
     monkeypatch.setattr(kernels.importlib.util, "find_spec", lambda _: None if missing == "triton" else object())
     monkeypatch.setattr(kernels.shutil, "which", lambda _: None if missing == "compiler" else "/usr/bin/gcc")
     folder = tmp_path / ("lost" if missing == "headers" else "")
@@ -77,58 +76,6 @@ def test_nothing_is_compiled_on_a_cuda_machine_without_a_part_of_triton(
     config.resolve("cuda", compiles=False, deterministic=False, fuses=True)
     kernels.triton_works.cache_clear()
     assert config.rotary is config.swiglu is (Kernel.torch if missing else Kernel.compiled)
-
-
-REFUSED = {
-    ("cpu", "kernels.attention=cudnn"): "kernels.attention=cudnn is a backend that this run's device lacks: attention "
-    "on cpu has flash and math only",
-    ("cpu", "kernels.attention=efficient"): "kernels.attention=efficient is a backend that this run's device lacks: "
-    "attention on cpu has flash and math only",
-    ("npu", "kernels.attention=flash"): "kernels.attention=flash is a backend that this run's device lacks: attention "
-    "on npu chooses by itself",
-    ("cuda", "kernels.attention=cudnn"): "kernels.attention=cudnn takes bfloat16 and float16 only on CUDA, and "
-    "parallel.param_dtype=float32; set parallel.param_dtype=bfloat16 or kernels.attention=auto",
-    ("cuda", "kernels.attention=flash parallel.param_dtype=bfloat16 data.mask_documents=true"): "kernels.attention="
-    "flash cannot train with the mask of data.mask_documents=true: flash takes none, and cuDNN returned NaN gradients "
-    "(github.com/pytorch/pytorch/issues/196678)",
-    ("cuda", "kernels.attention=math kernels.document_attention=flex data.mask_documents=true"): "kernels.attention="
-    "math has no effect with kernels.document_attention=flex, which computes all attention under "
-    "data.mask_documents=true",
-    ("cpu", "kernels.attention=flex"): "kernels.attention=flex is PyTorch's flex_attention, which trains on CUDA alone "
-    "and is not known to be deterministic, and this run is on cpu",
-    ("cuda", "kernels.attention=flex parallel=single train.deterministic=true"): "kernels.attention=flex is PyTorch's "
-    "flex_attention, which trains on CUDA alone and is not known to be deterministic, and train.deterministic=true",
-    ("cuda", "kernels.attention=flex train.compile=true"): "kernels.attention=flex is compiled by itself, and "
-    "train.compile=true compiles whole blocks; set kernels.attention=auto or train.compile=false",
-    (
-        "cuda",
-        "kernels.attention=flex memory.gradient_checkpointing=selective",
-    ): "memory.gradient_checkpointing=selective knows no operator of kernels.attention=flex whose result it could "
-    "keep; set memory.gradient_checkpointing=full",
-    (
-        "cuda",
-        "kernels.attention=flash parallel.param_dtype=bfloat16 model.head_dim=512",
-    ): "kernels.attention=flash needs heads whose width is at most 256, and those of this model have 512 channels",
-    (
-        "cuda",
-        "kernels.attention=cudnn parallel.param_dtype=bfloat16 model.head_dim=12",
-    ): "kernels.attention=cudnn needs heads whose width is a multiple of 8, and those of this model have 12 channels",
-    (
-        "cuda",
-        "kernels.attention=cudnn parallel=single parallel.param_dtype=bfloat16 train.deterministic=true",
-    ): "kernels.attention=cudnn is not deterministic, and train.deterministic=true",
-}
-"""Device and overrides → message, before the fix if it is ``auto``."""
-
-
-@pytest.mark.parametrize(("device_type", "words"), REFUSED)
-def test_backends_that_cannot_run_are_refused_before_any_worker_starts(device_type: str, words: str) -> None:
-    """Oracle: the expected message."""
-    config = compose_config(["experiment=null", "model=llama_debug", *words.split()])
-    with pytest.raises(ConfigError) as caught:
-        config.validate(1, device_type)
-    expected = REFUSED[device_type, words]
-    assert str(caught.value) == (expected if "; set" in expected else f"{expected}; set kernels.attention=auto")
 
 
 @pytest.mark.parametrize(
@@ -182,17 +129,6 @@ def test_backend_that_the_device_refuses_is_reported_in_one_sentence() -> None:
     assert message.endswith("; set kernels.attention=auto") and "No viable backend" in message
 
 
-def test_torch_npu_kernels_are_refused_in_compiled_blocks() -> None:
-    """Oracle: the expected message."""
-    config = compose_config(["train.compile=true", "kernels.attention=npu"])
-    with pytest.raises(ConfigError) as caught:
-        config.validate(2, "npu")
-    assert str(caught.value) == (
-        "kernels.attention=npu is a kernel that train.compile=true cannot see into, which torch_npu documents for "
-        "attention as not to be compiled; set kernels.attention=auto"
-    )
-
-
 @pytest.mark.skipif(IS_REAL, reason="torch_npu is here")
 def test_auto_is_pytorch_if_torch_npu_lacks_the_operators(monkeypatch: pytest.MonkeyPatch) -> None:
     """Oracle: an NPU without registered operators; explicit settings stay."""
@@ -235,6 +171,7 @@ def test_trainer_sets_the_configured_kernels_in_every_layer() -> None:
     assert set(found) == {(True, "attention")}
 
 
+@pytest.mark.extended
 @pytest.mark.usefixtures("unmeasured")
 def test_compiled_kernels_match_one_process_bitwise_and_pytorch_closely() -> None:
     """Oracle: one process that runs the same micro-batches, bitwise; PyTorch's operators to 1e-5 in float32."""

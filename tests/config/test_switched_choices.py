@@ -15,6 +15,7 @@ from fsdptoys.sweep.validate import ValidJob, validate_combinations
 
 KEY = "memory.gradient_checkpointing"
 MODES = {"true": "full", "on": "full", "yes": "full", "True": "full", "'on'": "full", "full": "full"}
+IN_FILES = ("true", "'on'", "off", "full", "none")
 MODES |= {"false": "none", "off": "none", "no": "none", "OFF": "none", "none": "none", "selective": "selective"}
 
 
@@ -28,19 +29,19 @@ def test_booleans_choose_full_or_none_in_yaml_files(tmp_path: Path, monkeypatch:
     """Oracle: the same table, in a copy of ``configs/`` with an experiment per value; other values are refused."""
     folder = tmp_path / "copied_configs"
     shutil.copytree(overrides.CONFIGS, folder)
-    for index, typed in enumerate([*MODES, "maybe"]):
+    for index, typed in enumerate([*IN_FILES, "maybe"]):
         text = f"# @package _global_\ndefaults: [_self_]\nmemory:\n  gradient_checkpointing: {typed}\n"
         (folder / "experiment" / f"typed{index}.yaml").write_text(text)
     monkeypatch.setattr(overrides, "CONFIGS", folder)
     monkeypatch.setattr(compose, "CONFIG_MODULE", folder.name)
     monkeypatch.syspath_prepend(tmp_path)
     try:
-        for index, mode in enumerate(MODES.values()):
+        for index, typed in enumerate(IN_FILES):
             config = compose.compose_config([f"experiment=typed{index}"])
-            assert config.to_dict()["memory"]["gradient_checkpointing"] == mode
+            assert config.to_dict()["memory"]["gradient_checkpointing"] == MODES[typed]
             assert type(config) is compose.Config and type(config.memory) is compose.MemoryConfig
         with pytest.raises(ConfigError, match=r"Invalid value 'maybe', expected one of \[none, full, selective\]"):
-            compose.compose_config([f"experiment=typed{len(MODES)}"])
+            compose.compose_config([f"experiment=typed{len(IN_FILES)}"])
     finally:
         sys.modules.pop(folder.name, None)
 

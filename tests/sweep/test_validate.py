@@ -13,6 +13,7 @@ from fsdptoys.launch.launch import resolve_run
 from fsdptoys.sweep.axes import Combination, combine, read_axes, read_base
 from fsdptoys.sweep.definition import list_sweeps, read_definition
 from fsdptoys.sweep.validate import InvalidJob, JobHardware, LocalMachine, ValidJob, validate_combinations
+from tests.config.test_absurd_values import one_in
 
 CHOICES = list_choices()
 SMALL = ["model=llama_debug", "train.seq_len=64"]
@@ -37,7 +38,13 @@ def of_sweep(name: str, *words: str) -> list[Combination]:
 
 
 @pytest.mark.parametrize("name", list_sweeps())
-@pytest.mark.parametrize("place", [LocalMachine(), Imagined()], ids=["two CPU ranks", "eight CUDA devices"])
+@pytest.mark.parametrize(
+    "place",
+    [
+        pytest.param(LocalMachine(), id="two CPU ranks", marks=pytest.mark.extended),
+        pytest.param(Imagined(), id="eight CUDA devices"),
+    ],
+)
 def test_every_combination_of_a_shipped_sweep_is_valid_or_skipped_with_a_reason(name: str, place: LocalMachine) -> None:
     """Oracle: none is an invalid configuration; on eight devices as in the file, on a CPU with a small model."""
     on_cpu = type(place) is LocalMachine
@@ -94,40 +101,10 @@ def test_combination_equals_the_run_of_its_job() -> None:
         assert one.world_size == plan.world_size
 
 
-MISTAKES = {
-    "memory.chunk_los=true,false": "memory.chunk_los=true names a key that does not exist; did you mean "
-    "memory.chunk_loss=true?",
-    "train.steps=5,many": "train.steps=many must be an integer; set train.steps=10",
-    "parallel=zero,fsdp2": "parallel=zero must be one of ddp, fsdp1, fsdp2, single, toy_cp, toy_ddp, "
-    "toy_ep, toy_fsdp, toy_zero1, toy_zero2, toy_zero3; did you mean parallel=toy_zero3?",
-    "optim.lr=1,-1": "optim.lr=-1.0 must be at least 0; set optim.lr=0.0003",
-    "parallel=ddp parallel.wrap=block,block_attn_mlp": "parallel.wrap=block is not an option of parallel=ddp, it "
-    "belongs to fsdp1, fsdp2, toy_fsdp; set parallel=fsdp1 or leave it out",
-    "+train.steps=5,6": "+train.steps=5 would add a key that exists already; write train.steps=5",
-    "hydra.run.dir=a,b": "hydra.run.dir=a is Hydra's own setting, which every rank needs as it is; leave it out",
-    "launch.devic=cpu train.seed=1,2": "launch.devic=cpu names a key that does not exist; did you mean "
-    "launch.device=cpu?",
-    "mesh.fsdp_size=3": "mesh.fsdp_size=3 must divide the world size 2; set mesh.fsdp_size=2 or "
-    "launch.nproc_per_node=3",
-    "mesh.fsdp_size=3 train.seed=1,2": "none of the 2 combinations can be run: mesh.fsdp_size=3 must divide the world "
-    "size 2; set mesh.fsdp_size=2 or launch.nproc_per_node=3",
-}
-
-
-@pytest.mark.parametrize("words", MISTAKES)
-def test_mistakes_in_every_combination_stop_the_sweep(words: str) -> None:
-    """Oracle: an argument that no combination accepts, or a sweep without any valid combination."""
-    with pytest.raises(ConfigError) as mistake:
-        validate_combinations(of_words("launch.nproc_per_node=2", *words.split()))
-    assert str(mistake.value) == MISTAKES[words]
-
-
 def test_requirements_of_writers_are_checked_before_the_first_job(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """Oracle: without credentials for Weights & Biases only the combination that stays offline is left."""
-    for name in ("WANDB_API_KEY", "WANDB_IDENTITY_TOKEN_FILE", "WANDB_MODE", "NETRC", "WANDB_CONFIG_DIR"):
-        monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: name)
     online, offline = validate_combinations(
@@ -149,7 +126,7 @@ REFUSED = {
 }
 
 
-@pytest.mark.parametrize("words", REFUSED)
+@pytest.mark.parametrize("words", one_in(3, REFUSED))
 def test_combinations_that_contradict_other_arguments_or_the_machine_are_skipped(words: str) -> None:
     """Oracle: each of these arguments is valid in another combination or on another machine."""
     validated = validate_combinations(of_words("model=llama_debug", *words.split()))
@@ -171,7 +148,7 @@ BASELINES = {
 }
 
 
-@pytest.mark.parametrize("words", BASELINES)
+@pytest.mark.parametrize("words", one_in(3, BASELINES))
 def test_keys_without_effect_are_dropped_and_leave_one_baseline(words: str) -> None:
     """Oracle: the rows by hand; where the switch is off, the keys that depend on it distinguish no runs."""
     validated = validate_combinations(of_words("model=llama_debug", *words.split()))

@@ -1,0 +1,134 @@
+"""Every recorded sentence answers its line, names what was typed, and suggests words that are accepted."""
+
+import os
+import shutil
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from fsdptoys.config import optimizer_checks, schema
+from fsdptoys.data import BinConfig, DataConfig, HFConfig, PreparedConfig, SyntheticConfig, TextConfig
+from fsdptoys.parallel.fsdp import TORCH
+from fsdptoys.sweep.slurm_settings import SLURM_COMMANDS
+from tests.checkpoint.folders import build, write
+from tests.cli.byte_model import edit_settings, save_model, train_on
+from tests.messages.lines import FILE, Row, answer, answer_without_start, corrected, dump_rows, names_word, read_rows
+from tests.models.families import SMALL
+from tests.report.recorded_runs import run_of, write_run
+from tests.train.test_resume_mistakes import train_run
+
+ROWS = read_rows()
+
+RUNS: dict[str, DataConfig] = {
+    "without_part": SyntheticConfig(eval_samples=0),
+    "lost": TextConfig(files=["gone"]),
+    "narrow": TextConfig(files=["digits"], eval_fraction=0.2),
+    "endless": BinConfig(files=["digits"], eval_fraction=0.2, mask_documents=True),
+    "unprepared": PreparedConfig(folder="gone"),
+    "mute": HFConfig(files=["a.jsonl"], tokenizer="gone.json", cache="gone"),
+}
+"""Run → its recorded data."""
+
+
+def parameters(without: str = "") -> list[object]:
+    """Return the rows without a note of that name."""
+    levels = (True, "fix") if without == "unfixed" else (True,)
+    return [
+        pytest.param(
+            row,
+            id=f"{row.topic}: {row.typed}",
+            marks=pytest.mark.extended if row.notes.get("extended") in levels else (),
+        )
+        for row in ROWS
+        if without not in row.notes
+    ]
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with the runs, weights and files that the lines name, and stand-ins for SLURM's commands."""
+    folder = tmp_path_factory.mktemp("messages")
+    steps = run_of(2)
+    write_run(folder / "a", steps)
+    write_run(folder / "b", [replace(step, loss=step.loss + 1) for step in steps])
+    save_model(folder)
+    train_run(folder / "done")
+    write(folder / "96_ids", build(SMALL["qwen3"]))
+    for name, data in RUNS.items():
+        shutil.copytree(folder / "run", folder / name)
+        edit_settings(folder / name, "train", {"seq_len": 24})
+        train_on(folder / name, data)
+    for name in ("empty", "elsewhere", "bin"):
+        (folder / name).mkdir()
+    (folder / "elsewhere" / "config.yaml").write_text("checkpoint:\n  folder: s3://bucket/run\n")
+    (folder / "text").write_bytes(b"\xff\xfe")
+    (folder / "short").write_text("7")
+    (folder / "digits").write_text("0123456789" * 4)
+    (folder / "x.txt").write_text("some text " * 10_000)
+    (folder / "stream.bin").write_bytes(b"\x01\x00" * 2000)
+    for name in SLURM_COMMANDS:
+        (folder / "bin" / name).write_text("#!/bin/sh\nexit 1\n")
+        (folder / "bin" / name).chmod(0o755)
+    return folder
+
+
+@pytest.fixture(scope="module", autouse=True)
+def updated_file(request: pytest.FixtureRequest) -> Iterator[None]:
+    """With ``--update``, write the file of the messages at the end."""
+    yield
+    if request.config.option.update:
+        FILE.write_text(dump_rows(ROWS), encoding="utf-8")
+
+
+@pytest.fixture(autouse=True)
+def machine(files: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Be in that folder, on a machine with 8 cores, torchao, SLURM and an account for Weights & Biases."""
+    monkeypatch.chdir(files)
+    monkeypatch.setattr(schema, "available_cores", lambda: 8)
+    monkeypatch.setattr(optimizer_checks, "torchao_fault", lambda: None)
+    monkeypatch.setenv("PATH", f"{files / 'bin'}{os.pathsep}{os.environ['PATH']}")
+    monkeypatch.setenv("WANDB_API_KEY", "0" * 40)
+
+
+@pytest.mark.parametrize("row", parameters())
+def test_answer_is_the_recorded_sentence(
+    row: Row, files: Path, request: pytest.FixtureRequest, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Oracle: the sentence in the file; it is one line, and nothing is written."""
+    if row.notes.get("torch") and tuple(map(int, row.notes["torch"].split("."))) > TORCH:
+        pytest.skip(f"torch {row.notes['torch']} or newer")
+    before = sorted(files.rglob("*"))
+    sentence = answer(row.words, row, capsys).replace(str(files), "{folder}")
+    assert sentence and "\n" not in sentence
+    if request.config.option.update:
+        row.says = sentence
+    assert sentence == row.says
+    assert sorted(files.rglob("*")) == before
+
+
+@pytest.mark.parametrize("row", parameters(without="unnamed"))
+def test_sentence_names_a_typed_word(row: Row) -> None:
+    """Oracle: key and value as typed, or an equal number."""
+    assert any(names_word(word, row.says) for word in row.settings), row.says
+
+
+@pytest.mark.parametrize("row", parameters(without="unfixed"))
+def test_every_suggested_fix_is_accepted(
+    row: Row, files: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Oracle: the same line with each alternative of the sentence, composed and validated, or run as a command."""
+    if row.ranks is None:
+        copy = shutil.copytree(files, tmp_path / "copy", ignore=shutil.ignore_patterns("done"))
+        (copy / "done").symlink_to(files / "done")
+        monkeypatch.chdir(copy)
+    lines = corrected(row)
+    assert lines, row.says
+    for words in lines:
+        assert answer_without_start(words, row, capsys) == "", words
+
+
+def test_file_is_in_canonical_form() -> None:
+    """Oracle: the form that ``--update`` writes, so that its diff shows changed sentences only."""
+    assert FILE.read_text(encoding="utf-8") == dump_rows(read_rows())
