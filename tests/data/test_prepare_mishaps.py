@@ -7,8 +7,6 @@ import pickle
 import shlex
 import subprocess
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +18,7 @@ from fsdptoys.data import PreparedConfig, find_sources, open_encoder, prepare_fo
 from fsdptoys.data.packing import Packing
 from fsdptoys.data.text_encoder import ByteEncoder
 from fsdptoys.errors import ConfigError
+from tests.cli.test_place_mistakes import as_other_user
 from tests.data.test_prepare import StoppedError, contents, documents, read_split, request, save_tokenizer, write_lines
 
 
@@ -66,25 +65,13 @@ def test_file_names_need_not_be_valid_unicode(tmp_path: Path, capsys: pytest.Cap
     assert os.fsencode(shown["sources"][0]["name"]) == b"caf\xe9.txt"
 
 
-@contextmanager
-def as_nobody() -> Iterator[None]:
-    """Run as a user without access to this one's files, or skip."""
-    if os.name != "posix" or os.geteuid() != 0:
-        pytest.skip("root alone can be somebody else")
-    os.seteuid(65534)
-    try:
-        yield
-    finally:
-        os.seteuid(0)
-
-
 def test_folders_without_permission_are_reported_in_one_sentence(tmp_path: Path) -> None:
     """Oracle: the expected messages, of a folder of data and of files to prepare."""
     lines = write_lines(tmp_path / "a.jsonl", documents(9))
     folder = str(tmp_path / "out")
     prepare_folder(request(Path(folder), lines))
-    tmp_path.chmod(0o700)
-    with as_nobody():
+    tmp_path.chmod(0)
+    with as_other_user():
         with pytest.raises(ConfigError) as caught:
             PreparedConfig(folder=folder).validate(8, 256)
         assert str(caught.value) == (
@@ -92,9 +79,10 @@ def test_folders_without_permission_are_reported_in_one_sentence(tmp_path: Path)
         )
         with pytest.raises(ConfigError, match=r" does not exist; set FILE to files that do"):
             find_sources("FILE", [str(lines)])
+    tmp_path.chmod(0o700)
 
 
-@pytest.mark.parametrize("file", ["shard-00000.bin", "shard-00000.ends"])
+@pytest.mark.parametrize("file", ["shard-00000.bin", pytest.param("shard-00000.ends", marks=pytest.mark.extended)])
 def test_check_continues_past_an_unreadable_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], file: str
 ) -> None:
@@ -132,7 +120,7 @@ def test_unreadable_data_is_not_reported_as_an_unwritable_cache(
     assert str(caught.value) == f"{folder} cannot be read (Permission denied); make it readable"
 
 
-@pytest.mark.parametrize("offset", [300, 600, 8000])
+@pytest.mark.parametrize("offset", [300, *(pytest.param(offset, marks=pytest.mark.extended) for offset in (600, 8000))])
 def test_damaged_arrow_file_is_reported_in_one_sentence(tmp_path: Path, offset: int) -> None:
     """Oracle: the expected message for damage in the header and in parts read later."""
     datasets = pytest.importorskip("datasets")
@@ -167,7 +155,7 @@ def test_byte_ids_take_one_byte_each_in_memory() -> None:
     assert ids.dtype == np.uint8 and ids.tolist() == [97, 98, 99]
 
 
-@pytest.mark.parametrize("redirection", ["2>&-", "2>/dev/full"])
+@pytest.mark.parametrize("redirection", ["2>&-", pytest.param("2>/dev/full", marks=pytest.mark.extended)])
 def test_data_is_prepared_without_a_stderr(tmp_path: Path, redirection: str) -> None:
     """Oracle: the folder prepared with a stderr; every group prints a progress line."""
     lines = write_lines(tmp_path / "a.jsonl", documents(30))
