@@ -60,4 +60,4 @@ def config_for(device: str, parallel: ParallelConfig, ranks: int, **options: Any
     """Return the same training for a device: HCCL reduces no float64, and a CPU's own AdamW rounds otherwise."""
     settings: dict[str, Any] = {"kernels": PLAIN_KERNELS, "deterministic": False, "sum_dtype": SumDType.float32}
     settings["optim"] = AdamWConfig(1e-2, weight_decay_on=WeightDecayOn.all, implementation=Implementation.foreach)
-    return make_config(parallel, ranks, device=device, **{**settings, "steps": 3, **options})
+    return make_config(parallel, ranks, device=device, **{**settings, "steps": 2, **options})

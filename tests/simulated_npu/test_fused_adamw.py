@@ -28,7 +28,9 @@ def train(config: Config, obeys: bool) -> tuple[bool, list[bool], tuple[Any, ...
 
 
 @BOTH_MODES
-@pytest.mark.parametrize("dtype", [OptimStateDType.float32, OptimStateDType.bfloat16])
+@pytest.mark.parametrize(
+    "dtype", [OptimStateDType.float32, pytest.param(OptimStateDType.bfloat16, marks=pytest.mark.extended)]
+)
 @pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.extended)])
 def test_steps_skipped_on_the_device_equal_those_skipped_by_the_host(
     ranks: int, dtype: OptimStateDType, mode: str

@@ -152,7 +152,8 @@ READS: dict[str, tuple[Callable[[], tuple[list[tuple[int, int]], str]], list[tup
 
 
 @pytest.mark.parametrize(
-    "case", [pytest.param(case, marks=pytest.mark.extended if case == "evaluated" else ()) for case in READS]
+    "case",
+    [pytest.param(case, marks=pytest.mark.extended if case in ("unsignalled", "evaluated") else ()) for case in READS],
 )
 def test_steps_are_read_once_in_order_and_stops_come_at_most_one_read_later(case: str) -> None:
     """Oracle: the documented step of each read, on both ranks, with streams that work only when they are waited for."""
@@ -160,6 +161,7 @@ def test_steps_are_read_once_in_order_and_stops_come_at_most_one_read_later(case
     assert run_npu_ranks(2, run, mode="delayed") == [(records, reason)] * 2
 
 
+@pytest.mark.extended
 def test_checkpoint_has_the_counts_of_its_step_and_resumes_bitwise(tmp_path: Path) -> None:
     """Oracle: the uninterrupted run, with a skipped step just before the checkpoint."""
 

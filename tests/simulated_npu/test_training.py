@@ -76,8 +76,9 @@ for fsdp in (FSDP1Config(), FSDP2Config()):
         ROWS[f"{fsdp.name} {schedule.value}"] = Row(fsdp, schedule=schedule.value)
     ROWS[f"{fsdp.name} cpu_offload"] = Row(fsdp, offload={"cpu_offload": True})
 
-SHORT = {*STRATEGIES, "hsdp2", "llama", "qwen3_moe", "fsdp1 cpu_offload", "fsdp2 overlapped"}
-SHORT |= {f"fsdp2 {name}" for name in (*SWITCHES, *(schedule.value for schedule in OffloadSchedule))}
+SHORT = {*STRATEGIES, "llama", "qwen3_moe", "fsdp1 cpu_offload", "fsdp2 overlapped", "fsdp2 pipelined"}
+SHORT |= {f"fsdp2 {name}" for name in SWITCHES if name != "full checkpointing"}
+SHORT -= {"ddp bf16", "fsdp1 bf16"}
 OTHER_SUMS_ON_CPU = ("chunked loss", "documents")
 """A CPU leaves ignored labels out of its chunks, whose number an accelerator would have to return to the host, and
 queries share heads, which an NPU repeats."""

@@ -25,7 +25,9 @@ TOLERANCE = 0.02
 
 
 @pytest.mark.skipif(torch.__version__ < "2.13" or torch.cuda.is_available(), reason="the pages show torch 2.13 on CPUs")
-@pytest.mark.parametrize("script", SCRIPTS)
+@pytest.mark.parametrize(
+    "script", [pytest.param(script, marks=pytest.mark.extended if "duplicated" in script else ()) for script in SCRIPTS]
+)
 def test_scripts_print_what_their_pages_show(script: str, capsys: pytest.CaptureFixture[str]) -> None:
     """Oracle: the block of the page, word by word, its numbers within 2%."""
     load_file(PAGES / f"{script}.py").main()
