@@ -151,9 +151,11 @@ READS: dict[str, tuple[Callable[[], tuple[list[tuple[int, int]], str]], list[tup
 """Case → its run, the records with the steps launched by then, and the reason for the end."""
 
 
+LONG = ("unsignalled", "evaluated")
+
+
 @pytest.mark.parametrize(
-    "case",
-    [pytest.param(case, marks=pytest.mark.extended if case in ("unsignalled", "evaluated") else ()) for case in READS],
+    "case", [pytest.param(case, marks=pytest.mark.extended if case in LONG else ()) for case in READS]
 )
 def test_steps_are_read_once_in_order_and_stops_come_at_most_one_read_later(case: str) -> None:
     """Oracle: the documented step of each read, on both ranks, with streams that work only when they are waited for."""
