@@ -19,7 +19,7 @@ def of_phase(trace: Trace, phase: str) -> list[object]:
 
 @pytest.mark.usefixtures("unmeasured")
 @newer_torch
-@pytest.mark.parametrize("strategy", ["fsdp1", "fsdp2"])
+@pytest.mark.parametrize("strategy", ["fsdp1", pytest.param("fsdp2", marks=pytest.mark.extended)])
 def test_fsdp1_concatenates_gradients_on_the_all_gather_stream(strategy: str) -> None:
     """Oracle: ``Node::stream``: FSDP1's views are made on the gathering stream, FSDP2 makes none."""
     trace = in_fresh_process(trace_row, f"{strategy} block gc", 2)

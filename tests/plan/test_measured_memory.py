@@ -45,6 +45,7 @@ def counted(ranks: int) -> dict[str, int]:
     return peaks
 
 
+@pytest.mark.extended
 @pytest.mark.usefixtures("unmeasured")
 @pytest.mark.parametrize(("ranks", "base"), [(ranks, base) for ranks, bases in BASES.items() for base in bases])
 def test_planned_peak_of_adapters_is_within_5_percent_of_a_real_run(ranks: int, base: str) -> None:

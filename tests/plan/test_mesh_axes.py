@@ -15,11 +15,17 @@ from tests.plan.test_tracer import of_step
 from tests.plan.traced import configured, live_bytes, traced, traced_on
 
 BF16 = "parallel.param_dtype=bfloat16"
+extended = pytest.mark.extended
 LAYERS, DIM, HEADS, WIDTH, TOKENS, VOCAB = 2, 256, 8, 32, 512, 1024
 LLAMA = (
     "model=llama_debug", "parallel=fsdp2", BF16, "train.batch_size=1", f"train.seq_len={TOKENS}", "model.ffn_dim=512",
     f"model.n_layers={LAYERS}", f"model.dim={DIM}", f"model.n_heads={HEADS}", f"model.vocab_size={VOCAB}",
 )  # fmt: skip
+CONTEXTS = {
+    "ulysses": ("mesh.cp_size=4",),
+    "gathered": ("mesh.cp_size=4", "parallel.context=gathered"),
+    "ring": ("mesh.cp_size=4", "parallel.context=ring"),
+}
 EXPERTS, TOP_K, EXPERT_FFN = 8, 2, 64
 MOE = (
     "model=qwen3_moe_debug", "parallel=fsdp2", BF16, "train.batch_size=1", f"train.seq_len={TOKENS}",
@@ -35,50 +41,50 @@ def exchanged(trace: Trace, axis: str, ranks: int, name: str = "all_to_all") -> 
     return Counter(event.bytes for event in events)
 
 
-@pytest.mark.parametrize(("kv_heads", "ranks", "copied"), [(4, 4, 4), (2, 8, 8)])
+@pytest.mark.parametrize(("kv_heads", "ranks", "copied"), [(4, 4, 4), pytest.param(2, 8, 8, marks=extended)])
 def test_ulysses_exchanges_heads_for_sequence_and_back_in_forward_and_backward(
     kv_heads: int, ranks: int, copied: int
 ) -> None:
     """Oracle: t tokens of H query heads and of both kinds of the copied key heads, and of H results, in 16 bits."""
-    made = traced([*LLAMA, f"model.n_kv_heads={kv_heads}", f"mesh.cp_size={ranks}"])
+    trace = traced([*LLAMA, f"model.n_kv_heads={kv_heads}", f"mesh.cp_size={ranks}"])
     token = TOKENS // ranks * WIDTH * 2
-    assert exchanged(made, "cp", ranks) == {token * (HEADS + 2 * copied): 2 * LAYERS, token * HEADS: 2 * LAYERS}
+    assert exchanged(trace, "cp", ranks) == {token * (HEADS + 2 * copied): 2 * LAYERS, token * HEADS: 2 * LAYERS}
 
 
 def test_gathered_attention_gathers_keys_again_and_scatters_gradients_in_float32() -> None:
     """Oracle: keys and values of full sequences, gathered in forward and backward, and their gradients."""
-    made = traced([*LLAMA, "model.n_kv_heads=4", "mesh.cp_size=4", "parallel.context=gathered"])
+    trace = traced([*LLAMA, "model.n_kv_heads=4", "mesh.cp_size=4", "parallel.context=gathered"])
     pair = 2 * TOKENS * 4 * WIDTH
-    assert exchanged(made, "cp", 4, "all_gather") == {pair * 2: 2 * LAYERS}
-    assert exchanged(made, "cp", 4, "reduce_scatter") == {pair * 4: LAYERS}
+    assert exchanged(trace, "cp", 4, "all_gather") == {pair * 2: 2 * LAYERS}
+    assert exchanged(trace, "cp", 4, "reduce_scatter") == {pair * 4: LAYERS}
 
 
 def test_ring_attention_passes_blocks_in_forward_and_backward_and_their_gradients_home() -> None:
     """Oracle: N-1 messages of a rank's keys and values each way, and N of their gradients in float32."""
-    made = traced([*LLAMA, "model.n_kv_heads=4", "mesh.cp_size=4", "parallel.context=ring"])
+    trace = traced([*LLAMA, "model.n_kv_heads=4", "mesh.cp_size=4", "parallel.context=ring"])
     pair = 2 * TOKENS // 4 * 4 * WIDTH
-    assert exchanged(made, "cp", 4, "send") == {pair * 2: 2 * 3 * LAYERS, pair * 4: 4 * LAYERS}
-    streams = {event.stream for event in of_step(made, Collective) if event.axis == "cp"}
+    assert exchanged(trace, "cp", 4, "send") == {pair * 2: 2 * 3 * LAYERS, pair * 4: 4 * LAYERS}
+    streams = {event.stream for event in of_step(trace, Collective) if event.axis == "cp"}
     assert len(streams) == 1 and COMPUTE_STREAM not in streams
 
 
 @pytest.mark.parametrize("form", ["ulysses", "gathered", "ring"])
 def test_attention_of_a_rank_is_its_part_of_the_causal_half(form: str) -> None:
     """Oracle: the FLOPs of one rank with full sequences, over the ranks; FlashAttention takes no masks."""
-    words = [*LLAMA, "model.n_kv_heads=8"]
-    made = traced([*words, "mesh.cp_size=4", f"parallel.context={form}"])
+    words = [*LLAMA, "model.n_kv_heads=4"]
+    trace = traced([*words, *CONTEXTS[form]])
     whole, part = (
-        sum(event.flops for event in of_step(each, Kernel) if event.kind is KernelKind.attention)
-        for each in (traced(words), made)
+        sum(event.flops for event in of_step(steps, Kernel) if event.kind is KernelKind.attention)
+        for steps in (traced(words), trace)
     )
     # Gathered: rank 0 has the first and the last of eight pieces, whose diagonal blocks count half.
     assert part == pytest.approx(whole / 4)
-    assert {event.attention.split()[0] for event in of_step(made, Kernel) if event.attention} == {"flash"}
+    assert {event.attention.split()[0] for event in of_step(trace, Kernel) if event.attention} == {"flash"}
 
 
 def test_activations_fall_with_the_ranks_that_share_a_sequence() -> None:
     """Oracle: a quarter of the tokens, and attention's result twice: as computed, and after the exchange."""
-    words = [*LLAMA, "model.n_kv_heads=8"]
+    words = [*LLAMA, "model.n_kv_heads=4"]
     whole, part = (live_bytes(traced([*words, *more]), 2, "backward") for more in ((), ("mesh.cp_size=4",)))
     twice = LAYERS * TOKENS // 4 * DIM * 2
     assert part[Category.activations] == pytest.approx(whole[Category.activations] / 4 + twice, abs=1024)
@@ -86,13 +92,13 @@ def test_activations_fall_with_the_ranks_that_share_a_sequence() -> None:
     assert part[Category.parameters] == whole[Category.parameters]
 
 
-@pytest.mark.parametrize("imbalance", [1, 2])
+@pytest.mark.parametrize("imbalance", [pytest.param(1, marks=extended), 2])
 def test_experts_exchange_rows_and_weights_of_the_assumed_load(imbalance: int) -> None:
     """Oracle: N·K rows of D numbers to the experts and back, in forward and backward, and a weight with each."""
-    made = traced([*MOE, "mesh.ep_size=4", f"plan.expert_imbalance={imbalance}"])
+    trace = traced([*MOE, "mesh.ep_size=4", f"plan.expert_imbalance={imbalance}"])
     rows = TOKENS * TOP_K * imbalance
-    assert exchanged(made, "ep", 4) == {rows * DIM * 2: 4 * LAYERS, rows * 2: 2 * LAYERS, EXPERTS * 8: LAYERS}
-    grouped = [event for event in of_step(made, Kernel) if event.name == "aten::_grouped_mm"]
+    assert exchanged(trace, "ep", 4) == {rows * DIM * 2: 4 * LAYERS, rows * 2: 2 * LAYERS, EXPERTS * 8: LAYERS}
+    grouped = [event for event in of_step(trace, Kernel) if event.name == "aten::_grouped_mm"]
     assert {event.kind for event in grouped} == {KernelKind.matmul}
     # Three matmuls of a token with D x F numbers, and twice as many in the backward.
     assert sum(event.flops for event in grouped) == 3 * LAYERS * rows * 2 * 3 * DIM * EXPERT_FFN
@@ -101,24 +107,29 @@ def test_experts_exchange_rows_and_weights_of_the_assumed_load(imbalance: int) -
 def test_a_rank_gathers_its_experts_only() -> None:
     """Oracle: half of the experts' parameters, over the two ranks that have the same; the others in full."""
     gathered: Counter[str] = Counter()
-    for event in of_step(traced([*MOE, "mesh.ep_size=4"]), Collective):
+    for event in of_step(traced([*MOE, "mesh.ep_size=4", "plan.expert_imbalance=2"]), Collective):
         gathered[event.axis] += event.bytes * (event.name == "all_gather")
     experts = LAYERS * EXPERTS * 3 * DIM * EXPERT_FFN
     assert gathered["efsdp"] == 2 * experts // 4 * 2  # in forward and backward
     assert gathered["shard"] > 0
 
 
+SELECTIVE, FULL = (f"memory.gradient_checkpointing={mode}" for mode in ("selective", "full"))
+
+
 @pytest.mark.parametrize(
     ("words", "more"),
     [
         (LLAMA, ("mesh.cp_size=4", "model.n_kv_heads=2")),
-        (LLAMA, ("mesh.cp_size=4", "parallel.context=gathered", "memory.gradient_checkpointing=selective")),
-        (LLAMA, ("mesh.cp_size=8", "parallel.context=ring", "mesh.fsdp_size=8", "parallel=fsdp1")),
-        (MOE, ("mesh.ep_size=4", "plan.expert_imbalance=2", "memory.gradient_checkpointing=full")),
-        (MOE, ("mesh.ep_size=2", "mesh.fsdp_size=4", "mesh.cp_size=2")),
-        (LLAMA, ("mesh.tp_size=4", "model.n_kv_heads=4")),
-        (LLAMA, ("mesh.tp_size=2", "mesh.fsdp_size=4", "memory.gradient_checkpointing=full", "memory.chunk_loss=true")),
-        (LLAMA, ("mesh.tp_size=2", "mesh.cp_size=2", "parallel.wrap=block_attn_mlp")),
+        (MOE, ("mesh.ep_size=4", "plan.expert_imbalance=2", FULL)),
+        (LLAMA, ("mesh.tp_size=2", "mesh.fsdp_size=4", FULL, "memory.chunk_loss=true")),
+        pytest.param(LLAMA, ("mesh.cp_size=4", "parallel.context=gathered", SELECTIVE), marks=extended),
+        pytest.param(
+            LLAMA, ("mesh.cp_size=8", "parallel.context=ring", "mesh.fsdp_size=8", "parallel=fsdp1"), marks=extended
+        ),
+        pytest.param(MOE, ("mesh.ep_size=2", "mesh.fsdp_size=4", "mesh.cp_size=2"), marks=extended),
+        pytest.param(LLAMA, ("mesh.tp_size=4", "model.n_kv_heads=4"), marks=extended),
+        pytest.param(LLAMA, ("mesh.tp_size=2", "mesh.cp_size=2", "parallel.wrap=block_attn_mlp"), marks=extended),
     ],
 )
 def test_closed_form_has_the_memory_and_the_exchanges_of_the_trace(
@@ -133,8 +144,11 @@ def test_closed_form_has_the_memory_and_the_exchanges_of_the_trace(
     assert closed.time.step_seconds == pytest.approx(result.time().step_seconds, rel=0.1)
 
     def moved(volumes: Iterable[Volume]) -> dict[tuple[str, str, int], tuple[int, int]]:
-        each = [volume for volume in volumes if volume.collective != "all_reduce"]  # norms and counts
-        return {(one.collective, one.axis, one.group_size): (one.calls, one.bytes) for one in each}
+        return {
+            (volume.collective, volume.axis, volume.group_size): (volume.calls, volume.bytes)
+            for volume in volumes
+            if volume.collective != "all_reduce"  # norms and counts
+        }
 
     assert moved(closed.time.volumes) == moved(result.volumes.values())
     assert closed.tokens_per_step == 8 // (config.mesh.cp_size * config.mesh.tp_size) * TOKENS
@@ -142,11 +156,11 @@ def test_closed_form_has_the_memory_and_the_exchanges_of_the_trace(
 
 def test_split_features_gather_tokens_before_layers_and_scatter_sums_after_them() -> None:
     """Oracle: tokens of B·T·D in 16 bits, of two layers a block and the head or the embedding, in both directions."""
-    made = traced([*LLAMA, "model.n_kv_heads=4", "mesh.tp_size=4"])
+    trace = traced([*LLAMA, "model.n_kv_heads=4", "mesh.tp_size=4"])
     tokens, times = TOKENS * DIM * 2, 2 * (2 * LAYERS + 1)
-    assert exchanged(made, "tp", 4, "all_gather") == {tokens: times}
-    assert exchanged(made, "tp", 4, "reduce_scatter") == {tokens: times}
-    reduced = exchanged(made, "tp", 4, "all_reduce")
+    assert exchanged(trace, "tp", 4, "all_gather") == {tokens: times}
+    assert exchanged(trace, "tp", 4, "reduce_scatter") == {tokens: times}
+    reduced = exchanged(trace, "tp", 4, "all_reduce")
     # Gradients of norms in float32; largest logits; sums, labels' logits and a third number of each token.
     assert reduced[DIM * 4] == 2 * LAYERS + 1
     assert reduced[TOKENS * 4] == reduced[3 * TOKENS * 4] == 1

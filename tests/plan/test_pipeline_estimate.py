@@ -30,22 +30,20 @@ from tests.plan.traced import configured
 ONE_BY_ONE, INTERLEAVED = PipelineSchedule("1f1b"), PipelineSchedule.interleaved
 WORDS = ["model=llama3_1b", "model.tie_embeddings=false", "model.n_layers=6", "train.seq_len=2048"]
 WORDS += ["train.batch_size=2", "parallel=fsdp2", "data=synthetic", "plan.hardware=h100"]
+ONE_FORWARD = ("parallel.schedule=1f1b", "train.grad_accum=5")
+REPLICAS = ("mesh.pp_size=4", "mesh.fsdp_size=1", "parallel.param_dtype=bfloat16")
 RUNS = {
-    "1f1b": (6, "mesh.pp_size=3", "parallel.schedule=1f1b", "train.grad_accum=5"),
-    "gpipe": (3, "mesh.pp_size=3", "train.grad_accum=5", "memory.chunk_loss=true"),
     "interleaved": (4, "mesh.pp_size=2", "parallel.schedule=interleaved", "train.grad_accum=4"),
+    "1f1b": (6, "mesh.pp_size=3", *ONE_FORWARD),
+    "gpipe": (3, "mesh.pp_size=3", "train.grad_accum=5", "memory.chunk_loss=true"),
     "tp": (8, "mesh.pp_size=2", "mesh.tp_size=2", "parallel.schedule=1f1b", "train.grad_accum=4"),
-    "checkpointing": (
-        8,
-        "mesh.pp_size=4",
-        "mesh.fsdp_size=1",
-        "parallel.schedule=1f1b",
-        "train.grad_accum=5",
-        "memory.gradient_checkpointing=full",
-        "parallel.param_dtype=bfloat16",
-    ),
+    "checkpointing": (8, *REPLICAS, *ONE_FORWARD, "memory.gradient_checkpointing=full"),
 }
 """Run → ranks and overrides."""
+SHORT = {"interleaved"}
+each_run = pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[] if name in SHORT else pytest.mark.extended) for name in RUNS]
+)
 
 pytestmark = [
     pytest.mark.usefixtures("unmeasured"),
@@ -61,7 +59,7 @@ def both(name: str) -> tuple[Config, Prediction, Prediction]:
     return config, closed_form(config, hardware, ranks), Predictor(config, hardware, ranks)(hardware)
 
 
-@pytest.mark.parametrize("name", RUNS)
+@each_run
 def test_closed_form_of_a_pipeline_agrees_with_the_traces_of_its_ranks(name: str) -> None:
     """Oracle: the trainer's own steps on each rank, replayed together."""
     _, closed, traced = both(name)
@@ -78,17 +76,19 @@ def test_closed_form_of_a_pipeline_agrees_with_the_traces_of_its_ranks(name: str
         assert mine.peak_bytes == pytest.approx(theirs.peak_bytes, rel=0.12)
 
 
-def test_parts_of_a_closed_form_add_up() -> None:
+@each_run
+def test_parts_of_a_closed_form_add_up(name: str) -> None:
     """Oracle: the definitions of the fields."""
-    for _, closed, _ in map(both, RUNS):
-        time, memory = closed.time, closed.memory
-        waits = time.exposed_communication_seconds + time.exposed_transfer_seconds + time.host_seconds
-        assert time.compute_seconds + waits + time.stage_seconds == pytest.approx(time.step_seconds)
-        assert sum(memory.categories.values()) == pytest.approx(memory.peak_bytes, rel=1e-6)
-        assert min(memory.categories.values()) >= 0 and memory.categories[Category.activations] > 0
-        assert memory.reserved_bytes == max(stage.reserved_bytes for stage in closed.stages)
+    closed = both(name)[1]
+    time, memory = closed.time, closed.memory
+    waits = time.exposed_communication_seconds + time.exposed_transfer_seconds + time.host_seconds
+    assert time.compute_seconds + waits + time.stage_seconds == pytest.approx(time.step_seconds)
+    assert sum(memory.categories.values()) == pytest.approx(memory.peak_bytes, rel=1e-6)
+    assert min(memory.categories.values()) >= 0 and memory.categories[Category.activations] > 0
+    assert memory.reserved_bytes == max(stage.reserved_bytes for stage in closed.stages)
 
 
+@pytest.mark.extended
 def test_a_prediction_does_not_depend_on_those_before_it() -> None:
     """Oracle: the same again; a pipeline's first stage had as many ranks, and Muon asks for their group."""
     hardware, ranks = load_hardware("h100"), 7  # no other test has as many
@@ -102,21 +102,9 @@ def test_a_prediction_does_not_depend_on_those_before_it() -> None:
 @pytest.mark.parametrize(("ranks", "count"), [(2, 2), (2, 6), (4, 4), (4, 8), (3, 9)])
 def test_interleaved_order_is_pytorchs(ranks: int, count: int) -> None:
     """Oracle: ``ScheduleInterleaved1F1B.pipeline_order``, without slots in which a rank does nothing."""
-    stages = [
-        SimpleNamespace(
-            stage_index=index,
-            num_stages=2 * ranks,
-            group_size=ranks,
-            group_rank=0,
-            group=None,
-            is_first=index == 0,
-            is_last=False,
-            has_backward=True,
-            submod=None,
-            device=torch.device("cpu"),
-        )
-        for index in (0, ranks)
-    ]
+    common = {"num_stages": 2 * ranks, "group_size": ranks, "group_rank": 0, "group": None, "is_last": False}
+    common |= {"has_backward": True, "submod": None, "device": torch.device("cpu")}
+    stages = [SimpleNamespace(stage_index=index, is_first=index == 0, **common) for index in (0, ranks)]
     schedule = pipelining.ScheduleInterleaved1F1B(stages, count)  # type: ignore[arg-type]
     for rank, actions in schedule.pipeline_order.items():
         theirs = [
@@ -163,13 +151,14 @@ def test_micro_batches_in_flight_are_those_of_the_schedule() -> None:
 @functools.cache
 def found() -> SearchResult:
     """A search on two nodes that varies the shard axis and stages."""
-    kept = ["mesh.cp_size=1", "mesh.tp_size=1", "parallel.wrap=block", "parallel.reshard_after_forward=default"]
-    kept += ["memory.activation_offload=false", "memory.optimizer_offload=false", "memory.cpu_offload=false"]
-    kept += ["memory.gradient_checkpointing=none", "memory.chunk_loss=true", "train.batch_size=1"]
-    words = [*WORDS, *kept, "parallel.param_dtype=bfloat16"]
+    fixed = ["mesh.cp_size=1", "mesh.tp_size=1", "parallel.wrap=block", "parallel.reshard_after_forward=default"]
+    fixed += ["memory.activation_offload=false", "memory.optimizer_offload=false", "memory.cpu_offload=false"]
+    fixed += ["memory.gradient_checkpointing=none", "memory.chunk_loss=true", "train.batch_size=1"]
+    words = [*WORDS, *fixed, "parallel.param_dtype=bfloat16"]
     return search(compose_config(words), words, load_hardware("h100"), 16, 64 * 2**30, closed_form)
 
 
+@pytest.mark.extended
 def test_a_search_on_several_nodes_tries_stages_with_both_schedules() -> None:
     """Oracle: the settings of the predicted candidates, which validate, and have eight micro-batches for each stage."""
     configs = [one.config for one in found().candidates if one.config.mesh.pp_size > 1]
@@ -182,6 +171,7 @@ def test_a_search_on_several_nodes_tries_stages_with_both_schedules() -> None:
         validate_switches(config, 16, "cuda")
 
 
+@pytest.mark.extended
 def test_stages_count_as_one_setting_of_the_best() -> None:
     """Oracle: the number of micro-batches follows from that of stages, so that nothing else differs."""
     result = found()

@@ -11,7 +11,7 @@ from rich.console import Console
 from fsdptoys.config.pipeline_checks import SCHEDULES_SINCE, ZERO_BUBBLE_SINCE
 from fsdptoys.config.plan_config import AllocatorKind
 from fsdptoys.config.schema import Config
-from fsdptoys.device.profile import Hardware, Quantity, load_hardware
+from fsdptoys.device.profile import Hardware, load_hardware
 from fsdptoys.metrics.prediction import Category, Prediction
 from fsdptoys.parallel.fsdp import TORCH
 from fsdptoys.plan.pipeline_traces import layers_of_ranks, microbatch_counts
@@ -23,12 +23,13 @@ from fsdptoys.plan.simulator.meetings import replay_together
 from fsdptoys.plan.simulator.replay import Replay
 from fsdptoys.plan.text_report import print_prediction
 from fsdptoys.plan.trace.tracer import trace_all
-from tests.plan.traced import configured, hardware
+from tests.plan.simulator.imagined import imagined_hardware
+from tests.plan.traced import configured
 
 B, T, D = 1, 64, 64
 WORDS = ["model=llama_debug", f"model.dim={D}", "model.n_layers=4", f"train.seq_len={T}", f"train.batch_size={B}"]
 WORDS += ["parallel=fsdp2", "data=synthetic"]
-SCHEDULES = {"gpipe": (4, 6), "1f1b": (4, 6), "interleaved": (2, 4)}
+SCHEDULES = {"gpipe": (4, 4), "1f1b": (4, 4), "interleaved": (2, 4)}
 SCHEDULES |= {"zero_bubble": (2, 4)} if TORCH >= ZERO_BUBBLE_SINCE else {}
 """Schedule → ranks, and micro-batches. Each stage has one layer."""
 
@@ -44,15 +45,10 @@ def config_of(schedule: str, *more: str) -> Config:
     return configured([*WORDS, *words, *more], ranks, "cuda")
 
 
-def only_attention_takes_time() -> Hardware:
+def only_attention_takes_time(**values: float) -> Hardware:
     """Hardware on which all layers take equally long, and all else no time."""
-    fast, none = Quantity(math.inf, "none"), Quantity(0.0, "none")
-    made = hardware("cuda")
-    names = [field.name for field in dataclasses.fields(Hardware)]
-    seconds = {name: none for name in names if name.endswith("_seconds")}
-    rates = {name: fast for name in names if name.endswith("_bandwidth")}
-    peak = {"float32": Quantity(1.0, "none")}
-    return dataclasses.replace(made, **seconds, **rates, matmul_efficiency=fast, peak_flops=peak)
+    rates = {field.name: math.inf for field in dataclasses.fields(Hardware) if field.name.endswith("_bandwidth")}
+    return imagined_hardware(**rates | {"matmul_efficiency": math.inf} | values)
 
 
 @functools.cache
@@ -94,15 +90,14 @@ def test_messages_are_hidden_states_and_their_gradients(schedule: str) -> None:
 def test_activations_are_those_of_the_micro_batches_under_way() -> None:
     """Oracle: p − r of 1f1b on rank r, all m of gpipe, whose last is partly freed at the peak; ranks of one layer."""
     p, m = SCHEDULES["1f1b"]
-    held = {
-        name: [replay.memory().categories[Category.activations] for replay in replays()[name]]
-        for name in ("gpipe", "1f1b")
-    }
-    of_one = held["1f1b"][1] - held["1f1b"][2]
+    one_by_one, gpipe = (
+        [replay.memory().categories[Category.activations] for replay in replays()[name]] for name in ("1f1b", "gpipe")
+    )
+    of_one = one_by_one[1] - one_by_one[2]
     assert of_one > B * T * D * 4
-    assert held["1f1b"][1:3] == [(p - 1) * of_one, (p - 2) * of_one]
-    assert held["gpipe"][1] == held["gpipe"][2]
-    assert (m - 1) * of_one < held["gpipe"][1] <= m * of_one
+    assert one_by_one[1:3] == [(p - 1) * of_one, (p - 2) * of_one]
+    assert gpipe[1] == gpipe[2]
+    assert (m - 1) * of_one < gpipe[1] <= m * of_one
 
 
 def messages(rank: int, *parts: tuple[int, bool], size: int = 100) -> Messages:
@@ -114,21 +109,20 @@ def two_allocators() -> list[Allocator]:
 
 
 def kernel(seconds: float) -> Kernel:
-    return Kernel("k", 1, KernelKind.attention, seconds, 0, "float32")
+    return Kernel("k", 1, KernelKind.attention, seconds, 0, "bfloat16")
 
 
 def test_a_message_waits_for_its_later_rank_and_takes_the_time_of_its_link() -> None:
     """Oracle: arithmetic: arrivals after 2 s and 5 s, 100 bytes at 50 bytes per second."""
-    made = dataclasses.replace(only_attention_takes_time(), intra_node_bandwidth=Quantity(50.0, "none"))
-    made = dataclasses.replace(made, devices_per_node=Quantity(2.0, "none"))
+    hardware = only_attention_takes_time(intra_node_bandwidth=50.0)
     sender = Trace([Mark(1, "forward"), kernel(2.0)._replace(stream=1), messages(0, (1, True)), Mark(1, "end")])
     receiver = Trace([Mark(1, "forward"), kernel(5.0)._replace(stream=COMPUTE_STREAM)])
     receiver.events += [messages(1, (0, False))._replace(stream=COMPUTE_STREAM), Mark(1, "end")]
-    found = replay_together([sender, receiver], made, two_allocators())
+    found = replay_together([sender, receiver], hardware, two_allocators())
     assert found[1].time().step_seconds == 5 + 2
     assert found[1].time().exposed_communication_seconds == 2
     late = Trace([Mark(1, "forward"), messages(1, (0, False))._replace(stream=COMPUTE_STREAM), Mark(1, "end")])
-    found = replay_together([sender, late], made, two_allocators())
+    found = replay_together([sender, late], hardware, two_allocators())
     assert found[1].time().stage_seconds == 2
     assert found[1].time().step_seconds == 2 + 2
 
@@ -137,7 +131,7 @@ def test_ranks_that_wait_for_one_another_are_reported() -> None:
     """Oracle: the definition of a deadlock."""
     traces = [Trace([Mark(1, "forward"), messages(rank, (1 - rank, False)), Mark(1, "end")]) for rank in range(2)]
     with pytest.raises(RuntimeError, match="these ranks wait for one another"):
-        replay_together(traces, hardware("cuda"), two_allocators())
+        replay_together(traces, imagined_hardware(), two_allocators())
 
 
 @pytest.mark.parametrize(
@@ -148,22 +142,24 @@ def test_messages_leave_a_node_between_ranks_of_different_nodes(
     stride: int, rank: int, peer: int, leaves: bool
 ) -> None:
     """Oracle: nodes of four devices, counted by hand; with three ranks in each part one of them has the other node."""
-    made = dataclasses.replace(hardware("cuda"), devices_per_node=Quantity(4.0, "none"))
     event = messages(rank, (peer, True))._replace(group_stride=stride)
-    assert costs.leaves_node(made, event, event.messages[0]) is leaves
+    assert costs.leaves_node(imagined_hardware(devices_per_node=4), event, event.messages[0]) is leaves
 
 
 @functools.cache
-def predictions() -> tuple[Config, list[Prediction]]:
-    """Of twelve micro-batches: extrapolated, and all of them."""
-    config = config_of("interleaved", "parallel.schedule=1f1b", "train.grad_accum=12", "plan.hardware=h100")
-    exact = dataclasses.replace(config, plan=dataclasses.replace(config.plan, exact=True))
-    return config, [predict(each, load_hardware("h100"), 2) for each in (config, exact)]
+def extrapolated() -> tuple[Config, Prediction]:
+    """Of twelve micro-batches."""
+    words = ("model.n_layers=2", "parallel.schedule=1f1b", "train.grad_accum=12", "plan.hardware=h100")
+    config = config_of("interleaved", *words)
+    return config, predict(config, load_hardware("h100"), 2)
 
 
+@pytest.mark.extended
 def test_extrapolated_micro_batches_agree_with_all_of_them() -> None:
     """Oracle: a trace of all micro-batches."""
-    found, exact = predictions()[1]
+    config, found = extrapolated()
+    plan = dataclasses.replace(config.plan, exact=True)
+    exact = predict(dataclasses.replace(config, plan=plan), load_hardware("h100"), 2)
     assert (found.method, exact.method) == ("traced, all stages, 4 and 6 micro-batches", "traced, all stages")
     assert found.memory.peak_bytes == pytest.approx(exact.memory.peak_bytes, rel=0.01)
     assert found.memory.reserved_bytes == pytest.approx(exact.memory.reserved_bytes, rel=0.03)
@@ -177,19 +173,19 @@ def test_extrapolated_micro_batches_agree_with_all_of_them() -> None:
 
 def test_parts_of_a_prediction_add_up_and_survive_json() -> None:
     """Oracle: the definitions of the fields."""
-    for prediction in predictions()[1]:
-        time, stages = prediction.time, prediction.stages
-        waits = time.exposed_communication_seconds + time.exposed_transfer_seconds + time.host_seconds
-        assert time.compute_seconds + waits + time.stage_seconds == pytest.approx(time.step_seconds)
-        assert prediction.memory.reserved_bytes == max(stage.reserved_bytes for stage in stages)
-        assert time.compute_seconds == max(stage.compute_seconds for stage in stages)
-        assert prediction.tokens_per_step == B * T * 12
-        assert Prediction.from_dict(prediction.to_dict()) == prediction
+    _, prediction = extrapolated()
+    time, stages = prediction.time, prediction.stages
+    waits = time.exposed_communication_seconds + time.exposed_transfer_seconds + time.host_seconds
+    assert time.compute_seconds + waits + time.stage_seconds == pytest.approx(time.step_seconds)
+    assert prediction.memory.reserved_bytes == max(stage.reserved_bytes for stage in stages)
+    assert time.compute_seconds == max(stage.compute_seconds for stage in stages)
+    assert prediction.tokens_per_step == B * T * 12
+    assert Prediction.from_dict(prediction.to_dict()) == prediction
 
 
 def test_a_plan_prints_its_pipeline_ranks() -> None:
     """Oracle: the fields of the prediction."""
-    config, (prediction, _) = predictions()
+    config, prediction = extrapolated()
     console = Console(file=io.StringIO(), width=80)
     print_prediction(config, prediction, load_hardware("h100"), 2**30, [], console)
     text = console.file.getvalue()  # type: ignore[attr-defined]

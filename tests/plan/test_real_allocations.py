@@ -46,57 +46,45 @@ FIRST_MARK = 100_000_007
 """Bytes beyond those of any tensor here."""
 RANDOM_STATE_BYTES = 5056
 
+OFFLOAD = ("parallel=fsdp2", "memory.optimizer_offload=true")
+PREFETCH = ("parallel=fsdp2", "parallel.forward_prefetch=1")
+LONG = ("parallel=fsdp2", "model.n_layers=4", "model.max_seq_len=2048", "train.seq_len=2048")
+IN_BACKWARD = ("memory.optimizer_in_backward=true", "train.max_grad_norm=null", "train.skip_nonfinite=false")
 CASES = {
-    "fsdp2": ("parallel=fsdp2",),
-    "fsdp2 parts": (
-        "parallel=fsdp2",
-        "parallel.wrap=block_attn_mlp",
-        "parallel.forward_prefetch=1",
-        "train.grad_accum=2",
-    ),
-    "fsdp2 by class": ("parallel=fsdp2", "parallel.wrap_classes=[Linear]", "parallel.forward_prefetch=1"),
-    "fsdp1 by size": ("parallel=fsdp1", "parallel.min_params=20000"),
+    "fsdp2": ("parallel=fsdp2", "memory.gradient_checkpointing=full", "memory.checkpointing_start_index=1"),
     "fsdp1": ("parallel=fsdp1", "train.grad_accum=2"),
-    "fsdp1 flat": ("parallel=fsdp1", "parallel.use_orig_params=false", "optim.weight_decay_on=all"),
     "ddp": ("parallel=ddp", "train.grad_accum=2"),
-    "checkpointing": ("parallel=fsdp2", "memory.gradient_checkpointing=full", "memory.checkpointing_start_index=1"),
-    "selective": ("parallel=fsdp1", "memory.gradient_checkpointing=selective"),
-    "activation offload": (
-        "parallel=fsdp2",
-        "model.n_layers=4",
-        "model.max_seq_len=2048",
-        "train.seq_len=2048",
-        "memory.gradient_checkpointing=selective",
-        "memory.activation_offload=true",
-    ),
+    "optimizer offload, serial": (*OFFLOAD, "memory.offload_schedule=serial", "memory.offload_fraction=0.5"),
     "chunked loss": ("parallel=fsdp2", "memory.chunk_loss=true", "memory.chunk_tokens=256"),
-    "optimizer offload, serial": (
-        "parallel=fsdp2",
-        "memory.optimizer_offload=true",
-        "memory.offload_schedule=serial",
-        "memory.offload_fraction=0.5",
-    ),
-    "optimizer offload, lazy": ("parallel=fsdp2", "memory.optimizer_offload=true", "memory.offload_schedule=lazy"),
+    "adapters of quantized weights": ("parallel=fsdp2", "tune=lora", "tune.base=nf4", "model.ffn_dim=192"),
+}
+MORE = {
+    "fsdp2 alone": ("parallel=fsdp2",),
+    "fsdp2 parts": (*PREFETCH, "parallel.wrap=block_attn_mlp", "train.grad_accum=2"),
+    "fsdp2 by class": (*PREFETCH, "parallel.wrap_classes=[Linear]"),
+    "fsdp1 by size": ("parallel=fsdp1", "parallel.min_params=20000"),
+    "fsdp1 flat": ("parallel=fsdp1", "parallel.use_orig_params=false", "optim.weight_decay_on=all"),
+    "selective": ("parallel=fsdp1", "memory.gradient_checkpointing=selective"),
+    "activation offload": (*LONG, "memory.gradient_checkpointing=selective", "memory.activation_offload=true"),
+    "optimizer offload, lazy": (*OFFLOAD, "memory.offload_schedule=lazy"),
     "cpu offload": ("parallel=fsdp2", "memory.cpu_offload=true"),
-    "optimizer in the backward": (
-        "parallel=fsdp2",
-        "memory.optimizer_in_backward=true",
-        "train.max_grad_norm=null",
-        "train.skip_nonfinite=false",
-    ),
+    "optimizer in the backward": ("parallel=fsdp2", *IN_BACKWARD),
     "gpt2": ("parallel=fsdp2", "model=gpt2_debug"),
     "adapters": ("parallel=fsdp2", "tune=lora", "tune.dropout=0.1"),
     "adapters, ddp": ("parallel=ddp", "tune=lora", "train.grad_accum=2"),
     "adapters, fsdp1": ("parallel=fsdp1", "tune=lora"),
-    "adapters of quantized weights": ("parallel=fsdp2", "tune=lora", "tune.base=nf4", "model.ffn_dim=192"),
     "documents apart": ("parallel=fsdp2", "model=gpt2_debug", "data.mask_documents=true"),
 }
 if TORCH >= SCHEDULES_SINCE:
-    CASES["stages"] = ("parallel=fsdp2", "mesh.pp_size=2", "parallel.schedule=1f1b", "train.grad_accum=3")
+    MORE["stages"] = ("parallel=fsdp2", "mesh.pp_size=2", "parallel.schedule=1f1b", "train.grad_accum=3")
 HYBRID = {
     "hybrid fsdp2": ("parallel=fsdp2", "mesh.fsdp_size=2"),
     "hybrid fsdp1": ("parallel=fsdp1", "mesh.fsdp_size=2"),
 }
+SINGLE = {"single": ("parallel=single",)}
+GROUPS = {"short": (2, CASES), "single": (1, SINGLE), "more": (2, MORE), "hybrid": (4, HYBRID)}
+"""Cases that one process group runs: its ranks, and name → overrides."""
+EXTENDED = {"more", "hybrid"}
 
 Allocation = tuple[int, tuple[str, ...]]
 """Bytes, and the operators around it."""
@@ -186,19 +174,27 @@ def allocations_of(trace: Trace) -> tuple[dict[Phase, list[int]], dict[int, Coun
 
 
 @functools.cache
-def real_runs(world_size: int) -> dict[str, Seen]:
-    """All cases of a world size, in one process group."""
-    cases = CASES if world_size == 2 else HYBRID
+def real_runs(group: str) -> dict[str, Seen]:
+    """All cases of a group, on its first rank."""
+    world_size, cases = GROUPS[group]
     seen: dict[str, Seen] = run_ranks(world_size, runs_for_real, cases, world_size)[0]
     return seen
 
 
 @pytest.mark.usefixtures("unmeasured")
-@pytest.mark.parametrize("case", [*CASES, *HYBRID])
-def test_trace_has_the_allocations_of_a_real_run_in_order(case: str) -> None:
+@pytest.mark.parametrize(
+    ("group", "case"),
+    [
+        pytest.param(group, case, id=case, marks=[pytest.mark.extended] if group in EXTENDED else [])
+        for group, (_, cases) in GROUPS.items()
+        for case in cases
+    ],
+)
+def test_trace_has_the_allocations_of_a_real_run_in_order(group: str, case: str) -> None:
     """Oracle: PyTorch's profiler on a real run (see the top of this page)."""
-    words, world_size = (CASES[case], 2) if case in CASES else (HYBRID[case], 4)
-    real, real_live = real_runs(world_size)[case]
+    world_size, cases = GROUPS[group]
+    words = cases[case]
+    real, real_live = real_runs(group)[case]
     trace, trace_live = allocations_of(traced(words_of(words), world_size, "cpu"))
     smallest = 8192 if case == "chunked loss" else SMALLEST
     compared = 0
@@ -221,5 +217,5 @@ def test_trace_has_the_allocations_of_a_real_run_in_order(case: str) -> None:
     for step, live in real_live.items():
         beside = Counter(size for size, _ in live)
         beside.subtract(trace_live[step])
-        held = Counter(size for size, names in live if any(name.startswith("FSDP::") for name in names))
-        assert all(0 <= count <= held[size] for size, count in beside.items()), (case, step, beside)
+        gathered = Counter(size for size, names in live if any(name.startswith("FSDP::") for name in names))
+        assert all(0 <= count <= gathered[size] for size, count in beside.items()), (case, step, beside)

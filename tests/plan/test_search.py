@@ -32,6 +32,8 @@ from fsdptoys.plan.search.switches import (
 from fsdptoys.utils.text import value_text
 from tests.plan.formula_search import HARDWARE, MODEL, compose, find, find_once, formula
 
+extended = pytest.mark.extended
+FULL = "memory.gradient_checkpointing=full"
 SMALL = Space(strategies=("fsdp2", "ddp"), cpu_offload=False, every_shard_size=False, exchanges=False)
 
 
@@ -74,7 +76,9 @@ def brute_force(words: Sequence[str], world_size: int, gib: float) -> list[tuple
 
 
 @pytest.mark.usefixtures("unmeasured")
-@pytest.mark.parametrize(("world_size", "gib"), [(8, 80), (8, 20), (64, 24), (64, 60)])
+@pytest.mark.parametrize(
+    ("world_size", "gib"), [(64, 24), *(pytest.param(*row, marks=extended) for row in ((8, 80), (8, 20), (64, 60)))]
+)
 def test_search_finds_the_optimum_of_brute_force(world_size: int, gib: float) -> None:
     """Oracle: nested loops over every combination and batches up to 256; a batch that the search did not try for want
     of gain may be faster by less than 1%, and a tie with fewer switches slower by 1%."""
@@ -122,19 +126,17 @@ def test_switches_without_effect_are_off() -> None:
 @pytest.mark.parametrize(
     "typed",
     [
-        ["train.batch_size=3", "parallel=fsdp1", "memory.gradient_checkpointing=full"],
-        ["parallel=ddp", "parallel.bucket_cap_mb=50"],
-        ["mesh.fsdp_size=4", "memory.chunk_loss=false"],
+        ["train.batch_size=3", "parallel=fsdp1", FULL],
         ["memory.cpu_offload=true", "memory.cpu_offload_executor=overlapped"],
-        ["memory.gradient_checkpointing=selective", "memory.checkpointing_save=[mm]"],
         ["memory.optimizer_offload=true", "memory.offload_bucket_mib=64"],
-        [
-            "parallel.wrap=block_attn_mlp",
-            "memory.gradient_checkpointing=full",
-            "memory.activation_offload=true",
-            "train.grad_accum=4",
-        ],
-        ["experiment=llama2_7b"],
+        pytest.param(["parallel=ddp", "parallel.bucket_cap_mb=50"], marks=extended),
+        pytest.param(["mesh.fsdp_size=4", "memory.chunk_loss=false"], marks=extended),
+        pytest.param(["memory.gradient_checkpointing=selective", "memory.checkpointing_save=[mm]"], marks=extended),
+        pytest.param(
+            ["parallel.wrap=block_attn_mlp", FULL, "memory.activation_offload=true", "train.grad_accum=4"],
+            marks=extended,
+        ),
+        pytest.param(["experiment=llama2_7b"], marks=extended),
     ],
 )
 def test_typed_overrides_stay_fixed_and_compose_to_the_candidate(typed: list[str]) -> None:
@@ -289,6 +291,7 @@ def test_frontier_is_the_set_of_undominated_points() -> None:
     assert [(one.reserved_bytes, one.tokens_per_second) for one in chosen] == sorted(unbeaten)
 
 
+@extended
 @pytest.mark.usefixtures("unmeasured")
 def test_largest_fitting_preset_has_composable_overrides() -> None:
     """Oracle: no larger preset fits in any combination of the same space; Hydra composes the overrides."""
@@ -312,6 +315,7 @@ def test_largest_fitting_preset_has_composable_overrides() -> None:
     assert largest(["gpt2"], 30).config.train.seq_len == 1024
 
 
+@extended
 @pytest.mark.usefixtures("unmeasured")
 def test_overrides_of_the_best_candidate_reproduce_its_prediction() -> None:
     """Oracle: the closed form of the configuration that Hydra composes from the best candidate's overrides."""
@@ -336,7 +340,7 @@ def test_files_of_memory_and_mesh_on_the_command_line_fix_all_their_keys() -> No
 
 
 @pytest.mark.usefixtures("unmeasured")
-@pytest.mark.parametrize(("gib", "sizes"), [(12, {2, 4, 8}), (6, {8})])
+@pytest.mark.parametrize(("gib", "sizes"), [(12, {2, 4, 8}), pytest.param(6, {8}, marks=extended)])
 def test_sequences_are_shared_where_one_does_not_fit(gib: float, sizes: set[int]) -> None:
     """Oracle: the formula with every switch that saves memory, by the number of ranks that share a sequence."""
     words = [*MODEL, "model.max_seq_len=131072", "train.seq_len=131072", "parallel=fsdp2"]

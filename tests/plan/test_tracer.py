@@ -28,23 +28,22 @@ from fsdptoys.plan.simulator.events import (
     Transfer,
     WaitEvent,
 )
+from fsdptoys.plan.trace import tracer
 from fsdptoys.plan.trace.fake_device import registers_devices
 from fsdptoys.plan.trace.fake_tensors import MANY, Chunks, repeating_chunks
 from fsdptoys.plan.trace.op_costs import fuses_rms_norm
-from fsdptoys.plan.trace.tracer import trace
-from tests.plan.traced import configured, hardware, live_bytes, traced
+from tests.plan.processes import run_tracer
+from tests.plan.simulator.imagined import imagined_hardware
+from tests.plan.traced import configured, live_bytes, traced
 
 BF16 = "parallel.param_dtype=bfloat16"
 DIM, LAYERS, HEADS, KV_HEADS, HEAD_DIM, FFN, VOCAB, TOKENS = 256, 3, 4, 2, 64, 512, 1024, 512
-SHAPE = {
-    "dim": DIM,
-    "n_layers": LAYERS,
-    "n_heads": HEADS,
-    "n_kv_heads": KV_HEADS,
-    "ffn_dim": FFN,
-    "vocab_size": VOCAB,
-}
-LLAMA = ("model=llama_debug", *(f"model.{key}={value}" for key, value in SHAPE.items()), f"train.seq_len={TOKENS}")
+LLAMA = (
+    "model=llama_debug", f"model.dim={DIM}", f"model.n_layers={LAYERS}", f"model.n_heads={HEADS}",
+    f"model.n_kv_heads={KV_HEADS}", f"model.ffn_dim={FFN}", f"model.vocab_size={VOCAB}", f"train.seq_len={TOKENS}",
+)  # fmt: skip
+ADAMW_BYTES = {Category.parameters: 4, Category.optimizer_states: 8}
+extended = pytest.mark.extended
 TRACES_DDP = pytest.mark.skipif(not registers_devices(), reason="this torch cannot trace DDP")
 BLOCK = 2 * DIM * DIM + 2 * DIM * KV_HEADS * HEAD_DIM + 3 * DIM * FFN + 2 * DIM
 PARAMETERS = LAYERS * BLOCK + 2 * VOCAB * DIM + DIM
@@ -63,11 +62,11 @@ def of_step(trace: Trace, kind: type, step: int = 2) -> list[Any]:
 @pytest.mark.parametrize(
     ("words", "shards", "bytes_each"),
     [
-        (("parallel=fsdp2",), 8, {Category.parameters: 4, Category.optimizer_states: 8}),
-        (("parallel=fsdp2", "mesh.fsdp_size=2"), 2, {Category.parameters: 4, Category.optimizer_states: 8}),
-        (("parallel=fsdp1", "parallel.use_orig_params=false", "optim.weight_decay_on=all"), 8,
-         {Category.parameters: 4, Category.optimizer_states: 8}),
-        (("parallel=fsdp1",), 8, {Category.parameters: 4, Category.optimizer_states: 8}),
+        (("parallel=fsdp2",), 8, ADAMW_BYTES),
+        pytest.param(("parallel=fsdp2", "mesh.fsdp_size=2"), 2, ADAMW_BYTES, marks=extended),
+        pytest.param(("parallel=fsdp1", "parallel.use_orig_params=false", "optim.weight_decay_on=all"), 8, ADAMW_BYTES,
+                     marks=extended),
+        (("parallel=fsdp1",), 8, ADAMW_BYTES),
         pytest.param(
             ("parallel=ddp", "optim=sgd"), 1,
             {Category.parameters: 4, Category.gradients: 4, Category.optimizer_states: 4,
@@ -76,15 +75,15 @@ def of_step(trace: Trace, kind: type, step: int = 2) -> list[Any]:
         ),
         (("parallel=fsdp2", "memory.optimizer_offload=true"), 8, {Category.parameters: 4}),
         (("parallel=fsdp2", "memory.cpu_offload=true"), 8, {}),
-        (("parallel=fsdp1", "memory.cpu_offload=true"), 8, {}),
+        pytest.param(("parallel=fsdp1", "memory.cpu_offload=true"), 8, {}, marks=extended),
     ],
 )  # fmt: skip
 def test_memory_at_the_end_of_a_step_is_the_sharded_state(
     words: tuple[str, ...], shards: int, bytes_each: dict[Category, int]
 ) -> None:
     """Oracle: parameters divided by the ranks that share them, times the bytes of each thing that stays (ZeRO)."""
-    made = traced([*LLAMA, BF16, *words])
-    live = live_bytes(made, 2, "end")
+    trace = traced([*LLAMA, BF16, *words])
+    live = live_bytes(trace, 2, "end")
     for category in (Category.parameters, Category.gradients, Category.optimizer_states):
         expected = PARAMETERS // shards * bytes_each.get(category, 0)
         assert live[category] == pytest.approx(expected, abs=1024), category
@@ -92,10 +91,12 @@ def test_memory_at_the_end_of_a_step_is_the_sharded_state(
     # The rest: the table of rotations, and the step's own few numbers.
     assert sum(live.values()) - sum(PARAMETERS // shards * each for each in bytes_each.values()) < 16384
     offloaded = 12 - sum(bytes_each.values()) if "offload" in " ".join(words) else 0
-    assert made.host_bytes == pytest.approx(PARAMETERS // shards * offloaded, rel=0.6, abs=20_000)
+    assert trace.host_bytes == pytest.approx(PARAMETERS // shards * offloaded, rel=0.6, abs=20_000)
 
 
-@pytest.mark.parametrize(("strategy", "param_bytes"), [("fsdp1", 2), ("fsdp2", 2), ("fsdp2", 4)])
+@pytest.mark.parametrize(
+    ("strategy", "param_bytes"), [("fsdp1", 2), ("fsdp2", 2), pytest.param("fsdp2", 4, marks=extended)]
+)
 def test_collective_volumes_match_zero_3(strategy: str, param_bytes: int) -> None:
     """Oracle: blocks and embedding are gathered twice except FSDP2's embedding, the head once; all reduced once."""
     words = [BF16] if param_bytes == 2 else []
@@ -121,8 +122,8 @@ def test_replicas_all_reduce_each_shard() -> None:
 
 def test_chunked_loss_matmuls_have_the_dtype_of_their_operands() -> None:
     """Oracle: bf16 operands, also where the weight's gradient is accumulated in float32."""
-    made = traced([*LLAMA, "parallel=fsdp2", BF16, "memory.chunk_loss=true", "memory.chunk_tokens=32"])
-    products = [event for event in of_step(made, Kernel) if event.kind is KernelKind.matmul]
+    trace = traced([*LLAMA, "parallel=fsdp2", BF16, "memory.chunk_loss=true", "memory.chunk_tokens=32"])
+    products = [event for event in of_step(trace, Kernel) if event.kind is KernelKind.matmul]
     assert len(products) > 20 and {event.dtype for event in products} == {"bfloat16"}
 
 
@@ -138,18 +139,18 @@ def test_ddp_is_refused_where_no_device_can_be_registered() -> None:
 @TRACES_DDP
 def test_ddp_all_reduces_concurrently_with_the_backward() -> None:
     """Oracle: every gradient is all-reduced once, off the computing stream, which waits for it before the update."""
-    made = traced([*LLAMA, "parallel=ddp"])
-    reduced = [event for event in of_step(made, Collective) if event.stream != 0]
+    trace = traced([*LLAMA, "parallel=ddp"])
+    reduced = [event for event in of_step(trace, Collective) if event.stream != 0]
     assert sum(event.bytes for event in reduced) == PARAMETERS * 4
-    assert {made.streams[event.stream] for event in reduced} == {"communication"}
+    assert {trace.streams[event.stream] for event in reduced} == {"communication"}
     # The model fits one bucket of 25 MiB; of several 1 MiB buckets the first is reduced during the backward.
     small = traced([*LLAMA, "parallel=ddp", "parallel.bucket_cap_mb=1"])
     buckets = [index for index, event in enumerate(small.events) if isinstance(event, Collective) and event.stream != 0]
     in_step = [index for index in buckets if index > small.events.index(Mark(2, "backward"))]
     rest = small.events[in_step[0] : small.events.index(Mark(2, "optimizer"))]
     assert len(in_step) > 2 and any(isinstance(e, Kernel) and e.kind is KernelKind.matmul for e in rest)
-    last = max(index for index, event in enumerate(made.events) if event in reduced)
-    before_update = made.events[last : made.events.index(Mark(2, "optimizer"))]
+    last = max(index for index, event in enumerate(trace.events) if event in reduced)
+    before_update = trace.events[last : trace.events.index(Mark(2, "optimizer"))]
     done = {event.event for event in before_update if isinstance(event, RecordEvent) and event.stream != 0}
     assert any(isinstance(event, WaitEvent) and event.stream == 0 and event.event in done for event in before_update)
 
@@ -166,17 +167,17 @@ def test_attention_saves_its_output_and_statistics(
     device_type: str, words: tuple[str, ...], operator: str, row_bytes: int
 ) -> None:
     """Oracle: a head's row of the result, and the float32 statistics that each library documents; 2·B·H·T²·K FLOPs."""
-    made = traced([*LLAMA, "parallel=fsdp2", *words], device_type=device_type)
-    at = next(i for i, e in enumerate(made.events) if isinstance(e, Kernel) and e.name == operator)
-    kernel = made.events[at]
+    trace = traced([*LLAMA, "parallel=fsdp2", *words], device_type=device_type)
+    at = next(i for i, e in enumerate(trace.events) if isinstance(e, Kernel) and e.name == operator)
+    kernel = trace.events[at]
     assert isinstance(kernel, Kernel) and kernel.kind is KernelKind.attention
     assert kernel.flops == 2 * HEADS * TOKENS**2 * HEAD_DIM
     results: list[Alloc] = []
-    for event in reversed(made.events[:at]):
+    for event in reversed(trace.events[:at]):
         if not isinstance(event, Alloc):
             break
         results.append(event)
-    kept = [event for event in results if made.categories.get(event.block, event.category) is Category.activations]
+    kept = [event for event in results if trace.categories.get(event.block, event.category) is Category.activations]
     assert sum(event.bytes for event in kept) == pytest.approx(HEADS * TOKENS * row_bytes, abs=64)
 
 
@@ -194,10 +195,10 @@ def test_chosen_kernels_are_traced(device_type: str, kernels: tuple[str, ...], c
     if device_type == "cuda" and not fuses_rms_norm():
         calls = {name: count for name, count in calls.items() if name != "rms_norm"}
     plain = ("attention", "rms_norm", "rotary", "swiglu") if "torch" in kernels else ()
-    words = [f"kernels.{operation}=torch" for operation in plain]
-    chosen = {word.split("=")[0]: word for word in [*words, *(f"kernels.{each}" for each in kernels if "=" in each)]}
-    made = traced([*LLAMA, "parallel=fsdp2", BF16, *chosen.values()], device_type=device_type)
-    counts = Counter(event.name for event in of_step(made, Kernel))
+    chosen = dict.fromkeys(plain, "torch") | dict(kernel.split("=") for kernel in kernels if "=" in kernel)
+    words = [f"kernels.{operation}={kernel}" for operation, kernel in chosen.items()]
+    trace = traced([*LLAMA, "parallel=fsdp2", BF16, *words], device_type=device_type)
+    counts = Counter(event.name for event in of_step(trace, Kernel))
     found = {
         name.removeprefix("planned::"): count
         for name, count in counts.items()
@@ -210,16 +211,16 @@ def test_chosen_kernels_are_traced(device_type: str, kernels: tuple[str, ...], c
 def test_npu_layers_share_one_attention_mask() -> None:
     """Oracle: 2048 x 2048 booleans once, besides the rotary frequencies; PyTorch's function needs one per layer."""
     for words, masks in (((), 1), (("kernels.attention=torch",), 0)):
-        made = traced([*LLAMA, "parallel=fsdp2", BF16, *words], device_type="npu")
-        assert live_bytes(made, 2, "end")[Category.buffers] // 2048**2 == masks
-        kept = live_bytes(made, 2, "backward")[Category.activations]
+        trace = traced([*LLAMA, "parallel=fsdp2", BF16, *words], device_type="npu")
+        assert live_bytes(trace, 2, "end")[Category.buffers] // 2048**2 == masks
+        kept = live_bytes(trace, 2, "backward")[Category.activations]
         assert (kept > LAYERS * 2048**2) == (masks == 0)
 
 
 def test_flops_of_a_traced_step_match_the_model() -> None:
     """Oracle: 6 FLOPs per weight and token, attention over half the square with its forward's matmul once more."""
-    made = traced([*LLAMA, "parallel=fsdp2", BF16])
-    kernels = of_step(made, Kernel)
+    trace = traced([*LLAMA, "parallel=fsdp2", BF16])
+    kernels = of_step(trace, Kernel)
     weights = PARAMETERS - VOCAB * DIM - (2 * LAYERS + 1) * DIM
     assert sum(e.flops for e in kernels if e.kind is KernelKind.matmul) == 6 * weights * TOKENS
     attention = 12 * HEADS * HEAD_DIM * TOKENS / 2 * TOKENS * LAYERS
@@ -229,78 +230,84 @@ def test_flops_of_a_traced_step_match_the_model() -> None:
 @pytest.mark.parametrize(
     "words",
     [
-        ("model=qwen3_moe_debug", BF16),
         ("model=qwen3_moe_debug", "parallel=fsdp1", "model.router_aux_loss_coef=0.1"),
         ("model=llama4_debug", BF16, "memory.gradient_checkpointing=selective"),
         ("model=gpt2_debug", BF16, "memory.chunk_loss=true"),
         ("model=qwen3_debug", "parallel=fsdp1", "memory.cpu_offload=true", BF16, "train.grad_accum=2"),
-        ("model=llama_debug", "memory.cpu_offload=true", "memory.cpu_offload_executor=overlapped", BF16),
-        ("model=llama_debug", "memory.optimizer_offload=true", "memory.offload_state_dtype=bfloat16"),
         ("model=llama_debug", "train.deterministic=true", "optim=sgd", "train.max_grad_norm=null"),
-        ("model=llama_debug", "parallel=ddp", BF16, "parallel.reduce_dtype=bfloat16"),
-        ("model=gpt2_debug", "train.deterministic=layout", BF16),
-        ("model=qwen3_moe_debug", "train.deterministic=layout", BF16),
+        *(pytest.param(words, marks=extended) for words in (
+            ("model=qwen3_moe_debug", BF16),
+            ("model=llama_debug", "memory.cpu_offload=true", "memory.cpu_offload_executor=overlapped", BF16),
+            ("model=llama_debug", "memory.optimizer_offload=true", "memory.offload_state_dtype=bfloat16"),
+            ("model=llama_debug", "parallel=ddp", BF16, "parallel.reduce_dtype=bfloat16"),
+            ("model=gpt2_debug", "train.deterministic=layout", BF16),
+            ("model=qwen3_moe_debug", "train.deterministic=layout", BF16),
+        )),
     ],
-)
+)  # fmt: skip
 def test_traces_of_families_and_switches_complete_and_repeat(words: tuple[str, ...]) -> None:
     """Oracle: the trace itself: blocks are freed once, and as much is left after the second step as after the first."""
     strategy = () if any(word.startswith("parallel=") for word in words) else ("parallel=fsdp2",)
-    made = traced([*words, *strategy])
-    assert made.events[-1] == Mark(2, "end")
-    begun = {event.block for event in made.events if isinstance(event, Alloc)}
-    ended = [event.block for event in made.events if isinstance(event, Free)]
-    assert len(begun) == sum(isinstance(event, Alloc) for event in made.events)
+    trace = traced([*words, *strategy])
+    assert trace.events[-1] == Mark(2, "end")
+    begun = {event.block for event in trace.events if isinstance(event, Alloc)}
+    ended = [event.block for event in trace.events if isinstance(event, Free)]
+    assert len(begun) == sum(isinstance(event, Alloc) for event in trace.events)
     assert len(ended) == len(set(ended)) and set(ended) <= begun
-    after = [sum(live_bytes(made, step, "end").values()) for step in (1, 2)]
+    after = [sum(live_bytes(trace, step, "end").values()) for step in (1, 2)]
     assert after[0] == after[1]
-    assert 0 in made.streams and {e.stream for e in made.events if isinstance(e, Alloc)} <= set(made.streams)
+    assert 0 in trace.streams and {e.stream for e in trace.events if isinstance(e, Alloc)} <= set(trace.streams)
 
 
 @pytest.mark.skipif(not hasattr(torch, "_grouped_mm"), reason="this torch has no grouped matmul")
 def test_expert_flops_follow_from_routed_tokens() -> None:
     """Oracle: three matrices per expert, K experts per token: 6 FLOPs per used weight."""
-    made = traced(["model=qwen3_moe_debug", "parallel=fsdp2", BF16])
+    trace = traced(["model=qwen3_moe_debug", "parallel=fsdp2", BF16])
     config = configured(["model=qwen3_moe_debug"], 8, "cuda")
     model: Any = config.model
     rows = config.train.seq_len * config.train.batch_size * model.top_k
     flops = 6 * rows * 3 * model.dim * model.expert_ffn_dim * model.n_layers
-    assert sum(e.flops for e in of_step(made, Kernel) if e.name == "aten::_grouped_mm") == flops
+    assert sum(e.flops for e in of_step(trace, Kernel) if e.name == "aten::_grouped_mm") == flops
 
 
 def test_streamed_states_are_copied_both_ways_asynchronously() -> None:
     """Oracle: AdamW's two float32 states of this rank's shard go up and down once a step, over pinned memory."""
-    made = traced([*LLAMA, "parallel=fsdp2", "memory.optimizer_offload=true", "memory.offload_schedule=pipelined"])
-    streams = {purpose: number for number, purpose in made.streams.items()}
+    trace = traced([*LLAMA, "parallel=fsdp2", "memory.optimizer_offload=true", "memory.offload_schedule=pipelined"])
+    streams = {purpose: number for number, purpose in trace.streams.items()}
     for purpose, to_device in (("load", True), ("store", False)):
-        copies = [event for event in of_step(made, Transfer) if event.stream == streams[purpose]]
+        copies = [event for event in of_step(trace, Transfer) if event.stream == streams[purpose]]
         assert sum(event.bytes for event in copies) == pytest.approx(PARAMETERS // 8 * 8, rel=0.01)
         assert all(event.to_device is to_device and not event.blocking for event in copies)
-    held = {event.block for event in made.events if isinstance(event, RecordStream)}
-    assert {made.categories[block] for block in held} == {Category.optimizer_states}
+    recorded = {event.block for event in trace.events if isinstance(event, RecordStream)}
+    assert {trace.categories[block] for block in recorded} == {Category.optimizer_states}
 
 
 def test_worker_threads_update_every_offloaded_parameter_once() -> None:
     """Oracle: fused AdamW updates this rank's parameters in a step, and pads the shards of norms to full vectors."""
-    made = traced([*LLAMA, "parallel=fsdp2", "memory.cpu_offload=true", "memory.cpu_offload_executor=overlapped", BF16])
-    updates = [event for event in of_step(made, HostWork) if event.elements]
+    trace = traced(
+        [*LLAMA, "parallel=fsdp2", "memory.cpu_offload=true", "memory.cpu_offload_executor=overlapped", BF16]
+    )
+    updates = [event for event in of_step(trace, HostWork) if event.elements]
     padding = (2 * LAYERS + 1) * (VECTOR_ELEMENTS - DIM // 8)
     assert sum(event.elements for event in updates) == PARAMETERS // 8 + padding
     assert all(event.worker for event in updates)
-    works = sum(event.worker for event in made.events if isinstance(event, HostWork))
-    waits = [event.works for event in made.events if isinstance(event, HostWaitWorkers)]
+    works = sum(event.worker for event in trace.events if isinstance(event, HostWork))
+    waits = [event.works for event in trace.events if isinstance(event, HostWaitWorkers)]
     assert waits == sorted(waits) and 0 < waits[-1] <= works
 
 
 @pytest.mark.usefixtures("unmeasured")
-def test_child_process_traces_each_depth_and_reports_errors() -> None:
+@pytest.mark.parametrize("run", [run_tracer, pytest.param(tracer._run, marks=extended)], ids=["fork", "interpreter"])
+def test_child_process_traces_each_depth_and_reports_errors(monkeypatch: pytest.MonkeyPatch, run: Any) -> None:
     """Oracle: the number of parameters at each depth; an impossible mesh fails with its error."""
+    monkeypatch.setattr(tracer, "_run", run)
     config = configured([*LLAMA, "parallel=fsdp2", "mesh.fsdp_size=8"], 98304, "cuda")
-    shallow, deep = trace(config, hardware("cuda"), 98304, [1, 2])
-    parameters = [live_bytes(made, 2, "end")[Category.parameters] for made in (shallow, deep)]
+    shallow, deep = tracer.trace(config, imagined_hardware(), 98304, [1, 2])
+    parameters = [live_bytes(steps, 2, "end")[Category.parameters] for steps in (shallow, deep)]
     assert parameters[1] - parameters[0] == BLOCK // 8 * 4
     bad = dataclasses.replace(config, mesh=dataclasses.replace(config.mesh, fsdp_size=7))
     with pytest.raises(ConfigError, match=r"mesh\.fsdp_size=7 must divide the world size 98304"):
-        trace(bad, hardware("cuda"), 98304, [1])
+        tracer.trace(bad, imagined_hardware(), 98304, [1])
 
 
 @pytest.mark.parametrize(("shape", "dim"), [((7, 3), 0), ((1, 4), 0), ((6, 8), 1)])
@@ -309,10 +316,10 @@ def test_chunks_are_those_of_fsdp2(shape: tuple[int, ...], dim: int, count: int)
     """Oracle: the function that they replace."""
     tensor = torch.arange(math.prod(shape)).view(shape)
     expected = _fsdp_param._chunk_with_empty(tensor, count, dim)
-    made = Chunks(tensor, count, dim)
+    chunks = Chunks(tensor, count, dim)
     for place, chunk in enumerate(expected):
-        assert torch.equal(made[place], chunk)
-        assert made[place].stride() == chunk.stride()
+        assert torch.equal(chunks[place], chunk)
+        assert chunks[place].stride() == chunk.stride()
 
 
 @pytest.mark.parametrize("size", [0, 3, MANY, 3 * MANY, 3 * MANY + 1])
@@ -321,6 +328,6 @@ def test_one_chunk_stands_for_all_of_its_size(size: int, count: int) -> None:
     """Oracle: the shapes and strides of ``torch.chunk``; from ``MANY`` on there are at most two tensors."""
     with FakeTensorMode(), torch.no_grad():
         tensor = torch.empty(5, size, 2)
-        expected, made = torch.chunk(tensor, count, 1), repeating_chunks(torch.chunk)(tensor, count, 1)
-    assert [(chunk.shape, chunk.stride()) for chunk in made] == [(chunk.shape, chunk.stride()) for chunk in expected]
-    assert count < MANY or not size or len(set(map(id, made))) <= 2
+        expected, chunks = torch.chunk(tensor, count, 1), repeating_chunks(torch.chunk)(tensor, count, 1)
+    assert [(chunk.shape, chunk.stride()) for chunk in chunks] == [(chunk.shape, chunk.stride()) for chunk in expected]
+    assert count < MANY or not size or len(set(map(id, chunks))) <= 2

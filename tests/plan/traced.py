@@ -1,27 +1,17 @@
 """Traces of small models, each made in a process of its own."""
 
-import dataclasses
 import functools
 from collections.abc import Sequence
-from typing import Any
 
 from fsdptoys.config.compose import compose_config
 from fsdptoys.config.schema import Config
-from fsdptoys.device.profile import AttentionKind, Hardware, Quantity
+from fsdptoys.device.profile import Hardware
 from fsdptoys.metrics.prediction import Category
 from fsdptoys.plan.simulator.events import Alloc, Free, Mark, Trace
 from fsdptoys.plan.trace.op_costs import matmul_workspace_bytes
 from fsdptoys.plan.trace.tracer import trace_here, trainer_program
 from tests.plan.processes import in_fresh_process
-
-ATTENTION = {"cuda": AttentionKind.flash, "npu": AttentionKind.npu, "cpu": AttentionKind.cpu}
-
-
-def hardware(device_type: str) -> Hardware:
-    """Hardware of a device type; its numbers do not matter."""
-    numbers: dict[str, Any] = {field.name: Quantity(1.0, "none") for field in dataclasses.fields(Hardware)}
-    names = {"name": "any", "title": "any", "matches": ("any",), "peak_flops": {}, "attention_backends": {}}
-    return Hardware(**numbers | names | {"device_type": device_type, "attention": ATTENTION[device_type]})
+from tests.plan.simulator.imagined import imagined_hardware
 
 
 def configured(words: Sequence[str], world_size: int, device_type: str) -> Config:
@@ -56,8 +46,8 @@ def _trace_on(config: Config, hardware: Hardware, world_size: int) -> Trace:
 
 def trace_steps(config: Config, world_size: int, device_type: str) -> Trace:
     """Trace two steps of the project's trainer in this process, which cannot be used afterwards."""
-    program = trainer_program(config, hardware(device_type))
-    return trace_here(program, attention=ATTENTION[device_type], world_size=world_size)
+    hardware = imagined_hardware(device_type)  # its numbers do not matter
+    return trace_here(trainer_program(config, hardware), attention=hardware.attention, world_size=world_size)
 
 
 def live_bytes(trace: Trace, step: int, phase: str) -> dict[Category, int]:
