@@ -84,14 +84,6 @@ def test_folder_without_a_tokenizer_copy_is_read(tmp_path, capsys):
     assert config.find_tokenizer() is None and run_data(capsys, "check", tmp_path / "out")[0] == 0
 
 
-class Stream(io.StringIO):
-    """A text stream with a configurable ``isatty``."""
-
-    def __init__(self, terminal: bool) -> None:
-        super().__init__()
-        self.isatty = lambda: terminal  # type: ignore[method-assign]
-
-
 @pytest.mark.parametrize("terminal", [True, False])
 def test_progress_is_displayed(terminal, monkeypatch):
     """Oracle: the numbers; without a terminal one line per interval and no control codes."""
@@ -99,7 +91,8 @@ def test_progress_is_displayed(terminal, monkeypatch):
     monkeypatch.setattr("fsdptoys.data.progress.monotonic", lambda: next(now))
     monkeypatch.setenv("COLUMNS", "80")
     monkeypatch.setenv("TERM", "xterm")
-    stream = Stream(terminal)
+    stream = io.StringIO()
+    monkeypatch.setattr(stream, "isatty", lambda: terminal)
     with Display("preparing", stream) as display:
         for done in (1, 2, 3, 4):
             display.show(Advance(done * 1e6, 4_000_000, 1000 * done, 2_000_000 * done))
@@ -108,7 +101,4 @@ def test_progress_is_displayed(terminal, monkeypatch):
         *_, last = (line for line in lines if line.strip())
         assert last.startswith("preparing ") and "4.0/4.0 MB" in last and "8.0M tokens" in last
     else:
-        assert lines == [
-            "preparing: 50%, 0.2 MB/s, 4.0M tokens",
-            "preparing: 100%, 0.2 MB/s, 8.0M tokens",
-        ]
+        assert lines == ["preparing: 50%, 0.2 MB/s, 4.0M tokens", "preparing: 100%, 0.2 MB/s, 8.0M tokens"]

@@ -2,20 +2,20 @@
 
 import json
 import pickle
+import shutil
 from collections import Counter
 from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
 
 from fsdptoys.data import IGNORE_INDEX, BatchStream, PreparedConfig, eval_batches
 from fsdptoys.data.mixture import BLOCK, MixedHeldOut, MixedSamples, Pattern
 from fsdptoys.data.prepare import prepare_folder
 from fsdptoys.errors import ConfigError
-from scripts.ranks import run_ranks
 from tests.data.test_prepare import documents, request, write_lines
 from tests.data.test_sampler import SEQ_LEN, NumberedSamples, take_numbers
+from tests.data.windows import assert_windows
 
 
 def make(folder: Path, count: int = 150, seed: int = 0, **changes) -> str:
@@ -26,7 +26,8 @@ def make(folder: Path, count: int = 150, seed: int = 0, **changes) -> str:
 
 def tokens_of(folder: str, split: str) -> np.ndarray:
     shards = json.loads((Path(folder) / "index.json").read_text())["shards"]
-    parts = [np.fromfile(Path(folder) / f"{each['name']}.bin", "<u2") for each in shards if each["split"] == split]
+    names = [shard["name"] for shard in shards if shard["split"] == split]
+    parts = [np.fromfile(Path(folder) / f"{name}.bin", "<u2") for name in names]
     return np.concatenate(parts).astype(np.int64)
 
 
@@ -40,25 +41,14 @@ def test_windows_follow_the_concatenated_shards_of_a_split(tmp_path, monkeypatch
     dataset = config.build(seq_len, 256, seed=0)
     assert dataset.document_end == 0 and config.has_eval
     for samples, split in ((dataset.train, "train"), (dataset.eval, "eval")):
-        tokens = tokens_of(folder, split)
-        assert len(samples) == (len(tokens) - 1) // seq_len > 0
-        for reader in (samples, pickle.loads(pickle.dumps(samples))):
-            for index in range(0, len(samples), max(1, len(samples) // 50)):
-                tokens_T, labels_T = reader[index]
-                window = tokens[index * seq_len : (index + 1) * seq_len + 1]
-                np.testing.assert_array_equal(tokens_T, window[:-1])
-                np.testing.assert_array_equal(labels_T, window[1:])
-                assert tokens_T.dtype == labels_T.dtype == np.int64
-            assert len(reader.stream._maps) <= 2
+        assert_windows(samples, tokens_of(folder, split), seq_len, stride=max(1, len(samples) // 50))
+        assert len(samples.stream._maps) <= 2
 
 
 def test_fingerprint_depends_only_on_contents_and_settings(tmp_path):
     """Oracle: one change at a time; a copy in another folder is the same data."""
-    first, copy = make(tmp_path / "out"), tmp_path / "elsewhere"
-    copy.mkdir()
-    for path in Path(first).iterdir():
-        (copy / path.name).write_bytes(path.read_bytes())
-    other = make(tmp_path / "other")
+    first, other = make(tmp_path / "out"), make(tmp_path / "other")
+    copy = shutil.copytree(first, tmp_path / "elsewhere")
 
     def fingerprint(seq_len: int = 8, seed: int = 0, **settings) -> str:
         return PreparedConfig(**settings).build(seq_len, 256, seed).fingerprint
@@ -82,9 +72,8 @@ def test_fingerprint_depends_only_on_contents_and_settings(tmp_path):
 def test_unigram_entropy_matches_the_mixture(tmp_path):
     """Oracle: the formula over counts by hand, weighed by the sources' shares."""
     first, other = make(tmp_path / "first"), make(tmp_path / "other")
-    shares = [
-        np.bincount(tokens, minlength=256) / len(tokens) for tokens in (tokens_of(f, "train") for f in (first, other))
-    ]
+    tokens = [tokens_of(folder, "train") for folder in (first, other)]
+    shares = [np.bincount(ids, minlength=256) / len(ids) for ids in tokens]
 
     def entropy(shares_V: np.ndarray) -> float:
         return float(-(shares_V[shares_V > 0] * np.log(shares_V[shares_V > 0])).sum())
@@ -155,39 +144,13 @@ def test_every_source_has_its_own_epochs():
     assert [mixture([3, 1], seed=1).locate(place) for place in range(400)] != [samples.locate(p) for p in range(400)]
 
 
-@pytest.mark.parametrize(("ranks", "batch_size", "microbatches"), [(1, 4, 3), (2, 3, 2), (4, 3, 1)])
-def test_global_batch_of_a_mixture_does_not_depend_on_ranks(ranks, batch_size, microbatches):
-    """Oracle: one process with the full global batch of 12; the others are stopped and resumed."""
-    reference = take_numbers(BatchStream(mixture([3, 1]), 12, 1, range(1), 1, 0), 6)
-    streams = [BatchStream(mixture([3, 1]), batch_size, microbatches, range(r, r + 1), ranks, 0) for r in range(ranks)]
-    found = []
-    for step in range(6):
-        if step == 3:
-            for rank, stream in enumerate(streams):
-                state, again = stream.state_dict(), range(rank, rank + 1)
-                streams[rank] = BatchStream(mixture([3, 1]), batch_size, microbatches, again, ranks, 0)
-                streams[rank].load_state_dict(state)
-        apart = [stream.next_step() for stream in streams]
-        for microbatch in range(microbatches):
-            for rank in range(ranks):
-                found += [int(row[0]) for row in apart[rank][microbatch][0]]
-    assert found == reference
-
-
-def compare_with_workers(settings: dict) -> None:
-    dataset = PreparedConfig(**settings).build(32, 256, 3)
-    layout = {"batch_size": 2, "microbatches": 2, "ranks": range(1, 2), "data_ranks": 2, "seed": 3}
-    reference, ahead = (BatchStream(dataset.train, **layout, workers=workers) for workers in (0, 2))
-    for _ in range(12):
-        for batch, expected in zip(ahead.next_step(), reference.next_step(), strict=True):
-            assert all(torch.equal(*pair) for pair in zip(batch, expected, strict=True))
-    ahead.close()
-
-
-def test_batches_of_a_mixture_do_not_depend_on_workers(tmp_path):
-    """Oracle: the stream without workers, over more than an epoch of the smaller source."""
-    folders = [make(tmp_path / "first"), make(tmp_path / "other", count=10)]
-    run_ranks(1, compare_with_workers, {"sources": folders, "weights": [1.0, 1.0]})
+def test_streams_of_a_mixture_take_its_samples_in_order():
+    """Oracle: the owner and number of each place; tests/data/test_sampler.py distributes such samples over ranks."""
+    samples = mixture([3, 1])
+    places = [samples.locate(place) for place in range(72)]
+    assert samples.endless
+    numbers = take_numbers(BatchStream(samples, 12, 1, range(1), 1, 0), 6)
+    assert numbers == [1000 * owner + number for owner, number in places]
 
 
 @pytest.mark.parametrize(
@@ -208,14 +171,18 @@ def test_held_out_samples_keep_the_proportions_until_a_source_ends(weights, size
     assert tokens_BT.shape == (16, SEQ_LEN) and int((labels_BT != IGNORE_INDEX).sum()) == length * SEQ_LEN
 
 
-def test_sources_share_the_limit_on_memory_maps(tmp_path, monkeypatch):
-    """Oracle: the limit of all together, when every sample of both has been read."""
+def test_sources_share_the_limit_on_memory_maps_which_workers_do_not_receive(tmp_path, monkeypatch):
+    """Oracle: the limit of all together, when every sample of both has been read; a pickled mixture's own samples."""
     monkeypatch.setattr("fsdptoys.data.prepared.MOST_MAPS", 4)
     train = PreparedConfig(sources=[make(tmp_path / "a"), make(tmp_path / "b")]).build(64, 256, 0).train
     for source in train.sources:
         assert all(source[number][0].shape == (64,) for number in range(len(source)))
         assert len(source.stream.files) > 10
     assert [len(source.stream._maps) for source in train.sources] == [2, 2]
+    sent = pickle.loads(pickle.dumps(train))
+    assert [source.stream._maps for source in sent.sources] == [None, None]
+    for place in range(20):
+        np.testing.assert_array_equal(sent[place], train[place])
 
 
 def test_weights_default_to_the_source_sizes(tmp_path):

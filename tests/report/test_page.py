@@ -71,7 +71,8 @@ def browser() -> Iterator[Any]:
         pytest.skip("there is no chromium on the PATH")
     sync_api = pytest.importorskip("playwright.sync_api", reason="there is no playwright to drive the browser")
     with sync_api.sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
+        launch = playwright.chromium.launch
+        browser = launch(executable_path=CHROMIUM, args=["--no-sandbox"], timeout=PATIENCE_MS)
         yield browser
         browser.close()
 

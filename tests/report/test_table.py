@@ -12,24 +12,20 @@ import pytest
 from rich.console import Console
 
 from fsdptoys.device import GIB
-from fsdptoys.metrics.prediction import MemoryPrediction, Prediction, TimePrediction
+from fsdptoys.metrics.prediction import MemoryPrediction, TimePrediction
 from fsdptoys.report.runs_table import Collection, Record
 from fsdptoys.report.table import Table, make_table
 from fsdptoys.report.table_export import to_csv, to_json, to_markdown
 from fsdptoys.report.table_terminal import fit, print_table
 from fsdptoys.sweep import Job, JobStatus, Skipped
 from fsdptoys.sweep.folder import write_job
+from tests.report.device_runs import device_prediction
 from tests.report.recorded_runs import GPU_STEP, STEP, record_of, run_of, write_records, write_run
 
 GPU = {"device.type": "cuda", "device.name": "A device"}
 
-PREDICTION = Prediction(
-    method="traced",
-    hardware="imagined",
-    world_size=2,
-    tokens_per_step=512,
-    model_flops_per_step=1e9,
-    peak_flops=1e12,
+PREDICTION = replace(
+    device_prediction(0.07, 4.0),
     memory=MemoryPrediction(GIB, 3 * GIB, 4 * GIB, "backward"),
     time=TimePrediction(0.07, 0.07, 0.0, 0.0, 0.0),
 )
