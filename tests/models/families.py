@@ -1,33 +1,25 @@
 """One small model of every family, with all of its features: dense and expert blocks, chunks, scaling, ties."""
 
+from typing import Any
+
 from fsdptoys.models import GPT2Config, Llama4Config, LlamaConfig, ModelConfig, Qwen3Config, Qwen3MoEConfig
 from fsdptoys.models.rotary import RopeScaling
 
-LLAMA2 = LlamaConfig(dim=64, n_layers=2, n_heads=4, n_kv_heads=4, ffn_dim=112, vocab_size=96, max_seq_len=128)
+SIZES: dict[str, Any] = {"dim": 64, "n_layers": 2, "vocab_size": 96, "max_seq_len": 128}
+ROTARY = {**SIZES, "n_heads": 4, "n_kv_heads": 2, "ffn_dim": 112}
+LLAMA2 = LlamaConfig(**{**ROTARY, "n_kv_heads": 4})
 
 SMALL: dict[str, ModelConfig] = {
     "llama2": LLAMA2,
     "llama3 scaled tied": LlamaConfig(
-        dim=64,
-        n_layers=3,
-        n_heads=4,
-        n_kv_heads=2,
-        ffn_dim=112,
-        vocab_size=96,
-        max_seq_len=128,
+        **{**ROTARY, "n_layers": 3},
         rope_theta=500.0,
         rope_scaling=RopeScaling(factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_seq_len=32),
         tie_embeddings=True,
     ),
     "llama4": Llama4Config(
-        dim=64,
-        n_layers=4,
-        n_heads=4,
-        n_kv_heads=2,
+        **{**ROTARY, "n_layers": 4},
         head_dim=32,
-        ffn_dim=112,
-        vocab_size=96,
-        max_seq_len=128,
         rope_scaling=RopeScaling(factor=16.0, low_freq_factor=1.0, high_freq_factor=1.0, original_max_seq_len=32),
         n_experts=4,
         expert_ffn_dim=48,
@@ -36,13 +28,7 @@ SMALL: dict[str, ModelConfig] = {
         temperature_floor=16,
     ),
     "llama4 in one chunk without temperature and norms, two experts a token": Llama4Config(
-        dim=64,
-        n_layers=3,
-        n_heads=4,
-        n_kv_heads=4,
-        ffn_dim=112,
-        vocab_size=96,
-        max_seq_len=128,
+        **{**ROTARY, "n_layers": 3, "n_kv_heads": 4},
         n_experts=4,
         top_k=2,
         expert_ffn_dim=48,
@@ -51,30 +37,10 @@ SMALL: dict[str, ModelConfig] = {
         qk_norm=False,
         attention_temperature=False,
     ),
-    "qwen3": Qwen3Config(
-        dim=64, n_layers=2, n_heads=4, n_kv_heads=2, head_dim=32, ffn_dim=112, vocab_size=96, max_seq_len=128
-    ),
-    "qwen3_moe": Qwen3MoEConfig(
-        dim=64,
-        n_layers=2,
-        n_heads=4,
-        n_kv_heads=2,
-        head_dim=32,
-        ffn_dim=112,
-        vocab_size=96,
-        max_seq_len=128,
-        n_experts=8,
-        top_k=2,
-        expert_ffn_dim=40,
-    ),
+    "qwen3": Qwen3Config(**ROTARY, head_dim=32),
+    "qwen3_moe": Qwen3MoEConfig(**ROTARY, head_dim=32, n_experts=8, top_k=2, expert_ffn_dim=40),
     "qwen3_moe dense in turn, not normalized": Qwen3MoEConfig(
-        dim=64,
-        n_layers=4,
-        n_heads=4,
-        n_kv_heads=2,
-        ffn_dim=112,
-        vocab_size=96,
-        max_seq_len=128,
+        **{**ROTARY, "n_layers": 4},
         n_experts=6,
         top_k=3,
         expert_ffn_dim=40,
@@ -82,9 +48,10 @@ SMALL: dict[str, ModelConfig] = {
         norm_topk_prob=False,
         tie_embeddings=True,
     ),
-    "gpt2": GPT2Config(dim=64, n_layers=2, n_heads=4, vocab_size=96, max_seq_len=128),
-    "gpt2 untied": GPT2Config(
-        dim=64, n_layers=2, n_heads=2, ffn_dim=100, vocab_size=96, max_seq_len=128, tie_embeddings=False
-    ),
+    "gpt2": GPT2Config(**SIZES, n_heads=4),
+    "gpt2 untied": GPT2Config(**SIZES, n_heads=2, ffn_dim=100, tie_embeddings=False),
 }
 """Case → its configuration."""
+
+ONE_OF_EACH = ("llama3 scaled tied", "llama4", "qwen3", "qwen3_moe dense in turn, not normalized", "gpt2")
+"""A case of each family."""

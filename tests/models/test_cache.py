@@ -6,6 +6,7 @@ import torch
 from fsdptoys.models import KeyValueCache
 from tests.checkpoint.folders import build
 from tests.models.families import SMALL
+from tests.parallel.groups import levels
 
 PIECES = {
     "one by one": [1] * 53,
@@ -16,7 +17,7 @@ PIECES = {
 """Splits of 53 tokens; models with chunked attention have chunks of 24."""
 
 
-@pytest.mark.parametrize("pieces", PIECES)
+@pytest.mark.parametrize("pieces", levels(PIECES, {"a prompt that ends with a chunk", "pieces that cross chunks"}))
 @pytest.mark.parametrize("case", SMALL)
 @torch.no_grad()
 def test_cached_logits_equal_those_of_the_full_sequence(case: str, pieces: str) -> None:

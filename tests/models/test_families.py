@@ -33,7 +33,7 @@ def build_oracle(config: ModelConfig) -> Any:
 
 
 LENGTHS = [
-    (seq_len, case)
+    pytest.param(seq_len, case, marks=[pytest.mark.extended] if seq_len == 17 else [])
     for case, config in SMALL.items()
     for seq_len in ((1, 17, 24, 65, 128) if isinstance(config, Llama4Config) else (1, 17, 128))
 ]

@@ -76,17 +76,17 @@ def test_top_k_and_top_p_keep_the_most_likely_tokens(draw: Draw, drawn: set[int]
     assert {int(draw.choose(logits_V, generator)) for _ in range(300)} == drawn
 
 
-def test_generation_stops_at_an_end_token() -> None:
-    """Oracle: sums by hand."""
-    assert generate(Counting(1.0), torch.tensor([1, 2]), 4, 2, GREEDY, end={8, 9}).tolist() == [1, 2, 3, 5, 8]
+@pytest.mark.parametrize(
+    ("certainty", "options", "expected"),
+    [(1.0, {"end": {8, 9}}, [1, 2, 3, 5, 8]), (float("nan"), {}, [1, 2])],
+    ids=["end token", "logits that are not finite"],
+)
+def test_generation_stops(certainty: float, options: dict[str, set[int]], expected: list[int]) -> None:
+    """Oracle: sums by hand, and the prompt."""
+    assert generate(Counting(certainty), torch.tensor([1, 2]), 4, 2, GREEDY, **options).tolist() == expected
 
 
-def test_non_finite_logits_stop_generation() -> None:
-    """Oracle: the prompt."""
-    assert generate(Counting(float("nan")), torch.tensor([1, 2]), 4, 2, Draw()).tolist() == [1, 2]
-
-
-@pytest.mark.parametrize("context", [128, 30])
+@pytest.mark.parametrize("context", [pytest.param(128, marks=pytest.mark.extended), 30])
 @pytest.mark.parametrize("case", SMALL)
 def test_greedy_text_equals_generation_without_a_cache(
     case: str, context: int, monkeypatch: pytest.MonkeyPatch

@@ -74,11 +74,13 @@ def _run(function: Callable[..., Tensor], leaves: list[Tensor], rest: tuple[Any,
     return [out.detach(), *grads]
 
 
-COMPILED_CASES = ("norm of the stream", "norm without a weight", "halves", "neighbors", "gate")
-"""Few variants, since each takes seconds to compile."""
-
-VARIANTS = [("npu", case, dtype) for case in CASES for dtype in (torch.float32, torch.bfloat16)]
-VARIANTS += [("compiled", case, torch.float32) for case in COMPILED_CASES]
+VARIANTS: list[Any] = [("npu", case, dtype) for case in CASES for dtype in (torch.float32, torch.bfloat16)]
+VARIANTS += [("compiled", case, torch.float32) for case in ("norm of the stream", "halves", "gate")]
+VARIANTS += [
+    pytest.param("compiled", case, torch.float32, marks=pytest.mark.extended)
+    for case in ("norm without a weight", "neighbors")
+]
+"""Few of them are compiled, since each takes seconds."""
 
 
 @pytest.mark.parametrize(("name", "case", "dtype"), VARIANTS)
@@ -110,12 +112,12 @@ def test_norm_with_a_weight_of_another_dtype_falls_back_to_pytorch() -> None:
     ("operation", "name", "kept"),
     [
         ("rotary", "npu", 0),
-        ("rotary", "compiled", 0),
         ("swiglu", "torch", 3),
         ("swiglu", "npu", 2),
-        ("swiglu", "compiled", 2),
         ("rms_norm", "npu", 1),
-        ("rms_norm", "compiled", 1),
+        pytest.param("rotary", "compiled", 0, marks=pytest.mark.extended),
+        pytest.param("swiglu", "compiled", 2, marks=pytest.mark.extended),
+        pytest.param("rms_norm", "compiled", 1, marks=pytest.mark.extended),
     ],
 )
 def test_kernels_save_the_documented_number_of_tensors(operation: str, name: str, kept: int) -> None:
@@ -176,8 +178,14 @@ def _loss_and_gradients(case: str, names: dict[str, str], dtype: torch.dtype, mo
 @pytest.mark.parametrize("mode", [GradientCheckpointing.none, GradientCheckpointing.selective])
 @pytest.mark.parametrize(
     ("case", "names"),
-    [("llama3 scaled tied", NPU), ("llama4", NPU), ("qwen3_moe", NPU), ("gpt2", NPU), ("llama3 scaled tied", COMPILED)],
-    ids=["llama3 npu", "llama4 npu", "qwen3_moe npu", "gpt2 npu", "llama3 compiled"],
+    [
+        ("llama4", NPU),
+        ("qwen3_moe", NPU),
+        ("gpt2", NPU),
+        ("llama3 scaled tied", COMPILED),
+        pytest.param("llama3 scaled tied", NPU, marks=pytest.mark.extended),
+    ],
+    ids=["llama4 npu", "qwen3_moe npu", "gpt2 npu", "llama3 compiled", "llama3 npu"],
 )
 def test_model_has_equal_loss_and_gradients_with_other_kernels(
     case: str, names: dict[str, str], mode: GradientCheckpointing, monkeypatch: pytest.MonkeyPatch

@@ -10,14 +10,14 @@ from torch import Tensor, nn
 from fsdptoys.models.context import FULL_SEQUENCES
 from fsdptoys.models.lora import LoRALinear, Samples, add_adapters, drop, init_adapter_rows, is_adapter
 from fsdptoys.parallel.init_weights import init_buffers, materialize, seeded
-from tests.parallel.runs import TINY, tiny_model
+from tests.parallel.runs import FAMILIES
 
 TARGETS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 
 
 def adapted(family: str, dropout: float = 0.0) -> Any:
     with torch.device("meta"):
-        model = TINY[family].build() if family in TINY else tiny_model().build()
+        model = FAMILIES[family].build()
     add_adapters(model, TARGETS, rank=4, alpha=8.0, dropout=dropout, samples=Samples(1))
     own, adapters = seeded(model.init_rows, 0), seeded(init_adapter_rows, 0)
     materialize(model, torch.device("cpu"), lambda param, name: (adapters if is_adapter(name) else own)(param, name))
@@ -25,7 +25,7 @@ def adapted(family: str, dropout: float = 0.0) -> Any:
     return model
 
 
-@pytest.mark.parametrize("family", ["llama", "llama4", "qwen3", "qwen3_moe", "gpt2"])
+@pytest.mark.parametrize("family", FAMILIES)
 def test_adapters_start_without_effect_and_alone_get_gradients(family: str) -> None:
     """Oracle: the same model whose adapters are multiplied by zero; the names of parameters."""
     model = adapted(family)
@@ -80,6 +80,6 @@ def test_dropout_drops_its_share_and_keeps_the_mean() -> None:
 def test_targets_that_no_block_has_are_refused() -> None:
     """Oracle: the message."""
     with torch.device("meta"):
-        model = tiny_model().build()
+        model = FAMILIES["llama"].build()
     with pytest.raises(ValueError, match="none of c_attn is a linear layer"):
         add_adapters(model, ["c_attn"], 4, 8.0, 0.0, Samples(0))

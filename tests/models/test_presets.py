@@ -70,7 +70,7 @@ def test_preset_has_the_parameter_count_of_transformers(name: str) -> None:
     assert sum(param.numel() for param in oracle.parameters()) == model.parameter_counts().total
 
 
-@pytest.mark.parametrize("name", ["llama3_1b", "llama3_3b", "llama3_8b", "llama3_70b", "llama3_405b"])
+@pytest.mark.parametrize("name", [name for name in PUBLISHED if name.startswith("llama3")])
 def test_llama3_presets_scale_rope_from_8192_to_131072_tokens(name: str) -> None:
     """Oracle: ``rope_scaling`` and ``max_position_embeddings`` of the published config.json files."""
     config = compose_config([f"model={name}"]).model

@@ -9,12 +9,11 @@ from torch import nn
 
 from fsdptoys.memory import MemoryConfig
 from fsdptoys.optim import AdamWConfig, Implementation, OptimStateDType, WeightDecayOn, build_optimizer
-from fsdptoys.parallel import DDPConfig, FSDP2Config, ParallelConfig, SingleConfig, ToyDDPConfig, ToyFSDPConfig
+from fsdptoys.parallel import DDPConfig, FSDP2Config, ParallelConfig, ToyDDPConfig, ToyFSDPConfig
 from fsdptoys.parallel.fsdp import TORCH
 from fsdptoys.utils.torchao import torchao_fault
-from scripts.parity import train_all
-from scripts.ranks import run_ranks
-from tests.parallel.runs import WITH_BLOCKS, make_config
+from tests.parallel.groups import Pairs, Row, levels, trained_rows
+from tests.parallel.runs import WITH_BLOCKS
 
 fault = torchao_fault()
 pytestmark = pytest.mark.skipif(fault is not None, reason=f"torchao {fault}")
@@ -109,39 +108,30 @@ def test_state_bytes_follow_the_formula_and_survive_loading(kept: OptimStateDTyp
             assert state.dtype == before[param][key].dtype and torch.equal(state, before[param][key])
 
 
-def rows(ranks: int) -> dict[str, tuple[ParallelConfig, int, dict[str, Any]]]:
-    def adamw(kept: OptimStateDType) -> dict[str, Any]:
-        return {"optim": AdamWConfig(lr=1e-2, state_dtype=kept, weight_decay_on=WeightDecayOn.all)}
-
-    int8, int4 = adamw(OptimStateDType.int8), adamw(OptimStateDType.int4)
-    if ranks == 4:
-        hybrid = {"hsdp2": (FSDP2Config(), 2, int8)} if TORCH >= (2, 8) else {}
-        return {"fsdp2": (FSDP2Config(), -1, int8), **hybrid}
-    return {
-        "ddp": (DDPConfig(), -1, int8),
-        "fsdp2": (FSDP2Config(), -1, int8),
-        "fsdp2 cpu offload": (FSDP2Config(), -1, {**int8, "memory": MemoryConfig(cpu_offload=True)}),
-        "fsdp2 int4": (FSDP2Config(), -1, int4),
-        "fsdp2 float8": (FSDP2Config(), -1, adamw(OptimStateDType.float8)),
-        "fsdp2 experts": (FSDP2Config(), -1, {**int4, "model": WITH_BLOCKS["qwen3_moe"]}),
-        "toy_fsdp": (ToyFSDPConfig(), -1, int4),
-        "toy_ddp": (ToyDDPConfig(), -1, int8),
-    }
+def row(parallel: ParallelConfig, kind: OptimStateDType, model: str = "llama", ranks: int = 2, **layout: Any) -> Row:
+    optim = AdamWConfig(lr=1e-2, state_dtype=kind, weight_decay_on=WeightDecayOn.all)
+    return Row(parallel, ranks, layout, {"model": WITH_BLOCKS[model], "optim": optim, "steps": 3})
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
-def test_low_bit_states_match_a_single_process_bitwise(ranks: int) -> None:
+INT8, FLOAT8, INT4 = LOW_BITS
+ROWS = {
+    "ddp": row(DDPConfig(), INT8),
+    "fsdp2": row(FSDP2Config(), INT8),
+    "fsdp2 cpu offload": row(FSDP2Config(), INT8, memory=MemoryConfig(cpu_offload=True)),
+    "fsdp2 int4": row(FSDP2Config(), INT4),
+    "fsdp2 float8": row(FSDP2Config(), FLOAT8),
+    "fsdp2 experts": row(FSDP2Config(), INT4, "qwen3_moe"),
+    "toy_fsdp": row(ToyFSDPConfig(), INT4),
+    "toy_ddp": row(ToyDDPConfig(), INT8),
+    "fsdp2 on 4": row(FSDP2Config(), INT8, ranks=4),
+}
+if TORCH >= (2, 8):
+    ROWS["hsdp2"] = row(FSDP2Config(), INT8, ranks=4, fsdp_size=2)
+trained = trained_rows(ROWS)
+
+
+@pytest.mark.parametrize("row", levels(ROWS, {"ddp", "fsdp2", "fsdp2 float8", "fsdp2 experts", "toy_fsdp"}))
+def test_low_bit_states_match_a_single_process_bitwise(row: str, trained: Pairs) -> None:
     """Oracle: one process that runs the same micro-batches in turn; deterministic mode, on real gloo ranks."""
-    common: dict[str, Any] = {"model": WITH_BLOCKS["llama"], "steps": 3}
-    layouts = rows(ranks)
-    many = [make_config(way, ranks, fsdp_size=size, **{**common, **more}) for way, size, more in layouts.values()]
-    outcomes = dict(zip(layouts, run_ranks(ranks, train_all, many)[0], strict=True))
-    kinds = {repr(more): {**more, "memory": None} for _, _, more in layouts.values()}
-    plain = {"optim": AdamWConfig(lr=1e-2, weight_decay_on=WeightDecayOn.all)}
-    alone = [
-        make_config(SingleConfig(simulated_ranks=ranks), 1, **{**common, **more}) for more in [*kinds.values(), plain]
-    ]
-    *references, unrounded = run_ranks(1, train_all, alone)[0]
-    expected = dict(zip(kinds, references, strict=True))
-    assert [name for name, row in layouts.items() if outcomes[name] != expected[repr(row[2])]] == []
-    assert all(reference.losses != unrounded.losses for reference in references)
+    found, expected = trained[row]
+    assert found == expected

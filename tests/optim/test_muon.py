@@ -8,13 +8,11 @@ from torch import nn
 
 from fsdptoys.optim import Implementation, MatmulDType, MuonConfig, UpdateScale, build_optimizer
 from fsdptoys.optim.muon import orthogonalize
-from fsdptoys.parallel import DDPConfig, FSDP2Config, ParallelConfig, SingleConfig, ToyFSDPConfig
-from fsdptoys.parallel.fsdp import TORCH
-from fsdptoys.parallel.toy_ddp import ToyDDPConfig
-from scripts.parity import Outcome, train_all
-from scripts.ranks import run_ranks
-from tests.parallel.runs import TINY, make_config, tiny_model
+from fsdptoys.parallel import DDPConfig, FSDP2Config, ParallelConfig, ToyDDPConfig, ToyFSDPConfig
+from tests.parallel.groups import Pairs, Row, levels, trained_rows
+from tests.parallel.runs import FAMILIES, supported
 
+AUTO = MatmulDType.auto
 SHAPES = [(24, 24), (40, 12), (12, 40), (33, 7)]
 
 
@@ -120,41 +118,38 @@ def test_matrices_of_a_stack_are_orthogonalized_separately() -> None:
     assert torch.equal(together, torch.stack(list(apart)))
 
 
-LAYOUTS: dict[str, tuple[ParallelConfig, int, int]] = {
-    "ddp on 2": (DDPConfig(), 2, -1),
-    "fsdp2 on 2": (FSDP2Config(), 2, -1),
-    "toy_fsdp on 2": (ToyFSDPConfig(), 2, -1),
-    "toy_ddp on 2": (ToyDDPConfig(), 2, -1),
-    "ddp on 4": (DDPConfig(), 4, -1),
-    "fsdp2 on 4": (FSDP2Config(), 4, -1),
-    "hsdp2 on 4": (FSDP2Config(), 4, 2),
+LAYOUTS: dict[str, tuple[ParallelConfig, int, dict[str, Any]]] = {
+    "ddp on 2": (DDPConfig(), 2, {}),
+    "fsdp2 on 2": (FSDP2Config(), 2, {}),
+    "toy_fsdp on 2": (ToyFSDPConfig(), 2, {}),
+    "toy_ddp on 2": (ToyDDPConfig(), 2, {}),
+    "ddp on 4": (DDPConfig(), 4, {}),
+    "fsdp2 on 4": (FSDP2Config(), 4, {}),
+    "hsdp2 on 4": (FSDP2Config(), 4, {"fsdp_size": 2}),
 }
-
-
-@pytest.mark.parametrize(
-    ("family", "dtype"),
-    [("llama", MatmulDType.auto), ("qwen3_moe", MatmulDType.auto), ("llama", MatmulDType.bfloat16)],
-    ids=["llama", "qwen3_moe", "llama bfloat16"],
-)
-def test_muon_matches_a_single_process_bitwise_under_every_layout(family: str, dtype: MatmulDType) -> None:
-    """Oracle: one process that runs the same micro-batches in turn; deterministic mode, on real gloo ranks.
-
-    Odd sizes, so that shards are uneven; the three experts of qwen3_moe are sharded along another dim than 0 on two
-    ranks, and matrix by matrix elsewhere.
-    """
-    options: dict[str, Any] = {
-        "model": tiny_model() if family == "llama" else TINY[family],
-        "optim": MuonConfig(lr=1e-2, adamw_lr=3e-3, ns_dtype=dtype),
-        "steps": 3,
+# Odd sizes, so that shards are uneven; the three experts of qwen3_moe are sharded along another dim than 0 on two
+# ranks, and matrix by matrix elsewhere.
+ROWS = supported(
+    {
+        f"{family} {dtype.value} {name}": Row(
+            parallel,
+            ranks,
+            layout,
+            {"model": FAMILIES[family], "optim": MuonConfig(lr=1e-2, adamw_lr=3e-3, ns_dtype=dtype), "steps": 3},
+        )
+        for family, dtype in (("llama", AUTO), ("qwen3_moe", AUTO), ("llama", MatmulDType.bfloat16))
+        for name, (parallel, ranks, layout) in LAYOUTS.items()
     }
-    for world_size in (2, 4):
-        rows = {
-            name: (parallel, size)
-            for name, (parallel, ranks, size) in LAYOUTS.items()
-            if ranks == world_size and not (name.startswith("hsdp2") and TORCH < (2, 8))
-        }
-        configs = [make_config(parallel, world_size, fsdp_size=size, **options) for parallel, size in rows.values()]
-        outcomes = dict(zip(rows, run_ranks(world_size, train_all, configs)[0], strict=True))
-        alone = make_config(SingleConfig(simulated_ranks=world_size), 1, **options)
-        reference: Outcome = run_ranks(1, train_all, [alone])[0][0]
-        assert {name: outcome for name, outcome in outcomes.items() if outcome != reference} == {}
+)
+SHORT = {
+    *(f"qwen3_moe auto {name}" for name in ("ddp on 2", "fsdp2 on 2", "toy_fsdp on 2")),
+    *("llama bfloat16 fsdp2 on 2", "llama auto toy_ddp on 2", "llama auto hsdp2 on 4"),
+}
+trained = trained_rows(ROWS)
+
+
+@pytest.mark.parametrize("row", levels(ROWS, SHORT))
+def test_muon_matches_a_single_process_bitwise_under_every_layout(row: str, trained: Pairs) -> None:
+    """Oracle: one process that runs the same micro-batches in turn; deterministic mode, on real gloo ranks."""
+    found, expected = trained[row]
+    assert found == expected
