@@ -7,14 +7,6 @@ import pytest
 from scripts import bench_host
 
 
-@pytest.mark.extended
-def test_operators_grow_with_the_layers() -> None:
-    """Oracle: the operators of a layer are equal at any depth, and more than its modules' 20."""
-    counts = {depth: bench_host.operators(bench_host.words_of("single", depth)) for depth in (2, 3, 4)}
-    assert counts[4] - counts[3] == pytest.approx(counts[3] - counts[2], abs=1e-3)
-    assert counts[4] - counts[3] > 20
-
-
 def test_page_has_the_quotient_of_time_and_operators(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Oracle: the quotient by hand, of steps that take 2 ms and 10 ms more for each layer."""
     monkeypatch.setattr(bench_host, "run_ranks", lambda ranks, function, words, steps: [2e-3 + 1e-2 * layers(words)])

@@ -21,10 +21,8 @@ def test_script_lists_every_loss_and_exit_status_follows_the_targets(
     path = tmp_path / "loss.md"
     assert bench_loss.main([*TINY, "--write", str(path)]) == status
     text = path.read_text()
-    ways = [bench_loss.PLAIN, bench_loss.CHECKPOINTED, bench_loss.OURS, bench_loss.OURS_BF16]
-    ways += [bench_loss.TORCH] if hasattr(torch.nn.functional, "linear_cross_entropy") else []
-    rows = [line.split("│")[1].strip() for line in text.splitlines() if line.startswith("│")]
-    assert sorted(rows) == sorted(ways * 2)
+    for name in (bench_loss.PLAIN, bench_loss.CHECKPOINTED, bench_loss.OURS, bench_loss.OURS_BF16):
+        assert text.count(f"│ {name} ") == 2
     assert text.count("MISSED") == 2 * status
 
 
@@ -37,19 +35,11 @@ def test_wrong_loss_ends_the_script_before_timing() -> None:
 
 
 def test_peak_memory_of_a_known_step() -> None:
-    """Oracle: computed by hand; 3 MiB allocated, 1 MiB freed, 1 MiB allocated, and a gradient of 4 MiB at the end."""
-    hidden = torch.zeros(2**20, requires_grad=True)
+    """Oracle: by hand: 6 MiB for a moment, then the gradient of 4 MiB."""
 
-    class Known(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx: object, hidden: torch.Tensor) -> torch.Tensor:
-            first, second = torch.ones(2**19), torch.ones(2**18)
-            del first
-            return second.sum() + torch.ones(2**18)[0]
+    def step(hidden: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        torch.ones(3 * 2**19)
+        return hidden.expand(1).sum()
 
-        @staticmethod
-        def backward(ctx: object, *upstream: torch.Tensor) -> torch.Tensor:
-            return torch.ones(2**20)
-
-    peak = bench_loss.peak_bytes(lambda hidden, weight, labels: Known.apply(hidden), hidden, hidden, torch.ones(1))
-    assert 4 * 2**20 <= peak < 4 * 2**20 + 4096
+    peak = bench_loss.peak_bytes(step, torch.zeros(1, requires_grad=True), torch.ones(1), torch.ones(1))
+    assert 6 * 2**20 <= peak < 6 * 2**20 + 4096

@@ -2,14 +2,10 @@
 
 import dataclasses
 
-import pytest
-
 from fsdptoys.device import GIB
-from fsdptoys.device.profile import load_hardware
 from fsdptoys.metrics.prediction import MemoryPrediction, Prediction, TimePrediction
-from fsdptoys.plan.simulator.costs import collective_seconds
 from scripts.bench_memory import Result
-from scripts.bench_plan import Compared, copies_for_links, judge
+from scripts.bench_plan import Compared, judge
 
 MEASURED = Result(seconds=2.0, end_gib=9.72, peak_gib=15.0, reserved_gib=18.0)
 
@@ -29,11 +25,3 @@ def test_verdicts_compare_each_prediction_with_its_tolerance() -> None:
     assert [verdict.split(":")[0] for verdict in judge({("fsdp2", "gc"): far})] == ["missed"] * 5
     offload = dataclasses.replace(far, on_device=False)
     assert len(judge({("fsdp2", "gc chunk oo"): offload})) == 3
-
-
-@pytest.mark.parametrize("ranks", [8, 64])
-def test_gather_takes_as_long_as_its_copies(ranks: int) -> None:
-    """Oracle: a gigabyte read and written at the profile's reached memory bandwidth."""
-    profile = load_hardware("h100")
-    seconds = collective_seconds(copies_for_links(profile, ranks), "all_gather", 2**30, ranks, 1)
-    assert seconds == pytest.approx(2 * 2**30 / (profile.memory_bandwidth.value * profile.memory_efficiency.value))

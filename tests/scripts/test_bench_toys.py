@@ -49,9 +49,3 @@ def test_step_time_is_that_of_the_slower_rank_and_ratios_are_per_turn() -> None:
     assert (native.seconds, toy.seconds) == ([2.0, 4.0], [2.0, 6.0])
     assert native.cpu_seconds == [4.0, 4.0] and native.losses == [4.0, 2.0]
     assert bench_toys.ratios(toy, native) == [1.0, 1.5]
-
-
-def test_overlapping_intervals_count_once() -> None:
-    """Oracle: hand-computed values."""
-    assert bench_toys.covered([(5.0, 6.0), (0.0, 2.0), (1.0, 3.0), (1.5, 1.75)]) == 4.0
-    assert bench_toys.covered([]) == 0.0

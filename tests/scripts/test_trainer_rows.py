@@ -7,7 +7,7 @@ import pytest
 
 from scripts import validate_plan
 from scripts.published_programs import ROWS
-from scripts.trainer_rows import NAMES, TrainerRow, row_words, trainer_table
+from scripts.trainer_rows import NAMES, TrainerRow, row_words
 from scripts.validate_plan import a2, trace_row
 from tests.plan.processes import in_fresh_process
 from tests.scripts.test_published_programs import newer_torch
@@ -47,28 +47,17 @@ def test_row_with_offloaded_states_ends_with_parameters(tmp_path: Path) -> None:
     assert 0 <= end_bytes - expected < 8 * 2**20
 
 
-@pytest.mark.parametrize(
-    ("end", "reserved", "held"),
-    [(9.72, 18.17, (True, True)), (9.73, 18.17, (False, True)), (9.0, 18.18, (True, False))],
-)
-def test_row_holds_at_most_the_published_memory(end: float, reserved: float, held: tuple[bool, bool]) -> None:
-    """Oracle: the published 9.72 and 18.17 GiB, rounded to two digits."""
-    row = TrainerRow("trainer fsdp2 block gc", ROWS["fsdp2", "block gc"][1], end, reserved, 1.13)
-    assert row.held == held
-    line = trainer_table([row])[-1]
-    assert line.startswith("| fsdp2 block gc | 9.72 | ") and line.endswith(" | 2.26 | 1.13 | 2.00 |")
-    assert line.count("pass") == sum(held) and line.count("**fail**") == 2 - sum(held)
-
-
 @pytest.mark.parametrize(("reserved", "status"), [(18.0, 0), (18.2, 1)])
 def test_a_cell_above_the_published_value_fails_the_script(
     reserved: float, status: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Oracle: the exit status, and the count on the page."""
+    """Oracle: the published 18.17 GiB."""
     row = TrainerRow("trainer fsdp2 block gc", ROWS["fsdp2", "block gc"][1], 9.4, reserved, 1.13)
     monkeypatch.setattr(validate_plan, "make_traces", lambda *_: None)
     monkeypatch.setattr(validate_plan, "Rows", lambda folder, names: SimpleNamespace(traces={}))
     monkeypatch.setattr(validate_plan, "trainers_rows", lambda rows: [row])
     monkeypatch.setattr("sys.argv", ["validate_plan.py", "--rows", "trainer fsdp2 block gc"])
     assert validate_plan.main() == status
-    assert f"{status} of 2 cells of today's trainer are above" in capsys.readouterr().out
+    page = capsys.readouterr().out
+    assert f"{status} of 2 cells of today's trainer are above" in page
+    assert page.count("**fail**") == status
