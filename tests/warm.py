@@ -29,6 +29,8 @@ class WarmPopen(subprocess.Popen):
     def _execute_child(self, *given: Any) -> None:
         options = dict(zip(_parameters, given, strict=True))
         words = [] if isinstance(options["args"], str) else [os.fspath(word) for word in options["args"]]
+        if words[1:2] == ["-u"]:  # as torchrun starts its ranks
+            del words[1]
         if words[:2] != [sys.executable, "-m"] or words[2] in COLD:
             super()._execute_child(*given)  # type: ignore[misc]
             return
