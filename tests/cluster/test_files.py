@@ -8,13 +8,13 @@ import os
 import re
 import signal
 import subprocess
-import time
 from pathlib import Path
 
 import pytest
 import yaml
 
 from fsdptoys.launch.launch import resolve_run
+from tests.harness.processes import wait_until
 
 FILES = Path(__file__).parents[2] / "scripts" / "cluster"
 SBATCH = FILES / "train.sbatch"
@@ -74,13 +74,12 @@ class Job:
 
     def signal(self) -> None:
         """Send the signal for the time limit once the run has started."""
-        while not (self.folder / "runs").exists():
-            time.sleep(0.01)
+        wait_until((self.folder / "runs").exists, "the run", [self.process.pid])
         self.process.send_signal(signal.SIGUSR1)
 
     def end(self) -> tuple[int, list[str]]:
         """Exit status, and the recorded calls of SLURM."""
-        self.output = self.process.communicate(timeout=60)[0]
+        self.output = self.process.communicate()[0]
         return self.process.returncode, (self.folder / "log").read_text().splitlines()
 
 

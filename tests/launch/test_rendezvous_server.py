@@ -1,6 +1,7 @@
 """The store at ``launch.rdzv_endpoint``: who opens it, who joins it, and what is refused there."""
 
 import contextlib
+import errno
 import multiprocessing
 import os
 import socket
@@ -131,7 +132,7 @@ def test_unreachable_and_unresolvable_endpoints_are_refused(monkeypatch: pytest.
     monkeypatch.setattr(rendezvous_server, "ANSWER_SECONDS", 0.0)
     endpoint = RendezvousEndpoint(f"127.0.0.1:{free_port()}")
     monkeypatch.setattr(endpoint, "_tried_to_serve", True)
-    with pytest.raises(RendezvousConnectionError, match=os.strerror(111)):
+    with pytest.raises(RendezvousConnectionError, match=os.strerror(errno.ECONNREFUSED)):
         endpoint.connect()
 
 

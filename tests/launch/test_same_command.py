@@ -2,59 +2,62 @@
 
 import json
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from fsdptoys.cli.main import main
+from tests.measuring import without_coverage
 
 ROOT = Path(__file__).parents[2]
 
 OVERRIDES = [
-    "experiment=null",
-    "launch.device=cpu",
-    "metrics.console=plain",
-    "model=llama_debug",
-    "train.steps=3",
-    "train.seq_len=32",
-    "train.grad_accum=2",
-    "train.eval_every=2",
-    "data.ragged=true",
+    *("experiment=null", "launch.device=cpu", "metrics.console=plain", "model=llama_debug", "train.steps=3"),
+    *("train.seq_len=32", "train.grad_accum=2", "train.eval_every=2", "data.ragged=true"),
 ]
 
 COMMANDS = {
     "python": [sys.executable, "-m", "fsdptoys", "train"],
     "torchrun": [
-        *(sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--master-port=0"),
-        *("--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0", "-m", "fsdptoys", "train"),
+        *(sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--rdzv-backend=c10d"),
+        *("--rdzv-endpoint=localhost:0", "-m", "fsdptoys", "train"),
     ],
     "nproc_per_node": [sys.executable, "-m", "fsdptoys", "train", "launch.nproc_per_node=2"],
 }
 
 
-def start(name: str, folder: Path, measured: bool) -> subprocess.CompletedProcess[str]:
-    """Run a command to its end; its run directory, in the folder, has its name; coverage slows interpreters down."""
-    env = {key: value for key, value in os.environ.items() if key not in ("RANK", "WORLD_SIZE", "OMP_NUM_THREADS")}
-    env = {key: value for key, value in env.items() if measured or not key.startswith("COVERAGE_PROCESS_")}
+def start(name: str, folder: Path) -> subprocess.CompletedProcess[str]:
+    """Run a command to its end; its run directory, in the folder, has its name."""
     return subprocess.run(
         [*COMMANDS[name], *OVERRIDES, f"metrics.run_dir={name}"],
         cwd=folder,
-        env=env | {"PYTHONPATH": str(ROOT)},
+        # The launcher would inherit the threads that the tests fix.
+        env={key: value for key, value in os.environ.items() if key != "OMP_NUM_THREADS"} | {"PYTHONPATH": str(ROOT)},
         capture_output=True,
         text=True,
     )
 
 
+def read_numbers(run: Path) -> tuple[list[list[Any]], str]:
+    """Return the numbers of each step of a run, and its written configuration without names."""
+    steps = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    numbers = ("step", "loss", "grad_norm", "learning_rate", "valid_tokens", "eval_loss")
+    config = (run / "config.yaml").read_text().replace(f"run_dir: {run.name}\n", "")
+    return [[step[name] for name in numbers] for step in steps], config.replace("per_node: 2", "per_node: -1")
+
+
 @pytest.fixture(scope="module")
 def plain(tmp_path_factory: pytest.TempPathFactory) -> tuple[subprocess.CompletedProcess[str], Path]:
-    """The plainest of the commands when it has ended, and where it ran."""
+    """The plainest of the commands, with new interpreters, when it has ended, and where it ran."""
     folder = tmp_path_factory.mktemp("plain")
-    return start("python", folder, measured=False), folder
+    with without_coverage():
+        return start("python", folder), folder
 
 
-@pytest.mark.launcher
 def test_train_starts_ranks_and_writes_a_run_directory(
     plain: tuple[subprocess.CompletedProcess[str], Path],
     monkeypatch: pytest.MonkeyPatch,
@@ -65,10 +68,9 @@ def test_train_starts_ranks_and_writes_a_run_directory(
     done, folder = plain
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout.count("fsdptoys: ") == 1 and "with fsdp2 on 2 ranks" in done.stdout
-    assert len((folder / "python" / "metrics.jsonl").read_text().splitlines()) == 3
+    assert len(read_numbers(folder / "python")[0]) == 3
     environment = json.loads((folder / "python" / "environment.json").read_text())
-    cores = len(os.sched_getaffinity(0))
-    assert environment["machine"]["torch_threads"] == max(1, cores // 2)
+    assert environment["machine"]["torch_threads"] == max(1, len(os.sched_getaffinity(0)) // 2)
     monkeypatch.chdir(folder)
     assert main(["train", *OVERRIDES, "metrics.run_dir=python"]) == 2
     again = capsys.readouterr()
@@ -76,23 +78,14 @@ def test_train_starts_ranks_and_writes_a_run_directory(
     assert again.out == ""
 
 
-@pytest.mark.launcher
 @pytest.mark.usefixtures("warm")
+@pytest.mark.parametrize("name", ["torchrun", "nproc_per_node"])
 def test_every_launch_command_gives_the_same_numbers(
-    plain: tuple[subprocess.CompletedProcess[str], Path], tmp_path: Path
+    name: str, plain: tuple[subprocess.CompletedProcess[str], Path], tmp_path: Path
 ) -> None:
-    """Oracle: each other, the plainest as new interpreters and the others as forks: losses, norms and learning rates of
-    every step, and the written configuration."""
-    done, folder = plain
-    results = []
-    for name in COMMANDS:
-        if name != "python":
-            done, folder = start(name, tmp_path, measured=name == "nproc_per_node"), tmp_path
-        assert done.returncode == 0, done.stderr
-        steps = [json.loads(line) for line in (folder / name / "metrics.jsonl").read_text().splitlines()]
-        assert len(steps) == 3
-        numbers = ("step", "loss", "grad_norm", "learning_rate", "valid_tokens", "eval_loss")
-        config = (folder / name / "config.yaml").read_text().replace(f"run_dir: {name}\n", "")
-        config = config.replace("nproc_per_node: 2", "nproc_per_node: -1")
-        results.append(([[step[name] for name in numbers] for step in steps], config))
-    assert results[0] == results[1] == results[2]
+    """Oracle: the plainest command: losses, norms and learning rates of every step, and the written configuration."""
+    done = start(name, tmp_path)
+    # Under load torchrun's own interpreter may abort when it leaves, with all ranks ended well.
+    aborted = name == "torchrun" and done.returncode == -signal.SIGABRT and "Error" not in done.stderr
+    assert done.returncode == 0 or aborted, done.stderr
+    assert read_numbers(tmp_path / name) == read_numbers(plain[1] / "python")
