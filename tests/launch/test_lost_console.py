@@ -9,44 +9,23 @@ from pathlib import Path
 import pytest
 
 from fsdptoys.metrics.config import METRICS_FILE
-
-ROOT = Path(__file__).parents[2]
-
-HANG_SECONDS = 240
+from tests.launch.streams import REASONS, ROOT, run_with
 
 WORDS = (
     "train experiment=null model=llama_debug train.batch_size=1 train.seq_len=32 train.steps=4 checkpoint.every=2 "
     "launch.nproc_per_node=2 launch.device=cpu metrics.console=plain metrics.log_every=1 metrics.run_dir="
 )
 
-REASONS = {"full": "No space left on device", "broken": "Broken pipe", "closed": "it is closed"}
 
-
-def run_with(stdout: str, stderr: str, words: list[str], **environment: str) -> subprocess.CompletedProcess[str]:
-    """Run Python with these streams: "fine", "full", "broken" (a pipe without reader) or "closed"."""
-    closes = [redirection for how, redirection in ((stdout, ">&-"), (stderr, "2>&-")) if how == "closed"]
-    command = ["sh", "-c", f'exec "$@" {" ".join(closes)}', "sh", sys.executable, *words]
-    reader, writer = os.pipe()
-    os.close(reader)
-    with open("/dev/full", "wb") as full:
-        places = {"fine": subprocess.PIPE, "closed": subprocess.DEVNULL, "full": full, "broken": writer}
-        done = subprocess.run(
-            command,
-            stdout=places[stdout],
-            stderr=places[stderr],
-            text=True,
-            cwd=ROOT,
-            env=os.environ | {"PYTHONUNBUFFERED": ""} | environment,
-            timeout=HANG_SECONDS,
-            check=False,
-        )
-    os.close(writer)
-    return done
-
-
-@pytest.mark.launcher
 @pytest.mark.usefixtures("unmeasured")
-@pytest.mark.parametrize(("stdout", "stderr"), [("full", "fine"), ("broken", "closed"), ("closed", "full")])
+@pytest.mark.parametrize(
+    ("stdout", "stderr"),
+    [
+        ("full", "fine"),
+        pytest.param("broken", "closed", marks=pytest.mark.extended),
+        pytest.param("closed", "full", marks=pytest.mark.extended),
+    ],
+)
 def test_run_survives_a_lost_console(stdout: str, stderr: str, tmp_path: Path) -> None:
     """Oracle: status 0, every step, the last checkpoint, and one sentence in the summary, of two ranks."""
     run = tmp_path / "run"
@@ -97,22 +76,18 @@ sys.exit(3)
 """
 
 
-@pytest.mark.parametrize("unbuffered", ["", "1"])
+UNBUFFERED = pytest.mark.parametrize("unbuffered", ["", pytest.param("1", marks=pytest.mark.extended)])
+
+
+@UNBUFFERED
 @pytest.mark.parametrize(
-    ("stdout", "stderr"),
-    [
-        ("fine", "fine"),
-        ("full", "fine"),
-        ("fine", "full"),
-        ("broken", "broken"),
-        ("closed", "broken"),
-        ("full", "closed"),
-    ],
+    "streams", ["fine fine", "full fine", "fine full", "broken broken", "closed broken", "full closed"]
 )
-def test_printing_to_lost_streams_never_fails(stdout: str, stderr: str, unbuffered: str, tmp_path: Path) -> None:
+def test_printing_to_lost_streams_never_fails(streams: str, unbuffered: str, tmp_path: Path) -> None:
     """Oracle: the program's own exit status; a file that it opens is no stream, and the loss is known."""
+    stdout, stderr = streams.split()
     words = ["-c", PROGRAM, str(tmp_path / "opened")]
-    done = run_with(stdout, stderr, words, PYTHONPATH=str(ROOT), PYTHONUNBUFFERED=unbuffered)
+    done = run_with(stdout, stderr, words, PYTHONUNBUFFERED=unbuffered)
     assert done.returncode == 3, done.stderr
     lost = {name: REASONS[how] for name, how in (("stdout", stdout), ("stderr", stderr)) if how != "fine"}
     assert json.loads((tmp_path / "opened").read_text()) == lost
@@ -155,12 +130,12 @@ print("third", flush=True)
 def test_later_lines_are_written_once_there_is_space(tmp_path: Path) -> None:
     """Oracle: the file, with a limit on its size for a while, which fails as a full disk does."""
     with open(tmp_path / "log", "wb") as log:
-        done = subprocess.run([sys.executable, "-c", RESUMES_LATER], stdout=log, cwd=ROOT, timeout=60, check=False)
+        done = subprocess.run([sys.executable, "-c", RESUMES_LATER], stdout=log, cwd=ROOT, check=False)
     assert done.returncode == 0
     assert (tmp_path / "log").read_text() == "first\nthird\n"
 
 
-@pytest.mark.parametrize("unbuffered", ["", "1"])
+@UNBUFFERED
 def test_non_blocking_pipe_loses_no_output(unbuffered: str) -> None:
     """Oracle: 200 kB through a pipe that another process has made non-blocking, read late."""
     program = (
@@ -172,7 +147,7 @@ def test_non_blocking_pipe_loses_no_output(unbuffered: str) -> None:
     with subprocess.Popen(command, stdout=subprocess.PIPE, cwd=ROOT, env=environment) as process:
         assert process.stdout is not None
         assert process.stdout.read() == b"x" * 200_000 + b"\n"
-        assert process.wait(60) == 3
+        assert process.wait() == 3
 
 
 FORKS = """
@@ -188,14 +163,12 @@ Path("worker.py").write_text(
     "print('lost', flush=True); os.write(opened, str(lost_output()).encode())\\n"
 )
 folders = os.pathsep.join([os.getcwd(), sys.argv[1]])
-sys.exit(ForkedProcess("worker", [], {**os.environ, "PYTHONPATH": folders}).wait(60))
+sys.exit(ForkedProcess("worker", [], {**os.environ, "PYTHONPATH": folders}).wait())
 """
 
 
-def test_fork_without_streams_does_not_print_into_its_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_fork_without_streams_does_not_print_into_its_files(tmp_path: Path) -> None:
     """Oracle: the first file that the fork of a launcher without streams opens, to which it prints nothing."""
-    monkeypatch.setattr(sys.modules[__name__], "ROOT", tmp_path)
-    root = str(Path(__file__).parents[2])
-    done = run_with("closed", "fine", ["-c", FORKS, root], PYTHONPATH=root)
+    done = run_with("closed", "fine", ["-c", FORKS, str(ROOT)], tmp_path, PYTHONPATH=str(ROOT))
     assert (done.returncode, done.stderr) == (0, "")
     assert (tmp_path / "own").read_text() == "{'stdout': 'it is closed'}"
