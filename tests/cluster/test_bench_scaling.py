@@ -12,6 +12,7 @@ def cells(line: str) -> list[str]:
     return [cell.strip() for cell in line.strip("|").split("|")]
 
 
+@pytest.mark.extended
 @pytest.mark.usefixtures("unmeasured", "warm")
 def test_script_lists_every_world_size_in_its_three_tables(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Oracle: the requested worlds, costs above nothing, counts that do not grow, and the planner's own table

@@ -6,12 +6,15 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from tests.docs.pages import PAGES, ROOT, anchors, code_spans, links
 
 TOPS = (ROOT, ROOT / "fsdptoys")
 SOURCES = ["fsdptoys", "models", "patches", "configs", "scripts", "tests", "run_fsdp.sh", "pyproject.toml"]
 
 
+@pytest.mark.extended
 def test_site_builds_without_a_warning(tmp_path: Path) -> None:
     """Oracle: Sphinx, which warns of dead links, missing headings, and pages outside the navigation; and the HTML."""
     options = ["-q", "-W", "--keep-going", "-n", "-b", "html", "-d", str(tmp_path / "doctrees")]
