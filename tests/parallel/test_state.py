@@ -21,7 +21,6 @@ from fsdptoys.optim import (
     AdamWConfig,
     Implementation,
     MuonConfig,
-    OptimConfig,
     OptimStateDType,
     SGDConfig,
     WeightDecayOn,
@@ -36,28 +35,28 @@ from fsdptoys.parallel import (
     full_tensors,
     host_copy,
 )
-from fsdptoys.parallel.fsdp import TORCH, Wrap
+from fsdptoys.parallel.fsdp import Wrap
 from fsdptoys.parallel.precision import DType
 from fsdptoys.parallel.state import State
 from fsdptoys.train.trainer import Trainer
-from fsdptoys.utils.dtensor import (
-    local_bounds,
-)
+from fsdptoys.utils.dtensor import local_bounds
 from scripts.parity import Outcome
 from scripts.ranks import run_ranks
 from tests.memory.offloaded import OVERLAPPED, outcome, take_steps, trainer
-from tests.parallel.runs import TINY, WITH_BLOCKS, make_config, tiny_model
+from tests.parallel.groups import GROUP_SECONDS, levels, selected, train_runs
+from tests.parallel.runs import TINY, WITH_BLOCKS, make_config, supported, tiny_model
 
 MIDDLE, STEPS = 2, 4
 
+FLAT = FSDP1Config(use_orig_params=False)
 STRATEGIES: dict[str, tuple[ParallelConfig, int]] = {
     "ddp": (DDPConfig(), -1),
     "fsdp1": (FSDP1Config(), -1),
-    "fsdp1 flat": (FSDP1Config(use_orig_params=False), -1),
+    "fsdp1 flat": (FLAT, -1),
     "fsdp1 parts": (FSDP1Config(wrap=Wrap.block_attn_mlp), -1),
     "fsdp2": (FSDP2Config(), -1),
     "hsdp1": (FSDP1Config(), 2),
-    "hsdp1 flat": (FSDP1Config(use_orig_params=False), 2),
+    "hsdp1 flat": (FLAT, 2),
     "hsdp2": (FSDP2Config(), 2),
 }
 MODELS = {
@@ -71,12 +70,6 @@ MODELS = {
 
 def config(parallel: ParallelConfig, ranks: int, **options: Any) -> Config:
     return make_config(parallel, ranks, **{"steps": STEPS, "seq_len": 8, "batch_size": 1, "grad_accum": 1, **options})
-
-
-def strategies_on(ranks: int) -> list[str]:
-    left_out = [name for name in STRATEGIES if name.startswith("hsdp") and ranks < 4]
-    left_out += ["hsdp2"] if TORCH < (2, 8) else []  # which HSDP needs under FSDP2 on a CPU
-    return [name for name in STRATEGIES if name not in left_out]
 
 
 @dataclass
@@ -137,79 +130,84 @@ def differing(got: dict[str, numpy.ndarray], expected: dict[str, numpy.ndarray])
 def resume_rows(rows: list[tuple[Config, Saved, bool]]) -> list[dict[str, Any]]:
     """Load into a trainer, possibly after some steps, and take the second half of the steps."""
     results = []
-    for each, saved, used in rows:
-        made = trainer(each, None)
+    for config, saved, used in rows:
+        resumed = trainer(config, None)
         if used:
-            take_steps(made, 1, 1)
-            made.history.clear()
-        made.strategy.load_state_tensors(made.optimizer, filler(saved.tensors))
-        set_schedule(made.schedule, MIDDLE)
-        made.batches.load_state_dict(saved.batches)
-        loaded = differing(in_full(made), saved.tensors)
-        take_steps(made, MIDDLE + 1, each.train.steps)
-        end, losses = outcome(made), saved.end.losses[MIDDLE:]
-        same = end.losses == losses and end.parameters == saved.end.parameters
-        results.append({"loaded": loaded, "same": same, "end": differing(in_full(made), saved.end_tensors)})
+            take_steps(resumed, 1, 1)
+            resumed.history.clear()
+        resumed.strategy.load_state_tensors(resumed.optimizer, filler(saved.tensors))
+        set_schedule(resumed.schedule, MIDDLE)
+        resumed.batches.load_state_dict(saved.batches)
+        loaded = differing(in_full(resumed), saved.tensors)
+        take_steps(resumed, MIDDLE + 1, config.train.steps)
+        end = outcome(resumed)
+        same = end.losses == saved.end.losses[MIDDLE:] and end.parameters == saved.end.parameters
+        results.append({"loaded": loaded, "same": same, "end": differing(in_full(resumed), saved.end_tensors)})
     return results
 
 
-@pytest.mark.usefixtures("unmeasured")
-@pytest.mark.parametrize("ranks", [1, 2, 4])
-def test_every_strategy_resumes_from_the_state_of_one_process_bitwise(ranks: int) -> None:
-    """Oracle: one uninterrupted process; states too, read back right after loading and at the end; tied, experts.
+Loading = tuple[str, int, dict[str, Any], bool]
+"""Strategy, ranks, settings of the one process too, and whether the trainer has taken a step before."""
 
-    On many ranks a single step is enough: the other tests here and those of resuming take more.
-    """
-    last = MIDDLE + 1 if ranks == 4 else STEPS
-    names = ["llama", "gpt2"] if ranks == 2 else ["tied", "qwen3_moe"]
-    single = SingleConfig(simulated_ranks=ranks)
-    saved = run_ranks(1, run_saved, [config(single, 1, model=MODELS[name], steps=last) for name in names])[0]
-    rows = {}
-    for model, state in zip(names, saved, strict=True):
-        # Only their experts are special, and many ranks are slow.
-        of_experts = ["fsdp1 flat", "fsdp2", "hsdp2"] if model == "qwen3_moe" else STRATEGIES
-        for name in strategies_on(ranks):
-            if name not in of_experts:
-                continue
+
+def loadings() -> dict[str, Loading]:
+    """Return strategies, models and optimizers on several numbers of ranks; on four a single step is enough."""
+    rows: dict[str, Loading] = {}
+    for ranks in (1, 2, 4):
+        strategies = [name for name in STRATEGIES if ranks == 4 or not name.startswith("hsdp")]
+        for model in ("llama", "gpt2") if ranks == 2 else ("tied", "qwen3_moe"):
+            options = {"model": MODELS[model], "steps": MIDDLE + 1 if ranks == 4 else STEPS}
+            # Only their experts are special, and many ranks are slow.
+            of_experts = ("fsdp1 flat", "fsdp2", "hsdp2")
+            for name in of_experts if model == "qwen3_moe" else strategies:
+                if name in strategies:
+                    rows[f"{name} {model} on {ranks}"] = (name, ranks, options, model == "tied")
+    for ranks in (2, 4):
+        for kind in ("muon", "bfloat16", "int8", "int4"):
+            few_bits = kind.startswith("int")
+            options = {"model": (WITH_BLOCKS if few_bits else MODELS)["qwen3_moe"], "optim": MuonConfig(lr=1e-2)}
+            if kind != "muon":
+                state_dtype = OptimStateDType(kind)
+                options["optim"] = AdamWConfig(lr=1e-2, state_dtype=state_dtype, weight_decay_on=WeightDecayOn.all)
+            names = ["ddp", "fsdp2", *(["hsdp2"] if ranks == 4 else []), *(["fsdp1"] if kind == "bfloat16" else [])]
+            rows |= {f"{name} {kind} on {ranks}": (name, ranks, options, True) for name in names}
+    return supported(rows)
+
+
+LOADINGS = loadings()
+LOADED = {
+    *("fsdp1 llama on 2", "fsdp1 parts gpt2 on 2", "fsdp2 llama on 2", "ddp gpt2 on 2", "fsdp1 flat llama on 2"),
+    *("fsdp2 tied on 1", "hsdp2 qwen3_moe on 4", "fsdp2 muon on 2", "fsdp1 bfloat16 on 2", "fsdp2 int8 on 2"),
+}
+
+
+@pytest.fixture(scope="module")
+def loaded(request: pytest.FixtureRequest) -> dict[str, dict[str, Any]]:
+    """Save one process for each model and optimizer, and resume the selected rows from it."""
+    rows = {name: LOADINGS[name] for name in selected(request, "loading")}
+    alone = [(1, config(SingleConfig(simulated_ranks=ranks), 1, **options)) for _, ranks, options, _ in rows.values()]
+    states = train_runs(alone, run_saved)
+    results: dict[str, dict[str, Any]] = {}
+    for world_size in {ranks for _, ranks, _, _ in rows.values()}:
+        group = {}
+        for state, (label, (name, ranks, options, used)) in zip(states, rows.items(), strict=True):
             parallel, fsdp_size = STRATEGIES[name]
-            rows[model, name] = (
-                config(parallel, ranks, fsdp_size=fsdp_size, model=MODELS[model], steps=last),
-                state,
-                model == "tied",
-            )
-    results = run_ranks(ranks, resume_rows, list(rows.values()))[0]
-    wrong = {key: result for key, result in zip(rows, results, strict=True) if any(result["loaded"] + result["end"])}
-    assert wrong == {}
-    assert [key for key, result in zip(rows, results, strict=True) if not result["same"]] == []
+            if ranks == world_size:
+                group[label] = config(parallel, ranks, fsdp_size=fsdp_size, **options), state, used
+        results |= zip(
+            group,
+            run_ranks(world_size, resume_rows, list(group.values()), timeout_seconds=GROUP_SECONDS)[0],
+            strict=True,
+        )
+    return results
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
-@pytest.mark.parametrize(
-    "optim",
-    [
-        MuonConfig(lr=1e-2),
-        *(
-            AdamWConfig(lr=1e-2, state_dtype=kept, weight_decay_on=WeightDecayOn.all)
-            for kept in (OptimStateDType.bfloat16, OptimStateDType.int8, OptimStateDType.int4)
-        ),
-    ],
-    ids=["muon", "states of bfloat16", "states of int8", "states of int4"],
-)
-def test_other_optimizers_resume_on_another_number_of_ranks_bitwise(optim: OptimConfig, ranks: int) -> None:
-    """Oracle: one uninterrupted process; states too, read back right after loading and at the end; with experts."""
-    few_bits = optim.low_bit_format is not None
-    options: dict[str, Any] = {"model": (WITH_BLOCKS if few_bits else MODELS)["qwen3_moe"], "optim": optim}
-    (saved,) = run_ranks(1, run_saved, [config(SingleConfig(simulated_ranks=ranks), 1, **options)])[0]
-    names = ["ddp", "fsdp2", *(["hsdp2"] if ranks == 4 else [])] + (
-        [] if optim.name == "muon" or few_bits else ["fsdp1"]
-    )
-    rows = []
-    for name in names:
-        if name in strategies_on(ranks):
-            parallel, fsdp_size = STRATEGIES[name]
-            rows.append((config(parallel, ranks, fsdp_size=fsdp_size, **options), saved, True))
-    results = run_ranks(ranks, resume_rows, rows)[0]
-    assert results == [{"loaded": [], "same": True, "end": []}] * len(rows)
+@pytest.mark.parametrize("loading", levels(LOADINGS, LOADED & LOADINGS.keys()))
+def test_every_strategy_resumes_from_the_state_of_one_process_bitwise(
+    loading: str, loaded: dict[str, dict[str, Any]]
+) -> None:
+    """Oracle: one uninterrupted process; states too, read back right after loading and at the end; tied, experts."""
+    assert loaded[loading] == {"loaded": [], "same": True, "end": []}
 
 
 @dataclass
@@ -219,6 +217,14 @@ class Row:
     config: Config
     how: str | None = None
     offload: dict[str, Any] = field(default_factory=dict)
+    resumes: bool = True
+    """Whether the resumed run has the same offload; if not, it has none."""
+    starts: bool = True
+    """Whether the run has offload before it is interrupted."""
+
+    def trainer(self, offloads: bool) -> Trainer:
+        """Return a trainer."""
+        return trainer(self.config, self.how, **self.offload) if offloads else trainer(self.config, None)
 
 
 def rows_on_two_ranks() -> dict[str, Row]:
@@ -227,9 +233,9 @@ def rows_on_two_ranks() -> dict[str, Row]:
     ) -> Row:
         return Row(config(parallel, 2, **{"model": replace(MODELS["llama"], n_layers=1), **more}), how, offload or {})
 
-    bf16, half = {"param_dtype": DType.bfloat16}, {"offload_state_dtype": OffloadStateDType.bfloat16}
+    bf16 = {"param_dtype": DType.bfloat16}
+    half = {"offload_state_dtype": OffloadStateDType.bfloat16}
     sgd = {"optim": SGDConfig(lr=0.1, weight_decay_on=WeightDecayOn.all)}
-    flat = FSDP1Config(use_orig_params=False)
     offloaded = {"memory": MemoryConfig(cpu_offload=True)}
     rows = {
         "bf16 fsdp1": row(FSDP1Config(**bf16), model=MODELS["tied"], grad_accum=2),
@@ -237,27 +243,37 @@ def rows_on_two_ranks() -> dict[str, Row]:
         "native": row(FSDP2Config(**bf16), **offloaded),
         "overlapped": row(FSDP2Config(**bf16), OVERLAPPED, **offloaded),
         "lazy ddp": row(DDPConfig(), "lazy"),
-        "pipelined flat": row(flat, "pipelined", half),
+        "pipelined flat": row(FLAT, "pipelined", half),
         "pipelined half": row(FSDP1Config(), "pipelined", half),
         "lazy fsdp2": row(FSDP2Config(), "lazy", half, grad_accum=2),
         "lazy sgd": row(FSDP2Config(), "lazy", **sgd),
     }
-    for name, parallel in {"fsdp1": FSDP1Config(), "flat": flat, "fsdp2": FSDP2Config()}.items():
+    for name, parallel in {"fsdp1": FSDP1Config(), "flat": FLAT, "fsdp2": FSDP2Config()}.items():
         rows[f"sgd {name}"] = row(parallel, **sgd)
         implementation = Implementation.foreach if name == "flat" else Implementation.fused
         adamw = AdamWConfig(lr=1e-2, implementation=implementation, weight_decay_on=WeightDecayOn.all)
         rows[f"{implementation.value} {name}"] = row(parallel, optim=adamw, deterministic=False)
-    for name, parallel in {"flat": flat, "fsdp2": FSDP2Config()}.items():
+    for name, parallel in {"flat": FLAT, "fsdp2": FSDP2Config()}.items():
         optim = SGDConfig(lr=0.1, momentum=0.0, weight_decay_on=WeightDecayOn.all)
         rows[f"no momentum {name}"] = row(parallel, optim=optim)
+    for name in ("lazy ddp", "pipelined flat", "lazy sgd", "overlapped"):
+        rows[f"{name} then none"] = replace(rows[name], offload={}, resumes=False)
+        rows[f"none then {name}"] = replace(rows[name], offload={}, starts=False)
     return rows
+
+
+ROWS = rows_on_two_ranks()
+INTERRUPTED = {
+    *("bf16 fsdp1", "overlapped", "pipelined half", "lazy fsdp2", "foreach flat", "fused fsdp2", "sgd flat"),
+    *("no momentum fsdp2", "pipelined flat then none", "none then lazy sgd", "none then overlapped"),
+}
 
 
 def interrupt(rows: list[Row], folder: Path) -> list[list[Outcome]]:
     """For each row: a run, the same run copied in its middle, and one resumed from the copies."""
     outcomes = []
     for number, row in enumerate(rows):
-        undisturbed, copied, resumed = (trainer(row.config, row.how, **row.offload) for _ in range(3))
+        undisturbed, copied, resumed = map(row.trainer, (row.starts, row.starts, row.resumes))
         take_steps(undisturbed, 1, STEPS)
         take_steps(copied, 1, 1)
         copies = host_copy(copied.strategy.state_tensors(copied.optimizer))
@@ -303,12 +319,21 @@ def address(tensor: Tensor) -> int:
     return local(tensor).data_ptr()
 
 
-def test_optimizers_and_offloads_resume_bitwise(tmp_path: Path) -> None:
+@pytest.fixture(scope="module")
+def interrupted(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Outcome]]:
+    """Interrupt the selected rows."""
+    rows = {row: ROWS[row] for row in selected(request, "row")}
+    folder = tmp_path_factory.mktemp("states")
+    outcomes = run_ranks(2, interrupt, list(rows.values()), folder, timeout_seconds=GROUP_SECONDS)[0]
+    return dict(zip(rows, outcomes, strict=True))
+
+
+@pytest.mark.parametrize("row", levels(ROWS, INTERRUPTED))
+def test_optimizers_and_offloads_resume_bitwise(row: str, interrupted: dict[str, list[Outcome]]) -> None:
     """Oracle: the uninterrupted run; through torch's distributed checkpoint, from copies on the host."""
-    rows = rows_on_two_ranks()
-    outcomes = dict(zip(rows, run_ranks(2, interrupt, list(rows.values()), tmp_path)[0], strict=True))
-    assert [name for name, (run, copied, _) in outcomes.items() if copied != run] == []
-    assert [name for name, (run, _, resumed) in outcomes.items() if resumed != run] == []
+    run, copied, resumed = interrupted[row]
+    assert copied == run
+    assert resumed == run
 
 
 @pytest.mark.parametrize("kept", ["adamw", "adamw fused", "sgd", "sgd without momentum"])
