@@ -118,7 +118,9 @@ class Rendezvous(LocalRendezvous):
         self._connect()
 
     def _connect(self) -> None:
-        launch, store = self._launch, self._point.connect()
+        launch = self._launch
+        # Machines of a run start at different times; a lost connection is tried again in ``next_rendezvous``.
+        store = self._point.connect() if self._complete else self._point.connect(self._timeout.seconds)
         self._backend = SignedBackend(store, launch.run_id, self._token, launch.rdzv_endpoint)
         self._handler = DynamicRendezvousHandler.from_backend(
             launch.run_id, store, self._backend, launch.min_nodes, launch.max_nodes, launch.local_addr, self._timeout

@@ -45,15 +45,19 @@ class RendezvousEndpoint:
         self._server: TCPStore | None = None
         self._tried_to_serve = False
 
-    def connect(self) -> TCPStore:
-        """Return the store, over a new connection; RendezvousConnectionError without an answer."""
+    def connect(self, wait_seconds: float = ANSWER_SECONDS) -> TCPStore:
+        """Return the store, over a new connection; RendezvousConnectionError without an answer.
+
+        Args:
+            wait_seconds: how long the node that serves the store may take until it listens.
+        """
         try:
             if not self._tried_to_serve:
                 self._tried_to_serve = True
                 self._server = self._serve()
                 if self._server is not None:
                     return self._server
-            return self._join()
+            return self._join(wait_seconds)
         except (ValueError, RuntimeError, TimeoutError) as error:
             raise RendezvousConnectionError("the connection to the store has failed") from error
 
@@ -74,10 +78,11 @@ class RendezvousEndpoint:
             return server
         return None
 
-    def _join(self) -> TCPStore:
+    def _join(self, wait_seconds: float) -> TCPStore:
         """Connect to the store that another process serves, once it is known to be ours."""
+        connection = _connect(self._addresses, time.monotonic() + wait_seconds)
         deadline = time.monotonic() + ANSWER_SECONDS
-        if not _is_store(_connect(self._addresses, deadline), deadline):
+        if not _is_store(connection, deadline):
             raise RendezvousConnectionError("something else has that port")
         store = TCPStore(self.host, self.port, is_master=False, wait_for_workers=False, timeout=CONNECT_TIMEOUT)
         while not has_state(store):
