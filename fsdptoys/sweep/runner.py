@@ -70,6 +70,10 @@ class Interruption(contextlib.ExitStack):
         self.enter_context(handle_signals(dict.fromkeys(heeded_signals(), self._note)))
         return self
 
+    def watch(self, process: int) -> None:
+        """Set the process id of the launcher that has started."""
+        self.process = process
+
     def _note(self, number: int, frame: FrameType | None) -> None:
         now = time.monotonic()
         if self.number is None:
@@ -148,7 +152,7 @@ def run_job(
     write_job(folder, job)
     with open_regular(folder / LOG_FILE, "wb") as log:
         process = start_launcher(folder, [*train, *job.words], folder / OUTCOME_FILE, log)
-        interruption.process = process.pid
+        interruption.watch(process.pid)
         deadline = started + time_limit_seconds if time_limit_seconds is not None else float("inf")
         try:
             ended_for, exit_status = _wait(process, deadline, interruption)

@@ -63,8 +63,17 @@ class QueueRequest(Interruption):
         self.enter_context(handle_signals({**handlers, signal.SIGCONT: signal.SIG_IGN}))
         return self
 
+    def watch(self, process: int) -> None:
+        """Set the launcher's process id, and forward a signal that came while it started."""
+        super().watch(process)
+        if self.received is not None:
+            self._forward(self.received)
+
     def _pass_on(self, number: int, frame: FrameType | None) -> None:
         self.received = self.received or signal.Signals(number)
+        self._forward(number)
+
+    def _forward(self, number: int) -> None:
         if self.process is not None:
             # A launcher handles SIGUSR1, not SIGUSR2.
             asked = signal.SIGUSR1 if number in LIMIT_SIGNALS else number
