@@ -158,7 +158,7 @@ def break_even_tokens(config: Config, ep: int) -> float:
 def bench_context(steps: int) -> list[str]:
     """Print the table of contexts; return what fails."""
     names, configs = context_rows(steps)
-    rows: list[Row] = run_ranks(RANKS, measure, configs, "cp", names, timeout_seconds=3600)[0]
+    rows: list[Row] = run_ranks(RANKS, measure, configs, "cp", names)[0]
     print(f"## Context\n\n{RANKS} ranks, 4 sequences of {SEQ_LEN} tokens a step, float32, {steps} steps\n")
     print("| layout | CPU s a step, of cp 1 | peak GiB, of cp 1 | attention sends MB | others send MB |")
     print("|---|---:|---:|---:|---:|")
@@ -179,7 +179,7 @@ def bench_experts(steps: int) -> list[str]:
     faults: list[str] = []
     for tokens in EXPERT_TOKENS:
         names, configs = expert_rows(tokens, steps)
-        rows: list[Row] = run_ranks(RANKS, measure, configs, "ep", names, timeout_seconds=3600)[0]
+        rows: list[Row] = run_ranks(RANKS, measure, configs, "ep", names)[0]
         whole = [row.exchanged_bytes + row.other_bytes for row in rows]
         for ep, name, config, row, sent in zip((1, 2, 4), names, configs, rows, whole, strict=True):
             even = expert_bytes(config, ep, tokens)[0]

@@ -42,9 +42,9 @@ def main(preset: str = "llama3_1b", ranks: str = "2") -> None:
         folder = Path(scratch) / "folder"
         # In a process of its own, or the ranks would inherit free memory.
         with unit("random weights are written"):
-            ((shape, tensor_bytes),) = run_ranks(1, write_folder, preset, folder, timeout_seconds=600)
+            ((shape, tensor_bytes),) = run_ranks(1, write_folder, preset, folder)
         with unit(f"{world_size} ranks read their shards"):
-            results = run_ranks(world_size, fill, folder, timeout_seconds=600)
+            results = run_ranks(world_size, fill, folder)
     parameters = sum(elements for _, elements, _ in results)
     print(f"{preset}: {parameters:,} parameters, read as bf16 into float32 shards on {world_size} ranks, torch "
           f"{torch.__version__}")  # fmt: skip

@@ -203,9 +203,7 @@ def train_rows(configs: list[Config], titles: list[str], world_size: int, device
     titles = [f"{title}, {world_size} ranks, {device}" for title in titles]
     if start == "spawn":
         doing(f"{titles[0]} and {len(titles) - 1} more")
-    outcomes: list[Outcome] = run_ranks(
-        world_size, train_all, configs, titles, device=device, start=start, timeout_seconds=3600
-    )[0]
+    outcomes: list[Outcome] = run_ranks(world_size, train_all, configs, titles, device=device, start=start)[0]
     if start == "spawn":  # whose ranks cannot announce anything
         for title in titles:
             with unit(title):

@@ -301,7 +301,7 @@ def inject(bug: Bug, name: str, steps: int, seq_len: int, reference: Trajectory)
     configs = layout_configs({bug.layout: 0}, bug.model, "float32", bug.mode, bug.world_size, steps, seq_len)
     with bug.patch():
         rows: list[Comparison] = run_ranks(
-            bug.world_size, train_and_compare, list(configs.values()), [reference], [name], timeout_seconds=3600
+            bug.world_size, train_and_compare, list(configs.values()), [reference], [name]
         )[0]
     (row,) = rows
     # Smaller differences of the default mode may be rounding.

@@ -302,7 +302,7 @@ def reference_of(model: str, dtype: str, mode: str, steps: int, seq_len: int, mo
     """Train one ordinary process."""
     config = compose_config([*row_overrides(None, model, dtype, mode, 1, steps, seq_len, 0), *more])
     config.validate(1, "cpu")
-    trained: Trajectory = run_ranks(1, train, config, timeout_seconds=3600)[0]
+    trained: Trajectory = run_ranks(1, train, config)[0]
     return trained
 
 
@@ -319,9 +319,9 @@ def compare_layouts(args: argparse.Namespace, model: str, dtype: str, mode: str,
         configs = layout_configs(rows, model, dtype, mode, world_size, args.steps, args.seq_len)
         titles = [f"{model}, {dtype}, {mode}, {name}, {world_size} ranks" for name in configs]
         references = [make_reference(*LAYOUTS[name].of_reference(mode, model)) for name in configs]
-        found: list[Comparison] = run_ranks(
-            world_size, train_and_compare, list(configs.values()), references, titles, timeout_seconds=3600
-        )[0]
+        found: list[Comparison] = run_ranks(world_size, train_and_compare, list(configs.values()), references, titles)[
+            0
+        ]
         table.add_section()
         for name, title, row in zip(configs, titles, found, strict=True):
             cells = [row.cells.get(key, "0") for key in ("loss", *kinds, "norm", "parameters")]

@@ -10,7 +10,6 @@ import os
 import signal
 import sys
 import tempfile
-import time
 import traceback
 from collections.abc import Callable
 from datetime import timedelta
@@ -25,6 +24,9 @@ import torch.distributed.fsdp  # with these in the parent, no rank takes a secon
 
 from fsdptoys.train.object_collectives import use_json
 
+GROUP_TIMEOUT = timedelta(minutes=30)
+"""Of a collective. A rank that ends closes its connections, so the others wait for a hanging rank only."""
+
 
 def run_ranks(
     world_size: int,
@@ -33,7 +35,6 @@ def run_ranks(
     device: str = "cpu",
     start: str = "fork",
     prepare: Callable[[], None] | None = None,
-    timeout_seconds: float = 300.0,
 ) -> list[Any]:
     """Call ``function(*args)`` on every rank of a fresh process group.
 
@@ -44,7 +45,6 @@ def run_ranks(
         device: decides the backend of the group.
         start: ``fork``; ``forkserver`` or ``spawn`` where the parent may have touched the accelerator.
         prepare: called in each rank before it joins the group; need not be picklable, unless ``start`` is another.
-        timeout_seconds: for all ranks together.
 
     Returns:
         The results in order of rank.
@@ -68,7 +68,7 @@ def run_ranks(
         for _, sender in pipes:
             sender.close()
         try:
-            return _collect([receiver for receiver, _ in pipes], timeout_seconds)
+            return _collect([receiver for receiver, _ in pipes])
         except RuntimeError as error:
             raise RuntimeError(f"{error}{_ended_by_signals(processes)}") from None
         finally:
@@ -106,11 +106,11 @@ def run_rank(
             store=joined,
             rank=rank,
             world_size=world_size,
-            timeout=timedelta(seconds=120),
+            timeout=GROUP_TIMEOUT,
         )
         # Gloo fails on a rank if another one ends before the first has connected to it.
         joined.set(f"joined {rank}", "")
-        joined.wait([f"joined {other}" for other in range(world_size)], timedelta(seconds=120))
+        joined.wait([f"joined {other}" for other in range(world_size)], GROUP_TIMEOUT)
         # The process ends here without leaving the interpreter, so there is nothing to destroy.
         results.send((True, function(*args)))
     except BaseException:
@@ -118,15 +118,11 @@ def run_rank(
         raise SystemExit(1) from None
 
 
-def _collect(receivers: list[Connection], timeout_seconds: float) -> list[Any]:
-    deadline = time.monotonic() + timeout_seconds
+def _collect(receivers: list[Connection]) -> list[Any]:
     results: dict[int, Any] = {}
     while len(results) < len(receivers):
         waiting = [receiver for rank, receiver in enumerate(receivers) if rank not in results]
-        ready = wait(waiting, max(0.0, deadline - time.monotonic()))
-        if not ready:
-            raise RuntimeError(f"ranks {sorted(set(range(len(receivers))) - set(results))} gave no result in time")
-        for receiver in ready:
+        for receiver in wait(waiting):
             rank = receivers.index(receiver)  # type: ignore[arg-type]
             try:
                 succeeded, result = receiver.recv()  # type: ignore[union-attr]

@@ -18,8 +18,6 @@ Run = tuple[int, Any]
 Pair = tuple[Run, Run]
 """A run, and the one that it is compared with."""
 Train = Callable[[list[Any]], Any]
-GROUP_SECONDS = 3600.0
-"""For all rows of a group; the limit of the test that trains them is shorter."""
 Pairs = dict[str, tuple[Any, Any]]
 """Row → its result, and the one that it is compared with."""
 
@@ -46,7 +44,7 @@ def train_runs(runs: Iterable[Run], train: Train = train_all) -> list[Any]:
     with without_coverage():
         for world_size in sorted({ranks for ranks, _ in runs}):
             group = {key: config for key, config in unique.items() if key[0] == world_size}
-            found = run_ranks(world_size, train, list(group.values()), timeout_seconds=GROUP_SECONDS)[0]
+            found = run_ranks(world_size, train, list(group.values()))[0]
             results |= zip(group, found, strict=True)
     return [results[ranks, repr(config)] for ranks, config in runs]
 

@@ -43,7 +43,7 @@ from fsdptoys.utils.dtensor import local_bounds
 from scripts.parity import Outcome
 from scripts.ranks import run_ranks
 from tests.memory.offloaded import OVERLAPPED, outcome, take_steps, trainer
-from tests.parallel.groups import GROUP_SECONDS, levels, selected, train_runs
+from tests.parallel.groups import levels, selected, train_runs
 from tests.parallel.runs import TINY, WITH_BLOCKS, make_config, supported, tiny_model
 
 MIDDLE, STEPS = 2, 4
@@ -196,7 +196,7 @@ def loaded(request: pytest.FixtureRequest) -> dict[str, dict[str, Any]]:
                 group[label] = config(parallel, ranks, fsdp_size=fsdp_size, **options), state, used
         results |= zip(
             group,
-            run_ranks(world_size, resume_rows, list(group.values()), timeout_seconds=GROUP_SECONDS)[0],
+            run_ranks(world_size, resume_rows, list(group.values()))[0],
             strict=True,
         )
     return results
@@ -324,7 +324,7 @@ def interrupted(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPat
     """Interrupt the selected rows."""
     rows = {row: ROWS[row] for row in selected(request, "row")}
     folder = tmp_path_factory.mktemp("states")
-    outcomes = run_ranks(2, interrupt, list(rows.values()), folder, timeout_seconds=GROUP_SECONDS)[0]
+    outcomes = run_ranks(2, interrupt, list(rows.values()), folder)[0]
     return dict(zip(rows, outcomes, strict=True))
 
 

@@ -1,12 +1,14 @@
 """Lines broken by ``scripts/mutations.py``: their choice, the probes, and a whole check of a small project."""
 
 import shutil
+import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from scripts import mutations
-from scripts.mutation_places import find_places
+from scripts.mutation_places import add_probes, draw_places, find_places
 
 
 @pytest.mark.parametrize(
@@ -14,6 +16,7 @@ from scripts.mutation_places import find_places
     [
         ("x = a < b", ["x = a <= b"]),
         ("x = 'é' != (a) is not b", ["x = 'é' == (a) is not b", "x = 'é' != (a) is b"]),
+        ("x = a + b // c", ["x = a - b // c", "x = a + b * c"]),
         ("x = a and b or c", ["x = a and b and c", "x = a or b or c"]),
         ("x = 1, 2.5, True", ["x = 2, 2.5, True", "x = 1, 3.5, True", "x = 1, 2.5, False"]),
         ("x = a[b:c]", ["x = a[b:(c) + 1]"]),
@@ -25,12 +28,41 @@ from scripts.mutation_places import find_places
         ("def f(): return None", []),
         ("raise ValueError(1 + 2)", []),
         ("print(f'{a + 1}', 2)", []),
+        ("x: Literal[1]", []),
+        ("if TYPE_CHECKING: x = 1", []),
         ("timeout_seconds = 30.0", []),
+        ("x = zip(a, b, strict=True)", []),
+        ("def __repr__(self): return self.name", []),
     ],
 )
 def test_break_replaces_one_piece_and_spares_messages(line: str, broken: list[str]) -> None:
     """Oracle: the broken lines, written out."""
     assert sorted(place.after for place in find_places("a.py", line)) == sorted(broken)
+
+
+MODULE = """
+class A:
+    def f(self, a=2):
+        if a == 3:
+            return self
+        elif a == 4:
+            return a + 5
+        return [a]
+"""
+
+
+@pytest.mark.parametrize(
+    ("argument", "lines"), [(3, {3, 4, 5}), (4, {3, 4, 6, 7}), (5, {3, 4, 6, 8})], ids=["if", "elif", "else"]
+)
+def test_probes_record_the_executed_places(monkeypatch: pytest.MonkeyPatch, argument: int, lines: set[int]) -> None:
+    """Oracle: the lines that Python executes; those of the class run with its definition."""
+    places = dict(enumerate(find_places("a.py", MODULE)))
+    hits: set[int] = set()
+    monkeypatch.setitem(sys.modules, "mutation_probe", SimpleNamespace(hit=hits.add))  # type: ignore[arg-type]
+    names: dict[str, type] = {}
+    exec(add_probes(MODULE, places), names)
+    names["A"]().f(argument)
+    assert {places[number].line for number in hits} == lines
 
 
 TESTS = """
@@ -57,6 +89,16 @@ def write_project(root: Path) -> None:
     for name in ("tests/conftest.py", "tests/measuring.py", "pyproject.toml"):
         shutil.copy(mutations.ROOT / name, root / name)
     (root / "tests" / "one" / "test_core.py").write_text(TESTS)
+
+
+def test_draw_depends_on_seed_and_files_only(tmp_path: Path) -> None:
+    """Oracle: a second copy of the project."""
+    for name in ("a", "b"):
+        write_project(tmp_path / name)
+    first = draw_places(tmp_path / "a", 2, seed=0)
+    assert first == draw_places(tmp_path / "b", 2, seed=0) != draw_places(tmp_path / "a", 2, seed=2)
+    with pytest.raises(ValueError, match="--places=0 must be at least the number of packages, 1"):
+        draw_places(tmp_path / "a", 0, seed=0)
 
 
 @pytest.mark.extended
