@@ -215,10 +215,10 @@ class LossyDisk(Storage):
         return self._find(path) is not None
 
     def size(self, path: str) -> int:
-        return len(self._file(path).seen)
+        return len(self._find(path, _File).seen)
 
     def reading(self, path: str) -> AbstractContextManager[BinaryIO]:
-        return io.BytesIO(self._file(path).seen)
+        return io.BytesIO(self._find(path, _File).seen)
 
     @contextmanager
     def writing(self, path: str) -> Iterator[BinaryIO]:
@@ -238,8 +238,7 @@ class LossyDisk(Storage):
             node = node.seen[part]
 
     def sync(self, folder: str) -> None:
-        node = self._find(folder)
-        assert isinstance(node, _Folder)
+        node = self._find(folder, _Folder)
         node.kept = dict(node.seen)
         node.changes = []
 
@@ -261,24 +260,18 @@ class LossyDisk(Storage):
             folder, name = self._parent(path)
             folder.change(name, None, None)
 
-    def _find(self, path: str) -> Any:
+    def _find(self, path: str, kind: type | None = None) -> Any:
+        """Return the node of a path, or None; a FileNotFoundError if it must be of one kind."""
         node: Any = self.root
         for part in path.split("/") if path else []:
             node = node.seen.get(part) if isinstance(node, _Folder) else None
-        return node
-
-    def _file(self, path: str) -> _File:
-        node = self._find(path)
-        if not isinstance(node, _File):
+        if kind is not None and not isinstance(node, kind):
             raise FileNotFoundError(2, "No such file or directory", path)
         return node
 
     def _parent(self, path: str) -> tuple[_Folder, str]:
         folder, _, name = path.rpartition("/")
-        node = self._find(folder)
-        if not isinstance(node, _Folder):
-            raise FileNotFoundError(2, "No such file or directory", path)
-        return node, name
+        return self._find(folder, _Folder), name
 
 
 def _apply(entries: dict[str, Any], gone: str | None, come: str | None, node: Any) -> None:
