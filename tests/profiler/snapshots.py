@@ -26,8 +26,19 @@ def event(action: str, addr: int, mib: int, *frames: dict[str, Any]) -> dict[str
     return {"action": action, "addr": addr, "size": mib * MIB, "stream": 0, "time_us": 0, "frames": list(frames)}
 
 
+def block(address: int, mib: int, *frames: dict[str, Any], unused: int = 0) -> dict[str, Any]:
+    """A block that is live if it has frames."""
+    state = "active_allocated" if frames else "inactive"
+    requested = mib * MIB - unused if frames else 0
+    return {
+        "address": address, "size": mib * MIB, "requested_size": requested, "state": state, "frames": list(frames)
+    }  # fmt: skip
+
+
 def make_snapshot() -> dict[str, Any]:
     weights, logits, norm = BASE, BASE + 8 * MIB, BASE + 32 * MIB
+    failure = event("oom", 0, 40, INNER, LOSS, MAIN) | {"device_free": MIB}
+    failure.pop("addr")
     trace = [
         event("segment_alloc", BASE, 64, LOSS, MAIN),
         event("alloc", logits, 24, INNER, LOSS, MAIN),
@@ -37,43 +48,19 @@ def make_snapshot() -> dict[str, Any]:
         event("free_requested", weights, 8, BACKWARD),
         event("free_completed", weights, 8, BACKWARD),
         event("alloc", logits + 8 * MIB, 1, MAIN),
-        {
-            "action": "oom",
-            "size": 40 * MIB,
-            "stream": 0,
-            "device_free": MIB,
-            "time_us": 0,
-            "frames": [INNER, LOSS, MAIN],
-        },
-        {"action": "snapshot", "addr": 0, "size": 0, "stream": 0, "time_us": 0, "frames": []},
+        failure,
+        event("snapshot", 0, 0),
     ]
     blocks = [
-        {"address": BASE, "size": 16 * MIB, "requested_size": 0, "state": "inactive", "frames": []},
-        {"address": BASE + 16 * MIB, "size": MIB, "requested_size": MIB, "state": "active_allocated", "frames": [MAIN]},
-        {"address": BASE + 17 * MIB, "size": 15 * MIB, "requested_size": 0, "state": "inactive", "frames": []},
-        {
-            "address": norm,
-            "size": 2 * MIB,
-            "requested_size": 2 * MIB - 512,
-            "state": "active_allocated",
-            "frames": [NORM, MAIN],
-        },
-        {"address": norm + 2 * MIB, "size": 30 * MIB, "requested_size": 0, "state": "inactive", "frames": []},
+        block(BASE, 16),
+        block(BASE + 16 * MIB, 1, MAIN),
+        block(BASE + 17 * MIB, 15),
+        block(norm, 2, NORM, MAIN, unused=512),
+        block(norm + 2 * MIB, 30),
     ]
-    segment = {
-        "device": 1,
-        "address": BASE,
-        "total_size": 64 * MIB,
-        "allocated_size": 3 * MIB,
-        "active_size": 3 * MIB,
-        "requested_size": 3 * MIB - 512,
-        "stream": 0,
-        "segment_type": "large",
-        "segment_pool_id": (0, 0),
-        "is_expandable": False,
-        "frames": [LOSS, MAIN],
-        "blocks": blocks,
-    }
+    segment = {"device": 1, "address": BASE, "total_size": 64 * MIB, "allocated_size": 3 * MIB, "stream": 0}
+    segment |= {"active_size": 3 * MIB, "requested_size": 3 * MIB - 512, "segment_type": "large"}
+    segment |= {"segment_pool_id": (0, 0), "is_expandable": False, "frames": [LOSS, MAIN], "blocks": blocks}
     return {"segments": [segment], "device_traces": [[], trace]}
 
 

@@ -12,18 +12,7 @@ import torch.distributed as dist
 from fsdptoys.config.compose import compose_config
 from fsdptoys.errors import ConfigError
 from fsdptoys.metrics import Console
-from fsdptoys.parallel import (
-    DDPConfig,
-    FSDP1Config,
-    FSDP2Config,
-    ParallelConfig,
-    SingleConfig,
-    ToyDDPConfig,
-    ToyFSDPConfig,
-    ToyZero1Config,
-    ToyZero2Config,
-    ToyZero3Config,
-)
+from fsdptoys.parallel import STRATEGIES, ParallelConfig
 from fsdptoys.profiler.collective_table import block_of, describe, fold, render
 from fsdptoys.profiler.collectives import Call, CollectiveTrace, ring_bytes, traced_step
 from fsdptoys.train.run import Run
@@ -35,61 +24,55 @@ LAYERS = tiny_model().n_layers
 UNITS = LAYERS + 2
 """Of FSDP: embedding, blocks, head with norm."""
 STEPS = {"steps": 3, "seq_len": 8, "batch_size": 1, "deterministic": False, "grad_accum": 1}
-STRATEGIES: dict[str, tuple[ParallelConfig, dict[str, Any]]] = {
-    config.name: (config, {})
-    for config in (
-        DDPConfig(),
-        FSDP1Config(),
-        FSDP2Config(),
-        ToyDDPConfig(),
-        ToyZero1Config(),
-        ToyZero2Config(),
-        ToyZero3Config(),
-        ToyFSDPConfig(),
-    )
-}
-STRATEGIES["ddp deterministic"] = (DDPConfig(), {"deterministic": True, "grad_accum": 2})
-STRATEGIES["toy_fsdp twice"] = (ToyFSDPConfig(), {"grad_accum": 2})
-STRATEGIES["toy_zero2 twice"] = (ToyZero2Config(), {"grad_accum": 2})
+PLAIN = ("ddp", "fsdp1", "fsdp2", "toy_ddp", "toy_zero1", "toy_zero2", "toy_zero3", "toy_fsdp")
+CASES: dict[str, dict[str, Any]] = {name: {} for name in PLAIN}
+CASES["ddp deterministic"] = {"deterministic": True, "grad_accum": 2}
+CASES["toy_fsdp twice"] = CASES["toy_zero2 twice"] = {"grad_accum": 2}
+"""Strategy and, behind a space, what differs → settings."""
 
 
-def train_traced(folder: Path, cases: list[tuple[ParallelConfig, dict[str, Any]]], traces: bool) -> list[Any]:
+def parallel_of(label: str) -> ParallelConfig:
+    return STRATEGIES[label.split()[0]]()
+
+
+def train_traced(folder: Path, cases: dict[str, dict[str, Any]], traces: bool) -> list[Any]:
     """Train each case with or without the trace; return its losses, and on rank 0 the file's content."""
-    found: list[Any] = []
-    for number, (parallel, more) in enumerate(cases):
-        config = make_config(parallel, dist.get_world_size(), **{**STEPS, **more})
+    outcomes: list[Any] = []
+    for label, more in cases.items():
+        config = make_config(parallel_of(label), dist.get_world_size(), **{**STEPS, **more})
         config.debug.trace_collectives = traces
-        config.metrics.console, config.metrics.run_dir = Console.none, str(folder / f"{number}")
+        config.metrics.console, config.metrics.run_dir = Console.none, str(folder / label)
         trainer = Trainer(config)
         Run(trainer).run()
-        file = folder / f"{number}" / "collectives.jsonl"
+        file = folder / label / "collectives.jsonl"
         lines = file.read_text().splitlines() if file.exists() and trainer.rank == 0 else None
         elements = {name: param.numel() for name, param in trainer.strategy.full_parameters()}
-        found.append(([step.loss for step in trainer.history], lines, elements))
-    return found
+        outcomes.append(([step.loss for step in trainer.history], lines, elements))
+    return outcomes
 
 
-def train_both(folder: Path, cases: list[tuple[ParallelConfig, dict[str, Any]]]) -> list[Any]:
-    return [train_traced(folder / str(traces), cases, traces) for traces in (False, True)]
+def train_both(folder: Path) -> list[Any]:
+    return [train_traced(folder / str(traces), CASES, traces) for traces in (False, True)]
 
 
 @pytest.fixture(scope="module")
 def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[list[Call], list[float], list[float], Any]]:
     """Label → calls of the traced step, losses without and with the trace, elements of each parameter."""
-    folder = tmp_path_factory.mktemp("runs")
-    without, traced = run_ranks(2, train_both, folder, list(STRATEGIES.values()))[0]
-    made = {}
-    for label, plain, (losses, lines, elements) in zip(STRATEGIES, without, traced, strict=True):
-        assert plain[1] is None, "no file without the switch"
+    plain, traced = run_ranks(2, train_both, tmp_path_factory.mktemp("runs"))[0]
+    found = {}
+    for label, (losses, no_lines, _), (traced_losses, lines, elements) in zip(CASES, plain, traced, strict=True):
+        assert no_lines is None, "no file without the switch"
         rows = [json.loads(line) for line in lines]
         assert {row.pop("step") for row in rows} == {3}
-        made[label] = ([Call(**row) for row in rows], plain[0], losses, elements)
-    return made
+        found[label] = ([Call(**row) for row in rows], losses, traced_losses, elements)
+    return found
 
 
-def test_tracing_does_not_change_losses(outcomes: Any) -> None:
+@pytest.mark.parametrize("label", CASES)
+def test_tracing_does_not_change_losses(outcomes: Any, label: str) -> None:
     """Oracle: the same run without the trace."""
-    assert [label for label, (_, plain, traced, _) in outcomes.items() if plain != traced] == []
+    _, plain, traced, _ = outcomes[label]
+    assert plain == traced
 
 
 def total(calls: list[Call], collective: str, phase: str | None = None) -> int:
@@ -180,12 +163,12 @@ def test_collectives_are_assigned_to_their_micro_batch(outcomes: Any, label: str
         assert [call.size_bytes for call in reductions] == [8 * sum(elements.values())] * 2
 
 
-def test_trainer_collectives_are_labeled_with_phase_and_call_site(outcomes: Any) -> None:
+@pytest.mark.parametrize("label", CASES)
+def test_trainer_collectives_are_labeled_with_phase_and_call_site(outcomes: Any, label: str) -> None:
     """Oracle: the trainer: the count of labels, the norm of shards, and the loss are reduced."""
-    for label, (calls, *_) in outcomes.items():
-        small = [(call.phase, call.site) for call in calls if not call.parameters]
-        clips = [("clip", "strategy.total_norm")] if "ddp" not in label else []
-        assert small == [("other", "trainer._train_step"), *clips, ("other", "trainer._train_step")], label
+    small = [(call.phase, call.site) for call in outcomes[label][0] if not call.parameters]
+    clips = [("clip", "strategy.total_norm")] if "ddp" not in label else []
+    assert small == [("other", "trainer._train_step"), *clips, ("other", "trainer._train_step")]
 
 
 def call_of(number: int, collective: str, name: str, ranks: int = 2) -> Call:
@@ -197,8 +180,8 @@ def test_repeated_collectives_are_folded_without_loss() -> None:
     kinds = ["all_gather"] * 3 + ["broadcast"] + ["all_gather", "reduce_scatter"] * 4
     calls = [call_of(number, kind, f"layers.{number}.w") for number, kind in enumerate(kinds, 1)]
     folds = fold(calls)
-    assert [(each.period, each.times) for each in folds] == [(1, 3), (1, 1), (2, 4)]
-    assert [call.number for each in folds for call in each.calls] == list(range(1, 13))
+    assert [(part.period, part.times) for part in folds] == [(1, 3), (1, 1), (2, 4)]
+    assert [call.number for part in folds for call in part.calls] == list(range(1, 13))
     page = render(calls, "collectives")
     assert "1-3  backward  all-gather × 3" in page and "layers.1 … layers.3" in page
     assert "5-12  backward  all-gather × 4" in page and "layers.6 … layers.12" in page
@@ -207,7 +190,7 @@ def test_repeated_collectives_are_folded_without_loss() -> None:
 
 def test_one_rank_sends_no_bytes(tmp_path: Path) -> None:
     """Oracle: one process sends no bytes, although it calls the same collectives."""
-    _, lines, _ = run_ranks(1, train_traced, tmp_path, [(SingleConfig(), {})], True)[0][0]
+    _, lines, _ = run_ranks(1, train_traced, tmp_path, {"single": {}}, True)[0][0]
     rows = [json.loads(line) for line in lines]
     assert {row["ranks"] for row in rows} == {1} and {row["sends_bytes"] for row in rows} == {0}
     calls = [Call(**{key: value for key, value in row.items() if key != "step"}) for row in rows]

@@ -1,7 +1,6 @@
 """Messages for invalid settings, and for those without effect."""
 
 import pytest
-from omegaconf import OmegaConf
 
 from fsdptoys.errors import ConfigError
 from fsdptoys.profiler import NPULevel, ProfileConfig
@@ -38,43 +37,35 @@ def test_invalid_and_ineffective_values_are_refused(values, sentence):
     assert str(error.value) == sentence
 
 
+ON_CPU = (
+    "profile.snapshot=true records the allocator of an accelerator, and this run is on a CPU; set "
+    "profile.snapshot=false, or profile.enabled=true profile.memory=true for a trace with allocations"
+)
+NO_LEVEL = "profile.npu_level=level0 does nothing on cuda; leave it out, which keeps profile.npu_level=level1"
+LATE_WINDOW = (
+    "profile.skip_steps=5, warmup_steps=1 and active_steps=3 need 9 steps, and train.steps=8; set profile.skip_steps=4 "
+    "profile.warmup_steps=1 profile.active_steps=3"
+)
+LONG_WINDOW = (
+    "profile.skip_steps=3, warmup_steps=1 and active_steps=9 need 13 steps, and train.steps=8; set "
+    "profile.skip_steps=0 profile.warmup_steps=0 profile.active_steps=8"
+)
+LATE_SNAPSHOT = (
+    "profile.snapshot_first_step=7 and snapshot_steps=3 end at step 9, and train.steps=8; set "
+    "profile.snapshot_first_step=1 profile.snapshot_steps=3"
+)
+NO_RANK = "profile.ranks=[0,4] names rank 4, and the last of 4 is 3; set profile.ranks=[0]"
+
+
 @pytest.mark.parametrize(
     ("values", "device_type", "sentence"),
     [
-        (
-            {"enabled": True, "ranks": [0, 4]},
-            "cpu",
-            "profile.ranks=[0,4] names rank 4, and the last of 4 is 3; set profile.ranks=[0]",
-        ),
-        (
-            {"snapshot": True},
-            "cpu",
-            "profile.snapshot=true records the allocator of an accelerator, and this run is on a CPU; set "
-            "profile.snapshot=false, or profile.enabled=true profile.memory=true for a trace with allocations",
-        ),
-        (
-            {"enabled": True, "npu_level": NPULevel.level0},
-            "cuda",
-            "profile.npu_level=level0 does nothing on cuda; leave it out, which keeps profile.npu_level=level1",
-        ),
-        (
-            {"enabled": True, "skip_steps": 5},
-            "cuda",
-            "profile.skip_steps=5, warmup_steps=1 and active_steps=3 need 9 steps, and train.steps=8; set "
-            "profile.skip_steps=4 profile.warmup_steps=1 profile.active_steps=3",
-        ),
-        (
-            {"enabled": True, "active_steps": 9},
-            "cuda",
-            "profile.skip_steps=3, warmup_steps=1 and active_steps=9 need 13 steps, and train.steps=8; set "
-            "profile.skip_steps=0 profile.warmup_steps=0 profile.active_steps=8",
-        ),
-        (
-            {"snapshot": True, "snapshot_first_step": 7},
-            "npu",
-            "profile.snapshot_first_step=7 and snapshot_steps=3 end at step 9, and train.steps=8; set "
-            "profile.snapshot_first_step=1 profile.snapshot_steps=3",
-        ),
+        ({"enabled": True, "ranks": [0, 4]}, "cpu", NO_RANK),
+        ({"snapshot": True}, "cpu", ON_CPU),
+        ({"enabled": True, "npu_level": NPULevel.level0}, "cuda", NO_LEVEL),
+        ({"enabled": True, "skip_steps": 5}, "cuda", LATE_WINDOW),
+        ({"enabled": True, "active_steps": 9}, "cuda", LONG_WINDOW),
+        ({"snapshot": True, "snapshot_first_step": 7}, "npu", LATE_SNAPSHOT),
     ],
 )
 def test_values_unsupported_by_the_run_are_refused(values, device_type, sentence):
@@ -88,10 +79,3 @@ def test_disabled_profiler_is_always_valid():
     """Oracle: no error for a run of one step on one rank, which is too short for any window."""
     for device_type in ("cuda", "npu", "cpu"):
         ProfileConfig().validate(world_size=1, device_type=device_type, steps=1)
-
-
-def test_config_is_a_schema_for_omegaconf():
-    """Oracle: OmegaConf builds the dataclass from YAML text."""
-    schema = OmegaConf.structured(ProfileConfig)
-    config = OmegaConf.to_object(OmegaConf.merge(schema, {"enabled": True, "ranks": [0, 1], "npu_level": "level0"}))
-    assert config == ProfileConfig(enabled=True, ranks=[0, 1], npu_level=NPULevel.level0)

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch.distributed.fsdp import fully_shard
 
 from fsdptoys.device import Device, MemoryStats
+from fsdptoys.loss import cross_entropy_sum
 from fsdptoys.profiler import (
     ExplainedOutOfMemoryError,
     Failure,
@@ -29,18 +30,9 @@ from scripts.ranks import run_ranks
 GIB, MIB = 2**30, 2**20
 
 DDP = Switches(
-    shards_parameters=False,
-    takes_cpu_offload=False,
-    world_size=4,
-    fsdp_size=1,
-    batch_size=4,
-    seq_len=1024,
-    grad_accum=2,
-    dim=512,
-    n_layers=8,
-    vocab_size=32_000,
-    param_dtype="float32",
-)
+    shards_parameters=False, takes_cpu_offload=False, world_size=4, fsdp_size=1, batch_size=4, seq_len=1024,
+    grad_accum=2, dim=512, n_layers=8, vocab_size=32_000, param_dtype="float32",
+)  # fmt: skip
 FSDP = dataclasses.replace(DDP, shards_parameters=True, takes_cpu_offload=True, fsdp_size=4, param_dtype="bfloat16")
 LIVE = LiveBytes(PlacedBytes(2 * GIB), PlacedBytes(GIB), PlacedBytes(4 * GIB))
 REST = 10 * GIB
@@ -77,67 +69,60 @@ def advised(switches: Switches, phase: str = "backward", live: LiveBytes = LIVE,
     return {saving.switch: saving.saved_bytes for saving in savings}
 
 
+CHECKPOINTING = "memory.gradient_checkpointing=full"
+CHUNK = "memory.chunk_loss=true"
+HALF_BATCH = "train.batch_size=2 train.grad_accum=4"
+CPU_OFFLOAD = "memory.cpu_offload=true"
+OPTIMIZER_OFFLOAD = "memory.optimizer_offload=true"
+BF16 = "parallel.param_dtype=bfloat16"
+
+
 def test_savings_follow_from_the_sizes():
     """Oracle: computed by hand, for DDP on four ranks in float32."""
-    assert advised(DDP) == {
-        "memory.gradient_checkpointing=full": REST - 4 * 1024 * 512 * 8 * 4,
-        "memory.chunk_loss=true": 4 * 1024 * 32_000 * 12,
-        "train.batch_size=2 train.grad_accum=4": REST // 2,
-        "parallel.param_dtype=bfloat16": REST // 2,
-        "parallel=fsdp2 mesh.fsdp_size=-1": 7 * GIB * 3 // 4,
-        "memory.optimizer_offload=true": 4 * GIB,
-    }
-    assert advised(FSDP) == {
-        "memory.gradient_checkpointing=full": REST - 4 * 1024 * 512 * 8 * 2,
-        "memory.chunk_loss=true": 4 * 1024 * 32_000 * 12,
-        "train.batch_size=2 train.grad_accum=4": REST // 2,
-        "memory.cpu_offload=true": 7 * GIB,
-        "memory.optimizer_offload=true": 4 * GIB,
-    }
+    inputs = 4 * 1024 * 512 * 8 * 4
+    common = {CHUNK: 4 * 1024 * 32_000 * 12, HALF_BATCH: REST // 2, OPTIMIZER_OFFLOAD: 4 * GIB}
+    shards = {"parallel=fsdp2 mesh.fsdp_size=-1": 7 * GIB * 3 // 4}
+    assert advised(DDP) == common | shards | {CHECKPOINTING: REST - inputs, BF16: REST // 2}
+    assert advised(FSDP) == common | {CHECKPOINTING: REST - inputs // 2, CPU_OFFLOAD: 7 * GIB}
 
 
 @pytest.mark.parametrize(
     ("change", "gone", "come"),
     [
-        ({"chunk_loss": True}, {"memory.chunk_loss=true"}, {}),
+        ({"chunk_loss": True}, {CHUNK}, {}),
         (
             {"gradient_checkpointing": "full"},
-            {"memory.gradient_checkpointing=full"},
+            {CHECKPOINTING},
             {"memory.activation_offload=true": 4 * 1024 * 512 * 8 * 2},
         ),
-        (
-            {"gradient_checkpointing": "selective", "activation_offload": True},
-            {"memory.gradient_checkpointing=full"},
-            {},
-        ),
-        ({"cpu_offload": True}, {"memory.cpu_offload=true", "memory.optimizer_offload=true"}, {}),
+        ({"gradient_checkpointing": "selective", "activation_offload": True}, {CHECKPOINTING}, {}),
+        ({"cpu_offload": True}, {CPU_OFFLOAD, OPTIMIZER_OFFLOAD}, {}),
         (
             {"optimizer_offload": True},
-            {"memory.cpu_offload=true", "memory.optimizer_offload=true"},
-            {"memory.cpu_offload=true memory.optimizer_offload=false": 7 * GIB},
+            {CPU_OFFLOAD, OPTIMIZER_OFFLOAD},
+            {f"{CPU_OFFLOAD} memory.optimizer_offload=false": 7 * GIB},
         ),
-        ({"batch_size": 1}, {"train.batch_size=2 train.grad_accum=4"}, {}),
+        ({"batch_size": 1}, {HALF_BATCH}, {}),
         (
             {"batch_size": 9, "grad_accum": 2},
-            {"train.batch_size=2 train.grad_accum=4"},
+            {HALF_BATCH},
             {"train.batch_size=3 train.grad_accum=6": round(REST * 2 / 3)},
         ),
         ({"fsdp_size": 2}, set(), {"mesh.fsdp_size=-1": 7 * GIB // 2}),
-        ({"param_dtype": "float32"}, set(), {"parallel.param_dtype=bfloat16": REST // 2}),
+        ({"param_dtype": "float32"}, set(), {BF16: REST // 2}),
     ],
 )
 def test_enabled_switches_are_not_advised_and_may_be_replaced(change, gone, come):
     """Oracle: the advice before the change, for FSDP2 over all ranks."""
     before, after = advised(FSDP), advised(dataclasses.replace(FSDP, **change))
-    assert gone <= set(before) | set(come)
-    assert not (gone - set(come)) & set(after)
+    assert gone <= set(before) and not gone & set(after)
     assert {switch: after.get(switch) for switch in come} == come
     assert set(after) - set(before) <= set(come)
 
 
 def test_optimizer_step_advice_excludes_activation_switches():
     """Oracle: no activations are live in the optimizer step."""
-    assert set(advised(FSDP, phase="optimizer")) == {"memory.cpu_offload=true", "memory.optimizer_offload=true"}
+    assert set(advised(FSDP, phase="optimizer")) == {CPU_OFFLOAD, OPTIMIZER_OFFLOAD}
 
 
 def test_states_not_yet_allocated_count_only_in_the_optimizer_step():
@@ -181,22 +166,21 @@ def test_error_without_numbers_uses_device_statistics():
     assert failure == Failure(False, None, 24 * GIB, GIB, 21 * GIB)
 
 
+def report_with_offloaded_states(failure: Failure) -> str:
+    live = LiveBytes(PlacedBytes(GIB), PlacedBytes(GIB), PlacedBytes(0, 4 * GIB))
+    switches = dataclasses.replace(FSDP, optimizer_offload=True)
+    return out_of_memory_report(failure, oom_context(switches, live=live), "cuda")
+
+
 def test_host_memory_is_reported_separately():
     """Oracle: the line of the report."""
-    live = LiveBytes(PlacedBytes(GIB), PlacedBytes(GIB), PlacedBytes(0, 4 * GIB))
-    failure = Failure(False, None, None, 3 * GIB, None)
-    switches = dataclasses.replace(FSDP, optimizer_offload=True)
-    report = out_of_memory_report(failure, oom_context(switches, live=live), "cuda")
-    assert "and in host memory 4.00 GiB for the first three" in report
-    assert "memory.optimizer_offload=true" not in report
+    report = report_with_offloaded_states(Failure(False, None, None, 3 * GIB, None))
+    assert "and in host memory 4.00 GiB for the first three" in report and OPTIMIZER_OFFLOAD not in report
 
 
 def test_exhausted_host_memory_advises_disabling_offload():
     """Oracle: the states in host memory."""
-    live = LiveBytes(PlacedBytes(GIB), PlacedBytes(GIB), PlacedBytes(0, 4 * GIB))
-    failure = Failure(True, None, None, 6 * GIB, None)
-    switches = dataclasses.replace(FSDP, optimizer_offload=True)
-    report = out_of_memory_report(failure, oom_context(switches, live=live), "cuda")
+    report = report_with_offloaded_states(Failure(True, None, None, 6 * GIB, None))
     (advice,) = report.split("switch alone:\n")[1].splitlines()
     assert advice.split()[:3] == ["4.00", "GiB", "memory.optimizer_offload=false"]
 
@@ -208,29 +192,29 @@ def test_report_without_advice_is_explicit():
     assert report.splitlines()[-1].startswith("no other switch saves memory")
 
 
-def test_failed_torch_allocation_on_the_cpu_is_explained():
-    """Oracle: a failed request of 1 PiB from PyTorch's own allocator; no switch may move tensors to host memory."""
+@pytest.mark.parametrize(
+    ("allocate", "phase"),
+    [
+        (lambda: torch.empty(2**50, dtype=torch.uint8), "backward"),
+        (lambda: np.empty(2**50, dtype=np.uint8), "data"),
+    ],
+    ids=["torch", "numpy"],
+)
+def test_failed_allocation_on_the_cpu_is_explained(allocate, phase):
+    """Oracle: a failed request of 1 PiB; no switch may move tensors to host memory."""
     live = LiveBytes(PlacedBytes(0, MIB), PlacedBytes(0, MIB), PlacedBytes(0, 2 * MIB))
-    device = Device("cpu")
     with (
         pytest.raises(ExplainedOutOfMemoryError) as caught,
-        explain_out_of_memory(device, lambda: oom_context(FSDP, live=live)),
+        explain_out_of_memory(Device("cpu"), lambda: oom_context(FSDP, phase, live)),
     ):
-        torch.empty(2**50, dtype=torch.uint8)
+        allocate()
     report = str(caught.value)
-    assert "host memory ran out on rank 2 in the backward of step 3\n1048576.00 GiB asked for" in report
-    assert "memory.chunk_loss=true" in report and "offload" not in report
+    assert report.startswith(f"host memory ran out on rank 2 in the {phase} of step 3\n1048576.00 GiB asked for")
+    assert "offload" not in report and (CHUNK in report) == (phase == "backward")
 
 
-def test_failed_numpy_allocation_is_explained():
-    """Oracle: NumPy's own error for 1 PiB, whose class and message differ from PyTorch's."""
-    live = LiveBytes(PlacedBytes(0, MIB), PlacedBytes(0, MIB), PlacedBytes(0, 2 * MIB))
-    with (
-        pytest.raises(ExplainedOutOfMemoryError) as caught,
-        explain_out_of_memory(Device("cpu"), lambda: oom_context(FSDP, "data", live)),
-    ):
-        np.empty(2**50, dtype=np.uint8)
-    assert str(caught.value).startswith("host memory ran out on rank 2 in the data of step 3\n1048576.00 GiB asked for")
+def test_pythons_own_error_is_out_of_memory():
+    """Oracle: its class."""
     assert is_out_of_memory(MemoryError())
 
 
@@ -291,8 +275,6 @@ def test_sharded_parameters_count_as_their_local_shard():
 
 def test_loss_peak_memory_matches_the_advice():
     """Oracle: the loss's own peak by the profiler's allocations: 12 bytes per logit in both dtypes."""
-    from fsdptoys.loss import cross_entropy_sum
-
     tokens, dim, vocab = 256, 16, 4000
     for dtype in (torch.float32, torch.bfloat16):
         hidden_ND = torch.randn(tokens, dim, dtype=dtype, requires_grad=True)

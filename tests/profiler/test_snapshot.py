@@ -100,12 +100,8 @@ def test_failed_snapshot_write_keeps_the_original_error(tmp_path):
 
 def test_torch_has_the_private_functions_in_use():
     """Oracle: signatures of the history's and the visualizer's functions in the installed torch."""
-    assert set(inspect.signature(torch.cuda.memory._record_memory_history).parameters) >= {
-        "enabled",
-        "context",
-        "stacks",
-        "max_entries",
-    }
+    recorded = inspect.signature(torch.cuda.memory._record_memory_history).parameters
+    assert set(recorded) >= {"enabled", "context", "stacks", "max_entries"}
     assert not [p for p in inspect.signature(torch.cuda.memory._snapshot).parameters.values() if p.default is p.empty]
     assert "format_flamegraph" in inspect.signature(torch.cuda._memory_viz.memory).parameters
 
@@ -116,8 +112,8 @@ def test_timeline_includes_allocations_older_than_the_history():
     mib = [round(count / MIB, 2) for count in timeline.live_bytes]
     assert mib == [8, 32, 34, 10, 2, 3, 3]
     assert timeline.peak_index == 2 and timeline.out_of_memory == [6]
-    held = [(holder.live_bytes // MIB, [frame["name"] for frame in holder.frames]) for holder in timeline.holders]
-    assert held == [(24, ["linear", "cross_entropy_sum", "_train_step"]), (8, []), (1, ["forward", "_train_step"])]
+    holders = [(holder.live_bytes // MIB, [frame["name"] for frame in holder.frames]) for holder in timeline.holders]
+    assert holders == [(24, ["linear", "cross_entropy_sum", "_train_step"]), (8, []), (1, ["forward", "_train_step"])]
 
 
 class Page(HTMLParser):

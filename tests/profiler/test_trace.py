@@ -1,11 +1,13 @@
 """Traces of real loops on the CPU: their content, and the result of an early end."""
 
+import contextlib
 import gzip
 import json
 import re
 import sys
 import types
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -16,6 +18,10 @@ from fsdptoys.profiler import NPULevel, ProfileConfig, Profiler
 from fsdptoys.profiler.trace import Trace, npu_top_ops
 from scripts.ranks import run_ranks
 from tests.profiler.snapshots import summary_of
+
+
+def window(skip: int, warmup: int, active: int, enabled: bool = True, **others: Any) -> ProfileConfig:
+    return ProfileConfig(enabled=enabled, skip_steps=skip, warmup_steps=warmup, active_steps=active, **others)
 
 
 def take_steps(profiler: Profiler, first: int, last: int, fail_in: int | None = None) -> None:
@@ -49,7 +55,7 @@ def marks(events: list[dict]) -> set[int]:
 def test_trace_holds_only_the_chosen_steps_under_their_numbers(tmp_path, first):
     """Oracle: the calls of the loop; step n adds n times."""
     said: list[str] = []
-    config = ProfileConfig(enabled=True, skip_steps=1, warmup_steps=1, active_steps=2, memory=True)
+    config = window(1, 1, 2, memory=True)
     profiler = Profiler(config, Device("cpu"), 0, tmp_path / "profile", first_step=first, message=said.append)
     take_steps(profiler, first, first + 6)
     path = tmp_path / "profile" / "rank0.json.gz"
@@ -83,13 +89,9 @@ def test_trace_holds_only_the_chosen_steps_under_their_numbers(tmp_path, first):
 def test_early_end_keeps_the_trace_or_reports_its_absence(tmp_path, last, fail_in, traced, words):
     """Oracle: the steps that the loop began within the window 3 to 6."""
     said: list[str] = []
-    config = ProfileConfig(enabled=True, skip_steps=1, warmup_steps=1, active_steps=4)
-    profiler = Profiler(config, Device("cpu"), 0, tmp_path, message=said.append)
-    if fail_in is None:
-        take_steps(profiler, 1, last)
-    else:
-        with pytest.raises(RuntimeError, match="the step failed"):
-            take_steps(profiler, 1, last, fail_in)
+    profiler = Profiler(window(1, 1, 4), Device("cpu"), 0, tmp_path, message=said.append)
+    with pytest.raises(RuntimeError, match="the step failed") if fail_in else contextlib.nullcontext():
+        take_steps(profiler, 1, last, fail_in)
     path = tmp_path / "rank0.json.gz"
     assert (marks(read_trace(path)) - {last + 1} if path.exists() else set()) == traced
     assert len(said) == 1 and said[0].startswith(words)
@@ -106,17 +108,15 @@ def test_each_switch_adds_its_field_to_the_trace(tmp_path, switch, field):
         take_steps(Profiler(config, Device("cpu"), 0, folder), 1, 3)
         return {name for event in read_trace(folder / "rank0.json.gz") for name in event.get("args", {})}
 
-    window = {"enabled": True, "skip_steps": 0, "warmup_steps": 1, "active_steps": 2}
-    assert field not in fields(ProfileConfig(**window), tmp_path / "without")
-    assert field in fields(ProfileConfig(**window, **{switch: True}), tmp_path / "with")
+    assert field not in fields(window(0, 1, 2), tmp_path / "without")
+    assert field in fields(window(0, 1, 2, **{switch: True}), tmp_path / "with")
 
 
 def test_failed_trace_write_does_not_end_the_run(tmp_path):
     """Oracle: a folder where the file should be."""
     (tmp_path / "rank0.json.gz").mkdir()
     said: list[str] = []
-    config = ProfileConfig(enabled=True, skip_steps=0, warmup_steps=0, active_steps=1)
-    profiler = Profiler(config, Device("cpu"), 0, tmp_path, message=said.append)
+    profiler = Profiler(window(0, 0, 1), Device("cpu"), 0, tmp_path, message=said.append)
     take_steps(profiler, 1, 3)
     assert "cannot be written" in said[0] and summary_of(profiler) is None
 
@@ -125,16 +125,13 @@ def test_symbolic_link_in_place_of_a_trace_is_replaced(tmp_path):
     """Oracle: the unchanged target of the link, and a trace under its name."""
     (tmp_path / "precious").write_text("precious")
     (tmp_path / "rank0.json.gz").symlink_to("precious")
-    config = ProfileConfig(enabled=True, skip_steps=0, warmup_steps=0, active_steps=1)
-    profiler = Profiler(config, Device("cpu"), 0, tmp_path)
-    take_steps(profiler, 1, 3)
+    take_steps(Profiler(window(0, 0, 1), Device("cpu"), 0, tmp_path), 1, 3)
     assert (tmp_path / "precious").read_text() == "precious"
     assert not (tmp_path / "rank0.json.gz").is_symlink() and (tmp_path / "rank0.json.gz").stat().st_size > 100
 
 
 def _profile_rank(folder: Path, ranks: list[int], enabled: bool) -> bool:
-    config = ProfileConfig(enabled=enabled, ranks=ranks, skip_steps=0, warmup_steps=1, active_steps=1)
-    profiler = Profiler(config, Device("cpu"), dist.get_rank(), folder)
+    profiler = Profiler(window(0, 1, 1, enabled=enabled, ranks=ranks), Device("cpu"), dist.get_rank(), folder)
     total = torch.ones(4)
     with profiler:
         for step in range(1, 4):
@@ -169,6 +166,7 @@ def test_npu_trace_uses_the_names_and_keywords_of_torch_npu(tmp_path, monkeypatc
     Not tested: that torch_npu accepts the values and writes the analysis that is read.
     """
     levels: list[str] = []
+    waits: list[int] = []
 
     def experimental_config(*, profiler_level, export_type):
         levels.append(f"{profiler_level} {export_type}")
@@ -203,12 +201,8 @@ def test_npu_trace_uses_the_names_and_keywords_of_torch_npu(tmp_path, monkeypatc
         _ExperimentalConfig=experimental_config,
     )
     monkeypatch.setitem(sys.modules, "torch_npu", fake)
-    waits: list[int] = []
     device = types.SimpleNamespace(type="npu", synchronize=lambda: waits.append(profiler._trace._last_done + 1))
-    config = ProfileConfig(
-        enabled=True, skip_steps=0, warmup_steps=1, active_steps=1, npu_level=NPULevel.level2, ranks=[3]
-    )
-    profiler = Profiler(config, device, 3, tmp_path)
+    profiler = Profiler(window(0, 1, 1, npu_level=NPULevel.level2, ranks=[3]), device, 3, tmp_path)
     take_steps(profiler, 1, 3)
     assert waits == [1], "kernels of the step before the window would be in the trace"
     assert levels == ["Level2 text"]
