@@ -13,12 +13,14 @@ pytest-xdist does not serve: its workers have threads, and the tests fork ranks.
 parent has waited for it. A module's fixtures count for its first test.
 """
 
+import ctypes
 import faulthandler
 import itertools
 import multiprocessing
 import multiprocessing.connection
 import os
 import signal
+import sys
 import tempfile
 import time
 from collections import deque
@@ -29,11 +31,12 @@ import pytest
 
 from .processes import STACK_SIGNAL, describe_tree, kill_tree, load_factor, request_stacks
 
-LIMIT_SECONDS = 300.0
+LIMIT_SECONDS = 600.0
 """Time limit of a test on an idle machine; ``@pytest.mark.limit(seconds)`` replaces it."""
 
 EXIT_SECONDS = 120.0  # limit of a worker's exit after its last test
 STACK_SECONDS = 1.0  # for the processes to write their stacks
+PR_SET_PDEATHSIG = 1  # Linux ends a worker with its parent
 
 
 def spent() -> tuple[float, float]:
@@ -55,6 +58,8 @@ class _Forwarder:
 
 def _run_items(session: pytest.Session, items: list[pytest.Item], sender: Any, stacks: Any) -> None:
     os.setpgid(0, 0)  # Ctrl-C reaches the parent alone, which ends the workers
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     capture = session.config.pluginmanager.getplugin("capturemanager")
     if capture is not None:  # forks share the offset of the parent's files
         capture.stop_global_capturing()
