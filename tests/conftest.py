@@ -1,5 +1,6 @@
 """Fixtures, options and hooks of all tests."""
 
+import contextlib
 import gc
 import importlib
 import os
@@ -13,7 +14,30 @@ from tests.harness.clean_process import clean_process
 from tests.harness.workers import WorkersPlugin
 from tests.measuring import without_coverage
 
-SLOW = ("tests/docs/test_commands.py",)
+SLOW = (
+    "layout_mode",
+    "equality",
+    "test_estimate.py",
+    "simulated_npu/test_command_line",
+    "test_hosts",
+    "simulated_npu/test_training",
+    "docs/test_commands",
+    "checkpointed_collectives",
+    "messages",
+    "test_context.py",
+    "test_state.py",
+    "step_readings",
+    "expert_parallelism",
+    "parity_layouts",
+    "test_tracer",
+    "parallel/test_toys",
+    "pipeline_estimate",
+    "simulated_npu/test_fused_adamw",
+    "real_allocations",
+    "test_faults",
+    "toys/test_fsdp.py",
+    "simulated_npu/test_patches",
+)
 """Modules to start first, so that none of them is left alone at the end."""
 
 clean_process()
@@ -44,7 +68,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def pytest_collection_finish() -> None:
-    """Exempt imported objects from garbage collection, which would copy their pages in every fork."""
+    """Compose once, whose first time takes longest, and exempt objects from garbage collection, which copies pages."""
+    from fsdptoys.config.compose import compose_config
+
+    with contextlib.suppress(Exception):  # a test will say why
+        compose_config([])
     gc.collect()
     gc.freeze()
 
