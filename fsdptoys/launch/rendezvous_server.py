@@ -45,11 +45,11 @@ class RendezvousEndpoint:
         self._server: TCPStore | None = None
         self._tried_to_serve = False
 
-    def connect(self, wait_seconds: float = ANSWER_SECONDS) -> TCPStore:
+    def connect(self, wait_seconds: float | None = None) -> TCPStore:
         """Return the store, over a new connection; RendezvousConnectionError without an answer.
 
         Args:
-            wait_seconds: how long the node that serves the store may take until it listens.
+            wait_seconds: how long the node that serves the store may take until it listens; None for a minute.
         """
         try:
             if not self._tried_to_serve:
@@ -57,7 +57,7 @@ class RendezvousEndpoint:
                 self._server = self._serve()
                 if self._server is not None:
                     return self._server
-            return self._join(wait_seconds)
+            return self._join(ANSWER_SECONDS if wait_seconds is None else wait_seconds)
         except (ValueError, RuntimeError, TimeoutError) as error:
             raise RendezvousConnectionError("the connection to the store has failed") from error
 
