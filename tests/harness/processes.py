@@ -11,6 +11,7 @@ STACK_SIGNAL = getattr(signal, "SIGRTMIN", signal.SIGUSR2)
 """Makes a process of the tests, and its forks, write the stacks of all threads; no product code uses it."""
 
 LEAST_SECONDS = 120.0
+STACK_SECONDS = 0.2  # for a process to write its stacks; two at once would mix theirs
 
 
 def load_factor() -> float:
@@ -70,13 +71,14 @@ def _describe(pid: int) -> str:
 
 
 def request_stacks(pid: int) -> None:
-    """Make a process and all its forks write their stacks where ``faulthandler`` was registered."""
+    """Make a process and all its forks, one after the other, write their stacks to the file of ``faulthandler``."""
     for member in descendants(pid):
         with contextlib.suppress(OSError, ValueError, StopIteration):
             status = Path(f"/proc/{member}/status").read_text().splitlines()
             caught = int(next(line for line in status if line.startswith("SigCgt")).split()[1], 16)
             if caught >> (STACK_SIGNAL - 1) & 1:
                 os.kill(member, STACK_SIGNAL)
+                time.sleep(STACK_SECONDS * load_factor())
 
 
 def kill_tree(pid: int) -> None:

@@ -35,7 +35,6 @@ LIMIT_SECONDS = 600.0
 """Time limit of a test on an idle machine; ``@pytest.mark.limit(seconds)`` replaces it."""
 
 EXIT_SECONDS = 120.0  # limit of a worker's exit after its last test
-STACK_SECONDS = 1.0  # for the processes to write their stacks
 PR_SET_PDEATHSIG = 1  # Linux ends a worker with its parent
 
 
@@ -119,7 +118,6 @@ class _Worker:
         pid = self.process.pid
         tree = describe_tree(pid)
         request_stacks(pid)
-        time.sleep(STACK_SECONDS)
         kill_tree(pid)
         self.stacks.seek(0)
         return f"{tree}\n{_without_runner(self.stacks.read())}"
