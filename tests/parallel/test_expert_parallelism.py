@@ -15,13 +15,9 @@ from fsdptoys.models import ModelConfig
 from fsdptoys.models.moe import Router
 from fsdptoys.optim import AdamWConfig, MuonConfig, OptimStateDType, SGDConfig
 from fsdptoys.parallel import (
-    DDPConfig,
-    FSDP1Config,
     FSDP2Config,
-    ParallelConfig,
     SingleConfig,
     ToyEPConfig,
-    ToyFSDPConfig,
     full_tensors,
 )
 from fsdptoys.parallel.fsdp import ReshardAfterForward, Wrap
@@ -31,7 +27,7 @@ from fsdptoys.train.trainer import Trainer
 from fsdptoys.utils.torchao import torchao_fault
 from scripts.ranks import run_ranks
 from tests.parallel.groups import Pairs, Row, levels, selected, train_runs, trained_rows
-from tests.parallel.runs import EXPERTS, TINY, WITH_BLOCKS, make_config, refusal, supported, with_sizes
+from tests.parallel.runs import EXPERTS, TINY, WITH_BLOCKS, make_config, supported, with_sizes
 from tests.parallel.test_experts import only_the_first
 
 MODELS: dict[str, ModelConfig] = {
@@ -272,40 +268,3 @@ def test_traced_exchanges_count_the_rows_that_leave_a_rank() -> None:
     for ours, theirs in zip(one, other, strict=True):
         if ours.site == "expert_parallel.exchange":
             assert ours.gets_bytes == ours.gives_bytes - ours.sends_bytes + theirs.sends_bytes
-
-
-REFUSED: dict[str, tuple[ParallelConfig, int, dict[str, Any]]] = {
-    "mesh.ep_size=2 splits experts, and a llama model has none; set mesh.ep_size=1": (FSDP2Config(), 2, {}),
-    "mesh.ep_size=2 must divide model.n_experts=3; set mesh.ep_size=1": (FSDP2Config(), 2, {"n_experts": 3}),
-    "mesh.ep_size=8 must divide model.n_experts=4; set mesh.ep_size=4": (FSDP2Config(), 8, {"n_experts": 4}),
-    "mesh.ep_size=3 must divide the 8 ranks that share a copy of the parameters; set mesh.ep_size=2": (
-        *(FSDP2Config(), 3),
-        {"n_experts": 3},
-    ),
-    "mesh.ep_size=2 leaves 4 ranks to shard the same experts, which must divide model.dim=38 or "
-    "model.expert_ffn_dim=22; set mesh.ep_size=8": (
-        *(FSDP2Config(), 2),
-        {"n_experts": 8, "dim": 38, "expert_ffn_dim": 22, "n_heads": 2},
-    ),
-    **{
-        f"mesh.ep_size=2 is not an option of parallel={parallel.name}; set ": (parallel, 2, {"n_experts": 4})
-        for parallel in (DDPConfig(), FSDP1Config(), ToyFSDPConfig())
-    },
-}
-"""Beginning of the sentence → strategy, ranks that split experts, and sizes of the model; on 8 ranks."""
-
-
-@pytest.mark.parametrize("message", REFUSED)
-def test_splits_that_cannot_be_are_refused(message: str) -> None:
-    """Oracle: the expected sentence."""
-    parallel, ep_size, sizes = REFUSED[message]
-    model = with_sizes(TINY["qwen3_moe"], **sizes) if sizes else None
-    assert refusal(parallel, 8, ep_size=ep_size, model=model).startswith(message)
-
-
-@pytest.mark.skipif(torchao_fault() is not None, reason=f"torchao {torchao_fault()}")
-def test_shards_within_a_block_of_states_are_refused() -> None:
-    """Oracle: the rule; four ranks divide neither the rows of a matrix, so that they cut its columns."""
-    model = with_sizes(WITH_BLOCKS["qwen3_moe"], n_experts=2, dim=66, expert_ffn_dim=64)
-    found = refusal(FSDP2Config(), 8, ep_size=2, model=model, optim=AdamWConfig(state_dtype=OptimStateDType.int8))
-    assert "cuts rows of layers.0.mlp.experts.down_proj into 16; set mesh.ep_size=8" in found

@@ -21,14 +21,13 @@ from fsdptoys.memory import GradientCheckpointing, MemoryConfig
 from fsdptoys.models import LlamaConfig
 from fsdptoys.parallel import (
     DDPConfig,
-    FSDP1Config,
     FSDP2Config,
     ParallelConfig,
     SingleConfig,
     ToyZero3Config,
     host_copy,
 )
-from fsdptoys.parallel.float8 import Float8, check_float8, check_float8_here, convert_to_float8
+from fsdptoys.parallel.float8 import Float8, check_float8_here, convert_to_float8
 from fsdptoys.parallel.precision import DType
 from fsdptoys.train import build as prepare
 from fsdptoys.train.compile import compile_blocks
@@ -207,54 +206,13 @@ def test_only_the_blocks_linear_layers_divisible_by_16_are_converted() -> None:
         convert_to_float8(odd, Float8.rowwise, False, "cpu")
 
 
-GOOD: dict[str, Any] = {
-    "float8": Float8.tensorwise,
-    "all_gather": False,
-    "parallel": FSDP2Config(param_dtype=DType.bfloat16),
-    "inner_units": False,
-    "device_type": "cuda",
-    "tokens": 64,
-    "cpu_offload": False,
-}
-GATHERS = r"train\.float8_all_gather=true .*; set "
-REFUSED: dict[str, tuple[dict[str, Any], str]] = {
-    "fsdp1": ({"parallel": FSDP1Config()}, r"train\.float8=tensorwise is not .* parallel=fsdp1.*; set parallel=fsdp2"),
-    "npu": ({"device_type": "npu"}, r"train\.float8=tensorwise needs CUDA's .*; set train\.float8=none"),
-    "float32": ({"parallel": FSDP2Config()}, r"train\.float8=tensorwise .*; set parallel\.param_dtype=bfloat16"),
-    "tokens": ({"tokens": 24}, r"train\.float8=tensorwise .* is 24, .*; set train\.seq_len to a multiple of 16"),
-    "gather none": ({"float8": Float8.none, "all_gather": True}, GATHERS + r"train\.float8=tensorwise"),
-    "gather rows": ({"float8": Float8.rowwise, "all_gather": True}, GATHERS + "parallel=fsdp2, train"),
-    "gather ddp": ({"parallel": DDPConfig(), "all_gather": True}, GATHERS + "parallel=fsdp2, train"),
-    "gather offload": ({"cpu_offload": True, "all_gather": True}, GATHERS + r".* memory\.cpu_offload=false"),
-    "gather parts": (
-        {"inner_units": True, "all_gather": True, "device_type": "cpu"},
-        GATHERS + r"parallel\.wrap=block parallel\.wrap_classes=\[\] parallel\.min_params=null$",
-    ),
-}
-
-
-@pytest.mark.parametrize("name", REFUSED)
-def test_unsupported_configurations_are_refused_in_one_sentence(name: str) -> None:
-    """Oracle: key, value and fix; no error once that one setting is changed."""
-    check_float8(**GOOD)
-    changes, sentence = REFUSED[name]
-    with pytest.raises(ConfigError, match=f"^{sentence}"):
-        check_float8(**{**GOOD, **changes})
-
-
-def test_shards_of_different_sizes_are_refused_with_a_float8_gather() -> None:
-    """Oracle: 32 rows over 3 ranks; without float8 in the gather FSDP2 pads them."""
-    config_of(FSDP2Config(), 3)
-    with pytest.raises(ConfigError, match=r"3 ranks do not divide the 32 rows of layers\.0\.attn\.q_proj; set mesh"):
-        config_of(FSDP2Config(), 3, float8_all_gather=True)
-
-
 def test_devices_and_environments_without_float8_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """Oracle: the expected message, with the device found; a plan skips this check, since it predicts other devices."""
+    planned = config_of(FSDP2Config(param_dtype=DType.bfloat16), 2)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (8, 0))
     with pytest.raises(ConfigError, match=r"8\.9 or more, and this one has 8\.0; set train\.float8=none"):
         check_float8_here(Float8.tensorwise, "cuda")
-    check_float8(**GOOD)
+    planned.validate(2, "cuda")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
     check_float8_here(Float8.tensorwise, "cuda")
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
@@ -264,4 +222,4 @@ def test_devices_and_environments_without_float8_are_refused(monkeypatch: pytest
         check_float8_here(Float8.none, device_type)
     with pytest.raises(ConfigError, match="needs torchao, which is not installed; run pip install"):
         resolve_run(["train.float8=tensorwise", "launch.device=cpu"], {})
-    check_float8(**GOOD)
+    planned.validate(2, "cuda")

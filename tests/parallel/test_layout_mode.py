@@ -9,21 +9,19 @@ import pytest
 import torch
 
 from fsdptoys.config.compose import compose_config
-from fsdptoys.config.kernel_choice import Kernel, KernelConfig
 from fsdptoys.config.pipeline_checks import ZERO_BUBBLE_SINCE
 from fsdptoys.config.saved import read_config
 from fsdptoys.config.schema import Config
 from fsdptoys.memory import GradientCheckpointing, MemoryConfig
 from fsdptoys.models import ModelConfig
-from fsdptoys.parallel import DDPConfig, FSDP1Config, FSDP2Config, ParallelConfig, SingleConfig, ToyDDPConfig
+from fsdptoys.parallel import DDPConfig, FSDP1Config, FSDP2Config, ParallelConfig, SingleConfig
 from fsdptoys.parallel.context import ContextForm
 from fsdptoys.parallel.determinism import Deterministic
 from fsdptoys.parallel.expert_parallel import fsdp2_can_sum
-from fsdptoys.parallel.float8 import Float8
 from fsdptoys.parallel.fsdp import TORCH
 from fsdptoys.parallel.fsdp1 import FSDP1
 from fsdptoys.parallel.pipeline import PipelineSchedule
-from fsdptoys.parallel.precision import DType, SumDType
+from fsdptoys.parallel.precision import DType
 from fsdptoys.report.setting_effects import bits_of
 from fsdptoys.train.trainer import Trainer
 from fsdptoys.utils.dtensor import full_tensor, is_dtensor
@@ -291,57 +289,6 @@ def test_a_run_resumed_on_other_layouts_has_the_bits_of_an_uninterrupted_one(
         run_ranks(ranks, resume, part(parallel, ranks, **layout), killed_in)
     (found,) = run_ranks(1, resume, part(SingleConfig(), 1), None)
     assert found == expected
-
-
-REFUSED: dict[str, dict[str, Any]] = {
-    "parallel=toy_ddp": {"parallel": ToyDDPConfig()},
-    "train.compile=true": {"compile": True},
-    "train.float8=tensorwise": {"float8": Float8.tensorwise},
-    "parallel.param_dtype=float16": {"parallel": SingleConfig(param_dtype=DType.float16)},
-    "train.grains=5": {"grains": 5},
-    "kernels.swiglu=compiled": {"kernels": KernelConfig(swiglu=Kernel.compiled)},
-    "memory.optimizer_in_backward=true": {
-        "memory": MemoryConfig(optimizer_in_backward=True),
-        "max_grad_norm": None,
-        "skip_nonfinite": False,
-        "grad_accum": 1,
-    },
-    "train.sum_dtype=float32": {"sum_dtype": SumDType.float32},
-    "model.tie_embeddings=true": {"parallel": FSDP1Config(), "tie_embeddings": True},
-}
-
-
-@pytest.mark.parametrize("named", REFUSED)
-def test_settings_that_the_layout_would_show_in_are_refused_by_name(named: str) -> None:
-    """Oracle: the key and its value in the message, with a fix; the same settings pass without the mode."""
-    settings = dict(REFUSED[named])
-    parallel = settings.pop("parallel", SingleConfig())
-    assert re.search(rf"{re.escape(named)}.*; set ", refusal(parallel, 1, deterministic="layout", **settings))
-    if named.startswith("train.grains"):
-        settings.pop("grains")
-    make_config(parallel, 1, deterministic=False, **settings)
-
-
-GATHERED, RING = (Sharded(context=form) for form in (ContextForm.gathered, ContextForm.ring))
-UNSHARED: dict[str, tuple[ParallelConfig, int, dict[str, Any]]] = {
-    r"train\.grains=6 must be a multiple of 8.*; set train.grains=24": (GATHERED, 4, {"cp_size": 4, "grains": 6}),
-    r"parallel\.context=ring merges .*; set parallel\.context=gathered": (RING, 2, {"cp_size": 2}),
-    r"model\.attention_chunk_len=10 must be a multiple of the 3 tokens of a grain": (
-        *(GATHERED, 2),
-        {"cp_size": 2, "model": TINY["llama4"]},
-    ),
-    r"train\.grains=4 does nothing as set; set train.deterministic=layout": (
-        *(SingleConfig(), 1),
-        {"deterministic": True, "grains": 4},
-    ),
-}
-
-
-@pytest.mark.parametrize("pattern", UNSHARED)
-def test_sequences_need_whole_grains(pattern: str) -> None:
-    """Oracle: the message, with a fix; chunks that end within a grain, and an option without effect."""
-    parallel, ranks, options = UNSHARED[pattern]
-    assert re.match(pattern, refusal(parallel, ranks, **{"deterministic": "layout", **options}))
 
 
 def test_fsdp2_that_only_averages_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

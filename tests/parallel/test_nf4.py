@@ -8,11 +8,10 @@ import torch
 from torch import Tensor
 
 from fsdptoys.config.schema import Config
-from fsdptoys.errors import ConfigError
 from fsdptoys.memory import GradientCheckpointing, MemoryConfig
 from fsdptoys.models import GPT2Config
 from fsdptoys.models.nf4 import Codebook, is_packed, unpack, unquantized_name
-from fsdptoys.parallel import STRATEGIES, FSDP1Config, FSDP2Config, ParallelConfig, SingleConfig
+from fsdptoys.parallel import STRATEGIES, ParallelConfig, SingleConfig
 from fsdptoys.parallel.precision import DType
 from fsdptoys.train.trainer import Trainer
 from fsdptoys.tune import Base, LoRAConfig
@@ -133,29 +132,3 @@ def test_every_strategy_that_packs_weights_trains_as_one_process(row: str, train
     assert found["norms"] == pytest.approx(expected["norms"], rel=5 * close)
     assert found["saved"] == set()
     assert found["packed bytes"] * 8 == weights * 4.5 / (2 if row.startswith("fsdp2") else 1)
-
-
-REFUSED: dict[str, tuple[ParallelConfig, int, dict[str, Any]]] = {
-    r"parallel=fsdp1 would cast .*; set parallel=(fsdp2|ddp) or tune.base=plain": (FSDP1Config(), 2, {}),
-    r"deterministic=layout computes with in float64; set tune.base=plain or": (
-        *(SingleConfig(), 1),
-        {"deterministic": "layout", "grains": 4},
-    ),
-    r"do not divide the 36 columns of layers.0.attn.q_proj; set tune.base=plain": (
-        *(SingleConfig(), 1),
-        {"model": tiny_model()},
-    ),
-}
-if FSDP2Config.mixes_dtypes:
-    REFUSED[r"memory.cpu_offload=true keeps them in host memory; set memory.cpu_offload"] = (
-        *(FSDP2Config(), 2),
-        {"memory": MemoryConfig(cpu_offload=True)},
-    )
-
-
-@pytest.mark.parametrize("pattern", REFUSED)
-def test_settings_that_quantized_weights_rule_out_are_refused(pattern: str) -> None:
-    """Oracle: the messages."""
-    parallel, ranks, options = REFUSED[pattern]
-    with pytest.raises(ConfigError, match=pattern):
-        config(parallel, ranks, **options)

@@ -13,21 +13,17 @@ import torch
 from fsdptoys.config.schema import Config
 from fsdptoys.memory import CPUOffloadExecutor, GradientCheckpointing, MemoryConfig
 from fsdptoys.models.generate import Draw, generate
-from fsdptoys.optim import AdamWConfig, MuonConfig, OptimStateDType
-from fsdptoys.parallel import DDPConfig, FSDP1Config, FSDP2Config, SingleConfig, ToyFSDPConfig
+from fsdptoys.optim import AdamWConfig
+from fsdptoys.parallel import FSDP2Config, SingleConfig
 from fsdptoys.parallel.context import ContextForm
-from fsdptoys.parallel.expert_parallel import fsdp2_can_sum
-from fsdptoys.parallel.float8 import Float8
 from fsdptoys.parallel.fsdp import Wrap
 from fsdptoys.parallel.pipeline import PipelineSchedule
 from fsdptoys.train.trainer import Trainer
-from fsdptoys.tune import LoRAConfig
-from fsdptoys.utils.torchao import torchao_fault
 from scripts.parity import hash_parameters
 from scripts.ranks import run_ranks
 from tests.checkpoint.folders import build, write
 from tests.parallel.groups import Pairs, Row, levels, trained_rows
-from tests.parallel.runs import DOCUMENTS, EVEN, TINY, make_config, refusal, supported, tiny_model, with_sizes
+from tests.parallel.runs import DOCUMENTS, EVEN, TINY, make_config, supported, tiny_model, with_sizes
 from tests.parallel.test_expert_parallelism import SGD, Outcome, assert_close, split, train_all
 from tests.parallel.test_layout_mode import FEATURES, SELECTIVE, SMOOTH, STAGES, needs_sums
 
@@ -130,74 +126,3 @@ def test_split_models_begin_with_the_values_of_one_process(tmp_path: Path, name:
     shared = [make_config(parallel, ranks, model=each, **mesh, **options) for each in models]
     assert run_ranks(ranks, initial, shared)[0] == run_ranks(1, initial, alone)[0]
     assert run_ranks(ranks, generated, shared[1]) == run_ranks(1, generated, alone[1]) * ranks
-
-
-REFUSED: dict[str, dict[str, Any]] = {
-    "mesh.tp_size=2 is not an option of parallel=single; set parallel=fsdp2 or mesh.tp_size=1": {
-        "parallel": SingleConfig(),
-        "ranks": 1,
-    },
-    "mesh.tp_size=2 is not an option of parallel=ddp; set parallel=fsdp2 or mesh.tp_size=1": {"parallel": DDPConfig()},
-    "mesh.tp_size=2 is not an option of parallel=fsdp1; set parallel=fsdp2 or mesh.tp_size=1": {
-        "parallel": FSDP1Config()
-    },
-    "mesh.tp_size=2 is not an option of parallel=toy_fsdp; set parallel=fsdp2 or mesh": {"parallel": ToyFSDPConfig()},
-    "mesh.tp_size=3 must divide the 4 ranks that share a copy of the parameters; set mesh.tp_size=2": {"tp_size": 3},
-    "mesh.cp_size=4 must divide the 2 ranks that share a copy of the parameters and features (mesh.tp_size=2); set": {
-        "cp_size": 4
-    },
-    "mesh.tp_size=4 splits features, and must divide model.n_kv_heads=2; set mesh.tp_size=2": {"tp_size": 4},
-    "mesh.tp_size=2 splits features, and must divide model.vocab_size=67; set mesh.tp_size=1 or model.vocab_size=68": {
-        "model": with_sizes(MODELS["llama"], vocab_size=67)
-    },
-    "mesh.tp_size=2 splits features, and must divide model.ffn_dim=51; set mesh.tp_size=1": {
-        "model": with_sizes(MODELS["llama"], ffn_dim=51)
-    },
-    "train.seq_len=23 must be a multiple of 2, the pieces into which mesh.tp_size=2 cuts a sequence between layers; ": {
-        "seq_len": 23
-    },
-    "parallel.context=ulysses shares heads among mesh.cp_size=4 ranks, which does not divide the 2 heads of a rank of "
-    "mesh.tp_size=2; set parallel.context=gathered": {
-        "parallel": FSDP2Config(context=ContextForm.ulysses),
-        "ranks": 8,
-        "cp_size": 4,
-        "model": MODELS["four key heads"],
-    },
-    "optim=muon orthogonalizes full matrices, which mesh.tp_size=2 splits; set optim=adamw or mesh.tp_size=1": {
-        "optim": MuonConfig()
-    },
-    "train.float8=tensorwise scales by the largest number of a full matrix, which mesh.tp_size=2 splits; set": {
-        "float8": Float8.tensorwise
-    },
-    "train.slices=1 must be a multiple of mesh.tp_size=2, whose ranks have whole slices with train.deterministic="
-    "layout; set train.slices=2": {"deterministic": "layout"},
-    "train.slices=4 must divide model.n_kv_heads=2; set train.slices=2": {"deterministic": "layout", "slices": 4},
-    "train.grains=3 must be a multiple of 2, the pieces into which mesh.tp_size=2 cuts a sequence with mesh.cp_size=1; "
-    "set train.grains=6": {"deterministic": "layout", "slices": 2, "grains": 3},
-    "tune=lora adds to the layers that mesh.tp_size=2 splits; set mesh.tp_size=1 or tune=full": {"tune": LoRAConfig()},
-    "tune=lora adds to the layers that train.slices=2 splits; set train.slices=1 or tune=full": {
-        "tune": LoRAConfig(),
-        "tp_size": 1,
-        "deterministic": "layout",
-        "slices": 2,
-    },
-    "train.slices=2 does nothing as set; set train.deterministic=layout or leave it out": {"slices": 2},
-}
-"""Beginning of the sentence → settings, on four ranks under FSDP2 with two ranks of features unless given."""
-
-
-@pytest.mark.parametrize("message", REFUSED)
-def test_settings_that_features_cannot_be_split_with_are_refused(message: str) -> None:
-    """Oracle: the sentence, which names key, value and fix."""
-    settings = {"parallel": FSDP2Config(), "ranks": 4, "model": MODELS["llama"], "tp_size": 2, **REFUSED[message]}
-    if "deterministic" in settings and "tune" not in settings and not fsdp2_can_sum():
-        pytest.skip("FSDP2 of this torch cannot sum gradients")
-    assert refusal(**settings).startswith(message)
-
-
-@pytest.mark.skipif(torchao_fault() is not None, reason=f"torchao {torchao_fault()}")
-def test_states_of_few_bits_are_refused() -> None:
-    """Oracle: the sentence."""
-    optim = AdamWConfig(state_dtype=OptimStateDType.int8)
-    found = refusal(FSDP2Config(), 4, tp_size=2, model=MODELS["llama"], optim=optim)
-    assert found.startswith("optim.state_dtype=int8 keeps a scale for each part of a full row")

@@ -109,32 +109,6 @@ def test_units_of_a_users_model_are_modules_whose_forward_runs_in_its_order() ->
             names_of(FSDP2Config(wrap_classes=[name]), model)
 
 
-REFUSED = {
-    "parallel.wrap_classes=[Atention,SwiGLU]": "parallel.wrap_classes=[Atention,SwiGLU] names Atention, but units of "
-    "this model can be of the classes Attention, Block, Embedding, LMHead, Linear, RMSNorm, SwiGLU; set "
-    "parallel.wrap_classes=[Attention,SwiGLU]",
-    "parallel.wrap_classes=[GPT2Block]": "parallel.wrap_classes=[GPT2Block] names GPT2Block, but units of this model "
-    "can be of the classes Attention, Block, Embedding, LMHead, Linear, RMSNorm, SwiGLU; set parallel.wrap_classes="
-    "[Block]",
-    "parallel.wrap_classes=[Block] parallel.min_params=1e6": "parallel.wrap_classes=[Block] and parallel.min_params="
-    "1e+06 both choose the units; set parallel.min_params=null to keep the other",
-    "parallel.wrap=block parallel.min_params=1000": "parallel.wrap=block and parallel.min_params=1000 both choose the "
-    "units; set parallel.wrap=auto to keep the other",
-    "parallel.wrap=block_attn_mlp parallel.wrap_classes=[Block]": "parallel.wrap=block_attn_mlp and "
-    "parallel.wrap_classes=[Block] both choose the units; set parallel.wrap=auto to keep the other",
-    "parallel.min_params=0": "parallel.min_params=0.0 must be at least 1; set parallel.min_params=null",
-}
-
-
-@pytest.mark.parametrize("words", REFUSED)
-@pytest.mark.parametrize("strategy", ["fsdp1", "fsdp2", "toy_fsdp"])
-def test_contradicting_or_unknown_policies_are_refused_in_one_sentence(strategy: str, words: str) -> None:
-    """Oracle: the expected message; no process group exists."""
-    with pytest.raises(ConfigError) as mistake:
-        compose_config([f"parallel={strategy}", "model=llama_debug", *words.split()]).validate(2, "cpu")
-    assert str(mistake.value) == REFUSED[words]
-
-
 @pytest.mark.parametrize("kind", [FSDP1Config, FSDP2Config, ToyFSDPConfig])
 def test_sizes_are_typed_as_numbers_of_either_form(kind: type[FSDPConfig]) -> None:
     """Oracle: equal units."""
