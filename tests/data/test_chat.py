@@ -21,13 +21,17 @@ from tests.data.chat_files import CONVERSATIONS, GENERATED, save_chat_tokenizer,
 from tests.data.test_mistakes import mistakes
 from tests.parallel.runs import make_config
 
+GOOD = json.dumps({"messages": CONVERSATIONS[0]})
 WIDE = 512
 """Tokens of a row that holds any conversation whole."""
 
 
 @pytest.fixture(autouse=True)
 def _in_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A tokenizer with a template, and a file of one conversation."""
     monkeypatch.chdir(tmp_path)
+    save_chat_tokenizer(Path("tokenizer"), without_blocks(GENERATED["chatml"]))
+    write_rows(Path("a.jsonl"), [GOOD])
 
 
 def config(**changes: Any) -> ChatConfig:
@@ -108,7 +112,6 @@ FORMS = {
 def test_other_forms_of_messages_give_the_same_tokens(form: str) -> None:
     """Oracle: plain messages of roles and texts."""
     plain = [{"role": "user", "content": "hello"}, {"role": "assistant", "content": "yes"}]
-    save_chat_tokenizer(Path("tokenizer"), without_blocks(GENERATED["chatml"]))
     write_rows(Path("a.jsonl"), [{"messages": plain}])
     write_rows(Path("b.jsonl"), [{"messages": FORMS[form]}])
     assert rows_of(config(files=["b.jsonl"])) == rows_of(config())
@@ -167,7 +170,6 @@ def test_tools_and_calls_are_written_by_the_template() -> None:
 
 
 DEEP = "[" * 200 + "]" * 200
-GOOD = json.dumps({"messages": CONVERSATIONS[0]})
 
 
 @pytest.mark.parametrize(("typed", "says"), mistakes("chat rows"))
@@ -204,11 +206,9 @@ def test_bad_row_is_named_by_file_and_line_or_left_out(
 )
 def test_mistakes_are_named_with_a_fix(changes: dict[str, Any], message: str) -> None:
     """Oracle: the beginning of the message."""
-    save_chat_tokenizer(Path("tokenizer"), without_blocks(GENERATED["chatml"]))
     save_chat_tokenizer(Path("bare"), None)
     Path("bad.jinja").write_text("{% for %}")
     Path("a.txt").write_text("x")
-    write_rows(Path("a.jsonl"), [GOOD])
     with pytest.raises(ConfigError) as caught:
         config(**changes).validate(WIDE, 512)
         config(**changes).prepare(WIDE, 512)
@@ -226,7 +226,6 @@ def test_mistakes_are_named_with_a_fix(changes: dict[str, Any], message: str) ->
 def test_template_cannot_reach_python(template: str) -> None:
     """Oracle: Jinja's sandbox, which refuses the row."""
     save_chat_tokenizer(Path("tokenizer"), template)
-    write_rows(Path("a.jsonl"), [GOOD])
     with pytest.raises(ConfigError, match=r"line 1 is refused by the chat template"):
         config().prepare(WIDE, 512)
 
@@ -235,7 +234,6 @@ def test_template_and_skipping_decide_the_cache_and_the_day_does_not(monkeypatch
     """Oracle: the number of folders; a template that writes the date writes the same one always."""
     dated = "{{ strftime_now('%d %b %Y') }}" + without_blocks(GENERATED["chatml"])
     save_chat_tokenizer(Path("tokenizer"), dated)
-    write_rows(Path("a.jsonl"), [GOOD])
     for changes in ({}, {}, {"template": "chatml"}, {"skip_bad_rows": True}):
         config(**changes).prepare(WIDE, 512)
     folders = [path for path in Path("cache").iterdir() if (path / "index.json").exists()]
@@ -248,7 +246,6 @@ def test_template_and_skipping_decide_the_cache_and_the_day_does_not(monkeypatch
 
 def test_prepared_folder_keeps_what_is_learned_and_mixes_with_texts() -> None:
     """Oracle: the conversations' own rows; every token of a text is a label."""
-    save_chat_tokenizer(Path("tokenizer"), without_blocks(GENERATED["chatml"]))
     with gzip.open("a.jsonl.gz", "wt") as file:
         file.write(f"{GOOD}\n" * 5)
     Path("b.txt").write_text("hello " * 400)
@@ -269,10 +266,9 @@ def test_prepared_folder_keeps_what_is_learned_and_mixes_with_texts() -> None:
 def test_data_prepare_writes_the_folder_of_data_chat(capsys: pytest.CaptureFixture[str]) -> None:
     """Oracle: the bytes that data=chat puts into its cache, without the bad row; --chat's options need it."""
     write_rows(Path("rows.jsonl"), [GOOD, GOOD, '{"messages": []}'])
-    tokenizer = save_chat_tokenizer(Path("tokenizer"), without_blocks(GENERATED["chatml"]))
-    chat = ChatConfig(files=["rows.jsonl"], tokenizer=tokenizer, cache="cache", processes=1, skip_bad_rows=True)
+    chat = config(files=["rows.jsonl"], skip_bad_rows=True)
     chat.prepare(WIDE, 320)
-    words = ["prepare", "rows.jsonl", "--tokenizer", tokenizer, "--out", "out", "--processes", "1"]
+    words = ["prepare", "rows.jsonl", "--tokenizer", "tokenizer", "--out", "out", "--processes", "1"]
     assert data_command([*words, "--chat", "--skip-bad-rows"]) == 0
     assert "left out: " in capsys.readouterr().err
     (cached,) = (path.parent for path in Path("cache").glob("*/index.json"))
@@ -289,8 +285,6 @@ def test_data_prepare_writes_the_folder_of_data_chat(capsys: pytest.CaptureFixtu
 
 def test_damaged_learned_file_is_named() -> None:
     """Oracle: the file with a value that is neither 0 nor 1."""
-    save_chat_tokenizer(Path("tokenizer"), without_blocks(GENERATED["chatml"]))
-    write_rows(Path("a.jsonl"), [GOOD])
     config().prepare(WIDE, 512)
     (path,) = Path("cache").glob("*/*.learned")
     path.write_bytes(b"\7" * path.stat().st_size)
@@ -306,7 +300,6 @@ def steps_of(config: Config) -> list[StepMetrics]:
 
 def test_training_counts_answers_for_the_loss_and_all_tokens_for_the_rate() -> None:
     """Oracle: labels and ids of the dataset's rows; one process for the losses of two. A row may have no label."""
-    save_chat_tokenizer(Path("tokenizer"), without_blocks(GENERATED["chatml"]))
     long = [{"role": "user", "content": "word " * 150}, {"role": "assistant", "content": "yes"}]
     write_rows(Path("a.jsonl"), [{"messages": messages} for messages in (*CONVERSATIONS, long)])
     histories: list[list[StepMetrics]] = []

@@ -14,7 +14,8 @@ from fsdptoys.data.packing import Packing
 from fsdptoys.data.prepare import prepare_folder
 from fsdptoys.data.shard_writer import PROGRESS_FILE, ShardsWriter
 from fsdptoys.errors import ConfigError
-from tests.data.test_prepare import contents, documents, request, save_tokenizer, write_lines
+from tests.data.test_prepare import contents, documents, save_tokenizer, write_lines
+from tests.data.test_prepare import request as make_request
 
 DEEP = b"[" * 200_000
 
@@ -62,6 +63,19 @@ DAMAGES: dict[str, Callable[[Path], object]] = {
 }
 
 
+PLAN_DAMAGES: dict[str, Callable[[Path], object]] = {
+    "empty": write("plan.json", b""),
+    "deep": write("plan.json", DEEP),
+    "of another kind": write("plan.json", b"[]"),
+    "a float": write("plan.json", b'{"rows": 1.5, "pieces": 1, "ids": 1}'),
+    "negative": write("plan.json", b'{"rows": -1, "pieces": 1, "ids": 1}'),
+    "missing": lambda folder: (folder / "plan.json").unlink(),
+    "a pipe": replace_by(os.mkfifo, "plan.json"),
+    "starts truncated": cut("starts"),
+    "rows missing": lambda folder: (folder / "rows").unlink(),
+}
+
+
 @pytest.fixture
 def lines(tmp_path: Path) -> Path:
     """A file of documents."""
@@ -77,21 +91,35 @@ def cached(lines: Path, tmp_path: Path) -> tuple[HFConfig, Path]:
     return config, folder
 
 
-@pytest.mark.parametrize("damage", DAMAGES.values(), ids=DAMAGES.keys())
-def test_damaged_cache_folder_is_prepared_again(
-    damage: Callable[[Path], object], cached: tuple[HFConfig, Path], capsys: pytest.CaptureFixture[str]
+@pytest.fixture
+def packed(lines: Path, tmp_path: Path) -> tuple[PreparedConfig, Path]:
+    """A configuration, and its packing plan in the cache."""
+    prepare_folder(make_request(tmp_path / "tokens", lines))
+    cache = tmp_path / "cache"
+    config = PreparedConfig(folder=str(tmp_path / "tokens"), packing=Packing.best_fit, cache=str(cache))
+    config.prepare(16, 256)
+    (plan,) = cache.iterdir()
+    return config, plan
+
+
+@pytest.mark.parametrize(
+    ("kind", "case"), [*(("cached", case) for case in DAMAGES), *(("packed", case) for case in PLAN_DAMAGES)]
+)
+def test_damaged_folder_in_a_cache_is_prepared_again(
+    kind: str, case: str, request: pytest.FixtureRequest, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Oracle: the original bytes, one message that names the folder, and no leftovers in the cache."""
-    config, folder = cached
+    config, folder = request.getfixturevalue(kind)
     before = contents(folder)
-    damage(folder)
+    (DAMAGES if kind == "cached" else PLAN_DAMAGES)[case](folder)
     capsys.readouterr()
     config.validate(16, 256)
     assert config.has_eval == config.has_eval and not capsys.readouterr().err
     config.prepare(16, 256)
     said = capsys.readouterr().err.splitlines()
-    assert [line for line in said if line.endswith("; the data is prepared again")] == said[:1]
-    assert said[0].startswith(f"fsdptoys: {folder} ")
+    sentences = [line for line in said if line.endswith("; the data is prepared again")]
+    assert said[0].startswith(f"fsdptoys: {folder} ") and sentences == said[: kind == "cached"]
+    assert kind == "cached" or said[0].startswith(f"fsdptoys: {folder} is damaged (")
     assert contents(folder) == before and list(folder.parent.iterdir()) == [folder]
     config.build(16, 256, 0)
     config.prepare(16, 256)
@@ -104,7 +132,7 @@ def test_damaged_user_folder_is_named_and_left_unchanged(
 ) -> None:
     """Oracle: a sentence with the path and ``prepare``; the names of files stay."""
     folder = tmp_path / "tokens"
-    prepare_folder(request(folder, lines))
+    prepare_folder(make_request(folder, lines))
     damage(folder)
     before = sorted(tmp_path.rglob("*"))
     for look in (lambda config: config.validate(16, 256), lambda config: config.build(16, 256, 0)):
@@ -161,59 +189,19 @@ def test_damaged_cache_folder_does_not_hide_the_tokenizer_of_another(lines: Path
     assert Path(config.find_tokenizer()).parent.parent == tmp_path / "cache"
 
 
-PLAN_DAMAGES: dict[str, Callable[[Path], object]] = {
-    "empty": write("plan.json", b""),
-    "deep": write("plan.json", DEEP),
-    "of another kind": write("plan.json", b"[]"),
-    "a float": write("plan.json", b'{"rows": 1.5, "pieces": 1, "ids": 1}'),
-    "negative": write("plan.json", b'{"rows": -1, "pieces": 1, "ids": 1}'),
-    "missing": lambda folder: (folder / "plan.json").unlink(),
-    "a pipe": replace_by(os.mkfifo, "plan.json"),
-    "starts truncated": cut("starts"),
-    "rows missing": lambda folder: (folder / "rows").unlink(),
-}
-
-
-@pytest.fixture
-def packed(lines: Path, tmp_path: Path) -> tuple[PreparedConfig, Path]:
-    """A configuration, and its packing plan in the cache."""
-    prepare_folder(request(tmp_path / "tokens", lines))
-    cache = tmp_path / "cache"
-    config = PreparedConfig(folder=str(tmp_path / "tokens"), packing=Packing.best_fit, cache=str(cache))
-    config.prepare(64, 256)
-    (plan,) = cache.iterdir()
-    return config, plan
-
-
-@pytest.mark.parametrize("damage", PLAN_DAMAGES.values(), ids=PLAN_DAMAGES.keys())
-def test_damaged_packing_plan_is_rebuilt(
-    damage: Callable[[Path], object], packed: tuple[PreparedConfig, Path], capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Oracle: the original bytes, and one message that names the plan's folder."""
-    config, folder = packed
-    before = contents(folder)
-    damage(folder)
-    capsys.readouterr()
-    config.prepare(64, 256)
-    assert capsys.readouterr().err.startswith(f"fsdptoys: {folder} is damaged (")
-    assert contents(folder) == before
-    config.prepare(64, 256)
-    assert not capsys.readouterr().err
-
-
 def test_noise_in_packing_plans_or_document_ends_is_reported(
     packed: tuple[PreparedConfig, Path], tmp_path: Path
 ) -> None:
     """Oracle: the expected messages; noise of the right size is seen where it is used."""
     config, plan = packed
     folder = tmp_path / "tokens"
-    dataset = config.build(64, 256, 0)
+    dataset = config.build(16, 256, 0)
     (plan / "starts").write_bytes(b"\xff" * (plan / "starts").stat().st_size)
     with pytest.raises(ConfigError, match=rf"damaged rows in {plan} \(row 3\); remove that folder"):
         dataset.train[3]
     (folder / "shard-00000.ends").write_bytes(b"\x7f" * (folder / "shard-00000.ends").stat().st_size)
     with pytest.raises(ConfigError, match=rf"shard-00000\.ends does not fit .* ids of its shard; remove {folder} and"):
-        config.prepare(65, 256)
+        config.prepare(17, 256)
 
 
 def note(**changes: object) -> dict[str, object]:
@@ -254,7 +242,7 @@ def test_damaged_progress_starts_over_and_touches_no_other_file(notes: bytes, tm
 def test_symbolic_links_in_place_of_files_are_not_followed_for_writing(name: str, lines: Path, tmp_path: Path) -> None:
     """Oracle: the target keeps its bytes."""
     (tmp_path / "precious").write_bytes(b"keep this" * 9)
-    wanted = request(tmp_path / "out", lines)
+    wanted = make_request(tmp_path / "out", lines)
     (tmp_path / "out.part").mkdir()
     (tmp_path / name).symlink_to(tmp_path / "precious")
     if name.startswith("out.part"):

@@ -1,6 +1,10 @@
-"""``data=hf``: prepared once before the ranks start, then equal to ``data=prepared``."""
+"""``data=hf`` and ``fsdptoys data``: prepared once before the ranks start, then equal to ``data=prepared``."""
 
+import hashlib
+import io
+import json
 import os
+import re
 from pathlib import Path
 
 import numpy as np
@@ -8,17 +12,14 @@ import pytest
 
 from fsdptoys.cli import main as __main__
 from fsdptoys.cli import train as train_command
-from fsdptoys.config.schema import Config
-from fsdptoys.data import HFConfig, PreparedConfig
+from fsdptoys.cli.data import data_command
+from fsdptoys.data import Display, HFConfig, PreparedConfig, prepare_folder
 from fsdptoys.data import prepare as preparing
-from fsdptoys.data.prepare import prepare_folder
+from fsdptoys.data.prepare import Advance
 from fsdptoys.errors import ConfigError
-from fsdptoys.parallel import FSDP2Config
 from fsdptoys.train import run
-from fsdptoys.train.trainer import Trainer
 from scripts.ranks import run_ranks
 from tests.data.test_prepare import contents, documents, request, save_tokenizer, write_lines
-from tests.parallel.runs import make_config
 
 
 @pytest.fixture(autouse=True)
@@ -107,33 +108,6 @@ def test_torchrun_rank_prepares_data_before_training(monkeypatch):
     assert seen == [1]
 
 
-def losses(config: Config) -> list[float]:
-    trainer = Trainer(config)
-    trainer.train()
-    return [step.loss for step in trainer.history] + [trainer.history[-1].eval_loss or 0.0]
-
-
-def test_two_ranks_have_the_losses_of_one():
-    """Oracle: one process with the full global batch, which sums in another order."""
-    found = []
-    for ranks, batch_size in ((1, 4), (2, 2)):
-        wanted = make_config(FSDP2Config(), ranks, steps=3, grad_accum=1, batch_size=batch_size, eval_every=3)
-        wanted.model.vocab_size = 256
-        wanted.data = config()
-        wanted.data.prepare(wanted.train.seq_len, 256)
-        wanted.validate(ranks, "cpu")
-        found.append(run_ranks(ranks, losses, wanted)[0])
-    assert found[0] == pytest.approx(found[1], rel=1e-5)
-
-
-def test_too_short_text_is_reported_by_prepare_and_validate():
-    """Oracle: the expected message on preparation and on every later check."""
-    config(eval_fraction=0.0).prepare(16, 256)
-    for check in (config(eval_fraction=0.0).prepare, config(eval_fraction=0.0).validate):
-        with pytest.raises(ConfigError, match=r"^train\.seq_len=99999 needs 100000 tokens for one sequence, but the"):
-            check(99999, 256)
-
-
 def test_evaluation_without_held_out_data_is_refused_before_ranks_start(capsys, monkeypatch):
     """Oracle: the expected message, on the preparation of one text without a held-out part and on every later start."""
     monkeypatch.setattr(train_command, "launch", lambda plan: pytest.fail("ranks were started"))
@@ -146,3 +120,92 @@ def test_evaluation_without_held_out_data_is_refused_before_ranks_start(capsys, 
             "not have as set; set data.eval_fraction above 0.05 or train.eval_every=0"
         )
     assert not config(files=["one.txt"], text_field="text", eval_fraction=0.05).has_eval
+
+
+def run_data(capsys, *words: str) -> tuple[int, str, str]:
+    capsys.readouterr()
+    status = data_command([str(word) for word in words])
+    return (status, *capsys.readouterr())
+
+
+def test_prepare_show_and_check_report_folders_and_damage(tmp_path, capsys):
+    """Oracle: counts of two documents; one flipped bit is found, and a truncated file is refused."""
+    write_lines(tmp_path / "a.jsonl", ["one", "three"], "body")
+    words = [tmp_path / "a.jsonl", "--tokenizer", "bytes", "--field", "body", "--processes", "1"]
+    status, out, _ = run_data(capsys, "prepare", *words, "--out", tmp_path / "out")
+    assert status == 0 and "train      2 documents, 10 tokens in 1 shard of uint16\neval       nothing\n" in out
+    assert run_data(capsys, "show", tmp_path / "out")[1] == out
+    tree = json.loads(run_data(capsys, "show", tmp_path / "out", "--json")[1])[0]
+    assert tree["splits"] == {"train": {"documents": 2, "tokens": 10}, "eval": {"documents": 0, "tokens": 0}}
+    status, out, _ = run_data(capsys, "check", tmp_path / "out")
+    assert (status, out) == (0, f"{tmp_path / 'out'}: 1 shard, every byte as it was written\n")
+    shard = tmp_path / "out" / "shard-00000.bin"
+    content = bytearray(shard.read_bytes())
+    content[4] ^= 1
+    shard.write_bytes(content)
+    status, out, err = run_data(capsys, "check", tmp_path / "out")
+    assert (status, out) == (1, "") and "shard-00000.bin differs from its index: its SHA-256 is " in err
+    shard.write_bytes(content[:-2])
+    with pytest.raises(ConfigError, match=r"has 18 bytes in shard-00000\.bin, where its index says 20; restore the"):
+        run_data(capsys, "check", tmp_path / "out")
+
+
+def test_copy_of_the_tokenizer_is_kept_and_checked(tmp_path, capsys):
+    """Oracle: the file's bytes; a changed byte and a missing copy are reported and do not prevent training."""
+    pytest.importorskip("tokenizers")
+    choice = Path(save_tokenizer(tmp_path / "tokenizer", None))
+    write_lines(tmp_path / "a.jsonl", ["one two one two", "two three"])
+    words = [tmp_path / "a.jsonl", "--out", tmp_path / "out", "--tokenizer", choice, "--processes", "1"]
+    assert run_data(capsys, "prepare", *words)[1].endswith("…; kept in the folder\n")
+    copy, content = tmp_path / "out" / "tokenizer.json", (choice / "tokenizer.json").read_bytes()
+    assert copy.read_bytes() == content
+    config = PreparedConfig(folder=str(tmp_path / "out"))
+    assert config.find_tokenizer() == str(copy)
+    whole = f"{tmp_path / 'out'}: 1 shard and tokenizer.json, every byte as it was written\n"
+    assert run_data(capsys, "check", tmp_path / "out") == (0, whole, "")
+    copy.write_bytes(content[:-1] + b" ")
+    for damage in ("differs from its index: its SHA-256 is ", "cannot be read (No such file or directory)"):
+        status, _, err = run_data(capsys, "check", tmp_path / "out")
+        assert status == 1 and f"{copy} {damage}" in err
+        with pytest.raises(ConfigError, match=re.escape(f"{copy} {damage}")):
+            config.find_tokenizer()
+        config.validate(4, 8)
+        copy.unlink(missing_ok=True)
+
+
+def test_folder_without_a_tokenizer_copy_is_read(tmp_path, capsys):
+    """Oracle: the same folder with the copy and its index entry."""
+    pytest.importorskip("tokenizers")
+    choice = save_tokenizer(tmp_path / "tokenizer", None)
+    write_lines(tmp_path / "a.jsonl", ["one two one two", "two three"])
+    prepare_folder(request(tmp_path / "out", tmp_path / "a.jsonl", tokenizer=choice))
+    config = PreparedConfig(folder=str(tmp_path / "out"))
+    dataset = config.build(4, 8, 0)
+    path = tmp_path / "out" / "index.json"
+    tree = json.loads(path.read_text())
+    assert tree.pop("tokenizer_file_sha256") == hashlib.sha256(Path(choice, "tokenizer.json").read_bytes()).hexdigest()
+    path.write_text(json.dumps(tree))
+    (tmp_path / "out" / "tokenizer.json").unlink()
+    older = config.build(4, 8, 0)
+    assert older.fingerprint == dataset.fingerprint and older.train[0][0].tolist() == [2, 3, 2, 3]
+    assert config.find_tokenizer() is None and run_data(capsys, "check", tmp_path / "out")[0] == 0
+
+
+@pytest.mark.parametrize("terminal", [True, False])
+def test_progress_is_displayed(terminal, monkeypatch):
+    """Oracle: the numbers; without a terminal one line per interval and no control codes."""
+    now = iter(range(0, 1000, 5))
+    monkeypatch.setattr("fsdptoys.data.progress.monotonic", lambda: next(now))
+    monkeypatch.setenv("COLUMNS", "80")
+    monkeypatch.setenv("TERM", "xterm")
+    stream = io.StringIO()
+    monkeypatch.setattr(stream, "isatty", lambda: terminal)
+    with Display("preparing", stream) as display:
+        for done in (1, 2, 3, 4):
+            display.show(Advance(done * 1e6, 4_000_000, 1000 * done, 2_000_000 * done))
+    lines = re.sub("\x1b[^a-zA-Z]*[a-zA-Z]", "", stream.getvalue().replace("\r", "\n")).splitlines()
+    if terminal:
+        *_, last = (line for line in lines if line.strip())
+        assert last.startswith("preparing ") and "4.0/4.0 MB" in last and "8.0M tokens" in last
+    else:
+        assert lines == ["preparing: 50%, 0.2 MB/s, 4.0M tokens", "preparing: 100%, 0.2 MB/s, 8.0M tokens"]

@@ -16,7 +16,7 @@ from fsdptoys.data import BatchStream, TextConfig, check_shared_memory
 from fsdptoys.data.loader import SHARED_MEMORY
 from fsdptoys.errors import ConfigError
 from scripts.ranks import run_ranks
-from tests.data.process_group import living_in_group
+from tests.data.test_prepare import living_in_group
 from tests.harness.clean_process import ROOT
 from tests.harness.processes import wait_until
 

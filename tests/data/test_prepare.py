@@ -1,5 +1,6 @@
 """Preparing data: compared with the source documents and with other runs of the same request."""
 
+import contextlib
 import gzip
 import hashlib
 import json
@@ -16,7 +17,6 @@ import pytest
 from fsdptoys.data import Request, find_sources, open_encoder, prepare_folder, read_ends, read_index
 from fsdptoys.data.prepare import Advance, is_held_out
 from fsdptoys.errors import ConfigError
-from tests.data.process_group import living_in_group
 from tests.harness.clean_process import ROOT
 from tests.harness.processes import wait_until
 
@@ -69,6 +69,17 @@ def save_tokenizer(folder: Path, end: str | None) -> str:
     if end:
         (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": {"content": end}}))
     return str(folder)
+
+
+def living_in_group(group: int) -> list[int]:
+    """Return the processes of a group that have not ended, as the kernel lists them."""
+    pids = []
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):  # it has ended
+            state, _, process_group = path.read_text().rpartition(")")[2].split()[:3]
+            if int(process_group) == group and state not in "ZX":
+                pids.append(int(path.parent.name))
+    return pids
 
 
 @pytest.fixture
@@ -268,11 +279,18 @@ def test_vocabulary_over_16_bits_is_stored_in_32(tmp_path):
     assert np.fromfile(tmp_path / "out" / "shard-00000.bin", "<u4").tolist() == [97, 98, 0]
 
 
+NO_OBJECTS = (b'{"te', b'{"text": "a"', b"\xff", b"[" * 200_000, b'{"text": "a", "n": ' + b"9" * 5000 + b"}")
+
+
 @pytest.mark.parametrize(
     ("name", "content", "sentence"),
     [
         ("a.txt", b"ab\xff", "holds no text in UTF-8 (byte 2); write it in UTF-8 or leave it out"),
-        ("a.jsonl", b'{"text": "a"}\n{"te', "has no JSON object in line 2 ("),
+        *(("a.jsonl", b'{"text": "a"}\n' + row + b"\n", "has no JSON object in line 2 (") for row in NO_OBJECTS),
+        ("a.jsonl", b'{"text": ' + b"[" * 900 + b"]" * 900 + b"}", "has [[[[[[["),
+        ("a.jsonl", b'{"text": 1' + b"0" * 4000 + b"}", "has 1000000"),
+        ("a.jsonl", b'{"text": "a"}\n{"text": -Infinity}', "has -inf as text in line 2, which is no text"),
+        ("a.jsonl", b'{"a\\u001b[31m": 1}', "has no field 'text' in line 1: it has a\\x1b[31m;"),
         ("a.jsonl", b'{"body": "a", "id": 1}\n', "has no field 'text' in line 1: it has body, id; name the one that"),
         ("a.json", b"[\n{}]\n", "has no JSON object in line 1 ("),
         ("a.jsonl", b'{"text": 5}\n', "has 5 as text in line 1, which is no text; name a field of text"),
@@ -288,7 +306,8 @@ def test_unreadable_file_is_named(tmp_path, name, content, sentence):
     (tmp_path / name).write_bytes(content)
     with pytest.raises(ConfigError) as caught:
         prepare_folder(request(tmp_path / "out", tmp_path / name))
-    assert str(caught.value).startswith(f"FILE=[{tmp_path / name}] {sentence}")
+    message = str(caught.value)
+    assert message.startswith(f"FILE=[{tmp_path / name}] {sentence}") and message.isprintable() and len(message) < 1000
     assert not (tmp_path / "out").exists()
 
 

@@ -1,41 +1,51 @@
-"""Preparing data with unusual files, folders or permissions."""
+"""Preparing data from long texts and unusual files, and without permissions."""
 
 import errno
+import gzip
 import json
 import os
 import pickle
+import random
 import shlex
 import subprocess
 import sys
+import tracemalloc
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
 from fsdptoys.cli.data import data_command
-from fsdptoys.data import PreparedConfig, find_sources, open_encoder, prepare_folder
+from fsdptoys.data import (
+    HFConfig,
+    PreparedConfig,
+    TextConfig,
+    document_reader,
+    find_sources,
+    open_encoder,
+    prepare_folder,
+)
+from fsdptoys.data.document_reader import read_documents
 from fsdptoys.data.packing import Packing
-from fsdptoys.data.text_encoder import ByteEncoder
 from fsdptoys.errors import ConfigError
 from tests.cli.test_place_mistakes import as_other_user
-from tests.data.test_prepare import StoppedError, contents, documents, read_split, request, save_tokenizer, write_lines
+from tests.data.test_prepare import (
+    contents,
+    documents,
+    prepare_and_stop,
+    read_split,
+    request,
+    save_tokenizer,
+    small_groups,  # noqa: F401  # a fixture
+    write_lines,
+)
 
 
-def test_resume_with_unremovable_leftovers_gives_identical_bytes(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.usefixtures("small_groups")
+def test_resume_with_unremovable_leftovers_gives_identical_bytes(tmp_path: Path) -> None:
     """Oracle: an uninterrupted run; a folder among the shards cannot be removed as a file."""
-    monkeypatch.setattr("fsdptoys.data.prepare.GROUP_CHARACTERS", 500)
-    monkeypatch.setattr("fsdptoys.data.shard_writer.SAVE_TOKENS", 1500)
     lines = write_lines(tmp_path / "a.jsonl", documents(100))
-
-    def stop(advance: Any) -> None:
-        if advance.documents > 60:
-            raise StoppedError
-
-    with pytest.raises(StoppedError):
-        prepare_folder(request(tmp_path / "out", lines), stop)
+    prepare_and_stop(request(tmp_path / "out", lines), 10)
     (tmp_path / "out.part" / "thumbnails").mkdir()
     for out in ("out", "fresh"):
         prepare_folder(request(tmp_path / out, lines))
@@ -134,25 +144,12 @@ def test_damaged_arrow_file_is_reported_in_one_sentence(tmp_path: Path, offset: 
         prepare_folder(request(tmp_path / "out", tmp_path / "saved"))
 
 
-def test_too_deeply_nested_json_is_reported_in_one_sentence(tmp_path: Path) -> None:
-    """Oracle: the expected message, with the line."""
-    (tmp_path / "a.jsonl").write_text('{"text": "a"}\n' + "[" * 200_000 + "\n")
-    with pytest.raises(ConfigError, match=r"a\.jsonl\] has no JSON object in line 2 \("):
-        prepare_folder(request(tmp_path / "out", tmp_path / "a.jsonl"))
-
-
 def test_texts_with_equal_ids_share_a_split(tmp_path: Path) -> None:
     """Oracle: sets of documents; half of the texts differ only in a zero byte, which the byte tokenizer omits."""
     texts: list[str | None] = [f"document {number}" + "\0" * zeros for number in range(200) for zeros in (0, 1)]
     prepare_folder(request(tmp_path / "out", write_lines(tmp_path / "a.jsonl", texts), eval_fraction=0.3))
     train, held_out = (set(read_split(tmp_path / "out", split)) for split in ("train", "eval"))
     assert len(train) + len(held_out) == 200 and len(held_out) > 30
-
-
-def test_byte_ids_take_one_byte_each_in_memory() -> None:
-    """Oracle: the dtype; a document of 1 GB must not need 8 GB for its ids."""
-    (ids,) = ByteEncoder().encode(["abc"])
-    assert ids.dtype == np.uint8 and ids.tolist() == [97, 98, 99]
 
 
 @pytest.mark.parametrize("redirection", ["2>&-", pytest.param("2>/dev/full", marks=pytest.mark.extended)])
@@ -167,3 +164,124 @@ def test_data_is_prepared_without_a_stderr(tmp_path: Path, redirection: str) -> 
     subprocess.run(["bash", "-c", f"exec {sys.executable} -c {shlex.quote(program)} {redirection}"], check=True)
     (folder,) = (tmp_path / "cache").iterdir()
     assert contents(folder) == contents(tmp_path / "heard")
+
+
+def write_texts(folder: Path) -> list[Path]:
+    """Texts of 1 to 9,000 characters of one to four bytes, with zero bytes in some; every third is compressed."""
+    drawn, paths = random.Random(0), []
+    for number in range(24):
+        text = "".join(drawn.choice("ab \né€😀\0") for _ in range(drawn.choice([1, 3, 700, 9000])))
+        text = "\0" * 9000 if number == 7 else text
+        path = folder / (f"{number:02d}.txt" + ".gz" * (number % 3 == 0))
+        path.write_bytes(gzip.compress(text.encode()) if path.suffix == ".gz" else text.encode())
+        paths.append(path)
+    return paths
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+@pytest.mark.parametrize("eval_fraction", [0.0, 0.4])
+def test_streamed_long_texts_produce_the_same_folder(
+    processes: int, eval_fraction: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Oracle: the same files prepared as short texts; characters cross the edges of blocks."""
+    files = write_texts(tmp_path)
+    # A long text ends its group, as texts from LONG_BYTES on do.
+    monkeypatch.setattr("fsdptoys.data.prepare.GROUP_CHARACTERS", 500)
+    changes = {"eval_fraction": eval_fraction, "shard_tokens": 9000}
+    short = prepare_folder(request(tmp_path / "short", *files, **changes))
+    monkeypatch.setattr(document_reader, "LONG_BYTES", 500)
+    monkeypatch.setattr(document_reader, "BLOCK_BYTES", 64)
+    long = prepare_folder(request(tmp_path / "long", *files, **changes, processes=processes))
+    assert contents(tmp_path / "long") == contents(tmp_path / "short")
+    assert long == short and long.left_out > 0 and len(long.shards) > 3
+
+
+@pytest.mark.parametrize("place", [0, 63, 64, 65, 700, 998, 999])
+@pytest.mark.parametrize("wrong", [b"\xff", b"\xe2\x82", b"\x82\x82\x82\x82\x82"])
+def test_invalid_utf_8_is_reported_with_its_byte_position(
+    place: int, wrong: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Oracle: the position reported by Python's decoder for the full text."""
+    content = b"a" * place + wrong + b"b" * (999 - place)
+    (tmp_path / "a.txt").write_bytes(content)
+    monkeypatch.setattr(document_reader, "LONG_BYTES", 500)
+    monkeypatch.setattr(document_reader, "BLOCK_BYTES", 64)
+    with pytest.raises(UnicodeDecodeError) as expected:
+        content.decode()
+    with pytest.raises(ConfigError, match=rf"holds no text in UTF-8 \(byte {expected.value.start}\)"):
+        prepare_folder(request(tmp_path / "out", tmp_path / "a.txt"))
+
+
+def test_long_text_is_held_in_memory_once(tmp_path: Path) -> None:
+    """Oracle: the peak that tracemalloc sees, of two compressed texts of 24 MiB, at most 1.5 times one of them."""
+    size = 24 * 2**20
+    for name in "ab":
+        (tmp_path / f"{name}.txt.gz").write_bytes(gzip.compress(b"0123456789abcde\n" * (size // 16), 1))
+    wanted = request(tmp_path / "out", tmp_path / "a.txt.gz", tmp_path / "b.txt.gz")
+    tracemalloc.start()
+    try:
+        index = prepare_folder(wanted)
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert index.tokens("train") == 2 * (size + 1)
+    assert peak < 1.5 * size
+
+
+@pytest.mark.parametrize("where", ["document_reader._open", "prepare._encode"])
+def test_document_too_large_for_memory_is_reported(where: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Oracle: the expected message, where the system refuses memory while a file is read, and while it is encoded."""
+
+    def refuse(*_: object) -> None:
+        raise MemoryError
+
+    (tmp_path / "a.txt").write_text("a text")
+    monkeypatch.setattr(f"fsdptoys.data.{where}", refuse)
+    with pytest.raises(ConfigError, match=r"^data\.files\S* holds a document that does not fit .* data=prepared$"):
+        HFConfig(files=[str(tmp_path / "a.txt")], cache=str(tmp_path / "cache"), processes=1).prepare(4, 256)
+
+
+def test_unused_fields_and_lone_surrogates_are_accepted(tmp_path: Path) -> None:
+    """Oracle: Python's own reader; the field's text is all that counts."""
+    rows = ['{"text": "a", "n": 1' + "0" * 400 + "}", '{"text": "b\\ud800"}', '{"text": "c", "x": NaN}']
+    (tmp_path / "a.jsonl").write_text("\n".join(rows))
+    (source,) = find_sources("data.files", [str(tmp_path / "a.jsonl")])
+    assert [text for text, _ in read_documents("data.files", source, "text")] == ["a", "b\ud800", "c"]
+    assert prepare_folder(request(tmp_path / "out", tmp_path / "a.jsonl")).documents("train") == 3
+
+
+@pytest.mark.parametrize("name", ["pipe", "/dev/zero", "folder", "saved"])
+def test_irregular_files_are_refused_without_blocking(name: str, tmp_path: Path) -> None:
+    """Oracle: the expected message; reading would block forever."""
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "saved").mkdir()
+    for mark in document_reader.SAVED_MARKS:
+        (tmp_path / "saved" / mark).write_text("{}")
+    os.mkfifo(tmp_path / "saved" / "data-00000-of-00001.arrow")
+    path = str(tmp_path / name)
+    with pytest.raises(ConfigError, match=r"is not a regular file|is no regular file|is a directory"):
+        HFConfig(files=[path], cache=str(tmp_path / "cache")).validate(4, 256)
+    with pytest.raises(ConfigError, match=r"is not a regular file|is a directory"):
+        TextConfig(files=[path]).validate(4, 256)
+
+
+def test_named_pipes_in_place_of_tokenizer_files_are_refused(tmp_path: Path) -> None:
+    """Oracle: the expected messages, for the tokenizer, its settings, and the copy in a prepared folder."""
+    pytest.importorskip("tokenizers")
+    choice = Path(save_tokenizer(tmp_path / "tokenizer", None))
+    (tmp_path / "a.txt").write_text("one two")
+    config = HFConfig(files=[str(tmp_path / "a.txt")], tokenizer=str(choice), cache=str(tmp_path / "cache"))
+    config.prepare(1, 256)
+    (folder,) = (tmp_path / "cache").iterdir()
+    (folder / "tokenizer.json").unlink()
+    os.mkfifo(folder / "tokenizer.json")
+    with pytest.raises(ConfigError, match=r"cannot be read \(it is a named pipe and not a regular file\)"):
+        PreparedConfig(folder=str(folder)).find_tokenizer()
+    os.mkfifo(choice / "tokenizer_config.json")
+    with pytest.raises(ConfigError, match=r"tokenizer_config\.json cannot be read \(it is a named pipe"):
+        config.validate(1, 256)
+    (choice / "tokenizer.json").unlink()
+    os.mkfifo(choice / "tokenizer.json")
+    with pytest.raises(ConfigError, match=r"names no existing tokenizer\.json"):
+        config.validate(1, 256)
