@@ -55,11 +55,11 @@ class WatchedStorage:
 
     @contextmanager
     def _open(self, operation: str, path: str) -> Iterator[BinaryIO]:
-        self._watch(operation, path, _nothing)
+        self._watch(operation, path, bool)
         with getattr(self._storage, operation)(path) as file:
             yield cast(BinaryIO, _WatchedFile(file, path, self._watch))
             if operation == "writing":
-                self._watch("close", path, _nothing)
+                self._watch("close", path, bool)
 
     def _do_half(self, operation: str, path: str) -> None:
         if operation == "remove":
@@ -86,10 +86,6 @@ class _WatchedFile:
         self._file.flush()
 
 
-def _nothing() -> None:
-    pass
-
-
 def ending_storage(storage: Storage, moment: int, end: Callable[[], object]) -> WatchedStorage:
     """Return a storage that calls ``end`` halfway through its change number ``moment``, counted from 0."""
     moments = itertools.count()
@@ -107,13 +103,9 @@ def kill_self() -> None:
 
 
 class FaultyStorage(WatchedStorage):
-    """A storage of which one operation fails with an OSError.
+    """A storage whose operation ``moment``, counted from 0, fails with the error ``code``.
 
-    Args:
-        storage: carries out the other operations.
-        code: ``errno`` of the failure.
-        moment: number of the failing operation, counted from 0.
-        lasting: whether all later operations on the same path fail too.
+    If ``lasting``, all later operations on the same path fail too.
     """
 
     def __init__(self, storage: Storage, code: int, moment: int, lasting: bool) -> None:

@@ -15,16 +15,14 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distr
 from fsdptoys.checkpoint import Checkpoint, CheckpointConfig, Checkpointer, peek
 from fsdptoys.errors import ConfigError
 
-ROWS, COLUMNS = 7, 5
-
 
 def full_tensors(step: int) -> dict[str, Tensor]:
-    """Tensors of several dtypes and shapes, none of which divides evenly over 2 or 4 ranks."""
+    """Tensors of several dtypes, shapes and strides, none of which divides evenly over 2 or 4 ranks."""
     generator = torch.Generator().manual_seed(step)
     return {
-        "model.embed.weight": torch.randn(ROWS, COLUMNS, generator=generator),
-        "model.norm.weight": torch.randn(COLUMNS, generator=generator).bfloat16(),
-        "optim.embed.weight.exp_avg": torch.randn(ROWS, COLUMNS, generator=generator),
+        "model.embed.weight": torch.randn(7, 5, generator=generator),
+        "model.norm.weight": torch.randn(5, generator=generator).bfloat16(),
+        "optim.embed.weight.exp_avg": torch.randn(5, 7, generator=generator).t(),
         "optim.embed.weight.step": torch.tensor(float(step)),
         "optim.norm.weight.count": torch.tensor([step, -step]),
     }

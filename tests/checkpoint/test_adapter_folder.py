@@ -16,8 +16,8 @@ from fsdptoys.errors import ConfigError
 from fsdptoys.models import DecoderModel
 from fsdptoys.models.lora import Samples, add_adapters, is_adapter
 from fsdptoys.tune import LoRAConfig
-from tests.checkpoint.damages import SENTENCES, edit_json, edit_tensors
 from tests.checkpoint.folders import build, load
+from tests.checkpoint.test_damages import SENTENCES, edit_json, edit_tensors
 from tests.models.families import SMALL
 from tests.models.test_families import build_oracle
 from tests.oracle import import_transformers

@@ -15,9 +15,9 @@ from torch.distributed.tensor import DTensor, Shard
 from fsdptoys.checkpoint import Checkpoint, CheckpointConfig, Checkpointer, Form, manifest
 from fsdptoys.errors import ConfigError
 from scripts.ranks import run_ranks
-from tests.checkpoint.damages import flip
 from tests.checkpoint.disks import refusing
 from tests.checkpoint.series import distributed, facts, full_tensors, make_series, own_facts, resume, whole
+from tests.checkpoint.test_damages import flip
 
 
 def make(folder: Path, messages: list[str] | None = None, **config: Any) -> Checkpointer:

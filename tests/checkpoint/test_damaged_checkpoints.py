@@ -7,6 +7,7 @@ import pickle
 import re
 import shutil
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +21,17 @@ from fsdptoys.checkpoint.manifest import Manifest
 from fsdptoys.checkpoint.sharded_io import load_tensors, save_tensors
 from fsdptoys.checkpoint.storage import open_storage
 from fsdptoys.errors import ConfigError
-from tests.checkpoint.damages import SENTENCES, Damage, Hostile, change_json, edit_bytes, edit_header, edit_json, flip
 from tests.checkpoint.series import check, check_tensors, copied, resume
+from tests.checkpoint.test_damages import (
+    SENTENCES,
+    Damage,
+    Hostile,
+    change_json,
+    edit_bytes,
+    edit_header,
+    edit_json,
+    flip,
+)
 
 ONE, TWO, THREE = (f"step-0000000{step}" for step in (1, 2, 3))
 TENSORS = "tensors-00000.safetensors"
@@ -197,38 +207,55 @@ def make_saved(folder: Path) -> Path:
 INDEX = "tensors.json"
 
 
-def change_index(change: Callable[[Any], Any]) -> Damage:
-    return change_json(INDEX, change)
+def set_value(tree: Any, path: str, value: Any) -> None:
+    *above, last = path.split("/")
+    for name in above:
+        tree = tree[int(name) if name.isdigit() else name]
+    tree[last] = value
 
 
-def change_header(change: Callable[[Any], Any]) -> Damage:
-    return edit_header(change, TENSORS)
+def edit_index(path: str, value: Any) -> Damage:
+    return change_json(INDEX, lambda tree: set_value(tree, path, value))
 
 
 def chunk(**values: Any) -> Damage:
     """Change the second chunk of ``w`` in the index."""
-    return change_index(lambda tree: tree["tensors"]["w"]["chunks"][1].update(values))
+    return change_json(INDEX, lambda tree: tree["tensors"]["w"]["chunks"][1].update(values))
 
 
-def tensor(**values: Any) -> Damage:
-    return change_index(lambda tree: tree["tensors"]["w"].update(values))
+def cut_otherwise(*chunks: tuple[int, list[int], list[int]]) -> Damage:
+    """List these chunks of ``w``: the number of one of its chunks, other offsets and other sizes."""
+
+    def change(tree: Any) -> None:
+        stored = tree["tensors"]["w"]["chunks"]
+        tree["tensors"]["w"]["chunks"] = [
+            stored[number] | {"offsets": offsets, "sizes": sizes} for number, offsets, sizes in chunks
+        ]
+
+    return change_json(INDEX, change)
 
 
-def entry(**values: Any) -> Damage:
-    return change_header(lambda tree: tree["w@3,0"].update(values))
-
-
-def twice(tree: Any) -> list[Any]:
-    """The chunks of ``w``, one of them listed twice."""
-    chunks = tree["tensors"]["w"]["chunks"]
-    return [*chunks, chunks[1]]
-
-
-def negative(tree: Any) -> list[Any]:
-    """The chunks of ``w``, one of them too long, and one of negative size that compensates for it."""
-    chunks = tree["tensors"]["w"]["chunks"]
-    return [chunks[0], chunks[1] | {"sizes": [4, 4]}, chunks[1] | {"offsets": [7, 0], "sizes": [-1, 4]}]
-
+WRONG_IN_INDEX: dict[str, list[Any]] = {
+    "format": [2, True],
+    "code": ["x"],
+    "tensors": [[]],
+    "tensors/w/dtype": ["F4", ["F32"]],
+    "tensors/w/shape": [[7, 4], [2**70, 4], [6.0, 4], [-6, 4], [6, True]],
+    "tensors/w/chunks": [[], 3],
+    "tensors/w/chunks/0/offsets": [[0, False]],
+    "tensors/w/chunks/1/offsets": [[0, 0], [5, 0], [3]],
+    "tensors/w/chunks/1/sizes": [[3, 3]],
+    "tensors/w/chunks/1/url": ["http://x"],
+    "tensors/w/chunks/1/key": [3],
+    "tensors/w/chunks/1/file": [3, "../a/tensors-00000.safetensors", "/etc/passwd", "pickle.pt", f"{TENSORS}\n"],
+}
+WRONG_IN_HEADER: dict[str, list[Any]] = {
+    "w@3,0": [1],
+    "w@3,0/dtype": ["I32"],
+    "w@3,0/shape": [[4, 3]],
+    "w@3,0/data_offsets": [None, [0], [0.0, 48.0], [-48, 0], [0, 44], [2**62, 2**62 + 48]],
+}
+WHOLE = (0, [0, 0], [3, 4])
 
 SHARD_DAMAGES: dict[str, tuple[str, Damage]] = {
     "index missing": (INDEX, lambda folder: (folder / INDEX).unlink()),
@@ -238,36 +265,16 @@ SHARD_DAMAGES: dict[str, tuple[str, Damage]] = {
     "index deep": (INDEX, edit_bytes(lambda text: b"[" * 100_000, INDEX)),
     "index as a pickle": (INDEX, edit_bytes(lambda text: b"cos\nsystem\n(S'true'\ntR.", INDEX)),
     "index as a list": (INDEX, edit_bytes(lambda text: b"[1]", INDEX)),
-    "other format": (INDEX, change_index(lambda tree: tree.update(format=2))),
-    "format as a flag": (INDEX, change_index(lambda tree: tree.update(format=True))),
-    "field too many": (INDEX, change_index(lambda tree: tree.update(code="x"))),
-    "tensors as a list": (INDEX, change_index(lambda tree: tree.update(tensors=[]))),
-    "dtype unknown": (INDEX, tensor(dtype="F4")),
-    "dtype as a list": (INDEX, tensor(dtype=["F32"])),
-    "shape larger": (INDEX, tensor(shape=[7, 4])),
-    "shape without end": (INDEX, tensor(shape=[2**70, 4])),
-    "shape of floats": (INDEX, tensor(shape=[6.0, 4])),
-    "shape negative": (INDEX, tensor(shape=[-6, 4])),
-    "shape as a flag": (INDEX, tensor(shape=[6, True])),
-    "no chunks": (INDEX, tensor(chunks=[])),
-    "chunks as a number": (INDEX, tensor(chunks=3)),
-    "chunk missing": (INDEX, change_index(lambda tree: tree["tensors"]["w"]["chunks"].pop())),
-    "chunk at another's offset": (INDEX, chunk(offsets=[0, 0])),
-    "chunk twice": (INDEX, change_index(lambda tree: tree["tensors"]["w"].update(chunks=twice(tree)))),
-    "chunks of negative size": (INDEX, change_index(lambda tree: tree["tensors"]["w"].update(chunks=negative(tree)))),
-    "chunk at a flag": (INDEX, change_index(lambda tree: tree["tensors"]["w"]["chunks"][0].update(offsets=[0, False]))),
-    "chunk overlaps": (INDEX, chunk(offsets=[2, 0], sizes=[4, 4])),
-    "chunk leaves a gap": (INDEX, chunk(offsets=[4, 0], sizes=[2, 4])),
-    "chunk outside": (INDEX, chunk(offsets=[5, 0])),
-    "chunk of other dims": (INDEX, chunk(offsets=[3])),
-    "chunk narrow": (INDEX, chunk(sizes=[3, 3])),
-    "chunk with a field too many": (INDEX, chunk(url="http://x")),
-    "key as a number": (INDEX, chunk(key=3)),
-    "file as a number": (INDEX, chunk(file=3)),
-    "file above": (INDEX, chunk(file="../a/tensors-00000.safetensors")),
-    "file absolute": (INDEX, chunk(file="/etc/passwd")),
-    "file of another kind": (INDEX, chunk(file="pickle.pt")),
-    "file with a line end": (INDEX, chunk(file="tensors-00000.safetensors\n")),
+    **{
+        f"{path}={value}": (INDEX, edit_index(path, value))
+        for path, values in WRONG_IN_INDEX.items()
+        for value in values
+    },
+    "chunk missing": (INDEX, cut_otherwise(WHOLE)),
+    "chunk twice": (INDEX, cut_otherwise(WHOLE, *[(1, [3, 0], [3, 4])] * 2)),
+    "chunk of negative size": (INDEX, cut_otherwise(WHOLE, (1, [3, 0], [4, 4]), (1, [7, 0], [-1, 4]))),
+    "chunk overlaps": (INDEX, cut_otherwise(WHOLE, (1, [2, 0], [4, 4]))),
+    "chunk leaves a gap": (INDEX, cut_otherwise(WHOLE, (1, [4, 0], [2, 4]))),
     "file missing": ("tensors-00009.safetensors", chunk(file="tensors-00009.safetensors")),
     "key not in file": (TENSORS, chunk(key="w@9,9")),
     "key of another chunk": (TENSORS, chunk(key="b")),
@@ -278,16 +285,12 @@ SHARD_DAMAGES: dict[str, tuple[str, Damage]] = {
     "data truncated": (TENSORS, edit_bytes(lambda content: content[:-1], TENSORS)),
     "header without end": (TENSORS, edit_bytes(lambda content: b"\xff" * 8 + content[8:], TENSORS)),
     "header not JSON": (TENSORS, edit_bytes(lambda content: content[:8] + b"x" + content[9:], TENSORS)),
-    "header as a list": (TENSORS, change_header(lambda tree: [1])),
-    "entry as a number": (TENSORS, change_header(lambda tree: tree.update({"w@3,0": 1}))),
-    "entry of another dtype": (TENSORS, entry(dtype="I32")),
-    "entry of another shape": (TENSORS, entry(shape=[4, 3])),
-    "entry without place": (TENSORS, entry(data_offsets=None)),
-    "entry with half its offsets": (TENSORS, entry(data_offsets=[0])),
-    "entry at a float": (TENSORS, entry(data_offsets=[0.0, 48.0])),
-    "entry before the data": (TENSORS, entry(data_offsets=[-48, 0])),
-    "entry too short": (TENSORS, entry(data_offsets=[0, 44])),
-    "entry beyond the end": (TENSORS, entry(data_offsets=[2**62, 2**62 + 48])),
+    "header as a list": (TENSORS, edit_header(lambda tree: [1], TENSORS)),
+    **{
+        f"{path}={value}": (TENSORS, edit_header(partial(set_value, path=path, value=value), TENSORS))
+        for path, values in WRONG_IN_HEADER.items()
+        for value in values
+    },
 }
 
 

@@ -7,6 +7,8 @@ import itertools
 import os
 import shutil
 import signal
+import tempfile
+from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -36,6 +38,15 @@ numbers = itertools.count()
 def without_retry_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
     """Retry without pauses."""
     monkeypatch.setattr(manifest, "RETRY_PAUSES_SECONDS", (0.0, 0.0))
+
+
+@pytest.fixture
+def memory_folder(tmp_path: Path) -> Iterator[Path]:
+    """A folder in memory, where syncs are free; a killed process needs no syncs."""
+    memory = Path("/dev/shm")
+    place = memory if os.access(memory, os.W_OK) else tmp_path
+    with tempfile.TemporaryDirectory(dir=place) as folder:
+        yield Path(folder)
 
 
 def save(checkpoints: Checkpointer, step: int, value: float) -> bool:

@@ -22,8 +22,8 @@ from fsdptoys.models.rotary import RopeScaling
 from fsdptoys.parallel import DDPConfig, FSDP1Config, FSDP2Config, ParallelConfig, ParallelContext
 from fsdptoys.parallel.mesh import MeshConfig
 from scripts.ranks import run_ranks
-from tests.checkpoint.damages import CONFIG, GPT2, THIRD, edit_bytes, make_folder
 from tests.checkpoint.folders import build, build_empty, load, write
+from tests.checkpoint.test_damages import CONFIG, GPT2, THIRD, edit_bytes, make_folder
 from tests.models.families import SMALL
 from tests.oracle import import_transformers
 from tests.parallel.test_init_weights import status_bytes

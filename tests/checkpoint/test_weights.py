@@ -33,9 +33,9 @@ from fsdptoys.parallel import (
 )
 from fsdptoys.parallel.mesh import MeshConfig
 from scripts.ranks import run_ranks
-from tests.checkpoint.damages import SENTENCES, update
 from tests.checkpoint.disks import in_child, kill_self
 from tests.checkpoint.folders import build, regions_of
+from tests.checkpoint.test_damages import SENTENCES, update
 from tests.models.families import SMALL
 from tests.parallel.runs import make_config
 from tests.parallel.test_init_weights import status_bytes
