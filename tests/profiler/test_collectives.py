@@ -9,8 +9,6 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from fsdptoys.config.compose import compose_config
-from fsdptoys.errors import ConfigError
 from fsdptoys.metrics import Console
 from fsdptoys.parallel import STRATEGIES, ParallelConfig
 from fsdptoys.profiler.collective_table import block_of, describe, fold, render
@@ -250,10 +248,3 @@ def test_functional_and_list_collectives_are_recognized() -> None:
         ("all_gather", 48, 24, 48),
     ]
     assert run_ranks(2, functional_calls)[0] == expected
-
-
-def test_compiled_blocks_are_refused() -> None:
-    """Oracle: key and value first, a fix after the semicolon."""
-    config = compose_config(["debug.trace_collectives=true", "train.compile=true", "model=llama_debug"])
-    with pytest.raises(ConfigError, match=r"^debug\.trace_collectives=true .*; set train\.compile=false"):
-        config.validate(2, "cpu")

@@ -213,11 +213,6 @@ def test_failed_allocation_on_the_cpu_is_explained(allocate, phase):
     assert "offload" not in report and (CHUNK in report) == (phase == "backward")
 
 
-def test_pythons_own_error_is_out_of_memory():
-    """Oracle: its class."""
-    assert is_out_of_memory(MemoryError())
-
-
 @pytest.mark.parametrize("error", [RuntimeError("size mismatch"), ValueError("out of memory"), KeyboardInterrupt()])
 def test_other_errors_propagate_unchanged(error):
     """Oracle: the same object."""

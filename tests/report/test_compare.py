@@ -231,12 +231,8 @@ def test_invalid_comparisons_are_refused_in_a_sentence(tmp_path: Path) -> None:
     """Oracle: the exact messages."""
     (tmp_path / "sweep").mkdir()
     (tmp_path / "sweep" / "sweep.json").write_text(json.dumps({}))
-    (tmp_path / "empty").mkdir()
     write_run(tmp_path / "none", [])
-    folder = "give a folder that fsdptoys train has written, as runs/NAME"
     for name, sentence in {
-        "missing": f"{tmp_path}/missing does not exist; {folder}",
-        "empty": f"{tmp_path}/empty holds no run; {folder}",
         "sweep": f"{tmp_path}/sweep is a sweep, and two runs are compared; give one of its jobs, as "
         f"{tmp_path}/sweep/jobs/01",
         "none": f"{tmp_path}/none has no step that could be compared; give a run that has taken some",
