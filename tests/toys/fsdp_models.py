@@ -18,6 +18,7 @@ from fsdptoys.toys import fsdp as toy
 NATIVE = torch.distributed.fsdp
 TOY = toy
 VOCABULARY = 29
+POLICIES = {"mp_policy": "MixedPrecisionPolicy", "offload_policy": "CPUOffloadPolicy"}
 
 
 class Block(nn.Module):
@@ -110,7 +111,7 @@ class Case:
 
     shard: Shard = shard_blocks
     options: dict[str, Any] = field(default_factory=dict)
-    """Of ``fully_shard``; ``mp_policy`` as the arguments of the library's class."""
+    """Of ``fully_shard``; policies as the arguments of the library's class."""
     model: dict[str, Any] = field(default_factory=dict)
     """Of ``Model``, and attributes of it."""
     prepare: Callable[[Model], None] = lambda model: None
@@ -129,13 +130,10 @@ class Case:
     """Ranks that take the same tokens."""
 
 
-def mesh_of(axes: tuple[int, ...] = ()) -> DeviceMesh:
-    return _mesh(axes or (dist.get_world_size(),))
-
-
 @functools.cache
-def _mesh(axes: tuple[int, ...]) -> DeviceMesh:
-    return init_device_mesh("cpu", axes, mesh_dim_names=("replicate", "shard")[-len(axes) :])
+def mesh_of(axes: tuple[int, ...] = ()) -> DeviceMesh:
+    sizes = axes or (dist.get_world_size(),)
+    return init_device_mesh("cpu", sizes, mesh_dim_names=("replicate", "shard")[-len(sizes) :])
 
 
 def build(library: types.ModuleType, case: Case) -> Any:
@@ -148,8 +146,9 @@ def build(library: types.ModuleType, case: Case) -> Any:
         setattr(model, name, value)
     case.prepare(model)
     options = dict(case.options)
-    if "mp_policy" in options:
-        options["mp_policy"] = library.MixedPrecisionPolicy(**options["mp_policy"])
+    for option, policy in POLICIES.items():
+        if option in options:
+            options[option] = getattr(library, policy)(**options[option])
     case.shard(library, model, mesh_of(case.axes), **options)
     case.configure(model)
     return model

@@ -1,10 +1,10 @@
 """The core of each toy is short, imports none of the extensions, and trains on its own."""
 
-import ast
 import copy
 import importlib
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
+from modulefinder import ModuleFinder
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -25,37 +25,15 @@ LIMIT = 500
 SHORT_CORES, SHORT_LIMIT = ("cp", "ep"), 200
 
 
-def imported_files(file: Path) -> Iterator[Path]:
-    """Toy files imported by a file: at its top, in functions, or under TYPE_CHECKING."""
-    package = ["fsdptoys", "toys", *file.relative_to(TOYS).parent.parts]
-    for node in ast.walk(ast.parse(file.read_text())):
-        if isinstance(node, ast.Import):
-            names = [alias.name for alias in node.names]
-        elif isinstance(node, ast.ImportFrom):
-            base = package[: len(package) - node.level + 1] if node.level else []
-            module = ".".join([*base, *([node.module] if node.module else [])])
-            names = [module, *(f"{module}.{alias.name}" for alias in node.names)]
-        else:
-            continue
-        for name in names:
-            parts = name.split(".")
-            if parts[:2] != ["fsdptoys", "toys"]:
-                assert parts[0] != "fsdptoys", f"{file} imports {name}"
-                continue
-            path = TOYS.joinpath(*parts[2:])
-            yield from (each for each in (path.with_suffix(".py"), path / "__init__.py") if each.is_file())
-
-
 def core_files(core: str) -> set[Path]:
-    """The core and all files that it imports, directly or indirectly, without the ``__init__`` files of packages."""
-    found: set[Path] = set()
-    ahead = [TOYS / f"{core}.py"]
-    while ahead:
-        file = ahead.pop()
-        if file not in found:
-            found.add(file)
-            ahead += imported_files(file)
-    return found
+    """The core and all files that it imports, in functions and under TYPE_CHECKING too, from empty packages."""
+    root = TOYS.parents[1]
+    finder = ModuleFinder([str(root)])
+    for package in (TOYS.parent, *(file.parent for file in TOYS.rglob("__init__.py"))):
+        finder.add_module(".".join(package.relative_to(root).parts)).__path__ = [str(package)]
+    finder.import_hook(f"fsdptoys.toys.{core.replace('/', '.')}")
+    assert not [name for name in finder.badmodules if name.startswith("fsdptoys")]
+    return {Path(module.__file__) for module in finder.modules.values() if module.__file__}
 
 
 @pytest.mark.parametrize(

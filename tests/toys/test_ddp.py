@@ -1,8 +1,6 @@
-"""The toy DDP equals PyTorch's bitwise: gradients, parameters, buffers and buckets."""
+"""The toy DDP equals PyTorch's bitwise in gradients, parameters and buffers."""
 
 import copy
-import gc
-import io
 from collections.abc import Callable
 from typing import Any
 
@@ -15,7 +13,6 @@ from torch.nn.parallel import DistributedDataParallel as Native
 from torch.utils.checkpoint import checkpoint
 
 from fsdptoys.toys.ddp import DistributedDataParallel as Toy
-from fsdptoys.toys.ddp.core import Reducer
 from scripts.ranks import run_ranks
 
 STEPS = 4
@@ -144,18 +141,6 @@ def test_every_setting_equals_native_ddp_bitwise(
     run_ranks(ranks, compare)
 
 
-class Sparse(nn.Module):
-    """An embedding with sparse gradients, and a dense layer."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embedding, self.head = nn.EmbeddingBag(10, 4, sparse=True), nn.Linear(4, 3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Compute the output."""
-        return self.head(self.embedding(x))
-
-
 def gradients_of(model: nn.Module) -> list[Tensor]:
     return [param.grad.to_dense().clone() for param in model.parameters() if param.grad is not None]
 
@@ -163,7 +148,8 @@ def gradients_of(model: nn.Module) -> list[Tensor]:
 def averaged_gradients(make: Callable[..., nn.Module], hook: Any = None) -> list[Tensor]:
     """Of a sparse and a dense module, under a communication hook if there is one."""
     torch.manual_seed(3)
-    sparse, dense = make(Sparse()), make(Shared(), bucket_cap_mb=MANY_BUCKETS)
+    sparse = make(nn.Sequential(nn.EmbeddingBag(10, 4, sparse=True), nn.Linear(4, 3)))
+    dense = make(Shared(), bucket_cap_mb=MANY_BUCKETS)
     if hook is not None:
         dense.register_comm_hook(None, hook)
     generator = torch.Generator().manual_seed(dist.get_rank())
@@ -231,46 +217,8 @@ class Tuple(nn.Module):
         return self.a(x), self.b(x)
 
 
-FEATURES: dict[str, Callable[[Any], list[Tensor]]] = {
-    "plain and sparse": averaged_gradients,
-    "all-reduce hook": lambda make: averaged_gradients(make, allreduce_hook),
-    "fp16 hook": lambda make: averaged_gradients(make, fp16_compress_hook),
-    "own hook": lambda make: averaged_gradients(make, wrong_sum),
-    "two forwards of a static graph": two_forwards,
-    "a checkpoint around a static graph": checkpointed_outside,
-    "join": lambda make: follow_join(make, True),
-    "join, divided by who is left": lambda make: follow_join(make, False),
-}
-
-
-@pytest.mark.parametrize("feature", FEATURES)
-def test_hooks_sparse_gradients_and_join_equal_native_ddp_bitwise(feature: str) -> None:
-    """Oracle: PyTorch's class under the same hooks, and where one rank has more data than the other."""
-    run_ranks(2, lambda: assert_same(FEATURES[feature]))
-
-
 def rank_input(*shape: int) -> Tensor:
     return torch.full(shape, float(dist.get_rank()))
-
-
-def reduces_again_after_saving() -> None:
-    torch.manual_seed(0)
-    model = Toy(Shared())
-    assert set(model.state_dict()) == {f"module.{name}" for name in model.module.state_dict()}
-    for _ in range(3):
-        model(torch.ones(4, 6))  # unused outputs
-    for _ in range(2):
-        model(torch.ones(4, 6)).square().sum().backward(create_graph=True)
-    buffer = io.BytesIO()
-    torch.save(model, buffer)
-    buffer.seek(0)
-    loaded = torch.load(buffer, weights_only=False)
-    loaded.zero_grad()
-    loaded(rank_input(4, 6)).square().mean().backward()
-    grad = gradients_of(loaded)[0]
-    gathered = [torch.zeros_like(grad) for _ in range(2)]
-    dist.all_gather(gathered, grad)
-    assert gathered[0].equal(gathered[1])
 
 
 def ignored_gradient(kind: Any, ignored: str) -> list[Tensor]:
@@ -283,38 +231,21 @@ def ignored_gradient(kind: Any, ignored: str) -> list[Tensor]:
     return gradients_of(model)
 
 
-def averages_a_shared_parameter_unless_all_its_names_are_ignored() -> None:
-    assert_same(lambda kind: ignored_gradient(kind, "0.weight"))
+FEATURES: dict[str, Callable[[Any], list[Tensor]]] = {
+    "plain and sparse": averaged_gradients,
+    "all-reduce hook": lambda make: averaged_gradients(make, allreduce_hook),
+    "fp16 hook": lambda make: averaged_gradients(make, fp16_compress_hook),
+    "own hook": lambda make: averaged_gradients(make, wrong_sum),
+    "two forwards of a static graph": two_forwards,
+    "a checkpoint around a static graph": checkpointed_outside,
+    "a shared parameter of which one name is ignored": lambda make: ignored_gradient(make, "0.weight"),
+    "an ignored parameter": lambda make: ignored_gradient(make, "2.weight"),
+    "join": lambda make: follow_join(make, True),
+    "join, divided by who is left": lambda make: follow_join(make, False),
+}
 
 
-def leaves_an_ignored_parameter_its_own_gradient() -> None:
-    assert_same(lambda kind: ignored_gradient(kind, "2.weight"))
-
-
-@pytest.mark.parametrize(
-    "claim",
-    [
-        reduces_again_after_saving,
-        averages_a_shared_parameter_unless_all_its_names_are_ignored,
-        leaves_an_ignored_parameter_its_own_gradient,
-    ],
-)
-def test_wrapped_module_behaves_as_documented_besides_training(claim: Callable[[], None]) -> None:
-    """Oracle: PyTorch's documentation of its class, and the class itself."""
-    run_ranks(2, claim)
-
-
-def reducer_is_freed() -> None:
-    module = nn.Linear(2, 2)
-    first = Toy(module)
-    first(torch.ones(1, 2)).sum().backward()
-    module.zero_grad()
-    del first
-    assert not any(isinstance(thing, Reducer) for thing in gc.get_objects())
-    module(torch.ones(1, 2)).sum().backward()
-    assert torch.equal(module.bias.grad, torch.ones(2))
-
-
-def test_reducer_is_collected_with_its_module() -> None:
-    """Oracle: the garbage collector's list of live objects; the bare module trains as if never wrapped."""
-    run_ranks(1, reducer_is_freed)
+@pytest.mark.parametrize("feature", FEATURES)
+def test_every_feature_equals_native_ddp_bitwise(feature: str) -> None:
+    """Oracle: PyTorch's class used in the same way, also where one rank has more data than the other."""
+    run_ranks(2, lambda: assert_same(FEATURES[feature]))

@@ -59,6 +59,17 @@ def shard_all_blocks(library: Any, model: Any, mesh: Any) -> None:
     fsdp_models.shard_blocks(library, model, mesh)
 
 
+def divide_by_8(model: Any) -> None:
+    for unit in (*model.blocks, model):
+        unit.set_gradient_divide_factor(8.0)
+        unit.set_force_sum_reduction_for_comms(True)
+
+
+def skip_block(model: Any) -> None:
+    if dist.get_rank():
+        model.blocks[1].forward = lambda hidden_BTD: 1.0 * hidden_BTD
+
+
 WIDE_SUMS = {"mp_policy": {**BF16, "reduce_dtype": torch.float32}}
 CASES: dict[str, Case] = {
     "by default": Case(clips=True),
@@ -92,6 +103,11 @@ CASES: dict[str, Case] = {
     ),
     "more reductions on their way": Case(configure=lambda model: model.set_reduce_scatter_max_input_buffers(3)),
     "more ranks than rows": Case(model={"dim": 1}),
+    "CPU offload on a CPU": Case(options={"offload_policy": {"pin_memory": False}}),
+    "own divisor": Case(configure=divide_by_8),
+    "unused parameters reduced, a unit that one rank uses": Case(
+        prepare=skip_block, configure=lambda model: model.set_reduce_scatter_unused_params(True), clips=True
+    ),
     "unused parameters reduced, a unit that never runs": Case(  # whose weights would decay if their gradients were zero
         prepare=add_block,
         shard=shard_all_blocks,
@@ -104,7 +120,10 @@ CASES: dict[str, Case] = {
 if not hasattr(NATIVE.FSDPModule, "set_reduce_scatter_unused_params"):  # torch 2.11
     for name in ("head by chunks", "head by chunks, freed", "more reductions on their way"):
         del CASES[name]
-    del CASES["unused parameters reduced, a unit that never runs"]
+    CASES = {name: case for name, case in CASES.items() if not name.startswith("unused parameters reduced")}
+
+if not hasattr(NATIVE.FSDPModule, "set_force_sum_reduction_for_comms"):
+    del CASES["own divisor"]
 
 CASES_OF_FOUR = {
     "by default": Case(clips=True),

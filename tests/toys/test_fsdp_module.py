@@ -1,4 +1,4 @@
-"""The toy FSDP behaves as PyTorch documents its own."""
+"""The toy FSDP behaves as PyTorch documents its own, and the layout of its flat shards."""
 
 import copy
 from collections.abc import Callable
@@ -12,6 +12,7 @@ from torch.distributed._composable import replicate
 from torch.distributed.tensor import DTensor
 
 from fsdptoys.toys.fsdp.internals import local_tensor
+from fsdptoys.toys.fsdp.layout import lay_out
 from scripts.ranks import run_ranks
 from tests.toys.fsdp_models import NATIVE, TOY, Case, Model, backward, batches, build, mesh_of, shard_groups, whole
 
@@ -144,36 +145,12 @@ def calls_hooks_of_accumulated_gradients() -> None:
     assert sorted(called) == sorted((name, True) for name, _ in model.named_parameters())
 
 
-def divides_by_a_custom_factor() -> None:
-    grads = []
-    for factor in (None, 8.0):
-        model = build(TOY, Case())
-        for module in model.modules():
-            if isinstance(module, TOY.FSDPModule) and factor is not None:
-                module.set_gradient_divide_factor(factor)
-                module.set_force_sum_reduction_for_comms(True)
-        backward(model, batches(1)[0])
-        grads.append([param.grad.full_tensor() for param in model.parameters()])
-    assert all(torch.equal(mean * dist.get_world_size(), part * 8) for mean, part in zip(*grads, strict=True))
-
-
 def calls_the_hook_with_reduced_gradients() -> None:
     model, seen = build(TOY, Case()), []
     model.blocks[0].set_all_reduce_hook(lambda flat: seen.append(flat.clone()))
     backward(model, batches(1)[0])
     grads = [local_tensor(param.grad).flatten() for param in model.blocks[0].parameters()]
     assert len(seen) == 1 and seen[0].sum() == pytest.approx(2 * sum(grad.sum().item() for grad in grads), rel=1e-5)
-
-
-def reduces_zeros_where_only_one_rank_used_a_unit() -> None:
-    model, (tokens_BT,) = build(TOY, Case()), batches(1)
-    model.set_reduce_scatter_unused_params(True)
-    block = model.blocks[1]
-    forward = block.forward
-    block.forward = forward if dist.get_rank() == 0 else lambda hidden_BTD: 1.0 * hidden_BTD
-    backward(model, tokens_BT)
-    grads = [param.grad.full_tensor() for param in block.parameters()]
-    assert all(grad.abs().sum() > 0 for grad in grads)
 
 
 def runs_other_methods_as_a_forward() -> None:
@@ -256,18 +233,6 @@ def reduces_for_several_roots_in_one_queue() -> None:
         assert TOY.fully_shard.state(part[0]) is part[0]._get_fsdp_state() and TOY.fully_shard.state(other) is None
 
 
-def supports_the_cpu_offload_policy_on_a_cpu_mesh() -> None:
-    # On CPU ranks, PyTorch's CPU offload policy has no further effect.
-    outcomes = []
-    for library in (TOY, NATIVE):
-        policy = library.CPUOffloadPolicy(pin_memory=False)
-        model = build(library, Case(options={"offload_policy": policy}))
-        outcomes.append((backward(model, batches(1)[0]), whole(model)["blocks.0.up.weight"]))
-        assert model.blocks[0].up.weight.device.type == "cpu"
-    assert outcomes[0][0] == outcomes[1][0] and torch.equal(outcomes[0][1], outcomes[1][1])
-    build(TOY, Case(options={"offload_policy": TOY.OffloadPolicy()}))
-
-
 @pytest.mark.parametrize(
     "claim",
     [
@@ -276,15 +241,12 @@ def supports_the_cpu_offload_policy_on_a_cpu_mesh() -> None:
         unshards_asynchronously,
         supports_unshard_of_full_parameters,
         reduces_for_several_roots_in_one_queue,
-        supports_the_cpu_offload_policy_on_a_cpu_mesh,
         gathers_the_next_unit_before_this_one_computes,
         gathers_as_often_as_pytorch,
         reshards_after_a_wrong_prefetch,
         recovers_after_an_exception,
         calls_hooks_of_accumulated_gradients,
-        divides_by_a_custom_factor,
         calls_the_hook_with_reduced_gradients,
-        reduces_zeros_where_only_one_rank_used_a_unit,
         runs_other_methods_as_a_forward,
         trains_after_inference_mode,
         runs_a_submodule_alone,
@@ -296,3 +258,27 @@ def supports_the_cpu_offload_policy_on_a_cpu_mesh() -> None:
 def test_fully_shard_behaves_as_pytorch_documents(claim: Callable[[], None]) -> None:
     """Oracle: the documentation of ``torch.distributed.fsdp.fully_shard``, and its values."""
     run_ranks(2, claim)
+
+
+SHAPES = [((6, 3), 0), ((2,), 0), ((1, 5), 0), ((4, 8, 3), 1), ((4, 3, 8), 2), ((7,), 0), ((0, 3), 0)]
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_flat_layout_matches_torch_chunk_with_zero_padding_and_is_read_back(ranks: int) -> None:
+    """Oracle: ``torch.chunk``, which DTensor uses for sharding; the tensors, some of which are not contiguous."""
+    pieces, numel = lay_out([shape for shape, _ in SHAPES], [dim for _, dim in SHAPES], ranks)
+    flat_RS = torch.full((ranks, numel), torch.nan)
+    wholes = [torch.rand(shape[::-1]).permute(*range(len(shape))[::-1]) for shape, _ in SHAPES]
+    for piece, tensor in zip(pieces, wholes, strict=True):
+        piece.write(tensor, flat_RS)
+    for piece, tensor, (shape, dim) in zip(pieces, wholes, SHAPES, strict=True):
+        chunks = list(tensor.chunk(ranks, dim))
+        for rank in range(ranks):
+            chunk = chunks[rank] if rank < len(chunks) else tensor.narrow(dim, 0, 0)
+            columns = flat_RS[rank, piece.offset : piece.offset + piece.numel]
+            assert torch.equal(piece.local_view(flat_RS[rank], rank), chunk)
+            assert columns[chunk.numel() :].eq(0).all()
+        read = torch.full(shape, torch.nan)
+        piece.read(read, flat_RS)
+        assert torch.equal(read, tensor)
+    assert sum(piece.numel for piece in pieces) == numel

@@ -14,43 +14,24 @@ from torch.profiler import ProfilerActivity, profile, record_function
 from fsdptoys.parallel.fsdp import TORCH
 from fsdptoys.toys import fsdp
 from fsdptoys.toys.ddp import DistributedDataParallel
-from fsdptoys.toys.zero1 import Zero1
-from fsdptoys.toys.zero2 import Zero2
-from fsdptoys.toys.zero3 import Zero3
 from scripts import toys_memory
 from scripts.ranks import run_ranks
 from scripts.toys_memory import FLOAT_BYTES, MIB, Held, expected, state_tensors, storage_bytes
 from tests.toys.fsdp_models import NATIVE, Case, Model, backward, batches, build
+from tests.toys.test_zero import SMALL_BUCKETS, make
 
 KINDS = ("ddp", "zero1", "zero2", "zero3", "fsdp")
-SMALL_BUCKETS = 0.002
-"""MiB: several buckets, with sizes not divisible by 2 or 4 ranks."""
 PEAK_TOLERANCE = 1.05
 STEP = "the step"
-
-
-def make(kind: str, model: Any) -> tuple[Any, list[nn.Parameter], Callable[[torch.optim.Optimizer], None]]:
-    """A wrapped module, the parameters for its optimizer, and the function that attaches that."""
-    if kind == "ddp":
-        wrapped: Any = DistributedDataParallel(model, bucket_cap_mb=SMALL_BUCKETS, gradient_as_bucket_view=True)
-        return wrapped, list(model.parameters()), lambda _: None
-    if kind == "zero1":
-        wrapped = Zero1(model, bucket_cap_mb=SMALL_BUCKETS, gradient_as_bucket_view=True)
-        return wrapped, list(wrapped.pieces()), wrapped.attach
-    if kind == "zero2":
-        wrapped = Zero2(model, bucket_cap_mb=SMALL_BUCKETS)
-        return wrapped, list(wrapped.pieces()), wrapped.attach
-    if kind == "zero3":
-        wrapped = Zero3(model, list(model.blocks), torch.device("cpu"))
-        return wrapped, [param for _, param in wrapped.owned()], lambda _: None
-    return model, list(model.parameters()), lambda _: None
 
 
 def held_bytes(kind: str) -> Held:
     """Bytes of this rank's parameters, gradients and states after the second backward; the first one learns orders."""
     torch.manual_seed(0)
     plain = build(fsdp, Case()) if kind == "fsdp" else Model()
-    model, params, attach = make(kind, plain)
+    model, params, attach = make(kind, plain, gradient_as_bucket_view=True)
+    if kind == "ddp":
+        model = DistributedDataParallel(plain, bucket_cap_mb=SMALL_BUCKETS, gradient_as_bucket_view=True)
     optimizer = torch.optim.AdamW(params, lr=0.01)
     attach(optimizer)
     for step in range(2):

@@ -52,19 +52,17 @@ OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
 ELEMENTWISE = [name for name in OPTIMIZERS if name != "adafactor"]
 
 
-def make(kind: str, module: nn.Module) -> tuple[nn.Module, Any, Callable[[torch.optim.Optimizer], None]]:
+def make(kind: str, module: Any, **of_ddp: Any) -> tuple[Any, Any, Callable[[torch.optim.Optimizer], None]]:
     """A wrapped module, the parameters for its optimizer, and the function that attaches that."""
     if kind == "zero3":
         three = Zero3(module, list(module.blocks), CPU)
         return three, [param for _, param in three.owned()], lambda _: None
-    if kind == "ddp":
-        used = [param for name, param in module.named_parameters() if "skipped" not in name]
-        return Native(module, find_unused_parameters=True), used, lambda _: None
-    wrapped: Any
-    if kind == "zero1":
-        wrapped = Zero1(module, bucket_cap_mb=SMALL_BUCKETS, find_unused_parameters=True)
+    if kind == "zero2":
+        wrapped: Any = Zero2(module, bucket_cap_mb=SMALL_BUCKETS)
+    elif kind == "zero1":
+        wrapped = Zero1(module, bucket_cap_mb=SMALL_BUCKETS, **of_ddp)
     else:
-        wrapped = Zero2(module, bucket_cap_mb=SMALL_BUCKETS)
+        return module, list(module.parameters()), lambda _: None
     return wrapped, list(wrapped.pieces()), wrapped.attach
 
 
@@ -72,7 +70,10 @@ def parameters_after(kind: str, optimizer: str, all_alike: bool) -> dict[str, Te
     """All used parameters after three steps."""
     torch.manual_seed(0)
     module = Blocks(all_alike)
-    model, params, attach = make(kind, module)
+    model, params, attach = make(kind, module, find_unused_parameters=True)
+    if kind == "ddp":
+        model = Native(module, find_unused_parameters=True)
+        params = [param for name, param in module.named_parameters() if "skipped" not in name]
     updating = OPTIMIZERS[optimizer](params)
     attach(updating)
     generator = torch.Generator().manual_seed(dist.get_rank())
