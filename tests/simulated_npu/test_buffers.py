@@ -1,6 +1,7 @@
-"""Checkpoints of tensors on an accelerator, through pinned buffers."""
+"""Memory besides a step: checkpoints go through pinned buffers, and a step leaves neither gradients nor buffers."""
 
 import hashlib
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,13 @@ from torch import Tensor
 from fsdptoys.checkpoint import pinned_copy, shard_format
 from fsdptoys.checkpoint.sharded_io import load_tensors, save_tensors
 from fsdptoys.checkpoint.storage import open_storage
-from tests.simulated_npu.ranks import BOTH_MODES, run_on_npu, simulated_npu
+from fsdptoys.device import Device
+from fsdptoys.memory import MemoryConfig
+from fsdptoys.parallel import FSDP1Config, FSDP2Config, ParallelConfig
+from fsdptoys.train.trainer import Trainer
+from fsdptoys.utils.dtensor import local_tensor
+from tests.parallel.runs import tiny_model
+from tests.simulated_npu.ranks import BOTH_MODES, config_for, run_npu_ranks, run_on_npu, simulated_npu
 
 BUFFER_BYTES = 96
 
@@ -88,3 +95,38 @@ def test_next_part_is_copied_while_one_is_written() -> None:
     """Oracle: by hand, 4 parts of 24 numbers or less: the copy of each begins before the write of the one before."""
     order = "copy 0, copy 24, write 0, copy 48, write 24, copy 72, write 48, write 72"
     assert run_on_npu(order_of_work, mode="delayed") == [f"{each}.0" for each in order.split(", ")]
+
+
+@pytest.mark.parametrize(
+    ("parallel", "switch", "bytes_each"),
+    [
+        (FSDP1Config(), None, 12),
+        (FSDP1Config(use_orig_params=False), None, 12),
+        (FSDP2Config(), None, 12),
+        (FSDP1Config(), "optimizer_offload", 4),
+        (FSDP2Config(), "optimizer_offload", 4),
+        (FSDP1Config(), "cpu_offload", 0),
+    ],
+    ids=["fsdp1", "fsdp1 flat", "fsdp2", "fsdp1 optimizer", "fsdp2 optimizer", "fsdp1 parameters"],
+)
+def test_step_leaves_no_gradients_and_buffers_on_a_device(
+    parallel: ParallelConfig, switch: str | None, bytes_each: int
+) -> None:
+    """Oracle: the simulated device's count: 4 bytes an element for parameters, 8 for AdamW's states, if not offloaded.
+
+    Its allocator rounds up, which half the bytes of gradients allow for.
+    """
+    memory = MemoryConfig(**({switch: True} if switch else {}))
+    model = replace(tiny_model(), dim=96, ffn_dim=256)
+    config = config_for("npu", parallel, 2, model=model, seq_len=8, batch_size=1, memory=memory)
+
+    def bytes_and_elements() -> tuple[int, int]:
+        device = Device("npu")
+        before = device.memory().allocated_bytes
+        trainer = Trainer(config)
+        trainer.train()
+        elements = sum(local_tensor(param).numel() for _, param in trainer.strategy.named_parameters())
+        return device.memory().allocated_bytes - before, elements
+
+    allocated, elements = run_npu_ranks(2, bytes_and_elements)[0]
+    assert abs(allocated - bytes_each * elements) < 2 * elements, allocated / elements
