@@ -6,8 +6,8 @@ it. Chains of attributes from there are uses, and their calls give the parameter
 (``"npu_rms_norm"``, ``"npu.npu_rms_norm"``) or as attributes (``torch.ops.npu.npu_rms_norm``); a call with such a
 text alone, as ``operator("npu_rms_norm")``, is a call of the operator.
 
-Modules passed from one source to another are not found by parsing: ``interface.py`` names those attributes. Streams
-and events are passed everywhere; of their methods only those with names unique to them are found.
+Modules passed from one source to another are not found by parsing: ``test_interface.py`` names those attributes.
+Streams and events are passed everywhere; of their methods only those with names unique to them are found.
 """
 
 import ast
