@@ -104,29 +104,22 @@ def _gradients(function: Callable[..., Tensor], inputs: tuple[Tensor, ...], grad
     return tuple(each.to(grad.device) for each in made)
 
 
-def _normalize(x: Tensor, gamma: Tensor, epsilon: float) -> tuple[Tensor, Tensor]:
+def _rms_norm(x: Tensor, gamma: Tensor, epsilon: float = 1e-6) -> tuple[Tensor, Tensor]:
+    assert gamma.dtype == x.dtype and 2 <= x.ndim <= 8 and gamma.shape == x.shape[-1:]
     rstd = (x.float().square().mean(-1, keepdim=True) + epsilon).rsqrt()
     return (x.float() * rstd * gamma.float()).to(x.dtype), rstd
 
 
-def _rms_norm(x: Tensor, gamma: Tensor, epsilon: float = 1e-6) -> tuple[Tensor, Tensor]:
-    assert gamma.dtype == x.dtype and 2 <= x.ndim <= 8 and gamma.shape == x.shape[-1:]
-    return _normalize(x, gamma, epsilon)
-
-
 def _keep_norm(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> None:
     ctx.save_for_backward(*inputs[:2], output[1])
-    ctx.epsilon = inputs[2]
 
 
 def _norm_gradient(ctx: Any, grad: Tensor, _: Any) -> tuple[Any, ...]:
-    x, gamma, _ = ctx.saved_tensors
-    made = _gradients(lambda *leaves: _normalize(*leaves, ctx.epsilon)[0], (x, gamma), grad)
-    return made[0], made[1].float(), None  # the gradient of gamma is float32 for any dtype of gamma
+    return *_rms_norm_backward(grad, *ctx.saved_tensors), None
 
 
 def _rms_norm_backward(dy: Tensor, x: Tensor, gamma: Tensor, rstd: Tensor) -> tuple[Tensor, Tensor]:
-    """By the formula; the operator receives rstd instead of epsilon."""
+    """By the formula, from rstd instead of epsilon; the gradient of gamma is float32 for any dtype of gamma."""
     wide, grad = x.float() * rstd, dy.float()
     scaled = grad * gamma.float()
     made = rstd * (scaled - wide * (scaled * wide).mean(-1, keepdim=True))
