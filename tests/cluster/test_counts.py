@@ -16,35 +16,25 @@ import pytest
 
 from fsdptoys.config.schema import Config
 from fsdptoys.errors import ConfigError
+from fsdptoys.metrics.prediction import Volume
 from fsdptoys.parallel.mesh import MeshConfig
 from fsdptoys.profiler.collectives import CollectiveTrace
 from fsdptoys.train.run import Run
 from fsdptoys.train.trainer import Trainer
+from scripts import bench_scaling
 from scripts.counted import configured, count_step, counting
 from scripts.ranks import run_ranks
 
 SMALL = ["model=llama_debug", "train.batch_size=1", "train.seq_len=16", "optim.implementation=foreach"]
 HYBRID = ["mesh.fsdp_size=node", *SMALL]
+OFFLOAD = ["train.deterministic=true", "train.grad_accum=2", "memory.optimizer_offload=true", "memory.chunk_loss=true"]
+EXPERTS = ["mesh.fsdp_size=node", "model=qwen3_moe_debug", *SMALL[1:-1], "optim=muon", SMALL[-1]]
 
 STEPS = {
     "fsdp2, hybrid": (HYBRID, 16, 1024),
     "fsdp2, all ranks": (SMALL, 8, 64),
-    "fsdp2, deterministic, offload": (
-        [
-            *HYBRID,
-            "train.deterministic=true",
-            "train.grad_accum=2",
-            "memory.optimizer_offload=true",
-            "memory.chunk_loss=true",
-        ],
-        16,
-        1024,
-    ),
-    "fsdp2, Muon, experts": (
-        [HYBRID[0], "model=qwen3_moe_debug", *SMALL[1:-1], "optim=muon", "optim.implementation=foreach"],
-        16,
-        1024,
-    ),
+    "fsdp2, deterministic, offload": ([*HYBRID, *OFFLOAD], 16, 1024),
+    "fsdp2, Muon, experts": (EXPERTS, 16, 1024),
     "fsdp1, hybrid": ([*HYBRID, "parallel=fsdp1"], 16, 1024),
     "toy_ddp": ([*SMALL, "parallel=toy_ddp"], 8, 1024),
     "toy_zero1": ([*SMALL, "parallel=toy_zero1"], 8, 1024),
@@ -111,14 +101,9 @@ def test_work_of_a_save_does_not_depend_on_the_world_size(tmp_path: Path) -> Non
     """Oracle: the other world size, separately for rank 0, which handles the common files, and for the other ranks."""
     found = {}
     for ranks in (2, 4):
-        words = [
-            *SMALL,
-            "mesh.fsdp_size=2",
-            "train.steps=3",
-            "checkpoint.every=1",
-            f"metrics.run_dir={tmp_path / str(ranks)}",
-        ]
-        found[ranks] = run_ranks(ranks, numbers_of_a_save, configured([*words, "metrics.console=none"], ranks, ranks))
+        words = [*SMALL, "mesh.fsdp_size=2", "train.steps=3", "checkpoint.every=1", "metrics.console=none"]
+        config = configured([*words, f"metrics.run_dir={tmp_path / str(ranks)}"], ranks, ranks)
+        found[ranks] = run_ranks(ranks, numbers_of_a_save, config)
     first, others = found[4][0], found[4][1:]
     assert found[2][0] == first and len(first[0]) > 3 and len(first[1]) > 4
     assert all(Counter(other[0]) == Counter(found[2][1][0]) for other in others)
@@ -133,3 +118,30 @@ def test_counter_detects_loops_over_ranks() -> None:
             MeshConfig(world_size - 1).shard_ranks(world_size)
         lines.append(sum(counted.lines.values()))
     assert lines[1] - lines[0] >= 56
+
+
+def cells(line: str) -> list[str]:
+    return [cell.strip() for cell in line.strip("|").split("|")]
+
+
+@pytest.mark.extended
+@pytest.mark.usefixtures("unmeasured", "warm")
+def test_script_lists_every_world_size_in_its_three_tables(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Oracle: the requested worlds, costs above nothing, counts that do not grow, and the planner's own table
+    of a rank's bytes; the file equals the output."""
+    words = ["--ranks", "2", "--steps", "7", "--counted", "16", "1024", "--planned", "8", "--model", "llama3_1b"]
+    assert bench_scaling.main([*words, "--write", str(tmp_path / "scaling.md")]) == 0
+    text = capsys.readouterr().out
+    assert (tmp_path / "scaling.md").read_text() == text
+    assert " ".join(words) in text
+    rows = [cells(line) for line in text.splitlines() if line.startswith("| ") and line[2].isdigit()]
+    assert [row[0] for row in rows] == ["2", "16", "1,024", "8"]
+    assert all(float(part) > 0 for cell in rows[0][1:] for part in cell.split(" / "))
+    assert rows[1][1:4] == rows[2][1:4] and float(rows[1][4]) < float(rows[2][4])
+    assert rows[3][1] == "`node`" and float(rows[3][2]) < float(rows[3][3])
+
+
+def test_message_counts_follow_the_ring_algorithms() -> None:
+    """Oracle: computed by hand: a gather of 8 takes 7 of each rank, an all-reduce of 4 twice 3."""
+    volumes = (Volume("all_gather", "shard", 8, 10, 1, 1.0), Volume("all_reduce", "replicate", 4, 2, 1, 1.0))
+    assert bench_scaling.messages(volumes) == 10 * 7 + 2 * 2 * 3

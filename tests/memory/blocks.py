@@ -1,6 +1,9 @@
-"""Small models under gradient checkpointing, for the tests of this folder."""
+"""Small models under gradient checkpointing, and streams that record their use."""
 
 from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -68,3 +71,46 @@ class Operators(TorchDispatchMode):
     def alive_bytes(self) -> int:
         """Bytes of all created tensors with live references."""
         return sum(nbytes for storage, nbytes in self._made.values() if not storage.expired())
+
+
+class RecordedStreams:
+    """A device module on a CPU: streams that record their calls and run immediately."""
+
+    def __init__(self) -> None:
+        self.log: list[str] = []
+        self.count = 0
+        self.now = self.Stream()
+
+    def Stream(self, device: torch.device | None = None) -> Any:  # noqa: N802 (the module's word)
+        """Make a stream, named by its number: 0 computes."""
+        name = str(self.count)
+        self.count += 1
+
+        def record_event() -> Any:
+            self.log.append(f"{name} marks")
+            return SimpleNamespace(by=name)
+
+        return SimpleNamespace(
+            name=name,
+            wait_event=lambda event: self.log.append(f"{name} waits for {event.by}"),
+            wait_stream=lambda other: self.log.append(f"{name} waits for {other.name}"),
+            record_event=record_event,
+        )
+
+    def Event(self) -> Any:  # noqa: N802
+        """Make an event that records its stream."""
+        event = SimpleNamespace(by=None, synchronize=lambda: self.log.append(f"host waits for {event.by}"))
+        event.record = lambda stream: setattr(event, "by", stream.name)
+        return event
+
+    def current_stream(self, device: torch.device) -> Any:
+        """The stream that receives work."""
+        return self.now
+
+    @contextmanager
+    def stream(self, stream: Any) -> Iterator[None]:
+        """Send work to a stream."""
+        before, self.now = self.now, stream
+        yield
+        self.now = before
+        self.log.append(f"copied on {stream.name}")

@@ -2,10 +2,7 @@
 
 import weakref
 from collections import deque
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, field
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,7 +14,9 @@ from fsdptoys.memory import MemoryConfig, optimizer_offload
 from fsdptoys.memory.bucketed_optimizer import BucketedOptimizer
 from fsdptoys.memory.config import OffloadSchedule, OffloadStateDType
 from fsdptoys.memory.optimizer_offload import offload_optimizer
+from fsdptoys.memory.state_streaming import round_stochastically
 from fsdptoys.memory.transfers import StreamTransfers, Transfers
+from tests.memory.blocks import RecordedStreams
 
 SERIAL, PIPELINED, LAZY = "serial", "pipelined", "lazy"
 
@@ -37,11 +36,16 @@ class Stack(nn.Module):
         return hidden
 
 
-def offload_stack(model: Stack, how: str, transfers: Transfers | None = None, **memory: Any) -> BucketedOptimizer:
-    """AdamW over a stack, with a bucket a layer."""
-    plain = torch.optim.AdamW(model.parameters(), lr=1e-2)
+def offload_stack(
+    model: Stack,
+    how: str,
+    transfers: Transfers | None = None,
+    plain: torch.optim.Optimizer | None = None,
+    **memory: Any,
+) -> BucketedOptimizer:
+    """AdamW, or another optimizer, over a stack, with a bucket a layer."""
     return offload_optimizer(
-        plain,
+        plain or torch.optim.AdamW(model.parameters(), lr=1e-2),
         [(layer, list(layer.parameters())) for layer in model.layers],
         MemoryConfig(optimizer_offload=True, **memory),
         device=Device("cpu"),
@@ -199,42 +203,44 @@ def test_schedules_issue_loads_updates_and_stores_in_order(how: str, in_step: st
     assert transfers.log == words(in_forward) + words("F0 F1 F2 F3 F4 F5")
 
 
+def copies(module: nn.Module) -> list[Tensor]:
+    return [value.clone() for value in module.state_dict().values()]
+
+
 def test_lazy_steps_are_independent_of_changes_before_the_next_forward() -> None:
     """Oracle: the plain optimizer, with the same changes made after its step."""
     outcomes = []
     for lazy in (False, True):
         model = Stack()
         optimizer = offload_stack(model, LAZY) if lazy else torch.optim.AdamW(model.parameters(), lr=1e-2)
+
+        def step_with(grad: float, model: Stack = model, optimizer: torch.optim.Optimizer = optimizer) -> None:
+            for param in model.parameters():
+                param.grad = torch.full_like(param, grad)
+            optimizer.step()
+
         for round_ in range(3):
             model(torch.ones(1, 8)).sum().backward()
             optimizer.step()
             optimizer.param_groups[0]["lr"] = 1e-2 / (round_ + 2)
             optimizer.zero_grad(set_to_none=False)
-            for param in model.parameters():
-                param.grad = torch.full_like(param, 0.1)
-            optimizer.step()  # a second step without a forward
+            step_with(0.1)  # a second step without a forward
             optimizer.zero_grad()
             with torch.no_grad():
                 model.eval()(torch.ones(1, 8))
             model.train()
         # The last forward flushed everything; parameters may be read.
-        outcomes.append({str(index): param.detach().clone() for index, param in enumerate(model.parameters())})
+        values = [param.detach().clone() for param in model.parameters()]
         model(torch.ones(1, 8)).sum().backward()
         optimizer.step()
-        outcomes.append({name: value.clone() for name, value in model.state_dict().items()})  # this one must flush
-        for param in model.parameters():
-            param.grad = torch.full_like(param, 0.2)
-        optimizer.step()
-        outcomes.append({name: value.clone() for name, value in model.layers[3].state_dict().items()})
+        values += copies(model)  # this one must flush
+        step_with(0.2)
+        values += copies(model.layers[3])
         ones = {name: torch.ones_like(value) for name, value in model.state_dict().items()}
-        for param in model.parameters():
-            param.grad = torch.full_like(param, 0.3)
-        optimizer.step()
+        step_with(0.3)
         model.load_state_dict(ones)
-        outcomes.append({name: value.clone() for name, value in model.state_dict().items()})
-    half = len(outcomes) // 2
-    for plain, lazy_one in zip(outcomes[:half], outcomes[half:], strict=True):
-        assert all(torch.equal(plain[name], lazy_one[name]) for name in plain)
+        outcomes.append(values + copies(model))
+    assert all(map(torch.equal, *outcomes))
 
 
 def test_parameters_without_a_gradient_are_unchanged() -> None:
@@ -258,25 +264,15 @@ def test_first_step_of_sgd_keeps_the_sign_of_zero() -> None:
     """Oracle: the plain optimizer, which copies the first gradient rather than adding it to nothing."""
     signs = []
     for offloads in (False, True):
-        layer = nn.Linear(1, 1, bias=False)
-        optimizer: torch.optim.Optimizer = torch.optim.SGD(layer.parameters(), lr=0.1, momentum=0.9)
-        if offloads:
-            optimizer = offload_optimizer(
-                optimizer,
-                [(layer, [layer.weight])],
-                MemoryConfig(optimizer_offload=True),
-                device=Device("cpu"),
-                model=layer,
-                schedule=OffloadSchedule.pipelined,
-                seed=0,
-                rank=0,
-            )
-        signs.append([])
+        model = Stack(1)
+        plain = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        optimizer = offload_stack(model, PIPELINED, plain=plain) if offloads else plain
         for _ in range(2):
-            layer.weight.grad = torch.full((1, 1), -0.0)
+            for param in model.parameters():
+                param.grad = torch.full_like(param, -0.0)
             optimizer.step()
-            signs[-1].append(optimizer.state[layer.weight]["momentum_buffer"].signbit().item())
-    assert signs == [[True, True]] * 2
+            signs += [bool(state["momentum_buffer"].signbit().all()) for state in optimizer.state.values()]
+    assert signs == [True] * 8
 
 
 @pytest.mark.parametrize("fraction", [0.1, 0.3, 0.5, 1.0])
@@ -306,42 +302,9 @@ def test_state_dict_of_other_groups_is_refused() -> None:
         optimizer.load_state_dict(other.state_dict())
 
 
-class PretendedStreams:
-    """A device module on a CPU: streams that record their waits and run immediately."""
-
-    def __init__(self) -> None:
-        self.log: list[str] = []
-        self.made = 0
-        self.now = self.Stream()
-
-    def Stream(self, device: torch.device | None = None) -> Any:  # noqa: N802 (the module's word)
-        """Make a stream, named by its number: 0 computes."""
-        name = str(self.made)
-        self.made += 1
-        return SimpleNamespace(name=name, wait_event=lambda event: self.log.append(f"{name} waits for {event.by}"))
-
-    def Event(self) -> Any:  # noqa: N802
-        """Make an event that records its stream."""
-        event = SimpleNamespace(by=None, synchronize=lambda: self.log.append(f"host waits for {event.by}"))
-        event.record = lambda stream: setattr(event, "by", stream.name)
-        return event
-
-    def current_stream(self, device: torch.device) -> Any:
-        """The stream that receives work."""
-        return self.now
-
-    @contextmanager
-    def stream(self, stream: Any) -> Iterator[None]:
-        """Send work to a stream."""
-        before, self.now = self.now, stream
-        self.log.append(f"on {stream.name}")
-        yield
-        self.now = before
-
-
 def test_streams_are_created_once_and_wait_for_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
     """Oracle: the waits written out, for one bucket (stream 0 computes, 1 loads, 2 stores); and plain copies' bits."""
-    streams = PretendedStreams()
+    streams = RecordedStreams()
     monkeypatch.setattr(torch, "get_device_module", lambda _: streams)
     monkeypatch.setattr(Tensor, "record_stream", lambda *_: None)
 
@@ -352,8 +315,8 @@ def test_streams_are_created_once_and_wait_for_each_other(monkeypatch: pytest.Mo
     model, plain = Stack(1), Stack(1)
     optimizer = offload_stack(model, SERIAL, Unpinned(Device("cpu")))
     got = train_stack(model, optimizer, 2)
-    assert streams.made == 3
-    load_update_store = ["on 1", "0 waits for 1", "2 waits for 0", "on 2"]
+    assert streams.count == 3
+    load_update_store = ["copied on 1", "0 waits for 1", "2 waits for 0", "copied on 2"]
     first = ["1 waits for 0", *load_update_store]
     assert streams.log == [*first, "1 waits for 2", *first, "host waits for 2"]
     assert all(map(torch.equal, got, train_stack(plain, offload_stack(plain, SERIAL), 2)))
@@ -397,3 +360,23 @@ def test_buffers_are_freed_with_the_step_unless_steps_are_deferred(how: str) -> 
         optimizer.zero_grad()
     assert len(made) == {SERIAL: 2, PIPELINED: 6, LAZY: 3}[how]
     assert {reference() is not None for reference in made} == {how == LAZY}
+
+
+def test_stochastic_rounding_is_unbiased_and_keeps_values_exact_in_bfloat16() -> None:
+    """Oracle: the mean of 4,000 roundings within five standard errors, each at most half a step over sqrt(4000)."""
+    values = torch.cat([torch.linspace(1, 1.98, 33) + 1e-3, -torch.linspace(1, 1.98, 33) - 1e-3])
+    exact = torch.tensor([0.0, -0.0, 1.5, -3.0, float("inf"), -float("inf"), 2.0**-130])
+    source = torch.cat([values, exact])
+    generator = torch.Generator().manual_seed(1)
+    total = torch.zeros(len(values), dtype=torch.float64)
+    target = torch.empty(len(source), dtype=torch.bfloat16)
+    draws = 4000
+    for _ in range(draws):
+        round_stochastically(target, source, generator)
+        total += target[: len(values)]
+        step = 2.0**-7
+        assert ((target[: len(values)].float() - values).abs() < step).all()
+        assert torch.equal(target[len(values) :].float(), exact)
+    assert ((total / draws - values).abs() < 5 * 0.5 * 2.0**-7 / draws**0.5).all()
+    round_stochastically(target[:1], torch.tensor([float("nan")]), generator)
+    assert target[0].isnan()

@@ -13,7 +13,7 @@ from fsdptoys.parallel.fsdp import Wrap
 from fsdptoys.plan.search.search import SearchResult, search
 from fsdptoys.plan.search.switches import EVERYTHING, Space, read
 from fsdptoys.utils.text import value_text
-from tests.plan.simulator.imagined import imagined_hardware
+from tests.plan.traced import imagined_hardware
 
 MODEL = ["model=llama2_7b", "train.seq_len=2048", "parallel.param_dtype=bfloat16"]
 

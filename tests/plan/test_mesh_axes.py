@@ -1,16 +1,16 @@
-"""Traces of runs whose ranks share sequences or split experts, compared with formulas."""
+"""Traces of runs whose ranks share sequences or split experts against formulas, and the closed form against traces."""
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import pytest
 
 from fsdptoys.device.profile import load_hardware
-from fsdptoys.metrics.prediction import Category, Volume
+from fsdptoys.metrics.prediction import Category, Prediction, Volume
 from fsdptoys.plan.estimate.estimate import closed_form
 from fsdptoys.plan.simulator.allocator import build_allocator
 from fsdptoys.plan.simulator.events import COMPUTE_STREAM, Collective, Kernel, KernelKind, Trace
-from fsdptoys.plan.simulator.replay import replay
+from fsdptoys.plan.simulator.replay import Replay, replay
 from tests.plan.test_tracer import of_step
 from tests.plan.traced import configured, live_bytes, traced, traced_on
 
@@ -32,6 +32,14 @@ MOE = (
     f"model.n_layers={LAYERS}", f"model.dim={DIM}", f"model.n_experts={EXPERTS}", f"model.top_k={TOP_K}",
     f"model.expert_ffn_dim={EXPERT_FFN}",
 )  # fmt: skip
+
+
+def both(words: Sequence[str], name: str = "h100", ranks: int = 8) -> tuple[Prediction, Replay]:
+    """A run in closed form, and the replay of its trace."""
+    hardware = load_hardware(name)
+    config = configured(words, ranks, hardware.device_type)
+    trace = traced_on(config, hardware, ranks)
+    return closed_form(config, hardware, ranks), replay(trace, hardware, build_allocator(config.plan.allocator))
 
 
 def exchanged(trace: Trace, axis: str, ranks: int, name: str = "all_to_all") -> Counter[int]:
@@ -136,11 +144,8 @@ def test_closed_form_has_the_memory_and_the_exchanges_of_the_trace(
     words: tuple[str, ...], more: tuple[str, ...]
 ) -> None:
     """Oracle: the trace of all layers."""
-    config = configured([*words, *more], 8, "cuda")
-    h100 = load_hardware("h100")
-    result = replay(traced_on(config, h100, 8), h100, build_allocator(config.plan.allocator))
-    closed, memory = closed_form(config, h100, 8), result.memory()
-    assert closed.memory.peak_bytes == pytest.approx(memory.peak_bytes, rel=0.01)
+    closed, result = both([*words, *more])
+    assert closed.memory.peak_bytes == pytest.approx(result.memory().peak_bytes, rel=0.01)
     assert closed.time.step_seconds == pytest.approx(result.time().step_seconds, rel=0.1)
 
     def moved(volumes: Iterable[Volume]) -> dict[tuple[str, str, int], tuple[int, int]]:
@@ -151,7 +156,8 @@ def test_closed_form_has_the_memory_and_the_exchanges_of_the_trace(
         }
 
     assert moved(closed.time.volumes) == moved(result.volumes.values())
-    assert closed.tokens_per_step == 8 // (config.mesh.cp_size * config.mesh.tp_size) * TOKENS
+    mesh = configured([*words, *more], 8, "cuda").mesh
+    assert closed.tokens_per_step == 8 // (mesh.cp_size * mesh.tp_size) * TOKENS
 
 
 def test_split_features_gather_tokens_before_layers_and_scatter_sums_after_them() -> None:
@@ -164,3 +170,57 @@ def test_split_features_gather_tokens_before_layers_and_scatter_sums_after_them(
     # Gradients of norms in float32; largest logits; sums, labels' logits and a third number of each token.
     assert reduced[DIM * 4] == 2 * LAYERS + 1
     assert reduced[TOKENS * 4] == reduced[3 * TOKENS * 4] == 1
+
+
+LEAN = ("memory.gradient_checkpointing=full", "memory.chunk_loss=true")
+IN_BACKWARD = ("memory.optimizer_in_backward=true", "train.max_grad_norm=null", "train.skip_nonfinite=false")
+TRACED = {
+    "fsdp2": ("h100", ("parallel=fsdp2", *LEAN, "memory.optimizer_offload=true")),
+    "fsdp1": ("h100", ("parallel=fsdp1",)),
+    # A micro-batch's gradients, next to DDP's buckets.
+    "ddp": ("h100", ("parallel=ddp", "train.grad_accum=2")),
+    "single": ("h100", ("parallel=single", "memory.optimizer_offload=true", "memory.offload_state_dtype=bfloat16")),
+}
+MORE = {
+    "npu": ("a2", ("parallel=fsdp2",)),
+    "muon": ("h100", ("parallel=fsdp2", "optim=muon")),
+    "muon, ddp": ("h100", ("parallel=ddp", "optim=muon", "parallel.param_dtype=float32")),
+    "bfloat16 states": ("h100", ("parallel=fsdp2", "optim.state_dtype=bfloat16")),
+    "int4 states": ("h100", ("parallel=fsdp2", "optim.state_dtype=int4")),
+    "optimizer in the backward": ("h100", ("parallel=fsdp2", *LEAN, *IN_BACKWARD)),
+    "lora": ("4090", ("parallel=single", "tune=lora", *LEAN)),
+    "nf4": ("h100", ("parallel=fsdp2", "tune=lora", "tune.base=nf4")),
+}
+LLAMA_1B = ("model=llama3_1b", "model.n_layers=4", "train.seq_len=2048")
+ROWS = [pytest.param(*row, id=name) for name, row in TRACED.items()]
+ROWS += [pytest.param(*row, id=name, marks=pytest.mark.extended) for name, row in MORE.items()]
+
+
+@pytest.mark.usefixtures("unmeasured")
+@pytest.mark.parametrize(("name", "words"), ROWS)
+def test_closed_form_agrees_with_the_trace(name: str, words: tuple[str, ...]) -> None:
+    """Oracle: the real trainer, traced and replayed, within the 10% above which a disagreement is reported."""
+    formula, replayed = both([*LLAMA_1B, BF16, *words], name, 1 if "parallel=single" in words else 8)
+    memory = replayed.memory()
+    assert formula.memory.end_bytes == pytest.approx(memory.end_bytes, rel=0.01)
+    assert formula.memory.peak_bytes == pytest.approx(memory.peak_bytes, rel=0.1)
+    assert formula.memory.reserved_bytes == pytest.approx(memory.reserved_bytes, rel=0.1)
+    assert formula.time.step_seconds == pytest.approx(replayed.time().step_seconds, rel=0.1)
+    for exchange in ("all_to_all", "broadcast"):  # of Muon's matrices
+        of_formula, of_trace = (
+            [(each.axis, each.calls, each.bytes) for each in time.volumes if each.collective == exchange]
+            for time in (formula.time, replayed.time())
+        )
+        assert of_formula == of_trace
+
+
+@pytest.mark.extended
+@pytest.mark.usefixtures("unmeasured")
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_ddp_buckets_match_the_trace(dtype: str) -> None:
+    """Oracle: the real reducer's all-reduces; a trace has up to three more, of single numbers."""
+    formula, replayed = both([*LLAMA_1B, f"parallel.param_dtype={dtype}", "parallel=ddp"])
+    times = formula.time, replayed.time()
+    (ours,), (real,) = ([each for each in time.volumes if each.axis == "world"] for time in times)
+    assert 0 <= real.calls - ours.calls <= 3
+    assert ours.bytes == pytest.approx(real.bytes, rel=1e-5)

@@ -1,6 +1,7 @@
-"""Predictions of a run and their caveats."""
+"""Predictions of a run and their caveats, the choice of traced depths, and the line through them."""
 
 import dataclasses
+from dataclasses import dataclass, field
 
 import pytest
 
@@ -11,6 +12,7 @@ from fsdptoys.device.profile import load_hardware
 from fsdptoys.plan.estimate.estimate import closed_form
 from fsdptoys.plan.predict import disagreement, doubts, estimate_run, hardware_of, world_size_of
 from fsdptoys.plan.search.switches import node_ranks_of, validate_switches
+from fsdptoys.plan.trace.extrapolate_layers import choose_depths, extrapolate
 
 BF16 = "parallel.param_dtype=bfloat16"
 MOE = "model=qwen3_moe_debug"
@@ -65,26 +67,42 @@ def test_world_size_defaults_to_the_ranks_of_one_node(words: list[str], ranks: i
     assert world_size_of(config, hardware_of(config)) == ranks
 
 
+SHARED_NODES = (
+    "mesh.fsdp_size=12 on nodes of 8 ranks has groups that lie across two nodes, so that every gather waits "
+    "for the network between them; mesh.fsdp_size=node keeps each within one; the prediction assumes that "
+    "each group starts at a node's first rank"
+)
+ONE_BY_ONE = "experts are assumed to be one matmul, but are multiplied one by one"
+
+
 @pytest.mark.parametrize(
-    "words, ranks, expected",
+    ("hardware", "words", "ranks", "expected"),
     [
-        ((), 1024, "time beyond 128 ranks is not validated"),
-        (("plan.memory_gib=500",), 8, "plan.memory_gib=500 is over the 77.61 GiB that h100 leaves the allocator"),
-        (("parallel=fsdp1",), 8, "only two steps are traced; reserved memory may grow in a third"),
-        (("train.compile=true",), 8, "train.compile=true is predicted as eager"),
-        (("train.float8=rowwise", BF16), 8, "train.float8=rowwise is predicted as bfloat16 matmuls"),
-        (("kernels.rms_norm=compiled",), 8, f"kernels.{COMPILED} are assumed to touch each tensor once"),
-        ((MOE,), 8, "experts are assumed to receive equal numbers of tokens"),
-        ((MOE, LAYOUT), 8, f"{LAYOUT} is predicted for experts as the default mode"),
+        ("h100", ("mesh.fsdp_size=8",), 1024, "time beyond 128 ranks is not validated"),
+        ("h100", ("plan.memory_gib=500",), 8, "plan.memory_gib=500 is over the 77.61 GiB that h100 leaves the"),
+        ("h100", ("parallel=fsdp1",), 8, "only two steps are traced; reserved memory may grow in a third"),
+        ("h100", ("train.compile=true",), 8, "train.compile=true is predicted as eager"),
+        ("h100", ("train.float8=rowwise", BF16), 8, "train.float8=rowwise is predicted as bfloat16 matmuls"),
+        ("h100", ("kernels.rms_norm=compiled",), 8, f"kernels.{COMPILED} are assumed to touch each tensor once"),
+        ("h100", (MOE, BF16), 8, "experts are assumed to receive equal numbers of tokens"),
+        ("h100", (MOE, LAYOUT), 8, f"{LAYOUT} is predicted for experts as the default mode"),
+        # NPUs use torch_npu's grouped matmul by default; CUDA has a kernel for bfloat16.
+        ("a2", (MOE, "kernels.grouped_matmul=torch"), 8, ONE_BY_ONE),
+        ("h100", (MOE, "parallel.param_dtype=float32"), 8, ONE_BY_ONE),
+        # The costs start every group at a node.
+        ("h100", ("mesh.fsdp_size=12",), 24, SHARED_NODES),
     ],
 )
-def test_caveats_are_reported_only_where_they_apply(words: tuple[str, ...], ranks: int, expected: str) -> None:
+def test_caveats_are_reported_only_where_they_apply(
+    hardware: str, words: tuple[str, ...], ranks: int, expected: str
+) -> None:
     """Oracle: the expected message is there; without the setting it is not."""
-    hardware = load_hardware("h100")
-    found = doubts(composed(*words), hardware, ranks)
-    plain = doubts(composed(), hardware, 8)
+    profile = load_hardware(hardware)
+    found = doubts(composed(*words, device_type=profile.device_type, world_size=ranks), profile, ranks)
     assert sum(sentence.startswith(expected) for sentence in found) == 1
-    assert not any(sentence.startswith(expected) for sentence in plain)
+    for plain in ((), (MOE, BF16) if expected == ONE_BY_ONE else ()):
+        sentences = doubts(composed(*plain, device_type=profile.device_type), profile, 8)
+        assert not any(sentence.startswith(expected) for sentence in sentences)
 
 
 @pytest.mark.parametrize(
@@ -102,13 +120,6 @@ def test_caveat_names_the_errors_of_a_profiles_times(name: str, band: str) -> No
     assert found.startswith(f"plan.hardware={name} assumes")
 
 
-def test_shard_groups_across_nodes_have_a_caveat() -> None:
-    """Oracle: the expected message, for nodes of eight; its costs start every group at a node."""
-    config = composed("plan.hardware=h100", "mesh.fsdp_size=12", world_size=24)
-    (found,) = [sentence for sentence in doubts(config, load_hardware("h100"), 24) if "across two" in sentence]
-    assert found.startswith("mesh.fsdp_size=12 on nodes of 8 ranks") and found.endswith("at a node's first rank")
-
-
 @pytest.mark.parametrize(
     "words, world_size, size",
     [([], 16, 8), ([], 12, 6), ([], 4, 4), (["launch.nproc_per_node=4"], 16, 4), (["launch.nproc_per_node=4"], 2, 2)],
@@ -120,22 +131,6 @@ def test_node_fsdp_size_uses_the_devices_of_the_hardware_profile(words: list[str
     assert config.mesh.fsdp_size == size
 
 
-@pytest.mark.parametrize(
-    ("hardware", "words", "expected"),
-    [
-        ("a2", (), False),
-        ("a2", ("kernels.grouped_matmul=torch",), True),
-        ("h100", (BF16,), False),
-        ("h100", ("parallel.param_dtype=float32",), True),
-    ],
-)
-def test_device_without_grouped_matmul_has_a_caveat(hardware: str, words: tuple[str, ...], expected: bool) -> None:
-    """Oracle: the expected message; NPUs use torch_npu's grouped matmul by default, CUDA has a kernel for bfloat16."""
-    profile = load_hardware(hardware)
-    config = composed(MOE, *words, device_type=profile.device_type)
-    assert any("multiplied one by one" in sentence for sentence in doubts(config, profile, 8)) is expected
-
-
 def test_predictions_that_differ_by_over_10_percent_are_reported() -> None:
     """Oracle: changes by hand: 9% is silent, 11% is one sentence."""
     prediction = closed_form(composed(), load_hardware("h100"), 8)
@@ -143,3 +138,53 @@ def test_predictions_that_differ_by_over_10_percent_are_reported() -> None:
         peak = round(prediction.memory.peak_bytes * factor)
         other = dataclasses.replace(prediction, memory=dataclasses.replace(prediction.memory, peak_bytes=peak))
         assert len(disagreement(prediction, other)) == count
+
+
+@pytest.mark.parametrize(
+    "words, depths",
+    [
+        (["model=llama2_7b"], [8, 12]),
+        (["model=llama3_405b"], [8, 23]),
+        (["model=llama2_7b", "plan.exact=true"], [32]),
+        (["model=llama2_7b", "plan.allocator=native"], [32]),
+        # Every fourth layer of Scout attends to all positions, the others to chunks.
+        (["model=llama4_scout"], [8, 16]),
+        # 5 layers without checkpointing, then periods of 3: 14 has three of them, and 80 has 22 more.
+        (
+            [
+                "model=llama3_70b",
+                "memory.gradient_checkpointing=full",
+                "memory.checkpointing_every=3",
+                "memory.checkpointing_start_index=5",
+            ],
+            [14, 26],
+        ),
+        (["model=llama_debug"], [2]),
+        (["model=llama2_7b", "model.n_layers=20"], [20]),
+    ],
+)
+def test_traced_depths_differ_by_full_periods_of_the_model(words: list[str], depths: list[int]) -> None:
+    """Oracle: the table; the last depth and the model's differ by full periods."""
+    assert choose_depths(compose_config(words)) == depths
+
+
+@dataclass(frozen=True)
+class Figures:
+    """A replay's kinds of values."""
+
+    name: str
+    bytes: int
+    seconds: float
+    by_stream: dict[str, int] = field(default_factory=dict)
+    phases: tuple["Figures", ...] = ()
+
+
+def figures(n_layers: int) -> Figures:
+    inner = Figures("forward", 100 * n_layers, 2.0 * n_layers)
+    streams = {"compute": 5 + n_layers} | ({"late": n_layers - 4} if n_layers > 4 else {})
+    return Figures("step", 7 + 3 * n_layers, 0.5 + 0.25 * n_layers, streams, (inner, inner))
+
+
+def test_extrapolation_is_exact_for_linear_values() -> None:
+    """Oracle: the same linear formulas at that depth; a key missing at the shallow depth counts as zero."""
+    assert extrapolate(figures(4), figures(6), (4, 6), 32) == figures(32)

@@ -16,7 +16,7 @@ from fsdptoys.plan.search.advice import Advice
 from fsdptoys.plan.search.ranking import Candidate
 from fsdptoys.plan.search.search import Checked, SearchResult
 from fsdptoys.plan.text_report import advice_to_dict, print_command, print_prediction, print_search, search_to_dict
-from tests.plan.simulator.imagined import imagined_hardware
+from tests.plan.traced import imagined_hardware
 
 WORDS = ("model=llama2_7b", "train.seq_len=2048", "parallel.param_dtype=bfloat16")
 LEAN = ("train.batch_size=2", "memory.gradient_checkpointing=full", "memory.chunk_loss=true")

@@ -33,8 +33,7 @@ from fsdptoys.plan.trace.fake_device import registers_devices
 from fsdptoys.plan.trace.fake_tensors import MANY, Chunks, repeating_chunks
 from fsdptoys.plan.trace.op_costs import fuses_rms_norm
 from tests.plan.processes import run_tracer
-from tests.plan.simulator.imagined import imagined_hardware
-from tests.plan.traced import configured, live_bytes, traced
+from tests.plan.traced import configured, imagined_hardware, live_bytes, traced
 
 BF16 = "parallel.param_dtype=bfloat16"
 DIM, LAYERS, HEADS, KV_HEADS, HEAD_DIM, FFN, VOCAB, TOKENS = 256, 3, 4, 2, 64, 512, 1024, 512

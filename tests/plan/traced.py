@@ -1,17 +1,40 @@
-"""Traces of small models, each made in a process of its own."""
+"""Hardware with round numbers, for timelines by hand, and traces of small models, each made in a process of its own."""
 
+import dataclasses
 import functools
 from collections.abc import Sequence
 
 from fsdptoys.config.compose import compose_config
 from fsdptoys.config.schema import Config
-from fsdptoys.device.profile import Hardware
+from fsdptoys.device.profile import AttentionKind, Hardware, Quantity
 from fsdptoys.metrics.prediction import Category
 from fsdptoys.plan.simulator.events import Alloc, Free, Mark, Trace
 from fsdptoys.plan.trace.op_costs import matmul_workspace_bytes
 from fsdptoys.plan.trace.tracer import trace_here, trainer_program
 from tests.plan.processes import in_fresh_process
-from tests.plan.simulator.imagined import imagined_hardware
+
+ATTENTION = {"cuda": AttentionKind.flash, "npu": AttentionKind.npu, "cpu": AttentionKind.cpu}
+
+
+def imagined_hardware(device_type: str = "cuda", **values: float) -> Hardware:
+    """One FLOP/s, one byte a second everywhere, no latencies and no host time; two devices in a machine.
+
+    Args:
+        device_type: ``cuda``, ``npu`` or ``cpu``.
+        values: fields that differ.
+    """
+    numbers = {field.name: 1.0 for field in dataclasses.fields(Hardware) if field.type is Quantity}
+    numbers |= {name: 0.0 for name in numbers if name.endswith("_seconds")}
+    numbers |= {"devices_per_node": 2.0, "cpu_adam_parameters_per_second": 1.0} | values
+    return Hardware(
+        name="imagined",
+        title="Imagined",
+        device_type=device_type,
+        attention=ATTENTION[device_type],
+        matches=(),
+        peak_flops={"bfloat16": Quantity(1.0, "imagined"), "float32": Quantity(0.5, "imagined")},
+        **{name: Quantity(float(value), "imagined") for name, value in numbers.items()},  # type: ignore[arg-type]
+    )
 
 
 def configured(words: Sequence[str], world_size: int, device_type: str) -> Config:

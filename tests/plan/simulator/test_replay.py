@@ -1,4 +1,6 @@
-"""The replay's numbers by hand, and the time-dependent reuse of memory."""
+"""Timelines and the time-dependent reuse of memory by hand: one byte, one FLOP and one parameter take a second each."""
+
+from typing import Any
 
 import pytest
 
@@ -10,17 +12,159 @@ from fsdptoys.plan.simulator.events import (
     Collective,
     Event,
     Free,
+    HostWaitEvent,
     HostWaitStream,
+    HostWaitWorkers,
+    HostWork,
     Kernel,
     KernelKind,
     Mark,
     RecordEvent,
     RecordStream,
     Trace,
+    Transfer,
     WaitEvent,
 )
 from fsdptoys.plan.simulator.replay import Replay, replay
-from tests.plan.simulator.imagined import imagined_hardware
+from fsdptoys.plan.simulator.stream_clock import Clock
+from tests.plan.traced import imagined_hardware
+
+
+def compute(seconds: float, stream: int = 0) -> Kernel:
+    return Kernel("mm", stream, KernelKind.matmul, seconds, 0, "bfloat16")
+
+
+def gather(seconds: float, stream: int = 1, axis: str = "shard", stride: int = 1) -> Collective:
+    """Of two ranks: half of the bytes are sent."""
+    return Collective("all_gather", stream, round(2 * seconds), 2, stride, axis)
+
+
+def run(*events: Event, device_type: str = "cuda", **hardware: float) -> Clock:
+    clock = Clock(imagined_hardware(device_type, **hardware))
+    clock.begin_window()
+    for event in events:
+        clock.advance(event)
+    clock.end_window()
+    waits, kinds = clock.parts.waits.values(), clock.parts.kinds.values()
+    assert sum(waits) + sum(kinds) == pytest.approx(clock.now)
+    return clock
+
+
+def waits(clock: Clock) -> dict[str, float]:
+    return {cause.name: seconds for cause, seconds in clock.parts.waits.items() if seconds}
+
+
+TO_DEVICE = {"to_device": True, "blocking": False}
+TRANSFER_AND_UPDATE = [
+    compute(2),
+    RecordEvent(0, 0),
+    WaitEvent(0, 1),
+    Transfer(1, 3, to_device=False, blocking=True),
+    HostWork("adam", 0, 5, worker=False),
+    Transfer(2, 4, **TO_DEVICE),
+    RecordEvent(1, 2),
+    WaitEvent(1, 3),
+    gather(1, stream=3),
+    RecordEvent(2, 3),
+    WaitEvent(2, 0),
+    compute(1),
+]
+"""A copy down of 3 waits for compute of 2; the host then updates for 5, uploads for 4, and a gather of 1 follows: the
+compute stream is idle from 2 to 15."""
+UPDATES = [HostWork("adam", 0, 3, worker=True), HostWork("adam", 0, 4, worker=True)]
+GATHER_4 = [gather(4), RecordEvent(0, 1)]
+TIMELINES: dict[str, tuple[list[Event], float, dict[str, float]]] = {
+    "streams run concurrently": ([compute(10), gather(4)], 10, {}),
+    "a waiting stream starts when its event completes": (
+        [*GATHER_4, compute(1), WaitEvent(0, 0), compute(2)],
+        6,
+        {"communication": 3},
+    ),
+    "an event covers only work issued before it": (
+        [*GATHER_4, gather(4), WaitEvent(0, 0), compute(2)],
+        6,
+        {"communication": 4},
+    ),
+    "a wait for a completed event is free": ([RecordEvent(0, 1), compute(5), WaitEvent(0, 0), compute(1)], 6, {}),
+    "a final wait of the host counts": ([compute(1), gather(4), HostWaitStream(1)], 4, {"communication": 3}),
+    "idle time is attributed to its causes": (
+        TRANSFER_AND_UPDATE,
+        16,
+        {"transfer": 7, "host": 5, "communication": 1},
+    ),
+    "kernels of a communication stream count as communication": (
+        [gather(3), compute(2, stream=1), RecordEvent(0, 1), WaitEvent(0, 0), compute(1)],
+        6,
+        {"communication": 5},
+    ),
+    "a blocking copy stalls the host": (
+        [compute(2), Transfer(0, 3, to_device=False, blocking=True), compute(1)],
+        6,
+        {"transfer": 3},
+    ),
+    "worker threads run concurrently with the host": (
+        [*UPDATES, HostWaitWorkers(1), compute(1), HostWaitWorkers(2), compute(1)],
+        8,
+        {"host": 6},
+    ),
+}
+
+
+SLOW = {"host_operator_seconds": 2}
+HOSTS: dict[str, tuple[list[Event], float, dict[str, float], dict[str, Any]]] = {
+    "a cpu executes the kernels": ([compute(3), compute(3)], 10, {"host": 4}, {"device_type": "cpu"} | SLOW),
+    "a slow host issues operators 2 seconds apart": ([compute(1)] * 3, 7, {"host": 4}, SLOW),
+}
+AFTER_GATHER = (6, {"communication": 4, "host": 1}, {"host_operator_seconds": 1})
+HOSTS |= {
+    f"work after {wait} starts after the gather": ([*GATHER_4, wait, compute(1)], *AFTER_GATHER)
+    for wait in (HostWaitEvent(0), HostWaitStream(1), HostWaitStream(None))
+}
+ALL = {name: (*row, {}) for name, row in TIMELINES.items()} | HOSTS
+
+
+@pytest.mark.parametrize(("events", "end", "waiting", "hardware"), ALL.values(), ids=ALL)
+def test_timeline(events: list[Event], end: float, waiting: dict[str, float], hardware: dict[str, Any]) -> None:
+    """Oracle: computed by hand: the end, and the compute stream's waits by cause."""
+    clock = run(*events, **hardware)
+    assert (clock.now, waits(clock)) == (end, waiting)
+
+
+@pytest.mark.parametrize(
+    ("events", "tails"),
+    [
+        ([gather(4), gather(3, stream=2)], (4, 7)),
+        ([gather(4), gather(3, stream=2, axis="replicate", stride=2)], (4, 3)),
+        # Machines of two, so stride 2 is between machines only; each copy has 1 of latency.
+        ([Transfer(1, 3, **TO_DEVICE), Transfer(2, 3, **TO_DEVICE)], (4, 8)),
+        ([Transfer(1, 3, **TO_DEVICE), Transfer(2, 3, to_device=False, blocking=False)], (4, 4)),
+    ],
+    ids=["one group", "different links", "one direction", "opposite directions"],
+)
+def test_work_on_one_link_is_serialized(events: list[Event], tails: tuple[float, float]) -> None:
+    """Oracle: computed by hand: ends of the two streams."""
+    clock = run(*events, transfer_latency_seconds=1)
+    assert (clock.tail(1), clock.tail(2)) == tails
+
+
+def test_another_group_uses_gaps_of_a_shared_link() -> None:
+    """Oracle: by hand: the first gather waits until 5 and needs the link until 9; a later one of another group, of 3,
+    fits before it, one of 6 does not."""
+    before = [compute(5), RecordEvent(0, 0), WaitEvent(0, 1), gather(4, stream=1)]
+    assert run(*before, gather(3, stream=2, axis="world")).tail(2) == 3
+    assert run(*before, gather(6, stream=2, axis="world")).tail(2) == 15
+    assert run(*before, gather(3, stream=2)).tail(2) == 12  # of the same group: in order
+    assert run(gather(3, stream=3, axis="all"), *before, gather(3, stream=2, axis="world")).tail(2) == 12
+
+
+def test_volumes_add_up_by_collective_and_axis() -> None:
+    """Oracle: computed by hand: two gathers send half of 8 and of 4 bytes, an all-reduce of 6 sends 6."""
+    clock = run(gather(4), gather(2), Collective("all_reduce", 2, 6, 2, 2, "replicate"))
+    volumes = clock.parts.volumes
+    gathers, reduction = volumes["all_gather", "shard", 2], volumes["all_reduce", "replicate", 2]
+    assert (gathers.calls, gathers.bytes, gathers.seconds) == (2, 6, 6.0)
+    assert (reduction.calls, reduction.bytes, reduction.seconds) == (1, 6, 6.0)
+
 
 MIB = 2**20
 STREAMS = {0: "compute", 1: "all-gather"}
@@ -33,10 +177,6 @@ def replay_of(*events: Event, categories: dict[int, Category] | None = None, **h
 
 def block(number: int, mib: int, category: Category = Category.activations, stream: int = 0) -> Alloc:
     return Alloc(number, mib * MIB, stream, category)
-
-
-def compute(seconds: float) -> Kernel:
-    return Kernel("mm", 0, KernelKind.matmul, seconds, 0, "bfloat16")
 
 
 def test_phases_of_the_last_step_have_peak_end_and_categories() -> None:
