@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.checkpoint.series import make_series
+from tests.checkpoint.folders import make_series
 
 
 @pytest.fixture(scope="module")

@@ -19,7 +19,7 @@ from fsdptoys.checkpoint.manifest import to_json
 from fsdptoys.checkpoint.storage import LocalStorage
 from fsdptoys.errors import ConfigError
 from tests.checkpoint.disks import refusing
-from tests.checkpoint.series import check, copied, facts, make_series, refusal, resume, save
+from tests.checkpoint.folders import check, copied, facts, make_series, refusal, resume, save
 from tests.checkpoint.test_damages import SENTENCES, flip
 from tests.harness.processes import wait_until
 

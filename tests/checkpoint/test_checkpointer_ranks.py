@@ -16,7 +16,7 @@ from fsdptoys.checkpoint import Checkpoint, CheckpointConfig, Checkpointer, Form
 from fsdptoys.errors import ConfigError
 from scripts.ranks import run_ranks
 from tests.checkpoint.disks import refusing
-from tests.checkpoint.series import distributed, facts, full_tensors, make_series, own_facts, resume, whole
+from tests.checkpoint.folders import distributed, facts, full_tensors, make_series, own_facts, resume, whole
 from tests.checkpoint.test_damages import flip
 
 
@@ -94,11 +94,13 @@ def train_while_saving(folder: Path) -> None:
 def agree_on_a_failure(folder: Path) -> None:
     """A failed write of any file on the last rank leaves no files behind, and the next save succeeds."""
     last = dist.get_world_size() - 1
-    for name, rank in (("tensors-", last), ("rank-", last), ("manifest", 0), ("state", 0), ("tensors.json", 0)):
+    cases = [("tensors-", last, Form.sharded), ("rank-", last, Form.sharded)]
+    cases += [(name, 0, form) for name in ("manifest", "state", "tensors.json", "tensors-") for form in Form]
+    for name, rank, form in cases:
         for in_background in (False, True):
-            place = folder / f"{name} {in_background}"
+            place = folder / f"{name} {rank} {form.value} {in_background}"
             messages: list[str] = []
-            checkpoints = make(place, messages, async_save=in_background)
+            checkpoints = make(place, messages, async_save=in_background, form=form)
             assert save(checkpoints, 1) and checkpoints.finish()
             refuses = dist.get_rank() == rank
             with refusing(checkpoints._storage, "writing", f"/{name}[^/]*$", errno.EIO) if refuses else nullcontext():

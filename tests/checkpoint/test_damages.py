@@ -241,30 +241,21 @@ def test_damaged_folder_is_refused_in_one_sentence(case: str, folder: Path) -> N
     assert not (folder / "opened").exists()
 
 
-CHANGED = "or delete checksums.json if the file was changed on purpose"
-
-
-LIST_DAMAGED = rf"\{{}}/checksums.json is damaged: it does not list names, sizes and SHA-256; {AGAIN}"
+CHANGED = f"{AGAIN}, or delete checksums.json if the file was changed on purpose"
+LIST_DAMAGED = f"checksums.json is damaged: it does not list names, sizes and SHA-256; {AGAIN}"
+SUMS = r"is damaged: its SHA-256 is [0-9a-f]{12}…, and checksums.json says [0-9a-f]{12}…"
+SIZES = r"config.json is damaged: it holds \d+ bytes, and checksums.json says \d+"
 
 
 @pytest.mark.parametrize(
     ("damage", "is_size_changed", "sentence"),
     [
-        (
-            edit_bytes(lambda content: content[:-1] + bytes([content[-1] ^ 1])),
-            False,
-            rf"\{{}}/{THIRD} is damaged: its SHA-256 is [0-9a-f]{{12}}…, and checksums.json says [0-9a-f]{{12}}…; "
-            f"{AGAIN}, {CHANGED}",
-        ),
-        (
-            edit_bytes(lambda content: content + b" ", "config.json"),
-            True,
-            rf"\{{}}/config.json is damaged: it holds \d+ bytes, and checksums.json says \d+; {AGAIN}, {CHANGED}",
-        ),
+        (edit_bytes(lambda content: content[:-1] + bytes([content[-1] ^ 1])), False, f"{THIRD} {SUMS}; {CHANGED}"),
+        (edit_bytes(lambda content: content + b" ", "config.json"), True, f"{SIZES}; {CHANGED}"),
         (
             lambda folder: (folder / FIRST).unlink(),
             True,
-            rf"\{{}}/{FIRST} is missing, though checksums.json lists it; {AGAIN}",
+            f"{FIRST} is missing, though checksums.json lists it; {AGAIN}",
         ),
         (edit_json("checksums.json", files={"../x": {"bytes": 1, "sha256": ""}}), True, LIST_DAMAGED),
         (edit_json("checksums.json", files=["x"]), True, LIST_DAMAGED),
@@ -280,7 +271,7 @@ def test_checksums_identify_changed_files(damage: Damage, is_size_changed: bool,
         source.check(model)
     with pytest.raises(ConfigError) as refused:
         verify_checksums(source.path)
-    assert re.fullmatch(sentence, str(refused.value).replace(str(folder), "{}"))
+    assert re.fullmatch(f"{folder}/{sentence}", str(refused.value))
 
 
 def test_non_finite_values_are_reported(folder: Path) -> None:

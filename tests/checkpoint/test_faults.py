@@ -2,7 +2,6 @@
 
 import copy
 import errno
-import hashlib
 import itertools
 import os
 import shutil
@@ -54,20 +53,16 @@ def save(checkpoints: Checkpointer, step: int, value: float) -> bool:
     return checkpoints.save(step, tensors, {"value": value}, {"own": value})
 
 
-def contents(storage: Storage) -> dict[str, str]:
-    """Folder → sum of its files' names and bytes, of all that have a manifest."""
-    found = {}
-    for name in storage.names():
-        files = storage.names(name)
-        if "manifest.json" not in files:
-            continue
-        digest = hashlib.sha256()
-        for file in files:
-            with storage.reading(f"{name}/{file}") as opened:
-                content = opened.read()
-            digest.update(f"{file} {len(content)} ".encode() + content)
-        found[name] = digest.hexdigest()
-    return found
+def read(storage: Storage, path: str) -> bytes:
+    with storage.reading(path) as file:
+        return file.read()
+
+
+def contents(storage: Storage) -> dict[str, list[tuple[str, bytes]]]:
+    """Folder → names and bytes of its files, of all that have a manifest."""
+    files = {name: storage.names(name) for name in storage.names()}
+    complete = [name for name in files if "manifest.json" in files[name]]
+    return {name: [(file, read(storage, f"{name}/{file}")) for file in files[name]] for name in complete}
 
 
 def make_place(kind: str, folder: Path) -> Storage:
@@ -80,8 +75,8 @@ def copy_all(storage: Storage, to: Storage) -> None:
         for file in storage.names(name) or [""]:
             to.make(name if file else "")
             path = f"{name}/{file}".rstrip("/")
-            with storage.reading(path) as source, to.writing(path) as target:
-                target.write(source.read())
+            with to.writing(path) as target:
+                target.write(read(storage, path))
 
 
 def damage_newest(storage: Storage) -> None:
@@ -167,8 +162,8 @@ def test_no_single_os_error_loses_a_checkpoint(
             patch.setattr(keeper, "open_storage", lambda where: faulty)
             patch.setattr(choice, "open_storage", lambda where: faulty)
             messages, may_go, resumed = start(faulty)
-        left = set(contents(storage).values())
-        lost = [name for name, digest in whole.items() if digest not in left and name not in may_go]
+        left = contents(storage).values()
+        lost = [name for name, files in whole.items() if files not in left and name not in may_go]
         assert not lost, (faulty.refused, os.strerror(code), lost, messages, storage.names())
         # A missing checkpoint is skipped or cannot be restored; an unreadable one is never skipped.
         is_gone = code == errno.ENOENT or (lasting and prepared == "newest set aside")

@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import os
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -12,24 +13,22 @@ from safetensors.torch import load_file, save_file
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
-from fsdptoys.checkpoint import HuggingFaceFolder, open_init_from, verify_checksums
+from fsdptoys.checkpoint import HuggingFaceFolder, RunWeights, open_init_from, save_weights, verify_checksums
 from fsdptoys.cli.convert import training_words
 from fsdptoys.cli.main import main
 from fsdptoys.device import Device
 from fsdptoys.errors import ConfigError
-from fsdptoys.models import GPT2Config, LlamaConfig, ModelConfig
+from fsdptoys.models import GPT2Config, LlamaConfig, ModelConfig, whole
 from fsdptoys.models.rotary import RopeScaling
-from fsdptoys.parallel import DDPConfig, FSDP1Config, FSDP2Config, ParallelConfig, ParallelContext
+from fsdptoys.parallel import DDPConfig, FSDP1Config, FSDP2Config, ParallelConfig, ParallelContext, SingleConfig
 from fsdptoys.parallel.mesh import MeshConfig
 from scripts.ranks import run_ranks
 from tests.checkpoint.folders import build, build_empty, load, write
-from tests.checkpoint.test_damages import CONFIG, GPT2, THIRD, edit_bytes, make_folder
+from tests.checkpoint.test_damages import CONFIG, GPT2, SENTENCES, THIRD, edit_bytes, make_folder
+from tests.checkpoint.test_weights import FILE_BYTES, write_config
 from tests.models.families import SMALL
 from tests.oracle import import_transformers
 from tests.parallel.test_init_weights import status_bytes
-
-FILE_BYTES = 60_000
-"""Small enough for several files in every case."""
 
 TOKENS_BT = torch.arange(2 * 33).view(2, 33) % 96
 
@@ -131,32 +130,19 @@ def weights(tmp_path: Path) -> Path:
     return tmp_path / "weights"
 
 
-MADE = "with which the weights of model.init_from={} were made; set"
-
-
-@pytest.mark.parametrize(
-    ("changes", "sentence"),
-    [
-        ({"rope_theta": 500.0}, f"model.rope_theta=500.0 is not 10000.0, {MADE} model.rope_theta=10000.0"),
-        (
-            {"dim": 32, "tie_embeddings": True},
-            f"model.dim=32 is not 16, {MADE} model.dim=16 (fsdptoys convert from-hf {{}} lists the other 1 too)",
-        ),
-        ({"head_dim": 4}, f"model.head_dim=4 is not 8, {MADE} model.head_dim=8"),
-        (
-            {"rope_scaling": RopeScaling(factor=4.0, original_max_seq_len=8)},
-            f"model.rope_scaling.factor=4.0 is not 8.0, {MADE} model.rope_scaling.factor=8.0",
-        ),
-        ({"tie_embeddings": True}, f"model.tie_embeddings=true is not false, {MADE} model.tie_embeddings=false"),
-    ],
-    ids=["one key", "several keys", "implied key", "nested key", "switch"],
-)
-def test_weights_of_another_model_are_refused(changes: dict[str, Any], sentence: str, weights: Path) -> None:
+@pytest.mark.parametrize("row", SENTENCES["weights of other models"], ids=str)
+def test_weights_of_another_model_are_refused(row: dict[str, Any], tmp_path: Path) -> None:
     """Oracle: the expected message, for configurations whose weights may even have the same shapes."""
-    chosen = dataclasses.replace(CONFIG, init_from=str(weights), **changes)
+    make_folder(tmp_path / "weights")
+    make_folder(tmp_path / "gpt2", GPT2)
+    (tmp_path / "file").touch()
+    changes = {"init_from": "{}/weights"} | row["changes"]
+    if "rope_scaling" in changes:
+        changes["rope_scaling"] = RopeScaling(**changes["rope_scaling"])
+    changes["init_from"] = changes["init_from"].replace("{}", str(tmp_path))
     with pytest.raises(ConfigError) as refused:
-        open_init_from(chosen.build())
-    assert str(refused.value).replace(str(weights), "{}") == sentence
+        open_init_from(dataclasses.replace(CONFIG, **changes).build())
+    assert str(refused.value).replace(str(tmp_path), "{}") == row["says"]
 
 
 @pytest.mark.parametrize(
@@ -169,25 +155,6 @@ def test_settings_unrelated_to_weights_may_differ(changes: dict[str, Any], weigh
     for name, param in model.named_parameters():
         source.fill(param, name)
         assert torch.equal(param, written.get_parameter(name))
-
-
-def test_init_from_without_a_folder_of_the_family_is_refused(tmp_path: Path) -> None:
-    """Oracle: the expected messages."""
-    make_folder(tmp_path / "folder", GPT2)
-    (tmp_path / "file").touch()
-    expected = (
-        "where a folder in Hugging Face format is expected; name one that holds config.json and safetensors files"
-    )
-    for name, message in {
-        "nothing": f"model.init_from={{}}/nothing does not exist, {expected}",
-        "file": f"model.init_from={{}}/file is a file, {expected}",
-        "folder": "model=llama is of the family llama, and model.init_from={}/folder holds a gpt2 model; take the "
-        "settings of fsdptoys convert from-hf {}/folder",
-    }.items():
-        chosen = dataclasses.replace(CONFIG, init_from=str(tmp_path / name))
-        with pytest.raises(ConfigError) as refused:
-            open_init_from(chosen.build())
-        assert str(refused.value).replace(str(tmp_path), "{}") == message
 
 
 def test_damaged_folder_is_refused_before_workers_start(weights: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -248,28 +215,43 @@ def test_shards_equal_parts_of_the_full_parameters(case: str, tmp_path: Path) ->
     run_ranks(4, check_shards_of_full_parameters, config, tmp_path)
 
 
-def strategy_starts_from(parallel: ParallelConfig, config: ModelConfig, folder: Path) -> None:
-    expected = dict(build(config).named_parameters())
+def start_and_save(parallel: ParallelConfig, config: ModelConfig, folder: Path) -> None:
     parallel.resolve(deterministic=False)
-    strategy = parallel.build(ParallelContext(Device("cpu", 0), torch.distributed.get_rank(), 2, MeshConfig()))
+    rank, world_size = torch.distributed.get_rank(), torch.distributed.get_world_size()
+    strategy = parallel.build(ParallelContext(Device("cpu", 0), rank, world_size, MeshConfig()))
     with torch.device("meta"):
         model = config.build()
-    source = HuggingFaceFolder(folder)
+    source = HuggingFaceFolder(folder / "start")
     source.check(model)
     strategy.parallelize(model, source.fill)
-    parameters = dict(strategy.full_parameters())
-    assert set(parameters) == set(expected)
-    for name, param in parameters.items():
-        assert torch.equal(param, expected[name]), name
+    for expected in (nullcontext(), pytest.raises(ConfigError, match="is not empty, and nothing is written over")):
+        if rank > 0:
+            assert len(list(strategy.full_parameters())) > 0
+        else:
+            with expected:
+                save_weights(folder / "run" / "weights", strategy.full_parameters(), FILE_BYTES)
+    torch.distributed.barrier()
 
 
 @pytest.mark.parametrize("case", ["qwen3_moe", "llama3 scaled tied", "gpt2"])
-@pytest.mark.parametrize("parallel", [DDPConfig(), FSDP1Config(), FSDP2Config()], ids=lambda parallel: parallel.name)
-def test_every_strategy_starts_from_the_folders_weights(parallel: ParallelConfig, case: str, tmp_path: Path) -> None:
-    """Oracle: the written parameters."""
+@pytest.mark.parametrize(
+    ("parallel", "ranks"),
+    [(SingleConfig(), 1), (DDPConfig(), 2), (FSDP1Config(), 2), (FSDP2Config(), 2)],
+    ids=["single", "ddp", "fsdp1", "fsdp2"],
+)
+def test_every_strategy_saves_the_weights_of_the_folder_that_it_starts_from(
+    parallel: ParallelConfig, ranks: int, case: str, tmp_path: Path
+) -> None:
+    """Oracle: the written parameters; a write error on one rank leaves no other rank waiting."""
     config = with_odd_sizes(SMALL[case])
-    write(tmp_path, build(config))
-    run_ranks(2, strategy_starts_from, parallel, config, tmp_path)
+    model = build(config)
+    write(tmp_path / "start", model)
+    write_config(tmp_path / "run", config)
+    run_ranks(ranks, start_and_save, parallel, config, tmp_path)
+    weights = RunWeights(tmp_path / "run")
+    assert set(weights.tensors.stored) == {name for name, _ in model.named_parameters()}
+    for name, param in model.named_parameters():
+        assert torch.equal(weights.read(name, whole(tuple(param.shape))), param), name
 
 
 BIG: dict[str, ModelConfig] = {
