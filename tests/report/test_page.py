@@ -237,39 +237,18 @@ def test_dollar_signs_in_names_are_not_rendered_as_math(wide: Loaded) -> None:
     assert wide.messages == []
 
 
-HEADINGS = [
-    "At a glance",
-    "Curves",
-    "Memory by category",
-    "Predicted and measured",
-    "Where the time goes",
-    "Starts and checkpoints",
-    "Settings",
-    "Environment",
-    "How the numbers are measured",
-]
-
-
-@needs_browser
-@pytest.mark.extended
-def test_run_page_draws_the_files_of_the_run(single: Loaded) -> None:
-    """Oracle: the text written into the run's files."""
-    assert [head.text_content() for head in single.page.locator("h2").all()] == HEADINGS
-    assert single.page.locator("#memory_timeline").count() == 1
-    assert "unigram entropy of the data: 3.244" in (single.page.locator("#plot-loss").text_content() or "")
-    assert column(single, "operators-table", 1) == ["aten::mm", "a|b"]
-    assert "An imagined device" in (single.page.locator("#environments").text_content() or "")
-
-
 def test_run_page_has_the_files_of_the_run(files: dict[str, list[Path]]) -> None:
     """Oracle: the text written into the run's files, in the page as written."""
     page = files["run"][0].read_text()
-    assert re.findall(r"<h2[^>]*>([^<]*)", page) == HEADINGS
+    assert re.findall(r"<h2[^>]*>([^<]*)", page) == [
+        "At a glance", "Curves", "Memory by category", "Predicted and measured", "Where the time goes",
+        "Starts and checkpoints", "Settings", "Environment", "How the numbers are measured",
+    ]  # fmt: skip
     assert page.count('id="memory_timeline"') == 1
     operators = page[page.index('id="operators-table"') :].split("</table>")[0]
     for text in ("aten::mm", "1,350", "12.50 ms", "a|b"):
         assert text in operators
-    assert "unigram entropy of the data" in page and "An imagined device" in page
+    assert "unigram entropy of the data: 3.244" in page and "An imagined device" in page
 
 
 def test_failed_and_skipped_rows_show_their_reasons(files: dict[str, list[Path]]) -> None:

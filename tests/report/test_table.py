@@ -291,11 +291,3 @@ def test_tables_of_one_run_and_of_none_render(tmp_path: Path) -> None:
     assert cells(table_of([killed])) == {"Run": ["b"], "Status": ["stopped"]}
     empty = table_of([], skipped=[Skipped({"a": "b"}, "no")])
     assert "skipped a=b: no" in printed(empty, 80) and to_csv(empty) == "run\n" and "- a=b: no" in to_markdown(empty)
-
-
-def test_columns_can_be_read_by_programs(two: list[Record]) -> None:
-    """Oracle: raw values in the unit of the column's name."""
-    columns = {column.name: column for column in table_of(two).everything}
-    assert columns["step_time_seconds"].values == pytest.approx([0.155, 0.145])
-    assert columns["predicted_memory_peak_gib"].values == [3.0, None]
-    assert all(len(column.cells) == 2 for column in columns.values())

@@ -16,8 +16,9 @@ from fsdptoys.report.live import follow
 from fsdptoys.train.heartbeat import HEARTBEATS_FOLDER, HeartbeatWriter
 from fsdptoys.utils.file_lock import LOCK_FILE, FolderLock
 from tests.harness.processes import wait_until
+from tests.metrics import recording
 
-STEP = StepMetrics(1, 5.5, 1.0, 1e-3, 0.5, 512, 1024.0, 0.1, None, None, None, None, 0.5, 0.75)
+STEP = replace(recording.STEP, step_time_seconds=0.5, tokens_per_second=1024.0)
 POLL = 0.02
 
 
