@@ -242,6 +242,9 @@ NO_KEY = (
 )
 
 
+NO_MODE = "WANDB_MODE=shared must be one of online, offline, disabled; unset it, or set metrics.wandb_mode=offline"
+
+
 @pytest.mark.parametrize(
     ("mode", "variables", "netrc", "sentence"),
     [
@@ -258,12 +261,7 @@ NO_KEY = (
         ("disabled", {}, "", None),
         (None, {"WANDB_MODE": "offline"}, "", None),
         (None, {"WANDB_MODE": "dryrun"}, "", None),
-        (
-            None,
-            {"WANDB_MODE": "shared"},
-            "",
-            "WANDB_MODE=shared must be one of online, offline, disabled; unset it, or set metrics.wandb_mode=offline",
-        ),
+        (None, {"WANDB_MODE": "shared"}, "", NO_MODE),
     ],
 )
 def test_going_online_needs_a_key(mode, variables, netrc, sentence, tmp_path) -> None:

@@ -27,7 +27,7 @@ JOBS = (
 """Strategy, checkpointing, chunked loss, step seconds, GiB reserved."""
 
 
-def device_steps(count: int, seconds: float, gib: float, shift: float = 0.0) -> list[StepMetrics]:
+def device_steps(count: int, seconds: float, gib: float) -> list[StepMetrics]:
     """Steps of which the first two are slow and every 97th slightly slow, with a falling, noisy loss."""
     steps = []
     for n in range(1, count + 1):
@@ -36,7 +36,7 @@ def device_steps(count: int, seconds: float, gib: float, shift: float = 0.0) -> 
             dataclasses.replace(
                 GPU_STEP,
                 step=n,
-                loss=2 + 6 / (1 + n / 40) + 0.05 * math.sin(n * 1.7) + shift,
+                loss=2 + 6 / (1 + n / 40) + 0.05 * math.sin(n * 1.7),
                 grad_norm=1 + 10 / n,
                 learning_rate=1e-3 * min(1, n / 50),
                 step_time_seconds=time,
@@ -63,30 +63,22 @@ def device_prediction(seconds: float, gib: float) -> Prediction:
     return Prediction("traced", "imagined", 8, 65536, 1e14, 1e15, memory, time)
 
 
-def write_device_sweep(path: Path, steps: int = 120) -> Path:
+def write_device_sweep(path: Path) -> Path:
     """A sweep of six finished jobs, one of them without a prediction, two unfinished jobs, and a skipped
     combination.
     """
     jobs = []
     for number, (strategy, checkpointing, chunk, seconds, gib) in enumerate(JOBS, 1):
-        varied = {
-            "parallel": strategy,
+        settings = {
+            "parallel.name": strategy,
             "memory.gradient_checkpointing": checkpointing,
-            "memory.chunk_loss": str(chunk).lower(),
+            "memory.chunk_loss": chunk,
         }
+        varied = {key.removesuffix(".name"): str(value).lower() for key, value in settings.items()}
         jobs.append(Job(f"{number:02}", (), varied, f"print {number}", JobStatus.done, 0))
-        write_run(
-            path / "jobs" / jobs[-1].name / "run",
-            device_steps(steps, seconds, gib),
-            {
-                "parallel.name": strategy,
-                "memory.gradient_checkpointing": checkpointing,
-                "memory.chunk_loss": chunk,
-                "train.steps": steps,
-            },
-            DEVICE,
-            prediction=None if number == 3 else device_prediction(seconds, gib),
-        )
+        prediction = None if number == 3 else device_prediction(seconds, gib)
+        steps = device_steps(120, seconds, gib)
+        write_run(path / "jobs" / jobs[-1].name / "run", steps, settings, DEVICE, prediction=prediction)
     more = {"parallel": "ddp", "memory.gradient_checkpointing": "none"}
     reason = f"the memory of the cuda device ran out on rank 0 {HOSTILE}"
     jobs.append(Job("07", (), {**more, "memory.chunk_loss": "false"}, "print 7", JobStatus.out_of_memory, 1, reason))
