@@ -71,18 +71,18 @@ def test_file_changed_in_its_middle_is_named_on_resume(write: Writer, tmp_path: 
 
 
 @pytest.mark.parametrize("write", KINDS)
-def test_moved_data_and_checkpoints_without_digests_resume(write: Writer, tmp_path: Path) -> None:
+def test_moved_data_and_checkpoints_without_digests_resume(
+    write: Writer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Oracle: the number of samples seen; modification times and locations of files do not matter."""
     (tmp_path / "placed").mkdir()
-    config, path = write(tmp_path / "placed")
+    monkeypatch.chdir(tmp_path / "placed")
+    config, path = write(Path())
     stream = open_stream(config.build(16, 256, 0))
     stream.next_step()
     os.utime(path, (0, 0))
     shutil.copytree(tmp_path / "placed", tmp_path / "moved")
-    if isinstance(config, PreparedConfig):
-        config.folder = str(tmp_path / "moved" / "tokens")
-    elif isinstance(config, (BinConfig, TextConfig)):
-        config.files = [name.replace("/placed/", "/moved/") for name in config.files]
+    monkeypatch.chdir(tmp_path / "moved")
     for forgotten in ([], ["files"]):
         again = open_stream(config.build(16, 256, 0))
         again.load_state_dict({name: value for name, value in stream.state_dict().items() if name not in forgotten})

@@ -6,10 +6,11 @@ import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from fsdptoys.data import HFConfig, PreparedConfig
+from fsdptoys.data import HFConfig, PreparedConfig, dataset_index
 from fsdptoys.data.packing import Packing
 from fsdptoys.data.prepare import prepare_folder
 from fsdptoys.data.shard_writer import PROGRESS_FILE, ShardsWriter
@@ -17,18 +18,20 @@ from fsdptoys.errors import ConfigError
 from tests.data.test_prepare import contents, documents, save_tokenizer, write_lines
 from tests.data.test_prepare import request as make_request
 
+Damage = Callable[[Path], object]
+
 DEEP = b"[" * 200_000
 
 
-def write(name: str, content: bytes) -> Callable[[Path], object]:
+def write(name: str, content: bytes) -> Damage:
     return lambda folder: (folder / name).write_bytes(content)
 
 
-def cut(name: str) -> Callable[[Path], object]:
+def cut(name: str) -> Damage:
     return lambda folder: os.truncate(folder / name, (folder / name).stat().st_size // 2)
 
 
-def edit(**changes: object) -> Callable[[Path], object]:
+def edit(**changes: object) -> Damage:
     def change(folder: Path) -> None:
         tree = json.loads((folder / "index.json").read_text()) | changes
         (folder / "index.json").write_text(json.dumps(tree))
@@ -36,7 +39,7 @@ def edit(**changes: object) -> Callable[[Path], object]:
     return change
 
 
-def replace_by(make: Callable[[Path], object], name: str = "index.json") -> Callable[[Path], object]:
+def replace_by(make: Damage, name: str = "index.json") -> Damage:
     def change(folder: Path) -> None:
         (folder / name).unlink()
         make(folder / name)
@@ -44,7 +47,7 @@ def replace_by(make: Callable[[Path], object], name: str = "index.json") -> Call
     return change
 
 
-DAMAGES: dict[str, Callable[[Path], object]] = {
+DAMAGES: dict[str, Damage] = {
     "index emptied": write("index.json", b""),
     "index truncated": cut("index.json"),
     "index of noise": write("index.json", os.urandom(5000)),
@@ -63,7 +66,7 @@ DAMAGES: dict[str, Callable[[Path], object]] = {
 }
 
 
-PLAN_DAMAGES: dict[str, Callable[[Path], object]] = {
+PLAN_DAMAGES: dict[str, Damage] = {
     "empty": write("plan.json", b""),
     "deep": write("plan.json", DEEP),
     "of another kind": write("plan.json", b"[]"),
@@ -127,9 +130,7 @@ def test_damaged_folder_in_a_cache_is_prepared_again(
 
 
 @pytest.mark.parametrize("damage", DAMAGES.values(), ids=DAMAGES.keys())
-def test_damaged_user_folder_is_named_and_left_unchanged(
-    damage: Callable[[Path], object], lines: Path, tmp_path: Path
-) -> None:
+def test_damaged_user_folder_is_named_and_left_unchanged(damage: Damage, lines: Path, tmp_path: Path) -> None:
     """Oracle: a sentence with the path and ``prepare``; the names of files stay."""
     folder = tmp_path / "tokens"
     prepare_folder(make_request(folder, lines))
@@ -142,39 +143,30 @@ def test_damaged_user_folder_is_named_and_left_unchanged(
     assert sorted(tmp_path.rglob("*")) == before
 
 
+@pytest.mark.parametrize(
+    ("owner", "function", "suffix", "code", "says"),
+    [
+        (dataset_index, "read_regular", ".json", errno.EACCES, r"\(Permission denied\); change its permissions"),
+        (Path, "stat", ".bin", errno.EIO, r"\(.*\.bin: Input/output error\)"),
+    ],
+    ids=["index", "shard"],
+)
 def test_unreadable_cache_folder_is_not_replaced(
-    cached: tuple[HFConfig, Path], monkeypatch: pytest.MonkeyPatch
+    owner: Any, function: str, suffix: str, code: int, says: str, cached: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Oracle: the expected message, which names the folder: a system error does not prove damage."""
+    """Oracle: the expected message and the unchanged folder; a system error proves no damage and no gap."""
     config, folder = cached
+    before, original = contents(folder), getattr(owner, function)
 
-    def refuse(path: Path, most: int) -> bytes:
-        raise PermissionError(13, "Permission denied", str(path))
+    def refuse(path: Path, *args: Any, **options: Any) -> Any:
+        if path.suffix == suffix:
+            raise OSError(code, os.strerror(code), str(path))
+        return original(path, *args, **options)
 
-    monkeypatch.setattr("fsdptoys.data.dataset_index.read_regular", refuse)
-    with pytest.raises(ConfigError, match=rf"^{folder} cannot be read \(Permission denied\); change its permissions"):
+    with monkeypatch.context() as patch, pytest.raises(ConfigError, match=rf"^{folder} cannot be read {says}"):
+        patch.setattr(owner, function, refuse)
         config.prepare(16, 256)
-    assert folder.is_dir()
-
-
-def test_io_error_at_a_shard_does_not_count_as_a_missing_shard(
-    cached: tuple[HFConfig, Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Oracle: the expected message and the unchanged folder, for an I/O error of a single shard."""
-    config, folder = cached
-    before = sorted(path.name for path in folder.iterdir())
-    look = Path.stat
-
-    def refuse(path: Path, **options: bool) -> os.stat_result:
-        if path.suffix == ".bin":
-            raise OSError(errno.EIO, "Input/output error", str(path))
-        return look(path, **options)
-
-    monkeypatch.setattr(Path, "stat", refuse)
-    with pytest.raises(ConfigError, match=rf"^{folder} cannot be read \(.*\.bin: Input/output error\)"):
-        config.prepare(16, 256)
-    monkeypatch.undo()
-    assert sorted(path.name for path in folder.iterdir()) == before
+    assert contents(folder) == before
 
 
 def test_damaged_cache_folder_does_not_hide_the_tokenizer_of_another(lines: Path, tmp_path: Path) -> None:

@@ -16,14 +16,7 @@ from tests.data.test_prepare import request
 pytest.importorskip("tokenizers")
 
 BASE: dict[str, Any] = {
-    "version": "1.0",
-    "truncation": None,
-    "padding": None,
-    "added_tokens": [],
-    "normalizer": None,
     "pre_tokenizer": {"type": "Whitespace"},
-    "post_processor": None,
-    "decoder": None,
     "model": {"type": "WordLevel", "vocab": {"a": 0, "</s>": 1}, "unk_token": "[UNK]"},
 }
 RETRIES = {"type": "Split", "pattern": {"Regex": "(a+)+(?<!b)$"}, "behavior": "Isolated", "invert": False}

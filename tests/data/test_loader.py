@@ -22,8 +22,6 @@ from tests.harness.processes import wait_until
 
 LAYOUT = {"batch_size": 3, "microbatches": 2, "ranks": range(1, 3), "data_ranks": 4, "seed": 7}
 
-needs_proc = pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="needs /proc")
-
 
 def open_stream(path: Path, workers: int) -> BatchStream:
     """Ranks 1 and 2 of 4, with 24 of 100 samples a step, so that epochs end within steps."""
@@ -121,44 +119,32 @@ def test_worker_errors_equal_those_without_workers(in_worker_process):
     assert with_workers == without and "fewer than the 1001 bytes" in without
 
 
-def run_script(folder: Path, script: str, *words: str) -> list[str]:
-    """Write a script that finds the package, and return the command that runs it."""
-    path = folder / "script.py"
-    path.write_text(f"import sys\nsys.path.insert(0, {str(ROOT)!r})\n{script}")
-    return [sys.executable, str(path), *words]
-
-
 SCRIPT = """
 import signal, sys
 from fsdptoys.data import BatchStream, SyntheticConfig
 
-def main():
-    global stream  # still there when the interpreter ends
-    received = []
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
-        signal.signal(number, lambda number, frame: received.append(number))
-    stream = BatchStream(SyntheticConfig().build(8, 32, 0).train, 2, 1, range(1), 1, 0, workers=2)
+received = []
+for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
+    signal.signal(number, lambda number, frame: received.append(number))
+stream = BatchStream(SyntheticConfig().build(8, 32, 0).train, 2, 1, range(1), 1, 0, workers=2)
+stream.next_step()
+print("begun", flush=True)
+while len(set(received)) < 3:
     stream.next_step()
-    print("begun", flush=True)
-    while len(set(received)) < 3:
-        stream.next_step()
-    for _ in range(50):
-        stream.next_step()
-    print("still here after", sorted(set(received)), flush=True)
-    if sys.argv[1] == "killed":
-        sys.stdin.read()
-
-if __name__ == "__main__":
-    main()
+for _ in range(50):
+    stream.next_step()
+print("still here after", sorted(set(received)), flush=True)
+if sys.argv[1] == "killed":
+    sys.stdin.read()
 """
 
 
-@needs_proc
+@pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="needs /proc")
 @pytest.mark.parametrize("end", ["exit", "killed"])
-def test_workers_survive_signals_and_end_with_their_rank(end, tmp_path):
+def test_workers_survive_signals_and_end_with_their_rank(end):
     """Oracle: all processes of the rank's group receive the signals and training continues; none is left at the end."""
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
-    rank = subprocess.Popen(run_script(tmp_path, SCRIPT, end), **pipes, start_new_session=True)
+    rank = subprocess.Popen([sys.executable, "-c", SCRIPT, end], **pipes, cwd=ROOT, start_new_session=True)
     try:
         assert rank.stdout is not None and rank.stdout.readline() == "begun\n"
         assert len(living_in_group(rank.pid)) >= 4, "the rank, the server and two workers"
@@ -180,13 +166,12 @@ SMALL_SHARED_MEMORY = """
 from fsdptoys.data import BatchStream, SyntheticConfig
 from fsdptoys.errors import ConfigError
 
-if __name__ == "__main__":
-    stream = BatchStream(SyntheticConfig().build(8192, 32, 0).train, 16, 1, range(1), 1, 0, workers=1)
-    try:
-        stream.next_step()
-    except ConfigError as mistake:
-        print(mistake)
-    stream.close()
+stream = BatchStream(SyntheticConfig().build(8192, 32, 0).train, 16, 1, range(1), 1, 0, workers=1)
+try:
+    stream.next_step()
+except ConfigError as mistake:
+    print(mistake)
+stream.close()
 """
 
 
@@ -194,12 +179,14 @@ if __name__ == "__main__":
 @pytest.mark.parametrize(
     ("size", "reason"), [("4k", "No space left on device"), ("1m", "[^\n]*No space left on device[^\n]*")]
 )
-def test_full_shared_memory_is_reported_in_one_sentence(size, reason, tmp_path):
+def test_full_shared_memory_is_reported_in_one_sentence(size, reason):
     """Oracle: the message alone, without space for a semaphore, and without space for a step of 2 MiB."""
-    mounted = ["unshare", "-m", "sh", "-c", f"mount -t tmpfs -o size={size} tmpfs /dev/shm && exec $0 $1"]
-    if subprocess.run([*mounted, "true", "x"], capture_output=True).returncode:
+    mounted = ["unshare", "-m", "sh", "-c", f'mount -t tmpfs -o size={size} tmpfs /dev/shm && exec "$@"', "sh"]
+    if subprocess.run([*mounted, "true"], capture_output=True).returncode:
         pytest.skip("no mounts here")
-    done = subprocess.run([*mounted, *run_script(tmp_path, SMALL_SHARED_MEMORY)], capture_output=True, text=True)
+    done = subprocess.run(
+        [*mounted, sys.executable, "-c", SMALL_SHARED_MEMORY], cwd=ROOT, capture_output=True, text=True
+    )
     assert re.fullmatch(
         rf"data\.workers=1 passes batches through /dev/shm, which takes no more \({reason}\); set data\.workers=0, or "
         r"give /dev/shm more memory \(docker run --shm-size\)\n",

@@ -5,6 +5,7 @@ import gzip
 import hashlib
 import json
 import os
+import pickle
 import signal
 import subprocess
 import sys
@@ -173,6 +174,26 @@ def test_partial_results_of_another_request_are_discarded(tmp_path):
     for out in ("out", "fresh"):
         prepare_folder(request(tmp_path / out, tmp_path / "a.jsonl", eval_fraction=0.2))
     assert contents(tmp_path / "out") == contents(tmp_path / "fresh")
+
+
+@pytest.mark.usefixtures("small_groups")
+def test_resume_with_unremovable_leftovers_gives_identical_bytes(tmp_path):
+    """Oracle: an uninterrupted run; a folder among the shards cannot be removed as a file."""
+    lines = write_lines(tmp_path / "a.jsonl", documents(100))
+    prepare_and_stop(request(tmp_path / "out", lines), 10)
+    (tmp_path / "out.part" / "thumbnails").mkdir()
+    for out in ("out", "fresh"):
+        prepare_folder(request(tmp_path / out, lines))
+    assert contents(tmp_path / "out") == contents(tmp_path / "fresh")
+
+
+def test_pickled_tokenizer_encodes_special_tokens_as_text(tmp_path):
+    """Oracle: the ids of the tokenizer before pickling, which spawned processes need."""
+    pytest.importorskip("tokenizers")
+    encoder = open_encoder(save_tokenizer(tmp_path / "tokenizer", None), None, "", "")
+    text = ["one <|endoftext|> two"]
+    ids, again = (each.encode(text)[0].tolist() for each in (encoder, pickle.loads(pickle.dumps(encoder))))
+    assert ids == again and encoder.document_end not in ids
 
 
 PAUSING = """

@@ -4,7 +4,6 @@ import errno
 import gzip
 import json
 import os
-import pickle
 import random
 import shlex
 import subprocess
@@ -16,49 +15,11 @@ from typing import Any
 import pytest
 
 from fsdptoys.cli.data import data_command
-from fsdptoys.data import (
-    HFConfig,
-    PreparedConfig,
-    TextConfig,
-    document_reader,
-    find_sources,
-    open_encoder,
-    prepare_folder,
-)
-from fsdptoys.data.document_reader import read_documents
+from fsdptoys.data import HFConfig, PreparedConfig, TextConfig, document_reader, find_sources, prepare_folder
 from fsdptoys.data.packing import Packing
 from fsdptoys.errors import ConfigError
 from tests.cli.test_place_mistakes import as_other_user
-from tests.data.test_prepare import (
-    contents,
-    documents,
-    prepare_and_stop,
-    read_split,
-    request,
-    save_tokenizer,
-    small_groups,  # noqa: F401  # a fixture
-    write_lines,
-)
-
-
-@pytest.mark.usefixtures("small_groups")
-def test_resume_with_unremovable_leftovers_gives_identical_bytes(tmp_path: Path) -> None:
-    """Oracle: an uninterrupted run; a folder among the shards cannot be removed as a file."""
-    lines = write_lines(tmp_path / "a.jsonl", documents(100))
-    prepare_and_stop(request(tmp_path / "out", lines), 10)
-    (tmp_path / "out.part" / "thumbnails").mkdir()
-    for out in ("out", "fresh"):
-        prepare_folder(request(tmp_path / out, lines))
-    assert contents(tmp_path / "out") == contents(tmp_path / "fresh")
-
-
-def test_pickled_tokenizer_encodes_special_tokens_as_text(tmp_path: Path) -> None:
-    """Oracle: the ids of the tokenizer before pickling, which spawned processes need."""
-    pytest.importorskip("tokenizers")
-    encoder = open_encoder(save_tokenizer(tmp_path / "tokenizer", None), None, "", "")
-    text = ["one <|endoftext|> two"]
-    ids, again = (each.encode(text)[0].tolist() for each in (encoder, pickle.loads(pickle.dumps(encoder))))
-    assert ids == again and encoder.document_end not in ids
+from tests.data.test_prepare import contents, documents, read_split, request, save_tokenizer, write_lines
 
 
 def test_file_names_need_not_be_valid_unicode(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -78,15 +39,13 @@ def test_file_names_need_not_be_valid_unicode(tmp_path: Path, capsys: pytest.Cap
 def test_folders_without_permission_are_reported_in_one_sentence(tmp_path: Path) -> None:
     """Oracle: the expected messages, of a folder of data and of files to prepare."""
     lines = write_lines(tmp_path / "a.jsonl", documents(9))
-    folder = str(tmp_path / "out")
-    prepare_folder(request(Path(folder), lines))
+    folder = tmp_path / "out"
+    prepare_folder(request(folder, lines))
+    sentence = r"cannot be read \(Permission denied\); change its permissions or name another"
     tmp_path.chmod(0)
     with as_other_user():
-        with pytest.raises(ConfigError) as caught:
-            PreparedConfig(folder=folder).validate(8, 256)
-        assert str(caught.value) == (
-            f"data.folder={folder} cannot be read (Permission denied); change its permissions or name another"
-        )
+        with pytest.raises(ConfigError, match=rf"^data\.folder={folder} {sentence}$"):
+            PreparedConfig(folder=str(folder)).validate(8, 256)
         with pytest.raises(ConfigError, match=r" does not exist; set FILE to files that do"):
             find_sources("FILE", [str(lines)])
     tmp_path.chmod(0o700)
@@ -125,9 +84,8 @@ def test_unreadable_data_is_not_reported_as_an_unwritable_cache(
 
     monkeypatch.setattr("fsdptoys.data.packing.read_ends", refuse)
     config = PreparedConfig(folder=folder, packing=Packing.best_fit, cache=str(tmp_path / "cache"))
-    with pytest.raises(ConfigError) as caught:
+    with pytest.raises(ConfigError, match=rf"^{folder} cannot be read \(Permission denied\); make it readable$"):
         config.prepare(16, 256)
-    assert str(caught.value) == f"{folder} cannot be read (Permission denied); make it readable"
 
 
 @pytest.mark.parametrize("offset", [300, *(pytest.param(offset, marks=pytest.mark.extended) for offset in (600, 8000))])
@@ -246,7 +204,7 @@ def test_unused_fields_and_lone_surrogates_are_accepted(tmp_path: Path) -> None:
     rows = ['{"text": "a", "n": 1' + "0" * 400 + "}", '{"text": "b\\ud800"}', '{"text": "c", "x": NaN}']
     (tmp_path / "a.jsonl").write_text("\n".join(rows))
     (source,) = find_sources("data.files", [str(tmp_path / "a.jsonl")])
-    assert [text for text, _ in read_documents("data.files", source, "text")] == ["a", "b\ud800", "c"]
+    assert [text for text, _ in document_reader.read_documents("data.files", source, "text")] == ["a", "b\ud800", "c"]
     assert prepare_folder(request(tmp_path / "out", tmp_path / "a.jsonl")).documents("train") == 3
 
 

@@ -87,20 +87,13 @@ def test_unigram_entropy_matches_the_mixture(tmp_path):
     assert mixed.unigram_entropy_nats == pytest.approx(entropy(0.75 * shares[0] + 0.25 * shares[1]))
 
 
-class Marked(NumberedSamples):
+def numbered(*counts: int) -> list[NumberedSamples]:
     """Samples numbered from 1000 times the source's number."""
-
-    def __init__(self, source: int, count: int) -> None:
-        super().__init__(count)
-        self.source = source
-
-    def __getitem__(self, index: int):
-        tokens, labels = super().__getitem__(index)
-        return tokens + 1000 * self.source, labels
+    return [NumberedSamples(count, first=1000 * source) for source, count in enumerate(counts)]
 
 
-def mixture(weights, sizes=(40, 7, 100), seed: int = 0) -> MixedSamples:
-    return MixedSamples([Marked(number, size) for number, size in enumerate(sizes[: len(weights)])], weights, seed)
+def mixture(weights, seed: int = 0) -> MixedSamples:
+    return MixedSamples(numbered(40, 7, 100)[: len(weights)], weights, seed)
 
 
 @pytest.mark.parametrize(
@@ -165,7 +158,7 @@ def test_streams_of_a_mixture_take_its_samples_in_order():
 )
 def test_held_out_samples_keep_the_proportions_until_a_source_ends(weights, sizes, length):
     """Oracle: each source's samples in their order; every start of the list has its share to within one sample."""
-    samples = MixedHeldOut([Marked(number, size) for number, size in enumerate(sizes)], weights)
+    samples = MixedHeldOut(numbered(*sizes), weights)
     numbers = [int(samples[index][0][0]) for index in range(len(samples))]
     assert len(numbers) == length
     for owner in (0, 1):

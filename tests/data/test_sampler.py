@@ -11,11 +11,12 @@ SEQ_LEN = 4
 
 
 class NumberedSamples:
-    """Every token of a sample is its number, so that batches show their samples."""
+    """Every token of a sample is its number, counted from ``first``, so that batches show their samples."""
 
-    def __init__(self, count: int, endless: bool = False) -> None:
+    def __init__(self, count: int, endless: bool = False, first: int = 0) -> None:
         self.count = count
         self.endless = endless
+        self.first = first
 
     def __len__(self) -> int:
         return self.count
@@ -23,7 +24,7 @@ class NumberedSamples:
     def __getitem__(self, index: int) -> tuple[np.ndarray, np.ndarray]:
         if not 0 <= index < self.count:
             raise IndexError(index)
-        return np.full(SEQ_LEN, index), np.full(SEQ_LEN, index + 1)
+        return np.full(SEQ_LEN, self.first + index), np.full(SEQ_LEN, self.first + index + 1)
 
 
 def take_numbers(stream: BatchStream, steps: int) -> list[int]:

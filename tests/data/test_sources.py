@@ -336,25 +336,32 @@ def text(folder: str = "x", seq_len: int = 8, seed: int = 0, **settings) -> str:
     return TextConfig([f"{folder}/**/*.txt"], **settings).build(seq_len, 256, seed).fingerprint
 
 
+WIDE = {"dtype": TokenDType.uint32}
+FOLDERS = {
+    "other content": {"a.txt": b"First document"},
+    "other size": {"a.txt": b"first document!"},
+    "other name": {"a.txt": b"", "z.txt": DOCUMENTS["a.txt"]},
+}
+CHANGES = {
+    synthetic: [{"seq_len": 9}, {"vocab_size": 33}, {"seed": 1}, {"branching": 4}, {"ragged": True}],
+    binary: [*({"files": files} for files in (["x/b.bin", "x/a.bin"], ["x/a.bin"])), {"eval_fraction": 0.5}, WIDE],
+    text: [{"seq_len": 9}, {"seed": 1}, {"eval_fraction": 0.25}, *({"folder": name} for name in FOLDERS)],
+}
+
+
 @pytest.mark.parametrize(
     ("fingerprint", "settings"),
     [
-        *((synthetic, settings) for settings in ({"seq_len": 9}, {"vocab_size": 33}, {"seed": 1}, {"branching": 4})),
-        (synthetic, {"ragged": True}),
-        *((binary, {"files": files}) for files in (["x/b.bin", "x/a.bin"], ["x/a.bin"])),
-        *((binary, settings) for settings in ({"eval_fraction": 0.5}, {"dtype": TokenDType.uint32})),
-        *((text, settings) for settings in ({"seq_len": 9}, {"seed": 1}, {"eval_fraction": 0.25})),
-        *((text, {"folder": folder}) for folder in ("content", "size", "name")),
+        pytest.param(kind, settings, id=f"{kind.__name__}-{settings}")
+        for kind, changes in CHANGES.items()
+        for settings in changes
     ],
-    ids=str,
 )
 def test_fingerprint_depends_on_everything_that_determines_the_samples(tmp_path, monkeypatch, fingerprint, settings):
     """Oracle: one change at a time; held-out files, and a second reading of the same files, change nothing."""
     monkeypatch.chdir(tmp_path)
-    changes = {"content": {"a.txt": b"First document"}, "size": {"a.txt": b"first document!"}}
-    changes["name"] = {"a.txt": b"", "z.txt": DOCUMENTS["a.txt"]}
-    for folder in ("x", *changes):
-        write_corpus(Path(folder), DOCUMENTS | changes.get(folder, {}))
+    for folder, changed in {"x": {}, **FOLDERS}.items():
+        write_corpus(Path(folder), DOCUMENTS | changed)
     for seed, name in enumerate("abc"):
         write_tokens(Path(f"x/{name}.bin"), 100, seed=seed)
     assert fingerprint() == fingerprint() != fingerprint(**settings)
