@@ -86,13 +86,6 @@ def test_summary_is_rendered_from_the_file(tmp_path: Path, resumes: bool, ending
     assert tree["steps"]["memory_peak_gib"] == GPU_STEP.memory_peak_gib and tree["steps"]["eval_loss"] is None
 
 
-def test_resumed_run_removes_the_results_of_the_previous_start(tmp_path: Path) -> None:
-    """Oracle: the file, moved with the other files of that start; a killed start leaves no results."""
-    record(tmp_path, sample=None)
-    record(tmp_path, resumes=True)
-    assert read_result(tmp_path) is None and read_result(tmp_path / "attempt-1") is not None
-
-
 @pytest.fixture(scope="module")
 def recorded(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """Record a run, and read its results as JSON."""

@@ -19,6 +19,7 @@ from tests.metrics.recording import ENVIRONMENT, ROUTING, STEP, open_recorder
 
 METRICS = Path("run/metrics.jsonl")
 SUMMARY = Path("run/summary.md")
+RESULTS = {"summary.md", "result.json"}
 TREE = {"optim": {"lr": 0.1}, "train": {"steps": 40}}
 
 
@@ -217,15 +218,16 @@ def test_unreadable_line_is_kept_and_reported(capsys):
     assert "10 of 40 steps; stopped" in out
 
 
-def test_resumed_run_has_no_summary_until_it_ends_again():
+def test_resumed_run_has_no_results_until_it_ends_again():
     """Oracle: the files of the folder, after a start that ended, in the next one, and after that one was killed."""
     with start() as recorder:
         offsets = record(recorder, 1, 3, save_after=3)
         recorder.finish("train.max_seconds=1 reached")
+    assert set(os.listdir("run")) >= RESULTS
     with start(ResumePoint(3, offsets, "step-3")) as recorder:
-        assert not SUMMARY.exists()
+        assert not RESULTS & set(os.listdir("run"))
         record(recorder, 4, 4)
-    assert not SUMMARY.exists()
+    assert not RESULTS & set(os.listdir("run"))
     assert steps_in("metrics.jsonl") == [1, 2, 3, 4]
 
 

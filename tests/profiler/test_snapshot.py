@@ -153,12 +153,6 @@ def test_page_lists_holders_of_memory_and_loads_no_resources():
     assert "Red: memory ran out." in page.text
 
 
-def test_empty_history_renders():
-    """Oracle: an allocator without requests."""
-    page = Page(render_snapshot({"segments": [], "device_traces": [[]]}, 0, "nothing", "a", "b"))
-    assert "Nothing is live." in page.text
-
-
 def test_thinning_of_many_events_keeps_the_peak():
     """Oracle: the height of the one allocation among 50,000 small ones."""
     trace = []

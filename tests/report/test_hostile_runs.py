@@ -12,11 +12,13 @@ import yaml
 from rich.console import Console
 
 from fsdptoys.cli.main import main
+from fsdptoys.errors import ConfigError
 from fsdptoys.report.live import follow
 from fsdptoys.report.page_parts import escape
 from fsdptoys.report.runs_table import Record, gather
 from fsdptoys.report.table import make_table
 from fsdptoys.report.table_export import to_csv, to_json, to_markdown
+from fsdptoys.sweep import JobStatus
 from tests.report.recorded_runs import run_of, write_run
 
 STEERING = re.compile(r"[^\n\t -~\u00a0-\ud7ff\ue000-\uffff]")
@@ -25,7 +27,11 @@ FILES = yaml.safe_load(Path(__file__).with_name("hostile_files.yaml").read_text(
 LONG = {"{deep}": "[" * 100_000, "{digits}": "9" * 400}
 
 
-def write_content(path: Path, text: str) -> None:
+def write_content(path: Path, text: str | None) -> None:
+    """Write a text, or remove the file."""
+    if text is None:
+        path.unlink()
+        return
     for name, long_text in LONG.items():
         text = text.replace(name, long_text)
     path.write_text(text, encoding="latin-1")
@@ -44,10 +50,14 @@ def check_others(folder: Path, output: str) -> None:
     """The other run is in the table and can be compared with itself; a sentence reports the damaged one."""
     table = make_table(gather([folder]))
     text = to_markdown(table) + to_csv(table) + to_json(table)
-    assert [record.name for record in table.records if record.run is not None] == ["good"]
-    assert output in " ".join(str(record.reason) for record in table.records if record.run is None)
+    bad, good = table.records
+    assert (bad.status, bad.run, good.status) == (JobStatus.failed, None, JobStatus.done)
+    assert good.run is not None and output in str(bad.reason)
+    assert str(bad.reason) in to_csv(table) + "\n".join(table.notes)
     assert not STEERING.search(text)
     assert main(["compare", str(folder / "good"), str(folder / "bad")]) == 2
+    with pytest.raises(ConfigError, match=output):
+        gather([folder / "bad"])
     # No process writes it, so following it ends.
     assert follow(folder / "bad", Console(file=io.StringIO()), poll_seconds=0.0) in (0, 1)
 
@@ -66,10 +76,11 @@ def row_of_bad(runs: Path) -> Record:
 
 
 @pytest.mark.parametrize(("name", "text"), FILES["required"])
-def test_run_with_a_damaged_file_is_listed_with_the_reason(runs: Path, name: str, text: str) -> None:
+def test_run_with_a_damaged_file_is_listed_with_the_reason(runs: Path, name: str, text: str | None) -> None:
     """Oracle: the other run, and a sentence that names the file."""
     write_content(runs / "bad" / name, text)
-    check_others(runs, f"{name} cannot be read" if name == "config.yaml" else name)
+    fault = "cannot be read" if text else "holds no settings"
+    check_others(runs, f"{name} {fault}" if name == "config.yaml" else name)
 
 
 @every_kind

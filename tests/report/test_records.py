@@ -13,7 +13,6 @@ from pathlib import Path
 import pytest
 
 from fsdptoys.config.schema import TrainConfig
-from fsdptoys.errors import ConfigError
 from fsdptoys.metrics import Console, MetricsConfig, ResumePoint, RunRecorder
 from fsdptoys.report.compare import compare_runs, open_run
 from fsdptoys.report.result_file import operators, read_ending, references
@@ -153,29 +152,6 @@ def test_current_folder_is_listed_by_its_name(tmp_path: Path, monkeypatch: pytes
     monkeypatch.chdir(write_run(tmp_path / "one", run_of(3)))
     collection = gather([Path()])
     assert (collection.title, collection.records[0].name) == ("one", "one")
-
-
-DAMAGE = [("environment.json", None), ("environment.json", '{"world'), ("config.yaml", "model: {"), ("config.yaml", "")]
-
-
-@pytest.mark.parametrize(("name", "text"), DAMAGE)
-def test_damaged_run_is_listed_with_its_reason_among_the_others(tmp_path: Path, name: str, text: str | None) -> None:
-    """Oracle: the other row is unchanged, and the sentence names the file; a run named explicitly is refused."""
-    sweep = sweep_in(tmp_path / "s1", "01", "02")
-    for path in (sweep.run_dir(sweep.jobs[0]), write_run(tmp_path / "runs/bad", run_of(3))):
-        (path / name).unlink()
-        if text is not None:
-            (path / name).write_text(text)
-    write_run(tmp_path / "runs/good", run_of(3))
-    for place in (sweep.path, tmp_path / "runs"):
-        collection = gather([place])
-        bad, good = collection.records
-        assert (bad.status, bad.run, good.status) == (JobStatus.failed, None, JobStatus.done)
-        assert good.run is not None and bad.reason is not None and name in bad.reason
-        table = make_table(collection)
-        assert bad.reason in to_csv(table) + "\n".join(table.notes)
-    with pytest.raises(ConfigError, match=name):
-        gather([tmp_path / "runs/bad"])
 
 
 def test_damaged_job_keeps_its_recorded_status_and_reason(tmp_path: Path) -> None:
