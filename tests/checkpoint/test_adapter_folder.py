@@ -23,6 +23,7 @@ from tests.models.test_families import build_oracle
 from tests.oracle import import_transformers
 
 TARGETS = ["q_proj", "k_proj", "v_proj", "o_proj", "up_proj"]
+OURS = dict.fromkeys(["llama3 scaled tied", "qwen3", "gpt2", "llama4"], TARGETS) | {"qwen3_moe": TARGETS[:4]}
 THEIRS = {"gpt2": ["attn.c_attn", "attn.c_proj", "c_fc"], "qwen3_moe": TARGETS[:4]}
 CASES = ["llama3 scaled tied", "qwen3", "gpt2", "qwen3_moe"]
 RANK, ALPHA = 4, 6.0
@@ -59,17 +60,13 @@ def write_own(path: Path, model: DecoderModel, adapters: dict[str, Tensor]) -> N
     write_adapter(path, adapters, model.config, rank=RANK, alpha=ALPHA, dropout=0.0)
 
 
-def our_targets(case: str) -> list[str]:
-    return TARGETS if case != "qwen3_moe" else TARGETS[:4]
-
-
 def with_peft(case: str, folder: Path) -> tuple[Any, Any, DecoderModel]:
     """The library peft, transformers' model, and ours with the same weights and adapters."""
     import_transformers()
     peft = pytest.importorskip("peft")
     base = build_oracle(SMALL[case])
     base.save_pretrained(folder / "base")
-    return peft, base, adapted(load(folder / "base"), our_targets(case))
+    return peft, base, adapted(load(folder / "base"), OURS[case])
 
 
 @pytest.mark.usefixtures("unmeasured")
@@ -86,7 +83,7 @@ def test_adapters_of_peft_compute_and_learn_the_same(case: str, tmp_path: Path) 
     )
     oracle = peft.get_peft_model(base, settings)
     oracle.save_pretrained(tmp_path / "theirs")
-    folder = fill(model, tmp_path / "theirs", our_targets(case))
+    folder = fill(model, tmp_path / "theirs", OURS[case])
     logits_BTV, oracle_logits_BTV = model(TOKENS_BT), oracle(input_ids=TOKENS_BT, use_cache=False).logits
     torch.testing.assert_close(logits_BTV, oracle_logits_BTV, rtol=1e-5, atol=1e-5)
     for each in (logits_BTV, oracle_logits_BTV):
@@ -95,8 +92,8 @@ def test_adapters_of_peft_compute_and_learn_the_same(case: str, tmp_path: Path) 
     def compare(read: str) -> None:
         """Convert their values to our names through a folder, like the adapters."""
         oracle.save_pretrained(tmp_path / read)
-        expected = adapted(model.config.build(), our_targets(case))
-        fill(expected, tmp_path / read, our_targets(case))
+        expected = adapted(model.config.build(), OURS[case])
+        fill(expected, tmp_path / read, OURS[case])
         ours, sums = dict(model.named_parameters()), dict[str, Tensor]()
         for name, other in expected.named_parameters():
             if not is_adapter(name):
@@ -123,7 +120,7 @@ def test_adapters_of_peft_compute_and_learn_the_same(case: str, tmp_path: Path) 
         # A large epsilon: where a gradient is rounding noise, AdamW would make it a step of full size.
         torch.optim.AdamW(params, lr=1e-2, eps=1e-3, weight_decay=0.1).step()
     compare("stepped")
-    assert folder.targets == sorted(our_targets(case))
+    assert folder.targets == sorted(OURS[case])
 
 
 @pytest.mark.usefixtures("unmeasured")
@@ -144,11 +141,11 @@ def test_peft_loads_our_adapters(case: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("case", [*CASES, "llama4"])
 def test_our_adapters_round_trip_bitwise(case: str, tmp_path: Path) -> None:
     """Oracle: the adapters before writing; merged into weights, the sum W + scale · B A."""
-    model = adapted(build(SMALL[case]), our_targets(case))
+    model = adapted(build(SMALL[case]), OURS[case])
     adapters = draw_adapters(model)
     write_own(tmp_path / "ours", model, adapters)
-    again = adapted(build(SMALL[case]), our_targets(case))
-    folder = fill(again, tmp_path / "ours", our_targets(case))
+    again = adapted(build(SMALL[case]), OURS[case])
+    folder = fill(again, tmp_path / "ours", OURS[case])
     for name, param in again.named_parameters():
         if is_adapter(name):
             assert torch.equal(param, adapters[name]), name

@@ -22,16 +22,7 @@ from fsdptoys.checkpoint.sharded_io import load_tensors, save_tensors
 from fsdptoys.checkpoint.storage import open_storage
 from fsdptoys.errors import ConfigError
 from tests.checkpoint.folders import check, check_tensors, copied, resume
-from tests.checkpoint.test_damages import (
-    SENTENCES,
-    Damage,
-    Hostile,
-    change_json,
-    edit_bytes,
-    edit_header,
-    edit_json,
-    flip,
-)
+from tests.checkpoint.test_damages import SENTENCES, Damage, Hostile, change_json, edit_bytes, edit_header, flip
 
 ONE, TWO, THREE = (f"step-0000000{step}" for step in (1, 2, 3))
 TENSORS = "tensors-00000.safetensors"
@@ -116,7 +107,7 @@ DAMAGES: dict[str, Damage] = {
     "a pipe as a file": link(f"{THREE}/state.json", None),
     "a link to another file": link(f"{THREE}/{TENSORS}", b"secret"),
     "a manifest with other spaces": change_json(MANIFEST, lambda tree: None),
-    "a newer format": edit_json(MANIFEST, format=2),
+    "a newer format": change_json(MANIFEST, lambda tree: tree.update(format=2)),
     "a renamed folder": rename_second,
     "a manifest that lists a path": forge(lambda files: files.update({"../x": FileSum(1, "0" * 64)})),
     "a manifest that lists an absolute path": forge(lambda files: files.update({"/etc/passwd": FileSum(1, "0" * 64)})),

@@ -159,17 +159,9 @@ def test_invalid_keys_of_the_configuration_are_refused(row: dict[str, Any], tmp_
     """Oracle: the expected message."""
     config = FAMILIES[row.get("family", "llama")]
     make_folder(tmp_path, config)
-    edit_json("config.json", **row["keys"])(tmp_path)
+    change_json("config.json", lambda tree: update(tree.get(row.get("below"), tree), row["keys"]))(tmp_path)
     (tmp_path / "checksums.json").unlink()
     assert refusal(tmp_path, config) == f"{{}}/config.json{row['says']}"
-
-
-@pytest.mark.parametrize("row", SENTENCES["rotary settings of folders"], ids=str)
-def test_invalid_rotary_settings_are_refused(row: dict[str, Any], folder: Path) -> None:
-    """Oracle: the expected message."""
-    edit_below("config.json", "rope_parameters", **row["keys"])(folder)
-    (folder / "checksums.json").unlink()
-    assert refusal(folder) == f"{{}}/config.json{row['says']}"
 
 
 def replace_by_pickle(folder: Path) -> None:

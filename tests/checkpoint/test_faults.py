@@ -293,8 +293,12 @@ def newest(storage: Storage, monkeypatch: pytest.MonkeyPatch) -> tuple[int, floa
     return found.step, values.pop()
 
 
-def check_next_saves(storage: Storage, found: tuple[int, float] | None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Check that saves succeed after the crash and that no leftovers of it remain."""
+def after_crash(
+    storage: Storage, allowed: list[tuple[int, float] | None], monkeypatch: pytest.MonkeyPatch
+) -> tuple[int, float] | None:
+    """Return the newest checkpoint; check that saves succeed after the crash and that no leftovers of it remain."""
+    found = newest(storage, monkeypatch)
+    assert found in allowed
     checkpoints = make_checkpoints(storage, monkeypatch)
     checkpoints.resume()
     step = 1 + (found[0] if found else 0)
@@ -302,6 +306,7 @@ def check_next_saves(storage: Storage, found: tuple[int, float] | None, monkeypa
     assert newest(storage, monkeypatch) == (step + 1, -2.0)
     names = [name for name in storage.names() if not name.endswith(".replaced-1")]
     assert names == ["latest", f"step-{step:08d}", f"step-{step + 1:08d}"]
+    return found
 
 
 # Earlier saves as (step, value), the save during the crash, and the possible checkpoints afterwards.
@@ -330,11 +335,7 @@ def test_kill_at_any_operation_preserves_the_newest_checkpoint(
         checkpoints = make_checkpoints(ending_storage(LocalStorage(str(place)), moment, kill_self), monkeypatch)
         code = in_child(save_and_check, checkpoints, *saving)
         assert code in (0, -signal.SIGKILL)
-        storage = LocalStorage(str(place))
-        found = newest(storage, monkeypatch)
-        assert found in allowed, (moment, found)
-        outcomes.append(found)
-        check_next_saves(storage, found, monkeypatch)
+        outcomes.append(after_crash(LocalStorage(str(place)), allowed, monkeypatch))
         if code == 0:
             break
     _check_outcomes(outcomes, allowed)
@@ -365,12 +366,8 @@ def test_power_loss_at_any_operation_preserves_the_newest_checkpoint(
             with suppress(PowerLoss):
                 done = save(make_checkpoints(ending_storage(disk, moment, lose_power), monkeypatch), *saving)
                 assert done
-            disk = disk.after_power_loss(keeps, seed + 10 * moment)
-            found = newest(disk, monkeypatch)
-            assert found in allowed, (moment, found)
-            assert not done or found == saving
-            outcomes.append(found)
-            check_next_saves(disk, found, monkeypatch)
+            outcomes.append(after_crash(disk.after_power_loss(keeps, seed + 10 * moment), allowed, monkeypatch))
+            assert not done or outcomes[-1] == saving
             if done:
                 break
     if keeps != "any":
