@@ -65,13 +65,14 @@ class Host:
         _succeed(libc.mount(None, b"/", None, MS_REC | MS_PRIVATE, None))
         _succeed(libc.mount(os.fsencode(self.names), b"/etc/hosts", None, MS_BIND, None))
 
-    def cut_off(self) -> None:
+    @contextmanager
+    def cut_off(self) -> Iterator[None]:
         """Drop every packet from and to this host; its network card stays up."""
         _ip("-n", self.switch, "link", "set", self.port, "nomaster")
-
-    def join(self) -> None:
-        """Restore the network."""
-        _ip("-n", self.switch, "link", "set", self.port, "master", "bridge")
+        try:
+            yield
+        finally:
+            _ip("-n", self.switch, "link", "set", self.port, "master", "bridge")
 
 
 def missing_requirement() -> str | None:
@@ -105,7 +106,9 @@ def connected_hosts(count: int, folder: Path) -> Iterator[list[Host]]:
         Host(name, address, f"fsdptoys-{os.getpid()}-{name}", switch, f"port{index}", names)
         for index, (name, address) in enumerate(addresses.items())
     ]
-    with _namespaces([switch, *(host.network for host in hosts)]):
+    with contextlib.ExitStack() as namespaces:
+        for name in (switch, *(host.network for host in hosts)):
+            namespaces.enter_context(_namespace(name))
         _ip("-n", switch, "link", "add", "bridge", "type", "bridge")
         _ip("-n", switch, "link", "set", "bridge", "up")
         for host in hosts:
@@ -115,15 +118,6 @@ def connected_hosts(count: int, folder: Path) -> Iterator[list[Host]]:
             _ip("-n", host.network, "link", "set", CARD, "up")
             _ip("-n", host.network, "link", "set", "lo", "up")
         yield hosts
-
-
-@contextmanager
-def _namespaces(names: Sequence[str]) -> Iterator[None]:
-    if not names:
-        yield
-        return
-    with _namespace(names[0]), _namespaces(names[1:]):
-        yield
 
 
 @contextmanager
@@ -262,12 +256,9 @@ def test_run_survives_a_temporary_network_loss_of_a_host(
     have given up a collective of that step after launch.timeout_seconds, and then come again."""
     with on_hosts(hosts, launcher(PORT + 1, timeout_seconds, "launch.max_restarts=2"), tmp_path) as runs:
         wait_for_gate(runs, tmp_path)
-        hosts[1].cut_off()
-        try:
+        with hosts[1].cut_off():
             open_gate()
             wait_while_running(runs, lambda: all("restarting (1 of 2)" in run.output for run in runs), "two restarts")
-        finally:
-            hosts[1].join()
         results = [run.result() for run in runs]
     assert [status for status, _ in results] == [0, 0], results
     assert any(f"timed out (launch.timeout_seconds={timeout_seconds:g})" in output for _, output in results)
@@ -281,12 +272,9 @@ def test_permanent_network_loss_ends_the_run_with_the_reason(
     """Oracle: without restarts both end with status 1 and the reason, also the one that cannot reach the other."""
     with on_hosts(hosts, launcher(PORT + 2, timeout_seconds), tmp_path) as runs:
         wait_for_gate(runs, tmp_path)
-        hosts[1].cut_off()
-        try:
+        with hosts[1].cut_off():
             open_gate()
             results = [run.result() for run in runs]
-        finally:
-            hosts[1].join()
     assert [status for status, _ in results] == [1, 1], results
     assert any(f"timed out (launch.timeout_seconds={timeout_seconds:g})" in output for _, output in results)
     for _, output in results:

@@ -3,6 +3,7 @@
 import weakref
 from collections import deque
 from dataclasses import dataclass, field
+from functools import partialmethod
 from typing import Any
 
 import pytest
@@ -87,14 +88,6 @@ class Perverse(Transfers):
         self.eager = eager
         self.queues: dict[str, deque[Copy]] = {"load": deque(), "store": deque()}
 
-    def load(self, target: Tensor, source: Tensor, after: Any) -> Copy:
-        """Issue a copy on the loading stream."""
-        return self._issue(Copy("load", target, source, list(after)))
-
-    def store(self, target: Tensor, source: Tensor, after: Any) -> Copy:
-        """Issue a copy on the storing stream."""
-        return self._issue(Copy("store", target, source, list(after)))
-
     def wait(self, event: Copy | None) -> None:
         """Make a copy, after the earlier ones in its stream and those that it must follow."""
         while event is not None and event in self.queues[event.stream]:
@@ -103,15 +96,16 @@ class Perverse(Transfers):
                 self.wait(earlier)
             copy.target.copy_(copy.source)
 
-    def wait_on_host(self, event: Copy | None) -> None:
-        """Make a copy."""
-        self.wait(event)
-
-    def _issue(self, copy: Copy) -> Copy:
-        self.queues[copy.stream].append(copy)
-        if copy.stream in self.eager:
+    def _issue(self, stream: str, target: Tensor, source: Tensor, after: Any) -> Copy:
+        copy = Copy(stream, target, source, list(after))
+        self.queues[stream].append(copy)
+        if stream in self.eager:
             self.wait(copy)
         return copy
+
+    wait_on_host = wait
+    load = partialmethod(_issue, "load")  # type: ignore[assignment]
+    store = partialmethod(_issue, "store")  # type: ignore[assignment]
 
 
 @pytest.mark.usefixtures("unmeasured")

@@ -26,6 +26,7 @@ from fsdptoys.plan.simulator.events import Alloc, Free
 from fsdptoys.plan.trace import tracing_process
 from fsdptoys.plan.trace.op_costs import fuses_rms_norm
 from fsdptoys.utils.torchao import torchao_fault
+from tests.plan.traced import configured
 
 needs_torchao = pytest.mark.skipif(torchao_fault() is not None, reason=f"torchao {torchao_fault()}")
 extended = pytest.mark.extended
@@ -224,8 +225,7 @@ def test_kept_activations_of_a_llama_block(kind: AttentionKind | str, kernels: s
     kind = AttentionKind(kind)
     device_type = "npu" if kernels == "npu" else "cuda"
     words = [f"kernels.{operation}={kernels or 'torch'}" for operation in ("rms_norm", "rotary", "swiglu")]
-    config = compose_config([*LLAMA, "train.batch_size=1", *words])
-    config.validate(8, device_type)
+    config = configured([*LLAMA, "train.batch_size=1", *words], 8, device_type)
     with torch.device("meta"):
         model = config.model.build()
     (block,) = {id(block): block for block in segments_of(config, model, kind)[1:-1]}.values()
@@ -273,13 +273,11 @@ def test_compiled_blocks_are_planned_with_fused_kernels() -> None:
 def test_layout_mode_is_planned_like_the_default_mode(words: tuple[str, ...]) -> None:
     """Oracle: the same run in the default mode, with the same kernels and optimizer, on a device that prefers
     deterministic attention; reductions in float64 take longer. And the caveat on float64 tensors."""
-    small = ["experiment=null", "model=llama_debug", "train.seq_len=512", "train.batch_size=1"]
+    small = ["model=llama_debug", "train.seq_len=512", "train.batch_size=1"]
     small += ["optim.implementation=foreach", *words]
 
     def predict(*more: str) -> Prediction:
-        config = compose_config([*small, *more])
-        config.validate(8, "cuda")
-        return closed_form(config, _hardware("a100"), 8)
+        return closed_form(configured([*small, *more], 8, "cuda"), _hardware("a100"), 8)
 
     split = ["train.slices=2"] if "mesh.tp_size=2" in words else []
     layout = predict("train.deterministic=layout", *split)
@@ -346,8 +344,7 @@ def test_units_by_class_and_by_size_are_gathered_twice_and_reduced_once(words: s
     The peak holds the gathered root beside the shards of parameters and states.
     """
     given = ["model=llama3_1b", "model.n_layers=4", f"parallel={strategy}", f"parallel.{words}", "train.seq_len=128"]
-    config = compose_config([*given, BF16])
-    config.validate(8, "cuda")
+    config = configured([*given, BF16], 8, "cuda")
     prediction = closed_form(config, _hardware("h100"), 8)
     calls = {volume.collective: volume.calls for volume in prediction.time.volumes if volume.axis == "shard"}
     assert calls == {"all_gather": 2 * units + 1, "reduce_scatter": units + 1}

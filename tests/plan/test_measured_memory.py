@@ -17,20 +17,18 @@ from tests.plan.traced import configured
 
 MODEL = ("model=llama_debug", "model.ffn_dim=192", "model.n_layers=12")
 RUN = ("tune=lora", "train.batch_size=1", "train.seq_len=128", "train.steps=2", "launch.device=cpu")
-BASES = {1: ("plain",), 2: ("plain", "nf4")}
-"""Number of ranks → bases."""
-STRATEGIES = {1: "single", 2: "fsdp2"}
-"""Number of ranks → strategy."""
+RUNS = {1: ("parallel=single", ("plain",)), 2: ("parallel=fsdp2", ("plain", "nf4"))}
+"""Number of ranks → strategy, and bases."""
 
 
 def words_of(ranks: int, base: str) -> list[str]:
-    return [*MODEL, *RUN, f"parallel={STRATEGIES[ranks]}", f"tune.base={base}"]
+    return [*MODEL, *RUN, RUNS[ranks][0], f"tune.base={base}"]
 
 
 def count_peaks(ranks: int) -> dict[str, int]:
     """On every rank: train with each base; the first rank, which counts, returns the peaks of the two steps."""
     peaks = {}
-    for base in BASES[ranks]:
+    for base in RUNS[ranks][1]:
         device = Device("cpu")
         Trainer(configured(words_of(ranks, base), ranks, "cpu"), device).train()
         if (memory := device.memory()) is not None:
@@ -47,7 +45,7 @@ def counted(ranks: int) -> dict[str, int]:
 
 @pytest.mark.extended
 @pytest.mark.usefixtures("unmeasured")
-@pytest.mark.parametrize(("ranks", "base"), [(ranks, base) for ranks, bases in BASES.items() for base in bases])
+@pytest.mark.parametrize(("ranks", "base"), [(ranks, base) for ranks, (_, bases) in RUNS.items() for base in bases])
 def test_planned_peak_of_adapters_is_within_5_percent_of_a_real_run(ranks: int, base: str) -> None:
     """Oracle: PyTorch's records of its CPU allocator over the two steps of a real run."""
     hardware = load_hardware("cpu")

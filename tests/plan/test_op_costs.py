@@ -1,12 +1,13 @@
 """Kernels of a plan: attention's backend and rate, bytes that no schema shows, and the stream of FSDP1's joins."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -20,7 +21,7 @@ from fsdptoys.plan.trace.op_costs import PREFERS_CUDNN, attention_of
 from fsdptoys.plan.trace.op_recorder import OpRecorder
 from scripts.validate_plan import trace_row
 from tests.plan.processes import in_fresh_process
-from tests.plan.traced import imagined_hardware
+from tests.plan.traced import configured, imagined_hardware
 from tests.scripts.test_published_programs import newer_torch
 
 TORCH = tuple(int(part) for part in torch.__version__.split(".")[:2])
@@ -79,9 +80,7 @@ def test_deterministic_runs_take_flash_attention(hardware: str, words: Sequence[
 def test_closed_form_prices_attention_by_backend_and_head_width() -> None:
     """Oracle: the FLOPs of causal attention, 7 B·H·T²·K a layer in both passes, at cuDNN's rate for narrow heads."""
     words = ["model=llama_debug", "parallel=single", "parallel.param_dtype=bfloat16", "train.seq_len=512"]
-    config = compose_config(["experiment=null", *words])
-    config.validate(1, "cuda")
-    hardware = load_hardware("h200")
+    config, hardware = configured(words, 1, "cuda"), load_hardware("h200")
     model = config.model
     flops = 7 * model.n_heads * 512**2 * (model.dim // model.n_heads) * model.n_layers * config.train.batch_size
     slow = imagined_hardware(memory_bandwidth=1e30)
@@ -103,32 +102,29 @@ def test_closed_form_prices_attention_by_backend_and_head_width() -> None:
 )
 def test_plans_state_that_they_assume_cudnn(words: Sequence[str], expected: bool) -> None:
     """Oracle: 16-bit causal attention whose backend is not another one; a named backend is no unmeasured kernel."""
-    config = compose_config(["experiment=null", "model=llama_debug", "parallel=single", *words])
-    config.validate(1, "cuda")
+    config = configured(["model=llama_debug", "parallel=single", *words], 1, "cuda")
     sentences = doubts(config, load_hardware("h200"), 1)
     assert any("assumes attention by cuDNN" in sentence for sentence in sentences) is expected
     assert not any("attention=" in sentence for sentence in sentences)
 
 
-@pytest.mark.parametrize(("dtype", "each"), [(torch.float32, 4), (torch.float64, 4 + 8 + 8)])
-def test_norm_in_float64_reads_a_copy_of_the_gradient(dtype: torch.dtype, each: int) -> None:
-    """Oracle: ``native/ReduceOpsUtils.h``: the input in float32, and its copy in float64, written and read."""
-    gradient = torch.empty(1000, device="meta")
+@pytest.mark.parametrize(
+    ("operate", "read_and_written"),
+    [
+        (lambda part: torch.linalg.vector_norm(part, dtype=torch.float32), 4 * 1000 + 4),
+        # ``native/ReduceOpsUtils.h``: a norm in float64 writes a copy of its input, and reads it.
+        (lambda part: torch.linalg.vector_norm(part, dtype=torch.float64), (4 + 8 + 8) * 1000 + 8),
+        (lambda part: torch.cat([part] * 20), 2 * 20 * 4 * 1000),
+    ],
+    ids=["norm", "norm in float64", "a tensor joined several times"],
+)
+def test_bytes_that_no_schema_shows_are_counted(operate: Callable[[Tensor], Tensor], read_and_written: int) -> None:
+    """Oracle: by hand, for 1000 numbers in float32."""
     recorder = OpRecorder("meta", AttentionKind.flash)
     with recorder.watch():
-        torch.linalg.vector_norm(gradient, dtype=dtype)
-    (norm,) = [event for event in recorder.trace.events if isinstance(event, Kernel)]
-    assert norm.bytes == 1000 * each + dtype.itemsize
-
-
-def test_joining_a_tensor_several_times_reads_it_as_often() -> None:
-    """Oracle: as many bytes are read as written."""
-    part = torch.empty(1000, device="meta")
-    recorder = OpRecorder("meta", AttentionKind.flash)
-    with recorder.watch():
-        torch.cat([part] * 20)
-    (joined,) = [event for event in recorder.trace.events if isinstance(event, Kernel)]
-    assert joined.bytes == 2 * 20 * 1000 * 4
+        operate(torch.empty(1000, device="meta"))
+    (kernel,) = [event for event in recorder.trace.events if isinstance(event, Kernel)]
+    assert kernel.bytes == read_and_written
 
 
 BLOCK, REST = 4 * 4096**2 + 3 * 4096 * 11008 + 2 * 4096, 2 * 32000 * 4096 + 4096
