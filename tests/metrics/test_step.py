@@ -4,6 +4,7 @@ import dataclasses
 import json
 import math
 import statistics
+import types
 from typing import Any
 
 import numpy as np
@@ -25,15 +26,8 @@ KEYS = [
 ROUTING_KEYS = ["router_aux_loss", "router_z_loss", "router_entropy", "expert_load_max", "expert_load_min"]
 
 
-class AcceleratorOnPaper(Device):
-    """A device with memory of its own, for machines that have none."""
-
-    def __init__(self) -> None:
-        self.type = "cuda"
-
-    def memory(self) -> MemoryStats:
-        """Three numbers that cannot be mistaken for each other."""
-        return MemoryStats(allocated_bytes=1 * GIB, peak_bytes=2 * GIB, reserved_bytes=3 * GIB)
+ON_PAPER = types.SimpleNamespace(memory=lambda: MemoryStats(1 * GIB, 2 * GIB, 3 * GIB))
+"""A device with memory of its own, for machines that have none: allocated, peak and reserved bytes."""
 
 
 def measure(device: Device, peak_flops: float | None, **changes: float) -> StepMetrics:
@@ -48,7 +42,7 @@ def measure(device: Device, peak_flops: float | None, **changes: float) -> StepM
 def test_rates_follow_their_formulas(peak_flops, mfu):
     """Oracle: 4000 tokens in 0.5 s are 8000/s, whatever number has labels; at 6e9 FLOPs over 8 ranks 6e12 FLOP/s each;
     of a peak of 24e12, 1/4, and an unknown share of an unknown peak."""
-    metrics = measure(AcceleratorOnPaper(), peak_flops)
+    metrics = measure(ON_PAPER, peak_flops)
     assert metrics.tokens_per_second == 8000
     assert metrics.tflops_per_second_per_rank == pytest.approx(6.0)
     assert metrics.mfu == mfu
@@ -56,7 +50,7 @@ def test_rates_follow_their_formulas(peak_flops, mfu):
 
 def test_memory_is_the_device_statistics_in_gib():
     """Oracle: the bytes that the device reports."""
-    metrics = measure(AcceleratorOnPaper(), peak_flops=None)
+    metrics = measure(ON_PAPER, peak_flops=None)
     assert (metrics.memory_allocated_gib, metrics.memory_peak_gib, metrics.memory_reserved_gib) == (1, 2, 3)
     assert metrics.resident_set_gib is not None and metrics.resident_set_gib > 0
 
@@ -98,7 +92,7 @@ def test_cuda_device_reports_its_allocator():
 
 def test_json_line_has_exactly_the_published_keys_and_round_trips():
     """Oracle: the published list of keys, and the written step."""
-    metrics = measure(AcceleratorOnPaper(), peak_flops=24e12, eval_loss=2.75)
+    metrics = measure(ON_PAPER, peak_flops=24e12, eval_loss=2.75)
     line = metrics.to_json()
     assert "\n" not in line
     assert list(json.loads(line)) == KEYS

@@ -11,17 +11,15 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 
 from fsdptoys.device import Device
 from fsdptoys.profiler import NPULevel, ProfileConfig, Profiler
 from fsdptoys.profiler.trace import Trace
-from scripts.ranks import run_ranks
 from tests.profiler.snapshots import summary_of
 
 
-def window(skip: int, warmup: int, active: int, enabled: bool = True, **others: Any) -> ProfileConfig:
-    return ProfileConfig(enabled=enabled, skip_steps=skip, warmup_steps=warmup, active_steps=active, **others)
+def window(skip: int, warmup: int, active: int, **others: Any) -> ProfileConfig:
+    return ProfileConfig(enabled=True, skip_steps=skip, warmup_steps=warmup, active_steps=active, **others)
 
 
 def take_steps(profiler: Profiler, first: int, last: int, fail_in: int | None = None) -> None:
@@ -128,30 +126,6 @@ def test_symbolic_link_in_place_of_a_trace_is_replaced(tmp_path):
     take_steps(Profiler(window(0, 0, 1), Device("cpu"), 0, tmp_path), 1, 3)
     assert (tmp_path / "precious").read_text() == "precious"
     assert not (tmp_path / "rank0.json.gz").is_symlink() and (tmp_path / "rank0.json.gz").stat().st_size > 100
-
-
-def _profile_rank(folder: Path, ranks: list[int], enabled: bool) -> bool:
-    profiler = Profiler(window(0, 1, 1, enabled=enabled, ranks=ranks), Device("cpu"), dist.get_rank(), folder)
-    total = torch.ones(4)
-    with profiler:
-        for step in range(1, 4):
-            dist.all_reduce(total)
-            profiler.step(step)
-    return "profile/rank" in (summary_of(profiler) or "")
-
-
-def test_only_chosen_ranks_write_traces(tmp_path):
-    """Oracle: the folder, after two real ranks of which the second is chosen."""
-    assert run_ranks(2, _profile_rank, tmp_path / "profile", [1], True) == [False, True]
-    (path,) = (tmp_path / "profile").iterdir()
-    assert path.name == "rank1.json.gz"
-    assert any("all_reduce" in event.get("name", "") for event in read_trace(path))
-
-
-def test_disabled_profiler_creates_no_folder(tmp_path):
-    """Oracle: the file system."""
-    take_steps(Profiler(ProfileConfig(), Device("cpu"), 0, None), 1, 2)
-    assert list(tmp_path.iterdir()) == []
 
 
 OP_STATISTIC = """OP Type,Core Type,Count,Total Time(us),Min Time(us),Avg Time(us),Max Time(us),Ratio(%)
