@@ -78,6 +78,7 @@ def write_device_sweep(path: Path) -> Path:
         jobs.append(Job(f"{number:02}", (), varied, f"print {number}", JobStatus.done, 0))
         prediction = None if number == 3 else device_prediction(seconds, gib)
         steps = device_steps(120, seconds, gib)
+        settings["train.steps"] = len(steps)
         write_run(path / "jobs" / jobs[-1].name / "run", steps, settings, DEVICE, prediction=prediction)
     more = {"parallel": "ddp", "memory.gradient_checkpointing": "none"}
     reason = f"the memory of the cuda device ran out on rank 0 {HOSTILE}"
