@@ -179,23 +179,6 @@ def test_show_prints_tensors_states_and_totals(run_dir: Path, capsys: pytest.Cap
     assert shown["contents"]["optim.norm.weight.exp_avg"] == {"dtype": "F32", "shape": [36], "bytes": 144, "shards": 2}
 
 
-@pytest.mark.parametrize(
-    ("pattern", "sentence"),
-    [
-        ("optim.norm.weight.step2", "did you mean optim.norm.weight.step?\n"),
-        ("qq", "qq is the name of no tensor in mine/checkpoints/step-00000003; write '*qq*'"),
-    ],
-)
-def test_unknown_tensor_is_reported_in_one_sentence(
-    pattern: str, sentence: str, run_dir: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Oracle: the sentence and status 2."""
-    monkeypatch.chdir(run_dir.parent)
-    assert main(["checkpoint", "show", "mine", pattern]) == 2
-    error = capsys.readouterr().err
-    assert sentence in error and error.count("\n") == 1
-
-
 def test_help_is_printed_without_words(capsys: pytest.CaptureFixture[str]) -> None:
     """Oracle: the usage line."""
     assert main(["checkpoint"]) == 0

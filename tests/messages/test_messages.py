@@ -38,7 +38,7 @@ def parameters(without: str = "") -> list[object]:
     return [
         pytest.param(
             row,
-            id=f"{row.topic}: {row.typed}",
+            id=f"{row.topic}: {row.notes.get('file', row.typed)}",
             marks=pytest.mark.extended if row.notes.get("extended") in levels else (),
         )
         for row in ROWS
@@ -99,6 +99,8 @@ def test_answer_is_the_recorded_sentence(
     """Oracle: the sentence in the file; it is one line, and nothing is written."""
     if row.notes.get("torch") and tuple(map(int, row.notes["torch"].split("."))) > TORCH:
         pytest.skip(f"torch {row.notes['torch']} or newer")
+    if "file" in row.notes:
+        Path("mine.yaml").write_text(row.notes["file"])
     before = sorted(files.rglob("*"))
     sentence = answer(row.words, row, capsys).replace(str(files), "{folder}")
     assert sentence and "\n" not in sentence

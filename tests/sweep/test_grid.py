@@ -1,10 +1,14 @@
-"""Arguments with several values, and the grids that they span."""
+"""Grids of settings: their file, and arguments with several values. Mistakes are in ``tests/messages``."""
+
+from pathlib import Path
 
 import pytest
 
+from fsdptoys.cli.commands import help_page
 from fsdptoys.config.overrides import list_choices
 from fsdptoys.errors import ConfigError
 from fsdptoys.sweep.axes import Axis, combine, read_axes
+from fsdptoys.sweep.definition import list_sweeps, read_definition
 
 CHOICES = list_choices()
 
@@ -89,39 +93,19 @@ def test_product_is_bounded() -> None:
         combine(hundred, rows, [])
 
 
-MISTAKES = {
-    "sweep=debug": "sweep=debug names a sweep as if it were a setting; write fsdptoys sweep debug",
-    "metrics.run_dir=runs/a": "metrics.run_dir=runs/a is not for a sweep, since each job of a sweep has a run "
-    "directory of its own; leave it out",
-    "checkpoint.resume=auto": "checkpoint.resume=auto is not for a sweep, since each job of a sweep starts a new run; "
-    "leave it out",
-    "checkpoint.folder=a,b": "checkpoint.folder=a,b is not for a sweep, since the jobs of a sweep would write into one "
-    "folder; leave it out",
-    "optim.lr=interval(0,1)": "optim.lr=interval(0,1) has no values that could be counted; write "
-    "optim.lr=range(START,STOP,STEP) or optim.lr=VALUE,VALUE",
-    "train.steps=range(3,3)": "train.steps=range(3,3) holds no value; write train.steps=VALUE,VALUE",
-    "parallel=glob(zero*)": "parallel=glob(zero*) matches no choice of a group; write parallel=VALUE,VALUE",
-    "train.steps=5 train.steps=6,7": "train.steps is given twice, as train.steps=5 and as train.steps=6,7; write "
-    "train.steps=5,6,7 for all of these",
-    "~train.steps": "~train.steps would take a key away, which every run needs; write KEY=null or a value instead",
-    "train.steps=1,2,": "train.steps=1,2, has an empty value; leave out the comma, or write '' for an empty text",
-    "train.steps=1,,2": "train.steps=1,,2 has an empty value; leave out the comma, or write '' for an empty text",
-    "train.steps=range(0,3,0)": "train.steps=range(0,3,0) has steps of 0, which never end; write "
-    "train.steps=range(START,STOP)",
-    "train.steps=range(0,1000000000)": "train.steps=range(0,1000000000) has more than the 10000 values that a sweep "
-    "may have; write train.steps=range(START,STOP,STEP) with fewer",
-    "train.steps=shuffle(range(0,1000000000))": "train.steps=shuffle(range(0,1000000000)) has more than the 10000 "
-    "values that a sweep may have; write train.steps=range(START,STOP,STEP) with fewer",
-    "fsdp1": "fsdp1 has no value; write parallel=fsdp1",
-    "--train.steps=1,2": "--train.steps=1,2 is not an option, since settings have no dashes before them; write "
-    "train.steps=1,2",
-    "model@other=a,b": "model@other=a names a package, and every group has its fixed place; write model=a",
-}
+def test_file_values_parse_as_on_the_command_line(tmp_path: Path) -> None:
+    """Oracle: the command line's reading of true, null, numbers and lists."""
+    path = tmp_path / "mine.yaml"
+    path.write_text("grid: {a: [true, null, 1, 0.5, 1e-3, [b, 2], text, \"'x,y'\"]}\ntime_limit_seconds: 5")
+    found = read_definition(str(path))
+    assert found.grid == {"a": ["true", "null", "1", "0.5", "1e-3", "[b,2]", "text", "'x,y'"]}
+    assert (found.title, found.time_limit_seconds) == ("mine", 5.0)
 
 
-@pytest.mark.parametrize("words", MISTAKES)
-def test_syntax_mistakes_are_reported_in_one_sentence(words: str) -> None:
-    """Oracle: the expected messages above, each of which names argument and fix."""
-    with pytest.raises(ConfigError) as mistake:
-        axes(*words.split())
-    assert str(mistake.value) == MISTAKES[words]
+def test_help_names_every_shipped_sweep() -> None:
+    """Oracle: names and descriptions of ``configs/sweep``, within 120 columns."""
+    page = help_page("sweep")
+    for name, description in list_sweeps().items():
+        assert f"    {name} " in page
+        assert description in " ".join(page.split())
+    assert max(map(len, page.splitlines())) <= 120

@@ -12,7 +12,6 @@ import pytest
 
 from fsdptoys.cli.main import main
 from fsdptoys.cli.sweep import read_words, sweep_command
-from fsdptoys.config.overrides import list_choices
 from fsdptoys.errors import ConfigError
 from fsdptoys.sweep import JobStatus, Sweep, read_sweep, validate
 from fsdptoys.sweep.folder import write_job
@@ -232,43 +231,6 @@ def test_users_file_is_found_from_another_folder(tmp_path: Path, monkeypatch: py
     assert not list(path.glob("jobs/*/attempt-*"))
 
 
-MISTAKES = {
-    "debug --out --dry-run": "--out has no value; write --out DIR",
-    "debug --out=": "--out has no value; write --out DIR",
-    "--resume=": "--resume= has no value; write --resume=DIR, or --resume for the newest with the same words",
-    "parallel = fsdp1,fsdp2": "parallel has no value; write parallel=fsdp1,fsdp2 without spaces",
-    "parallel =fsdp1": "parallel has no value; write parallel=fsdp1 without spaces",
-    "parallel=ddp debug": "debug names a sweep; put it first, and only one",
-    "debug mesh": "mesh names a sweep; put it first, and only one",
-    "debug mine.yaml": "mine.yaml names a sweep; put it first, and only one",
-    "debug train.steps=5 --out . --dry-run": "--out . already exists; name a new folder, or continue it with "
-    "--resume .",
-    "parallel=ddp,fsdp2 --out": "--out has no value; write --out DIR",
-    "parallel=ddp,fsdp2 --time-limit soon": "--time-limit soon must be a number of seconds above 0; write --time-limit "
-    "600",
-    "parallel=ddp,fsdp2 --resum": "--resum is not an option of fsdptoys sweep; did you mean --resume?",
-    "parallel=ddp,fsdp2 --retry": "--retry repeats failed jobs, which a new sweep does not have; add --resume",
-    "parallel=ddp,fsdp2 --resume --out x": "--out x names a new folder, and --resume continues in an old one; "
-    "leave out one of them",
-    "--resume": "--resume names neither a folder nor the words of the sweep; write fsdptoys sweep --resume sweeps/NAME",
-    "--resume debug": "--resume finds no sweep below sweeps that was started with debug; leave --resume out to start "
-    "it, or write --resume sweeps/NAME",
-    "--resume no/folder": "--resume no/folder is not a sweep's folder, which has a sweep.json; name one, or leave the "
-    "folder out to continue the newest sweep with the same arguments",
-    "--dry-run": "fsdptoys sweep has neither a name nor keys to vary; write fsdptoys sweep debug",
-    "debug train.steps=5 --out .": "--out . already exists; name a new folder, or continue it with --resume .",
-}
-
-
-@pytest.mark.parametrize("words", MISTAKES)
-def test_mistakes_are_reported_in_one_sentence(words: str, capsys: pytest.CaptureFixture[str]) -> None:
-    """Oracle: the expected messages above on stderr, status 2, and no file written."""
-    Path("something").write_text("in the way")
-    assert main(["sweep", *words.split()]) == 2
-    assert capsys.readouterr().err == f"fsdptoys: {MISTAKES[words]}\n"
-    assert not Path("sweeps").exists()
-
-
 def test_under_torchrun_the_right_command_is_suggested(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -303,11 +265,6 @@ def test_sweep_with_a_running_job_is_refused(capsys: pytest.CaptureFixture[str])
     assert main(["sweep", "--resume", str(found.path)]) == 2
     lock.release()
     assert f"job 01 of {found.path} is still running" in capsys.readouterr().err
-
-
-def test_sweep_files_are_not_a_hydra_group() -> None:
-    """Oracle: ``configs/sweep`` is no Hydra group: ``sweep=debug`` is refused with a sentence, not composed."""
-    assert "sweep" not in list_choices()
 
 
 @pytest.mark.parametrize(

@@ -1,26 +1,38 @@
-"""One node's part of a job on SLURM."""
+"""Jobs of a batch queue: one node's part, and whole jobs.
+
+SLURM itself is used if present (``sinfo`` answers); everywhere, submitit's local launcher starts real processes through
+the same plugin.
+"""
 
 import errno
 import json
 import multiprocessing
 import os
+import shutil
 import signal
+import subprocess
 import threading
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from fsdptoys.cli.sweep import sweep_command
 from fsdptoys.errors import ConfigError
 from fsdptoys.sweep import runner
 from fsdptoys.sweep import slurm_node as nodes
-from fsdptoys.sweep.folder import Job, JobStatus, read_job, write_job
+from fsdptoys.sweep import slurm_submit as submitting
+from fsdptoys.sweep.folder import Job, JobStatus, Sweep, read_job, read_sweep, write_job
 from fsdptoys.sweep.slurm_node import run_on_node
-from fsdptoys.utils.file_lock import FolderLock
+from fsdptoys.sweep.slurm_queue import WatchedSubmission, begin_submission, jobs_in_queue
+from fsdptoys.sweep.slurm_settings import LOCAL, read_launcher
+from fsdptoys.sweep.slurm_submit import submit
+from fsdptoys.utils.file_lock import FolderLock, is_locked
 from fsdptoys.utils.regular_file import read_regular
 from tests.harness.processes import wait_until
 from tests.launch.launchers import runs
-from tests.sweep.jobs import ENDS_WELL_WHEN_ASKED, TINY, make_sweep, once_ready, stand_in
+from tests.sweep.jobs import ENDS_WELL_WHEN_ASKED, ON_SLURM, TINY, make_sweep, once_ready, stand_in
 
 BEFORE_LIMIT = "as it does before its own time limit"
 
@@ -189,3 +201,116 @@ def test_requeued_job_starts_from_scratch(tmp_path: Path) -> None:
     run_on_node(folder, 0, ["here"], 7, stand_in("sys.exit(leave.parent.joinpath('run', 'left').exists())"))
     assert read_job(folder).status is JobStatus.done
     assert (folder / "attempt-1" / "run" / "left").exists()
+
+
+class ForkingPlugin:
+    """Starts a job's task as the plugin's local launcher does, but with a stand-in for the training, and waits."""
+
+    def __init__(self, sweep: Sweep, command: tuple[str, ...], folder: Path) -> None:
+        self._sweep, self._command, self._folder = sweep, command, folder
+
+    def launch(self, overrides: Sequence[Sequence[str]], first: int) -> list[object]:
+        """Run the single submitted job."""
+        ((word,),) = overrides
+        folder = self._sweep.path.absolute() / word.partition("=")[2]
+        arguments = (folder, 0, ["here"], 7, self._command)
+        task = multiprocessing.get_context("fork").Process(target=run_on_node, args=arguments)
+        task.start()
+        place = self._folder / str(task.pid)
+        place.mkdir(parents=True)
+        (place / f"{task.pid}_submitted.pkl").touch()
+        task.join()
+        return [None]
+
+
+ENDS_OF_SIGINT = """
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+leave.with_name("ready").touch()
+time.sleep(3600)
+"""
+
+
+@pytest.mark.parametrize(
+    ("number", "command"),
+    [
+        pytest.param(signal.SIGINT, ENDS_WELL_WHEN_ASKED, id="SIGINT"),
+        pytest.param(signal.SIGTERM, ENDS_WELL_WHEN_ASKED, id="SIGTERM", marks=pytest.mark.extended),
+        pytest.param(signal.SIGHUP, ENDS_OF_SIGINT, id="SIGHUP", marks=pytest.mark.extended),
+    ],
+)
+def test_local_job_ends_with_the_command_that_waits_for_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: signal.Signals, command: str
+) -> None:
+    """Oracle: status, file and locks of the job's folder, after a real signal; a second job is unchanged."""
+    read_launcher.cache_clear()
+    monkeypatch.setattr(
+        submitting,
+        "_make_launcher",
+        lambda sweep, launcher, asked: ForkingPlugin(sweep, stand_in(command), Path(asked["submitit_folder"]).parent),
+    )
+    path = tmp_path / "sweep"
+    folder = path / "jobs/01"
+    words = (*TINY, "train.seed=1,2", "launch.nproc_per_node=1", f"hydra/launcher={LOCAL}", "--out", str(path))
+    with once_ready(folder, lambda: os.kill(os.getpid(), number)):
+        assert sweep_command(words) == 128 + number
+    assert [job.status for job in read_sweep(path).jobs] == [JobStatus.stopped, JobStatus.waiting]
+    assert not is_locked(folder)
+
+
+def test_local_job_with_a_killed_task_counts_as_stopped(tmp_path: Path) -> None:
+    """Oracle: the recorded status running becomes stopped: a terminal's signals may end the task before it writes."""
+    sweep = make_sweep(tmp_path, [()])
+    write_job(sweep.job_folder(sweep.jobs[0]), Job("01", TINY, {}, "run 1", JobStatus.running))
+    over = threading.Thread(target=lambda: None)
+    over.start()
+    over.join()
+    submitting._end_local(sweep, WatchedSubmission(begin_submission(sweep, LOCAL, sweep.jobs), ("01",), over))
+    job = read_job(sweep.job_folder(sweep.jobs[0]))
+    assert (job.status, job.reason) == (JobStatus.stopped, "the sweep was ended")
+
+
+def test_local_jobs_use_the_plugin_and_failures_do_not_stop_others(
+    tmp_path: Path, unmeasured: None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Oracle: real runs in submitit's processes: one that its launcher refuses, and one that succeeds."""
+    read_launcher.cache_clear()
+    sweep = make_sweep(tmp_path / "a sweep", [("train.seq_len=0",), ("parallel=single",)])
+    after: list[str] = []
+    submit(sweep, sweep.jobs, [f"hydra/launcher={LOCAL}", "hydra.launcher.timeout_min=9"], lambda: after.append("job"))
+    first, second = read_sweep(sweep.path).jobs
+    assert (first.status, first.exit_status) == (JobStatus.failed, 2)
+    assert first.reason is not None and first.reason.startswith("train.seq_len=0 must be at least 1")
+    assert second.status is JobStatus.done, (sweep.job_folder(second) / "log.txt").read_text()
+    assert (sweep.run_dir(second) / "metrics.jsonl").read_text().count("\n") == 2
+    assert after == ["job", "job"]
+    assert "02 done in" in capsys.readouterr().out
+
+
+def _idle_nodes() -> int:
+    if shutil.which("sinfo") is None:
+        return 0
+    asked = subprocess.run(["sinfo", "-h", "-t", "idle", "-o", "%D"], capture_output=True, text=True)
+    return sum(int(line) for line in asked.stdout.split()) if asked.returncode == 0 else 0
+
+
+def test_slurm_runs_a_job_on_all_its_nodes(tmp_path: Path, unmeasured: None) -> None:
+    """Oracle: a real SLURM: two nodes if two are free, and a partition that does not exist.
+
+    FSDPTOYS_SHARED_FOLDER names a folder visible to all nodes, if they do not share the temporary folder.
+    """
+    free = _idle_nodes()
+    if not free:
+        pytest.skip("no SLURM with an idle node answers here")
+    read_launcher.cache_clear()
+    count = min(free, 2)
+    shared = Path(os.environ.get("FSDPTOYS_SHARED_FOLDER", tmp_path)) / f"sweep-{os.getpid()}"
+    sweep = make_sweep(shared, [(f"launch.nnodes={count}", "launch.nproc_per_node=1", "parallel=ddp")])
+    words = [ON_SLURM, "hydra.launcher.timeout_min=10", "hydra.launcher.signal_delay_s=60"]
+    with pytest.raises(ConfigError, match=r"refuses the jobs \(.*partition"):
+        submit(sweep, sweep.jobs, [*words, "hydra.launcher.partition=no-such-partition"])
+    submit(sweep, sweep.jobs, words)
+    (job,) = read_sweep(sweep.path).jobs
+    assert job.status is JobStatus.done, (job, (sweep.job_folder(job) / "log.txt").read_text())
+    environment = json.loads((sweep.run_dir(job) / "environment.json").read_text())
+    assert environment["world_size"] == count
+    assert jobs_in_queue(read_sweep(sweep.path)) == {}
