@@ -1,17 +1,35 @@
-"""The programs behind published tables: real training, and the final memory of their traces."""
+"""Published rows: the programs behind them, today's trainer on them, rows of layouts, and predicted rows."""
 
+import math
 from collections.abc import Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
 from fsdptoys.config.plan_config import AllocatorKind
+from fsdptoys.metrics.prediction import TimePrediction
 from fsdptoys.plan.simulator.allocator import build_allocator
+from fsdptoys.plan.simulator.events import KernelKind
 from fsdptoys.plan.simulator.replay import replay
-from scripts import published_llama2
+from scripts import published_llama2, stream_reuse, validate_plan
+from scripts.planned_layouts import (
+    LayoutResults,
+    PlannedLayout,
+    count_traces,
+    rank_correlation,
+    rankings,
+    render_layouts,
+)
+from scripts.planned_rows import PlannedRow, planned_config, planned_table
+from scripts.published_layouts import MACHINES, PublishedLayout, read_layouts
 from scripts.published_programs import ROWS, first_program
 from scripts.ranks import run_ranks
+from scripts.trainer_rows import NAMES, TrainerRow, row_words
 from scripts.validate_plan import a2, trace_row
 from tests.plan.processes import in_fresh_process
 
@@ -75,3 +93,140 @@ def test_traced_row_ends_with_parameters_states_and_outputs(strategy: str, name:
     expected += 65536 * 128 * 4 + 2 * 4096 * 4096 + 2 * 4096 * 32000 * (not switches.chunk_loss)
     # Also tokens, labels, the loss, and the optimizer's step counts.
     assert 0 <= end_bytes - expected < 2**20
+
+
+SWITCHES = {
+    "checkpointing": "memory.gradient_checkpointing=full",
+    "chunk_loss": "memory.chunk_loss=true",
+    "optimizer_offload": "memory.optimizer_offload=true",
+    "cpu_offload": "memory.cpu_offload=true",
+    "parts": "parallel.wrap=block_attn_mlp",
+}
+
+
+@pytest.mark.parametrize("row", NAMES)
+def test_rows_have_the_published_switches(row: str) -> None:
+    """Oracle: the switches of the program that made the published row."""
+    words, (strategy, name) = row_words(row), NAMES[row]
+    published = ROWS[strategy, name][0]
+    assert f"parallel={strategy}" in words and len({word.partition("=")[0] for word in words}) == len(words)
+    assert {switch for switch, word in SWITCHES.items() if word in words} == {
+        switch for switch in SWITCHES if getattr(published, switch)
+    }
+
+
+@pytest.mark.extended
+@newer_torch
+def test_row_with_offloaded_states_ends_with_parameters(tmp_path: Path) -> None:
+    """Oracle: bytes of two blocks and the rest over 8 ranks, by hand, 4 an element: no gradients and no buckets."""
+    row = "trainer fsdp1 block gc chunk oo"
+    block, rest = 4 * 4096**2 + 3 * 4096 * 11008 + 2 * 4096, 2 * 32000 * 4096 + 4096
+    trace = in_fresh_process(trace_row, row, 2)
+    rows = validate_plan.Rows(tmp_path, [])
+    rows.traces[row] = trace
+    end_bytes = rows.replay(row, a2()).memory().end_bytes
+    expected = 4 * (2 * block + rest) / 8
+    # Also the table of rotations, the mask of attention, and the step's few numbers.
+    assert 0 <= end_bytes - expected < 8 * 2**20
+
+
+@pytest.mark.parametrize(("reserved", "status"), [(18.0, 0), (18.2, 1)])
+def test_a_cell_above_the_published_value_fails_the_script(
+    reserved: float, status: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Oracle: the published 18.17 GiB."""
+    row = TrainerRow("trainer fsdp2 block gc", ROWS["fsdp2", "block gc"][1], 9.4, reserved, 1.13)
+    monkeypatch.setattr(validate_plan, "make_traces", lambda *_: None)
+    monkeypatch.setattr(validate_plan, "Rows", lambda folder, names: SimpleNamespace(traces={}))
+    monkeypatch.setattr(validate_plan, "trainers_rows", lambda rows: [row])
+    monkeypatch.setattr("sys.argv", ["validate_plan.py", "--rows", "trainer fsdp2 block gc"])
+    assert validate_plan.main() == status
+    page = capsys.readouterr().out
+    assert f"{status} of 2 cells of today's trainer are above" in page
+    assert page.count("**fail**") == status
+
+
+def planned(name: str, published: float, predicted: float, **values: Any) -> PlannedLayout:
+    """A row of eight GPUs and its prediction; rows of several layouts have other numbers of GPUs."""
+    values = {"gpus": 8, "tokens_per_second": published, **values}
+    row = PublishedLayout(name, "a page", "2025", "h100", "llama3_8b", **values)
+    return PlannedLayout(row, memory_gib=50.0, tokens_per_second=predicted, fitted=None)
+
+
+def test_every_row_has_a_source_and_sizes_and_can_be_planned_or_says_why() -> None:
+    """Oracle: validation by ``fsdptoys train`` of each row without an obstacle, and the axes' product."""
+    rows = read_layouts()
+    for row in rows:
+        assert row.source and row.date and row.gpus % (row.fsdp * row.cp * row.tp * row.pp) == 0
+        if not row.obstacle:
+            axes = (config := row.config()).parallel.axes(row.gpus, config.mesh)
+            assert (axes.replicate, axes.shard) == (row.gpus // row.ranks_of_copy, row.fsdp * row.cp)
+            assert (axes.cp, axes.tp, axes.ep, axes.pp) == (row.cp, row.tp, row.ep, row.pp)
+    assert {row.machine for row in rows} == set(MACHINES) and 0 < count_traces(rows) < len(rows)
+    assert {row.pp for row in rows if not row.obstacle} == {1, 8, 16}
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "expected"),
+    [
+        ([1, 2, 9], [3, 4, 5], 1.0),
+        ([1, 2, 9], [5, 4, 3], -1.0),
+        ([10, 20, 30, 40], [2, 1, 4, 3], 1 - 6 * 4 / (4 * 15)),
+        ([5, 7, 7, 9], [2, 1, 3, 3], np.corrcoef([0, 1.5, 1.5, 3], [1, 0, 2.5, 2.5])[0, 1]),
+        ([1, 2, 3], [4, 4, 4], math.nan),
+    ],
+)
+def test_rank_correlation_follows_its_formula(first: list[float], second: list[float], expected: float) -> None:
+    """Oracle: 1 - 6·Σd² / (n·(n² - 1)), or Pearson's correlation of averaged ranks where values are equal."""
+    assert rank_correlation(first, second) == pytest.approx(expected, nan_ok=True)
+
+
+def test_rankings_need_three_layouts_and_separate_numerics() -> None:
+    """Oracle: the groups by hand; a second row of one layout is no further layout."""
+    rows = [planned(str(size), 100 - size, 90 - size, gpus=8 * size, tp=size) for size in (1, 2, 4)]
+    found = rankings([*rows, planned("float8", 150, 89, float8=True)])
+    titles = [(ranking.title, ranking.rows) for ranking in found]
+    assert titles == [("H100, llama3_8b, all rows", 4), ("H100, llama3_8b, eager", 3)]
+    assert found[1].value == 1 and found[1].met
+    assert not rankings([*rows[:2], planned("float8", 150, 89, float8=True)])
+
+
+def test_page_has_every_row_with_its_verdict_or_its_obstacle() -> None:
+    """Oracle: 50 GiB predicted are within 8% of 52 and not of 60; one row has an obstacle."""
+    members = [planned("near", 100, 125, memory_gib=52.0), planned("far", 100, 50, memory_gib=60.0, compile=True)]
+    pipeline = planned("deep", 10, 0, pp=8, unplanned="no batch").row
+    lines, met = render_layouts([*(each.row for each in members), pipeline], LayoutResults(members, []))
+    page = "\n".join(lines)
+    assert "| 52.0 | 50.0 | 0.96 | met | 100 | 125 | 1.25 |  |  |" in page
+    assert "| 60.0 | 50.0 | 0.83 | **missed** | 100 | 50 | 0.50 |  | compile |" in page
+    assert "| deep | H100 | PP 8 | 10 |  | no batch |" in page and "- a page, 2025" in page
+    assert not met and "1 of 2 memories" in page
+
+
+GIB = 2**30
+
+
+def test_table_shows_speed_and_parts_of_the_step() -> None:
+    """Oracle: 16,384 tokens in half a second; FLOPs of the 1B model by 6 a weight and token and attention's."""
+    kinds = {KernelKind.matmul.value: 0.3, KernelKind.attention.value: 0.1, KernelKind.memory.value: 0.05}
+    time = TimePrediction(0.5, 0.45, 0.01, 0.02, 0.02, kinds)
+    memory = SimpleNamespace(peak_bytes=40 * GIB, reserved_bytes=41 * GIB)
+    replay = cast(Any, SimpleNamespace(time=lambda: time, memory=lambda: memory))
+    name = "h200 1B 4x4096"
+    line = planned_table([PlannedRow(name, planned_config(name), replay)])[2]
+    weights, attention = 1_235_814_400 - 2048 * 33, 6 * 16 * 2048 * 4096
+    mfu = (6 * weights + attention) * 16384 / 0.5 / 989.4e12
+    expected = f"| 1B 4x4096 | 500.0 | 32,768 | {mfu:.1%} | 40.0 | 41.0 | 300.0 | 100.0 | 50.0 | 30.0 | 20.0 |"
+    assert line == expected
+
+
+SMALL = ["model=llama_debug", "train.seq_len=64"]
+
+
+@pytest.mark.extended
+@pytest.mark.parametrize(("case", "differs"), [("one root", False), ("frozen reference", True)])
+def test_sharing_streams_changes_reserved_memory_only_with_a_second_root(case: str, differs: bool) -> None:
+    """Oracle: equal tensors, so an equal peak; a root's two streams with memory are used by the second one too."""
+    own, shared = (stream_reuse.measure_elsewhere(case, "fsdp2", patched, "h100", SMALL) for patched in (False, True))
+    assert own[1] == shared[1]
+    assert (own[0] > shared[0], own[2] > shared[2]) == (differs, differs)

@@ -1,13 +1,23 @@
-"""Progress reports of long scripts."""
+"""What scripts share: progress reports, child processes, ranks that fail, and the page of versions."""
 
 import ast
+import dataclasses
+import json
+import os
+import signal
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
+import torch.distributed as dist
 
+from scripts.child_environment import child_environment
 from scripts.progress import Printer
+from scripts.ranks import run_ranks
+from scripts.versions import COMMANDS, Result, Row, main
 
 ROOT = Path(__file__).parents[2]
 WAITS_LONG = ["parity", "validate_plan", "chaos", "toys_memory", "draw_toys", "init_from_memory"]
@@ -77,3 +87,49 @@ def test_script_continues_without_stderr(redirection: str, tmp_path: Path) -> No
     (tmp_path / "go").touch()
     process = start_slow(tmp_path, redirection)
     assert (process.communicate()[0], process.returncode) == ("the end\n", 0)
+
+
+def test_children_import_carried_packages_after_this_checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Oracle: a child that imports a package which only a folder of PYTHONPATH has, and this checkout's package."""
+    (tmp_path / "carried.py").write_text("")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    ask = "import carried, fsdptoys; print(fsdptoys.__path__[0])"
+    words = [sys.executable, "-c", ask]
+    done = subprocess.run(words, cwd=tmp_path, env=child_environment(), capture_output=True, text=True, check=True)
+    assert Path(done.stdout.strip()).parent == ROOT
+
+
+def lose_rank_1() -> None:
+    if dist.get_rank() == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    dist.all_reduce(torch.zeros(1))
+
+
+def lose_the_only_rank() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+@pytest.mark.parametrize(("ranks", "function"), [(2, lose_rank_1), (1, lose_the_only_rank)])
+def test_failure_names_the_rank_that_a_signal_ended(ranks: int, function: Callable[[], None]) -> None:
+    """Oracle: the signal, beside what is left to report: a lost connection, or nothing."""
+    with pytest.raises(RuntimeError, match=rf"(?s)rank .*\nrank {ranks - 1} was ended by SIGKILL$"):
+        run_ranks(ranks, function)
+
+
+def result(version: str, tests: list[Row]) -> Result:
+    """A version under which every command passed."""
+    commands = [Row(f"fsdptoys {arguments}", passed=1) for arguments, _ in COMMANDS]
+    return Result(version, f"a machine, torch {version}", "abc1234", tests, commands)
+
+
+@pytest.mark.parametrize("failed", [0, 1])
+def test_status_is_1_if_any_version_failed(failed: int, tmp_path: Path) -> None:
+    """Oracle: the status, and the failure's line of the page."""
+    failures = ["test_it: assert <1>"][:failed]
+    paths = []
+    for version, tests in {"2.7.1": [Row("loss", failed=failed, failures=failures)], "2.15.0": [Row("loss")]}.items():
+        paths.append(tmp_path / f"{version}.json")
+        paths[-1].write_text(json.dumps(dataclasses.asdict(result(version, tests))))
+    page = tmp_path / "page.md"
+    assert main(["page", str(page), "--command", "bash versions.sh", *map(str, paths)]) == failed
+    assert ("- torch 2.7.1, loss: test_it: assert &lt;1>" in page.read_text()) == bool(failed)
