@@ -1,4 +1,4 @@
-"""``fsdptoys generate``: output and error messages."""
+"""``fsdptoys generate``: output and error messages; and adapters in all commands that use weights."""
 
 import dataclasses
 import json
@@ -12,8 +12,10 @@ from fsdptoys.cli.generate import generate_command
 from fsdptoys.cli.main import main
 from fsdptoys.data import DataConfig, HFConfig, PreparedConfig, TextConfig
 from fsdptoys.errors import ConfigError
+from fsdptoys.models import LlamaConfig
 from fsdptoys.models.generate import Draw, generate
-from tests.checkpoint.folders import build, write
+from tests.checkpoint.folders import build, load, write
+from tests.checkpoint.test_adapter_folder import adapted, draw_adapters, write_own
 from tests.cli.byte_model import BYTES, save_model, save_tokenizer, train_on
 from tests.data import test_prepare as prepared
 from tests.data.chat_files import GENERATED, save_chat_tokenizer, without_blocks
@@ -206,3 +208,48 @@ def test_runs_trained_on_bytes_default_to_bytes(places: Path, capsys: pytest.Cap
 def test_empty_prompt_is_accepted(words: list[str]) -> None:
     """Oracle: the parsed arguments; a tokenizer may add a first token."""
     assert parse("generate", ["run", *words, "--prompt=--x", "--json"]).prompt == ["", "--x"]
+
+
+@pytest.fixture
+def adapter(places: Path) -> None:
+    """An adapter of the model of ``places``."""
+    model = adapted(build(BYTES))
+    write_own(places / "adapter", model, draw_adapters(model))
+
+
+@pytest.mark.usefixtures("adapter")
+@pytest.mark.parametrize("source", ["run", "folder"])
+def test_adapters_are_added_to_converted_weights(source: str, places: Path) -> None:
+    """Oracle: the logits of the model with adapters."""
+    tokens_BT = torch.arange(40).view(2, 20)
+    model = adapted(build(BYTES))
+    draw_adapters(model)
+    assert main(["convert", "to-hf", source, "merged", "adapter=adapter"]) == 0
+    torch.testing.assert_close(load(places / "merged")(tokens_BT), model(tokens_BT), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("line", ["generate SOURCE --prompt ab --tokens 8", "evaluate SOURCE --text text"])
+@pytest.mark.usefixtures("adapter")
+def test_adapters_are_added_to_the_weights_of_a_command(
+    line: str, places: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Oracle: the converted folder with added adapters."""
+    (places / "text").write_text("some text to predict, a few words long")
+    assert main(["convert", "to-hf", "folder", "merged", "adapter=adapter"]) == 0
+    capsys.readouterr()
+    answers = []
+    for source in ("folder", "folder --adapter adapter", "merged"):
+        words = f"{line.replace('SOURCE', source)} --device cpu --tokenizer bytes --context 16 --json"
+        assert main(words.split()) == 0
+        answers.append(json.loads(capsys.readouterr().out))
+    assert answers[1] == answers[2] != answers[0]
+
+
+@pytest.mark.usefixtures("adapter")
+def test_adapters_of_another_model_are_refused(places: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Oracle: status 2 and the message."""
+    write(places / "wide", build(LlamaConfig(**vars(BYTES) | {"dim": 64, "head_dim": 8})))
+    assert main(["generate", "wide", "--adapter", "adapter", "--prompt", "a", "--tokenizer", "bytes"]) == 2
+    assert "lora_A.weight in the shape 4×32, and the adapter of a llama model as configured needs 4×64" in (
+        capsys.readouterr().err
+    )
