@@ -10,22 +10,16 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-import numpy
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from fsdptoys.loss import LossFn, build_loss, cross_entropy_sum, head_products, softmax
+from fsdptoys.loss import build_loss, cross_entropy_sum, head_products, softmax
 from fsdptoys.loss import chunked as chunked_loss
 from fsdptoys.loss.chunked import auto_chunk_tokens
 from fsdptoys.loss.objective import IGNORE_INDEX, Objective
-from fsdptoys.models.layers import LMHead
-from scripts.ranks import run_ranks
 
 PLAIN = Objective()
 SMOOTHED, Z_LOSS = Objective(label_smoothing=0.1), Objective(z_loss_coef=1e-2)
@@ -274,47 +268,6 @@ def test_auto_chunks_follow_the_documented_rule(
     vocab_size, dim, dtype = weight
     weight_VD = torch.empty(1, device=device, dtype=dtype).expand(vocab_size, dim)
     assert auto_chunk_tokens(n_tokens, weight_VD, sum_bytes) == expected
-
-
-def head_gradients(wrapping: str, dtype: torch.dtype, chunk_loss: bool) -> list[Any]:
-    """One of two ranks: loss and hidden states' gradient of its half of the batch, and the weight's full gradient."""
-    rank = torch.distributed.get_rank()
-    hidden_ND, weight_VD, labels_N = make_inputs(n=48, ignored=0.2)
-    hidden_BTD = hidden_ND.detach()[rank * 24 :][:24].view(2, 12, D).to(dtype).requires_grad_()
-    labels_BT = labels_N[rank * 24 :][:24].view(2, 12)
-    head = LMHead(D, V)
-    head.weight.data.copy_(weight_VD.detach())
-    if wrapping == "fsdp2":
-        policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
-        model = fully_shard(head, mesh=init_device_mesh("cpu", (2,)), mp_policy=policy)
-    else:
-        model = FullyShardedDataParallel(
-            head.to(dtype), device_id=torch.device("cpu"), use_orig_params=wrapping == "fsdp1_original"
-        )
-    loss_fn: LossFn = build_loss(chunk_loss, 8 if chunk_loss else None)
-    loss = model(hidden_BTD, labels_BT, loss_fn)
-    (loss * UPSTREAM).backward()
-    if wrapping == "fsdp2":
-        assert isinstance(head.weight.grad, DTensor)
-        gradient_VD = head.weight.grad.full_tensor()
-    else:
-        shard = next(model.parameters()).grad
-        assert shard is not None
-        shards = [torch.empty_like(shard) for _ in range(2)]
-        torch.distributed.all_gather(shards, shard)
-        gradient_VD = torch.cat([shard.flatten() for shard in shards])[: V * D].view(V, D)
-    assert hidden_BTD.grad is not None
-    return [x.float().numpy() for x in (loss.detach(), hidden_BTD.grad, gradient_VD)]
-
-
-@pytest.mark.parametrize("wrapping", ["fsdp2", "fsdp1_flat", "fsdp1_original"])
-def test_sharded_head_has_the_gradients_of_the_plain_loss(wrapping: str) -> None:
-    """Oracle: the plain loss in the same head on two gloo ranks, whose weight FSDP gathers for the forward."""
-    for dtype, tolerance in ((torch.float32, 1e-5), (torch.bfloat16, 2e-2)):
-        got, expected = (run_ranks(2, head_gradients, wrapping, dtype, chunk_loss) for chunk_loss in (True, False))
-        for rank in range(2):
-            pairs = zip(got[rank], expected[rank], strict=True)
-            assert max(numpy.linalg.norm(a - b) / numpy.linalg.norm(b) for a, b in pairs) < tolerance
 
 
 INTERPRETED = """

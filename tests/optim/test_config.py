@@ -15,39 +15,38 @@ from fsdptoys.optim import (
     WeightDecayOn,
     build_optimizer,
 )
-from fsdptoys.optim.config import build_schedule, learning_rate_ratio
+from fsdptoys.optim.config import build_schedule
+
+SCHEDULES: dict[str, tuple[OptimConfig, list[float]]] = {
+    "constant after a warm-up": (
+        AdamWConfig(schedule=Schedule.constant, warmup_steps=4),
+        [0.25, 0.5, 0.75, 1, 1, 1, 1],
+    ),
+    "half a cosine": (
+        SGDConfig(schedule=Schedule.cosine, warmup_steps=2, min_lr_ratio=0.2),
+        [0.5, 1.0, *(0.2 + 0.4 * (1 + math.cos(math.pi * step / 10)) for step in range(11))],
+    ),
+    "a line over the last share": (
+        AdamWConfig(schedule=Schedule.wsd, min_lr_ratio=0.0, decay_share=0.5),
+        [1, 1, 1, 1, 1, 0.75, 0.5, 0.25, 0],
+    ),
+    "stable without decay": (AdamWConfig(schedule=Schedule.wsd, decay_share=0.0), [1] * 5),
+    "warm-up longer than the run": (AdamWConfig(warmup_steps=10), [0.1, 0.2, 0.3]),
+}
 
 
-def ratios(config: OptimConfig, steps: int) -> list[float]:
-    return [learning_rate_ratio(config, step, steps) for step in range(steps)]
-
-
-def test_constant_schedule_follows_a_linear_warmup() -> None:
-    """Oracle: the formula (step + 1) / warm-up."""
-    config = AdamWConfig(schedule=Schedule.constant, warmup_steps=4)
-    assert ratios(config, 7) == [0.25, 0.5, 0.75, 1.0, 1.0, 1.0, 1.0]
-
-
-def test_cosine_falls_from_one_to_the_minimum_at_the_last_step() -> None:
-    """Oracle: half a cosine; its middle is the mean of both ends."""
-    config = AdamWConfig(schedule=Schedule.cosine, warmup_steps=2, min_lr_ratio=0.2)
-    got = ratios(config, 13)
-    assert got[1] == got[2] == 1.0 and got[12] == pytest.approx(0.2)
-    assert got[7] == pytest.approx(0.6)
-    assert got[4] == pytest.approx(0.2 + 0.8 * 0.5 * (1 + math.cos(math.pi * 0.2)))
-
-
-def test_wsd_is_stable_and_then_decays_linearly() -> None:
-    """Oracle: the straight line over the last share of the steps."""
-    config = AdamWConfig(schedule=Schedule.wsd, warmup_steps=0, min_lr_ratio=0.0, decay_share=0.5)
-    assert ratios(config, 9) == pytest.approx([1, 1, 1, 1, 1, 0.75, 0.5, 0.25, 0])
-    assert set(ratios(AdamWConfig(schedule=Schedule.wsd, decay_share=0.0), 5)) == {1.0}
-
-
-def test_warm_up_longer_than_the_run_only_rises() -> None:
-    """Oracle: the first steps of the longer schedule."""
-    config = AdamWConfig(warmup_steps=10)
-    assert ratios(config, 3) == pytest.approx([0.1, 0.2, 0.3])
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_schedule_drives_the_optimizer(name: str) -> None:
+    """Oracle: the highest learning rate times these ratios, by the formulas."""
+    config, ratios = SCHEDULES[name]
+    optimizer = build_optimizer(config, [("weight", nn.Parameter(torch.ones(2, 2)))], {"weight"})
+    schedule = build_schedule(config, optimizer, len(ratios))
+    seen = []
+    for _ in ratios:
+        seen.append(optimizer.param_groups[0]["lr"])
+        optimizer.step()
+        schedule.step()
+    assert seen == pytest.approx([config.lr * ratio for ratio in ratios], rel=1e-12, abs=1e-15)
 
 
 @pytest.mark.parametrize(
@@ -88,16 +87,3 @@ def test_settings_reach_pytorch() -> None:
     assert (group["lr"], group["betas"], group["eps"], group["weight_decay"]) == (0.1, (0.8, 0.7), 1e-3, 0.3)
     sgd = build_optimizer(SGDConfig(lr=0.1, momentum=0.5, nesterov=True), params, {"weight"}).param_groups[0]
     assert (sgd["lr"], sgd["momentum"], sgd["nesterov"]) == (0.1, 0.5, True)
-
-
-def test_schedule_drives_the_optimizer() -> None:
-    """Oracle: learning_rate_ratio times the highest learning rate."""
-    config = SGDConfig(lr=0.5, warmup_steps=2)
-    optimizer = build_optimizer(config, [("weight", nn.Parameter(torch.ones(2, 2)))], {"weight"})
-    schedule = build_schedule(config, optimizer, 5)
-    seen = []
-    for _ in range(5):
-        seen.append(optimizer.param_groups[0]["lr"])
-        optimizer.step()
-        schedule.step()
-    assert seen == pytest.approx([0.5 * ratio for ratio in ratios(config, 5)])

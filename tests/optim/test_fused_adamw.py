@@ -1,5 +1,6 @@
-"""Fused AdamW over local tensors: its bits, clipping and skipping in the kernel, and the choice of it."""
+"""Fused AdamW: its bits for any split of tensors, clipping and skipping in the kernel, and the choice of it."""
 
+from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,7 +14,7 @@ from fsdptoys.memory import MemoryConfig, Updates
 from fsdptoys.optim import AdamWConfig, Implementation, MuonConfig, OptimConfig, OptimStateDType, SGDConfig
 from fsdptoys.optim.adamw import BFloat16AdamW
 from fsdptoys.optim.fused_adamw import FusedAdamW
-from fsdptoys.optim.vector_adamw import VectorAdamW
+from fsdptoys.optim.vector_adamw import VECTOR_ELEMENTS, VectorAdamW
 from fsdptoys.parallel import FSDP2Config
 from fsdptoys.parallel.strategy import Strategy
 from scripts.ranks import run_ranks
@@ -180,3 +181,58 @@ def shard_steps() -> bool:
 def test_dtensors_are_updated_through_their_local_tensors() -> None:
     """Oracle: the optimizer over the local tensors, bitwise; states of DTensors are DTensors, as checkpoints need."""
     assert run_ranks(2, shard_steps) == [True, True]
+
+
+ELEMENTS = 20_003
+SETTINGS = {"lr": 3e-3, "betas": (0.9, 0.95), "weight_decay": 0.1}
+
+
+def train_parts(kind: type[torch.optim.Optimizer], sizes: Sequence[int], dtype: torch.dtype, **options: bool) -> Tensor:
+    """The same elements after five steps, split into parameters of these sizes; the last one has the rest."""
+    generator = torch.Generator().manual_seed(0)
+    start = torch.randn(ELEMENTS, generator=generator).to(dtype)
+    cut = [*sizes, ELEMENTS - sum(sizes)]
+    params = [nn.Parameter(part.clone()) for part in start.split(cut)]
+    optimizer = kind(params, **SETTINGS, **options)  # type: ignore[call-arg]
+    for step in range(5):
+        optimizer.param_groups[0]["lr"] = SETTINGS["lr"] * (step + 1) / 7
+        gradient = torch.randn(ELEMENTS, generator=generator).to(dtype)
+        for param, part in zip(params, gradient.split(cut), strict=True):
+            param.grad = part
+        optimizer.step()
+    return torch.cat([param.detach() for param in params])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_results_do_not_depend_on_tensor_splits_or_threads(dtype: torch.dtype) -> None:
+    """Oracle: one tensor of all elements; PyTorch's own fused step is equal up to its last vector."""
+    whole = train_parts(VectorAdamW, [], dtype, fused=True)
+    before = torch.get_num_threads()
+    try:
+        for threads in (1, 3):
+            torch.set_num_threads(threads)
+            for sizes in ([0], [1] * 50, [3] * 50, [VECTOR_ELEMENTS], [65, 127, 1000], [10_001]):
+                assert torch.equal(train_parts(VectorAdamW, sizes, dtype, fused=True), whole)
+    finally:
+        torch.set_num_threads(before)
+    pytorchs = train_parts(torch.optim.AdamW, [], dtype, fused=True)
+    vectors = ELEMENTS // VECTOR_ELEMENTS * VECTOR_ELEMENTS
+    assert torch.equal(pytorchs[:vectors], whole[:vectors])
+
+
+def test_fused_step_matches_the_for_loop_implementation() -> None:
+    """Oracle: ``torch.optim.AdamW``, for-loop form, to the rounding of float32."""
+    plain = train_parts(torch.optim.AdamW, [777], torch.float32, foreach=False)
+    torch.testing.assert_close(train_parts(VectorAdamW, [777], torch.float32, fused=True), plain, rtol=2e-6, atol=1e-7)
+
+
+def test_parameters_without_a_gradient_are_unchanged() -> None:
+    """Oracle: ``torch.optim.AdamW``'s states, and a closure's value."""
+    params = [nn.Parameter(torch.ones(size)) for size in (3, 70, 5)]
+    optimizer = VectorAdamW(params, fused=True)
+    for _ in range(2):
+        params[0].grad, params[1].grad = torch.ones(3), torch.ones(70)
+        assert optimizer.step(lambda: 4.0) == 4.0
+    steps = [optimizer.state[param]["step"].item() if param in optimizer.state else None for param in params]
+    assert steps == [2.0, 2.0, None] and torch.equal(params[2].detach(), torch.ones(5))
+    assert optimizer.state[params[0]]["exp_avg"].count_nonzero() == 3

@@ -1,4 +1,4 @@
-"""States of 8 and 4 bits against torchao's own optimizers, and layouts against one process."""
+"""States of 16, 8 and 4 bits against PyTorch's and torchao's own optimizers."""
 
 from collections.abc import Iterable
 from typing import Any
@@ -7,20 +7,21 @@ import pytest
 import torch
 from torch import nn
 
-from fsdptoys.memory import MemoryConfig
-from fsdptoys.optim import AdamWConfig, Implementation, OptimStateDType, WeightDecayOn, build_optimizer
-from fsdptoys.parallel import DDPConfig, FSDP2Config, ParallelConfig, ToyDDPConfig, ToyFSDPConfig
-from fsdptoys.parallel.fsdp import TORCH
+from fsdptoys.optim import AdamWConfig, Implementation, OptimStateDType, build_optimizer
+from fsdptoys.optim.adamw import LARGEST_BFLOAT16_BETA
+from fsdptoys.parallel import SingleConfig
 from fsdptoys.utils.torchao import torchao_fault
-from tests.parallel.groups import Pairs, Row, levels, trained_rows
-from tests.parallel.runs import WITH_BLOCKS
+from scripts.parity import train_all
+from scripts.ranks import run_ranks
+from tests.parallel.runs import WITH_BLOCKS, make_config
 
 fault = torchao_fault()
-pytestmark = pytest.mark.skipif(fault is not None, reason=f"torchao {fault}")
+needs_torchao = pytest.mark.skipif(fault is not None, reason=f"torchao {fault}")
 
 LOW_BITS = [OptimStateDType.int8, OptimStateDType.float8, OptimStateDType.int4]
 SHAPES = {"layers.0": (20, 256), "layers.1": (512, 32), "layers.2": (16, 8), "layers.3": (4100,)}
 """Rows of full blocks, of smaller ones, of none, and a vector: the first two have low-bit states."""
+MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 def make_params(names: Iterable[str] = SHAPES) -> dict[str, nn.Parameter]:
@@ -28,26 +29,30 @@ def make_params(names: Iterable[str] = SHAPES) -> dict[str, nn.Parameter]:
     return {name: nn.Parameter(torch.randn(SHAPES[name], generator=generator)) for name in names}
 
 
-def take_steps(optimizers: list[torch.optim.Optimizer], params: dict[str, nn.Parameter]) -> None:
+def take_steps(optimizers: list[torch.optim.Optimizer], params: dict[str, nn.Parameter], rounds: bool = False) -> None:
+    """Take a few steps; states may be rounded to bfloat16 after each."""
     generator = torch.Generator().manual_seed(1)
     for _ in range(4):
         for param in params.values():
             param.grad = torch.randn(param.shape, generator=generator)
         for optimizer in optimizers:
             optimizer.step()
+            for state in optimizer.state.values() if rounds else ():
+                state |= {name: state[name].bfloat16().float() for name in MOMENTS}
 
 
 def ours(
-    kept: OptimStateDType, implementation: Implementation, names: Iterable[str] = SHAPES
+    kept: OptimStateDType, implementation: Implementation, names: Iterable[str] = SHAPES, rounds: bool = False
 ) -> tuple[dict[str, nn.Parameter], torch.optim.Optimizer]:
     """Parameters and optimizer after a few steps."""
     params = make_params(names)
     config = AdamWConfig(lr=1e-2, state_dtype=kept, implementation=implementation)
     optimizer = build_optimizer(config, params.items(), {name for name in params if name != "layers.3"})
-    take_steps([optimizer], params)
+    take_steps([optimizer], params, rounds)
     return params, optimizer
 
 
+@needs_torchao
 @pytest.mark.parametrize("kept", LOW_BITS, ids=lambda each: each.value)
 def test_matrices_match_torchao_and_other_parameters_match_pytorch(kept: OptimStateDType) -> None:
     """Oracle: torchao's optimizers, uncompiled, with the same blocks, and torch.optim.AdamW: bitwise."""
@@ -79,6 +84,7 @@ def test_matrices_match_torchao_and_other_parameters_match_pytorch(kept: OptimSt
                 assert torch.equal(state[mean], expected[mean])
 
 
+@needs_torchao
 def test_compiled_step_equals_the_eager_step_up_to_rounding() -> None:
     """Oracle: the uncompiled one; a step is about the learning rate, 1e-2."""
     names = ("layers.0", "layers.3")
@@ -92,9 +98,13 @@ def test_compiled_step_equals_the_eager_step_up_to_rounding() -> None:
         assert far.float().mean() < 1e-3
 
 
-@pytest.mark.parametrize("kept", LOW_BITS, ids=lambda each: each.value)
+@pytest.mark.parametrize(
+    "kept",
+    [OptimStateDType.bfloat16, *(pytest.param(kept, marks=needs_torchao) for kept in LOW_BITS)],
+    ids=lambda each: each.value,
+)
 def test_state_bytes_follow_the_formula_and_survive_loading(kept: OptimStateDType) -> None:
-    """Oracle: bytes of the tensors; the states before."""
+    """Oracle: bytes of the tensors; the states before. PyTorch's own loading makes float32 of them."""
     params, optimizer = ours(kept, Implementation.for_loop)
     config = AdamWConfig(state_dtype=kept)
     before = {param: dict(optimizer.state[param]) for param in params.values()}
@@ -102,36 +112,38 @@ def test_state_bytes_follow_the_formula_and_survive_loading(kept: OptimStateDTyp
     for name, param in params.items():
         states = {key: state for key, state in optimizer.state[param].items() if key != "step"}
         assert tuple(state.nbytes for state in states.values()) == config.state_bytes(param.shape, param.numel(), False)
-        few_bits = name in ("layers.0", "layers.1")
+        few_bits = kept in LOW_BITS and name in ("layers.0", "layers.1")
         assert (sum(state.nbytes for state in states.values()) < 8 * param.numel() / 3) == few_bits
         for key, state in states.items():
             assert state.dtype == before[param][key].dtype and torch.equal(state, before[param][key])
 
 
-def row(parallel: ParallelConfig, kind: OptimStateDType, model: str = "llama", ranks: int = 2, **layout: Any) -> Row:
-    optim = AdamWConfig(lr=1e-2, state_dtype=kind, weight_decay_on=WeightDecayOn.all)
-    return Row(parallel, ranks, layout, {"model": WITH_BLOCKS[model], "optim": optim, "steps": 3})
+@pytest.mark.parametrize("implementation", list(Implementation), ids=lambda each: each.value)
+def test_step_equals_float32_adamw_with_states_rounded_to_bfloat16(implementation: Implementation) -> None:
+    """Oracle: torch.optim.AdamW, or VectorAdamW for its fused form on a CPU, and rounding by hand: bitwise."""
+    params, optimizer = ours(OptimStateDType.bfloat16, implementation)
+    expected, oracle = ours(OptimStateDType.float32, implementation, rounds=True)
+    for name, param in params.items():
+        assert torch.equal(param, expected[name])
+        for moment in MOMENTS:
+            assert optimizer.state[param][moment].dtype == torch.bfloat16
+            assert torch.equal(optimizer.state[param][moment].float(), oracle.state[expected[name]][moment])
+        assert optimizer.state[param]["step"] == 4
 
 
-INT8, FLOAT8, INT4 = LOW_BITS
-ROWS = {
-    "ddp": row(DDPConfig(), INT8),
-    "fsdp2": row(FSDP2Config(), INT8),
-    "fsdp2 cpu offload": row(FSDP2Config(), INT8, memory=MemoryConfig(cpu_offload=True)),
-    "fsdp2 int4": row(FSDP2Config(), INT4),
-    "fsdp2 float8": row(FSDP2Config(), FLOAT8),
-    "fsdp2 experts": row(FSDP2Config(), INT4, "qwen3_moe"),
-    "toy_fsdp": row(ToyFSDPConfig(), INT4),
-    "toy_ddp": row(ToyDDPConfig(), INT8),
-    "fsdp2 on 4": row(FSDP2Config(), INT8, ranks=4),
-}
-if TORCH >= (2, 8):
-    ROWS["hsdp2"] = row(FSDP2Config(), INT8, ranks=4, fsdp_size=2)
-trained = trained_rows(ROWS)
+@pytest.mark.parametrize(("beta", "falls"), [(LARGEST_BFLOAT16_BETA, True), (0.95, True), (0.997, False)])
+def test_accepted_betas_let_bfloat16_moments_decay(beta: float, falls: bool) -> None:
+    """Oracle: every bfloat16 between 1 and 2, multiplied and rounded."""
+    means = 1 + torch.arange(128) / 128
+    assert bool(((means * beta).bfloat16().float() < means).all()) == falls
 
 
-@pytest.mark.parametrize("row", levels(ROWS, {"ddp", "fsdp2", "fsdp2 float8", "fsdp2 experts", "toy_fsdp"}))
-def test_low_bit_states_match_a_single_process_bitwise(row: str, trained: Pairs) -> None:
-    """Oracle: one process that runs the same micro-batches in turn; deterministic mode, on real gloo ranks."""
-    found, expected = trained[row]
-    assert found == expected
+@pytest.mark.parametrize("state_dtype", [kind for kind in OptimStateDType if kind is not OptimStateDType.float32])
+def test_dtype_of_states_reaches_a_run(state_dtype: OptimStateDType) -> None:
+    """Oracle: losses with states of float32, which differ."""
+    if state_dtype is not OptimStateDType.bfloat16 and torchao_fault():
+        pytest.skip(f"torchao {torchao_fault()}")
+    optims = [AdamWConfig(lr=1e-2, state_dtype=kind) for kind in (state_dtype, OptimStateDType.float32)]
+    configs = [make_config(SingleConfig(), 1, model=WITH_BLOCKS["llama"], optim=optim) for optim in optims]
+    rounded, exact = run_ranks(1, train_all, configs)[0]
+    assert rounded.losses != exact.losses

@@ -8,9 +8,6 @@ from torch import nn
 
 from fsdptoys.optim import Implementation, MatmulDType, MuonConfig, UpdateScale, build_optimizer
 from fsdptoys.optim.muon import orthogonalize
-from fsdptoys.parallel import DDPConfig, FSDP2Config, ParallelConfig, ToyDDPConfig, ToyFSDPConfig
-from tests.parallel.groups import Pairs, Row, levels, trained_rows
-from tests.parallel.runs import FAMILIES, supported
 
 AUTO = MatmulDType.auto
 SHAPES = [(24, 24), (40, 12), (12, 40), (33, 7)]
@@ -116,40 +113,3 @@ def test_matrices_of_a_stack_are_orthogonalized_separately() -> None:
             param.grad = grad
         optimizer.step()
     assert torch.equal(together, torch.stack(list(apart)))
-
-
-LAYOUTS: dict[str, tuple[ParallelConfig, int, dict[str, Any]]] = {
-    "ddp on 2": (DDPConfig(), 2, {}),
-    "fsdp2 on 2": (FSDP2Config(), 2, {}),
-    "toy_fsdp on 2": (ToyFSDPConfig(), 2, {}),
-    "toy_ddp on 2": (ToyDDPConfig(), 2, {}),
-    "ddp on 4": (DDPConfig(), 4, {}),
-    "fsdp2 on 4": (FSDP2Config(), 4, {}),
-    "hsdp2 on 4": (FSDP2Config(), 4, {"fsdp_size": 2}),
-}
-# Odd sizes, so that shards are uneven; the three experts of qwen3_moe are sharded along another dim than 0 on two
-# ranks, and matrix by matrix elsewhere.
-ROWS = supported(
-    {
-        f"{family} {dtype.value} {name}": Row(
-            parallel,
-            ranks,
-            layout,
-            {"model": FAMILIES[family], "optim": MuonConfig(lr=1e-2, adamw_lr=3e-3, ns_dtype=dtype), "steps": 3},
-        )
-        for family, dtype in (("llama", AUTO), ("qwen3_moe", AUTO), ("llama", MatmulDType.bfloat16))
-        for name, (parallel, ranks, layout) in LAYOUTS.items()
-    }
-)
-SHORT = {
-    *(f"qwen3_moe auto {name}" for name in ("ddp on 2", "fsdp2 on 2", "toy_fsdp on 2")),
-    *("llama bfloat16 fsdp2 on 2", "llama auto toy_ddp on 2", "llama auto hsdp2 on 4"),
-}
-trained = trained_rows(ROWS)
-
-
-@pytest.mark.parametrize("row", levels(ROWS, SHORT))
-def test_muon_matches_a_single_process_bitwise_under_every_layout(row: str, trained: Pairs) -> None:
-    """Oracle: one process that runs the same micro-batches in turn; deterministic mode, on real gloo ranks."""
-    found, expected = trained[row]
-    assert found == expected
