@@ -2,7 +2,6 @@
 
 import dataclasses
 import json
-import os
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -26,9 +25,9 @@ from scripts.ranks import run_ranks
 from tests.checkpoint.folders import build, build_empty, load, write
 from tests.checkpoint.test_damages import CONFIG, GPT2, SENTENCES, THIRD, edit_bytes, make_folder
 from tests.checkpoint.test_weights import FILE_BYTES, write_config
+from tests.harness.memory import NEEDS_PEAK, peak_growth_bytes
 from tests.models.families import SMALL
 from tests.oracle import import_transformers
-from tests.parallel.test_init_weights import status_bytes
 
 TOKENS_BT = torch.arange(2 * 33).view(2, 33) % 96
 
@@ -268,7 +267,7 @@ def write_both(small: ModelConfig, big: ModelConfig, path: Path) -> None:
     write(path / "folder", build(big))
 
 
-def peak_growth_bytes(config: ModelConfig, small: Path, folder: Path) -> tuple[int, int]:
+def growth_and_shard_bytes(config: ModelConfig, small: Path, folder: Path) -> tuple[int, int]:
     """How far reading a folder into an FSDP2 model raised the peak of the resident set; its shard."""
     context = ParallelContext(Device("cpu", 0), torch.distributed.get_rank(), 2, MeshConfig())
     parallel = FSDP2Config()
@@ -283,13 +282,12 @@ def peak_growth_bytes(config: ModelConfig, small: Path, folder: Path) -> tuple[i
         return [param.to_local() for param in model.parameters() if isinstance(param, DTensor)]
 
     start(small)  # triggers lazy imports
-    Path("/proc/self/clear_refs").write_text("5")  # start a new peak
-    before = status_bytes("VmHWM")
-    shards = start(folder)
-    return status_bytes("VmHWM") - before, sum(shard.nbytes for shard in shards)
+    shards: list[torch.Tensor] = []
+    growth = peak_growth_bytes(lambda: shards.extend(start(folder)))
+    return growth, sum(shard.nbytes for shard in shards)
 
 
-@pytest.mark.skipif(not os.access("/proc/self/clear_refs", os.W_OK), reason="the system does not report a peak")
+@NEEDS_PEAK
 @pytest.mark.parametrize("case", ["qwen3_moe", *(pytest.param(case, marks=EXTENDED) for case in ("llama2", "gpt2"))])
 def test_peak_memory_of_a_rank_is_its_shard_and_one_tensor(case: str, tmp_path: Path) -> None:
     """Oracle: Linux's own peak of the resident set: a shard, the file's pages of one parameter, 16 MiB for all else."""
@@ -300,6 +298,6 @@ def test_peak_memory_of_a_rank_is_its_shard_and_one_tensor(case: str, tmp_path: 
     # Queries, keys and values of GPT-2 are one tensor in the file.
     largest_bytes = max(sizes) if case != "gpt2" else max(*sizes, 3 * 640 * 640 * 4)
     assert sum(sizes) > 80 * 2**20
-    for growth, shard_bytes in run_ranks(2, peak_growth_bytes, BIG[case], tmp_path / "small", tmp_path / "folder"):
+    for growth, shard_bytes in run_ranks(2, growth_and_shard_bytes, BIG[case], tmp_path / "small", tmp_path / "folder"):
         assert shard_bytes == pytest.approx(sum(sizes) / 2, rel=0.01)
         assert growth <= shard_bytes + largest_bytes + 2**24 < sum(sizes)

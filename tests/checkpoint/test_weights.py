@@ -1,9 +1,6 @@
 """Final weights of a run: written atomically, self-contained, and rejected if incomplete."""
 
-import contextlib
-import ctypes
 import dataclasses
-import os
 import re
 import resource
 import signal
@@ -25,9 +22,9 @@ from fsdptoys.parallel import SingleConfig
 from tests.checkpoint.disks import in_child, kill_self
 from tests.checkpoint.folders import build, regions_of
 from tests.checkpoint.test_damages import SENTENCES, update
+from tests.harness.memory import NEEDS_PEAK, peak_growth_bytes
 from tests.models.families import SMALL
 from tests.parallel.runs import make_config
-from tests.parallel.test_init_weights import status_bytes
 
 FILE_BYTES = 60_000
 """Small enough for several files in every case."""
@@ -145,15 +142,11 @@ def save_and_measure(folder: Path, result: Path) -> None:
             yield f"parameter{index}", torch.full((1024, 1024), float(index))
 
     save_weights(folder.parent / "first", parameters_until(lambda: None))  # triggers lazy imports
-    with contextlib.suppress(AttributeError):  # not in every C library
-        ctypes.CDLL(None).malloc_trim(0)  # return the memory that earlier tests have freed
-    Path("/proc/self/clear_refs").write_text("5")  # start a new peak
-    before = status_bytes("VmHWM")
-    save_weights(folder, parameters(), max_file_bytes=2**25)
-    result.write_text(str(status_bytes("VmHWM") - before))
+    growth = peak_growth_bytes(lambda: save_weights(folder, parameters(), max_file_bytes=2**25))
+    result.write_text(str(growth))
 
 
-@pytest.mark.skipif(not os.access("/proc/self/clear_refs", os.W_OK), reason="the system does not report a peak")
+@NEEDS_PEAK
 def test_writing_holds_one_file_in_memory(tmp_path: Path) -> None:
     """Oracle: Linux's own peak: 32 MiB of a file, two parameters of 4 MiB, 16 MiB for all else; of 96 MiB."""
     # Before 0.8 the library copied the tensors.

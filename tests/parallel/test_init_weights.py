@@ -1,8 +1,6 @@
 """Initial values: independent of the layout, and never held in full by a rank with shards."""
 
-import os
 from itertools import product
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,6 +13,7 @@ from fsdptoys.parallel import FSDP2Config
 from fsdptoys.parallel import init_weights as initialize
 from fsdptoys.train.trainer import Trainer
 from scripts.ranks import run_ranks
+from tests.harness.memory import NEEDS_PEAK, peak_growth_bytes
 from tests.parallel.runs import make_config
 
 
@@ -88,32 +87,24 @@ def test_seeds_depend_on_seed_name_and_block() -> None:
     assert initialize.seed_of(0, "a", 0) == initialize.seed_of(0, "a", 0)
 
 
-def peak_growth_bytes() -> tuple[int, int, int]:
+def peak_and_sizes_bytes() -> tuple[int, int, int]:
     """Growth of the resident set's peak from building a 25M-parameter model; bytes of its shard; bytes of the model."""
     Trainer(make_config(FSDP2Config(), 2))  # loads lazily imported modules, and warms up the allocator
     config = make_config(FSDP2Config(), 2)
     config.model = LlamaConfig(
         dim=512, n_layers=6, n_heads=8, n_kv_heads=8, ffn_dim=1408, vocab_size=6000, max_seq_len=64
     )
-    Path("/proc/self/clear_refs").write_text("5")  # start a new peak
-    before = status_bytes("VmHWM")
-    trainer = Trainer(config)
-    growth = status_bytes("VmHWM") - before
+    trainers: list[Trainer] = []
+    growth = peak_growth_bytes(lambda: trainers.append(Trainer(config)))
+    (trainer,) = trainers
     params = [param.to_local() for _, param in trainer.strategy.named_parameters() if isinstance(param, DTensor)]
     return growth, sum(param.nbytes for param in params), 4 * sum(trainer.parameter_sizes.values())
 
 
-def status_bytes(key: str) -> int:
-    for line in Path("/proc/self/status").read_text().splitlines():
-        if line.startswith(key + ":"):
-            return int(line.split()[1]) * 1024
-    raise AssertionError(key)
-
-
-@pytest.mark.skipif(not os.access("/proc/self/clear_refs", os.W_OK), reason="the system does not report a peak")
+@NEEDS_PEAK
 def test_peak_memory_of_initialization_is_the_shard_and_one_block() -> None:
     """Oracle: Linux's own peak of the resident set: a shard, the largest parameter, and 8 MiB for all else."""
-    for growth, shard_bytes, model_bytes in run_ranks(2, peak_growth_bytes):
+    for growth, shard_bytes, model_bytes in run_ranks(2, peak_and_sizes_bytes):
         largest_parameter_bytes = 6000 * 512 * 4
         assert shard_bytes == pytest.approx(model_bytes / 2, rel=0.01)
         # Beyond shard and block the peak varies from run to run by up to 6 MiB (seen: 59 to 66 MiB in all).
