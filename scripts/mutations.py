@@ -146,7 +146,7 @@ def record(checkout: Path, places: Sequence[Place], arguments: Sequence[str], wo
     status, output = run_pytest(folder, ["--all", "--workers", workers, "--times", times, *arguments])
     if status not in (0, 1):
         raise SystemExit(f"the recording ended with status {status}:\n{_end(output)}")
-    recording.failures = list(_failed_tests(output, tests))
+    recording.failures = list(_named_tests("FAILED|ERROR", output, tests))
     numbers = {test: number for number, test in enumerate(tests)}
     for line in times.read_text(encoding="utf-8").splitlines():
         seconds, _, test = line.split("\t", maxsplit=2)
@@ -237,39 +237,48 @@ class Breaker:
         for group in groups:
             remaining = list(group)
             while remaining:
-                failures = self._failures(folder, remaining)
+                failures, passed = self._run(folder, remaining)
                 sound = [test for test in failures if not self._fails_unbroken(test, remaining)]
                 if sound:
                     return "yes", sound[0]
-                remaining = [test for test in remaining if test not in failures] if failures else []
+                left_out |= PYTEST_ITSELF in failures
+                rest = [test for test in remaining if test not in {*failures, *passed}]
+                remaining = rest if failures and len(rest) < len(remaining) else []
         return ("not decided" if left_out else "no"), ""
 
-    def _failures(self, folder: Path, tests: Sequence[str]) -> list[str]:
-        """Run tests until one fails; return the failed ones, or ``PYTEST_ITSELF``."""
+    def _run(self, folder: Path, tests: Sequence[str]) -> tuple[list[str], list[str]]:
+        """Run tests until one fails; return the failed ones, or ``PYTEST_ITSELF``, and those that passed."""
         names = self.scratch / f"{folder.name}-{threading.get_ident()}.txt"
-        seconds = 900.0 + 20.0 * self.cap_seconds
-        files = list(dict.fromkeys(test.partition("::")[0] for test in tests))
-        for arguments in (tests, files):  # a break can remove rows of a table of tests
-            names.write_text("".join(f"{argument}\n" for argument in arguments), encoding="utf-8")
-            status, output = run_pytest(folder, ["-x", "-rfE", "--all", "--workers", 1, f"@{names}"], seconds)
-            if status != NO_TEST_FOUND:
-                break
+        cpu_seconds = dict(zip(self.recording.tests, self.recording.cpu_seconds, strict=True))
+        seconds = 300.0 + 10.0 * sum(cpu_seconds[test] for test in tests)
+        options = ["-x", "-rfEp", "--all", "--workers", 1]
+        names.write_text("".join(f"{test}\n" for test in tests), encoding="utf-8")
+        status, output = run_pytest(folder, [*options, f"@{names}"], seconds)
+        if status == NO_TEST_FOUND:  # a break can remove rows of a table of tests
+            files = dict.fromkeys(test.partition("::")[0] for test in tests)
+            status, output = run_pytest(folder, ["--collect-only", "-rE", "--all", *files], seconds)
+            present = set(output.splitlines())
+            tests = [test for test in tests if test in present]
+            if status == 0 and tests:
+                names.write_text("".join(f"{test}\n" for test in tests), encoding="utf-8")
+                status, output = run_pytest(folder, [*options, f"@{names}"], seconds)
+        passed = list(_named_tests("PASSED", output, tests))
         if status in (0, NO_TEST_RUN):
-            return []
-        return list(_failed_tests(output, tests)) or [PYTEST_ITSELF]
+            return [], passed
+        return list(_named_tests("FAILED|ERROR", output, tests)) or [PYTEST_ITSELF], passed
 
     def _fails_unbroken(self, test: str, tests: Sequence[str]) -> bool:
         chosen = tuple(tests) if test == PYTEST_ITSELF else (test,)
         with self._lock:
             if chosen not in self._unsound:
-                self._unsound[chosen] = bool(self._failures(self.unbroken, chosen))
+                self._unsound[chosen] = bool(self._run(self.unbroken, chosen)[0])
             return self._unsound[chosen]
 
 
-def _failed_tests(output: str, tests: Sequence[str]) -> Iterator[str]:
-    """Yield the tests of pytest's summary, or modules that it could not collect."""
+def _named_tests(results: str, output: str, tests: Sequence[str]) -> Iterator[str]:
+    """Yield the tests of pytest's summary with these results, or modules that it could not collect."""
     for line in output.splitlines():
-        match = re.match("(?:FAILED|ERROR) (.*)", line)
+        match = re.match(f"(?:{results}) (.*)", line)
         if match:
             named = [test for test in tests if match[1] == test or match[1].startswith(f"{test} - ")]
             yield max(named, key=len) if named else match[1].partition(" - ")[0]
