@@ -119,10 +119,12 @@ class Recording:
     """Tests that failed on the unbroken lines, possibly because of the probes."""
 
     def tests_of(self, place: Place) -> list[int]:
-        """Return the tests that may notice a break, the most promising first."""
+        """Return the tests that may notice a break, the most promising first, without those that failed before it."""
         called = self.called.get(place.name, [])
         tests = set(range(len(self.tests))) if place.name in self.collected else set(called)
         tests.update(self.prepared.get(place.name, []))
+        failures = set(self.failures)
+        tests = {test for test in tests if self.tests[test] not in failures}
         own = f"tests/{place.package.removeprefix('fsdptoys/').partition('/')[0]}/"
         near = {test for test in tests if self.tests[test].startswith(own)} | set(called)
         factors = {test: 1.0 if test in near else OTHER_PACKAGE_FACTOR for test in tests}
