@@ -328,7 +328,9 @@ def test_pickle_that_would_run_code_is_refused(tmp_path: Path) -> None:
     assert not (tmp_path / "made").exists()
 
 
-@pytest.mark.parametrize("content", [b"", b"not gzip", gzip.compress(b'{"traceEvents": [{"name": "[memory]"}]}')])
+@pytest.mark.parametrize(
+    "content", [b"", b"not gzip", gzip.compress(b'{"traceEvents": [{"name": "[memory]"}]}', mtime=0)]
+)
 def test_unreadable_trace_is_reported_in_one_sentence(tmp_path: Path, content: bytes) -> None:
     """Oracle: the message names the file and a fix."""
     path = tmp_path / "rank0.json.gz"

@@ -4,9 +4,7 @@ import itertools
 
 import pytest
 
-from fsdptoys.config.compose import compose_config
 from fsdptoys.data import BatchStream, SyntheticConfig
-from fsdptoys.errors import ConfigError
 from fsdptoys.memory import GradientCheckpointing, MemoryConfig
 from fsdptoys.models import ModelConfig
 from fsdptoys.parallel import DDPConfig, FSDP1Config, FSDP2Config, ParallelConfig, SingleConfig
@@ -62,30 +60,3 @@ def test_flops_count_only_visible_keys(case: str) -> None:
     assert counter.flops_per_token(counter.count(batches)) == pytest.approx(expected)
     whole = DocumentCounter(model, 97, 64)
     assert whole.flops_per_token(whole.count(batches)) == pytest.approx(model.flops_per_token(64))
-
-
-@pytest.mark.parametrize(
-    ("words", "sentence"),
-    [
-        (
-            ("kernels.document_attention=flex",),
-            "kernels.document_attention=flex is for sequences whose documents are kept apart; set "
-            "data.mask_documents=true or kernels.document_attention=auto",
-        ),
-        (
-            (
-                "kernels.document_attention=flex",
-                "data.mask_documents=true",
-                "memory.gradient_checkpointing=selective",
-            ),
-            "memory.gradient_checkpointing=selective knows no operator of kernels.document_attention=flex whose result "
-            "it could keep; set memory.gradient_checkpointing=full",
-        ),
-    ],
-)
-def test_flex_attention_is_refused_where_unused_or_unsupported(words: tuple[str, ...], sentence: str) -> None:
-    """Oracle: the expected message, on CUDA."""
-    config = compose_config(["experiment=null", *words])
-    with pytest.raises(ConfigError) as caught:
-        config.validate(2, "cuda")
-    assert str(caught.value) == sentence

@@ -138,7 +138,7 @@ def test_malformed_messages_are_refused(words: bytes) -> None:
         JsonReader(io.BytesIO(words)).load()
 
 
-@pytest.mark.parametrize("value", [object(), Runs("true"), os.system, torch.nn.Linear(1, 1), enum.Enum], ids=repr)
+@pytest.mark.parametrize("value", [object(), Runs("true"), os.system, torch.nn.Linear(1, 1), enum.Enum], ids=type)
 def test_objects_of_unsupported_classes_are_not_sent(value: Any) -> None:
     """Oracle: an error at the sender, not at the receiver."""
     with pytest.raises(WireError, match="cannot be sent between ranks"):

@@ -228,18 +228,6 @@ def test_deterministic_kernels_restore_the_settings() -> None:
     assert torch.are_deterministic_algorithms_enabled() == before
 
 
-def failing(rank: int) -> None:
-    if torch.distributed.get_rank() == rank:
-        raise ConfigError("this rank fails")
-    torch.distributed.barrier()
-
-
-def test_run_ranks_raises_the_traceback_of_the_failed_rank() -> None:
-    """Oracle: the exception of rank 1; rank 0 waits in a collective."""
-    with pytest.raises(RuntimeError, match=r"rank 1: Traceback(.|\n)*ConfigError: this rank fails"):
-        run_ranks(2, failing, 1)
-
-
 def loss_and_sum(config: Config) -> tuple[float, float]:
     """Loss of the first step, and sum of the first parameter."""
     trainer = Trainer(config)
