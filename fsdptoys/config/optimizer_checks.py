@@ -138,11 +138,14 @@ def check_blocks(optim: OptimConfig, model: ModelConfig, mesh: MeshConfig, axes:
         block, (dim, ranks) = low_bit_adamw.block_elements(optim.low_bit_format, param.shape), sharding(param, axes)
         cut = param.shape[-1] // ranks if dim == param.ndim - 1 else 0
         if block is not None and cut % block:
-            fix = f"a mesh.fsdp_size that divides {param.shape[0]}" if axes.ep == 1 else f"mesh.ep_size={axes.copy}"
+            fix = "optim.state_dtype=bfloat16"
+            if axes.ep == 1:
+                fix = f"a mesh.fsdp_size that divides {param.shape[0]} or {fix}"
+            elif model.n_experts % axes.copy == 0:
+                fix = f"mesh.ep_size={axes.copy} or {fix}"
             raise ConfigError(
                 f"optim.state_dtype={optim.low_bit_format} keeps a scale for {block} numbers of a row, and "
-                f"mesh.fsdp_size={mesh.fsdp_size} cuts rows of {name} into {cut}; set {fix} or "
-                "optim.state_dtype=bfloat16"
+                f"mesh.fsdp_size={mesh.fsdp_size} cuts rows of {name} into {cut}; set {fix}"
             )
 
 

@@ -61,8 +61,10 @@ def check_pipeline(config: Sections) -> None:
         )
     stages, n_layers = ranks * schedule.stages_per_rank, config.model.n_layers
     if n_layers < stages:
-        fitting = n_layers // schedule.stages_per_rank
-        fix = f"set mesh.pp_size={fitting}" if fitting else "set parallel.schedule=gpipe"
+        most = n_layers // schedule.stages_per_rank
+        fitting = max((size for size in range(1, most + 1) if ranks % size == 0), default=1)
+        has_stages = fitting > 1 or schedule is PipelineSchedule.gpipe
+        fix = f"set mesh.pp_size={fitting}" if has_stages else "set parallel.schedule=gpipe"
         raise ConfigError(
             f"mesh.pp_size={ranks} makes {stages} stages with parallel.schedule={schedule.value}, more than "
             f"model.n_layers={n_layers}; {fix}"
@@ -114,7 +116,7 @@ def _check_switches(config: Sections, parallel: FSDP2Config) -> None:
         refuse(f"optim={config.optim.name}", reason, "optim=adamw")
     if parallel.wrap_classes:
         setting = f"parallel.wrap_classes={value_text(parallel.wrap_classes)}"
-        refuse(setting, f"may name no module of a stage of mesh.pp_size={ranks}", "parallel.wrap=block")
+        refuse(setting, f"may name no module of a stage of mesh.pp_size={ranks}", "parallel.wrap_classes=[]")
     if parallel.reshard_after_forward is ReshardAfterForward.always:
         refuse(
             "parallel.reshard_after_forward=always",

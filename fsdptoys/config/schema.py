@@ -307,9 +307,10 @@ class Config:
                 f"memory.cpu_threads={cores}"
             )
         if memory.optimizer_offload and not parallel.keeps_full_states:
+            fix = "leave it out or set parallel=toy_ddp" if self.mesh.ep_size == 1 else "leave it out"
             raise ConfigError(
                 f"memory.optimizer_offload=true is not an option of parallel={parallel.name}, whose states are cut; "
-                "leave it out or set parallel=toy_ddp"
+                + fix
             )
         if memory.optimizer_offload and not self.optim.state_widths:
             raise ConfigError(

@@ -90,7 +90,10 @@ def check_float8(
         raise ConfigError(f"{key} needs CUDA's float8 matmuls, which an NPU does not have; set train.float8=none")
     if device_type == "cuda":
         if parallel.param_dtype is not DType.bfloat16:
-            raise ConfigError(f"{key} replaces matmuls of bfloat16 on a GPU; set parallel.param_dtype=bfloat16")
+            raise ConfigError(
+                f"{key} replaces matmuls of bfloat16 on a GPU, and parallel.param_dtype="
+                f"{parallel.param_dtype.value} has none; set parallel.param_dtype=bfloat16"
+            )
         if tokens % MULTIPLE:
             raise ConfigError(
                 f"{key} multiplies over the tokens of a micro-batch, and train.batch_size times train.seq_len over "

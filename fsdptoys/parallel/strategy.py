@@ -155,11 +155,10 @@ class ParallelConfig:
             ("tp_size", self.splits_features),
             ("pp_size", self.splits_layers),
         ):
-            if getattr(mesh, key) > 1 and not has:
-                raise ConfigError(
-                    f"mesh.{key}={getattr(mesh, key)} is not an option of parallel={self.name}; "
-                    f"set parallel=fsdp2 or mesh.{key}=1"
-                )
+            size = getattr(mesh, key)
+            if size > 1 and not has:
+                fix = f"mesh.{key}=1" if world_size % size else f"parallel=fsdp2 or mesh.{key}=1"
+                raise ConfigError(f"mesh.{key}={size} is not an option of parallel={self.name}; set {fix}")
         return mesh.axes(world_size, self.shards_parameters)
 
     def build(self, context: ParallelContext) -> "Strategy":

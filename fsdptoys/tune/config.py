@@ -7,6 +7,7 @@ from typing import ClassVar
 
 from fsdptoys.errors import ConfigError
 from fsdptoys.utils.bounds import above, at_least, between, check_bounds
+from fsdptoys.utils.text import value_text
 
 LINEAR_LAYERS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 """Names of the linear layers of blocks, over all families."""
@@ -68,10 +69,10 @@ class LoRAConfig(TuneConfig):
             raise ConfigError(
                 f"tune.adapter={self.adapter!r} must name a folder; set tune.adapter=null to start from new adapters"
             )
+        known = [target for target in self.targets if target in LINEAR_LAYERS]
         for target in self.targets:
-            if target not in LINEAR_LAYERS:
-                raise ConfigError(
-                    f"tune.targets names {target}, which is none of {', '.join(LINEAR_LAYERS)}; remove it"
-                )
+            if target not in known:
+                fix = f"set tune.targets={value_text(known or ['q_proj', 'v_proj'])}"
+                raise ConfigError(f"tune.targets names {target}, which is none of {', '.join(LINEAR_LAYERS)}; {fix}")
         if not self.targets:
             raise ConfigError("tune.targets=[] trains nothing; set tune.targets=[q_proj,v_proj] or tune=full")
