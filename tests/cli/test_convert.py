@@ -74,21 +74,6 @@ def test_output_describes_the_written_files(tmp_path: Path) -> None:
 
 
 @pytest.mark.oracle
-def test_transformers_generates_from_the_written_folder(tmp_path: Path) -> None:
-    """Oracle: transformers' greedy generation against the largest logits of ours."""
-    transformers = import_transformers()
-    save_run(tmp_path / "run", SMALL["gpt2"])
-    output_of("to-hf", str(tmp_path / "run"), str(tmp_path / "folder"))
-    oracle = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "folder")
-    tokens_BT = torch.tensor([[3, 1, 4, 1, 5]])
-    generated_BT = oracle.generate(tokens_BT, max_new_tokens=6, do_sample=False)
-    model = build(SMALL["gpt2"])
-    for _ in range(6):
-        tokens_BT = torch.cat([tokens_BT, model(tokens_BT)[:, -1:].argmax(-1)], dim=1)
-    assert torch.equal(generated_BT, tokens_BT)
-
-
-@pytest.mark.oracle
 def test_tokenizer_is_copied_with_its_chat_template(tmp_path: Path) -> None:
     """Oracle: transformers' ids of a conversation with the original folder; the checksums cover the copies."""
     transformers = import_transformers()
