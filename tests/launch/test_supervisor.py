@@ -1,5 +1,6 @@
-"""Workers as processes: exits, stops and restarts, and their messages."""
+"""Workers as processes: forks, exits, stops and restarts, and their messages."""
 
+import gc
 import os
 import re
 import signal
@@ -11,6 +12,7 @@ import pytest
 from torch.distributed.elastic.multiprocessing.api import PContext
 
 from fsdptoys.launch import rendezvous_server, supervisor
+from fsdptoys.launch.forked_process import ForkedProcess
 from fsdptoys.train import stop
 from tests.harness.processes import wait_until
 from tests.launch.launchers import free_port, runs
@@ -221,3 +223,35 @@ def test_signal_ends_a_launcher_that_waits_for_another_node(launched: Any) -> No
     wait_until(lambda: listens in listening_sockets(run.pid), "the store", [run.pid])
     os.kill(run.pid, signal.SIGINT)
     assert run.result() == (130, "fsdptoys: stopped by SIGINT; all workers have ended\n")
+
+
+MODULE = """
+import gc, os, sys
+
+number = int(sys.argv[1])
+os.dup2(os.open(sys.argv[2], os.O_WRONLY | os.O_CREAT), number)
+gc.collect()
+os.write(number, b"still open")
+"""
+
+
+class Endless:
+    """A reference cycle with an open file, freed only by garbage collection."""
+
+    def __init__(self, path: Path) -> None:
+        self.itself, self.file = self, path.open("w")
+
+
+def test_garbage_of_the_parent_closes_no_file_of_the_fork(tmp_path: Path) -> None:
+    """Oracle: the fork's output after a collection, to a file with the descriptor number of the parent's file."""
+    (tmp_path / "writes.py").write_text(MODULE)
+    gc.disable()
+    try:
+        number = Endless(tmp_path / "parents").file.fileno()
+        forked = ForkedProcess(
+            "writes", [str(number), str(tmp_path / "own")], {**os.environ, "PYTHONPATH": str(tmp_path)}
+        )
+        assert forked.wait() == 0
+    finally:
+        gc.enable()
+    assert (tmp_path / "own").read_text() == "still open"
