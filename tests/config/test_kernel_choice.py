@@ -79,25 +79,6 @@ def test_nothing_is_compiled_on_a_cuda_machine_without_a_part_of_triton(
 
 
 @pytest.mark.parametrize(
-    ("device_type", "words"),
-    [
-        ("cpu", "kernels.attention=flash data.mask_documents=true"),
-        ("cpu", "kernels.attention=math"),
-        ("cuda", "kernels.attention=cudnn parallel.param_dtype=bfloat16"),
-        ("cuda", "kernels.attention=efficient data.mask_documents=true"),
-        ("cuda", "kernels.attention=flash parallel.param_dtype=float16"),
-    ],
-)
-def test_backends_that_can_run_are_kept(device_type: str, words: str) -> None:
-    """Oracle: the setting itself."""
-    config = compose_config(["experiment=null", "model=llama_debug", "data=synthetic", *words.split()])
-    config.kernels.check_attention(
-        device_type, config.parallel.param_dtype.torch, 64, masks=config.data.mask_documents, deterministic=False
-    )
-    assert f"kernels.attention={config.kernels.attention.value}" in words
-
-
-@pytest.mark.parametrize(
     ("attention", "masks", "expected"), [("torch", False, "flash"), ("torch", True, "flash"), ("math", True, "math")]
 )
 def test_backend_of_the_run_is_found(attention: str, masks: bool, expected: str) -> None:

@@ -1,16 +1,22 @@
-"""Parsers of foreign JSON and YAML, and dataclasses built from their values."""
+"""Foreign text: parsers of JSON and YAML, dataclasses built from their values, escaped output, and lost consoles."""
 
+import io
 import math
+import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import Enum
+from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
 
+import fsdptoys
 from fsdptoys.utils.foreign import MAX_DEPTH, MAX_YAML_BYTES, ForeignError, parse_json, parse_yaml
 from fsdptoys.utils.from_tree import build
+from fsdptoys.utils.text import one_line, printable
+from tests.launch.streams import run_with
 
 
 @pytest.mark.parametrize(
@@ -165,3 +171,56 @@ def test_values_of_the_wrong_type_are_named(change: dict[str, Any], reason: str)
     with pytest.raises(ForeignError) as caught:
         build(Outer, {**WHOLE, **change})
     assert reason in str(caught.value) and str(caught.value).isprintable()
+
+
+ROOT = Path(fsdptoys.__file__).parent
+
+CALLS = re.compile(
+    r"\b(json|yaml|pickle|marshal|torch)\.(load|loads|safe_load|full_load|unsafe_load)\(|\bpickle\.Unpickler\)"
+)
+
+OWN_FILES = {
+    "data/document_reader.py": "one field of a row of bounded length, eight times as fast; errors name the row",
+    "launch/failures.py": "written by this launcher's ranks into a folder of mode 0700",
+    "plan/trace/tracing_process.py": "exchanged between a process and its child, over their own pipes",
+    "plan/trace/tracer.py": "handed over between a process and its child, in a folder of mode 0700",
+    "train/launch_env.py": "an environment variable that this rank's launcher has set",
+    "launch/rendezvous_state.py": "the state that torch's rendezvous pickled in this process",
+    "report/figures_plotly.py": "made by plotly in this process",
+    "report/memory_timeline.py": "an unpickler that makes plain values alone",
+    "utils/foreign.py": "the parsers themselves",
+    "launch/worker.py": "handed over by this rank's launcher, in a folder of mode 0700",
+}
+
+
+def test_foreign_text_is_parsed_in_one_place() -> None:
+    """Oracle: the source files; parsers of the standard library and PyYAML are unbounded."""
+    calls = {}
+    for path in ROOT.rglob("*.py"):
+        found = CALLS.search(path.read_text(encoding="utf-8"))
+        if found is not None:
+            calls[str(path.relative_to(ROOT))] = found[0]
+    assert sorted(calls) == sorted(OWN_FILES), {name: call for name, call in calls.items() if name not in OWN_FILES}
+
+
+def test_control_characters_are_escaped() -> None:
+    """Oracle: Python's own escapes, for colors, titles, carriage returns, right-to-left marks and lone surrogates."""
+    assert printable("a\x1b[31mb\x1b]0;t\x07\rc\u202ed\ud800") == "a\\x1b[31mb\\x1b]0;t\\x07\\rc\\u202ed\\ud800"
+    assert printable("ü\tx\ny") == "ü\tx\ny"
+    assert printable("ü", io.TextIOWrapper(io.BytesIO(), encoding="ascii")) == "\\xfc"
+    assert one_line("a\nb\x1b") == "a b\\x1b"
+    assert len(one_line("x" * 1000)) == 300
+    assert len(one_line("x" * 1000, longest=None)) == 1000
+
+
+PRINT_STATUS = (
+    "import sys; from fsdptoys.utils.text import print_status; "
+    "sys.exit(3 if print_status('x' * 10000, stdout=True) else 4)"
+)
+
+
+@pytest.mark.parametrize("stream", ["full", "broken", "closed", "fine"])
+def test_lost_console_does_not_end_the_program(stream: str) -> None:
+    """Oracle: the program's own exit status, and an empty stderr."""
+    done = run_with(stream, "fine", ["-c", PRINT_STATUS])
+    assert (done.returncode, done.stderr) == (3 if stream == "fine" else 4, "")
