@@ -1,14 +1,18 @@
-"""The ``fsdptoys sweep`` command, with processes that replace training (``standin``)."""
+"""The ``fsdptoys sweep`` command, with processes that replace training (``standin``), and with real runs."""
 
+import importlib
+import json
 import os
 import pty
 import resource
 import signal
+import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
+from torch.distributed.elastic.multiprocessing.subprocess_handler import subprocess_handler
 
 from fsdptoys.cli.main import main
 from fsdptoys.cli.sweep import read_words, sweep_command
@@ -16,9 +20,11 @@ from fsdptoys.errors import ConfigError
 from fsdptoys.sweep import JobStatus, Sweep, read_sweep, validate
 from fsdptoys.sweep.folder import write_job
 from fsdptoys.sweep.run_sweep import with_recorded_words
+from fsdptoys.train.recorded_run import read_recorded_run
 from fsdptoys.utils.file_lock import FolderLock
 from tests.harness.processes import wait_until
 from tests.launch.launchers import runs
+from tests.warm import WarmPopen
 
 STANDIN = (sys.executable, "-I", "-S", str(Path(__file__).with_name("standin.py")))
 SUCCEED = (sys.executable, "-I", "-S", "-c", "")
@@ -145,6 +151,7 @@ def test_signal_keeps_finished_jobs_and_the_sweep_can_be_resumed(
     assert interrupted(numbers, *SMALL, f"train.seed={seeds}", "train.steps=5,6") == status
     found = the_sweep()
     assert statuses(found) == ["done", "done", "stopped", "waiting"]
+    assert found.jobs[2].exit_status == -(signal.SIGKILL if len(numbers) > 1 else signal.SIGINT)
     printed = capfd.readouterr().out
     assert (
         f"fsdptoys: stopped by {signal.Signals(numbers[0]).name}; fsdptoys sweep --resume {found.path} continues it"
@@ -206,14 +213,6 @@ def test_train_multirun_equals_a_sweep(capsys: pytest.CaptureFixture[str]) -> No
     ]
     assert "  skipped train.seed=1 mesh.fsdp_size=3: mesh.fsdp_size=3 shards parameters" in of_train
     assert not Path("sweeps").exists()
-
-
-def test_launcher_of_an_old_folder_can_be_overridden(capsys: pytest.CaptureFixture[str]) -> None:
-    """Oracle: the folder's arguments are kept, and the typed launcher is looked for."""
-    assert sweep(*SMALL, "train.seed=0") == 0
-    path = str(the_sweep().path)
-    assert main(["sweep", "--resume", path, "hydra/launcher=no_such_launcher"]) == 2
-    assert "no_such_launcher" in capsys.readouterr().err
 
 
 def test_users_file_is_found_from_another_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -292,3 +291,55 @@ def test_recorded_launcher_arguments_that_run_commands_are_refused(tmp_path: Pat
             with_recorded_words(read_words(["--resume", str(tmp_path)]), before)
         assert str(caught.value).isprintable() and option.split("=")[0] in str(caught.value)
     assert with_recorded_words(read_words(["--resume", str(tmp_path), *launcher]), before).launcher_words == launcher
+
+
+FILE = """
+title: two ends
+base: [model=llama_debug, experiment=null, data=synthetic, train.steps=4, train.seq_len=16, plan.predict=false]
+rows:
+  - [parallel=single]
+  - [parallel=single, model.ffn_dim={ffn_dim}, model.dim=65536]
+"""
+
+MORE_THAN_ANY = 2**22
+"""Columns of a float32 matrix with 65,536 rows, which takes 1 TiB."""
+
+
+@pytest.fixture(scope="module")
+def ended(tmp_path_factory: pytest.TempPathFactory) -> Sweep:
+    """A sweep after its end."""
+    folder = tmp_path_factory.mktemp("end to end")
+    path = folder / "mine.yaml"
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("fsdptoys.launch.launch", "fsdptoys.train.run", "fsdptoys.metrics.plots", "matplotlib.figure"):
+            importlib.import_module(name)
+        patch.setattr(subprocess, "Popen", WarmPopen)
+        patch.setattr(subprocess_handler, "Popen", WarmPopen)
+        patch.chdir(folder)
+        path.write_text(FILE.format(ffn_dim=MORE_THAN_ANY))
+        assert main(["sweep", str(path), "--out", "it's here"]) == 1
+        return read_sweep(folder / "it's here")
+
+
+def test_each_kind_of_end_is_recognized(ended: Sweep) -> None:
+    """Oracle: the configured end of each run, in the launcher's message."""
+    good, failed = ended.jobs
+    assert (good.status, good.exit_status, good.reason) == (JobStatus.done, 0, None)
+    assert failed.status is JobStatus.out_of_memory
+    assert "host memory ran out on rank 0 in the construction" in (failed.reason or "")
+
+
+def test_job_writes_an_ordinary_run_directory(ended: Sweep) -> None:
+    """Oracle: its run directory has the requested steps; its log is a launcher's output."""
+    job = ended.jobs[0]
+    run = read_recorded_run(ended.run_dir(job))
+    assert run.finished and run.results.steps == 4 and run.world_size == 1
+    assert "fsdptoys: found" in (ended.job_folder(job) / "log.txt").read_text()
+
+
+def test_tables_have_all_rows(ended: Sweep) -> None:
+    """Oracle: one row a job, with its outcome."""
+    rows = json.loads((ended.path / "table.json").read_text())
+    text = json.dumps(rows)
+    assert all(status in text for status in ("done", "out of memory"))
+    assert "out of memory" in (ended.path / "table.md").read_text()

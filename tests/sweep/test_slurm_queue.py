@@ -29,17 +29,28 @@ from fsdptoys.sweep.slurm_queue import (
     watch_jobs,
 )
 from fsdptoys.sweep.slurm_settings import (
-    LOCAL,
+    SLURM_COMMANDS,
     SlurmNeeds,
-    find_needs,
     plugin_options,
     read_launcher,
-    split_launcher_words,
 )
 from fsdptoys.sweep.slurm_submit import submit
 from fsdptoys.sweep.validate import BatchQueue, JobHardware, ValidJob, validate_combinations
 from tests.harness.processes import wait_until
 from tests.sweep.jobs import CUDA, ON_SLURM, TINY, hand_over, make_sweep
+
+
+@pytest.fixture
+def slurm_commands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder on PATH with no-op commands of SLURM's names, for decisions made before any command is called."""
+    folder = tmp_path / "bin"
+    folder.mkdir()
+    for name in SLURM_COMMANDS:
+        (folder / name).write_text("#!/bin/sh\nexit 1\n")
+        (folder / name).chmod(0o755)
+    monkeypatch.setenv("PATH", f"{folder}{os.pathsep}{os.environ['PATH']}")
+    read_launcher.cache_clear()
+    return folder
 
 
 def test_ids_are_read_from_submitits_folders(tmp_path: Path) -> None:
@@ -152,16 +163,6 @@ def test_machine_without_slurm_is_reported(monkeypatch: pytest.MonkeyPatch, tmp_
         read_launcher((ON_SLURM,))
 
 
-def test_nodes_on_this_machine_alone_are_refused() -> None:
-    """Oracle: the expected message."""
-    with pytest.raises(ConfigError) as refusal:
-        find_needs(("launch.nnodes=2",), LOCAL)
-    assert str(refusal.value) == (
-        "launch.nnodes=2 needs other machines, and hydra/launcher=submitit_local has this one alone; set "
-        "hydra/launcher=submitit_slurm"
-    )
-
-
 @pytest.mark.parametrize(
     ("needs", "typed", "limit", "expected"),
     [
@@ -223,10 +224,3 @@ def test_login_node_needs_none_of_the_jobs_devices(slurm_commands: Path) -> None
     (job,) = validate_combinations([Combination(words, {})], queue)
     assert isinstance(job, ValidJob) and job.world_size == 16 and job.config.model.name == "llama2_7b"
     assert not any("rdzv_endpoint" in word for word in job.combination.words)
-
-
-def test_launcher_arguments_are_separated_from_those_of_the_run() -> None:
-    """Oracle: the typed arguments, in their order."""
-    words = ["parallel=fsdp1,fsdp2", "hydra/launcher=submitit_slurm", "+hydra.launcher.additional_parameters.x=1"]
-    assert split_launcher_words(words) == (words[:1], words[1:])
-    assert split_launcher_words(["hydra.run.dir=x"]) == (["hydra.run.dir=x"], [])
