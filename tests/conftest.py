@@ -24,6 +24,7 @@ SLOW = (
     "docs/test_commands",
     "checkpointed_collectives",
     "messages",
+    "absurd_values",
     "test_context.py",
     "test_state.py",
     "step_readings",

@@ -179,12 +179,6 @@ def test_show_prints_tensors_states_and_totals(run_dir: Path, capsys: pytest.Cap
     assert shown["contents"]["optim.norm.weight.exp_avg"] == {"dtype": "F32", "shape": [36], "bytes": 144, "shards": 2}
 
 
-def test_help_is_printed_without_words(capsys: pytest.CaptureFixture[str]) -> None:
-    """Oracle: the usage line."""
-    assert main(["checkpoint"]) == 0
-    assert capsys.readouterr().out.startswith("usage: fsdptoys checkpoint ls PATH")
-
-
 def test_show_refuses_a_run_without_a_complete_checkpoint(run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Oracle: the reason of each, in one sentence; the list says that a run starts from scratch."""
     for name in NAMES[:2]:

@@ -74,11 +74,27 @@ def test_help_lists_every_command(capsys: pytest.CaptureFixture[str]) -> None:
     shown = capsys.readouterr().out
     for command in command_names():
         assert f" fsdptoys {command} " in shown and f"\n    {command} " in shown
-    assert main(["models", "--help"]) == 0
-    assert capsys.readouterr().out.startswith("usage: fsdptoys models [NAME ...] [--json]\n")
-    for words in (["convert"], ["convert", "--help"], ["convert", "from-hf", "-h"]):
-        assert main(words) == 0
-        assert capsys.readouterr().out.startswith("usage: fsdptoys convert to-hf RUN OUT_DIR")
+
+
+@pytest.mark.parametrize(
+    ("typed", "usage"),
+    [
+        ("models --help", "models [NAME ...] [--json]\n"),
+        ("convert", "convert to-hf RUN OUT_DIR"),
+        ("convert --help", "convert to-hf RUN OUT_DIR"),
+        ("convert from-hf -h", "convert to-hf RUN OUT_DIR"),
+        ("checkpoint", "checkpoint ls PATH"),
+        ("report", "report "),
+        ("report --help", "report "),
+        ("compare", "compare "),
+        ("compare --help", "compare "),
+    ],
+)
+def test_help_of_a_command_begins_with_its_usage(typed: str, usage: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """Oracle: the usage line; the page fits 120 columns."""
+    assert main(typed.split()) == 0
+    page = capsys.readouterr().out
+    assert page.startswith(f"usage: fsdptoys {usage}") and max(map(len, page.splitlines())) <= 120
 
 
 def test_version_is_that_of_the_package(capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,16 +1,21 @@
-"""Absurd numbers for every numeric key are accepted or refused by one sentence, and nothing else happens."""
+"""For every key of the configuration: absurd numbers are accepted or refused by one sentence, and nothing else happens;
+suggested words work when pasted, and never mean the opposite."""
 
 import dataclasses
+import shlex
 import typing
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import pytest
 
 from fsdptoys.config.compose import compose_config
-from fsdptoys.config.overrides import list_choices, list_options, schema_name
+from fsdptoys.config.familiar_names import FAMILIAR
+from fsdptoys.config.option_values import SWITCHES
+from fsdptoys.config.overrides import HELP, list_choices, list_options, schema_name
 from fsdptoys.config.schema import SCHEMAS, Config
 from fsdptoys.errors import ConfigError
+from tests.messages.lines import Row, corrected
 
 TOO_LARGE = (str(10**400), str(10**30), str(2**63))
 INTEGERS = (*TOO_LARGE, "-1", "0")
@@ -54,9 +59,9 @@ def values_of(key: str, annotation: Any) -> tuple[str, ...]:
     return tuple(f"[{value}]" for value in values) if typing.get_origin(annotation) is list else values
 
 
-def numeric_keys() -> dict[str, tuple[list[str], str, tuple[str, ...]]]:
-    """Choice and key → the overrides that choose its schema, the key, and its absurd values."""
-    choices, keys = list_choices(), {}
+def list_keys() -> Iterator[tuple[list[str], str, Any]]:
+    """Yield for every key of every schema: the overrides that choose the schema, the key, and its type."""
+    choices = list_choices()
     for section, kinds in schemas().items():
         for name, schema in kinds.items():
             chosen = []
@@ -64,18 +69,14 @@ def numeric_keys() -> dict[str, tuple[list[str], str, tuple[str, ...]]]:
                 named = [choice for choice in choices[section] if schema_name(section, choice) == name]
                 chosen = [f"{section}={min(named, key=lambda choice: 'debug' not in choice)}"]
             for key, option in list_options(schema, section).items():
-                values = values_of(key, option.annotation)
-                if values:
-                    keys[" ".join([*chosen, key])] = chosen, key, values
-    return keys
+                yield chosen, key, option.annotation
 
 
-KEYS = numeric_keys()
-
-
-def test_numeric_keys_are_found_in_every_section() -> None:
-    """Oracle: three keys of different kinds, by name."""
-    assert {"train.steps", "model=llama_debug model.n_layers", "optim=sgd optim.momentum"} <= set(KEYS)
+KEYS = {
+    " ".join([*chosen, key]): (chosen, key, values_of(key, annotation))
+    for chosen, key, annotation in list_keys()
+    if values_of(key, annotation)
+}
 
 
 @pytest.mark.parametrize("named", one_in(8, KEYS))
@@ -92,3 +93,75 @@ def test_absurd_numbers_are_accepted_or_refused_in_one_sentence(named: str) -> N
             assert len(str(mistake)) < 1500
         else:
             assert value.strip("[]") not in (*TOO_LARGE, "nan", "inf", "-inf"), value
+
+
+CHOSEN = {key: " ".join(chosen) or "experiment=null" for chosen, key, _ in list_keys()}
+"""Key → the word that chooses its schema."""
+
+UNREAD = (
+    *("names a key that does not exist", "is not an option, since", "has no value", "must be one of", "cannot be read"),
+    *("must be true or false", "must be an integer", "must be a finite number", "must be a list", "must be text"),
+    *("must be a word", "gives several values", "sets a whole section"),
+)
+"""Errors of words that cannot be parsed; other errors name another setting that a valid word requires."""
+
+OPPOSITES = {"true": ("false", "none", "never", "null"), "false": ("true", "on")}
+
+FIRST_NAMES = {words: name for name, words in reversed(FAMILIAR.items())}.values()
+"""One familiar name for each of the words that they stand for, for the short level."""
+
+
+def error_of(words: list[str]) -> str:
+    """Return the error of overrides, "" if they compose and validate."""
+    try:
+        compose_config(words).validate(2, "cpu")
+    except ConfigError as error:
+        return str(error)
+    return ""
+
+
+def check(words: list[str]) -> None:
+    """Paste each suggestion of an error about words that cannot be parsed."""
+    sentence = error_of(words)
+    is_unread = any(text in sentence for text in UNREAD)
+    if not is_unread or HELP in sentence or sentence.endswith(", leave it out"):
+        return
+    lines = corrected(Row("", shlex.join(words), sentence, ranks=2))
+    assert lines, sentence
+    opposites = OPPOSITES.get(SWITCHES.get(words[-1].partition("=")[2], ""), ())
+    for line in lines:
+        rest = error_of(line)
+        assert not any(text in rest for text in UNREAD), f"{sentence} -> {rest}"
+        assert line[-1].partition("=")[2] not in opposites or len(lines) > 1, sentence
+
+
+@pytest.mark.usefixtures("unmeasured")
+@pytest.mark.parametrize("key", one_in(8, CHOSEN))
+def test_suggestions_for_a_key_work_when_pasted(key: str) -> None:
+    """Oracle: the suggested words compose and validate, or their error says what else is needed."""
+    last, wrong = key.rpartition(".")[2], f"{key[:-2]}{key[-1]}"
+    for typed in ("true", "off"):
+        check([CHOSEN[key], f"{key}={typed}"])
+    for word in (f"{last}=on", f"--{last}", f"--{key}=1.5", f"{wrong}=true"):
+        check([CHOSEN[key], word])
+    check([f"--{last}=no"])
+
+
+@pytest.mark.usefixtures("unmeasured")
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=() if name in FIRST_NAMES else pytest.mark.extended) for name in FAMILIAR],
+)
+def test_suggestion_for_a_familiar_flag_works_when_pasted(name: str) -> None:
+    """Oracle: as above."""
+    check([f"--{name}"])
+
+
+@pytest.mark.extended
+@pytest.mark.usefixtures("unmeasured")
+@pytest.mark.parametrize("name", FAMILIAR)
+def test_suggestions_for_a_familiar_name_work_when_pasted(name: str) -> None:
+    """Oracle: as above."""
+    name, _, value = name.partition("=")
+    for raw in [value] if value else ["off", "4", "word"]:
+        check([f"{name}={raw}"])

@@ -109,8 +109,7 @@ def test_failed_node_reports_the_reason(tmp_path: Path, second_hand: str, monkey
 @pytest.fixture
 def running(tmp_path: Path) -> Path:
     """Folder of a job on two nodes, which the first one runs."""
-    sweep = make_sweep(tmp_path, [("launch.nnodes=2",)])
-    folder = sweep.job_folder(sweep.jobs[0])
+    folder = make_sweep(tmp_path, [("launch.nnodes=2",)]).path / "jobs/01"
     write_job(folder, Job("01", TINY, {}, "run 1", JobStatus.running))
     return folder
 
@@ -155,8 +154,7 @@ def test_job_finished_in_the_meantime_is_not_run_again(
     tmp_path: Path, late: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Oracle: its file, with a command that would write another; late means just before this process takes the lock."""
-    sweep = make_sweep(tmp_path, [()])
-    folder = sweep.job_folder(sweep.jobs[0])
+    folder = make_sweep(tmp_path, [()]).path / "jobs/01"
     done = Job("01", TINY, {}, "run 1", JobStatus.done)
 
     class LateLock(FolderLock):
@@ -193,8 +191,7 @@ def test_briefly_stale_file_is_read_again(tmp_path: Path, failures: int, monkeyp
 
 def test_requeued_job_starts_from_scratch(tmp_path: Path) -> None:
     """Oracle: the first attempt's file, which is kept aside and not visible to the second."""
-    sweep = make_sweep(tmp_path, [()])
-    folder = sweep.job_folder(sweep.jobs[0])
+    folder = make_sweep(tmp_path, [()]).path / "jobs/01"
     (folder / "run").mkdir()
     (folder / "run" / "left").touch()
     write_job(folder, Job("01", TINY, {}, "run 1", JobStatus.stopped, reason="the queue ended it (SIGTERM)"))

@@ -1,8 +1,11 @@
-"""The list of model presets."""
+"""Printed tables: ``fsdptoys models``, ``fsdptoys report`` and ``fsdptoys compare``."""
 
+import csv
 import io
 import json
 import re
+from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import rich.console
@@ -12,6 +15,10 @@ from fsdptoys.cli.main import main
 from fsdptoys.cli.models import ModelFacts, human_count, human_flops, measure, print_table
 from fsdptoys.config.compose import compose_config, compose_presets
 from fsdptoys.config.overrides import list_choices
+from fsdptoys.report.runs_table import gather
+from fsdptoys.report.table import make_table
+from fsdptoys.report.table_export import to_csv, to_json, to_markdown
+from tests.report.recorded_runs import run_of, write_run
 
 PRESETS = list_choices()["model"]
 LLAMA2_7B = ModelFacts(
@@ -137,3 +144,93 @@ def test_requested_presets_have_one_row_each_with_explained_numbers(capsys: pyte
     shown = capsys.readouterr().out
     assert [line.split()[0] for line in shown.splitlines()[2:4]] == ["gpt2", "qwen3_moe_debug"]
     assert "124M" in shown and "6 for each weight of a matrix" in " ".join(shown.split())
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The current one: runs a and b, of which b's third loss is another and its last step slow."""
+    monkeypatch.chdir(tmp_path)
+    write_run(Path("a"), run_of(4))
+    steps = run_of(4)
+    slow = replace(steps[3], step_time_seconds=0.2)
+    write_run(Path("b"), [*steps[:2], replace(steps[2], loss=steps[2].loss + 1e-5), slow], {"optim.lr": 0.02})
+    return tmp_path
+
+
+def test_tables_are_printed_in_each_format(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Oracle: the table itself; both runs are found by their folders and by the one above."""
+    table = make_table(gather([Path("a"), Path("b")]))
+    for form, wanted in {"--markdown": to_markdown, "--csv": to_csv, "--json": to_json}.items():
+        assert main(["report", "a", "b", form]) == 0
+        assert capsys.readouterr().out == wanted(table)
+    assert main(["report", form := "--csv", "."]) == 0 and form
+    assert [row["run"] for row in csv.DictReader(io.StringIO(capsys.readouterr().out))] == ["a", "b"]
+    assert main(["report", "a", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["rows"][0]["path"] == "a"
+
+
+@pytest.mark.parametrize("columns, brief", [("25", True), (None, False)])
+def test_table_fits_the_terminal_and_is_full_in_a_pipe(
+    folder: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    columns: str | None,
+    brief: bool,
+) -> None:
+    """Oracle: COLUMNS; without it and without a terminal all columns are printed."""
+    if columns is not None:
+        monkeypatch.setenv("COLUMNS", columns)
+    assert main(["report", "a", "b", "--table"]) == 0
+    text = capsys.readouterr().out
+    assert ("No room for the numbers in brackets" in " ".join(text.split())) == brief
+    assert ("135 (131–139)" in text) != brief
+    assert not brief or max(map(len, text.splitlines())) <= 25
+
+
+def test_compare_reports_differences_by_its_exit_status(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Oracle: the one loss that differs by 1e-5 of 4.7, and by no more than a tolerance of 1e-5."""
+    assert main(["compare", "a", "a"]) == 0
+    assert capsys.readouterr().out.startswith("Same: 4 steps, equal in every bit.")
+    assert main(["compare", "a", "b"]) == 1
+    text = capsys.readouterr().out
+    assert text.startswith("They differ from step 3 on, first in the loss: 4.7 and 4.70001, 1e-05 apart")
+    assert "optim.lr  0.01  0.02" in text
+    assert main(["compare", "a", "b", "--tolerance", "1e-5"]) == 0
+    assert main(["compare", "a", "b", "--tolerance=1e-6"]) == 1
+
+
+def test_comparison_error_is_a_mistake_not_a_difference(
+    folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Oracle: status 2 and a message, since status 1 means that the runs differ."""
+
+    def stumble(*_: object) -> None:
+        raise TypeError("'<' not supported")
+
+    monkeypatch.setattr("fsdptoys.report.compare.compare_runs", stumble)
+    assert main(["compare", "a", "b"]) == 2
+    assert capsys.readouterr() == (
+        "",
+        "fsdptoys: a and b cannot be compared (TypeError: '<' not supported); check the files of both\n",
+    )
+
+
+@pytest.mark.parametrize("encoding", ["ascii", "latin-1", "utf-8"])
+@pytest.mark.parametrize("typed", ["report é a b --table", "report é a b --markdown", "report é a b --csv",
+                                   "report é a b --json", "compare a é"])  # fmt: skip
+def test_output_fits_the_encoding_of_its_stream(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, typed: str, encoding: str
+) -> None:
+    """Oracle: the encoding itself, which rejects unsupported characters; JSON is lossless."""
+    write_run(Path("é"), [replace(step, loss=step.loss * 1.1) for step in run_of(4)], {"data.files": "≠…"})
+    stream = io.TextIOWrapper(io.BytesIO(), encoding=encoding)
+    monkeypatch.setattr("sys.stdout", stream)
+    assert main(typed.split(" ")) in (0, 1)
+    stream.flush()
+    text = stream.buffer.getvalue().decode(encoding)  # type: ignore[attr-defined]
+    if typed.endswith("--json"):
+        assert json.loads(text)["rows"][0]["run"] == "é"
+    else:
+        assert ("é" in text) == (encoding != "ascii")
+    if typed.endswith("--table"):
+        assert ("(131–139)" in text) == (encoding == "utf-8") != ("(131-139)" in text)
