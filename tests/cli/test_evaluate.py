@@ -56,13 +56,6 @@ def test_loss_equals_transformers(case: str, batch: int, tmp_path: Path, capsys:
     assert (found["predicted_tokens"], found["context"], found["bits_per_byte"]) == (149, 40, None)
 
 
-def trained(config: Config) -> float:
-    trainer = Trainer(config)
-    Run(trainer).run()
-    assert trainer.history[-1].eval_loss is not None
-    return trainer.history[-1].eval_loss
-
-
 def data_of(kind: str, folder: Path) -> DataConfig:
     """Write data of a kind that supports a held-out part."""
     torch.manual_seed(0)
@@ -86,23 +79,22 @@ def data_of(kind: str, folder: Path) -> DataConfig:
     return PreparedConfig(folder=str(folder / "data"), packing=Packing.best_fit, cache=cache, mask_documents=True)
 
 
-@dataclasses.dataclass
-class TrainedRuns:
-    """A run ``final``, which evaluates everything, and ``saved``, which evaluates a batch and saves a checkpoint."""
-
-    kind: str
-    folder: Path
-    losses: dict[str, float]
+def train_each(configs: dict[str, Config]) -> dict[str, float | None]:
     """Loss of each run's own evaluation after its last step."""
+    losses = {}
+    for name, config in configs.items():
+        trainer = Trainer(config)
+        Run(trainer).run()
+        losses[name] = trainer.history[-1].eval_loss
+    return losses
 
 
-def train_each(configs: dict[str, Config]) -> dict[str, float]:
-    return {name: trained(config) for name, config in configs.items()}
+Runs = tuple[str, Path, dict[str, float | None]]
 
 
 @pytest.fixture(scope="module")
-def runs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> TrainedRuns:
-    """Two runs on one kind of data."""
+def runs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Runs:
+    """Kind of data, folder and losses: ``final`` evaluates everything, ``saved`` one batch, and saves a checkpoint."""
     folder = tmp_path_factory.mktemp(request.param)
     data = data_of(request.param, folder)
     configs: dict[str, Config] = {}
@@ -116,7 +108,7 @@ def runs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
         config.checkpoint = dataclasses.replace(config.checkpoint, final_weights=is_final, every=int(not is_final))
         configs[name] = config
     (losses,) = run_ranks(1, train_each, configs)
-    return TrainedRuns(request.param, folder, losses)
+    return request.param, folder, losses
 
 
 KINDS: list[Any] = ["text", "synthetic", "packed"]
@@ -124,42 +116,44 @@ KINDS += [pytest.param(kind, marks=pytest.mark.extended) for kind in ("bin", "pr
 
 
 @pytest.mark.parametrize("runs", KINDS, indirect=True)
-def test_default_data_is_the_held_out_part_of_the_run(runs: TrainedRuns, capsys: pytest.CaptureFixture[str]) -> None:
+def test_default_data_is_the_held_out_part_of_the_run(runs: Runs, capsys: pytest.CaptureFixture[str]) -> None:
     """Oracle: the run's own evaluation of all held-out samples; only data of bytes has bits per byte."""
-    found = output_of(capsys, str(runs.folder / "final"))
-    assert found["loss"] == pytest.approx(runs.losses["final"], rel=1e-6)
-    in_bytes = found["loss"] / math.log(2) if runs.kind in ("text", "prepared") else None
+    kind, folder, losses = runs
+    found = output_of(capsys, str(folder / "final"))
+    assert found["loss"] == pytest.approx(losses["final"], rel=1e-6)
+    in_bytes = found["loss"] / math.log(2) if kind in ("text", "prepared") else None
     assert found["bits_per_byte"] == pytest.approx(in_bytes)
 
 
 @pytest.mark.parametrize("runs", KINDS, indirect=True)
-def test_windows_limit_the_held_out_part(runs: TrainedRuns, capsys: pytest.CaptureFixture[str]) -> None:
+def test_windows_limit_the_held_out_part(runs: Runs, capsys: pytest.CaptureFixture[str]) -> None:
     """Oracle: the evaluation of a run that reads the first three samples only."""
-    found = output_of(capsys, str(runs.folder / "saved"), "--windows", "3", "--batch", "2")
-    assert found["loss"] == pytest.approx(runs.losses["saved"], rel=1e-6)
+    _, folder, losses = runs
+    found = output_of(capsys, str(folder / "saved"), "--windows", "3", "--batch", "2")
+    assert found["loss"] == pytest.approx(losses["saved"], rel=1e-6)
     assert found["predicted_tokens"] <= 3 * 24 and found["context"] == 24
 
 
 @pytest.mark.parametrize("runs", ["packed", pytest.param("bin", marks=pytest.mark.extended)], indirect=True)
-def test_documents_are_kept_apart_as_in_the_run(
-    runs: TrainedRuns, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_documents_are_kept_apart_as_in_the_run(runs: Runs, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Oracle: another loss for the same run without ``data.mask_documents``."""
-    run = shutil.copytree(runs.folder / "final", tmp_path / "run")
+    _, folder, losses = runs
+    run = shutil.copytree(folder / "final", tmp_path / "run")
     edit_settings(run, "data", {"mask_documents": False})
-    assert output_of(capsys, str(run))["loss"] != pytest.approx(runs.losses["final"], rel=1e-6)
+    assert output_of(capsys, str(run))["loss"] != pytest.approx(losses["final"], rel=1e-6)
 
 
 @pytest.mark.parametrize("runs", ["text"], indirect=True)
 @pytest.mark.parametrize("name", ["final", "saved"])
 @pytest.mark.parametrize("context", [24, 10])
 def test_held_out_text_may_be_given_as_a_file(
-    name: str, context: int, runs: TrainedRuns, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    name: str, context: int, runs: Runs, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Oracle: the result for the run's own held-out part, in the same windows."""
+    _, folder, _ = runs
     text = tmp_path / "held out"
-    text.write_bytes((runs.folder / "text").read_bytes()[1600 : 1600 + 399 // context * context + 1])
-    words = [str(runs.folder / name), "--context", str(context)]
+    text.write_bytes((folder / "text").read_bytes()[1600 : 1600 + 399 // context * context + 1])
+    words = [str(folder / name), "--context", str(context)]
     assert output_of(capsys, *words, "--text", str(text)) == pytest.approx(output_of(capsys, *words))
 
 
