@@ -30,7 +30,6 @@ def make_sweep(path: Path, rows: list[tuple[str, ...]], time_limit_seconds: floa
     return sweep
 
 
-CUDA = ("launch.device=cuda", "launch.nproc_per_node=8")
 ON_SLURM = f"hydra/launcher={SLURM}"
 
 

@@ -30,8 +30,6 @@ from fsdptoys.sweep.slurm_settings import LOCAL, read_launcher
 from fsdptoys.sweep.slurm_submit import submit
 from fsdptoys.utils.file_lock import FolderLock, is_locked
 from fsdptoys.utils.regular_file import read_regular
-from tests.harness.processes import wait_until
-from tests.launch.launchers import runs
 from tests.sweep.jobs import ENDS_WELL_WHEN_ASKED, ON_SLURM, TINY, make_sweep, once_ready, stand_in
 
 BEFORE_LIMIT = "as it does before its own time limit"
@@ -134,19 +132,6 @@ def test_node_stops_its_launcher_when_the_first_has_ended(running: Path, monkeyp
     monkeypatch.setattr(nodes, "read_job", read_and_end)
     run_on_node(running, 1, ["n1", "n2"], 7, stand_in("leave.with_name('ready').touch(); time.sleep(3600)"))
     assert not list(running.glob("outcome-node1*"))
-
-
-def test_launcher_ends_with_the_task_of_its_node(running: Path) -> None:
-    """Oracle: a launcher that would sleep for an hour, after SIGKILL to its parent task."""
-    sleeps = "leave.with_name('pid').write_text(str(os.getpid())); leave.with_name('ready').touch(); time.sleep(3600)"
-    arguments = (running, 1, ["n1", "n2"], 7, stand_in(sleeps))
-    task = multiprocessing.get_context("fork").Process(target=run_on_node, args=arguments)
-    task.start()
-    wait_until((running / "ready").exists, "a running launcher", [os.getpid()])
-    task.kill()
-    task.join()
-    launcher = int((running / "pid").read_text())
-    wait_until(lambda: not runs(launcher), "the end of the launcher", [launcher])
 
 
 @pytest.mark.parametrize("late", [False, True])

@@ -37,7 +37,7 @@ from fsdptoys.sweep.slurm_settings import (
 from fsdptoys.sweep.slurm_submit import submit
 from fsdptoys.sweep.validate import BatchQueue, JobHardware, ValidJob, validate_combinations
 from tests.harness.processes import wait_until
-from tests.sweep.jobs import CUDA, ON_SLURM, TINY, hand_over, make_sweep
+from tests.sweep.jobs import ON_SLURM, TINY, hand_over, make_sweep
 
 
 @pytest.fixture
@@ -215,10 +215,8 @@ def test_user_setup_follows_that_of_the_task(slurm_commands: Path) -> None:
 
 def test_login_node_needs_none_of_the_jobs_devices(slurm_commands: Path) -> None:
     """Oracle: a run of 2 × 8 GPUs, on a machine that may have none; the queue chooses the rendezvous node."""
-    words, queue = (
-        (*CUDA, "launch.nnodes=2", "parallel=fsdp2"),
-        BatchQueue((ON_SLURM, "hydra.launcher.partition=gpu"), None),
-    )
+    words = ("launch.device=cuda", "launch.nproc_per_node=8", "launch.nnodes=2", "parallel=fsdp2")
+    queue = BatchQueue((ON_SLURM, "hydra.launcher.partition=gpu"), None)
     place = queue.find(words, compose_config([*words, *queue.extra_words]))
     assert place == JobHardware("cuda", "submitit_slurm partition=gpu", 16, 8)
     (job,) = validate_combinations([Combination(words, {})], queue)
