@@ -45,8 +45,6 @@ ROOT = Path(__file__).resolve().parents[1]
 NOT_COPIED = (".venv*", "__pycache__", ".*_cache", "build", "runs", "sweeps")
 BATCH_CPU_SECONDS = (10.0, 60.0)
 """Sums of tests after which another call of pytest runs the next ones."""
-OTHER_PACKAGE_FACTOR = 4.0
-"""Tests of another package are tried as if they took so many times longer."""
 NO_TEST_FOUND = 4
 """Exit status of pytest if a named test is gone, or if it cannot start."""
 NO_TEST_RUN = 5
@@ -119,7 +117,10 @@ class Recording:
     """Tests that failed on the unbroken lines, possibly because of the probes."""
 
     def tests_of(self, place: Place) -> list[int]:
-        """Return the tests that may notice a break, the most promising first, without those that failed before it."""
+        """Return the tests that may notice a break, the most promising first, without those that failed before it.
+
+        A line executed during collection counts for all tests; those of its package are the most promising.
+        """
         called = self.called.get(place.name, [])
         tests = set(range(len(self.tests))) if place.name in self.collected else set(called)
         tests.update(self.prepared.get(place.name, []))
@@ -127,8 +128,7 @@ class Recording:
         tests = {test for test in tests if self.tests[test] not in failures}
         own = f"tests/{place.package.removeprefix('fsdptoys/').partition('/')[0]}/"
         near = {test for test in tests if self.tests[test].startswith(own)} | set(called)
-        factors = {test: 1.0 if test in near else OTHER_PACKAGE_FACTOR for test in tests}
-        return sorted(tests, key=lambda test: (self.cpu_seconds[test] * factors[test], test))
+        return sorted(tests, key=lambda test: (test not in near, self.cpu_seconds[test], test))
 
 
 def record(checkout: Path, places: Sequence[Place], arguments: Sequence[str], workers: int, scratch: Path) -> Recording:
