@@ -105,10 +105,6 @@ def test_files_of_earlier_attempts_are_moved_aside(tmp_path: Path) -> None:
     assert (folder / "run").is_dir()
 
 
-def silent(exit_status: int) -> ProcessFailure:
-    return ProcessFailure(local_rank=0, pid=1, exitcode=exit_status, error_file="<N/A>")
-
-
 def recorded(folder: Path, message: str, traceback: str) -> ProcessFailure:
     """A rank's exception in the format that ``worker`` writes."""
     extra = {"py_callstack": traceback, "time_ns": 1, "rank": 0, "config_error": None, "given_up": None, "final": True}
@@ -125,7 +121,7 @@ def test_sigkill_from_outside_counts_as_out_of_memory(
     tmp_path: Path, exit_status: int, killed: list[int], out_of_memory: bool
 ) -> None:
     """Oracle: only a SIGKILL not sent by the launcher; no other silent end of a rank."""
-    first = first_failure({0: silent(exit_status)}, tmp_path, killed)
+    first = first_failure({0: ProcessFailure(0, 1, exit_status, "<N/A>")}, tmp_path, killed)
     outcome = make_exit_record(1, first.message(), None, first)
     assert outcome.out_of_memory is out_of_memory
     assert outcome.reason == first.headline
