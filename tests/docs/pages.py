@@ -23,7 +23,6 @@ class Block:
 
     info: str
     text: str
-    line: int
 
 
 def read(page: Path) -> list[Token]:
@@ -56,8 +55,7 @@ def anchors(page: Path) -> set[str]:
 
 def blocks(page: Path) -> list[Block]:
     """Fenced code blocks of a page, in order."""
-    fences = (token for token in read(page) if token.type == "fence")
-    return [Block(token.info.strip(), token.content, token.map[0] + 1 if token.map else 0) for token in fences]
+    return [Block(token.info.strip(), token.content) for token in read(page) if token.type == "fence"]
 
 
 def commands(page: Path) -> list[str]:

@@ -23,9 +23,9 @@ TINY = (
 )
 
 
-def make_sweep(path: Path, rows: list[tuple[str, ...]], time_limit_seconds: float | None = None) -> Sweep:
+def make_sweep(path: Path, rows: list[tuple[str, ...]]) -> Sweep:
     jobs = [Job(f"{number:02d}", (*TINY, *row), {}, f"run {number}") for number, row in enumerate(rows, 1)]
-    sweep = Sweep(path, "a title", "fsdptoys sweep", jobs, [], time_limit_seconds)
+    sweep = Sweep(path, "a title", "fsdptoys sweep", jobs, [], None)
     sweep.write()
     return sweep
 
