@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 from fsdptoys.config.schema import Config
-from fsdptoys.errors import ConfigError
 from fsdptoys.loss import cross_entropy_sum
 from fsdptoys.memory import GradientCheckpointing, MemoryConfig, cpu_offload
 from fsdptoys.memory.bucketed_optimizer import BucketedOptimizer
@@ -157,13 +156,10 @@ def test_bfloat16_states_are_close_to_float32_and_independent_of_the_schedule() 
 
 
 def test_auto_schedule_holds_no_gradients_between_steps() -> None:
-    """Oracle: ``pipelined`` under every strategy; FSDP1 refuses ``lazy`` by itself."""
-    fsdp1 = FSDP1Config()
-    for parallel in (SingleConfig(), DDPConfig(), fsdp1, FSDP2Config()):
+    """Oracle: ``pipelined`` under every strategy."""
+    for parallel in (SingleConfig(), DDPConfig(), FSDP1Config(), FSDP2Config()):
         chosen = resolve_schedule(OffloadSchedule.auto, parallel.name, parallel.defers_updates)
         assert chosen is OffloadSchedule.pipelined
-    with pytest.raises(ConfigError, match=r"offload_schedule=lazy .* set memory.offload_schedule=pipelined"):
-        resolve_schedule(OffloadSchedule.lazy, fsdp1.name, fsdp1.defers_updates)
 
 
 def gathered_events(config: Config) -> tuple[int, list[int], bool]:

@@ -214,8 +214,6 @@ def test_shard_axis_sizes(world_size: int, devices: int, every: bool, sizes: lis
             r"plan.memory_gib=1 holds no combination on 2 ranks: the smallest takes .*; set plan.memory_gib=\d+",
         ),
         (["mesh.fsdp_size=4"], 6, 80, "mesh.fsdp_size=4 must divide the world size 6; set mesh.fsdp_size=3"),
-        (["parallel=single"], 8, 80, "parallel=single runs one process, the world size is 8"),
-        (["train.seq_len=8192"], 8, 80, "train.seq_len=8192 is over the model's model.max_seq_len=4096"),
     ],
 )
 def test_failed_search_gives_the_reason(words: list[str], world_size: int, gib: float, sentence: str) -> None:
