@@ -119,7 +119,8 @@ class Recording:
     def tests_of(self, place: Place) -> list[int]:
         """Return the tests that may notice a break, the most promising first, without those that failed before it.
 
-        A line executed during collection counts for all tests; those of its package are the most promising.
+        A line executed during collection counts for all tests; those of its package are the most promising. The others
+        follow module by module, the quickest module first: a module's fixtures take longer than most of its tests.
         """
         called = self.called.get(place.name, [])
         tests = set(range(len(self.tests))) if place.name in self.collected else set(called)
@@ -128,7 +129,14 @@ class Recording:
         tests = {test for test in tests if self.tests[test] not in failures}
         own = f"tests/{place.package.removeprefix('fsdptoys/').partition('/')[0]}/"
         near = {test for test in tests if self.tests[test].startswith(own)} | set(called)
-        return sorted(tests, key=lambda test: (test not in near, self.cpu_seconds[test], test))
+        module_seconds: dict[str, float] = {}
+        for test in tests - near:
+            module_seconds[self._module(test)] = module_seconds.get(self._module(test), 0.0) + self.cpu_seconds[test]
+        far = sorted(tests - near, key=lambda test: (module_seconds[self._module(test)], self._module(test), test))
+        return [*sorted(near, key=lambda test: (self.cpu_seconds[test], test)), *far]
+
+    def _module(self, test: int) -> str:
+        return self.tests[test].partition("::")[0]
 
 
 def record(checkout: Path, places: Sequence[Place], arguments: Sequence[str], workers: int, scratch: Path) -> Recording:
