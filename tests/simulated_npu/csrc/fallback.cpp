@@ -2,7 +2,8 @@
 //
 // To delay an operator, the shapes of its results must be known before it runs: its kernel for meta tensors tells. What
 // has none, or gives the host something (a number, a shape that depends on values), or draws random numbers, waits for
-// its stream and runs at once, as such operators do on hardware.
+// its stream and runs at once, as such operators do on hardware. Many kernels for meta tensors are Python and take
+// milliseconds, so what they told is kept for the next call on the same shapes.
 #include "fallback.h"
 
 #include "cpu_views.h"
@@ -14,10 +15,13 @@
 #include <ATen/ops/empty_strided.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
 
+#include <algorithm>
 #include <cstring>
 #include <mutex>
 #include <optional>
 #include <set>
+#include <string>
+#include <unordered_map>
 
 namespace simulated_npu {
 namespace {
@@ -53,6 +57,37 @@ void replace_tensors(IValue& value, Replace replace) {
   }
 }
 
+// What the schema of an operator tells, found once: it is written in strings.
+struct Facts {
+  bool has_generator = false;
+  bool returns_view = false;
+  bool returns_only_tensors = true;
+  bool gives_host_a_value;  // a number, or a shape that depends on values
+
+  explicit Facts(const c10::FunctionSchema& schema) {
+    for (const auto& argument : schema.arguments())
+      has_generator |= argument.type()->str().find("Generator") != std::string::npos;
+    for (const auto& result : schema.returns()) {
+      const auto type = result.type()->str();
+      returns_view |= result.alias_info() && !result.alias_info()->isWrite();
+      returns_only_tensors &= type == "Tensor" || type == "Tensor[]";
+    }
+    static const std::set<std::string> kShapes = {"aten::nonzero", "aten::masked_select", "aten::_unique2", "aten::unique_dim",
+                                                  "aten::unique_consecutive", "aten::repeat_interleave.Tensor"};
+    const auto& name = schema.name();
+    gives_host_a_value = kShapes.count(name) || kShapes.count(name + "." + schema.overload_name()) ||
+                         (name != "aten::_fused_sdp_choice"  // follows from shapes and dtypes
+                          && !schema.returns().empty() && !returns_view && !returns_only_tensors);
+  }
+};
+
+const Facts& facts_of(const c10::OperatorHandle& op) {
+  static std::mutex mutex;
+  static std::unordered_map<const c10::FunctionSchema*, Facts> known;
+  std::lock_guard<std::mutex> lock(mutex);
+  return known.try_emplace(&op.schema(), op.schema()).first->second;
+}
+
 struct Argument {
   Tensor given;
   bool written;
@@ -61,11 +96,12 @@ struct Argument {
 // One call of an operator, as the dispatcher gave it.
 struct Call {
   const c10::OperatorHandle& op;
+  const Facts& facts;
   Stack arguments;
   std::vector<Argument> tensors;
   std::optional<c10::Device> device;
 
-  Call(const c10::OperatorHandle& called, Stack* stack) : op(called) {
+  Call(const c10::OperatorHandle& called, Stack* stack) : op(called), facts(facts_of(called)) {
     const auto& schema = op.schema();
     arguments = torch::jit::last(stack, schema.arguments().size()).vec();
     for (size_t i = 0; i < arguments.size(); i++) {
@@ -94,38 +130,6 @@ struct Call {
       TORCH_CHECK(taken, toString(op.operator_name()), ": Expected all tensors to be on the same device, but found ",
                   tensor.device(), " and ", *device);
     }
-  }
-
-  bool has_generator() const {
-    for (const auto& argument : op.schema().arguments())
-      if (argument.type()->str().find("Generator") != std::string::npos) return true;
-    return false;
-  }
-
-  bool returns_view() const {
-    for (const auto& result : op.schema().returns())
-      if (result.alias_info() && !result.alias_info()->isWrite()) return true;
-    return false;
-  }
-
-  // A number, or a shape that depends on values.
-  bool gives_host_a_value() const {
-    static const std::set<std::string> kShapes = {"aten::nonzero", "aten::masked_select", "aten::_unique2", "aten::unique_dim",
-                                                  "aten::unique_consecutive", "aten::repeat_interleave.Tensor"};
-    const auto& name = op.schema().name();
-    const auto& overload = op.schema().overload_name();
-    if (kShapes.count(name) || kShapes.count(name + "." + overload)) return true;
-    if (name == "aten::_fused_sdp_choice") return false;  // follows from shapes and dtypes
-    const auto& returns = op.schema().returns();
-    return !returns.empty() && !returns_view() && !returns_only_tensors();
-  }
-
-  bool returns_only_tensors() const {
-    for (const auto& result : op.schema().returns()) {
-      const auto type = result.type()->str();
-      if (type != "Tensor" && type != "Tensor[]") return false;
-    }
-    return true;
   }
 };
 
@@ -159,7 +163,7 @@ void run_now(const Call& call, Stack* stack) {
     });
     if (value.isDevice() && value.toDevice().type() == kNPU) value = c10::Device(c10::kCPU);
     if (value.isGenerator() && value.toGenerator().device().type() == kNPU) value = cpu_generator(value.toGenerator());
-    if (value.isNone() && declared.type()->str().find("Generator") != std::string::npos)
+    if (call.facts.has_generator && value.isNone() && declared.type()->str().find("Generator") != std::string::npos)
       value = cpu_generator(default_generator(call.device_index()));
   }
   call.op.redispatchBoxed(c10::DispatchKeySet(c10::DispatchKey::CPU), &cpu_stack);
@@ -183,8 +187,72 @@ Tensor meta_like(const Tensor& tensor) {
   return at::empty_strided(tensor.sizes(), tensor.strides(), tensor.options().device(c10::kMeta));
 }
 
+// All that a kernel for meta tensors sees of the arguments of a call, as bytes.
+class Signature {
+ public:
+  explicit Signature(const Call& call) {
+    bytes_ = toString(call.op.operator_name());
+    add(at::typeMetaToScalarType(at::get_default_dtype()));
+    for (const auto& value : call.arguments) add_value(value);
+  }
+
+  // Nothing where an argument is of a type that is not written down here.
+  std::optional<std::string> bytes() const { return known_ ? std::optional<std::string>(bytes_) : std::nullopt; }
+
+ private:
+  template <class Plain>
+  void add(const Plain& plain) {
+    bytes_.append(reinterpret_cast<const char*>(&plain), sizeof(plain));
+  }
+
+  void add_sizes(c10::IntArrayRef sizes) {
+    add(sizes.size());
+    for (int64_t size : sizes) add(size);
+  }
+
+  void add_tensor(const Tensor& tensor) {
+    add(tensor.defined());
+    if (!tensor.defined()) return;
+    add(tensor.device().type());
+    add(tensor.scalar_type());
+    add_sizes(tensor.sizes());
+    add_sizes(tensor.strides());
+    // An argument given twice is one meta tensor.
+    auto first = std::find_if(tensors_.begin(), tensors_.end(), [&](const Tensor& other) { return other.is_same(tensor); });
+    add(first - tensors_.begin());
+    if (first == tensors_.end()) tensors_.push_back(tensor);
+  }
+
+  void add_value(const IValue& value) {
+    if (value.isTensor()) {
+      add('t'), add_tensor(value.toTensor());
+    } else if (value.isInt()) {
+      add('i'), add(value.toInt());
+    } else if (value.isDouble()) {
+      add('d'), add(value.toDouble());
+    } else if (value.isBool()) {
+      add('b'), add(value.toBool());
+    } else if (value.isNone()) {
+      add('n');
+    } else if (value.isString()) {
+      add('s'), add(value.toStringRef().size()), bytes_ += value.toStringRef();
+    } else if (value.isDevice()) {
+      add('v');  // becomes the meta device
+    } else if (value.isList()) {
+      add('l'), add(value.toListRef().size());
+      for (const IValue& element : value.toListRef()) add_value(element);
+    } else {
+      known_ = false;
+    }
+  }
+
+  std::string bytes_;
+  std::vector<Tensor> tensors_;
+  bool known_ = true;
+};
+
 // The results as meta tensors, or nothing where the operator cannot tell them, or would change an argument's shape.
-std::optional<Stack> results_on_meta(const Call& call) {
+std::optional<Stack> ask_meta(const Call& call) {
   if (!call.op.hasComputedKernelForDispatchKey(c10::DispatchKey::Meta)) return std::nullopt;
   Stack stack = call.arguments;
   std::vector<std::pair<Tensor, Tensor>> pairs;
@@ -208,9 +276,24 @@ std::optional<Stack> results_on_meta(const Call& call) {
   return stack;
 }
 
+std::optional<Stack> results_on_meta(const Call& call) {
+  static std::mutex mutex;
+  static std::unordered_map<std::string, std::optional<Stack>> known;
+  const auto signature = Signature(call).bytes();
+  if (!signature) return ask_meta(call);
+  {
+    std::lock_guard<std::mutex> lock(mutex);
+    auto found = known.find(*signature);
+    if (found != known.end()) return found->second;
+  }
+  auto results = ask_meta(call);  // may call Python, which may wait for another thread
+  std::lock_guard<std::mutex> lock(mutex);
+  return known.emplace(*signature, std::move(results)).first->second;
+}
+
 // Whether a call was given to its stream.
 bool submit_call(const Call& call, Stack* stack) {
-  if (!call.device || call.has_generator() || !call.returns_only_tensors()) return false;
+  if (!call.device || call.facts.has_generator || !call.facts.returns_only_tensors) return false;
   for (const auto& [tensor, written] : call.tensors)
     if (written && !is_npu(tensor)) return false;
   auto results = results_on_meta(call);
@@ -270,8 +353,8 @@ bool submit_call(const Call& call, Stack* stack) {
 void run_on_cpu_kernel(const c10::OperatorHandle& op, Stack* stack) {
   count(all_calls, op);
   Call call(op, stack);
-  if (call.device && call.gives_host_a_value()) note_wait(op.schema().name());
-  if (is_delayed() && !call.returns_view()) {
+  if (call.device && call.facts.gives_host_a_value) note_wait(op.schema().name());
+  if (is_delayed() && !call.facts.returns_view) {
     if (submit_call(call, stack)) return;
     count(undelayed_calls, op);
     On on(call.device_index());
