@@ -281,7 +281,10 @@ class Breaker:
         chosen = tuple(tests) if test == PYTEST_ITSELF else (test,)
         with self._lock:
             if chosen not in self._unsound:
-                self._unsound[chosen] = bool(self._run(self.unbroken, chosen)[0])
+                if test.endswith(".py"):  # a module that could not be collected
+                    self._unsound[chosen] = run_pytest(self.unbroken, ["--collect-only", "--all", test], 300.0)[0] != 0
+                else:
+                    self._unsound[chosen] = bool(self._run(self.unbroken, chosen)[0])
             return self._unsound[chosen]
 
 

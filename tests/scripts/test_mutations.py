@@ -77,18 +77,29 @@ def test_both():
     both(1, 2)
 """
 
+LIMIT_TESTS = """
+from fsdptoys.one.core import LIMIT
+assert LIMIT == 2
+def test_nothing():
+    pass
+"""
+
 
 def write_project(root: Path) -> None:
-    for folder in ("fsdptoys/one", "tests/one"):
+    for folder in ("fsdptoys/one", "fsdptoys/config", "tests/one"):
         (root / folder).mkdir(parents=True)
     (root / "fsdptoys" / "__init__.py").touch()
     functions = {"add": "a + b", "times": "a * b", "minus": "a - b", "both": "a and b"}
-    text = "\n\n".join(f"def {name}(a, b):\n    return {value}" for name, value in functions.items())
+    text = "\n\n".join(f"def {name}(a, b):\n    return {value}" for name, value in functions.items()) + "\n\nLIMIT = 2"
     (root / "fsdptoys" / "one" / "core.py").write_text(text + "\n")
-    shutil.copytree(mutations.ROOT / "tests" / "harness", root / "tests" / "harness")
+    # For the conftest, which would import PyTorch with the installed product's.
+    (root / "fsdptoys" / "config" / "compose.py").write_text("compose_config = list\n")
+    own_tests = shutil.ignore_patterns("test_*")
+    shutil.copytree(mutations.ROOT / "tests" / "harness", root / "tests" / "harness", ignore=own_tests)
     for name in ("tests/conftest.py", "tests/measuring.py", "pyproject.toml"):
         shutil.copy(mutations.ROOT / name, root / name)
     (root / "tests" / "one" / "test_core.py").write_text(TESTS)
+    (root / "tests" / "one" / "test_limit.py").write_text(LIMIT_TESTS)
 
 
 def test_draw_depends_on_seed_and_files_only(tmp_path: Path) -> None:
@@ -97,7 +108,7 @@ def test_draw_depends_on_seed_and_files_only(tmp_path: Path) -> None:
         write_project(tmp_path / name)
     first = draw_places(tmp_path / "a", 2, seed=0)
     assert first == draw_places(tmp_path / "b", 2, seed=0) != draw_places(tmp_path / "a", 2, seed=2)
-    with pytest.raises(ValueError, match="--places=0 must be at least the number of packages, 1"):
+    with pytest.raises(ValueError, match="--places=0 must be at least the number of packages, 2"):
         draw_places(tmp_path / "a", 0, seed=0)
 
 
@@ -106,7 +117,7 @@ def test_report_says_which_level_catches_a_line(tmp_path: Path) -> None:
     """Oracle: a project with a line for each case; ``--resume`` finds everything done."""
     write_project(tmp_path / "project")
     report = tmp_path / "report.md"
-    options = ["--checkout", str(tmp_path / "project"), "--places", "4", "--folder", str(tmp_path / "found")]
+    options = ["--checkout", str(tmp_path / "project"), "--places", "5", "--folder", str(tmp_path / "found")]
     for more in ([], ["--resume", "--jobs", "0"]):  # without jobs nothing can be checked
         report.unlink(missing_ok=True)
         mutations.main([*options, "--report", str(report), *more])
@@ -116,5 +127,6 @@ def test_report_says_which_level_catches_a_line(tmp_path: Path) -> None:
             "`return a + b`": ("yes", "yes"),
             "`return a * b`": ("no", "yes"),
             "`return a and b`": ("no", "no"),
+            "`LIMIT = 2`": ("yes", "yes"),
         }
         assert report.read_text().rstrip().endswith("- fsdptoys/one/core.py:8 `return a - b`")
