@@ -2,6 +2,7 @@
 suggested words work when pasted, and never mean the opposite."""
 
 import dataclasses
+import itertools
 import shlex
 import typing
 from collections.abc import Iterable, Iterator
@@ -148,12 +149,11 @@ def test_suggestions_for_a_key_work_when_pasted(key: str) -> None:
 
 
 def familiar_lines() -> Iterator[Any]:
-    """Yield every familiar name as a flag, and with values; the short level takes a flag for each meaning."""
-    for name in FAMILIAR:
+    """Yield every familiar name as a flag, and with a value; the short level takes a flag for each meaning."""
+    for name, other in zip(FAMILIAR, itertools.cycle(("off", "4", "word")), strict=False):
         yield pytest.param(f"--{name}", marks=() if name in FIRST_NAMES else pytest.mark.extended)
         key, _, value = name.partition("=")
-        for raw in [value] if value else ["off", "4", "word"]:
-            yield pytest.param(f"{key}={raw}", marks=pytest.mark.extended)
+        yield pytest.param(f"{key}={value or other}", marks=pytest.mark.extended)
 
 
 @pytest.mark.usefixtures("unmeasured")
