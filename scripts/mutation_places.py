@@ -3,7 +3,8 @@
 A break replaces one token or expression within a line: a comparison, an arithmetic or boolean operator, a constant, a
 condition, a returned value, a call statement, min or max, the end of a slice. A test cannot tell most breaks of the
 following from the original, so they are left out: messages (f-strings, ``raise``, ``assert``, errors, prints, logs,
-``__repr__``), annotations, blocks under ``TYPE_CHECKING`` or ``__name__``, time limits, sizes of caches, ``strict=``.
+``__repr__``), annotations, blocks under ``TYPE_CHECKING`` or ``__name__``, time limits, sizes of caches, ``strict=``,
+``frozen=``.
 
 The draw depends on the seed and the product's files only. Every package has its own generator: a change in one package
 does not move the places of the others.
@@ -45,7 +46,7 @@ OPERATORS: dict[type[ast.AST], tuple[str, str]] = {
 MESSAGES = {"print", "report", "warn", "filterwarnings", "log", "debug", "info", "warning", "error", "exception"}
 """Functions about messages; so is every class named ``...Error``."""
 TEXTS = {"__repr__", "__str__", "__rich__"}
-EQUIVALENT = ("seconds", "timeout", "maxsize", "strict")
+EQUIVALENT = ("seconds", "timeout", "maxsize", "strict", "frozen")
 """Parts of the names of constants that no test can see."""
 
 PROBE = '''"""Records which test executes a place."""

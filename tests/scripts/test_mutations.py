@@ -32,6 +32,7 @@ from scripts.mutation_places import add_probes, draw_places, find_places
         ("if TYPE_CHECKING: x = 1", []),
         ("timeout_seconds = 30.0", []),
         ("x = zip(a, b, strict=True)", []),
+        ("@dataclass(frozen=True)\nclass A: pass", []),
         ("def __repr__(self): return self.name", []),
     ],
 )
