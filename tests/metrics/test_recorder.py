@@ -19,7 +19,7 @@ from fsdptoys.metrics.layout import Layout, RankBytes, Unit
 from fsdptoys.metrics.plots import draw_experts, draw_loss
 from fsdptoys.metrics.recorder import closing_lines
 from fsdptoys.metrics.results import read_result, summarize
-from fsdptoys.metrics.summary import fence
+from fsdptoys.metrics.summary import LAYOUT_DEFINITION, fence
 from tests.metrics.recording import GPU_STEP, ROUTING, STEP, open_recorder
 
 REFERENCES = {"uniform": math.log(256), "unigram": 3.0}
@@ -91,13 +91,16 @@ def test_run_writes_all_files_and_prints_its_results(tmp_path, capsys):
 
 
 def test_layout_is_printed_before_the_first_step(tmp_path, capsys):
-    """Oracle: the lines, with aligned texts, after the two of the title."""
+    """Oracle: the lines, with aligned texts, after the two of the title; the summary defines them."""
     live = dict.fromkeys(("parameters", "gradients", "optimizer states"), RankBytes(8192, 0))
     root = Unit("root", 4096, 16384)
     layout = Layout(4096, 2048, 1, root, root, {"shard": 2}, "all", live)
-    with recorder_of(tmp_path, console=Console.plain, layout=layout):
-        pass
-    assert capsys.readouterr().out.splitlines()[2:] == [
+    with recorder_of(tmp_path, console=Console.plain, layout=layout) as recorder:
+        printed = capsys.readouterr().out.splitlines()
+        recorder.finish("done")
+    assert LAYOUT_DEFINITION in (tmp_path / "run" / "summary.md").read_text()
+    assert LAYOUT_DEFINITION not in write_run(tmp_path / "without", run_of(3))
+    assert printed[2:] == [
         "parameters      4,096, of which a rank holds 2,048",
         "units           1; largest root (4,096 parameters, 16.00 KiB gathered), "
         "smallest root (4,096 parameters, 16.00 KiB gathered)",

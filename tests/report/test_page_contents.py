@@ -3,6 +3,7 @@
 import sys
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -59,6 +60,21 @@ def test_manipulated_runs_render(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     for name in ("a", "b"):
         own = write_page(gather([runs / name]), tmp_path / f"{name}.html")[0].read_text()
         assert ("with traced steps, which are slower" in own) is (name == "a")
+
+
+@pytest.mark.parametrize(
+    ("checkpoint", "says"),
+    [
+        ({"every": 1200, "form": "sharded"}, "<p>Checkpoints: every 1,200 steps, sharded.</p>"),
+        ({"every": 0}, "<p>Checkpoints: only on a signal (checkpoint.every=0).</p>"),
+        (None, "<p>The run had one start.</p>"),
+    ],
+)
+def test_page_of_a_run_says_when_it_saves(tmp_path: Path, without_pngs: None, checkpoint: Any, says: str) -> None:
+    """Oracle: the configuration written here."""
+    write_run(tmp_path / "run", run_of(6), {"checkpoint": checkpoint})
+    page = write_page(gather([tmp_path / "run"]), tmp_path / "page.html")[0].read_text()
+    assert says in page and ("Checkpoints:" in page) == (checkpoint is not None)
 
 
 def test_sweep_with_one_job_still_lists_skipped_combinations(tmp_path: Path, without_pngs: None) -> None:
