@@ -2,10 +2,10 @@
 # The test command: `bash scripts/test.sh [--all] [--times FILE] [arguments for pytest]`.
 #
 # Runs ruff, the import contracts, mypy and pytest, in this order, and stops at the first failure. Without --all, pytest
-# runs the short level: every promise once, at its smallest size. With --all it runs everything under coverage, as
-# continuous integration does; at least 90% of the lines must be covered. With arguments (`tests/data -k resume`) pytest
-# runs the named tests only. --times FILE writes CPU seconds and wall seconds of every test. CHAOS_KILLS=10 also kills
-# real runs ten times.
+# runs the short level: every promise once, at its smallest size. With --all it runs everything, as continuous
+# integration does; the short level alone must cover at least 90% of the lines. With arguments (`tests/data -k resume`)
+# pytest runs the named tests only. --times FILE writes CPU seconds and wall seconds of every test. CHAOS_KILLS=10 also
+# kills real runs ten times.
 #
 # Tests run on the checkout, with the active virtual environment's or PATH's python3 (PYTHON=/path/to/python overrides)
 # if it has all dependencies in pyproject.toml, else with .venv-test, which is created here, kept, and updated whenever

@@ -68,6 +68,13 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         items[:] = [item for item in items if not item.get_closest_marker("extended")]
 
 
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
+    """Run extended tests without coverage, which doubles their time: the short level alone covers enough lines."""
+    with without_coverage() if item.get_closest_marker("extended") else contextlib.nullcontext():
+        return (yield)
+
+
 def pytest_collection_finish() -> None:
     """Compose once, whose first time takes longest, and exempt objects from garbage collection, which copies pages."""
     from fsdptoys.config.compose import compose_config

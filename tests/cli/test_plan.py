@@ -39,7 +39,6 @@ def test_memory_at_the_end_of_a_step_is_12_bytes_per_sharded_parameter(capsys: p
 
 
 @pytest.mark.extended
-@pytest.mark.usefixtures("unmeasured")
 def test_peaks_of_deep_models_only_are_found_by_tracing_all_layers(monkeypatch: pytest.MonkeyPatch) -> None:
     """Oracle: the trace of all layers is printed, where gradients outgrow the logits behind the 12th layer; their
     peak is 1% higher than the line through 8 and 12 layers predicts. The threshold is lowered to find it."""

@@ -156,7 +156,7 @@ WORDS = [
     *(f"checkpoint.every={EVERY}", "checkpoint.final_weights=true", "metrics.console=none"),
 ]
 
-pytestmark = [pytest.mark.extended, pytest.mark.limit(900), pytest.mark.usefixtures("unmeasured", "warm")]
+pytestmark = [pytest.mark.extended, pytest.mark.limit(900), pytest.mark.usefixtures("warm")]
 
 
 @pytest.fixture(scope="module")

@@ -153,7 +153,6 @@ def test_trainer_sets_the_configured_kernels_in_every_layer() -> None:
 
 
 @pytest.mark.extended
-@pytest.mark.usefixtures("unmeasured")
 def test_compiled_kernels_match_one_process_bitwise_and_pytorch_closely() -> None:
     """Oracle: one process that runs the same micro-batches, bitwise; PyTorch's operators to 1e-5 in float32."""
 

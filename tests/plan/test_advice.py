@@ -82,7 +82,6 @@ def test_frontier_plot_has_the_documented_size(tmp_path: Path) -> None:
 
 
 @pytest.mark.extended
-@pytest.mark.usefixtures("unmeasured")
 def test_sgd_on_one_rank_agrees_with_its_trace() -> None:
     """Oracle: the trace of all 30 layers: SGD's decayed gradients are temporaries of the parameters' size."""
     (error,) = estimate_errors.estimate_errors(jobs=1, count=1)

@@ -215,7 +215,6 @@ def test_closed_form_agrees_with_the_trace(name: str, words: tuple[str, ...]) ->
 
 
 @pytest.mark.extended
-@pytest.mark.usefixtures("unmeasured")
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_ddp_buckets_match_the_trace(dtype: str) -> None:
     """Oracle: the real reducer's all-reduces; a trace has up to three more, of single numbers."""

@@ -255,7 +255,6 @@ def counted(ranks: int) -> dict[str, int]:
 
 
 @pytest.mark.extended
-@pytest.mark.usefixtures("unmeasured")
 @pytest.mark.parametrize(("ranks", "base"), [(ranks, base) for ranks, (_, bases) in COUNTED.items() for base in bases])
 def test_planned_peak_of_adapters_is_within_5_percent_of_a_real_run(ranks: int, base: str) -> None:
     """Oracle: PyTorch's records of its CPU allocator over the two steps of a real run.

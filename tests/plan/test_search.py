@@ -288,7 +288,6 @@ def test_frontier_is_the_set_of_undominated_points() -> None:
 
 
 @extended
-@pytest.mark.usefixtures("unmeasured")
 def test_largest_fitting_preset_has_composable_overrides() -> None:
     """Oracle: no larger preset fits in any combination of the same space; Hydra composes the overrides."""
     names = ["llama3_1b", "gpt2_xl", "llama3_8b", "llama2_13b", "llama2_7b", "llama3_70b", "gpt2"]

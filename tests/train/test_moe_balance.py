@@ -185,7 +185,6 @@ def test_token_counts_sum_over_ranks_and_micro_batches(aux_coef: float) -> None:
 
 
 @pytest.mark.extended
-@pytest.mark.usefixtures("unmeasured")
 def test_balancing_loss_reduces_the_maximum_load() -> None:
     """Oracle: the same training without it; the busiest expert is at most half as far above the mean."""
 

@@ -101,7 +101,6 @@ def test_every_strategy_scales_skips_and_trains_bitwise_as_a_single_process(
 
 
 @pytest.mark.extended
-@pytest.mark.usefixtures("unmeasured")
 def test_hybrid_sharding_scales_skips_and_trains_bitwise_as_a_single_process() -> None:
     """Oracle: one process that runs the same micro-batches in turn."""
     kind = FSDP2Config if TORCH >= (2, 8) else FSDP1Config

@@ -203,7 +203,6 @@ def test_evaluation_agrees_across_strategies_and_does_not_affect_training() -> N
 
 
 @pytest.mark.extended
-@pytest.mark.usefixtures("unmeasured")
 def test_loss_falls_to_the_entropy_of_the_data() -> None:
     """Oracle: the source's conditional entropy, log 2, far below its unigram entropy, log 67."""
     optim = AdamWConfig(lr=1e-2)
