@@ -41,10 +41,10 @@ def losses(run_dir: Path) -> list[tuple[float, float]]:
 def test_portable_mode_matches_cpu_ranks_bitwise(tmp_path: Path) -> None:
     """Oracle: the same arithmetic by the same kernels on CPU ranks, to the last bit of losses, norms and parameters."""
     words = "--device npu --against-cpu --world-sizes 2 --steps 3 --seq-len 16 --models llama_debug --dtypes float32"
-    table = run([str(ROOT / "scripts" / "parity.py"), *words.split(), "--strategies", "fsdp2"], tmp_path)
+    table = run([str(ROOT / "scripts" / "parity.py"), *words.split(), "--strategies", "ddp", "fsdp2"], tmp_path)
     assert "parity: no breach" in table and "portable mode" in table
     rows = [[cell.strip() for cell in line.split("│")[1:-1]] for line in table.splitlines() if line.startswith("│")]
-    assert [(row[1], row[-1]) for row in rows] == [(name, "every bit") for name in ("single", "fsdp2")]
+    assert [(row[1], row[-1]) for row in rows] == [(name, "every bit") for name in ("single", "ddp", "fsdp2")]
 
 
 @pytest.mark.extended

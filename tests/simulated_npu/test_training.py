@@ -18,7 +18,7 @@ from scripts.parity import Outcome, train_all
 from scripts.ranks import run_ranks
 from tests.memory import offloaded
 from tests.parallel.runs import DOCUMENTS, FAMILIES
-from tests.simulated_npu.ranks import config_for, run_npu_ranks
+from tests.simulated_npu.ranks import BOTH_MODES, config_for, run_npu_ranks
 
 BF16 = DType.bfloat16
 FULL = GradientCheckpointing.full
@@ -79,9 +79,6 @@ for fsdp in (FSDP1Config(), FSDP2Config()):
 SHORT = {*STRATEGIES, "llama", "qwen3_moe", "fsdp1 cpu_offload", "fsdp2 overlapped", "fsdp2 pipelined"}
 SHORT |= {f"fsdp2 {name}" for name in SWITCHES if name != "full checkpointing"}
 SHORT -= {"ddp bf16", "fsdp1 bf16"}
-CASES = [pytest.param(name, "delayed", marks=() if name in SHORT else pytest.mark.extended) for name in ROWS]
-CASES += [pytest.param(name, "immediate", marks=pytest.mark.extended) for name in ("ddp", "fsdp1", "fsdp2", "toy_fsdp")]
-"""Names of rows and modes. What is wrong at once is wrong delayed as well."""
 OTHER_SUMS_ON_CPU = ("chunked loss", "documents")
 """A CPU leaves ignored labels out of its chunks, whose number an accelerator would have to return to the host, and
 queries share heads, which an NPU repeats."""
@@ -103,12 +100,10 @@ OutcomeOf = Callable[[str, str], Outcome]
 @pytest.fixture(scope="module")
 def outcome_of(request: pytest.FixtureRequest) -> OutcomeOf:
     """Outcome of a row in a mode, or on CPUs: all chosen rows of as many ranks run in one group, at the first."""
-    params = [item.callspec.params for item in request.session.items if item.path == request.path]
+    chosen = {item.callspec.params["name"] for item in request.session.items if item.path == request.path}
 
     @functools.cache
     def train(ranks: int, exact: bool, mode: str) -> dict[str, Outcome]:
-        # A row that is not exact needs all three.
-        chosen = {param["name"] for param in params if mode in ("cpu", param["mode"]) or not exact}
         names = [name for name in ROWS if name in chosen and ROWS[name].ranks == ranks and is_exact(name) == exact]
         rows = [ROWS[name] for name in names]
         device = "cpu" if mode == "cpu" else "npu"
@@ -123,7 +118,10 @@ def outcome_of(request: pytest.FixtureRequest) -> OutcomeOf:
     return lambda name, mode: train(ROWS[name].ranks, is_exact(name), mode)[name]
 
 
-@pytest.mark.parametrize(("name", "mode"), CASES)
+@BOTH_MODES
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=() if name in SHORT else pytest.mark.extended) for name in ROWS]
+)
 def test_training_on_npus_matches_cpu_ranks(name: str, mode: str, outcome_of: OutcomeOf) -> None:
     """Oracle: the same run on CPU ranks, without offload, bitwise; where a CPU sums otherwise, its losses to 1e-6."""
     outcome, expected = outcome_of(name, mode), outcome_of(name, "cpu")

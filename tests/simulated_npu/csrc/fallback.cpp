@@ -83,9 +83,9 @@ struct Facts {
 
 const Facts& facts_of(const c10::OperatorHandle& op) {
   static std::mutex mutex;
-  static std::unordered_map<const c10::FunctionSchema*, Facts> known;
+  static std::unordered_map<c10::OperatorName, Facts> known;
   std::lock_guard<std::mutex> lock(mutex);
-  return known.try_emplace(&op.schema(), op.schema()).first->second;
+  return known.try_emplace(op.operator_name(), op.schema()).first->second;
 }
 
 struct Argument {
