@@ -37,7 +37,7 @@ NAMES = {f"{PREFIX} {row}": words for row, words in _ROWS.items()}
 def planned_config(row: str, n_layers: int | None = None) -> Config:
     """The validated configuration of a row."""
     depth = [] if n_layers is None else [f"model.n_layers={n_layers}"]
-    run = compose_hypothetical([*NAMES[row], *depth, f"plan.hardware={HARDWARE}", "plan.world_size=1"])
+    run = compose_hypothetical([*NAMES[row], *depth, f"plan.hardware={HARDWARE}", "plan.world_size=1"], searches=False)
     validate_switches(run.config, run.world_size, run.hardware.device_type, 1)
     return run.config
 

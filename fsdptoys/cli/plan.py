@@ -53,7 +53,7 @@ class HypotheticalRun:
     """The overrides, including the chosen experiment."""
 
 
-def compose_hypothetical(words: Sequence[str], searches: bool = False) -> HypotheticalRun:
+def compose_hypothetical(words: Sequence[str], *, searches: bool) -> HypotheticalRun:
     """Compose a run for the hardware named by its words; a search chooses the strategy itself."""
     words = list(words)
     named = any(word.startswith("experiment=") for word in words)
@@ -113,7 +113,7 @@ def _run(words: Sequence[str]) -> int:
     _refuse(words, "plan.predict", "plan.rows")
     if any(word.partition("=")[0] == "--png" for word in words):
         raise ConfigError("--png draws the result of a search; write fsdptoys plan search --png FILE")
-    run = compose_hypothetical(words)
+    run = compose_hypothetical(words, searches=False)
     config, hardware, world_size = copy.deepcopy(run.config), run.hardware, run.world_size
     node_ranks = node_ranks_of(config, hardware, world_size)
     try:

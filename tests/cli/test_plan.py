@@ -87,7 +87,7 @@ ONE = ["model=llama3_1b", "plan.hardware=h200", "plan.world_size=1"]
 )
 def test_plan_of_one_rank_shards_nothing(words: list[str], searches: bool, strategy: str) -> None:
     """Oracle: the strategy with which ``fsdptoys train`` runs one rank on an accelerator; a search varies it."""
-    run = compose_hypothetical(words, **({"searches": True} if searches else {}))
+    run = compose_hypothetical(words, searches=searches)
     assert run.config.parallel.name == strategy
     assert ("parallel=single" in run.words) == (strategy == "single")
 

@@ -102,7 +102,7 @@ def answer_without_start(words: Sequence[str], row: Row, capsys: pytest.CaptureF
         return answer(["sweep", "--dry-run", *(word for word in rest if word != "-m")], row, capsys)
     searches = rest[:1] == ["search"]
     try:
-        run = compose_hypothetical([word for word in rest if "=" in word], searches)
+        run = compose_hypothetical([word for word in rest if "=" in word], searches=searches)
         run.config.validate(run.world_size, run.hardware.device_type)
     except ConfigError as error:
         return str(error)
