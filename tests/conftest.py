@@ -70,7 +70,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
-    """Run extended tests without coverage, which doubles their time: the short level alone covers enough lines."""
+    """Run extended tests without coverage, which slows them down; the short level must cover enough lines alone."""
     with without_coverage() if item.get_closest_marker("extended") else contextlib.nullcontext():
         return (yield)
 
