@@ -8,8 +8,8 @@
 Contestants train the same shapes on the same batches, each in a fresh process, one after the other, by scripts in
 ``scripts/peers`` that ``peers/measure.py`` watches from outside. Ours is the trainer without sharding, as a command
 trains on one device, forward and backward in bf16 over fp32 parameters; peers are transformers' Llama in a compiled
-loop of PyTorch alone, and under Hugging Face accelerate as it comes. Values are drawn on the device by each, so first
-losses agree only roughly.
+loop of PyTorch alone, and under Hugging Face accelerate as it comes. Each draws the same initial values on the device
+(``peers/values.py``), so first losses agree but for rounding.
 
 The 7B and 8B take more than one H200 with fp32 parameters, gradients and AdamW states. Ours keeps the states in bf16
 there (``optim.state_dtype``); transformers has no such switch, so its parameters, gradients and states are all bf16:

@@ -10,7 +10,12 @@ from work import BETAS, EPS, LEARNING_RATE, MAX_GRAD_NORM, decay_groups, read_wo
 work = read_work()
 assert work.ranks == 1
 model = build_llama(work).to(work.device)
-optimizer = AdamW(decay_groups(model), lr=LEARNING_RATE, betas=BETAS, eps=EPS, fused=True)
+if work.low_bits:
+    from torchao.optim import AdamW8bit
+
+    optimizer: torch.optim.Optimizer = AdamW8bit(decay_groups(model), lr=LEARNING_RATE, betas=BETAS, eps=EPS)
+else:
+    optimizer = AdamW(decay_groups(model), lr=LEARNING_RATE, betas=BETAS, eps=EPS, fused=True)
 model.train()
 mixed = work.bfloat16 and not work.half
 

@@ -15,15 +15,12 @@ from fsdptoys.metrics import StepMetrics
 from fsdptoys.metrics.compilation import compilation_line
 from fsdptoys.train.distributed import process_group
 from fsdptoys.train.trainer import Trainer
-from fsdptoys.utils.dtensor import (
-    local_tensor,
-)
-
-INIT_STD = 0.02
+from fsdptoys.utils.dtensor import local_tensor
+from scripts.peers.values import INIT_STD, draw
 
 
 def fill(param: Tensor, name: str) -> None:
-    """Ones for norms, and small numbers for matrices."""
+    """Ones for norms, and small numbers for matrices, of a parameter or this rank's shard of it."""
     local = local_tensor(param)
     if param.ndim == 1:
         local.fill_(1.0)
@@ -39,8 +36,9 @@ def on_step(step: StepMetrics) -> None:
 if __name__ == "__main__":
     config = compose_config(sys.argv[1:])
     config.validate(1, config.launch.device.value)
+    style = config.model.hugging_face
     with process_group(config):
-        trainer = Trainer(config, fill=fill)
+        trainer = Trainer(config, fill=lambda param, name: draw(param, style.tensor_name(name)))
         trainer.train(on_step)
         if trainer.compilation:
             print(f"note {compilation_line(trainer.compilation.result())}", flush=True)

@@ -4,6 +4,7 @@ from pathlib import Path
 
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaForCausalLM
+from values import draw
 from work import Work
 
 
@@ -17,6 +18,8 @@ def build_llama(work: Work) -> LlamaForCausalLM:
             model = AutoModelForCausalLM.from_config(
                 AutoConfig.from_pretrained(work.weights, use_cache=False), **options
             )
+        for name, param in model.named_parameters():
+            draw(param, name)
     if work.checkpoints:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     if work.compiles:

@@ -24,7 +24,7 @@ class Work:
     """Model, data and length of a training."""
 
     weights: str
-    """Folder in Hugging Face format; without weights in it they are drawn on the device."""
+    """Folder in Hugging Face format; without weights in it ``values.draw`` draws them on the device."""
     batches: str
     """File of int32 with the shape (steps, ranks, 2, batch_size, seq_len): tokens, labels."""
     ranks: int
@@ -41,6 +41,8 @@ class Work:
     """1 to compute the blocks again in the backward."""
     half: int = 0
     """1 for parameters, gradients and optimizer states in bfloat16 too, where ``dtype`` is."""
+    low_bits: int = 0
+    """1 for torchao's AdamW with states of 8 bits, where the peer has it."""
 
     @property
     def bfloat16(self) -> bool:

@@ -41,6 +41,8 @@ ROWS = {
     "single fused": ["parallel=single", "optim.implementation=fused"],
     "single fused compiled": ["parallel=single", "optim.implementation=fused", "train.compile=true"],
 }
+KERNELS = 40
+"""Kernels listed by name, those of the most time."""
 IDLE_GAP_MICROSECONDS = 20.0
 """Shorter gaps between kernels are not listed."""
 
@@ -164,7 +166,7 @@ def idle_time(kernels: list[tuple[float, float, str]]) -> dict[str, Any]:
         "device_busy_ms": busy / 1e3,
         "device_idle_ms": (span - busy) / 1e3,
         "idle_ms_after": {name: time / 1e3 for name, time in gaps.most_common(5)},
-        "kernel_ms": {name[:90]: time / 1e3 for name, time in seconds.most_common(8)},
+        "kernel_ms": {name[:90]: time / 1e3 for name, time in seconds.most_common(KERNELS)},
         "norm_kernel_ms": sum(time for name, time in seconds.items() if GRADIENT_NORM.search(name)) / 1e3,
     }
 
