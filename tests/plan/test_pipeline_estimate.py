@@ -32,7 +32,7 @@ from fsdptoys.plan.predict import Predictor, predict
 from fsdptoys.plan.search.effects import effects
 from fsdptoys.plan.search.ranking import label
 from fsdptoys.plan.search.search import SearchResult, search
-from fsdptoys.plan.search.switches import EVERYTHING, Combinations, fixed_keys, validate_switches
+from fsdptoys.plan.search.switches import EVERYTHING, Combinations, count_parameters, fixed_keys, validate_switches
 from fsdptoys.plan.simulator import costs
 from fsdptoys.plan.simulator.allocator import Allocator, build_allocator
 from fsdptoys.plan.simulator.events import COMPUTE_STREAM, Kernel, KernelKind, Mark, Message, Messages, Trace
@@ -374,6 +374,18 @@ def test_typed_stages_stay() -> None:
     seed = next(combinations.all())
     for changes in (seed, *combinations.neighbors(seed, 1, faster=True)):
         assert not changes.keys() & {"mesh.pp_size", "train.grad_accum", "parallel.schedule"}
+
+
+@pytest.mark.parametrize(("tp", "stages"), [(1, {4, 8}), (2, {2, 4})])
+def test_first_stages_are_the_fewest_with_which_gathered_parameters_and_gradients_fit(
+    tp: int, stages: set[int]
+) -> None:
+    """Oracle: three devices hold them, so two stages do not suffice; with features in two parts, two do."""
+    base = compose_config(["model=llama3_1b", "parallel=fsdp2", "parallel.param_dtype=bfloat16"])
+    gathered = count_parameters(base.model) * (2 + 4)
+    combinations = Combinations(base, {"parallel"}, EVERYTHING, 64, 8, memory_bytes=gathered / 3)
+    neighbors = combinations.neighbors({"mesh.tp_size": tp} if tp > 1 else {}, 1, faster=True)
+    assert {changes["mesh.pp_size"] for changes in neighbors if "mesh.pp_size" in changes} == stages
 
 
 @pytest.mark.skipif(TORCH < ZERO_BUBBLE_SINCE, reason="refused before")
