@@ -292,7 +292,7 @@ class Breaker:
 def _named_tests(results: str, output: str, tests: Sequence[str]) -> Iterator[str]:
     """Yield the tests of pytest's summary with these results, or modules that it could not collect."""
     for line in output.splitlines():
-        match = re.match(f"(?:{results}) (.*)", line)
+        match = re.match(rf"(?:{results}) (\S.*)", line)  # in captured logs more spaces follow ERROR
         if match:
             named = [test for test in tests if match[1] == test or match[1].startswith(f"{test} - ")]
             yield max(named, key=len) if named else match[1].partition(" - ")[0]
