@@ -4,6 +4,7 @@ import contextlib
 import gc
 import importlib
 import os
+import statistics
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from tests.harness.clean_process import clean_process
-from tests.harness.workers import WorkersPlugin
+from tests.harness.workers import WorkersPlugin, spent
 from tests.measuring import without_coverage
 
 SLOW = (
@@ -68,11 +69,23 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         items[:] = [item for item in items if not item.get_closest_marker("extended")]
 
 
+cpu_seconds: dict[object, list[float]] = {}
+"""Of the cases of each function that has run in this process."""
+
+
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
-    """Run extended tests without coverage, which slows them down; the short level must cover enough lines alone."""
-    with without_coverage() if item.get_closest_marker("extended") else contextlib.nullcontext():
-        return (yield)
+    """Run without coverage what is extended, and further cases of functions that take half a CPU second in the mean.
+
+    Coverage doubles the time of a test; the rest covers enough lines.
+    """
+    cases = cpu_seconds.setdefault(getattr(item, "function", item), [])
+    measured = not item.get_closest_marker("extended") and (not cases or statistics.fmean(cases) < 0.5)
+    before, _ = spent()
+    with contextlib.nullcontext() if measured else without_coverage():
+        result = yield
+    cases.append(spent()[0] - before)
+    return result
 
 
 def pytest_collection_finish() -> None:
