@@ -66,7 +66,7 @@ def write_run(folder: Path, steps: list[StepMetrics], reason: str = "all done", 
 
 
 def test_run_writes_all_files_and_prints_its_results(tmp_path, capsys):
-    """Oracle: the files, and the closing lines word for word."""
+    """Oracle: the files, which the result lists, and the closing lines word for word."""
     with recorder_of(tmp_path, console=Console.plain) as recorder:
         for metrics in run_of(15):
             recorder.step(metrics)
@@ -75,6 +75,7 @@ def test_run_writes_all_files_and_prints_its_results(tmp_path, capsys):
     run_dir = tmp_path / "run"
     assert recorder.run_dir == run_dir
     assert sorted(path.name for path in run_dir.iterdir()) == PLAIN_FILES
+    assert sorted(json.loads((run_dir / "result.json").read_text())["files"]) == PLAIN_FILES
     assert len((run_dir / "metrics.jsonl").read_text().splitlines()) == 15
     lines = capsys.readouterr().out.splitlines()
     assert lines[0] == "tiny"

@@ -156,7 +156,7 @@ def test_prediction_line_has_time_and_memory_and_reports_too_little_memory(memor
 
 
 def test_summary_compares_prediction_and_measurement(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Oracle: the table's rows, the file that the page names, and the last lines on the console."""
+    """Oracle: the table's rows, the files in the folder, which the result lists, and the last lines on the console."""
     config = MetricsConfig(run_dir=str(tmp_path / "run"), console=Console.plain, warmup_steps=0)
     with RunRecorder(config, "t", {}, ENVIRONMENT, 2, {}, prediction=PREDICTION) as recorder:
         for step in steps_of(2):
@@ -165,7 +165,8 @@ def test_summary_compares_prediction_and_measurement(tmp_path: Path, capsys: pyt
     page = (tmp_path / "run/summary.md").read_text()
     assert "| step time | 500.00 ms | 400.00 ms | **+25.0%**, over 10% |" in page
     assert "| device memory after a step | 10.00 GiB | 10.00 GiB | +0.0% |" in page
-    assert "`prediction.json`" in page
+    listed = json.loads((tmp_path / "run/result.json").read_text())["files"]
+    assert "prediction.json" in listed and listed.keys() == {path.name for path in (tmp_path / "run").iterdir()}
     written = json.loads((tmp_path / "run/prediction.json").read_text())
     assert written["memory"]["categories"] == {"parameters": 4 * GIB} and written["tokens_per_second"] == 16384
     assert "predicted step time differs by +25% from the measurement" in capsys.readouterr().out
