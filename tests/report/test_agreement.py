@@ -17,7 +17,7 @@ from fsdptoys.parallel import DDPConfig, FSDP1Config, FSDP2Config, ParallelConfi
 from fsdptoys.parallel.fsdp2 import FSDP2
 from fsdptoys.parallel.precision import DType
 from fsdptoys.report import setting_effects as numerics
-from fsdptoys.report.loss_agreement import COARSE, FINE, Tolerance, find_disagreements
+from fsdptoys.report.loss_agreement import COARSE, FINE, HELD_OUT, Tolerance, find_disagreements
 from fsdptoys.report.runs_table import Record
 from scripts.ranks import run_ranks
 from tests.measuring import without_coverage
@@ -144,6 +144,18 @@ def test_rows_may_differ_by_the_rounding_of_their_dtype(
         pair(tmp_path / "more", apart(1.01 * allowed / (1 - 1.01 * allowed) + 1e-15, quantity, 5), both=both)
     )
     assert (found.name, found.step, found.quantity, found.allowed) == ("b", 5, name, allowed)
+
+
+@pytest.mark.parametrize(
+    ("step", "loss", "grad_norm", "held_out"), [(5, 2e-5, 2e-4, 2.2e-5), (10**6, 0.01, 0.1, 0.01)]
+)
+def test_tolerances_grow_with_the_steps_up_to_their_maximum(
+    step: int, loss: float, grad_norm: float, held_out: float
+) -> None:
+    """Oracle: 1e-5 and 1e-4, once more every five steps, and the maxima; a held-out loss is of the step after it."""
+    quantities = ("loss", "gradient norm", HELD_OUT, "learning rate")
+    allowed = [FINE.at(quantity, step) for quantity in quantities]
+    assert allowed == pytest.approx([loss, grad_norm, held_out, 0.0], rel=1e-12)
 
 
 SETTINGS = yaml.safe_load(Path(__file__).with_name("other_settings.yaml").read_text(encoding="utf-8"))
