@@ -146,9 +146,7 @@ def test_rows_may_differ_by_the_rounding_of_their_dtype(
     assert (found.name, found.step, found.quantity, found.allowed) == ("b", 5, name, allowed)
 
 
-@pytest.mark.parametrize(
-    ("step", "loss", "grad_norm", "held_out"), [(5, 2e-5, 2e-4, 2.2e-5), (10**6, 0.01, 0.1, 0.01)]
-)
+@pytest.mark.parametrize(("step", "loss", "grad_norm", "held_out"), [(5, 2e-5, 2e-4, 2.2e-5), (10**6, 0.01, 0.1, 0.01)])
 def test_tolerances_grow_with_the_steps_up_to_their_maximum(
     step: int, loss: float, grad_norm: float, held_out: float
 ) -> None:
