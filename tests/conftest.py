@@ -75,9 +75,9 @@ cpu_seconds: dict[object, list[float]] = {}
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
-    """Run without coverage what is extended, and further cases of functions that take half a CPU second in the mean.
+    """Measure coverage in the short level only, and in the first case alone of functions that take long.
 
-    Coverage doubles the time of a test; the rest covers enough lines.
+    Coverage doubles the time of a test. A function takes long if its measured cases need half a CPU second on average.
     """
     cases = cpu_seconds.setdefault(getattr(item, "function", item), [])
     measured = not item.get_closest_marker("extended") and (not cases or statistics.fmean(cases) < 0.5)

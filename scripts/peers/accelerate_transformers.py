@@ -7,7 +7,7 @@ from work import BETAS, EPS, LEARNING_RATE, MAX_GRAD_NORM, decay_groups, read_wo
 
 work = read_work()
 accelerator = Accelerator(cpu=work.device == "cpu", mixed_precision="bf16" if work.bfloat16 and not work.half else "no")
-assert accelerator.num_processes == work.ranks
+assert accelerator.num_processes == work.ranks and not work.low_bits
 model = build_llama(work)
 optimizer = AdamW(decay_groups(model), lr=LEARNING_RATE, betas=BETAS, eps=EPS)
 model, optimizer = accelerator.prepare(model, optimizer)

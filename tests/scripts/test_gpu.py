@@ -1,5 +1,6 @@
 """Measurements on a GPU: its smoke test, its benchmark, and a day of calls of limited time."""
 
+import dataclasses
 import io
 import json
 import shutil
@@ -147,6 +148,14 @@ def test_verdicts_are_met_missed_or_not_measured(changes: dict[str, float | None
     verdicts = judge([row_of(name, speed) for name, speed in {**SPEEDS, **changes}.items()], [SHAPE])
     found = [line for line in verdicts if not line.startswith("met")]
     assert [line[: len(words)] for line, words in zip(found, expected, strict=True)] == expected
+
+
+@pytest.mark.parametrize(("loss", "is_missed"), [(12.1, False), (12.2, True)])
+def test_a_first_loss_more_than_1_percent_apart_is_missed(loss: float, is_missed: bool) -> None:
+    """Oracle: 12.0 and 1% of it."""
+    rows = [row_of(name, speed) for name, speed in SPEEDS.items()]
+    rows = [dataclasses.replace(row, first_loss=loss) if row.contestant == BARE else row for row in rows]
+    assert any("begins with the loss" in line for line in judge(rows, [SHAPE])) == is_missed
 
 
 @pytest.mark.parametrize(
