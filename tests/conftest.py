@@ -4,7 +4,6 @@ import contextlib
 import gc
 import importlib
 import os
-import statistics
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.harness.clean_process import clean_process
-from tests.harness.workers import WorkersPlugin, spent
+from tests.harness.workers import WorkersPlugin
 from tests.measuring import without_coverage
 
 SLOW = (
@@ -67,27 +66,6 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         extended = [item for item in items if item.get_closest_marker("extended")]
         config.hook.pytest_deselected(items=extended)
         items[:] = [item for item in items if not item.get_closest_marker("extended")]
-
-
-cpu_seconds: dict[object, list[float]] = {}
-"""Of the measured cases of each function that has run in this process."""
-
-
-@pytest.hookimpl(wrapper=True)
-def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
-    """Measure coverage in the short level only, and in the first case alone of functions that take long.
-
-    Coverage doubles the time of a test. A function takes long if its measured cases need half a CPU second on average.
-    """
-    cases = cpu_seconds.setdefault(getattr(item, "function", item), [])
-    measured = not item.get_closest_marker("extended") and (not cases or statistics.fmean(cases) < 0.5)
-    if not measured:
-        with without_coverage():
-            return (yield)
-    before, _ = spent()
-    result = yield
-    cases.append(spent()[0] - before)
-    return result
 
 
 def pytest_collection_finish() -> None:
