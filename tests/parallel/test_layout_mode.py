@@ -111,6 +111,7 @@ def train_with_gradients(configs: list[Config]) -> list[tuple[Outcome, dict[str,
     results = []
     for config in configs:
         trainer = Trainer(config)
+        trainer.memory.enabled = False
         gradients: dict[str, Any] = {}
         clip = trainer._clip
 
