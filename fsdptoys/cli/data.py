@@ -76,7 +76,7 @@ def _prepare(words: Sequence[str]) -> int:
         skip_fix="add --skip-bad-rows",
     )
     with Display("preparing") as display:
-        index = prepare_folder(request, display.show, skip=lambda sentence: print_status(f"left out: {sentence}"))
+        index = prepare_folder(request, display.show, report=print_status)
     print(_describe(str(out), index))
     return 0
 

@@ -17,9 +17,13 @@ from numpy.typing import NDArray
 from fsdptoys.errors import ConfigError
 from fsdptoys.utils.text import one_line
 
+from .chat_jinja import MARKS
 from .chat_rows import BadRowError, ChatRecords, ChatRow, texts_of
-from .chat_template import MARKS, ChatTemplate, Rendered, open_template
+from .chat_template import ChatTemplate, Rendered, open_template
 from .text_encoder import Encoded, Encoder, FileEncoder, open_encoder
+
+READING = 2
+"""Version of how rows become texts and answers; a new one prepares cached data again."""
 
 
 class ChatEncoder(Encoder):
@@ -35,10 +39,12 @@ class ChatEncoder(Encoder):
         self._encoder, self._template, self._end_owner = encoder, template, end_owner
         self.name, self.sha256, self.file = encoder.name, encoder.sha256, encoder.file
         self.vocab_size, self.document_end = encoder.vocab_size, encoder.document_end
-        tokens = sorted(template.tokens.items())
-        self.template_sha256 = hashlib.sha256(repr((template.source, tokens)).encode()).hexdigest()
-        special = encoder.special_tokens if isinstance(encoder, FileEncoder) else []
-        self._refused = re.compile("|".join(map(re.escape, [*special, *MARKS])))
+        texts = sorted((name, source.text) for name, source in template.sources.items())
+        decides = (READING, texts, sorted(template.tokens.items()))
+        self.template_sha256 = hashlib.sha256(repr(decides).encode()).hexdigest()
+        self._special = encoder.special_tokens if isinstance(encoder, FileEncoder) else []
+        self.learns_ends = bool(self._special)
+        self._refused = re.compile("|".join(map(re.escape, [*self._special, *MARKS])))
 
     def encode(self, texts: Sequence[str]) -> list[NDArray[Any]]:
         """Ids of texts that hold no special tokens."""
@@ -60,10 +66,12 @@ class ChatEncoder(Encoder):
                     f"{row.where} holds id {self.document_end} by its chat template, which must separate "
                     f"conversations; set {self._end_owner} to a special token that the template does not write"
                 )
-            if learned.any():
-                made.append(Encoded(each.text, ids, learned))
-            else:
+            if not learned.any():
                 made.append(f"{row.where} has answers without a token")
+                continue
+            loss = f"{row.where} {_losing(each.lost)}" if each.lost else None
+            ends = any(each.text.endswith(tuple(self._special), *answer) for answer in each.answers)
+            made.append(Encoded(each.text, ids, learned, loss, ends))
         return made
 
     def _render(self, row: ChatRow) -> Rendered | str:
@@ -75,7 +83,7 @@ class ChatEncoder(Encoder):
                 found = self._refused.search(text)
                 if found:
                     raise BadRowError(f"spells the special token {found.group()} within a message")
-            rendered = self._template.render(row)
+            rendered = self._template.render(row, self._special)
             # JSON can hold half of a surrogate pair, which UTF-8 cannot; its replacement is one character too.
             return dataclasses.replace(rendered, text=rendered.text.encode("utf-8", "replace").decode())
         except BadRowError as error:
@@ -96,6 +104,11 @@ class ChatEncoder(Encoder):
             rendered, self._encoder.encode_with_offsets([each.text for each in rendered]), strict=True
         ):
             yield ids, _within(offsets[:, 0], offsets[:, 1], each.answers)
+
+
+def _losing(lost: Sequence[str]) -> str:
+    more = f", and {len(lost) - 1} more" if len(lost) > 1 else ""
+    return f"loses {lost[0]}{more}, which the chat template does not write"
 
 
 def _within(starts: NDArray[Any], stops: NDArray[Any], spans: Sequence[tuple[int, int]]) -> NDArray[Any]:

@@ -1,43 +1,33 @@
 """Chat templates: the text of a conversation, and which parts of it are the model's own answers.
 
-A template is a Jinja program from a tokenizer's folder. It comes from others, so it runs in Jinja's sandbox, which has
-no access to Python's attributes, files or modules; it can still take long. Tokenizers call it as transformers does
-(https://huggingface.co/docs/transformers/chat_templating_writing), with one exception: ``strftime_now`` formats a fixed
-date, so that the same files give the same tokens on every day.
-
-An answer is the text after the generation prompt (``add_generation_prompt``), up to and including the end-of-turn
-token. A template's own ``{% generation %}`` blocks take precedence.
+The text is that of ``apply_chat_template`` in transformers 5
+(https://huggingface.co/docs/transformers/chat_templating_writing). An answer is what a model generates: the text after
+the generation prompt (``add_generation_prompt``), up to and including the token that ends the turn. A template's own
+``{% generation %}`` blocks take precedence.
 """
 
-import datetime
-import json
+import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from fsdptoys.errors import ConfigError
-from fsdptoys.utils.foreign import parse_json
-from fsdptoys.utils.regular_file import read_regular
-from fsdptoys.utils.text import one_line
 
-from .chat_rows import ANSWERS, BadRowError, ChatRow
-from .text_encoder import MOST_SETTINGS_BYTES, SETTINGS_FILE
+from .chat_jinja import JinjaTemplate, MarkedText
+from .chat_losses import lost_parts
+from .chat_rows import ANSWERS, BadRowError, ChatRow, with_parsed_arguments
+from .tokenizer_settings import TemplateSource, read_template_file, read_templates, read_tokens
 
 CHATML = (
     "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 BUILT_IN = {"chatml": CHATML}
-TEMPLATE_FILE = "chat_template.jinja"
-MOST_TEMPLATE_BYTES = 2**20
-TODAY = datetime.date(2024, 7, 26)
-"""The date in the templates of Llama 3.1 to 3.3, which they take where there is no ``strftime_now``."""
-BEGIN, END = "\ufdd0", "\ufdd1"
-"""Around generated text while a template runs: code points that Unicode keeps out of texts."""
-STAND_IN = "\ufdd2answer\ufdd2"  # in place of an answer, to find where the template puts it
-MARKS = (BEGIN, END, "\ufdd2")
-"""Characters that a conversation must not have."""
+STAND_IN = "\ufdd4answer\ufdd4"  # in place of an answer, to find what closes it
+REASONING = ("reasoning_content", "thinking", "reasoning")
+"""Fields of a message that hold its reasoning; templates read the first, those of gpt-oss the second."""
+_WHOLE_WORDS = re.compile(r".*[\s>\]|]", re.DOTALL)
 
 
 @dataclass(frozen=True)
@@ -47,24 +37,52 @@ class Rendered:
     text: str
     answers: list[tuple[int, int]]
     """Start and stop (excluded), in characters, of each answer that is learned."""
+    lost: list[str] = field(default_factory=list)
+    """What the template leaves out, such as "the call in message 2"."""
 
 
 class ChatTemplate:
-    """A template with the tokens that it may name (``bos_token``, …); ``owner`` is its name in messages."""
+    """A template with the tokens that it may name (``bos_token``, …).
 
-    def __init__(self, source: str, tokens: Mapping[str, str], owner: str) -> None:
-        self.source, self.tokens, self._owner = source, dict(tokens), owner
-        self._template = _compile(source, owner)
+    Args:
+        sources: a tokenizer's templates by name; ``default`` alone, or with others of which ``tool_use`` is for
+            conversations with tools.
+        tokens: name → text.
+    """
+
+    def __init__(self, sources: Mapping[str, TemplateSource], tokens: Mapping[str, str]) -> None:
+        self.sources, self.tokens = dict(sources), dict(tokens)
+        self._compiled = {
+            name: JinjaTemplate(source.text, source.owner)
+            for name, source in self.sources.items()
+            if name in ("default", "tool_use")
+        }
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return ChatTemplate, (self.source, self.tokens, self._owner)
+        return ChatTemplate, (self.sources, self.tokens)
 
-    def render(self, row: ChatRow) -> Rendered:
-        """The text of a conversation; BadRowError if the template or the search for answers fails."""
-        marked = self._text(row.messages, row)
-        if BEGIN in marked:
-            return _unmark(marked, row)
-        return Rendered(marked, [self._answer(marked, row, number) for number in row.learned])
+    def render(self, row: ChatRow, special: Sequence[str] = ()) -> Rendered:
+        """The text of a conversation; BadRowError if the template or the search for answers fails.
+
+        ``special`` are the tokenizer's special tokens, of which one ends an answer.
+        """
+        parsed = with_parsed_arguments(row.messages)
+        try:
+            messages, marked = self._run(row.messages, row)
+            lost = lost_parts(messages, marked)
+            refused = None
+        except BadRowError as error:
+            messages, marked, lost, refused = [], MarkedText(""), [], error
+        if parsed != row.messages and (refused or lost):  # the template wants objects, or writes the text as a string
+            messages, marked = self._run(parsed, row)
+            lost = lost_parts(messages, marked)
+        elif refused:
+            raise refused
+        if self._template(row).has_blocks:
+            answers = [(start, stop) for start, stop, number in marked.generated if number in (None, *row.learned)]
+            return Rendered(marked.text, answers, lost)
+        search = _AnswerSearch(self, row, messages, marked, special)
+        return Rendered(marked.text, [search.span(number) for number in row.learned], lost)
 
     def turn(self, message: str, system: str | None = None) -> tuple[str, str]:
         """The text with which a model answers one message, and the text that closes its answer; BadRowError if none.
@@ -74,116 +92,159 @@ class ChatTemplate:
         asked = [] if system is None else [{"role": "system", "content": system}]
         asked.append({"role": "user", "content": message})
         row = ChatRow("--prompt", asked)
-        answered = self._text([*asked, {"role": ANSWERS, "content": STAND_IN}], row).replace(BEGIN, "").replace(END, "")
-        return self._text(asked, row, prompt=True), answered.partition(STAND_IN)[2].rstrip()
+        answered = self.text([*asked, {"role": ANSWERS, "content": STAND_IN}], row)
+        return self.text(asked, row, prompt=True), answered.partition(STAND_IN)[2].rstrip()
 
-    def _text(self, messages: Sequence[Mapping[str, Any]], row: ChatRow, prompt: bool = False) -> str:
-        from jinja2.exceptions import TemplateError
+    def text(self, messages: Sequence[Mapping[str, Any]], row: ChatRow, prompt: bool = False) -> str:
+        """The text of some messages with the tools and variables of ``row``."""
+        return self._template(row).text(self._variables(_with_reasoning(messages), row, prompt))
 
-        context = {"messages": messages, "tools": row.tools, "add_generation_prompt": prompt, **self.tokens}
-        try:
-            return str(self._template.render(context))
-        except TemplateError as error:
-            raise BadRowError(f"is refused by the chat template ({one_line(error)})") from error
-        except (TypeError, ValueError, KeyError, OverflowError, RecursionError, ZeroDivisionError) as error:
-            raise BadRowError(f"does not fit the chat template ({one_line(error)})") from error
+    def marked(self, messages: Sequence[Mapping[str, Any]], row: ChatRow) -> MarkedText:
+        """The text of some messages, and which part is whose, with the tools and variables of ``row``."""
+        return self._template(row).marked(self._variables(_with_reasoning(messages), row, False))
 
-    def _answer(self, text: str, row: ChatRow, number: int) -> tuple[int, int]:
-        """Start and stop of the answer in message ``number``."""
-        before, message = row.messages[:number], row.messages[number]
-        prompt = self._prompt(before, row)
-        until = self._text(row.messages[: number + 1], row) if number + 1 < len(row.messages) else text
-        content = message["content"]
-        starts = prompt is not None and text.startswith(prompt)
-        start, stop = len(prompt or ""), len(until)
-        if not (starts and text.startswith(until)):
-            # The template writes earlier turns otherwise than the last one, so look where it puts the content.
-            if content is None:
-                raise BadRowError(f"has a call of tools in message {number + 1} that the chat template changes later")
-            stand_in = {**message, "content": STAND_IN}
-            head, found, tail = self._text([*before, stand_in, *row.messages[number + 1 :]], row).partition(STAND_IN)
-            closing = self._text([*before, stand_in], row).partition(STAND_IN)[2]
-            if not (found and text.endswith(tail) and tail.startswith(closing)):
-                raise BadRowError(f"has an answer in message {number + 1} that the chat template changes")
-            stop = len(text) - len(tail) + len(closing)
-            if not starts:
-                start = len(head)
-                if not text.startswith(head):
-                    raise BadRowError(f"has an answer in message {number + 1} whose start is not in the full text")
-        answer = text[start:stop]
-        closed = answer.rstrip()
-        # A line's end after the token that ends the turn is never generated; without such a token, it ends the turn.
-        ends_with_content = bool(content and content.strip()) and closed.endswith(content.rstrip())
-        return start, stop if ends_with_content else start + len(closed)
+    def prompt(self, messages: Sequence[Mapping[str, Any]], row: ChatRow) -> str:
+        """The text behind messages after which the model answers."""
+        messages = _with_reasoning(messages)
+        if not messages:  # many templates look at the first message
+            return ""
+        prompted = self._template(row).marked(self._variables(messages, row, True))
+        without = self._template(row).text(self._variables(messages, row, False))
+        same = _common_length(prompted.text, without)
+        ends_with_message = len(messages) - 1 in prompted.turns
+        return prompted.tail if ends_with_message and same < len(without) else prompted.text[same:]
 
-    def _prompt(self, before: Sequence[Mapping[str, Any]], row: ChatRow) -> str | None:
-        """The generation prompt; None where the template cannot write it."""
-        try:
-            return self._text(before, row, prompt=True)
-        except BadRowError:
-            if before:
-                raise
-            return None  # many templates look at the first message
+    def _template(self, row: ChatRow) -> JinjaTemplate:
+        use_tools = row.tools is not None and "tool_use" in self._compiled
+        return self._compiled["tool_use" if use_tools else "default"]
+
+    def _run(self, messages: Sequence[Mapping[str, Any]], row: ChatRow) -> tuple[list[dict[str, Any]], MarkedText]:
+        """The messages as the template gets them, and their text."""
+        messages = _with_reasoning(messages)
+        template, variables = self._template(row), self._variables(messages, row, False)
+        text, marked = template.text(variables), template.marked(variables)
+        if marked.text != text:
+            raise BadRowError("is written by the chat template in a way in which its messages cannot be found")
+        return messages, marked
+
+    def _variables(self, messages: Sequence[Mapping[str, Any]], row: ChatRow, prompt: bool) -> dict[str, Any]:
+        own = {"messages": messages, "tools": row.tools, "documents": None, "add_generation_prompt": prompt}
+        return {**self.tokens, **row.variables, **own}
 
 
-def _unmark(marked: str, row: ChatRow) -> Rendered:
-    """Remove ``BEGIN`` and ``END``; a template with ``generation`` blocks has one for every answer."""
-    parts, answers, length, blocks = [], [], 0, 0
-    roles = [number for number, message in enumerate(row.messages) if message["role"] == ANSWERS]
-    for position, piece in enumerate(marked.split(BEGIN)):
-        inside, found, outside = piece.partition(END)
-        if bool(found) != bool(position):
-            raise BadRowError("has an answer within an answer, by the chat template")
-        if position:
-            if blocks < len(roles) and roles[blocks] in row.learned:
-                answers.append((length, length + len(inside)))
-            blocks += 1
-        parts += [inside, outside]
-        length += len(inside) + len(outside)
-    if blocks != len(roles):
-        raise BadRowError(f"has {len(roles)} answers, of which the chat template writes {blocks}")
-    return Rendered("".join(parts), answers)
+def _with_reasoning(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Copies of messages with their reasoning under the names that templates read, as in transformers."""
+    found = []
+    for message in messages:
+        reasoning = next((message[key] for key in REASONING if key in message), None)
+        extra = {} if reasoning is None else {"reasoning_content": reasoning}
+        found.append(({"thinking": reasoning} if extra else {}) | dict(message) | extra)
+    return found
 
 
-def _compile(source: str, owner: str) -> Any:
-    try:
-        from jinja2 import nodes
-        from jinja2.exceptions import TemplateError
-        from jinja2.ext import Extension
-        from jinja2.sandbox import ImmutableSandboxedEnvironment
-    except ImportError as error:
-        raise ConfigError(
-            f"{owner} needs the package jinja2, which is not installed; pip install 'fsdptoys[data]'"
-        ) from error
-
-    class Generation(Extension):
-        """``{% generation %}…{% endgeneration %}`` around generated text."""
-
-        tags = {"generation"}  # noqa: RUF012
-
-        def parse(self, parser: Any) -> Any:
-            line = next(parser.stream).lineno
-            body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
-            return nodes.CallBlock(self.call_method("mark"), [], [], body).set_lineno(line)
-
-        def mark(self, caller: Any) -> str:
-            return f"{BEGIN}{caller()}{END}"
-
-    def refuse(message: str) -> None:
-        raise TemplateError(message)
-
-    def to_json(value: Any, indent: int | None = None, separators: Any = None, sort_keys: bool = False) -> str:
-        return json.dumps(value, ensure_ascii=False, indent=indent, separators=separators, sort_keys=sort_keys)
-
-    environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[Generation, "jinja2.ext.loopcontrols"]
+def _common_length(one: str, other: str) -> int:
+    """Length of the common beginning of two texts."""
+    return next(
+        (place for place, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other))
     )
-    environment.filters["tojson"] = to_json  # Jinja's own escapes for HTML
-    environment.globals |= {"raise_exception": refuse, "strftime_now": TODAY.strftime}
-    try:
-        return environment.from_string(source)
-    except (TemplateError, RecursionError) as error:
-        raise ConfigError(f"{owner} is no Jinja template ({one_line(error)}); name another") from error
+
+
+class _AnswerSearch:
+    """Finds the answers of one conversation in its text."""
+
+    def __init__(
+        self,
+        template: ChatTemplate,
+        row: ChatRow,
+        messages: Sequence[Mapping[str, Any]],
+        marked: MarkedText,
+        special: Sequence[str],
+    ) -> None:
+        self._template, self._row, self._messages, self._marked = template, row, messages, marked
+        self._turns = marked.turns
+        self._prompts: dict[str | None, str] = {}
+        self._special = tuple(special)
+        begin = template.tokens.get("bos_token")  # ends no turn
+        tokens = "|".join(re.escape(token) for token in special if token != begin)
+        self._follows = re.compile(rf"\s*(?:{tokens})") if tokens else None
+
+    def span(self, number: int) -> tuple[int, int]:
+        """Start and stop of the answer in message ``number``."""
+        first, last = self._turn(number)
+        start = first + self._header_length(number, self._marked.text[first:last])
+        return start, self._stop(number, start, last)
+
+    def _turn(self, number: int) -> tuple[int, int]:
+        """Start and stop of the text of a message, without results of tools in it."""
+        turns, text = self._turns, self._marked.text
+        if number not in turns:  # perhaps written outside of a loop, behind the last message with a text
+            first = max((stop for _, stop in turns.values()), default=0)
+            if number + 1 < len(self._messages) or not turns or not text[first:].strip():
+                raise BadRowError(f"has an answer in message {number + 1} that the chat template does not write")
+            return first, len(text)
+        first, last = turns[number]
+        if any(result in text[first:last] for result in self._results_elsewhere(number)):
+            # As it is before there are results, in the same turn of the conversation.
+            question = max((at for at in range(number) if self._messages[at]["role"] == "user"), default=0)
+            alone = self._template.marked(self._messages[question : number + 1], self._row)
+            begin, end = alone.turns.get(number - question, (0, 0))
+            last = first + _common_length(text[first:last], alone.text[begin:end])
+        return first, last
+
+    def _results_elsewhere(self, number: int) -> Iterator[str]:
+        """Contents of the results behind a message that have no text of their own."""
+        for at in range(number + 1, len(self._messages)):
+            if self._messages[at]["role"] != "tool":
+                return
+            content = self._messages[at].get("content", "").strip()
+            begin, end = self._turns.get(at, (0, 0))
+            if content and content not in self._marked.text[begin:end]:
+                yield content
+
+    def _header_length(self, number: int, turn: str) -> int:
+        """Characters of a turn up to where it and the generation prompt part."""
+        prompt = self._prompt(number)
+        if not prompt:  # a template may write another header behind a result than behind a question
+            prompt = next((other for other in self._prompts.values() if other and turn.startswith(other)), "")
+        skipped = 0
+        if not turn.startswith(prompt):  # a line's end may belong to the message before
+            skipped, prompt = len(turn) - len(turn.lstrip()), prompt.lstrip()
+        common = prompt[: _common_length(prompt, turn[skipped:])]
+        if common != prompt:  # not in the middle of a word or a token
+            whole = _WHOLE_WORDS.match(common)
+            if not whole:
+                return self._own_start(number, turn)
+            common = whole[0]
+        return skipped + len(common)
+
+    def _own_start(self, number: int, turn: str) -> int:
+        """Where the message itself begins."""
+        message = self._messages[number]
+        own = [str(message.get(key, "")).strip() for key in ("reasoning_content", "content")]
+        places = [place for text in own if text and (place := turn.find(text)) >= 0]
+        if not places:
+            raise BadRowError(f"has an answer in message {number + 1} whose start is not in the full text")
+        return min(places)
+
+    def _prompt(self, number: int) -> str:
+        """The generation prompt of a message, by the role of the message before it."""
+        role = self._messages[number - 1]["role"] if number else None
+        if role not in self._prompts:
+            self._prompts[role] = self._template.prompt(self._messages[:number], self._row)
+        return self._prompts[role]
+
+    def _stop(self, number: int, start: int, last: int) -> int:
+        """The end of the token that ends a turn, whose text ends at ``last``."""
+        text = self._marked.text
+        end = start + len(text[start:last].rstrip())
+        if text.endswith(self._special, start, end):
+            return end
+        following = self._follows.match(text, end) if self._follows is not None else None
+        if following:
+            return following.end()
+        # A line's end after the text that ends the turn is never generated; without such a text, it ends the turn.
+        content = self._messages[number].get("content", "").rstrip()
+        return last if content and text.endswith(content, start, end) else end
 
 
 def open_template(choice: str | None, tokenizer: str, key: str, missing: str) -> ChatTemplate:
@@ -192,46 +253,13 @@ def open_template(choice: str | None, tokenizer: str, key: str, missing: str) ->
     ``key`` is the option for the choice, and ``missing`` the ConfigError where there is none.
     """
     place = Path(tokenizer).expanduser()
-    folder = place if place.is_dir() else place.parent
-    settings = {} if tokenizer == "bytes" else _settings(folder / SETTINGS_FILE)
-    tokens = dict(_special_tokens(settings))
+    folder = None if tokenizer == "bytes" else place if place.is_dir() else place.parent
+    tokens = read_tokens(folder) if folder is not None else {}
     if choice in BUILT_IN:
-        return ChatTemplate(BUILT_IN[choice], tokens, f"{key}={choice}")
+        return ChatTemplate({"default": TemplateSource(BUILT_IN[choice], f"{key}={choice}")}, tokens)
     if choice is not None:
-        return ChatTemplate(_read(Path(choice).expanduser(), f"{key}={choice}"), tokens, f"{key}={choice}")
-    if tokenizer != "bytes":
-        if (folder / TEMPLATE_FILE).is_file():
-            path = folder / TEMPLATE_FILE
-            return ChatTemplate(_read(path, str(path)), tokens, str(path))
-        own = settings.get("chat_template")
-        if isinstance(own, list):  # several, by name
-            own = {each.get("name"): each.get("template") for each in own if isinstance(each, dict)}.get("default")
-        if isinstance(own, str):
-            return ChatTemplate(own, tokens, f"the chat_template of {folder / SETTINGS_FILE}")
-    raise ConfigError(missing)
-
-
-def _read(path: Path, owner: str) -> str:
-    try:
-        return read_regular(path, MOST_TEMPLATE_BYTES).decode()
-    except (OSError, ValueError) as error:
-        reason = getattr(error, "strerror", None) or one_line(error)
-        raise ConfigError(f"{owner} cannot be read ({reason}); name a Jinja template or chatml") from error
-
-
-def _settings(path: Path) -> dict[str, Any]:
-    try:
-        settings = parse_json(read_regular(path, MOST_SETTINGS_BYTES), non_finite=True)
-    except FileNotFoundError:
-        return {}
-    except (OSError, ValueError) as error:
-        reason = getattr(error, "strerror", None) or one_line(error)
-        raise ConfigError(f"{path} cannot be read ({reason}); download it again") from error
-    return settings if isinstance(settings, dict) else {}
-
-
-def _special_tokens(settings: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    for name, token in settings.items():
-        text = token.get("content") if isinstance(token, dict) else token
-        if name.endswith("_token") and isinstance(text, str):
-            yield name, text
+        return ChatTemplate({"default": read_template_file(Path(choice).expanduser(), f"{key}={choice}")}, tokens)
+    sources = read_templates(folder) if folder is not None else {}
+    if "default" not in sources:
+        raise ConfigError(missing)
+    return ChatTemplate(sources, tokens)

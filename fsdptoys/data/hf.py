@@ -109,7 +109,7 @@ class TokenizedConfig(DataConfig):
                     replace=lambda reason: print_status(
                         f"{request.folder} {one_line(reason)}; the data is prepared again"
                     ),
-                    skip=lambda sentence: print_status(f"left out: {sentence}"),
+                    report=print_status,
                 )
             print_status(f"{index.documents('train'):,} documents to train on, prepared in {request.folder}")
         prepared = self._prepared(request)

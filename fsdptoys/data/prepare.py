@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -42,7 +42,7 @@ SHARD_TOKENS = 2**27  # default size of a shard: 256 MiB in 16 bits
 GROUP_CHARACTERS = 2**18  # text of a group
 GROUPS_AHEAD = 4  # groups in flight for each process
 MOST_PROCESSES = 1024
-MOST_SENTENCES = 10  # on rows of no use that are skipped
+MOST_SENTENCES = 10  # on rows that are left out, and on those that lose parts
 
 
 @dataclass(frozen=True)
@@ -104,8 +104,10 @@ class _Encoded:
 
     splits: dict[str, tuple[NDArray[Any], Tokens, NDArray[Any] | None]]
     """By split, the ids of all documents, the length of each, and which ids are learned."""
-    empty: int  # documents without ids
-    bad: list[str]  # a sentence on each that is of no use
+    empty: int = 0  # documents without ids
+    bad: list[str] = field(default_factory=list)  # a sentence on each that is of no use
+    losses: list[str] = field(default_factory=list)  # a sentence on each whose text lacks something
+    ends: int = 0  # documents with an end that the model learns to write
 
 
 def prepare_folder(
@@ -113,15 +115,15 @@ def prepare_folder(
     advance: Callable[[Advance], None] = lambda advance: None,
     wait: Callable[[str], object] | None = None,
     replace: Callable[[str], object] | None = None,
-    skip: Callable[[str], object] = lambda sentence: None,
+    report: Callable[[str], object] = lambda sentence: None,
 ) -> Index:
     """Prepare a folder, or continue an interrupted preparation.
 
     ``advance`` receives the progress; ``wait`` the id of a process that prepares the folder already, before waiting for
     its end (None to refuse instead); ``replace`` the damage of an existing folder, before a new one replaces it (an
-    undamaged one is used; None to refuse an existing folder); ``skip`` a sentence on each of the first bad rows, with
-    ``request.skip_bad_rows``. ConfigError if a document cannot be read, the folder cannot be written, or another
-    process writes it.
+    undamaged one is used; None to refuse an existing folder); ``report`` a sentence on each of the first rows that are
+    left out, with ``request.skip_bad_rows``, or whose text lacks something. ConfigError if a document cannot be read,
+    the folder cannot be written, or another process writes it.
     """
     folder, owner = request.folder, str(request.folder)
     try:
@@ -137,7 +139,7 @@ def prepare_folder(
                 damaged = folder.with_name(f"{folder.name}.damaged")
                 _remove(damaged)
                 folder.rename(damaged)
-            index = _write(request, advance, skip)
+            index = _write(request, advance, report)
             if replace is not None:
                 _remove(folder.with_name(f"{folder.name}.damaged"))
             return index
@@ -156,19 +158,23 @@ def _remove(path: Path) -> None:
     shutil.rmtree(path, ignore_errors=True)
 
 
-def _write(request: Request, advance: Callable[[Advance], None], skip: Callable[[str], object]) -> Index:
+def _write(request: Request, advance: Callable[[Advance], None], report: Callable[[str], object]) -> Index:
     encoder, total = request.encoder, sum(source.size_bytes for source in request.sources)
     fingerprint, learned = request.fingerprint, encoder.marks_learned
     writer = ShardsWriter(request.folder, fingerprint, encoder.dtype, request.shard_tokens, learned)
-    bad = 0
+    left_out, losing = Sentences("left out: ", "left out", report), Sentences("", "lose parts", report)
+    ends = documents = 0
     try:
         groups = _groups(request, skip=writer.progress.documents)
         for group, encoded in _encode_all(groups, request):
             if encoded.bad and not request.skip_bad_rows:
                 raise _bad_rows(encoded.bad, request.skip_fix)
-            for sentence in encoded.bad[: max(0, MOST_SENTENCES - bad)]:
-                skip(sentence)
-            bad += len(encoded.bad)
+            left_out.add(encoded.bad)
+            losing.add(encoded.losses)
+            ends, documents = (
+                ends + encoded.ends,
+                documents + sum(len(lengths) for _, lengths, _ in encoded.splits.values()),
+            )
             splits, long, long_split = encoded.splits, group.long, None
             if long is not None and any(long.blocks()):
                 long_split = "eval" if _is_drawn(long.blocks(), request.eval_fraction) else "train"
@@ -180,11 +186,13 @@ def _write(request: Request, advance: Callable[[Advance], None], skip: Callable[
                     writer.add_long(split, (np.frombuffer(block, np.uint8) for block in blocks))
             if long is not None:
                 long.release()
-            left_out = encoded.empty + len(encoded.bad) + (long is not None and long_split is None)
-            writer.read(group.count, left_out)
+            unused = encoded.empty + len(encoded.bad) + (long is not None and long_split is None)
+            writer.read(group.count, unused)
             advance(Advance(group.done_bytes, total, writer.progress.documents, writer.tokens))
-        if bad > MOST_SENTENCES:
-            skip(f"{bad:,} rows in all are of no use and left out")
+        left_out.finish()
+        losing.finish()
+        if encoder.learns_ends and documents and not ends:
+            report("no answer ends with a special token, so the model does not learn to end its turn")
         if not writer.tokens:
             raise ConfigError(f"{request.key} finds no document with text; name files that hold some")
         index = Index(
@@ -207,6 +215,24 @@ def _write(request: Request, advance: Callable[[Advance], None], skip: Callable[
         raise
     finally:
         writer.close()
+
+
+class Sentences:
+    """Reports the first sentences of a kind, and the number of all."""
+
+    def __init__(self, prefix: str, what: str, report: Callable[[str], object]) -> None:
+        self._prefix, self._what, self._report, self._count = prefix, what, report, 0
+
+    def add(self, sentences: list[str]) -> None:
+        """Report what is among the first ``MOST_SENTENCES``."""
+        for sentence in sentences[: max(0, MOST_SENTENCES - self._count)]:
+            self._report(f"{self._prefix}{sentence}")
+        self._count += len(sentences)
+
+    def finish(self) -> None:
+        """Report the number, if it is higher."""
+        if self._count > MOST_SENTENCES:
+            self._report(f"{self._count:,} rows in all {self._what}")
 
 
 def _groups(request: Request, skip: int) -> Iterator[_Group]:
@@ -288,7 +314,7 @@ def _encode(encoder: Encoder, fraction: float, documents: list[Any]) -> _Encoded
     parts: dict[str, list[NDArray[Any]]] = {}
     learned: dict[str, list[NDArray[Any]]] = {}
     end, no_label = np.array([encoder.document_end], dtype), np.zeros(1, bool)
-    encoded = _Encoded({}, 0, [])
+    encoded = _Encoded({})
     for document in encoder.encode_documents(documents):
         if isinstance(document, str):
             encoded.bad.append(document)
@@ -297,6 +323,9 @@ def _encode(encoder: Encoder, fraction: float, documents: list[Any]) -> _Encoded
         else:
             split = "eval" if is_held_out(document.text, fraction) else "train"
             parts.setdefault(split, []).extend((document.ids.astype(dtype, copy=False), end))
+            if document.loss is not None:
+                encoded.losses.append(document.loss)
+            encoded.ends += document.ends
             if document.learned is not None:
                 learned.setdefault(split, []).extend((document.learned, no_label))
     for split, ids in parts.items():

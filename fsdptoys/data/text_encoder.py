@@ -39,6 +39,8 @@ class Encoded(NamedTuple):
     text: str  # decides whether the document is held out
     ids: NDArray[Any]
     learned: NDArray[Any] | None = None  # for each id whether it counts as a label; None if all do
+    loss: str | None = None  # a sentence on what the text lacks of the document
+    ends: bool = False  # whether an answer ends with a special token
 
 
 class Encoder(ABC):
@@ -55,6 +57,8 @@ class Encoder(ABC):
     """Reads documents."""
     marks_learned = False
     """Whether only some ids are learned."""
+    learns_ends = False
+    """Whether answers should end with a special token."""
     template_sha256: str | None = None  # of how conversations become texts, if documents are conversations
 
     @property

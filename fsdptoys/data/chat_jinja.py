@@ -1,0 +1,286 @@
+"""Run a chat template, and find which part of its text belongs to which message.
+
+A template is a Jinja program from a tokenizer's folder. It comes from others, so it runs in Jinja's sandbox, which has
+no access to Python's attributes, files or modules; it can still take long. Its filters and functions are those of
+transformers 5 (``transformers/utils/chat_template_utils.py``), with one exception: ``strftime_now`` formats a fixed
+date, so that the same files give the same tokens on every day.
+
+A second compilation of the same template writes a mark at the beginning of each round of a loop over messages. The text
+between two marks is that of a message, so one run of the template, linear in its messages, finds them all.
+"""
+
+import datetime
+import json
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from fsdptoys.errors import ConfigError
+from fsdptoys.utils.text import one_line
+
+from .chat_rows import BadRowError
+
+TODAY = datetime.date(2024, 7, 26)
+"""The date in the templates of Llama 3.1 to 3.3, which they take where there is no ``strftime_now``."""
+BEGIN, END = "\ufdd0", "\ufdd1"
+"""Around generated text in a marked one: code points that Unicode keeps out of texts."""
+MESSAGE, AFTER = "\ufdd2", "\ufdd3"
+"""Around the number of the message whose text follows; without a number, the text of none follows."""
+MARKS = (BEGIN, END, MESSAGE, AFTER)
+"""Characters that a conversation must not have."""
+_MARK = re.compile(f"{MESSAGE}([0-9]*){AFTER}|({BEGIN})|({END})")
+
+
+@dataclass
+class MarkedText:
+    """A text, and what its marks said."""
+
+    text: str
+    pieces: list[tuple[int | None, int, int]] = field(default_factory=list)
+    """Message, or None for text of none, start and stop (excluded) of each piece, in order, without gaps."""
+    generated: list[tuple[int, int, int | None]] = field(default_factory=list)
+    """Start and stop of each ``generation`` block, and its message if known."""
+
+    @property
+    def turns(self) -> dict[int, tuple[int, int]]:
+        """Message → start and stop of its text up to another message's, for those with a text."""
+        turns: dict[int, tuple[int, int]] = {}
+        before: int | None = None
+        for number, start, stop in self.pieces:
+            if number is None:
+                continue
+            if number == before or number not in turns:
+                turns[number] = (turns[number][0] if number in turns else start, stop)
+            before = number
+        return turns
+
+    def text_of(self, number: int | None) -> str:
+        """All pieces of a message, or those of none."""
+        return "".join(self.text[start:stop] for of, start, stop in self.pieces if of == number)
+
+    @property
+    def tail(self) -> str:
+        """The text after the last message's."""
+        return self.text[max((stop for of, _, stop in self.pieces if of is not None), default=0) :]
+
+
+class JinjaTemplate:
+    """A compiled template; ``owner`` is its name in messages.
+
+    Raises:
+        ConfigError: if it is no Jinja template.
+    """
+
+    def __init__(self, source: str, owner: str) -> None:
+        self._plain, _ = _compile(source, owner, marks=False)
+        self._marked, self._marker = _compile(source, owner, marks=True)
+        self.has_blocks: bool = self._marker.has_blocks
+
+    def text(self, variables: Mapping[str, Any]) -> str:
+        """The text as transformers writes it; BadRowError if the template fails."""
+        return _render(self._plain, variables)
+
+    def marked(self, variables: Mapping[str, Any]) -> MarkedText:
+        """The text with the places of its messages, the variable ``messages``; BadRowError if the template fails."""
+        self._marker.numbers = {id(message): number for number, message in enumerate(variables["messages"])}
+        self._marker.over_messages.clear()
+        return _read_marks(_render(self._marked, variables))
+
+
+def _render(template: Any, variables: Mapping[str, Any]) -> str:
+    from jinja2.exceptions import TemplateError
+
+    try:
+        return str(template.render(variables))
+    except TemplateError as error:
+        raise BadRowError(f"is refused by the chat template ({one_line(error)})") from error
+    except MemoryError:
+        raise
+    except Exception as error:  # whatever a foreign program can raise
+        reason = one_line(error) or type(error).__name__
+        raise BadRowError(f"does not fit the chat template ({reason})") from error
+
+
+def _read_marks(marked: str) -> MarkedText:
+    found = MarkedText("")
+    parts: list[str] = []
+    number: int | None = None
+    position = length = 0
+    begun: list[tuple[int, int | None]] = []
+    for mark in [*_MARK.finditer(marked), None]:
+        piece = marked[position : mark.start() if mark else len(marked)]
+        if piece:
+            found.pieces.append((number, length, length + len(piece)))
+            parts.append(piece)
+            length += len(piece)
+        if mark is None:
+            break
+        position = mark.end()
+        if mark[2]:
+            begun.append((length, number))
+        elif mark[3]:
+            if not begun:
+                raise BadRowError("has a generation block that ends before it begins, by the chat template")
+            start, of = begun.pop()
+            found.generated.append((start, length, of))
+        else:
+            number = int(mark[1]) if mark[1] else None
+    found.text = "".join(parts)
+    return found
+
+
+class _Loops:
+    """Writes the marks while a template runs."""
+
+    def __init__(self) -> None:
+        self.numbers: dict[int, int] = {}  # identity of a message → its number
+        self.current: dict[int, int | None] = {}  # loop → the message of this round
+        self.over_messages: set[int] = set()  # loops that have run over messages
+        self.has_blocks = False
+
+    def begin_round(self, target: object, loop: int) -> str:
+        """A mark at the beginning of a round of a loop, if its variable is a message."""
+        self.current[loop] = None
+        return self.assigned(target, loop)
+
+    def assigned(self, value: object, loop: int) -> str:
+        """A mark where a round takes its message by a number; a second message in it is another one's."""
+        number = self.numbers.get(id(value))
+        if number is None or self.current[loop] is not None:
+            return ""
+        self.current[loop] = number
+        self.over_messages.add(loop)
+        return self._mark(number)
+
+    def appended(self, text: Any, loop: int) -> Any:
+        """A text to which a round adds its own, with a mark."""
+        number = self.current[loop]
+        return text if number is None or not isinstance(text, str) else text + self._mark(number)
+
+    def leave(self, loop: int, outer: object) -> str:
+        """A mark behind a loop over messages: of the message of the loop around it, if any."""
+        if loop not in self.over_messages:
+            return ""
+        self.over_messages.discard(loop)
+        return self._mark(self.numbers.get(id(outer)))
+
+    def _mark(self, number: int | None) -> str:
+        return f"{MESSAGE}{'' if number is None else number}{AFTER}"
+
+
+def _compile(source: str, owner: str, *, marks: bool) -> tuple[Any, Any]:
+    """The template, and the object that writes its marks."""
+    try:
+        from jinja2 import nodes
+        from jinja2.exceptions import TemplateError
+        from jinja2.ext import Extension
+        from jinja2.sandbox import ImmutableSandboxedEnvironment
+    except ImportError as error:
+        raise ConfigError(
+            f"{owner} needs the package jinja2, which is not installed; pip install 'fsdptoys[data]'"
+        ) from error
+
+    loops = _Loops()
+
+    class Generation(Extension):
+        """``{% generation %}…{% endgeneration %}`` around generated text."""
+
+        tags = {"generation"}  # noqa: RUF012
+
+        def parse(self, parser: Any) -> Any:
+            line = next(parser.stream).lineno
+            body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+            loops.has_blocks = True
+            return nodes.CallBlock(self.call_method("mark"), [], [], body).set_lineno(line)
+
+        def mark(self, caller: Any) -> str:
+            return f"{BEGIN}{caller()}{END}" if marks else caller()
+
+    def refuse(message: str) -> None:
+        raise TemplateError(message)
+
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[Generation, "jinja2.ext.loopcontrols"]
+    )
+    environment.filters["tojson"] = to_json  # Jinja's own escapes for HTML
+    environment.globals |= {"raise_exception": refuse, "strftime_now": TODAY.strftime}
+    environment.globals |= {"_begin_round": loops.begin_round, "_leave": loops.leave}
+    environment.globals |= {"_assigned": loops.assigned, "_appended": loops.appended}
+    try:
+        tree = environment.parse(source)
+        if marks:
+            _mark_loops(tree, nodes)
+        return environment.from_string(tree), loops
+    except MemoryError:
+        raise
+    except Exception as error:  # SyntaxError for too many nested blocks, LookupError for an unknown filter, …
+        reason = one_line(error) or type(error).__name__
+        raise ConfigError(f"{owner} is no Jinja template ({reason}); name another") from error
+
+
+def to_json(
+    value: Any, ensure_ascii: bool = False, indent: int | None = None, separators: Any = None, sort_keys: bool = False
+) -> str:
+    """The filter ``tojson`` of chat templates."""
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+
+
+def _mark_loops(tree: Any, nodes: Any) -> None:
+    """Insert the calls of ``_Loops`` into every loop with one variable, and behind it."""
+    count = 0
+
+    def call(function: str, *arguments: Any) -> Any:
+        return nodes.Call(nodes.Name(function, "load"), list(arguments), [], None, None)
+
+    def written(function: str, *arguments: Any) -> Any:
+        return nodes.Output([call(function, *arguments)])
+
+    def mark_sum(assignment: Any, loop: int) -> None:
+        """Mark ``text = text + …`` and ``text = text ~ …``."""
+        term = assignment.node
+        if isinstance(term, nodes.Concat) and isinstance(term.nodes[0], (nodes.Name, nodes.Getattr)):
+            term.nodes[0] = call("_appended", term.nodes[0], nodes.Const(loop))
+        parent = None
+        while isinstance(term, nodes.Add):
+            parent, term = term, term.left
+        if parent is not None and isinstance(term, (nodes.Name, nodes.Getattr)):
+            parent.left = call("_appended", term, nodes.Const(loop))
+
+    def insert(node: Any, loop: int | None, variable: str | None) -> None:
+        """Treat all statements within ``node``; ``loop`` is the one around them, and ``variable`` its variable."""
+        nonlocal count
+        for name, body in _bodies(node):
+            changed: list[Any] = []
+            for child in body:
+                changed.append(child)
+                if isinstance(child, nodes.For) and isinstance(child.target, nodes.Name):
+                    count += 1
+                    number = nodes.Const(count)
+                    insert(child, count, child.target.name)
+                    child.body.insert(0, written("_begin_round", nodes.Name(child.target.name, "load"), number))
+                    around = nodes.Const(None) if variable is None else nodes.Name(variable, "load")
+                    changed.append(written("_leave", number, around))
+                elif isinstance(child, (nodes.Macro, nodes.CallBlock)):  # may run elsewhere
+                    insert(child, None, None)
+                else:
+                    insert(child, loop, variable)
+                    if isinstance(child, nodes.Assign) and loop is not None:
+                        mark_sum(child, loop)
+                    is_taken = isinstance(child, nodes.Assign) and isinstance(child.node, nodes.Getitem)
+                    if is_taken and loop is not None and isinstance(child.target, nodes.Name):
+                        name_of_it = nodes.Name(child.target.name, "load")
+                        changed.append(written("_assigned", name_of_it, nodes.Const(loop)))
+            setattr(node, name, changed)
+
+    insert(tree, None, None)
+    tree.set_environment(tree.environment)
+    tree.set_lineno(1)  # of the new nodes alone
+
+
+def _bodies(node: Any) -> Iterator[tuple[str, Sequence[Any]]]:
+    """Lists of statements of a node."""
+    for name in ("body", "else_", "elif_"):
+        body = getattr(node, name, None)
+        if isinstance(body, list):
+            yield name, body

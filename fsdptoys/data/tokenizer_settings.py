@@ -1,0 +1,93 @@
+"""What a tokenizer's folder says besides its vocabulary: special tokens by name, and chat templates.
+
+The files are those that transformers 5 reads (``PreTrainedTokenizerBase.from_pretrained``).
+"""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from fsdptoys.errors import ConfigError
+from fsdptoys.utils.foreign import parse_json
+from fsdptoys.utils.regular_file import read_regular
+from fsdptoys.utils.text import one_line
+
+from .text_encoder import MOST_SETTINGS_BYTES, SETTINGS_FILE
+
+TOKENS_FILE = "special_tokens_map.json"
+TEMPLATE_FILE = "chat_template.jinja"
+MORE_TEMPLATES = "additional_chat_templates"
+LEGACY_TEMPLATE_FILE = "chat_template.json"
+MOST_TEMPLATE_BYTES = 2**20
+
+_LLAMA = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
+_GPT2 = {"bos_token": "<|endoftext|>", "eos_token": "<|endoftext|>", "unk_token": "<|endoftext|>"}
+_QWEN2 = {"eos_token": "<|endoftext|>", "unk_token": "<|endoftext|>", "pad_token": "<|endoftext|>"}
+_GEMMA = {"bos_token": "<bos>", "eos_token": "<eos>", "unk_token": "<unk>", "pad_token": "<pad>"}
+CLASS_TOKENS = {"Llama": _LLAMA, "CodeLlama": _LLAMA, "GPT2": _GPT2, "Qwen2": _QWEN2, "Gemma": _GEMMA}
+"""Tokens of a tokenizer's class, the beginning of its name, where the folder names none."""
+
+
+class TemplateSource(NamedTuple):
+    """A Jinja template, and its name in messages."""
+
+    text: str
+    owner: str
+
+
+def read_tokens(folder: Path) -> dict[str, str]:
+    """Name → text of the special tokens; ConfigError if a file cannot be read."""
+    settings, mapped = _read_object(folder / SETTINGS_FILE), _read_object(folder / TOKENS_FILE)
+    kind = str(settings.get("tokenizer_class") or "").removesuffix("Fast").removesuffix("Tokenizer")
+    tokens = dict(CLASS_TOKENS.get(kind, {}))
+    for found in (mapped, settings):
+        extra = found.get("extra_special_tokens")
+        named = {name: token for name, token in found.items() if name.endswith("_token")}
+        for name, token in (named | (extra if isinstance(extra, dict) else {})).items():
+            text = token.get("content") if isinstance(token, dict) else token
+            if isinstance(text, str):
+                tokens[name] = text
+            elif token is None:
+                tokens.pop(name, None)
+    return tokens
+
+
+def read_templates(folder: Path) -> dict[str, TemplateSource]:
+    """The folder's templates by name, of which ``default`` may be missing; ConfigError if a file cannot be read."""
+    templates = _templates_in(folder / LEGACY_TEMPLATE_FILE) | _templates_in(folder / SETTINGS_FILE)
+    if (folder / TEMPLATE_FILE).is_file():
+        templates["default"] = read_template_file(folder / TEMPLATE_FILE, str(folder / TEMPLATE_FILE))
+    for path in sorted((folder / MORE_TEMPLATES).glob("*.jinja")):
+        templates[path.stem] = read_template_file(path, str(path))
+    return templates
+
+
+def read_template_file(path: Path, owner: str) -> TemplateSource:
+    """A file that is a template; ConfigError if it cannot be read."""
+    try:
+        return TemplateSource(read_regular(path, MOST_TEMPLATE_BYTES).decode(), owner)
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or one_line(error)
+        raise ConfigError(f"{owner} cannot be read ({reason}); name a Jinja template or chatml") from error
+
+
+def _templates_in(path: Path) -> dict[str, TemplateSource]:
+    """The value ``chat_template`` of a JSON file: a template, or several as a list or an object."""
+    own = _read_object(path).get("chat_template")
+    if isinstance(own, str):
+        own = {"default": own}
+    elif isinstance(own, list):
+        own = {str(each.get("name")): each.get("template") for each in own if isinstance(each, Mapping)}
+    named = own.items() if isinstance(own, dict) else ()
+    return {name: TemplateSource(text, f"the chat_template of {path}") for name, text in named if isinstance(text, str)}
+
+
+def _read_object(path: Path) -> dict[str, Any]:
+    try:
+        settings = parse_json(read_regular(path, MOST_SETTINGS_BYTES), non_finite=True)
+    except (FileNotFoundError, NotADirectoryError):
+        return {}
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or one_line(error)
+        raise ConfigError(f"{path} cannot be read ({reason}); download it again") from error
+    return settings if isinstance(settings, dict) else {}
