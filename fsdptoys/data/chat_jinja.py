@@ -55,9 +55,12 @@ class MarkedText:
             before = number
         return turns
 
-    def text_of(self, number: int | None) -> str:
-        """All pieces of a message, or those of none."""
-        return "".join(self.text[start:stop] for of, start, stop in self.pieces if of == number)
+    def texts(self) -> dict[int | None, str]:
+        """Message, or None → all its pieces."""
+        texts: dict[int | None, list[str]] = {}
+        for number, start, stop in self.pieces:
+            texts.setdefault(number, []).append(self.text[start:stop])
+        return {number: "".join(pieces) for number, pieces in texts.items()}
 
     @property
     def tail(self) -> str:

@@ -12,7 +12,7 @@ it is when these models are used.
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from .chat_jinja import MarkedText
 
@@ -22,44 +22,61 @@ THINK, THOUGHT = "<think>", "</think>"
 
 def lost_parts(messages: Sequence[Mapping[str, Any]], marked: MarkedText) -> list[str]:
     """What is not in the text, such as "the call in message 2" (counted from 1)."""
-    turns = {number: _squeezed(marked.text_of(number)) for number in marked.turns}
+    turns = {number: _squeezed(text) for number, text in marked.texts().items()}
     left = dict(turns)  # without the parts of their own messages
     last_question = max((number for number, message in enumerate(messages) if message["role"] == "user"), default=-1)
     missing = []
     for number, message in enumerate(messages):
-        for kind, pieces in _parts(message):
-            if kind == "reasoning" and number < last_question:
+        for part in _parts(message):
+            if part.kind == "reasoning" and number < last_question:
                 continue
-            if number in turns and all(_is_in(piece, turns[number]) for piece in pieces):
-                for piece in pieces:
-                    left[number] = left[number].replace(_squeezed(piece), "", 1)
+            if part.is_in(turns.get(number, "")):
+                for text in part.texts:
+                    left[number] = left[number].replace(_squeezed(text), "", 1)
             else:
-                missing.append((number, kind, pieces))
+                missing.append((number, part))
     if not missing:
         return []
-    rest = "".join([_squeezed(marked.text_of(None)), *left.values()])
+    rest = "".join(left.values())
     return [
-        f"the {kind} of message {number + 1} ({messages[number]['role']})"
-        for number, kind, pieces in missing
-        if not all(_is_in(piece, rest) for piece in pieces)
+        f"the {part.kind} of message {number + 1} ({messages[number]['role']})"
+        for number, part in missing
+        if not part.is_in(rest)
     ]
 
 
-def _parts(message: Mapping[str, Any]) -> Iterator[tuple[str, list[str]]]:
-    """Each part's kind, and the texts that must be written."""
+class _Part(NamedTuple):
+    """What must be written of a message."""
+
+    kind: str
+    texts: list[str]
+    as_json: bool = True  # whether texts may be written as strings of JSON
+
+    def is_in(self, text: str) -> bool:
+        """Whether a text without white space holds all of it."""
+        return all(
+            _squeezed(each) in text
+            or (self.as_json and any(_squeezed(json.dumps(each, ensure_ascii=a)[1:-1]) in text for a in (False, True)))
+            for each in self.texts
+        )
+
+
+def _parts(message: Mapping[str, Any]) -> Iterator[_Part]:
+    """Each part of a message."""
     content, reasoning = message.get("content", ""), message.get("reasoning_content")
     if THOUGHT in content:
         inside, _, content = content.rpartition(THOUGHT)
         reasoning = reasoning or inside.replace(THINK, "")
     if isinstance(reasoning, str) and reasoning.strip():
-        yield "reasoning", [reasoning]
+        yield _Part("reasoning", [reasoning])
     if content.strip():
-        yield "content", [content]
+        yield _Part("content", [content])
     for call in message.get("tool_calls") or ():
         function = call.get("function", call)
         if isinstance(function, dict):
             arguments = function.get("arguments")
-            yield "call", [str(function.get("name", "")), *_leaves(arguments)]
+            # Arguments as text are JSON already.
+            yield _Part("call", [str(function.get("name", "")), *_leaves(arguments)], not isinstance(arguments, str))
 
 
 def _leaves(value: Any) -> Iterator[str]:
@@ -79,10 +96,3 @@ def _leaves(value: Any) -> Iterator[str]:
 
 def _squeezed(text: str) -> str:
     return "".join(text.split())
-
-
-def _is_in(piece: str, text: str) -> bool:
-    """Whether a text without white space holds a piece, as it is or as JSON."""
-    if _squeezed(piece) in text:
-        return True
-    return any(_squeezed(json.dumps(piece, ensure_ascii=ascii)[1:-1]) in text for ascii in (False, True))

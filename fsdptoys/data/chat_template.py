@@ -79,7 +79,13 @@ class ChatTemplate:
         elif refused:
             raise refused
         if self._template(row).has_blocks:
-            answers = [(start, stop) for start, stop, number in marked.generated if number in (None, *row.learned)]
+            owners = [number for number, message in enumerate(messages) if message["role"] == ANSWERS]
+            answers = [
+                (start, stop)
+                for start, stop, number in marked.generated
+                # A block in another message, such as the header that ends a turn, is of the answer before it.
+                if number is None or max((at for at in owners if at <= number), default=None) in row.learned
+            ]
             return Rendered(marked.text, answers, lost)
         search = _AnswerSearch(self, row, messages, marked, special)
         return Rendered(marked.text, [search.span(number) for number in row.learned], lost)
@@ -111,8 +117,9 @@ class ChatTemplate:
         prompted = self._template(row).marked(self._variables(messages, row, True))
         without = self._template(row).text(self._variables(messages, row, False))
         same = _common_length(prompted.text, without)
-        ends_with_message = len(messages) - 1 in prompted.turns
-        return prompted.tail if ends_with_message and same < len(without) else prompted.text[same:]
+        # Where the text without the prompt is no beginning of it, or has the prompt too.
+        unlike = same < len(without) or len(prompted.text) == len(without)
+        return prompted.tail if unlike and len(messages) - 1 in prompted.turns else prompted.text[same:]
 
     def _template(self, row: ChatRow) -> JinjaTemplate:
         use_tools = row.tools is not None and "tool_use" in self._compiled

@@ -21,6 +21,10 @@ CONVERSATIONS: list[list[dict[str, Any]]] = [
         {"role": "user", "content": "again"},
         {"role": "assistant", "content": "<think>\nharder\n</think>\n\nno"},
     ],
+    [
+        {"role": "user", "content": "think apart"},
+        {"role": "assistant", "content": "so", "reasoning": "hardest"},
+    ],
 ]
 
 _PIECES = yaml.safe_load(Path(__file__).with_name("chat_templates.yaml").read_text(encoding="utf-8"))
