@@ -3,7 +3,8 @@
 A row holds ``seq_len + 1`` ids, the last of which is only a label. Best fit, longest document first: each goes into the
 fullest row with room for it, or into a new one ("Fewer truncations improve language modeling", arXiv:2404.10830). A
 document longer than a row is cut into rows of its own, each starting with the last id of the one before; the rest is
-packed like a document. Padding has the end-of-document id, and labels that do not count.
+packed like a document. Where only answers are labels, a part of a cut document without any is left out. Padding has the
+end-of-document id, and labels that do not count.
 
 Documents are fitted in groups of ``GROUP``, so that memory does not grow with their number. The result is kept in the
 cache, in files that all ranks map: once for a folder, a split and a length, 12 bytes a document and 8 a row.
@@ -37,7 +38,7 @@ from .dataset_index import MOST_COUNT, Index, read_ends, shard_files
 from .token_files import FileStream
 
 GROUP = 2**16  # documents fitted together
-ROWS_VERSION = 1
+ROWS_VERSION = 2
 COUNTS_FILE = "plan.json"
 MOST_COUNTS_BYTES = 2**12
 FILES: dict[str, "np.dtype[Any]"] = {"starts": np.dtype("<i8"), "lengths": np.dtype("<i4"), "rows": np.dtype("<i8")}
@@ -80,12 +81,13 @@ def best_fit(lengths: NDArray[Any], capacity: int) -> list[list[int]]:
     return [sorted(row) for row in rows]
 
 
-def cut(starts: Tokens, lengths: Tokens, seq_len: int) -> tuple[Tokens, Tokens]:
-    """Cut documents into pieces that each fit a row; returns starts and lengths of the pieces."""
+def cut(starts: Tokens, lengths: Tokens, seq_len: int) -> tuple[Tokens, Tokens, NDArray[Any]]:
+    """Cut documents into pieces that each fit a row; returns starts and lengths of the pieces, and which are cut."""
     counts = np.maximum(1, -(-(lengths - 1) // seq_len))
     owners = np.repeat(np.arange(len(lengths)), counts)
     before = np.arange(len(owners)) - np.repeat(np.cumsum(counts) - counts, counts)
-    return starts[owners] + before * seq_len, np.minimum(seq_len + 1, lengths[owners] - before * seq_len)
+    lengths = np.minimum(seq_len + 1, lengths[owners] - before * seq_len)
+    return starts[owners] + before * seq_len, lengths, counts[owners] > 1
 
 
 @dataclass
@@ -164,14 +166,21 @@ class PackedSamples:
 
 
 def pack_rows(
-    cache: Path, folder: str, index: Index, split: str, seq_len: int, report: Callable[[str], object]
+    cache: Path,
+    folder: str,
+    index: Index,
+    split: str,
+    seq_len: int,
+    report: Callable[[str], object],
+    learned: FileStream | None = None,
 ) -> PackedRows:
     """The rows of a split (``train`` or ``eval``) of a folder, packed unless the folder ``cache`` holds them.
 
-    ``report`` receives a sentence on each wait, repair and result. ConfigError if the cache cannot be written.
+    ``report`` receives a sentence on each wait, repair and result; ``learned`` is as for ``PackedSamples``. ConfigError
+    if the cache cannot be written.
     """
-    ends = [shard.ends_sha256 for shard in index.of(split)]
-    place = cache / f"packing-{hash_of(ROWS_VERSION, GROUP, seq_len, ends)[:KEY_LENGTH]}"
+    sums = [[shard.ends_sha256, shard.learned_sha256] for shard in index.of(split)]
+    place = cache / f"packing-{hash_of(ROWS_VERSION, GROUP, seq_len, sums)[:KEY_LENGTH]}"
     try:
         rows, _ = _open_rows(place)
         if rows is not None:
@@ -184,8 +193,10 @@ def pack_rows(
                 return rows
             if damage:
                 report(f"{place} is damaged ({damage}); {folder} is packed again")
-            _write_rows(place, folder, index, split, seq_len)
+            left_out = _write_rows(place, folder, index, split, seq_len, learned)
             rows = PackedRows(place)
+            if left_out:
+                report(f"left out {left_out:,} parts without an answer, of documents longer than {seq_len} tokens")
             padded = 1 - rows.ids / (len(rows) * (seq_len + 1))
             report(f"packed the {split} part of {folder} into {len(rows):,} rows, {padded:.2%} of them padding")
             return rows
@@ -210,14 +221,23 @@ def _open_rows(place: Path) -> tuple[PackedRows | None, str | None]:
         return None, one_line(error)
 
 
-def _write_rows(place: Path, folder: str, index: Index, split: str, seq_len: int) -> None:
+def _write_rows(
+    place: Path, folder: str, index: Index, split: str, seq_len: int, learned: FileStream | None
+) -> int:
+    """Write the rows, and return the number of pieces without a label, which are left out."""
     part = place.with_name(f"{place.name}.part")
     shutil.rmtree(part, ignore_errors=True)
     part.mkdir()
-    pieces = rows_before = ids = 0
+    pieces = rows_before = ids = left_out = 0
     with ExitStack() as stack:
         files: list[BinaryIO] = [stack.enter_context(open(part / name, "wb")) for name in FILES]
-        for starts, lengths in _groups(folder, index, split, seq_len):
+        for starts, lengths, are_cut in _groups(folder, index, split, seq_len):
+            if learned is not None:
+                kept = ~are_cut
+                for piece in np.flatnonzero(are_cut):  # the first id of a piece is no label
+                    kept[piece] = learned.read(int(starts[piece]) + 1, int(lengths[piece]) - 1).any()
+                left_out += len(kept) - int(kept.sum())
+                starts, lengths = starts[kept], lengths[kept]
             rows = best_fit(lengths, seq_len + 1)
             order = np.fromiter(itertools.chain.from_iterable(rows), np.int64, len(lengths))
             stops = pieces + np.cumsum([len(row) for row in rows])
@@ -232,10 +252,11 @@ def _write_rows(place: Path, folder: str, index: Index, split: str, seq_len: int
         sync_to_disk(part)
     shutil.rmtree(place, ignore_errors=True)
     part.rename(place)
+    return left_out
 
 
-def _groups(folder: str, index: Index, split: str, seq_len: int) -> Iterator[tuple[Tokens, Tokens]]:
-    """Starts in the stream and lengths of the documents' pieces, one group at a time."""
+def _groups(folder: str, index: Index, split: str, seq_len: int) -> Iterator[tuple[Tokens, Tokens, NDArray[Any]]]:
+    """Starts in the stream and lengths of the documents' pieces, and which are cut, one group at a time."""
     waiting, last, before = np.empty(0, np.int64), 0, 0
     for shard in index.of(split):
         try:
@@ -259,6 +280,6 @@ def _groups(folder: str, index: Index, split: str, seq_len: int) -> Iterator[tup
         yield _pieces(last, waiting, seq_len)
 
 
-def _pieces(start: int, stops: Tokens, seq_len: int) -> tuple[Tokens, Tokens]:
+def _pieces(start: int, stops: Tokens, seq_len: int) -> tuple[Tokens, Tokens, NDArray[Any]]:
     starts = np.concatenate([[start], stops[:-1]])
     return cut(starts, stops - starts, seq_len)

@@ -192,7 +192,7 @@ class Part:
             self.eval = self._rows(cache, "eval", self.eval, seq_len)
 
     def _rows(self, cache: Path, split: str, windows: WindowSamples, seq_len: int) -> PackedSamples:
-        rows = pack_rows(cache, self.folder, self.index, split, seq_len, print_status)
+        rows = pack_rows(cache, self.folder, self.index, split, seq_len, print_status, windows.learned)
         return PackedSamples(windows.stream, rows, seq_len, self.index.document_end, windows.learned)
 
     def _windows(self, split: str, seq_len: int, vocab_size: int, maps: int) -> WindowSamples | None:

@@ -298,8 +298,8 @@ def steps_of(config: Config) -> list[StepMetrics]:
     return trainer.history
 
 
-def test_training_counts_answers_for_the_loss_and_all_tokens_for_the_rate() -> None:
-    """Oracle: labels and ids of the dataset's rows; one process for the losses of two. A row may have no label."""
+def test_training_counts_answers_for_the_loss_and_all_tokens_for_the_rate(capsys: pytest.CaptureFixture[str]) -> None:
+    """Oracle: labels and ids of the dataset's rows; one process for the losses of two. Every row has a label."""
     long = [{"role": "user", "content": "word " * 150}, {"role": "assistant", "content": "yes"}]
     write_rows(Path("a.jsonl"), [{"messages": messages} for messages in (*CONVERSATIONS, long)])
     histories: list[list[StepMetrics]] = []
@@ -310,11 +310,13 @@ def test_training_counts_answers_for_the_loss_and_all_tokens_for_the_rate() -> N
         wanted.validate(ranks, "cpu")
         histories += run_ranks(ranks, steps_of, wanted)
     dataset = config().build(64, 512, 0)
+    learned = [token for _, tokens in rows_of(config()) for token in tokens]
     rows = [dataset.train[number] for number in range(len(dataset.train))]
     labels = [int((labels_T != IGNORE_INDEX).sum()) for _, labels_T in rows]
     padding = [64 - len(np.trim_zeros(tokens_T - dataset.document_end, "b")) for tokens_T, _ in rows]
     tokens = [64 - max(0, count - 1) for count in padding]
-    assert min(labels) == 0 and len(rows) > 4 and min(tokens) < 64
+    assert min(labels) > 0 and sum(labels) == len(learned) and len(rows) > 4 and min(tokens) < 64
+    assert "parts without an answer, of documents longer than 64 tokens" in capsys.readouterr().err
     stream = EndlessShuffle(len(rows), 0)
     for number, (step, *others) in enumerate(zip(*histories, strict=True)):
         chosen = [stream[4 * number + sample] for sample in range(4)]

@@ -244,10 +244,11 @@ def test_cut_documents_predict_every_token_once(seq_len):
     """Oracle: the labels of all pieces, which are all ids of a document but its first."""
     lengths = np.arange(2, 40)
     starts = np.cumsum(lengths) - lengths
-    piece_starts, piece_lengths = cut(starts, lengths, seq_len)
+    piece_starts, piece_lengths, are_cut = cut(starts, lengths, seq_len)
     assert ((piece_lengths >= 2) & (piece_lengths <= seq_len + 1)).all()
     assert labels_of(piece_starts, piece_lengths) == labels_of(starts, lengths)
     whole = lengths <= seq_len + 1
+    assert starts[whole].tolist() == piece_starts[~are_cut].tolist()
     assert np.isin(starts[whole], piece_starts[np.isin(piece_lengths, lengths[whole])]).all()
 
 
