@@ -1,6 +1,6 @@
 """Compare the text of conversations with that of transformers, for many chat templates and forms of rows.
 
-python scripts/chat_templates.py FOLDER [--report docs/chat_templates.md] [--details]
+python scripts/chat_templates.py FOLDER [--report docs/data.md] [--details]
 
 FOLDER holds templates (``*.jinja``, at any depth), such as those of trl, llama.cpp and axolotl. Each is rendered with
 every row of ``ROWS`` by this project and by ``apply_chat_template`` of transformers, whose clock stands still on the
@@ -32,6 +32,9 @@ from fsdptoys.errors import ConfigError
 TOKENS = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>", "pad_token": "<pad>"}
 SPECIAL = re.compile(r"<\|[\w.]+\|>|<｜[^｜<>]+｜>|</?s>|<(?:start|end)_of_turn>|<turn\|>|<\|turn>|\[/?INST\]")
 """What looks like a special token in a template."""
+
+MARK = "<!-- scripts/chat_templates.py -->"
+"""Before and after the table in a page."""
 
 TOOLS = [
     {
@@ -215,7 +218,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path)
     parser.add_argument("--details", action="store_true", help="print every difference")
-    parser.add_argument("--report", type=Path, help="write the table into this file")
+    parser.add_argument("--report", type=Path, help="put the table between this file's marks")
     options = parser.parse_args()
     oracle, counts = Oracle(), {name: collections.Counter[str]() for name in ROWS}
     rows = {name: read_row(row) for name, row in ROWS.items()}
@@ -233,7 +236,9 @@ def main() -> int:
     table = "\n".join(lines)
     print(table)
     if options.report:
-        options.report.write_text(table + "\n", encoding="utf-8")
+        before, _, rest = options.report.read_text(encoding="utf-8").partition(MARK)
+        after = rest.partition(MARK)[2]
+        options.report.write_text(f"{before}{MARK}\n\n{table}\n\n{MARK}{after}", encoding="utf-8")
     return int(any(found["other text"] + found["other answers"] for found in counts.values()))
 
 

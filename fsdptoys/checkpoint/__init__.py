@@ -8,6 +8,7 @@ from .config import CheckpointConfig as CheckpointConfig
 from .config import Form as Form
 from .hf_folder import HuggingFaceFolder as HuggingFaceFolder
 from .hf_folder import open_init_from as open_init_from
+from .hf_folder import read_token_ids as read_token_ids
 from .hf_folder import write_hugging_face as write_hugging_face
 from .load import Checkpoint as Checkpoint
 from .manifest import MANIFEST_FILE as MANIFEST_FILE

@@ -54,8 +54,17 @@ ROTARY_NUMBERS = {
 }
 """Supported rotary settings → their types."""
 
-NO_TOKENS = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
+NO_TOKENS: dict[str, int | list[int] | None] = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
 """Explicit nulls, because transformers would fill in its family defaults: token ids of another vocabulary."""
+
+
+def read_token_ids(folder: Path) -> dict[str, int | list[int]]:
+    """Ids that a folder names for the begin, the end and the padding of texts; generation settings come first."""
+    found: dict[str, int | list[int]] = {}
+    for name in (CONFIG_FILE, GENERATION_CONFIG_FILE):
+        values = read_json(folder / name) if (folder / name).exists() else {}
+        found |= {key: values[key] for key in NO_TOKENS if isinstance(values.get(key), (int, list))}
+    return found
 
 
 class HuggingFaceFolder:
@@ -193,19 +202,21 @@ def write_hugging_face(
     dtype: torch.dtype,
     max_file_bytes: int = MAX_FILE_BYTES,
     tokenizer: Mapping[str, bytes] | None = None,
+    token_ids: Mapping[str, int | list[int] | None] = NO_TOKENS,
 ) -> Written:
     """Write a folder in Hugging Face format, atomically.
 
     ``read`` returns any part of a parameter by its name in the model; ``max_file_bytes`` is also roughly the peak
-    memory; ``tokenizer`` has the names and contents of a tokenizer's files. ConfigError if ``out_dir`` is taken or
-    cannot be written, or a value overflows ``dtype``.
+    memory; ``tokenizer`` has the names and contents of a tokenizer's files, ``token_ids`` the ids under the names of
+    ``NO_TOKENS``. ConfigError if ``out_dir`` is taken or cannot be written, or a value overflows ``dtype``.
     """
     with new_folder(out_dir) as folder:
         written = write_tensors(folder, STEM, _tensors(config, read, dtype), max_file_bytes)
         word = dtype_name(dtype)
         # transformers 4 reads the second spelling.
-        tree = config.hugging_face.write_config(config) | {"dtype": word, "torch_dtype": word} | NO_TOKENS
-        for name, values in ((CONFIG_FILE, tree), (GENERATION_CONFIG_FILE, NO_TOKENS)):
+        tree = config.hugging_face.write_config(config) | {"dtype": word, "torch_dtype": word}
+        ids = NO_TOKENS | dict(token_ids)
+        for name, values in ((CONFIG_FILE, tree | ids), (GENERATION_CONFIG_FILE, ids)):
             (folder / name).write_text(json.dumps(values, indent=2, allow_nan=False) + "\n", encoding="utf-8")
         for name, content in (tokenizer or {}).items():
             (folder / name).write_bytes(content)

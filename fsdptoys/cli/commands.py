@@ -50,6 +50,17 @@ def _add_model_options(parser: Parser) -> None:
     )
 
 
+def _add_chat_words(parser: Parser) -> None:
+    """Add how text or conversations are read, for ``data prepare`` and ``data show``."""
+    parser.value("--tokenizer T", "bytes, or a tokenizer.json or its folder", "bytes")
+    parser.value("--document-end TOKEN", "token that ends each document; default: the tokenizer's; 0 for bytes")
+    parser.value(
+        "--field NAME", "field of records and tables with the text; default: text, or messages with --chat", "body"
+    )
+    parser.flag("--chat", "records are conversations, as for data=chat: only answers are labels")
+    parser.value("--template T", "with --chat: chatml, or a Jinja file; default: the tokenizer's own", "chatml")
+
+
 def parse(command: str, words: Sequence[str]) -> argparse.Namespace:
     """Parse the words after a command; see ``Parser.parse``."""
     return make_parsers()[1][command].parse(words)
@@ -306,13 +317,7 @@ pip install 'fsdptoys[data]'.
 """,
     )
     prepare.value("--out DIR", "folder to make; must not exist")
-    prepare.value("--tokenizer T", "bytes, or a tokenizer.json or its folder", "bytes")
-    prepare.value("--document-end TOKEN", "token that ends each document; default: the tokenizer's; 0 for bytes")
-    prepare.value(
-        "--field NAME", "field of records and tables with the text; default: text, or messages with --chat", "body"
-    )
-    prepare.flag("--chat", "records are conversations, as for data=chat: only answers are labels")
-    prepare.value("--template T", "with --chat: chatml, or a Jinja file; default: the tokenizer's own", "chatml")
+    _add_chat_words(prepare)
     prepare.flag("--skip-bad-rows", "with --chat: leave out rows that are no conversation, instead of stopping")
     prepare.value(
         "--eval-fraction X",
@@ -329,8 +334,18 @@ pip install 'fsdptoys[data]'.
         type=integer(2**27),
     )
     add("data check DIR ...", "verify the checksums of such folders; status 1 if one is damaged")
-    show = add("data show DIR ... [--json]", "print the index: documents, tokens, splits, tokenizer, sources")
+    show = add(
+        "data show DIR ... [--json] | ROWS ... --chat --tokenizer T [--row N]",
+        "print the index of folders, or a conversation with what is learned of it",
+        """\
+Without --chat, print documents, tokens, splits, tokenizer and sources of prepared folders. With --chat, read
+conversations as data=chat does, and print one as the template writes it: the learned tokens in color, or in brackets
+where there is none, their number, and what the template leaves out.
+""",
+    )
     show.flag("--json", "exact numbers, as a list of objects")
+    _add_chat_words(show)
+    show.value("--row N", "with --chat: the conversation to print, from 1; default: 1", "1", type=integer(1))
 
     ls = add(
         "checkpoint ls PATH [--verify] [--json]",

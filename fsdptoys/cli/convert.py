@@ -17,13 +17,14 @@ from fsdptoys.checkpoint import (
     check_new_folder,
     differences,
     dtype_name,
+    read_token_ids,
     verify_checksums,
     write_hugging_face,
 )
 from fsdptoys.config.compose import compose_presets
 from fsdptoys.config.overrides import list_choices, schema_name
 from fsdptoys.config.schema import TrainConfig
-from fsdptoys.data.tokenizer import read_tokenizer_files
+from fsdptoys.data.tokenizer import find_token_ids, read_tokenizer_files
 from fsdptoys.errors import ConfigError
 from fsdptoys.models import ModelConfig
 from fsdptoys.train.pretrained import DTYPES, TrainedModel, open_weights
@@ -70,7 +71,10 @@ def _to_hf(words: list[str]) -> None:
     check_new_folder(out_dir)
     adapter = chosen["adapter"]
     weights = TrainedModel(paths[0], adapter=adapter) if adapter else open_weights(paths[0])
-    written = write_hugging_face(out_dir, weights.config, weights.read, dtype, tokenizer=tokenizer)
+    ids = find_token_ids(Path(chosen["tokenizer"]).expanduser()) if tokenizer else {}
+    for origin in filter(None, (weights.config.init_from, paths[0])):  # the model that was trained on
+        ids = ids or read_token_ids(Path(origin).expanduser())
+    written = write_hugging_face(out_dir, weights.config, weights.read, dtype, tokenizer=tokenizer, token_ids=ids)
     files = f"{len(written.files)} files" if len(written.files) > 1 else written.files[0]
     print(
         f"wrote {out_dir}: {files} with {written.parameters:,} parameters in {dtype_name(dtype)}, "

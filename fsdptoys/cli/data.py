@@ -4,14 +4,20 @@ fsdptoys data prepare corpus/*.jsonl.gz --out tokens --tokenizer tokenizer.json 
 fsdptoys data prepare rows.jsonl --chat --out conversations --tokenizer MODEL
 fsdptoys data check tokens
 fsdptoys data show tokens --json
+fsdptoys data show rows.jsonl --chat --tokenizer MODEL --row 3
 """
 
 import dataclasses
+import itertools
 import json
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
+from typing import Any
+
+from rich.console import Console
 
 from fsdptoys.data import (
     MOST_PROCESSES,
@@ -23,11 +29,14 @@ from fsdptoys.data import (
     open_encoder,
     prepare_folder,
 )
+from fsdptoys.data.chat_encoder import ChatEncoder, ShownRow, losing
+from fsdptoys.data.chat_rows import ChatRow
 from fsdptoys.data.dataset_index import SPLITS, TOKENIZER_FILE, Index, check_folder, files_of, read_index
+from fsdptoys.data.document_reader import read_documents
 from fsdptoys.data.text_encoder import Encoder
 from fsdptoys.device import available_cores
 from fsdptoys.errors import ConfigError
-from fsdptoys.utils.text import print_status
+from fsdptoys.utils.text import print_status, printable
 
 from .commands import parse, run_part
 
@@ -52,9 +61,9 @@ def _prepare(words: Sequence[str]) -> int:
         raise ConfigError(f"--processes {processes} is over {MOST_PROCESSES}; write --processes {available_cores()}")
     choice = options.tokenizer
     ends = options.document_end, f"--tokenizer {choice}", "--document-end"
-    if options.chat:
-        end, owner, end_owner = ends
-        encoder: Encoder = open_chat_encoder(choice, options.template, end, owner, "--template", end_owner)
+    chat = _open_chat(options) if options.chat else None
+    if chat is not None:
+        encoder: Encoder = chat
     elif options.template is not None or options.skip_bad_rows:
         option = "--skip-bad-rows" if options.template is None else f"--template {options.template}"
         raise ConfigError(f"{option} is for conversations; add --chat, or leave it out")
@@ -78,7 +87,38 @@ def _prepare(words: Sequence[str]) -> int:
     with Display("preparing") as display:
         index = prepare_folder(request, display.show, report=print_status)
     print(_describe(str(out), index))
+    if chat is not None:
+        print()
+        for row in _conversations(request):
+            with suppress(ConfigError):  # the first that is not left out
+                _print_row(chat.shown(row))
+                break
     return 0
+
+
+def _open_chat(options: Any) -> ChatEncoder:
+    owner, end_owner = f"--tokenizer {options.tokenizer}", "--document-end"
+    return open_chat_encoder(options.tokenizer, options.template, options.document_end, owner, "--template", end_owner)
+
+
+def _conversations(request: Request) -> Iterator[ChatRow]:
+    for source in request.sources:
+        for row, _ in read_documents(request.key, source, request.field, records=request.encoder.records):
+            yield row
+
+
+def _print_row(row: ShownRow) -> None:
+    """Print a conversation, with what is learned in color, or else in brackets."""
+    console = Console(highlight=False, soft_wrap=True)
+    for piece, learned in row.pieces:
+        text = printable(piece, sys.stdout)
+        if learned and console.color_system is None:
+            text = f"[[{text}]]"
+        console.print(text, style="bold green" if learned else "", end="", markup=False)
+    how = "in [[brackets]]" if console.color_system is None else "in green"
+    console.print(f"\n{row.where}: {row.tokens:,} tokens, of which {row.learned:,} are learned, {how}", markup=False)
+    if row.lost:
+        console.print(f"the row {losing(row.lost)}", markup=False)
 
 
 def _check(words: Sequence[str]) -> int:
@@ -106,6 +146,11 @@ def _check(words: Sequence[str]) -> int:
 
 def _show(words: Sequence[str]) -> int:
     options = parse("data show", words)
+    if options.chat:
+        return _show_row(options)
+    given = [name for name in ("tokenizer", "template", "document_end", "field", "row") if getattr(options, name)]
+    if given:
+        raise ConfigError(f"--{given[0].replace('_', '-')} is for conversations; add --chat, or leave it out")
     indexes = {folder: read_index(folder, folder) for folder in _folders("show", options.words)}
     if options.json:
         trees = []
@@ -115,6 +160,22 @@ def _show(words: Sequence[str]) -> int:
         print(json.dumps(trees, indent=2))
     else:
         print("\n\n".join(_describe(folder, index) for folder, index in indexes.items()))
+    return 0
+
+
+def _show_row(options: Any) -> int:
+    if options.tokenizer is None:
+        raise ConfigError(
+            "fsdptoys data show --chat needs --tokenizer; write --tokenizer bytes, or a chat model's folder"
+        )
+    if options.json:
+        raise ConfigError("--json is for the index of a folder; leave it out with --chat")
+    encoder, wanted = _open_chat(options), options.row or 1
+    request = Request("ROWS", find_sources("ROWS", options.words), encoder, Path(), options.field or "messages")
+    row = next(itertools.islice(_conversations(request), wanted - 1, None), None)
+    if row is None:
+        raise ConfigError(f"--row {wanted} is not among the conversations; write --row 1")
+    _print_row(encoder.shown(row))
     return 0
 
 

@@ -7,8 +7,10 @@ conversation separates documents and is no label: the model learns to stop at th
 
 import dataclasses
 import hashlib
+import itertools
 import re
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -21,6 +23,20 @@ from .chat_jinja import MARKS
 from .chat_rows import BadRowError, ChatRecords, ChatRow, texts_of
 from .chat_template import ChatTemplate, Rendered, open_template
 from .text_encoder import Encoded, Encoder, FileEncoder, open_encoder
+
+
+@dataclass(frozen=True)
+class ShownRow:
+    """A conversation as it is learned."""
+
+    where: str
+    pieces: list[tuple[str, bool]]
+    """Text, and whether its tokens are learned."""
+    tokens: int
+    learned: int
+    lost: list[str]
+    """What the text lacks of the row."""
+
 
 READING = 2
 """Version of how rows become texts and answers; a new one prepares cached data again."""
@@ -69,10 +85,28 @@ class ChatEncoder(Encoder):
             if not learned.any():
                 made.append(f"{row.where} has answers without a token")
                 continue
-            loss = f"{row.where} {_losing(each.lost)}" if each.lost else None
+            loss = f"{row.where} {losing(each.lost)}" if each.lost else None
             ends = any(each.text.endswith(tuple(self._special), *answer) for answer in each.answers)
             made.append(Encoded(each.text, ids, learned, loss, ends))
         return made
+
+    def shown(self, row: ChatRow) -> "ShownRow":
+        """The row's text in pieces; ConfigError if it is of no use."""
+        rendered = self._render(row)
+        if isinstance(rendered, str):
+            raise ConfigError(f"{row.where} {rendered}; repair it, or show another row")
+        ((ids, learned),) = self._encode([rendered])
+        marks = np.zeros(len(rendered.text), bool)
+        if isinstance(self._encoder, FileEncoder):
+            ((_, offsets),) = self._encoder.encode_with_offsets([rendered.text])
+            spans = offsets[learned].tolist()
+        else:
+            spans = rendered.answers
+        for start, stop in spans:
+            marks[start:stop] = True
+        borders = [0, *(np.flatnonzero(np.diff(marks)) + 1).tolist(), len(marks)]
+        pieces = [(rendered.text[a:b], bool(marks[a])) for a, b in itertools.pairwise(borders) if a < b]
+        return ShownRow(row.where, pieces, len(ids), int(learned.sum()), rendered.lost)
 
     def _render(self, row: ChatRow) -> Rendered | str:
         """The row's text, or why it is of no use."""
@@ -106,7 +140,8 @@ class ChatEncoder(Encoder):
             yield ids, _within(offsets[:, 0], offsets[:, 1], each.answers)
 
 
-def _losing(lost: Sequence[str]) -> str:
+def losing(lost: Sequence[str]) -> str:
+    """A sentence on what a row loses, without its place."""
     more = f", and {len(lost) - 1} more" if len(lost) > 1 else ""
     return f"loses {lost[0]}{more}, which the chat template does not write"
 

@@ -221,9 +221,7 @@ def _open_rows(place: Path) -> tuple[PackedRows | None, str | None]:
         return None, one_line(error)
 
 
-def _write_rows(
-    place: Path, folder: str, index: Index, split: str, seq_len: int, learned: FileStream | None
-) -> int:
+def _write_rows(place: Path, folder: str, index: Index, split: str, seq_len: int, learned: FileStream | None) -> int:
     """Write the rows, and return the number of pieces without a label, which are left out."""
     part = place.with_name(f"{place.name}.part")
     shutil.rmtree(part, ignore_errors=True)

@@ -1,21 +1,27 @@
 """Tokenizers of trained models, for generation and evaluation: bytes, a tokenizer's file, or plain ids.
 
 A run's data defines the meaning of ids if it is text, and a Hugging Face folder does if it has a ``tokenizer.json``;
-otherwise the user names a tokenizer. Not covered: tokenizers in other files (``tokenizer.model``), chat templates.
+otherwise the user names a tokenizer. Not covered: tokenizers in other files (``tokenizer.model``).
 """
 
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
 from fsdptoys.errors import ConfigError
+from fsdptoys.utils.foreign import parse_json
 from fsdptoys.utils.regular_file import read_regular
+from fsdptoys.utils.text import one_line
 
 from .byte_text import BYTES, decode_bytes, encode_bytes
+from .chat_rows import MOST_LEVELS, BadRowError
+from .chat_template import open_template
 from .dataset_index import MOST_TOKENIZER_BYTES, TOKENIZER_FILE
 from .text_encoder import SETTINGS_FILE, explain_package_errors, read_tokenizer
+from .tokenizer_settings import read_tokens
 
 TOKENIZER_FILES = (
     TOKENIZER_FILE,
@@ -105,6 +111,31 @@ def read_tokenizer_files(folder: str, key: str) -> dict[str, bytes]:
     if TOKENIZER_FILE not in found:
         raise ConfigError(f"{key}={folder} holds no {TOKENIZER_FILE}; name the folder of the model's tokenizer")
     return found
+
+
+def find_token_ids(folder: Path) -> dict[str, int | list[int]]:
+    """Ids of a tokenizer's begin, end and padding, under the names of transformers' configurations.
+
+    A chat template's end of a turn is an end too, behind the tokenizer's own. ConfigError if a file cannot be read.
+    """
+    try:
+        tree = parse_json(read_regular(folder / TOKENIZER_FILE, MOST_TOKENIZER_BYTES), max_depth=MOST_LEVELS)
+        ids = {str(token["content"]): int(token["id"]) for token in tree["added_tokens"]}
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ConfigError(
+            f"{folder / TOKENIZER_FILE} lists no tokens ({one_line(error)}); download it again"
+        ) from error
+    tokens = read_tokens(folder)
+    found: dict[str, int | list[int]] = {
+        f"{name}_id": ids[token]
+        for name in ("bos_token", "eos_token", "pad_token")
+        if (token := tokens.get(name)) is not None and token in ids
+    }
+    ends = [tokens.get("eos_token")]
+    with suppress(ConfigError, BadRowError):  # no template, or one that needs other messages
+        ends.append(open_template(None, str(folder), "tokenizer", "none").turn("x")[1])
+    known = list(dict.fromkeys(ids[end] for end in ends if end in ids))
+    return found | ({"eos_token_id": known[0] if len(known) == 1 else known} if known else {})
 
 
 def _read_ids(text: str) -> list[int]:

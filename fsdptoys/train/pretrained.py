@@ -19,12 +19,13 @@ from fsdptoys.checkpoint import (
     CheckpointWeights,
     HuggingFaceFolder,
     RunWeights,
+    read_token_ids,
     step_of,
     verify_checksums,
 )
 from fsdptoys.checkpoint.adapter_folder import AdapterFolder
 from fsdptoys.checkpoint.hf_folder import CONFIG_FILE
-from fsdptoys.checkpoint.safetensors_io import read_json, slices
+from fsdptoys.checkpoint.safetensors_io import slices
 from fsdptoys.config.kernel_choice import KernelConfig, put_kernels
 from fsdptoys.config.saved import read_data_config
 from fsdptoys.data import ChatConfig, DataConfig
@@ -147,12 +148,8 @@ class TrainedModel:
         """End-of-text token ids named by a folder in Hugging Face format; empty otherwise."""
         if not isinstance(self._weights, HuggingFaceFolder):
             return frozenset()
-        for name in ("generation_config.json", CONFIG_FILE):
-            path = self._weights.path / name
-            found = read_json(path).get("eos_token_id") if path.exists() else None
-            if found is not None:
-                return frozenset(found if isinstance(found, list) else [found])
-        return frozenset()
+        found = read_token_ids(self._weights.path).get("eos_token_id", [])
+        return frozenset(found if isinstance(found, list) else [found])
 
     @torch.no_grad()
     def load(self, device: Device, dtype: torch.dtype) -> DecoderModel:

@@ -74,11 +74,16 @@ def test_output_describes_the_written_files(tmp_path: Path) -> None:
 
 
 @pytest.mark.oracle
-def test_tokenizer_is_copied_with_its_chat_template(tmp_path: Path) -> None:
-    """Oracle: transformers' ids of a conversation with the original folder; the checksums cover the copies."""
+@pytest.mark.parametrize("named", [True, False])
+def test_tokenizer_is_copied_with_its_chat_template_and_end(named: bool, tmp_path: Path) -> None:
+    """Oracle: transformers' ids of a conversation with the original folder; the checksums cover the copies.
+
+    The ids that end a text are the folder's, or else those of its tokenizer.
+    """
     transformers = import_transformers()
     original = Path(save_chat_tokenizer(tmp_path / "tokenizer", GENERATED["chatml"]))
-    (original / "generation_config.json").write_text('{"eos_token_id": 7}')
+    if named:
+        (original / "generation_config.json").write_text('{"eos_token_id": 7}')
     save_run(tmp_path / "run", SMALL["llama2"])
     output = output_of("to-hf", str(tmp_path / "run"), str(tmp_path / "folder"), f"tokenizer={original}")
     assert output.endswith(f"; its tokenizer is that of {original}\n")
@@ -88,7 +93,9 @@ def test_tokenizer_is_copied_with_its_chat_template(tmp_path: Path) -> None:
     ]
     assert ids[0] == ids[1]
     config = transformers.GenerationConfig.from_pretrained(tmp_path / "folder")
-    assert config.eos_token_id == 7
+    vocabulary = transformers.AutoTokenizer.from_pretrained(original).get_vocab()
+    assert config.eos_token_id == (7 if named else vocabulary["<|im_end|>"])
+    assert named or config.bos_token_id == vocabulary["<s>"]
     assert verify_checksums(tmp_path / "folder") == 5
 
 

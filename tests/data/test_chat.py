@@ -283,6 +283,52 @@ def test_data_prepare_writes_the_folder_of_data_chat(capsys: pytest.CaptureFixtu
             data_command([*words, *option])
 
 
+def test_data_show_prints_a_row_with_what_is_learned(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Oracle: the template's text, written by hand; learned tokens in color, or in brackets without it."""
+    calling = [*CONVERSATIONS[1], {"role": "tool", "content": "seven"}, {"role": "assistant", "content": "7"}]
+    calling[1] = {**calling[1], "content": "I look", "tool_calls": [{"function": {"name": "add", "arguments": {}}}]}
+    write_rows(Path("a.jsonl"), ['{"messages": []}', {"messages": calling}])
+    words = ["show", "a.jsonl", "--chat", "--tokenizer", "tokenizer", "--row"]
+    assert data_command([*words, "2"]) == 0
+    assert capsys.readouterr().out == (
+        "<|im_start|>user\nhello<|im_end|>\n<|im_start|>assistant\n[[I look<|im_end|>]]\n"
+        "<|im_start|>tool\nseven<|im_end|>\n<|im_start|>assistant\n[[7<|im_end|>]]\n\n"
+        "ROWS=[a.jsonl] in line 2: 50 tokens, of which 8 are learned, in [[brackets]]\n"
+        "the row loses the call of message 2 (assistant), which the chat template does not write\n"
+    )
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.setenv("TERM", "xterm")
+    assert data_command([*words, "2"]) == 0
+    assert "assistant\n\x1b[1;32m7<|im_end|>\x1b[0m\n" in capsys.readouterr().out
+    mistakes = {
+        "1": "ROWS=[a.jsonl] in line 1 has [] as messages, which is no list of messages; repair it, or show another "
+        "row",
+        "3": "--row 3 is not among the conversations; write --row 1",
+    }
+    for row, message in mistakes.items():
+        with pytest.raises(ConfigError) as caught:
+            data_command([*words, row])
+        assert str(caught.value) == message
+
+
+def test_preparing_reports_what_rows_lose_and_prints_one(capsys: pytest.CaptureFixture[str]) -> None:
+    """Oracle: ten sentences and the number of all; the first good row; the sentence on a template without an end."""
+    template = "{% for m in messages if m.role != 'developer' %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
+    save_chat_tokenizer(Path("tokenizer"), template)
+    row = {"messages": [{"role": "developer", "content": "terse"}, *CONVERSATIONS[1]]}
+    write_rows(Path("rows.jsonl"), ['{"messages": []}', *[row] * 12])
+    words = ["prepare", "rows.jsonl", "--tokenizer", "tokenizer", "--out", "out", "--chat", "--skip-bad-rows"]
+    assert data_command([*words, "--processes", "1"]) == 0
+    out, err = capsys.readouterr()
+    loses = "loses the content of message 1 (developer), which the chat template does not write"
+    assert f"FILE=[rows.jsonl] in line 11 {loses}\n" in err and f"in line 12 {loses}" not in err
+    assert "12 rows in all lose parts\n" in err
+    assert "no answer ends with a special token, so the model does not learn to end its turn\n" in err
+    assert "user: hello\n[[assistant:  hello yourself \n\n]]\n" in out and f"the row {loses}" in out
+
+
 def test_damaged_learned_file_is_named() -> None:
     """Oracle: the file with a value that is neither 0 nor 1."""
     config().prepare(WIDE, 512)
