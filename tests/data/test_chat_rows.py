@@ -152,14 +152,10 @@ def template_of(source: str) -> ChatTemplate:
 @pytest.mark.parametrize("shape", ROWS)
 @pytest.mark.parametrize("name", TEMPLATES)
 def test_text_is_that_of_transformers(name: str, shape: str) -> None:
-    """Oracle: ``apply_chat_template``. Arguments as text become objects where that is refused or quotes them."""
+    """Oracle: ``apply_chat_template``; of objects, where arguments as text are refused or quoted twice."""
     result = compare(Oracle(), name, TEMPLATES[name], None, read_row(ROWS[shape]))
-    expected = ["equal", "equal, loses parts"]
-    if shape == "arguments as text" and name == "objects only":
-        expected = ["rendered here alone"]
-    if shape == "arguments as text" and name in ("calls", "ascii", "by keyword", "documents", "results within answers"):
-        expected = ["other text"]  # quoted twice there
-    assert result.kind in expected, result.detail
+    as_objects = shape == "arguments as text" and name not in ("plain", "summed", "last apart")
+    assert result.kind in (["equal with objects"] if as_objects else ["equal", "equal, loses parts"]), result.detail
 
 
 SUMS = ["It is 42.<|im_end|>", "That makes 84.<|im_end|>"]
@@ -193,7 +189,7 @@ LOSSES: dict[str, tuple[str, list[str]]] = {
         "{% for m in messages if m.role != 'developer' %}[{{ m.content }}]{% endfor %}",
         ["the content of message 1 (developer)"],
     ),
-    "<think> in content": (
+    "think tags in content": (
         "{% for m in messages %}[{{ m.content.split('</think>')[-1] }}]{% endfor %}",
         ["the reasoning of message 2 (assistant)"],
     ),
