@@ -11,6 +11,7 @@ or run code. It takes about 130 bytes per chunk, so 1000 tensors on 1000 ranks t
 Source: https://huggingface.co/docs/safetensors/index
 """
 
+import ctypes
 import json
 import math
 import re
@@ -153,8 +154,10 @@ def _read_bytes(file: BinaryIO, place: ChunkPlace, into: Tensor) -> None:
 
 def _pieces(content_bytes: Tensor) -> Iterator[Any]:
     """Yield views of bytes in host memory, each of at most ``PIECE_BYTES``."""
-    content = content_bytes.numpy()
-    for start in range(0, len(content), PIECE_BYTES):
+    # Not as an array of NumPy, which would fix the size of the tensor's storage for ever.
+    size = content_bytes.numel()
+    content = memoryview((ctypes.c_ubyte * size).from_address(content_bytes.data_ptr())).cast("B") if size else b""
+    for start in range(0, size, PIECE_BYTES):
         yield content[start : start + PIECE_BYTES]
 
 

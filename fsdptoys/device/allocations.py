@@ -8,9 +8,10 @@ thread-local state (autograd, gloo), within kernels and compiled code too. A dis
 borders of operators and none of compiled code, and slows the step itself; glibc's ``mallinfo2`` counts Python's memory
 too, and has no peak.
 
-Blocks from before the step are those of the storages that the garbage collector finds and that PyTorch allocated. The
-allocator does not report their end, so a weak reference to each allocates a *mark*: a block whose place among the
-records says when. Sizes are the requested ones, not rounded up.
+Blocks from before the step are those of the storages that the garbage collector finds and that PyTorch allocated: those
+with a purpose, and others whose size can change, which ends for ever with a NumPy array of the tensor. The allocator
+does not report their end, so a weak reference to each allocates a *mark*: a block whose place among the records says
+when. Sizes are the requested ones, not rounded up.
 
 On a CPU the device and the host are the same memory. Tensors that offloading keeps in the host's place are counted
 apart, so that ``allocated`` has the bytes that a device would hold.
@@ -44,6 +45,7 @@ REST = "rest"
 
 _prepared: set[int] = set()
 """Processes whose profiler has been prepared before."""
+_with_purpose: "weakref.WeakSet[torch.UntypedStorage]" = weakref.WeakSet()
 _host: "weakref.WeakSet[torch.UntypedStorage]" = weakref.WeakSet()
 
 
@@ -98,11 +100,12 @@ class AllocationCount:
         self._live: dict[int, _Block] = {}
         self._changes: list[tuple[_Block, bool]] = []
         self._ends: list[weakref.ref[torch.UntypedStorage]] = []
+        addresses = _addresses(labels)
         for address, storage in _live_storages().items():
             self._live[address] = _Block(storage.nbytes(), recorded=False)
             self._ends.append(weakref.ref(storage, functools.partial(self._mark_end, address)))
         self._before = list(self._live.values())
-        self._label_now(_addresses(labels))
+        self._label_now(addresses)
         self._restore = _start_recording()
 
     def label(self, labels: Mapping[str, Iterable[Tensor]]) -> None:
@@ -182,10 +185,12 @@ class AllocationCount:
 
 
 def _addresses(labels: Mapping[str, Iterable[Tensor]]) -> dict[str, list[int]]:
-    return {
-        purpose: [storage.data_ptr() for storage in storages_of(tensors).values()]
-        for purpose, tensors in labels.items()
-    }
+    addresses: dict[str, list[int]] = {}
+    for purpose, tensors in labels.items():
+        storages = storages_of(tensors).values()
+        _with_purpose.update(storages)
+        addresses[purpose] = [storage.data_ptr() for storage in storages]
+    return addresses
 
 
 def _live_storages() -> dict[int, torch.UntypedStorage]:
@@ -196,8 +201,8 @@ def _live_storages() -> dict[int, torch.UntypedStorage]:
         if not issubclass(type(each), Tensor) or is_traceable_wrapper_subclass(each) or each.layout != torch.strided:
             continue
         storage = each.untyped_storage()
-        # NumPy's memory and files cannot be resized.
-        if storage.device.type == "cpu" and storage.nbytes() and storage.resizable():
+        own = storage in _with_purpose or storage.resizable()  # not NumPy's memory, nor a file
+        if storage.device.type == "cpu" and storage.nbytes() and own:
             found[storage.data_ptr()] = storage
     return found
 

@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from fsdptoys.device import Streams, is_accelerator
+from fsdptoys.device import Streams, in_host_place, is_accelerator
 from fsdptoys.models.nf4 import is_packed
 from fsdptoys.utils.dtensor import full_tensor, is_dtensor, local_tensor, sharded_like, unwrapped
 
@@ -107,7 +107,7 @@ def host_copy(tensors: dict[str, Tensor], into: dict[str, Tensor] | None = None)
         source, copy = local_tensor(tensor), (into or {}).get(name)
         if copy is None or _layout(copy) != _layout(tensor):
             local = torch.empty(source.shape, dtype=source.dtype, pin_memory=is_accelerator(source.device))
-            copy = sharded_like(tensor, local)
+            copy = sharded_like(tensor, in_host_place(local))
         copies[name] = copy
         local_tensor(copy).copy_(source, non_blocking=True)
         if is_accelerator(source.device):

@@ -2,7 +2,9 @@
 
 import functools
 import gc
+import shutil
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -25,6 +27,7 @@ from fsdptoys.train.trainer import Trainer
 from scripts.ranks import run_ranks
 from tests.parallel.runs import make_config
 from tests.plan.traced import configured, traced
+from tests.train.resumed import SMALL, kept, run_to_the_end
 
 SHARED = ("model=llama_debug", "model.vocab_size=2048", "train.steps=2", "train.eval_every=0", "launch.device=cpu")
 SERIAL = ("memory.optimizer_offload=true", "memory.offload_schedule=serial")
@@ -225,3 +228,30 @@ def test_out_of_memory_reports_phase_live_bytes_and_advice() -> None:
         assert f"on rank 1 in the {part} of step 2\n1048576.00 GiB asked for" in report
         assert "optimizer states" in report
         assert ("memory.chunk_loss=true" in report) == (part in ("forward", "backward"))
+
+
+def train_and_save(folder: str, background: bool, every: int) -> tuple[list[Any], list[Any]]:
+    """Memory at the end of each step, and at its peak, of a run that saves."""
+    config = kept(
+        make_config(SingleConfig(), 1, **{**SMALL, "steps": 6}), Path(folder), every, async_save=background, keep=6
+    )
+    gc.collect()
+    history = run_to_the_end(config, count_every_step).history
+    return [metrics.memory_allocated_gib for metrics in history], [metrics.memory_peak_gib for metrics in history]
+
+
+def count_every_step(trainer: Trainer) -> None:
+    trainer.memory.is_due = lambda: True  # type: ignore[method-assign]
+
+
+@pytest.mark.parametrize("background", [False, True])
+def test_saving_and_loading_do_not_change_the_counted_memory(background: bool, tmp_path: Path) -> None:
+    """Oracle: the run that saves after its last step only; a run that resumes from its third step."""
+    ((ends, peaks),) = run_ranks(1, train_and_save, str(tmp_path / "plain"), False, 6)
+    (saving,) = run_ranks(1, train_and_save, str(tmp_path / "run"), background, 1)
+    about = functools.partial(pytest.approx, rel=1e-3)  # the saving thread takes a few bytes
+    assert saving == (about(ends), about(peaks))
+    for step in (4, 5, 6):
+        shutil.rmtree(tmp_path / "run" / "checkpoints" / f"step-{step:08d}")
+    ((resumed, _),) = run_ranks(1, train_and_save, str(tmp_path / "run"), background, 1)
+    assert resumed == about(ends[3:])
