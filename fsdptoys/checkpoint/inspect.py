@@ -32,6 +32,7 @@ from .select import find_checkpoint, listing
 from .shard_format import StoredTensor, read_index
 from .storage import LocalStorage, Storage
 
+MOST_LEVELS = 64  # parts of a state's kind; a damaged index may have thousands
 CHEAP_BYTES = 2**30
 """Local checkpoints of this size together are verified without being asked: about two seconds on one core."""
 
@@ -157,7 +158,9 @@ def states_by_kind(tensors: Mapping[str, StoredTensor]) -> dict[str, list[Stored
     for name, tensor in tensors.items():
         group, _, rest = name.partition(".")
         param = rest
-        while param and f"model.{param}" not in tensors:
+        for _ in range(MOST_LEVELS):
+            if f"model.{param}" in tensors:
+                break
             param = param.rpartition(".")[0]
         if group == "optim":
             kinds.setdefault(rest[len(param) + 1 :] if param else rest.rpartition(".")[2], []).append(tensor)

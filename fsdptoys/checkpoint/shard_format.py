@@ -49,6 +49,7 @@ OLDER = "resume from another checkpoint"  # the fix in messages about damage
 INDEX_FILE = "tensors.json"
 FORMAT = 1
 LARGEST_INDEX_BYTES = 256 * 2**20
+MOST_DIMS = 64  # of a tensor, as in PyTorch
 FILE_NAME = re.compile(r"tensors-[0-9]{5,}\.safetensors")
 PIECE_BYTES = 16 * 2**20  # size of one write or read; object stores buffer that much
 
@@ -271,7 +272,11 @@ def _require(holds: bool, name: str, entry: Any) -> None:
 
 
 def _is_sizes(values: Any) -> bool:
-    return isinstance(values, list) and all(type(value) is int and 0 <= value < 2**63 for value in values)
+    return (
+        isinstance(values, list)
+        and len(values) <= MOST_DIMS
+        and all(type(value) is int and 0 <= value < 2**63 for value in values)
+    )
 
 
 def _tile(boxes: list[tuple[tuple[int, ...], tuple[int, ...]]], shape: tuple[int, ...]) -> bool:

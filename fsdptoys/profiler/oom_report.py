@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import torch
 
 from fsdptoys.device import Device, highest_resident_set_bytes
+from fsdptoys.utils.causes import with_causes
 from fsdptoys.utils.text import align_columns, size_text
 
 from .live_bytes import LiveBytes
@@ -55,21 +56,33 @@ def explain_out_of_memory(device: Device, context: Callable[[], OOMContext]) -> 
     try:
         yield
     except (RuntimeError, MemoryError) as error:  # torch.OutOfMemoryError is the first, NumPy's the second
-        if not is_out_of_memory(error) or isinstance(error, ExplainedOutOfMemoryError):
+        found = _out_of_memory(error)
+        if found is None or isinstance(error, ExplainedOutOfMemoryError):
             raise
+        if isinstance(found, ExplainedOutOfMemoryError):  # of an inner phase, wrapped since
+            raise found from error
         report = out_of_memory_report(read_failure(error, device), context(), device.type)
         raise ExplainedOutOfMemoryError(report) from error
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether an error means that device or host memory ran out."""
-    if isinstance(error, (torch.OutOfMemoryError, ExplainedOutOfMemoryError, MemoryError)):
-        return True
-    return isinstance(error, RuntimeError) and any(words in str(error) for words in HOST_WORDS + DEVICE_WORDS)
+    """Whether an error, or one behind it, means that device or host memory ran out."""
+    return _out_of_memory(error) is not None
+
+
+def _out_of_memory(error: BaseException) -> BaseException | None:
+    """The error of the allocator."""
+    for each in with_causes(error):
+        if isinstance(each, (torch.OutOfMemoryError, ExplainedOutOfMemoryError, MemoryError)):
+            return each
+        if isinstance(each, RuntimeError) and any(words in str(each) for words in HOST_WORDS + DEVICE_WORDS):
+            return each
+    return None
 
 
 def read_failure(error: BaseException, device: Device) -> Failure:
     """Read the numbers from an allocator's message, or else from the device."""
+    error = _out_of_memory(error) or error
     text = str(error)
     asked = _find_size(text, r"(?:ried to|Unable to) allocate:?\s*SIZE")
     on_host = isinstance(error, MemoryError) or any(words in text for words in HOST_WORDS)

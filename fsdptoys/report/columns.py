@@ -258,7 +258,8 @@ def _loss_cell(value: float | None) -> TableCell:
 
 def _digits(values: Sequence[float | None], factor: float) -> int:
     """Decimals that give the smallest number three significant digits, at most six."""
-    smallest = min((abs(value * factor) for value in values if value and math.isfinite(value)), default=1.0)
+    sizes = (abs(value * factor) for value in values if value)
+    smallest = min(filter(math.isfinite, sizes), default=1.0) or 1.0  # products may overflow, or be zero
     return min(6, max(0, 2 - math.floor(math.log10(smallest))))
 
 

@@ -16,7 +16,7 @@ from fsdptoys.errors import ConfigError, LostRanksError
 from fsdptoys.parallel.determinism import Deterministic
 from fsdptoys.parallel.precision import DType
 
-from .heartbeat import is_lost
+from .heartbeat import lost_message
 from .launch_env import check_interface, open_rank_store
 from .object_collectives import use_json
 
@@ -55,7 +55,7 @@ def process_group(config: Config) -> Iterator[None]:
             ) from error
         # Unreachable hosts raise another error than missing ranks.
         unanswered = isinstance(error, dist.DistNetworkError) and "timed out" in str(error)
-        if not (unanswered or is_lost(str(error))):
+        if not unanswered and lost_message(error) is None:
             raise
         raise LostRanksError(
             f"not all {world_size} ranks joined the process group within "

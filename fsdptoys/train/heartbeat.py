@@ -24,6 +24,7 @@ from pathlib import Path
 
 from fsdptoys.errors import LostRanksError
 from fsdptoys.utils.bounds import at_least, between, max_length
+from fsdptoys.utils.causes import with_causes
 from fsdptoys.utils.foreign import parse_json
 from fsdptoys.utils.from_tree import build
 from fsdptoys.utils.regular_file import NotRegularFileError, check_regular, open_descriptor, open_regular
@@ -148,27 +149,38 @@ def read_heartbeats(folder: Path) -> dict[int, Heartbeat]:
     return signs
 
 
-def is_lost(message: str) -> bool:
-    """Whether an error message reports a collective that failed because of other ranks."""
-    return bool(TIMED_OUT.search(message) or LOST_PEER.search(message))
+def lost_message(error: BaseException) -> str | None:
+    """The message of an error, or of one behind it, by which a collective failed because of other ranks."""
+    messages = map(str, with_causes(error))
+    return next((each for each in messages if TIMED_OUT.search(each) or LOST_PEER.search(each)), None)
 
 
 @contextlib.contextmanager
-def explain_lost_ranks(folder: Path, rank: int, world_size: int, timeout_seconds: float) -> Iterator[None]:
-    """Turn a collective's timeout or broken connection into a ``LostRanksError`` that names the missing ranks."""
+def explain_lost_ranks(folder: Path, rank: int, world_size: int, limits: Mapping[str, float]) -> Iterator[None]:
+    """Turn a collective's timeout or broken connection into a ``LostRanksError`` that names the missing ranks.
+
+    ``limits`` are the timeouts in seconds by the option that sets them, that of training first.
+    """
     try:
         yield
     except RuntimeError as error:
-        if isinstance(error, LostRanksError) or not is_lost(str(error)):
+        message = lost_message(error)
+        if isinstance(error, LostRanksError) or message is None:
             raise
-        happened = (
-            f"a collective timed out (launch.timeout_seconds={timeout_seconds:g})"
-            if TIMED_OUT.search(str(error))
-            else "the connection to another rank broke"
-        )
+        happened = "the connection to another rank broke"
+        if TIMED_OUT.search(message):
+            happened = f"a collective timed out ({_passed_limit(message, limits)})"
         raise LostRanksError(
-            f"{happened}; {describe_missing_ranks(folder, rank, world_size)} [{str(error).splitlines()[0]}]"
+            f"{happened}; {describe_missing_ranks(folder, rank, world_size)} [{message.splitlines()[0]}]"
         ) from error
+
+
+def _passed_limit(message: str, limits: Mapping[str, float]) -> str:
+    """The option of the timeout that a message names, or else the first, with its value."""
+    named = re.search(r"(\d+) ?ms|Timeout\(ms\)=(\d+)", message)
+    seconds = float(named[1] or named[2]) / 1000 if named else None
+    option = next((option for option, limit in limits.items() if limit == seconds), next(iter(limits)))
+    return f"{option}={limits[option]:g}"
 
 
 def describe_missing_ranks(folder: Path, rank: int, world_size: int) -> str:

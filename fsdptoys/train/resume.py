@@ -54,6 +54,8 @@ class _Config:
     optim: _Optim
     memory: _Memory
     train: _Train
+    tune: dict[str, Any] = field(default_factory=lambda: {"name": "full"}, metadata=max_length(1000))
+    """Missing in checkpoints of versions without adapters."""
 
 
 @dataclass
@@ -144,7 +146,6 @@ def check_same_run(config: Config, facts: dict[str, Any]) -> list[str]:
             f"made; set optim={before['optim']['name']} or start a new run in another folder"
         )
     trees = before, config.to_dict()
-    # Checkpoints of versions without adapters lack the section.
     tuned = [dict(tree.get("tune", {"name": "full"})) for tree in trees]
     for key in ("name", "rank", "alpha", "targets", "base"):
         saved, own = (each.get(key) for each in tuned)

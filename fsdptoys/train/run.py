@@ -94,9 +94,11 @@ class Run:
             heartbeat = HeartbeatWriter(heartbeats, self.rank)
             stack.callback(heartbeat.close)
             trainer.on_phase = heartbeat.beat
-            stack.enter_context(
-                explain_lost_ranks(heartbeats, self.rank, self.world_size, config.launch.timeout_seconds)
-            )
+            limits = {
+                "launch.timeout_seconds": config.launch.timeout_seconds,
+                "checkpoint.timeout_seconds": config.checkpoint.timeout_seconds,
+            }
+            stack.enter_context(explain_lost_ranks(heartbeats, self.rank, self.world_size, limits))
             heartbeat.beat(0, "start")
             self.checkpoints = self._open_checkpoints()
             self._resume()

@@ -248,6 +248,7 @@ SHARD_DAMAGES: dict[str, tuple[str, Damage]] = {
         for path, values in WRONG_IN_INDEX.items()
         for value in values
     },
+    "900 dims": (INDEX, edit_index("tensors/b", {"dtype": "F32", "shape": [1] * 900, "chunks": []})),
     "chunk missing": (INDEX, cut_otherwise(WHOLE)),
     "chunk twice": (INDEX, cut_otherwise(WHOLE, *[(1, [3, 0], [3, 4])] * 2)),
     "chunk of negative size": (INDEX, cut_otherwise(WHOLE, (1, [3, 0], [4, 4]), (1, [7, 0], [-1, 4]))),

@@ -122,7 +122,7 @@ def lose():
     if rank == 1:
         os.kill(os.getpid(), signal.SIGKILL)
     heartbeat.beat(3, "backward")
-    with explain_lost_ranks(beats, rank, 2, 600):
+    with explain_lost_ranks(beats, rank, 2, {"launch.timeout_seconds": 600}):
         dist.barrier()
 
 def wait():
@@ -137,7 +137,7 @@ def wait():
         if rank == 1:
             time.sleep(600)
         dist.distributed_c10d._set_pg_timeout(timedelta(seconds=3))
-        with explain_lost_ranks(beats, rank, 2, 3):
+        with explain_lost_ranks(beats, rank, 2, {"launch.timeout_seconds": 3}):
             dist.barrier()
 
 def asked():

@@ -1,5 +1,6 @@
 """Out of memory: converted errors, the numbers of the report, and the advised switches."""
 
+import contextlib
 import dataclasses
 import types
 
@@ -230,6 +231,22 @@ def test_explained_error_is_not_explained_again():
         explain_out_of_memory(device, lambda: oom_context(phase="forward")),
     ):
         torch.empty(2**50, dtype=torch.uint8)
+    assert is_out_of_memory(caught.value)
+
+
+@pytest.mark.parametrize("explained", [True, False])
+def test_allocation_that_failed_behind_another_error_is_explained(explained):
+    """Oracle: the report of the allocation itself; pipelines, compilers and threads raise errors of their own."""
+    with (
+        pytest.raises(ExplainedOutOfMemoryError, match=r"on rank 2 in the forward of step 3\n1048576.00 GiB") as caught,
+        explain_out_of_memory(Device("cpu"), lambda: oom_context(phase="outer" if explained else "forward")),
+    ):
+        try:
+            inner = explain_out_of_memory(Device("cpu"), lambda: oom_context(phase="forward"))
+            with inner if explained else contextlib.nullcontext():
+                torch.empty(2**50, dtype=torch.uint8)
+        except RuntimeError as error:
+            raise RuntimeError("[Stage 1] failed to run forward") from error
     assert is_out_of_memory(caught.value)
 
 

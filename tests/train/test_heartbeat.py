@@ -137,7 +137,7 @@ def lose_ranks(folder: Path, how: str) -> str:
             os.kill(pid, signal.SIGKILL)
         return ""
     try:
-        with explain_lost_ranks(folder, rank, 4, SECONDS):
+        with explain_lost_ranks(folder, rank, 4, {"launch.timeout_seconds": SECONDS}):
             dist.all_reduce(torch.ones(()), group=group)
     except LostRanksError as error:
         return str(error)
@@ -176,9 +176,21 @@ def test_ranks_missing_from_a_collective_are_named(tmp_path: Path, how: str, exp
 def test_other_errors_propagate_unchanged(tmp_path: Path) -> None:
     """Oracle: the error itself."""
     error = RuntimeError("mat1 and mat2 shapes cannot be multiplied")
-    with pytest.raises(RuntimeError) as caught, explain_lost_ranks(tmp_path, 0, 1, 600):
+    with pytest.raises(RuntimeError) as caught, explain_lost_ranks(tmp_path, 0, 1, {"launch.timeout_seconds": 600}):
         raise error
     assert caught.value is error
+
+
+@pytest.mark.parametrize(("milliseconds", "option"), [(600000, "launch"), (7200000, "checkpoint"), (5, "launch")])
+def test_timeout_is_named_by_its_option_behind_other_errors(tmp_path: Path, milliseconds: int, option: str) -> None:
+    """Oracle: the option whose value the message of gloo names; pipelines wrap that error in another one."""
+    limits = {"launch.timeout_seconds": 600.0, "checkpoint.timeout_seconds": 7200.0}
+    says = rf"^a collective timed out \({option}\.timeout_seconds={limits[f'{option}.timeout_seconds']:g}\); "
+    with pytest.raises(LostRanksError, match=says), explain_lost_ranks(tmp_path, 0, 1, limits):
+        try:
+            raise RuntimeError(f"Timed out waiting {milliseconds}ms for recv operation to complete")
+        except RuntimeError as error:
+            raise RuntimeError("failed to run forward") from error
 
 
 def test_last_heartbeats_cover_only_the_requested_workers(tmp_path: Path) -> None:
