@@ -92,7 +92,7 @@ UNREADABLE: list[tuple[str, object, str]] = [
     ),
     ("config.train.steps", "3", "config.train.steps is '3', not an integer from 1 to 999999999999999"),
     ("config.memory.optimizer_offload", 0, "config.memory.optimizer_offload is 0, not true or false"),
-    ("config.tune", "lora", "config.tune is 'lora', not a mapping"),
+    ("config.tune", "lora", "config.tune is 'lora', not a mapping of at most 1000"),
     ("data", None, "data is null, not a mapping"),
     ("data.samples", -1, "data.samples is -1, not an integer of at least 0"),
     (
