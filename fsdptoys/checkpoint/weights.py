@@ -26,7 +26,7 @@ from .load import Ranks, read_checkpoint
 from .manifest import InvalidCheckpointError
 from .model_config import build_model_config
 from .safetensors_io import MAX_FILE_BYTES, TensorFolder, Written, slices, write_tensors
-from .select import locate
+from .select import find_checkpoint, locate
 from .storage import open_storage
 
 WEIGHTS_FOLDER = "weights"
@@ -124,6 +124,11 @@ class CheckpointWeights:
 
     def __init__(self, where: str) -> None:
         try:
+            if find_checkpoint(where) is None:
+                raise ConfigError(
+                    f"{where} holds neither checkpoints nor the trained weights; train with "
+                    "checkpoint.final_weights=true, which keeps them"
+                )
             place = locate(CheckpointConfig(resume=where), None)
         except ConfigError as error:
             raise ConfigError(str(error).removeprefix("checkpoint.resume=")) from error

@@ -313,7 +313,7 @@ neither on that nor on --processes.
 FILE is a path, a glob, or stdlib (the source of Python's standard library). Its extension gives the format: .jsonl,
 .ndjson and .json have one object per line, .parquet and .arrow are tables, anything else is one document of UTF-8 text;
 .gz and .zst are decompressed. A folder saved by datasets can be read too. Tables, such folders and .zst need
-pip install 'fsdptoys[data]'.
+pip install -e '.[data]'.
 """,
     )
     prepare.value("--out DIR", "folder to make; must not exist")

@@ -181,7 +181,7 @@ def _compile(source: str, owner: str, *, marks: bool) -> tuple[Any, Any]:
         from jinja2.sandbox import ImmutableSandboxedEnvironment
     except ImportError as error:
         raise ConfigError(
-            f"{owner} needs the package jinja2, which is not installed; pip install 'fsdptoys[data]'"
+            f"{owner} needs the package jinja2, which is not installed; pip install -e '.[data]'"
         ) from error
 
     loops = _Loops()

@@ -128,8 +128,7 @@ def find_sources(key: str, patterns: Sequence[str]) -> list[SourceFile]:
             import datasets  # noqa: F401
         except ImportError as error:
             raise ConfigError(
-                f"{key}=[{needing.path}] needs the package datasets, which is not installed; "
-                "pip install 'fsdptoys[data]'"
+                f"{key}=[{needing.path}] needs the package datasets, which is not installed; pip install -e '.[data]'"
             ) from error
     return sources
 

@@ -201,8 +201,7 @@ def read_tokenizer(file: Path, owner: str, extra: str, instead: str, missing: st
         from tokenizers import Tokenizer
     except ImportError as error:
         raise ConfigError(
-            f"{owner} needs the package tokenizers, which is not installed; pip install 'fsdptoys[{extra}]', or "
-            f"{instead}"
+            f"{owner} needs the package tokenizers, which is not installed; pip install -e '.[{extra}]', or {instead}"
         ) from error
     if not file.is_file():
         raise ConfigError(missing)

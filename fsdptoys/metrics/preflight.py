@@ -101,7 +101,7 @@ def check_writers(config: MetricsConfig, environment: Mapping[str, str]) -> None
         if importlib.util.find_spec(name) is None:
             raise ConfigError(
                 f"metrics.writers=[{','.join(config.writers)}] needs the package {name}, which is not installed; "
-                f"run pip install 'fsdptoys[{name}]' or leave {name} out"
+                f"run pip install -e '.[{name}]' or leave {name} out"
             )
     online = WANDB_FOLDER in config.writers and wandb_mode(config, environment) is WandbMode.online
     if online and not _has_wandb_key(environment):

@@ -180,7 +180,10 @@ class RunRecorder(AbstractContextManager["RunRecorder"]):
         self._writers.each(lambda writer: writer.close())
         if sample is not None:
             self.message(f"sample of the trained model:\n{sample}\n")
-        self.message("\n".join([*closing_lines(result), f"run directory: {self.run_dir}"]))
+        checkpoint = self._config_tree.get("checkpoint", {})
+        loses = checkpoint.get("every") == 0 and checkpoint.get("final_weights") is False
+        note = ", without the trained weights (checkpoint.final_weights=true keeps them)" if loses else ""
+        self.message("\n".join([*closing_lines(result), f"run directory: {self.run_dir}{note}"]))
 
     def _files(
         self, results: RunResults, profile: ProfileResult | None, errors: Sequence[PredictionError]

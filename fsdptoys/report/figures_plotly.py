@@ -34,7 +34,7 @@ def check_plotly() -> None:
         import plotly  # noqa: F401
     except ImportError as missing:
         raise ConfigError(
-            "a page needs plotly, which is not installed; run pip install 'fsdptoys[report]', or ask for --table"
+            "a page needs plotly, which is not installed; run pip install -e '.[report]', or ask for --table"
         ) from missing
 
 

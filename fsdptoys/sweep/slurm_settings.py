@@ -133,7 +133,7 @@ def read_launcher(words: tuple[str, ...]) -> QueueLauncher:
     except ModuleNotFoundError:
         installed = False
     if not installed:
-        raise ConfigError(f"{LAUNCHER_GROUP}={name} needs Hydra's submitit launcher; pip install 'fsdptoys[slurm]'")
+        raise ConfigError(f"{LAUNCHER_GROUP}={name} needs Hydra's submitit launcher; pip install -e '.[slurm]'")
     missing = [command for command in SLURM_COMMANDS if shutil.which(command) is None]
     if name == SLURM and missing:
         raise ConfigError(

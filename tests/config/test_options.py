@@ -163,7 +163,7 @@ def test_heads_are_exchanged_where_ranks_divide_them(cp_size: int, form: Context
 @pytest.mark.parametrize(
     ("installed", "fault"),
     [
-        (False, "is not installed; run pip install 'fsdptoys[torchao]'"),
+        (False, "is not installed; run pip install -e '.[torchao]'"),
         (True, f"cannot be imported with torch {torch.__version__}; install torch 2.11 or newer"),
     ],
     ids=["not installed", "torch too old"],

@@ -297,7 +297,7 @@ def test_missing_package_is_reported_before_the_start(name: str, monkeypatch) ->
         check_run_dir(MetricsConfig(writers=[name]))
     assert str(error.value) == (
         f"metrics.writers=[{name}] needs the package {name}, which is not installed; run pip install "
-        f"'fsdptoys[{name}]' or leave {name} out"
+        f"-e '.[{name}]' or leave {name} out"
     )
 
 
