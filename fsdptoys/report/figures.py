@@ -20,6 +20,9 @@ HATCHES = ("", "/", ".", "x", "-", "\\", "+", "|")
 
 MOST_POINTS = 1200  # Points of one line; see :func:`thin`
 
+SMALLEST, LARGEST = 1e-100, 1e100
+"""Ends of the magnitudes that are drawn."""
+
 Numbers = Sequence[float] | np.ndarray
 
 
@@ -50,9 +53,17 @@ class Axis:
         return f"{self.title} ({self.unit})" if self.unit else self.title
 
 
+def drawable(values: Numbers) -> Numbers:
+    """Numbers that can be drawn; others become NaN, since axes overflow near the ends of a float's range."""
+    numbers = np.asarray(values, dtype=float)
+    size = np.abs(numbers)
+    kept = np.where(((size > SMALLEST) & (size < LARGEST)) | (size == 0), numbers, math.nan)
+    return values if np.array_equal(kept, numbers, equal_nan=True) else tuple(kept.tolist())
+
+
 @dataclass(frozen=True)
 class Series:
-    """Data of one line, area or set of points or bars; non-finite values leave a gap."""
+    """Data of one line, area or set of points or bars; values that are not :func:`drawable` leave a gap."""
 
     name: str
     shape: Shape
@@ -65,6 +76,12 @@ class Series:
     faint: bool = False  # Whether it is background of a clearer series, as raw losses behind their running mean
     ink: bool = False  # Whether it is drawn as diamonds in the text color
     window: int = 1  # Number of consecutive points of which two are drawn; see :func:`thin`
+
+    def __post_init__(self) -> None:
+        for name in ("x", "y", "low", "high"):
+            values = getattr(self, name)
+            if len(values) and not isinstance(values[0], str):
+                object.__setattr__(self, name, drawable(values))
 
     @property
     def color(self) -> str:
@@ -118,6 +135,12 @@ class Picture:
     bands_text: str = ""  # Legend of the bands
     labels: tuple[Label, ...] = ()
     diagonal: bool = False  # Whether to draw the line y = x
+
+    def __post_init__(self) -> None:
+        rules = tuple(rule for rule in self.rules if math.isfinite(drawable([rule[0]])[0]))
+        labels = tuple(each for each in self.labels if np.isfinite(drawable([each.x, each.y])).all())
+        object.__setattr__(self, "rules", rules)
+        object.__setattr__(self, "labels", labels)
 
     @property
     def caption(self) -> str:

@@ -1,9 +1,11 @@
 """Run directories written by someone else or damaged by a disk: each is one row and does not stop the report."""
 
+import dataclasses
 import io
 import json
 import os
 import re
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -23,6 +25,7 @@ from tests.report.recorded_runs import run_of, write_run
 
 STEERING = re.compile(r"[^\n\t -~\u00a0-\ud7ff\ue000-\uffff]")
 
+extended = pytest.mark.extended
 FILES = yaml.safe_load(Path(__file__).with_name("hostile_files.yaml").read_text(encoding="utf-8"))
 LONG = {"{deep}": "[" * 100_000, "{digits}": "9" * 400}
 
@@ -159,3 +162,16 @@ def test_impossible_file_name_is_reported_in_one_sentence(words: list[str], caps
 def test_pages_escape_control_characters() -> None:
     """Oracle: Python's own escapes, within HTML's."""
     assert escape("<\x1b\ud800\n>") == "&lt;\\x1b\\ud800\n&gt;"
+
+
+HUGE = ["loss", "step_time_seconds", "tokens_per_second", "learning_rate", "grad_norm", "memory_peak_gib"]
+
+
+@pytest.mark.parametrize("value", [1e308, pytest.param(-1e308, marks=extended), pytest.param(1e-320, marks=extended)])
+@pytest.mark.parametrize("name", [HUGE[0], *(pytest.param(name, marks=extended) for name in HUGE[1:])])
+def test_numbers_near_the_ends_of_floats_do_not_end_the_report(runs: Path, name: str, value: float) -> None:
+    """Oracle: the page and the table with the other run; ticks and digits of such numbers overflow."""
+    shutil.rmtree(runs / "bad")
+    write_run(runs / "bad", [dataclasses.replace(step, **{name: value}) for step in run_of(4)])
+    assert main(["report", str(runs)]) == 0 and main(["report", str(runs), "--table"]) == 0
+    assert (runs / "report.html").exists()
