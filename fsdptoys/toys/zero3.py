@@ -26,6 +26,8 @@ Source: arXiv:1910.02054 (P_os+g+p)
 """
 
 import functools
+import itertools
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -139,6 +141,9 @@ class Zero3(nn.Module):
         names = {param: name for name, param in self.module.named_parameters()}
         of_blocks = [list(dict.fromkeys(block.parameters())) for block in blocks]
         within = {param for params in of_blocks for param in params}
+        if len(within) < sum(map(len, of_blocks)):
+            twice = [names[param] for param, count in Counter(itertools.chain(*of_blocks)).items() if count > 1]
+            raise ValueError(f"the blocks share the parameter {twice[0]!r}; make one block of them, or none")
         parts = [[param for param in names if param not in within], *of_blocks]
         owners = assign_owners(
             [[param.numel() * param.element_size() for param in part] for part in parts], self.ranks, evenness

@@ -121,3 +121,44 @@ def test_core_alone_trains_bitwise_equal_to_pytorch(toy: str) -> None:
         assert loaded_files() == {str(file) for file in core_files(CORES[toy])}
 
     run_ranks(2, compare)
+
+
+def refusals(folder: str) -> list[str]:
+    """What each core says of weights that two of its units share, and of a unit made twice."""
+    fsdp, zero3 = load_alone("fsdp/core"), load_alone("zero3")
+    said = []
+
+    def tied() -> nn.Sequential:
+        model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+        model[1].weight = model[0].weight
+        return model
+
+    def shard_twice() -> None:
+        block = nn.Linear(4, 4)
+        fsdp.fully_shard(block, mesh_of())
+        fsdp.fully_shard(block, mesh_of())
+
+    def shard_both() -> None:
+        for block in tied():
+            fsdp.fully_shard(block, mesh_of())
+
+    def make_zero3() -> None:
+        model = tied()
+        zero3.Zero3(model, list(model), torch.device("cpu"))
+
+    for attempt in (shard_twice, shard_both, make_zero3):
+        try:
+            attempt()
+            said.append("")
+        except ValueError as error:
+            said.append(str(error))
+    return said
+
+
+def test_weights_of_two_units_are_refused_by_name(tmp_path: Path) -> None:
+    """Oracle: the names; PyTorch's ``fully_shard`` refuses both too."""
+    assert run_ranks(2, refusals, str(tmp_path))[0] == [
+        "the parameter 'weight' is in a unit already; make one unit of all that have it",
+        "the parameter 'weight' is in a unit already; make one unit of all that have it",
+        "the blocks share the parameter '0.weight'; make one block of them, or none",
+    ]

@@ -85,8 +85,7 @@ class FSDPUnit:
                 local.copy_(self.pieces[index].local_part(wholes[index], self.rank))
             self.params.append(UnitParameter(places, nn.Parameter(self.show_shard(index, local), param.requires_grad)))
             self.params[-1].register(self.params[-1].sharded)
-        self.block: Tensor | None = None
-        """Memory of all whole parameters."""
+        self.block: Tensor | None = None  # memory of all whole parameters
         self.is_whole = False
         self.gathering: tuple[Tensor, list[Piece], dist.Work | None, Tensor] | None = None
         """All-gather in flight: ``flat_RS``, its layout, work, and the tensor that it sends."""
@@ -255,8 +254,7 @@ class UnitHooks:
     def __init__(self, modules: Sequence[nn.Module], unit: FSDPUnit) -> None:
         self.modules, self.unit, self.iteration = list(modules), unit, Iteration()
         self.phase: Phase = "idle"
-        self.turns: list[int] = []
-        """Indices in ``iteration.finished``."""
+        self.turns: list[int] = []  # indices in ``iteration.finished``
         for module in self.modules:
             module.register_forward_pre_hook(self.pre_forward, prepend=True, with_kwargs=True)
             module.register_forward_hook(self.post_forward, always_call=len(self.modules) > 1)
@@ -362,8 +360,11 @@ def fully_shard(module: nn.Module, mesh: DeviceMesh, reshard_after_forward: bool
     homes: dict[nn.Parameter, Homes] = {}
     for owner in module.modules():
         for name, param in owner.named_parameters(recurse=False, remove_duplicate=False):
-            if not isinstance(param, DTensor):
+            plain = not isinstance(param, DTensor)
+            if hooks_of(module) or (plain and param.__dict__.setdefault("_unit", module) is not module):
+                raise ValueError(f"the parameter {name!r} is in a unit already; make one unit of all that have it")
+            if plain:
                 homes.setdefault(param, []).append((owner, name))
-    unit = FSDPUnit(homes, [0] * len(homes), mesh, reshard_after_forward)
-    module.__dict__["_fsdp_hooks"] = UnitHooks([module], unit)
+    hooks = UnitHooks([module], FSDPUnit(homes, [0] * len(homes), mesh, reshard_after_forward))
+    module.__dict__["_fsdp_hooks"] = hooks
     return module
