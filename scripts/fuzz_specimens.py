@@ -46,6 +46,7 @@ def make_specimens(folder: Path) -> None:
     _make_run(folder)
     _make_sweep(folder / "sweep")
     _make_model(folder / "hf")
+    _make_chat(folder / "chat")
     _make_data(folder / "data")
     _make_profile(folder / "profile")
     small = folder / "small"
@@ -57,6 +58,17 @@ def make_specimens(folder: Path) -> None:
     (small / "rows.yaml").write_text(yaml.safe_dump(definition | {"rows": [["a=1", "b=2"], ["a=2"]]}))
     (small / "outcome.json").write_text(json.dumps(dataclasses.asdict(ExitRecord(1, "why", True, "SIGTERM"))))
     (small / "lines.jsonl").write_text("".join(json.dumps({"text": f"text {n}", "id": n}) + "\n" for n in range(5)))
+
+
+CHAT_TEMPLATE = (
+    "{% set ns = namespace(out='') %}{{ bos_token }}{% if tools %}{% for tool in tools %}{{ tool | tojson(indent=1) }}"
+    "{% endfor %}{% endif %}{% for m in messages %}{% if m.role == 'assistant' and loop.last %}{% generation %}"
+    "{{ m.content | trim }}{% endgeneration %}{% else %}{{ m['role'] + ': ' + (m.content or '') }}{% endif %}"
+    "{% for call in m.tool_calls or [] %}{% set ns.out = ns.out ~ call.function.name %}"
+    "{% for key, value in call.function.arguments.items() %}{{ key }}={{ value | string | length }}{% endfor %}"
+    "{% endfor %}<|endoftext|>{{ messages[loop.index0 - 1].role[:3] }}{% endfor %}{{ ns.out }}"
+    "{% if add_generation_prompt %}assistant: {% endif %}"
+)
 
 
 def _make_run(folder: Path) -> None:
@@ -120,6 +132,31 @@ def _make_tokenizer(folder: Path) -> None:
     folder.mkdir(exist_ok=True)
     tokenizer.save(str(folder / "tokenizer.json"))
     (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": {"content": "<|endoftext|>"}}))
+
+
+def _make_chat(folder: Path) -> None:
+    folder.mkdir()
+    tokenizer = folder / "tokenizer"
+    _make_tokenizer(tokenizer)
+    (tokenizer / "special_tokens_map.json").write_text(json.dumps({"eos_token": "<|endoftext|>", "pad_token": None}))
+    (tokenizer / "chat_template.jinja").write_text(CHAT_TEMPLATE)
+    (tokenizer / "tokenizer_config.json").write_text(
+        json.dumps({"chat_template": [{"name": "tool_use", "template": CHAT_TEMPLATE}], "bos_token": "one"})
+    )
+    call = {"id": "a", "type": "function", "function": {"name": "two", "arguments": {"one": [1, None, {"two": "x"}]}}}
+    messages = [
+        {"role": "system", "content": "one"},
+        {"role": "user", "content": [{"type": "text", "text": "two"}]},
+        {"role": "assistant", "content": None, "reasoning": "one two", "tool_calls": [call]},
+        {"role": "tool", "content": "{}"},
+        {"role": "assistant", "content": "<think>one</think>two", "weight": 1},
+    ]
+    turns = [{"from": "human", "value": "one"}, {"from": "function_call", "value": '{"name": "one"}'}]
+    rows = [
+        {"messages": messages, "tools": [{"type": "function", "function": {"name": "two"}}]},
+        {"messages": turns, "system": "two", "chat_template_kwargs": {"thinks": True}},
+    ]
+    (folder / "rows.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
 
 
 def _make_data(folder: Path) -> None:

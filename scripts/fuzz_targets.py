@@ -18,12 +18,12 @@ from fsdptoys.checkpoint.manifest import MANIFEST_FILE, Manifest
 from fsdptoys.cli.main import main
 from fsdptoys.cli.sweep import read_words
 from fsdptoys.config.saved import read_tree
-from fsdptoys.data import find_sources, open_encoder, read_index
+from fsdptoys.data import find_sources, open_chat_encoder, open_encoder, read_index
 from fsdptoys.data.dataset_index import check_folder
 from fsdptoys.data.document_reader import read_documents
 from fsdptoys.data.packing import pack_rows
 from fsdptoys.data.shard_writer import ShardsWriter
-from fsdptoys.data.tokenizer import open_tokenizer
+from fsdptoys.data.tokenizer import find_token_ids, open_tokenizer
 from fsdptoys.device.profile import load_hardware
 from fsdptoys.errors import ConfigError
 from fsdptoys.launch.exit_record import read_exit_record
@@ -196,6 +196,15 @@ def read_texts(copy: Path) -> None:
         pass
 
 
+def read_conversations(copy: Path) -> None:
+    """Rows as the template of their tokenizer's folder writes them, and the tokens that are learned."""
+    encoder = open_chat_encoder(str(copy / "tokenizer"), None, None, "data.tokenizer", "data.template", "data.end")
+    (source,) = find_sources("data.files", [str(copy / "rows.jsonl")])
+    rows = [row for row, _ in read_documents("data.files", source, "messages", records=encoder.records)]
+    encoder.encode_documents(rows)
+    find_token_ids(copy / "tokenizer")
+
+
 def read_sweep_files(copy: Path) -> str:
     """Files that ``--resume`` reads in a sweep's folder."""
     sweep = read_sweep(copy)
@@ -282,6 +291,9 @@ READERS: dict[str, Reader] = {
     "prepared data": Reader("data", ("out/*.json", "cache/*/*.json", "out/*"), read_data),
     "interrupted preparation": Reader("data", ("half.part/*.json", "half.part/*"), read_half_written, part=0.5),
     "tokenizers": Reader("data", ("tokenizer/*",), read_tokenizers),
+    "conversations": Reader(
+        "chat", ("rows.jsonl", "tokenizer/*.jinja", "tokenizer/*.json"), read_conversations, part=2.0
+    ),
     "JSON lines of text": Reader("small", ("lines.jsonl",), read_texts, part=0.5),
     "hardware": Reader("small", ("hardware.yaml",), lambda copy: load_hardware(copy / "hardware.yaml")),
     "sweep definition": Reader("small", ("grid.yaml",), lambda copy: read_definition(str(copy / "grid.yaml"))),
