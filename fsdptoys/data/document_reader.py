@@ -206,6 +206,10 @@ def _lines(owner: str, source: SourceFile, field: str, records: Records) -> Read
                     f"{owner} has no JSON object in line {number} ({one_line(error)}); write one object a line"
                 ) from error
             del line  # or a long document would be held twice
+            if isinstance(record, list):
+                raise ConfigError(
+                    f"{owner} holds a JSON array in line {number}, not an object; write one object a line"
+                )
             if not isinstance(record, dict):
                 raise _no_field(owner, field, [], f" in line {number}")
             yield records.read(owner, field, record, f" in line {number}"), raw.tell() / source.size_bytes

@@ -145,12 +145,21 @@ class PreparedConfig(DataConfig):
         found = self._read()
         parts = [Part(self, *each, seq_len, vocab_size, max(1, MOST_MAPS // len(found))) for each in found]
         first, *others = parts
-        ids = first.index.tokenizer_sha256, first.index.document_end
+        own = first.index
         for part in others:
-            if (part.index.tokenizer_sha256, part.index.document_end) != ids:
+            index = part.index
+            same_file = (
+                index.tokenizer_file_sha256 is not None and index.tokenizer_file_sha256 == own.tokenizer_file_sha256
+            )
+            if same_file and index.document_end != own.document_end:
                 raise ConfigError(
-                    f"{part.owner} was prepared with another tokenizer ({part.index.tokenizer}) than {first.owner} "
-                    f"({first.index.tokenizer}), so their ids do not mean the same; prepare one of them again"
+                    f"{part.owner} ends documents with id {index.document_end}, and {first.owner} with id "
+                    f"{own.document_end}; prepare one of them again with the token of the other (--document-end)"
+                )
+            if (index.tokenizer_sha256, index.document_end) != (own.tokenizer_sha256, own.document_end):
+                raise ConfigError(
+                    f"{part.owner} was prepared with another tokenizer ({index.tokenizer}) than {first.owner} "
+                    f"({own.tokenizer}), so their ids do not mean the same; prepare one of them again"
                 )
         return parts
 

@@ -201,6 +201,7 @@ def test_bad_row_is_named_by_file_and_line_or_left_out(
         ({"template": "bad.jinja"}, "data.template=bad.jinja is no Jinja template ("),
         ({"document_end": "<none>"}, "data.tokenizer=tokenizer has no token '<none>'; set data.document_end to "),
         ({"files": ["a.txt"]}, "data.files=[a.txt] is neither JSON lines nor a table; name files that end in .jsonl, "),
+        ({"files": ["a.json"]}, "data.files=[a.json] holds a JSON array in line 1, not an object; write one object a "),
         ({"document_end": "<|im_end|>"}, "data.files=[a.jsonl] in line 1 holds id "),
     ],
 )
@@ -209,6 +210,7 @@ def test_mistakes_are_named_with_a_fix(changes: dict[str, Any], message: str) ->
     save_chat_tokenizer(Path("bare"), None)
     Path("bad.jinja").write_text("{% for %}")
     Path("a.txt").write_text("x")
+    Path("a.json").write_text(f"[{GOOD}]")
     with pytest.raises(ConfigError) as caught:
         config(**changes).validate(WIDE, 512)
         config(**changes).prepare(WIDE, 512)
@@ -261,6 +263,21 @@ def test_prepared_folder_keeps_what_is_learned_and_mixes_with_texts() -> None:
     shares = [np.mean(dataset.train[number][1] != IGNORE_INDEX) for number in range(20)]
     assert max(shares) == 1.0 and 0 < min(shares) < 0.6
     assert PreparedConfig(folder=str(chat_folder)).build(64, 512, 0).fingerprint != dataset.fingerprint
+
+
+def test_other_ends_of_documents_are_named() -> None:
+    """Oracle: the message; the tokenizer is the same, and text ends with its own end."""
+    write_rows(Path("rows.jsonl"), [GOOD])
+    Path("b.txt").write_text("hello " * 400)
+    words = ["--tokenizer", "tokenizer", "--processes", "1", "--out"]
+    assert data_command(["prepare", "rows.jsonl", "--chat", *words, "chat"]) == 0
+    assert data_command(["prepare", "b.txt", *words, "text"]) == 0
+    with pytest.raises(ConfigError) as caught:
+        PreparedConfig(sources=["chat", "text"]).validate(16, 512)
+    assert str(caught.value) == (
+        "data.sources=[text] ends documents with id 302, and data.sources=[chat] with id 300; prepare one of them "
+        "again with the token of the other (--document-end)"
+    )
 
 
 def test_data_prepare_writes_the_folder_of_data_chat(capsys: pytest.CaptureFixture[str]) -> None:
