@@ -86,6 +86,7 @@ ROWS: dict[str, dict[str, Any]] = {
         "messages": [WEATHER, calling(None, reasoning_content="I must look it up."), RESULT, WARM],
         "tools": TOOLS,
     },
+    "answer first": {"messages": [ANSWERED, ASKED, {"role": "assistant", "content": "Yes, 42."}]},
     "developer": {"messages": [{"role": "developer", "content": "You are terse."}, ASKED, ANSWERED]},
     "arguments as text": {
         "messages": [WEATHER, calling(None, json.dumps({"city": "Bern"})), RESULT, WARM],

@@ -7,6 +7,7 @@ the generation prompt (``add_generation_prompt``), up to and including the token
 """
 
 import re
+from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -79,12 +80,13 @@ class ChatTemplate:
         elif refused:
             raise refused
         if self._template(row).has_blocks:
+            learned = frozenset(row.learned)
             owners = [number for number, message in enumerate(messages) if message["role"] == ANSWERS]
             answers = [
                 (start, stop)
                 for start, stop, number in marked.generated
                 # A block in another message, such as the header that ends a turn, is of the answer before it.
-                if number is None or max((at for at in owners if at <= number), default=None) in row.learned
+                if number is None or owners[bisect_right(owners, number) - 1] in learned
             ]
             return Rendered(marked.text, answers, lost)
         search = _AnswerSearch(self, row, messages, marked, special)
@@ -113,7 +115,7 @@ class ChatTemplate:
         """The text behind messages after which the model answers."""
         messages = _with_reasoning(messages)
         if not messages:  # many templates look at the first message
-            return ""
+            messages = [{"role": "user", "content": STAND_IN}]
         prompted = self._template(row).marked(self._variables(messages, row, True))
         without = self._template(row).text(self._variables(messages, row, False))
         same = _common_length(prompted.text, without)
@@ -217,7 +219,11 @@ class _AnswerSearch:
         if not turn.startswith(prompt):  # a line's end may belong to the message before
             skipped, prompt = len(turn) - len(turn.lstrip()), prompt.lstrip()
         common = prompt[: _common_length(prompt, turn[skipped:])]
-        if common != prompt:  # not in the middle of a word or a token
+        if common != prompt:
+            place = turn.find(prompt)
+            if place >= 0:  # behind a system message that the template adds
+                return place + len(prompt)
+            # Not in the middle of a word or a token.
             whole = _WHOLE_WORDS.match(common)
             if not whole:
                 return self._own_start(number, turn)

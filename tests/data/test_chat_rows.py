@@ -168,6 +168,7 @@ QWEN_CALL = '<call>\n{"name": "get_weather", "arguments": {"city": "Bern"}}\n</c
     [
         ("summed", "system, two turns", SUMS),
         ("last apart", "system, two turns", SUMS),
+        ("calls", "answer first", ["It is 42.<|im_end|>", "Yes, 42.<|im_end|>"]),
         ("objects only", "arguments as text", ["<call>\nget_weather(city=Bern)</call><|im_end|>", WARMTH]),
         ("calls", "arguments as text", [QWEN_CALL, WARMTH]),
         ("results within answers", "call, content empty", ['get_weather{"city": "Bern"}<|start|>', WARMTH]),
