@@ -81,6 +81,10 @@ class RecordedStreams:
         self.count = 0
         self.now = self.Stream()
 
+    def is_available(self) -> bool:
+        """Asked by a PyTorch that was built for an accelerator."""
+        return False
+
     def Stream(self, device: torch.device | None = None) -> Any:  # noqa: N802 (the module's word)
         """Make a stream, named by its number: 0 computes."""
         name = str(self.count)

@@ -146,7 +146,7 @@ def test_invalid_page_path_is_reported_in_one_sentence(tmp_path: Path, name: str
 def test_missing_plotly_names_the_extra_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Oracle: Python's own failure to import a module; nothing is written."""
     monkeypatch.setitem(sys.modules, "plotly", None)
-    with pytest.raises(ConfigError, match=r"pip install 'fsdptoys\[report\]'"):
+    with pytest.raises(ConfigError, match=r"pip install -e '\.\[report\]'"):
         write_page(Collection("nothing", [], [], []), tmp_path / "report.html")
     assert list(tmp_path.iterdir()) == []
 
