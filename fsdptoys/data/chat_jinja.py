@@ -240,15 +240,22 @@ def _mark_loops(tree: Any, nodes: Any) -> None:
         return nodes.Output([call(function, *arguments)])
 
     def mark_sum(assignment: Any, loop: int) -> None:
-        """Mark ``text = text + …`` and ``text = text ~ …``."""
-        term = assignment.node
-        if isinstance(term, nodes.Concat) and isinstance(term.nodes[0], (nodes.Name, nodes.Getattr)):
-            term.nodes[0] = call("_appended", term.nodes[0], nodes.Const(loop))
-        parent = None
+        """Mark ``text = text + …`` and ``text = text ~ …``, where both texts are the same variable."""
+        term, parent = assignment.node, None
         while isinstance(term, nodes.Add):
             parent, term = term, term.left
-        if parent is not None and isinstance(term, (nodes.Name, nodes.Getattr)):
-            parent.left = call("_appended", term, nodes.Const(loop))
+        first = term.nodes[0] if isinstance(term, nodes.Concat) else term
+        target = assignment.target
+        if isinstance(target, nodes.NSRef):
+            same = isinstance(first, nodes.Getattr) and first.attr == target.attr
+            same = same and isinstance(first.node, nodes.Name) and first.node.name == target.name
+        else:
+            same = isinstance(first, nodes.Name) and isinstance(target, nodes.Name) and first.name == target.name
+        marked = call("_appended", first, nodes.Const(loop))
+        if same and isinstance(term, nodes.Concat):
+            term.nodes[0] = marked
+        elif same and parent is not None:
+            parent.left = marked
 
     def insert(node: Any, loop: int | None, variable: str | None) -> None:
         """Treat all statements within ``node``; ``loop`` is the one around them, and ``variable`` its variable."""

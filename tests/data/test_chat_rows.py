@@ -129,6 +129,10 @@ TEMPLATES = {
         "{% set ns.out = ns.out ~ '<|im_start|>' ~ m.role ~ '\n' ~ (m.content or '') ~ '<|im_end|>\n' %}{% endfor %}"
         "{{ ns.out }}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
     ),
+    "joined": (
+        "{% for m in messages %}{% set name = m.role ~ ':' %}{% if name == 'user:' %}Q{% else %}{{ name }}{% endif %}"
+        "{{ (m.content or '') + '' }}<|im_end|>\n{% endfor %}{% if add_generation_prompt %}assistant:{% endif %}"
+    ),
     "last apart": (
         "{% for m in messages[:-1] %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
         "<|im_start|>{{ messages[-1].role }}\n{{ messages[-1].content }}<|im_end|>\n"
@@ -154,7 +158,7 @@ def template_of(source: str) -> ChatTemplate:
 def test_text_is_that_of_transformers(name: str, shape: str) -> None:
     """Oracle: ``apply_chat_template``; of objects, where arguments as text are refused or quoted twice."""
     result = compare(Oracle(), name, TEMPLATES[name], None, read_row(ROWS[shape]))
-    as_objects = shape == "arguments as text" and name not in ("plain", "summed", "last apart")
+    as_objects = shape == "arguments as text" and name not in ("plain", "summed", "joined", "last apart")
     assert result.kind in (["equal with objects"] if as_objects else ["equal", "equal, loses parts"]), result.detail
 
 
@@ -168,6 +172,7 @@ QWEN_CALL = '<call>\n{"name": "get_weather", "arguments": {"city": "Bern"}}\n</c
     [
         ("summed", "system, two turns", SUMS),
         ("last apart", "system, two turns", SUMS),
+        ("joined", "system, two turns", SUMS),
         ("calls", "answer first", ["It is 42.<|im_end|>", "Yes, 42.<|im_end|>"]),
         ("objects only", "arguments as text", ["<call>\nget_weather(city=Bern)</call><|im_end|>", WARMTH]),
         ("calls", "arguments as text", [QWEN_CALL, WARMTH]),
