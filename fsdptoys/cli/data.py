@@ -109,16 +109,16 @@ def _conversations(request: Request) -> Iterator[ChatRow]:
 
 def _print_row(row: ShownRow) -> None:
     """Print a conversation, with what is learned in color, or else in brackets."""
-    console = Console(highlight=False, soft_wrap=True)
+    console = Console(highlight=False, soft_wrap=True, markup=False, emoji=False)
     for piece, learned in row.pieces:
         text = printable(piece, sys.stdout)
         if learned and console.color_system is None:
             text = f"[[{text}]]"
-        console.print(text, style="bold green" if learned else "", end="", markup=False)
+        console.print(text, style="bold green" if learned else "", end="")
     how = "in [[brackets]]" if console.color_system is None else "in green"
-    console.print(f"\n{row.where}: {row.tokens:,} tokens, of which {row.learned:,} are learned, {how}", markup=False)
+    console.print(f"\n{row.where}: {row.tokens:,} tokens, of which {row.learned:,} are learned, {how}")
     if row.lost:
-        console.print(f"the row {losing(row.lost)}", markup=False)
+        console.print(f"the row {losing(row.lost)}")
 
 
 def _check(words: Sequence[str]) -> int:

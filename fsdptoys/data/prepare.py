@@ -162,7 +162,7 @@ def _write(request: Request, advance: Callable[[Advance], None], report: Callabl
     encoder, total = request.encoder, sum(source.size_bytes for source in request.sources)
     fingerprint, learned = request.fingerprint, encoder.marks_learned
     writer = ShardsWriter(request.folder, fingerprint, encoder.dtype, request.shard_tokens, learned)
-    left_out, losing = Sentences("left out: ", "left out", report), Sentences("", "lose parts", report)
+    left_out, losing = _Sentences("left out: ", "left out", report), _Sentences("", "lose parts", report)
     ends = documents = 0
     try:
         groups = _groups(request, skip=writer.progress.documents)
@@ -171,10 +171,8 @@ def _write(request: Request, advance: Callable[[Advance], None], report: Callabl
                 raise _bad_rows(encoded.bad, request.skip_fix)
             left_out.add(encoded.bad)
             losing.add(encoded.losses)
-            ends, documents = (
-                ends + encoded.ends,
-                documents + sum(len(lengths) for _, lengths, _ in encoded.splits.values()),
-            )
+            ends += encoded.ends
+            documents += sum(len(lengths) for _, lengths, _ in encoded.splits.values())
             splits, long, long_split = encoded.splits, group.long, None
             if long is not None and any(long.blocks()):
                 long_split = "eval" if _is_drawn(long.blocks(), request.eval_fraction) else "train"
@@ -217,7 +215,7 @@ def _write(request: Request, advance: Callable[[Advance], None], report: Callabl
         writer.close()
 
 
-class Sentences:
+class _Sentences:
     """Reports the first sentences of a kind, and the number of all."""
 
     def __init__(self, prefix: str, what: str, report: Callable[[str], object]) -> None:

@@ -304,15 +304,15 @@ def test_data_show_prints_a_row_with_what_is_learned(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Oracle: the template's text, written by hand; learned tokens in color, or in brackets without it."""
-    calling = [*CONVERSATIONS[1], {"role": "tool", "content": "seven"}, {"role": "assistant", "content": "7"}]
+    calling = [*CONVERSATIONS[1], {"role": "tool", "content": ":smile: [b]"}, {"role": "assistant", "content": "7"}]
     calling[1] = {**calling[1], "content": "I look", "tool_calls": [{"function": {"name": "add", "arguments": {}}}]}
     write_rows(Path("a.jsonl"), ['{"messages": []}', {"messages": calling}])
     words = ["show", "a.jsonl", "--chat", "--tokenizer", "tokenizer", "--row"]
     assert data_command([*words, "2"]) == 0
     assert capsys.readouterr().out == (
         "<|im_start|>user\nhello<|im_end|>\n<|im_start|>assistant\n[[I look<|im_end|>]]\n"
-        "<|im_start|>tool\nseven<|im_end|>\n<|im_start|>assistant\n[[7<|im_end|>]]\n\n"
-        "ROWS=[a.jsonl] in line 2: 50 tokens, of which 8 are learned, in [[brackets]]\n"
+        "<|im_start|>tool\n:smile: [b]<|im_end|>\n<|im_start|>assistant\n[[7<|im_end|>]]\n\n"
+        "ROWS=[a.jsonl] in line 2: 57 tokens, of which 8 are learned, in [[brackets]]\n"
         "the row loses the call of message 2 (assistant), which the chat template does not write\n"
     )
     monkeypatch.setenv("FORCE_COLOR", "1")
