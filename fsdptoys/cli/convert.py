@@ -23,7 +23,6 @@ from fsdptoys.checkpoint import (
 )
 from fsdptoys.config.compose import compose_presets
 from fsdptoys.config.overrides import list_choices, schema_name
-from fsdptoys.config.schema import TrainConfig
 from fsdptoys.data.tokenizer import find_token_ids, read_tokenizer_files
 from fsdptoys.errors import ConfigError
 from fsdptoys.models import ModelConfig
@@ -125,8 +124,6 @@ def training_words(config: ModelConfig, path: str) -> list[str]:
         )
     preset = min(changes, key=lambda name: (len(changes[name]), name))
     settings = [f"model.{key}={value_text(wanted, quote=True)}" for key, (_, wanted) in changes[preset].items()]
-    if config.max_seq_len < TrainConfig().seq_len:
-        settings.append(f"train.seq_len={config.max_seq_len}")
     quoted = value_text(path, quote=True) if "'" not in path else "'" + path.replace("'", "\\'") + "'"
     return ["fsdptoys", "train", f"model={preset}", *settings, f"model.init_from={quoted}"]
 

@@ -4,7 +4,7 @@
     fsdptoys plan search model=llama3_8b plan.hardware=h100 plan.world_size=64
     fsdptoys plan calibrate runs/a runs/b hardware=h100 out=mine.yaml
 
-The words are those of ``fsdptoys train`` on that hardware; without an experiment, the hardware's default is used.
+The words are those of ``fsdptoys train`` on that hardware, which also chooses the same experiment if they name none.
 """
 
 import copy
@@ -24,7 +24,7 @@ from fsdptoys.config.schema import Config
 from fsdptoys.device import GIB
 from fsdptoys.device.profile import Hardware
 from fsdptoys.errors import ConfigError
-from fsdptoys.launch.launch import SINGLE, choose_experiment, choose_single
+from fsdptoys.launch.launch import SINGLE, choose_experiment, choose_single, names_training
 from fsdptoys.plan.calibrate import calibrate_command
 from fsdptoys.plan.estimate.estimate import closed_form, has_closed_form
 from fsdptoys.plan.predict import Predictor, hardware_of, predict, world_size_of
@@ -37,6 +37,7 @@ from fsdptoys.plan.trace.tracing_process import traced_depths
 from fsdptoys.utils.text import near_miss
 
 from .commands import parse
+from .planned import AUTO_MEMORY, fastest_switches, with_margin
 
 
 @dataclass(frozen=True)
@@ -56,7 +57,7 @@ class HypotheticalRun:
 def compose_hypothetical(words: Sequence[str], *, searches: bool) -> HypotheticalRun:
     """Compose a run for the hardware named by its words; a search chooses the strategy itself."""
     words = list(words)
-    named = any(word.startswith("experiment=") for word in words)
+    named = names_training(words)
     config = compose_config([word for word in words if named or re.match(r"plan\.|launch\.|parallel=", word)])
     hardware = hardware_of(config)
     world_size = world_size_of(config, hardware)
@@ -69,6 +70,11 @@ def compose_hypothetical(words: Sequence[str], *, searches: bool) -> Hypothetica
         words, config = ([*words, SINGLE], single.config) if single is not None else (words, config)
     limit = config.plan.memory_gib
     memory_bytes = round(limit * GIB if limit is not None else hardware.usable_bytes)
+    if searches:  # a search chooses the switches by itself
+        words = [word for word in words if word != AUTO_MEMORY]
+    elif AUTO_MEMORY in words and hardware.device_type != "cpu":
+        words += fastest_switches(words, config, with_margin(hardware, memory_bytes), world_size, stdout=False)
+        config = compose_config(words)
     return HypotheticalRun(config, hardware, world_size, memory_bytes, words)
 
 

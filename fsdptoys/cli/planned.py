@@ -1,7 +1,7 @@
 """Model and memory switches that the planner chooses for a run on accelerators with a hardware profile.
 
-A command line without overrides trains the largest preset that fits. One that only names a model or experiment takes
-the fastest switches of ``memory`` that fit. A margin stays free: ``MARGIN`` of the device's memory, or
+A command line without overrides trains the largest preset that fits. One with ``memory=auto`` takes the fastest
+switches of ``memory`` that fit. A margin stays free: ``MARGIN`` of the device's memory, or
 ``MEASURED_MARGIN`` once the profile's ``outside_allocator_bytes`` is measured.
 """
 
@@ -22,6 +22,7 @@ from fsdptoys.errors import ConfigError
 from fsdptoys.launch.hardware import profile_of_this_machine
 from fsdptoys.utils.text import print_status, value_text
 
+AUTO_MEMORY = "memory=auto"
 MARGIN = 0.08  # cuBLAS's, cuDNN's and NCCL's memory is assumed in a profile
 MEASURED_MARGIN = 0.02  # growth of reserved memory after the two steps of a prediction
 
@@ -49,18 +50,25 @@ class DeviceMemory:
         )
 
 
-def device_memory(device_type: str, devices: int) -> DeviceMemory | None:
-    """Memory of this machine's first devices; None without a hardware profile.
+def device_memory(device_type: str, devices: int, profile: str = "auto") -> DeviceMemory | None:
+    """Memory of this machine's first devices; None without a hardware profile, which ``profile`` can name.
 
     Under another launcher every rank asks, and all must agree: they take the profile's memory, not the free one.
     """
-    profile = None if device_type == "cpu" else profile_of_this_machine()
-    if profile is None:
+    if device_type == "cpu":
         return None
-    hardware = load_hardware(profile)
+    found = profile_of_this_machine() if profile == "auto" else profile
+    if found is None:
+        return None
+    hardware = load_hardware(found)
     free_bytes = None if "RANK" in os.environ else least_free_bytes(device_type, devices)
-    available_bytes = min(hardware.usable_bytes, hardware.usable_bytes if free_bytes is None else free_bytes)
+    return with_margin(hardware, hardware.usable_bytes if free_bytes is None else free_bytes)
+
+
+def with_margin(hardware: Hardware, available_bytes: float) -> DeviceMemory:
+    """Memory of a device of which ``available_bytes`` are free."""
     is_assumed = hardware.outside_allocator_bytes.source.startswith("assumed")
+    available_bytes = min(hardware.usable_bytes, available_bytes)
     return DeviceMemory(hardware, available_bytes, MARGIN if is_assumed else MEASURED_MARGIN)
 
 
@@ -91,9 +99,9 @@ def choose_largest(experiment: str, device_type: str, world_size: int, *, stdout
 def choose_switches(
     words: Sequence[str], base: Config, device_type: str, world_size: int, local_ranks: int, *, stdout: bool = True
 ) -> list[str]:
-    """Return overrides of ``memory``, to append to those of a run that sets none, with which it is fastest and fits.
+    """Return overrides of ``memory``, to append to those with ``memory=auto``, with which a run is fastest and fits.
 
-    Empty if the run sets a switch of ``memory``, turns predictions off, or has no prediction; or if nothing fits.
+    Empty if nothing fits or the run has no prediction, which a printed sentence explains.
 
     Args:
         words: the run's overrides.
@@ -103,33 +111,41 @@ def choose_switches(
         local_ranks: those on this machine.
         stdout: print the choice to stdout rather than stderr.
     """
-    sets_memory = any(word.lstrip("+~").startswith(("memory=", "memory.")) for word in words)
-    memory = None if sets_memory or not base.plan.predict else device_memory(device_type, local_ranks)
-    if memory is None or base.plan.hardware != "auto":
+    memory = device_memory(device_type, local_ranks, base.plan.hardware)
+    if memory is None:
+        reason = "a CPU" if device_type == "cpu" else "this device, which has no hardware profile,"
+        _say(f"memory=auto chooses nothing on {reason} and leaves the switches off", stdout)
         return []
+    return fastest_switches(words, base, memory, world_size, stdout=stdout)
+
+
+def fastest_switches(
+    words: Sequence[str], base: Config, memory: DeviceMemory, world_size: int, *, stdout: bool = True
+) -> list[str]:
+    """Return the overrides of :func:`choose_switches` for devices with the given memory."""
     from fsdptoys.plan.estimate.estimate import closed_form
     from fsdptoys.plan.search.search import search
-    from fsdptoys.plan.search.switches import SENSIBLE, STRATEGIES
+    from fsdptoys.plan.search.switches import SENSIBLE, check_strategy
 
-    if base.parallel.name not in STRATEGIES:
-        return []
     started = time.perf_counter()
     own: dict[str, Any] = {name: (getattr(base.parallel, key),) for name, key in OWN if hasattr(base.parallel, key)}
     space = dataclasses.replace(SENSIBLE, strategies=(base.parallel.name,), **own)
     # Batch and mesh stay as the files have them.
-    fixed = [f"train.batch_size={base.train.batch_size}"]
-    fixed += [f"mesh.{name}={value_text(value)}" for name, value in vars(base.mesh).items()]
-    given = [*words, *fixed]
+    given = [word for word in words if word != AUTO_MEMORY]
+    given += [f"train.batch_size={base.train.batch_size}"]
+    given += [f"mesh.{name}={value_text(value)}" for name, value in vars(base.mesh).items()]
     try:
+        check_strategy(base)
         best = search(base, given, memory.hardware, world_size, memory.limit_bytes, closed_form, space=space).best
-    except ConfigError:
+    except ConfigError as error:
+        _say(f"memory=auto leaves the switches off: {error}", stdout)
         return []
     changed = [word for word in best.words if word not in given]
     seconds = time.perf_counter() - started
     _say(
-        f"{' '.join(changed) or 'the memory switches as they are'}: the fastest of those that fit, "
+        f"memory=auto: {' '.join(changed) or 'the switches as they are'}, the fastest of those that fit, "
         f"{memory.describe(best.reserved_bytes)}; {best.tokens_per_second:,.0f} tokens/s predicted, chosen in "
-        f"{seconds:.1f} s; set a memory.* key to choose yourself",
+        f"{seconds:.1f} s",
         stdout,
     )
     return changed

@@ -50,7 +50,7 @@ def _train(words: list[str], cfg: str | None) -> int:
         # With several nodes, rank 0 on another one may have made the folder already.
         _check_places(run.composition.config)
     _verify_weights(run.composition.config)
-    _prepare_data(run.composition.config, run.local_ranks)
+    _prepare_data(run.composition.config, run.world_size, run.local_ranks)
     return launch(run)
 
 
@@ -69,7 +69,9 @@ def _work(words: list[str]) -> None:
         run = resolve_run(words, os.environ, choose_largest, choose_switches)
         check_master(os.environ)
         request = run.request()
-        _prepare_data(request.config, request.local_ranks)  # called by every rank; one of them prepares
+        _prepare_data(
+            request.config, request.world_size, request.local_ranks
+        )  # called by every rank; one of them prepares
     elif int(os.environ["WORLD_SIZE"]) != request.world_size:
         raise ConfigError(
             f"launch.nnodes={request.config.launch.nnodes} machines of {request.local_ranks} ranks were expected, and "
@@ -130,10 +132,13 @@ def _verify_weights(config: Config) -> None:
         verify_checksums(AdapterFolder(config.tune.adapter).path)
 
 
-def _prepare_data(config: Config, local_ranks: int) -> None:
+def _prepare_data(config: Config, world_size: int, local_ranks: int) -> None:
     """Prepare the data before a rank starts or joins the others."""
     from fsdptoys.data import check_shared_memory
 
     check_shared_memory(config.data.workers, config.step_bytes, local_ranks)
     config.data.prepare(config.train.seq_len, config.model.vocab_size)
     config.check_evaluation()  # again: a split of few documents may be empty
+    counted = config.count_steps(world_size)
+    if counted is not None and os.environ.get("RANK", "0") == "0":
+        print_status(counted, stdout=True)

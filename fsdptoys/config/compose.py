@@ -4,6 +4,7 @@ Every YAML file of a group starts from a ``base_<name>`` schema registered here,
 ``experiment`` has no schema, since it overrides other groups.
 """
 
+import contextlib
 import copy
 import dataclasses
 import functools
@@ -30,6 +31,8 @@ from .overrides import check_groups, check_values, list_choices, list_defaults, 
 from .schema import ROOT_OPTIONS, SCHEMAS, Config, TrainConfig
 
 CONFIG_MODULE = "fsdptoys.configs"
+SEQ_LEN = 4096  # default length of a sequence, where the model's maximum is longer
+STEPS = 10  # default length of a run, except where a model is tuned
 
 PATHS = (
     *("metrics.run_dir", "checkpoint.folder", "checkpoint.resume", "model.init_from", "plan.hardware", "tune.adapter"),
@@ -66,6 +69,7 @@ class Composition:
 
     config: Config
     choices: dict[str, str | None]  # Group → name of the chosen YAML file; ``experiment`` may be None
+    reasons: dict[str, str]  # Key that nobody set, and that model or data decided → why it has its value
 
 
 def compose_config(overrides: Sequence[str]) -> Config:
@@ -93,7 +97,28 @@ def compose(overrides: Sequence[str]) -> Composition:
                 OmegaConf.update(tree, key, read_value(key, override.value()), merge=True)  # as Hydra does
     except OmegaConfBaseException as error:
         raise _not_composed(overrides, error) from error
-    return Composition(_to_config(tree), dict(chosen))
+    reasons = _choose_lengths(tree)
+    return Composition(_to_config(tree), dict(chosen), reasons)
+
+
+def _choose_lengths(tree: DictConfig) -> dict[str, str]:
+    """Replace each -1 of ``train`` that model and kind of data decide; return the reason of each by its key.
+
+    In a run that tunes a model, the prepared data decide the others (``Config.count_steps``).
+    """
+    reasons = {}
+    with contextlib.suppress(OmegaConfBaseException):  # an invalid reference, which ``_to_config`` reports
+        longest = tree.model.max_seq_len
+        if tree.train.seq_len == -1:
+            tree.train.seq_len = min(longest, SEQ_LEN)
+            reasons["train.seq_len"] = "the model's maximum" if longest <= SEQ_LEN else f"the model's is {longest:,}"
+        continues = tree.model.init_from is not None or OmegaConf.get_type(tree.tune).freezes
+        tunes = continues and OmegaConf.get_type(tree.data).reads_files
+        for key, value in () if tunes else (("steps", STEPS), ("eval_every", 0)):
+            if tree.train[key] == -1:
+                tree.train[key] = value
+                reasons[f"train.{key}"] = "the default"
+    return reasons
 
 
 def read_launch(overrides: Sequence[str]) -> tuple[LaunchConfig, bool]:

@@ -42,6 +42,7 @@ from .tune_checks import check_tune, open_adapter
 MOST_BATCHES = 2**20  # upper bound of a batch's sequences, and of the batches of a step or an evaluation
 MOST_SEED = 2**63 - 1
 MOST_SLICES = 2**10
+EVALUATIONS = 4  # default number of evaluations of a run that tunes a model
 
 
 @dataclass
@@ -50,10 +51,10 @@ class TrainConfig:
 
     batch_size: int = field(default=1, metadata=at_least(1, MOST_BATCHES))
     """Sequences per micro-batch on each rank."""
-    seq_len: int = field(default=512, metadata=at_least(1, MOST_TOKENS))
-    """Tokens per sequence."""
-    steps: int = field(default=10, metadata=at_least(1, MOST_STEPS))
-    """Number of optimizer steps."""
+    seq_len: int = field(default=-1, metadata=at_least(1, MOST_TOKENS, other=-1))
+    """Tokens per sequence; -1 for the model's maximum, at most 4096."""
+    steps: int = field(default=-1, metadata=at_least(1, MOST_STEPS, other=-1))
+    """Number of optimizer steps; -1 for 10, or for one pass over the data if a model is tuned."""
     grad_accum: int = field(default=1, metadata=at_least(1, MOST_BATCHES))
     """Micro-batches per optimizer step; their gradients are summed."""
     max_grad_norm: float | None = field(default=1.0, metadata=above(0))
@@ -63,8 +64,8 @@ class TrainConfig:
 
     Schedules follow ``steps`` only.
     """
-    eval_every: int = field(default=0, metadata=at_least(0, MOST_STEPS))
-    """Evaluate on the held-out split every N steps and after the last; 0 for never."""
+    eval_every: int = field(default=-1, metadata=at_least(0, MOST_STEPS, other=-1))
+    """Evaluate held-out data every N steps and at the end; 0: never; -1: never, or 4 times when tuning."""
     eval_batches: int = field(default=8, metadata=at_least(1, MOST_BATCHES))
     """Micro-batches per evaluation on each rank."""
     label_smoothing: float = field(default=0.0, metadata=between(0, 1, below=True))
@@ -141,6 +142,28 @@ class Config:
     patches: Any = "auto"
     """PyTorch patches to apply, [NAME,...]; auto for those that its version and the strategy need, [] for none."""
 
+    def count_steps(self, world_size: int) -> str | None:
+        """Replace each -1 of ``train`` in a run that tunes a model; return a sentence on the counted steps, or None.
+
+        Reads the prepared data. ConfigError if the counted steps contradict other settings.
+        """
+        train, sentence = self.train, None
+        assert train.data_seed is not None, "the config must have been validated"
+        if train.steps == -1:
+            rows = len(self.data.build(train.seq_len, self.model.vocab_size, train.data_seed).train)
+            ranks = self.parallel.axes(world_size, self.mesh).data_ranks * getattr(self.parallel, "simulated_ranks", 1)
+            a_step = train.batch_size * train.grad_accum * ranks
+            train.steps = -(-rows // a_step)
+            sentence = (
+                f"train.steps={train.steps}: one pass over {rows:,} rows of {train.seq_len:,} tokens, {a_step} a step"
+            )
+            self.profile.validate(world_size, self.launch.device.value, train.steps)
+        if train.eval_every == -1:
+            train.eval_every = -(-train.steps // EVALUATIONS) if self.data.has_eval else 0
+            if train.eval_every and sentence:
+                sentence += f"; train.eval_every={train.eval_every}, since a part is held out"
+        return sentence
+
     def validate(self, world_size: int, device_type: str, node_ranks: int | None = None) -> None:
         """Resolve every ``auto``, and check the sections against each other, before any worker starts.
 
@@ -207,7 +230,8 @@ class Config:
         self.data.validate(self.train.seq_len, self.model.vocab_size)
         self.check_evaluation()
         self._check_resume()
-        self.profile.validate(world_size, device_type, self.train.steps)
+        if self.train.steps != -1:
+            self.profile.validate(world_size, device_type, self.train.steps)
         self.debug.validate(self.train.compile, self.kernels.compiles)
         try:
             check_patches(self.patches, self.parallel.name)
@@ -342,7 +366,7 @@ class Config:
     def check_evaluation(self) -> None:
         """Check that the data has a held-out split if ``eval_every`` is set; some data knows it only once prepared."""
         train = self.train
-        if train.eval_every and not self.data.has_eval:
+        if train.eval_every > 0 and not self.data.has_eval:
             raise ConfigError(
                 f"train.eval_every={train.eval_every} (typed, or set by the experiment) needs a held-out part, which "
                 f"data={self.data.name} does not have as set; set {self.data.eval_fix} or train.eval_every=0"

@@ -3,6 +3,7 @@
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from fsdptoys.config.compose import Composition, compose, read_launch
 from fsdptoys.config.launch_config import DeviceChoice, LaunchConfig
@@ -25,11 +26,10 @@ MOST_RANKS_PER_CORE = 32
 MOST_THREADS = 1024  # above any machine's core count; OpenMP ends a process whose threads it cannot create
 MOST_RANKS = 2**24
 SINGLE = "parallel=single"
-NAMES = re.compile(
-    r"(model|data|metrics|checkpoint)=|experiment=(?!null$)|(launch|data|metrics|checkpoint)\.|train\.steps="
-)
-"""Overrides that name a model, its data, files and ranks. Other overrides are typed to compare runs, whose memory
-switches must not follow from the compared settings."""
+AUTO = "auto"  # The file of ``memory`` whose switches the planner chooses
+NAMES_TRAINING = re.compile(r"[+~]*((experiment|model|data|tune)=|(model|data|tune)\.)")
+"""Overrides that name an experiment, or a part of one: an experiment chosen by the hardware would make the rest another
+training on other hardware."""
 
 AS_TORCHRUN = "start the ranks with torchrun, or unset RANK and WORLD_SIZE"
 
@@ -44,6 +44,7 @@ class ResolvedRun:
     world_size: int
     words: list[str]  # The overrides, including the chosen experiment, strategy and device
     strategy_chosen: bool = False  # Whether the number of ranks decided the strategy
+    by_hardware: bool = False  # Whether the hardware decided the experiment
 
     def request(self) -> WorkerRequest:
         """Return the run for its workers."""
@@ -61,15 +62,15 @@ def resolve_run(
     ConfigError for the first mistake.
 
     Args:
-        words: overrides as typed; without an experiment among them, the hardware decides.
+        words: overrides as typed; the hardware decides the experiment if none of them names a part of one.
         present: the environment; torchrun's variables set the number of ranks where present.
         choose_preset: returns the overrides of a command line without any, given an experiment's override, a device
             type and the number of ranks; the CLI passes the planner's choice.
-        choose_switches: returns overrides to append to those of a command line of ``NAMES``, given all overrides, the
+        choose_switches: returns overrides to append to those with ``memory=auto``, given all overrides, the
             configuration composed from them, the device type, and the numbers of ranks in all and on this machine.
     """
     words, composition = list(words), None
-    if any(word.startswith("experiment=") for word in words):
+    if names_training(words):
         composition = compose(words)
         launch, single_process = composition.config.launch, composition.config.parallel.single_process
     else:  # the number of ranks decides the experiment
@@ -81,7 +82,7 @@ def resolve_run(
     else:
         local_ranks = _ranks_on_this_machine(launch, hardware, single_process)
         world_size = local_ranks * launch.nnodes
-    typed, names_only = bool(words), all(NAMES.match(word) for word in words)
+    typed, by_hardware = bool(words), composition is None
     if composition is None:
         experiment = f"experiment={choose_experiment(hardware.device_type, world_size)}"
         words = [experiment, *words] if typed else choose_preset(experiment, hardware.device_type, world_size)
@@ -90,7 +91,7 @@ def resolve_run(
     single = choose_single(words, hardware.device_type) if typed and hardware.devices and world_size == 1 else None
     if single is not None:
         words, composition = [*words, SINGLE], single
-    if typed and names_only and hardware.devices:
+    if composition.choices["memory"] == AUTO:
         more = choose_switches(words, composition.config, hardware.device_type, world_size, local_ranks)
         if more:
             words, composition = [*words, *more], compose([*words, *more])
@@ -103,7 +104,12 @@ def resolve_run(
     check_plan_settings(composition.config.plan, hardware.device_type)
     composition.config.validate(world_size, hardware.device_type, local_ranks)
     check_float8_here(composition.config.train.float8, hardware.device_type)
-    return ResolvedRun(composition, hardware, local_ranks, world_size, words, strategy_chosen=single is not None)
+    return ResolvedRun(composition, hardware, local_ranks, world_size, words, single is not None, by_hardware)
+
+
+def names_training(words: Sequence[str]) -> bool:
+    """Whether a command line names its experiment or a part of it, so that the hardware does not choose one."""
+    return any(map(NAMES_TRAINING.match, words))
 
 
 def choose_single(words: Sequence[str], device_type: str) -> Composition | None:
@@ -233,7 +239,7 @@ def _ranks_on_this_machine(launch: LaunchConfig, hardware: FoundHardware, single
 
 
 def describe_run(run: ResolvedRun, environment: Mapping[str, str]) -> str:
-    """Describe the found hardware and the chosen run in one line."""
+    """Describe the found hardware and the run in one line, with what decided each setting that nobody typed."""
     hardware, choices = run.hardware, run.composition.choices
     cores = f"{hardware.cores} core{'s' * (hardware.cores != 1)}"
     if hardware.devices:
@@ -249,13 +255,41 @@ def describe_run(run: ResolvedRun, environment: Mapping[str, str]) -> str:
         f"running {experiment}model={choices['model']} data={choices['data']} {others}with {choices['parallel']} on "
         f"{ranks}"
     )
-    return "; ".join([found, ", ".join([running, *(f"{name}={value}" for name, value in environment.items())])])
+    running = ", ".join([running, *(f"{name}={value}" for name, value in environment.items())])
+    return "; ".join([found, running, *describe_choices(run)])
 
 
 def print_run(run: ResolvedRun, environment: Mapping[str, str]) -> None:
     """Print the found hardware and the chosen run."""
     for sentence in filter(None, (describe_run(run, environment), strategy_note(run), straddling_note(run))):
         print_status(sentence, stdout=True)
+
+
+def describe_choices(run: ResolvedRun) -> list[str]:
+    """Describe the settings that the command line left open, with what decided them."""
+    config, choices = run.composition.config, run.composition.choices
+    if run.by_hardware:
+        devices = "an accelerator" if run.world_size == 1 else f"{run.world_size} devices"
+        where = "without an accelerator" if run.hardware.device_type == "cpu" else f"with {devices}"
+        return [f"experiment={choices['experiment']}: the default {where}, since neither model nor data are named"]
+    if choices["experiment"]:
+        return []
+    parts = []
+    if (reason := run.composition.reasons.get("train.seq_len")) is not None:
+        parts.append(f"seq_len {config.train.seq_len:,}: {reason}")
+    named = {word.lstrip("+").partition("=")[0] for word in run.words}
+    # A run that tunes a model has another sentence on the steps, which are counted from its data.
+    values: dict[str, Any] = {"steps": config.train.steps} if "train.steps" in run.composition.reasons else {}
+    others = (("train", "batch_size"), ("optim", "lr"), ("parallel", "param_dtype"))
+    values |= {
+        key: getattr(getattr(config, section), key) for section, key in others if f"{section}.{key}" not in named
+    }
+    if values:
+        found = ", ".join(f"{key} {value_text(value)}" for key, value in values.items())
+        parts.append(f"{found}: the default{'s' * (len(values) > 1)} on every machine")
+    if "param_dtype" in values and run.hardware.device_type != "cpu":
+        parts.append("parallel.param_dtype=bfloat16 is usually faster on an accelerator")
+    return parts
 
 
 def strategy_note(run: ResolvedRun) -> str | None:

@@ -19,12 +19,20 @@ from typing import Any
 import torch
 
 import fsdptoys
-from fsdptoys.config.compose import compose_config
+from fsdptoys.config.compose import compose, compose_config
 from fsdptoys.config.overrides import list_choices
 from fsdptoys.config.schema import Config
 from fsdptoys.errors import ConfigError, UnusedKeyError
 from fsdptoys.launch.hardware import find_hardware
-from fsdptoys.launch.launch import CPU_RANKS, MOST_RANKS_PER_CORE, check_plan_settings, choose_experiment, resolve_run
+from fsdptoys.launch.launch import (
+    AUTO,
+    CPU_RANKS,
+    MOST_RANKS_PER_CORE,
+    check_plan_settings,
+    choose_experiment,
+    names_training,
+    resolve_run,
+)
 from fsdptoys.metrics.preflight import check_writers
 from fsdptoys.metrics.run_environment import checkout_commit
 
@@ -185,9 +193,16 @@ def _validate(
             found[launching] = where.find(launching, settings)
             by_composition = True
         place = found[launching]
-        if not any(word.startswith("experiment=") for word in words):
+        if not names_training(words):
             words.insert(0, f"experiment={choose_experiment(place.device_type, place.world_size)}")
-        config = compose_config(words)
+        composition = compose(words)
+        config = composition.config
+        if composition.choices["memory"] == AUTO:
+            by_composition = False
+            raise ConfigError(
+                "memory=auto is chosen for one run on its devices, and a sweep compares settings that it names; name "
+                "files, such as memory=checkpointing,lean, or ask fsdptoys plan search"
+            )
         if config.train.max_seconds is not None and "train.max_seconds" not in combination.keys:
             combination = Combination((*combination.words, NO_TIME_LIMIT), combination.varied)
             config = compose_config([*words, NO_TIME_LIMIT])

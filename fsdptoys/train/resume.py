@@ -164,6 +164,8 @@ def check_same_run(config: Config, facts: dict[str, Any]) -> list[str]:
             raise ConfigError(
                 f"{key}={own} is not {saved}, in which {where} holds the optimizer's states; set {key}={saved}{switch}"
             )
+    if config.train.steps == -1:  # counted from the data, which are not prepared yet; the ranks check again
+        return []
     if facts["step"] > config.train.steps:
         raise ConfigError(
             f"train.steps={config.train.steps} is behind {where}; set train.steps={before['train']['steps']}, or more "

@@ -84,7 +84,7 @@ def check_bounds(section: str, config: Any) -> None:
         if GUARD <= bounds.most < value < math.inf:
             most = f"{bounds.most:.15g}" if isinstance(bounds.most, float) else bounds.most
             raise ConfigError(f"{key}={value} must be at most {most}; set {key} to that or less")
-        is_count = isinstance(value, int) and value < bounds.least and bounds.other is None
+        is_count = isinstance(value, int) and value < bounds.least
         fix = value_text(bounds.least if is_count else field.default, quote=True)
         raise ConfigError(f"{key}={value} must be {bounds}; set {key}={fix}")
 

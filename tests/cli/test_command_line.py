@@ -192,7 +192,7 @@ def test_rank_of_an_external_launcher_reports_its_mistake(
     process.join()
     assert process.exitcode == 2
     written = (tmp_path / "error.json").read_text() if asked else capfd.readouterr().err
-    assert "train.steps=0 must be at least 1; set train.steps=1" in written and "Traceback" not in written
+    assert "train.steps=0 must be at least 1, or -1; set train.steps=1" in written and "Traceback" not in written
 
 
 LINES = {

@@ -124,8 +124,8 @@ def test_printed_command_composes_to_the_model_of_the_folder(case: str, tmp_path
     config = SMALL[case]
     write(folder, build(config))
     words = command(output_of("from-hf", str(folder)))
-    assert words[-2:] == ["train.seq_len=128", f"model.init_from={words[-1].partition('=')[2]}"]
     composed = compose_config(words)
+    assert composed.train.seq_len == 128
     assert composed.model.init_from == str(folder)
     assert differences(composed.model, config) == {}
     without = compose_config(words[:1] + words[2:])

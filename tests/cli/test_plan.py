@@ -152,7 +152,7 @@ def test_free_memory_without_a_device_is_unknown() -> None:
 
 
 @pytest.mark.usefixtures("unmeasured")
-def test_named_model_takes_the_fastest_memory_switches_unless_it_sets_one(
+def test_memory_auto_takes_the_fastest_switches_that_fit(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Oracle: the closed form of each checkpointing mode and chunking, over one H200, whose memory all of them fit."""
@@ -178,8 +178,12 @@ def test_named_model_takes_the_fastest_memory_switches_unless_it_sets_one(
         for chunk in ("true", "false")
     )
     assert speed(*chosen) >= 0.99 * best > speed()
-    assert f"{' '.join(chosen)}: the fastest of those that fit, predicted to need" in capsys.readouterr().out
-    for own in ("memory.chunk_loss=true", "memory=lean", "plan.predict=false", "parallel=toy_fsdp"):
-        assert choose(own) == []
+    said = f"memory=auto: {' '.join(chosen)}, the fastest of those that fit, predicted to need"
+    assert said in capsys.readouterr().out
+    assert not any("chunk_loss" in word for word in choose("memory=auto", "memory.chunk_loss=false"))
+    assert choose("parallel=toy_fsdp") == []
+    assert "memory=auto leaves the switches off: parallel=toy_fsdp cannot be predicted" in capsys.readouterr().out
     monkeypatch.setattr("fsdptoys.cli.planned.profile_of_this_machine", lambda: None)
+    assert choose("plan.hardware=h200") == chosen
     assert choose() == []
+    assert "memory=auto chooses nothing on this device, which has no hardware profile," in capsys.readouterr().out

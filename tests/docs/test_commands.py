@@ -6,12 +6,16 @@ import shlex
 import subprocess
 import sys
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 
 from fsdptoys.cli.main import main
-from fsdptoys.config.compose import compose_config
+from fsdptoys.cli.plan import compose_hypothetical
 from fsdptoys.errors import ConfigError
+from fsdptoys.launch.hardware import FoundHardware
+from fsdptoys.launch.launch import resolve_run
+from fsdptoys.plan.search.switches import validate_switches
 from tests.docs.pages import PAGES, ROOT, Block, anchors, blocks, code_spans, commands, links
 
 TOUR = [ROOT / "README.md", ROOT / "docs" / "first_steps.md", ROOT / "docs" / "fine_tuning.md"]
@@ -23,6 +27,7 @@ NOT_RUN = {
 """Page → requirements of the blocks that no test runs, in order."""
 ABSENT = r"(data\.(folder|sources|files|tokenizer)|model\.init_from|tune\.adapter)="
 """Beginnings of the errors of settings that name a file or a folder."""
+FEW_DEVICES = r"launch\.nproc_per_node=\d+ is over the number of|mesh\.fsdp_size=\d+ must divide the world size"
 TINY = {
     "model": "llama_debug",
     "data.sample_tokens": "4",
@@ -48,7 +53,9 @@ def run_block(block: Block, folder: Path) -> None:
             settings = [word.partition("=") for word in words]
             words = [key + mark + (TINY.get(key, value) if mark else "") for key, mark, value in settings]
             absent = TINY.keys() - {key for key, _, _ in settings} - {"checkpoint.every"}
-            absent -= {"data.sample_tokens"} if {"data=chat", "data=prepared"} & set(words) else set()
+            is_default = not any(word.startswith(("experiment=", "model=", "data=")) for word in words)
+            words += ["experiment=cpu_text"] * is_default  # which it would be without the settings below
+            absent -= set() if {"data=text", "experiment=cpu_text"} & set(words) else {"data.sample_tokens"}
             words += [f"{key}={TINY[key]}" for key in sorted(absent)]
         ended = subprocess.run(words, cwd=folder, capture_output=True, text=True, errors="replace")
         if block.info == "bash":
@@ -79,18 +86,39 @@ def test_commands_of_the_introductory_pages_run_in_order(
             run_block(block, tmp_path)
 
 
+def find_mistake_of_run(settings: list[str]) -> str | None:
+    """Return the error of ``fsdptoys train`` on a machine with 0, 1, 4 or 8 accelerators, or None.
+
+    A number of ranks that some of them lack is no mistake.
+    """
+    kind, found = "npu" if "launch.device=npu" in settings else "cuda", set()
+    for devices in (0, 1, 4, 8):
+        hardware = FoundHardware(kind, devices, "made up", 16) if devices else FoundHardware("cpu", 0, "made up", 16)
+        with (
+            patch("fsdptoys.launch.launch.find_hardware", return_value=hardware),
+            patch("fsdptoys.launch.launch.check_float8_here"),
+        ):
+            try:
+                resolve_run(settings, {})
+                found.add(None)
+            except ConfigError as error:
+                if not re.match(FEW_DEVICES, str(error)):
+                    found.add(None if re.match(ABSENT, str(error)) else str(error))
+    return max(found, key=lambda sentence: sentence or "", default="no machine can run it")
+
+
 def find_mistake(words: list[str], capsys: pytest.CaptureFixture[str]) -> str | None:
     """Return the error of a command, or None, without starting a run; the files that it names do not exist."""
     command, *rest = words
     if command == "train" and "-m" in rest:
         command, rest = "sweep", [word for word in rest if word != "-m"]
-    if command == "train" or (command == "plan" and rest[0] != "calibrate"):
-        settings = [word for word in rest if "=" in word and not word.startswith("-")]
-        config = compose_config(settings)
-        device_type = "npu" if config.launch.device == "npu" else "cuda"
-        world_size = config.plan.world_size or 8 * config.launch.nnodes
+    settings = [word for word in rest if "=" in word and not word.startswith("-")]
+    if command == "train":
+        return find_mistake_of_run(settings)
+    if command == "plan" and rest[0] != "calibrate":
         try:
-            config.validate(world_size, device_type, min(8, world_size))
+            run = compose_hypothetical(settings, searches=rest[0] == "search")
+            validate_switches(run.config, run.world_size, run.hardware.device_type, min(8, run.world_size))
         except ConfigError as error:
             return None if re.match(ABSENT, str(error)) else str(error)
         return None

@@ -1,6 +1,7 @@
 """The launcher: resolution of a command line to a run on the present hardware."""
 
 from types import SimpleNamespace
+from typing import Any
 
 import hydra
 import pytest
@@ -174,7 +175,8 @@ def test_launch_composes_the_config_once(words: list[str], monkeypatch: pytest.M
     "words, experiment, model",
     [
         ([], "cpu_text", "llama_bytes"),
-        (["model=llama_debug"], "cpu_text", "llama_debug"),
+        (["train.steps=3"], "cpu_text", "llama_bytes"),
+        (["model=llama_debug"], None, "llama_debug"),
         (["experiment=null"], None, "llama_debug"),
         (["experiment=llama3_1b"], "llama3_1b", "llama3_1b"),
     ],
@@ -189,11 +191,15 @@ def test_run_description_names_hardware_and_choices() -> None:
     """Oracle: the line, word for word, for a run on made-up hardware."""
     run = resolve_run(["parallel=fsdp1", "launch.device=cpu"], {})
     made_up = SimpleNamespace(
-        composition=run.composition, hardware=FoundHardware("cuda", 2, "NVIDIA H200", 16), world_size=2
+        composition=run.composition,
+        hardware=FoundHardware("cuda", 2, "NVIDIA H200", 16),
+        world_size=2,
+        by_hardware=True,
     )
     assert describe_run(made_up, {"OMP_NUM_THREADS": "8"}) == (  # type: ignore[arg-type]
         "found 2 × NVIDIA H200, 16 cores; running experiment=cpu_text model=llama_bytes data=text with fsdp1 on "
-        "2 ranks, OMP_NUM_THREADS=8"
+        "2 ranks, OMP_NUM_THREADS=8; experiment=cpu_text: the default with 2 devices, since neither model nor data are "
+        "named"
     )
     chosen = resolve_run(["memory=lean", "mesh=hsdp", "launch.device=cpu"], {})
     assert "data=text memory=lean mesh=hsdp with fsdp2 on 2 ranks" in describe_run(chosen, {})
@@ -226,19 +232,76 @@ def test_one_accelerator_trains_without_sharding_unless_the_words_ask_for_it(
     assert (reason in capsys.readouterr().out) is (name == "single")
 
 
+TRAINING = ("model", "data", "optim", "tune", "train", "memory", "mesh")
+"""Sections that decide what is trained, and how much memory it takes."""
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["model=llama_debug"],
+        ["model=llama3_8b", "train.grad_accum=2"],
+        ["data=text", "memory=lean"],
+        ["model.n_layers=2", "train.steps=3"],
+        ["tune=lora", "data=text"],
+        ["experiment=cpu_compare"],
+        ["experiment=null"],
+    ],
+    ids=" ".join,
+)
+def test_command_that_names_a_part_of_an_experiment_trains_the_same_on_every_machine(
+    words: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Oracle: the run without an accelerator; only device and strategy of one accelerator differ."""
+
+    def settings(devices: int) -> dict[str, Any]:
+        found = FoundHardware("cuda", devices, "NVIDIA H200", 16) if devices else FoundHardware("cpu", 0, "a CPU", 16)
+        monkeypatch.setattr("fsdptoys.launch.launch.find_hardware", lambda choice: found)
+        run = resolve_run(words, {})
+        tree = run.composition.config.to_dict()
+        one = devices == 1 and tree["parallel"]["name"] == "single"
+        return (
+            {name: tree[name] for name in TRAINING}
+            | {"param_dtype": tree["parallel"]["param_dtype"]}
+            | ({} if one else {"parallel": tree["parallel"]})
+        )
+
+    expected = settings(0)
+    for devices in (1, 4, 8):
+        assert settings(devices).items() <= expected.items(), devices
+
+
+@pytest.mark.parametrize(
+    ("words", "device_type", "said"),
+    [
+        (["model=llama_debug"], "cpu", "seq_len 512: the model's maximum; steps 10, batch_size 1, lr 0.0003, "
+         "param_dtype float32: the defaults on every machine"),
+        (["model=llama3_8b", "train.batch_size=4", "optim.lr=1e-3", "parallel.param_dtype=bfloat16"], "cuda",
+         "seq_len 4,096: the model's is 131,072; steps 10: the default on every machine"),
+        (["model=llama_debug", "train.seq_len=64", "train.steps=3", "train.batch_size=1", "optim.lr=1e-3"], "cuda",
+         "param_dtype float32: the default on every machine; parallel.param_dtype=bfloat16 is usually faster on an "
+         "accelerator"),
+    ],
+)  # fmt: skip
+def test_first_line_names_each_default_with_what_decided_it(
+    words: list[str], device_type: str, said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Oracle: the end of the line, word for word."""
+    found = FoundHardware(device_type, 2 * (device_type != "cpu"), "NVIDIA H200", 16)
+    monkeypatch.setattr("fsdptoys.launch.launch.find_hardware", lambda choice: found)
+    assert describe_run(resolve_run(words, {}), {}).endswith(f" with fsdp2 on 2 ranks; {said}")
+
+
 @pytest.mark.parametrize(
     ("words", "chosen"),
     [
-        (["model=llama3_1b"], True),
-        (["experiment=llama3_1b", "train.steps=5", "metrics.run_dir=x", "launch.nproc_per_node=1"], True),
+        (["model=llama3_1b", "memory=auto"], True),
+        (["model=llama3_1b"], False),
         (["model=llama3_1b", "memory=lean"], False),
-        (["model=llama3_1b", "parallel=fsdp2"], False),
-        (["model=llama3_1b", "train.batch_size=2"], False),
-        (["experiment=null", "model=llama3_1b"], False),
         ([], False),
     ],
 )
-def test_memory_switches_are_chosen_only_for_runs_that_set_nothing_to_compare(
+def test_memory_switches_are_chosen_only_where_the_words_ask_for_it(
     words: list[str], chosen: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Oracle: the table; the stand-in for the planner chooses a value that no file has."""

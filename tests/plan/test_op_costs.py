@@ -1,5 +1,6 @@
 """Kernels of a plan: attention's backend and rate, bytes that no schema shows, and the stream of FSDP1's joins."""
 
+import re
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from typing import Any
@@ -21,7 +22,7 @@ from fsdptoys.plan.trace.op_costs import PREFERS_CUDNN, attention_of
 from fsdptoys.plan.trace.op_recorder import OpRecorder
 from scripts.validate_plan import trace_row
 from tests.plan.processes import in_fresh_process
-from tests.plan.traced import configured, imagined_hardware
+from tests.plan.traced import configured, imagined_hardware, traced
 from tests.scripts.test_published_programs import newer_torch
 
 TORCH = tuple(int(part) for part in torch.__version__.split(".")[:2])
@@ -74,6 +75,40 @@ def test_plans_take_the_backend_that_pytorch_would(
 def test_deterministic_runs_take_flash_attention(hardware: str, words: Sequence[str], expected: str) -> None:
     """Oracle: ``check_cudnn_deterministic`` and ``check_prefer_cudnn_attention`` of ``cuda/sdp_utils.cpp``."""
     assert attention_of(compose_config(["experiment=null", *words]), load_hardware(hardware)).value == expected
+
+
+PRODUCTS = re.compile(r"::\w*(mm|mv|matmul|addbmm|dot|linear|convolution|attention)(_backward|_activation)?\w*$")
+TRACED_STEPS = {
+    "model=llama_debug memory.chunk_loss=true": 1,
+    "model=qwen3_moe_debug optim=muon parallel.param_dtype=bfloat16": 2,
+    "model=gpt2_debug parallel=fsdp1 optim=sgd memory.chunk_loss=true parallel.param_dtype=bfloat16": 2,
+    "model=llama4_debug parallel=ddp memory=checkpointing optim.state_dtype=int8": 2,
+    "model=qwen3_debug parallel=fsdp2 mesh.tp_size=2 memory.chunk_loss=true": 4,
+    "model=llama_debug parallel=fsdp2 mesh.pp_size=2 train.grad_accum=2 memory.gradient_checkpointing=selective": 2,
+    "model=llama_debug mesh.cp_size=2 parallel.context=ring memory.optimizer_offload=false": 2,
+    "model=llama_debug mesh.cp_size=2 parallel.context=gathered memory.chunk_loss=true": 2,
+    "model=qwen3_moe_debug mesh.ep_size=2 kernels.grouped_matmul=looped": 2,
+    "model=llama_debug model.ffn_dim=192 parallel=single tune=lora tune.base=nf4 parallel.param_dtype=bfloat16": 1,
+    "model=llama_debug parallel=single train.float8=tensorwise parallel.param_dtype=bfloat16": 1,
+    "model=gpt2_debug parallel=fsdp2 memory=cpu_offload train.deterministic=true": 2,
+}
+"""Settings → ranks: each family, optimizer, layout and form of a product at least once."""
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        pytest.param(words, id=words, marks=pytest.mark.extended if number else ())
+        for number, words in enumerate(TRACED_STEPS)
+    ],
+)
+def test_every_matrix_product_of_a_step_has_flops(words: str) -> None:
+    """Oracle: the names of the operators; PyTorch's counter knows none of those that write into an argument."""
+    trace = traced([*words.split(), "train.batch_size=1", "train.seq_len=128"], TRACED_STEPS[words])
+    kernels = [kernel for event in trace.events for kernel in getattr(event, "kernels", (event,))]
+    products = [kernel for kernel in kernels if isinstance(kernel, Kernel) and PRODUCTS.search(kernel.name)]
+    assert products
+    assert {kernel.name for kernel in products if not kernel.flops} == set()
 
 
 @pytest.mark.skipif(TORCH < PREFERS_CUDNN, reason="this torch prefers FlashAttention")

@@ -159,7 +159,9 @@ def count_flops(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result
         return 2.0 * args[0].numel() * args[1].shape[-1]
     if name == "planned::addmm_to_float32_":
         return 2.0 * args[1].numel() * args[2].shape[-1]
-    formula = flop_registry.get(func._overloadpacket)
+    # The counter has no operator that writes into an argument; ``addmm_`` has the products of ``addmm``.
+    namespace, _, operator = name.partition("::")
+    formula = flop_registry.get(getattr(getattr(torch.ops, namespace), operator.rstrip("_"), func._overloadpacket))
     return float(formula(*args, **kwargs, out_val=result)) if formula else 0.0
 
 
