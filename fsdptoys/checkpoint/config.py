@@ -27,7 +27,7 @@ class CheckpointConfig:
     every: int = field(default=0, metadata=at_least(0, MOST_STEPS))
     """Save every N steps and after the last step; 0 saves only on signals (see ``on_signal``)."""
     on_signal: bool = True
-    """Save when a signal (SIGTERM, SIGUSR1) ends the run."""
+    """Save when a signal (SIGTERM, SIGUSR1, Ctrl-C) ends the run."""
     keep: int = field(default=3, metadata=at_least(1, MOST_STEPS))
     """Number of newest checkpoints to keep; older ones are deleted."""
     keep_every: int = field(default=0, metadata=at_least(0, MOST_STEPS))

@@ -112,8 +112,9 @@ def _choose_lengths(tree: DictConfig) -> dict[str, str]:
         if tree.train.seq_len == -1:
             tree.train.seq_len = min(longest, SEQ_LEN)
             reasons["train.seq_len"] = "the model's maximum" if longest <= SEQ_LEN else f"the model's is {longest:,}"
-        continues = tree.model.init_from is not None or OmegaConf.get_type(tree.tune).freezes
-        tunes = continues and OmegaConf.get_type(tree.data).reads_files
+        tune, data = (OmegaConf.get_type(tree, section) for section in ("tune", "data"))
+        continues = tree.model.init_from is not None or getattr(tune, "freezes", False)
+        tunes = continues and getattr(data, "reads_files", False)
         for key, value in () if tunes else (("steps", STEPS), ("eval_every", 0)):
             if tree.train[key] == -1:
                 tree.train[key] = value

@@ -3,9 +3,9 @@
 PyTorch's elastic agent (the core of torchrun) starts the workers, meets other nodes and restarts the workers. It runs
 in a thread, so that the main thread handles signals:
 
-- SIGTERM and SIGUSR1 are forwarded once, as a request to stop. Ranks in their training loop finish the step, save and
-  exit with status 0, and so does the launcher; other ranks end at once.
-- A second request, and any SIGINT, SIGHUP or SIGQUIT, kills all workers at once.
+- SIGTERM, SIGUSR1 and SIGINT (as SIGTERM) are forwarded once, as a request to stop. Ranks in their training loop finish the step,
+  save and exit with status 0, and so does the launcher, or with 130 after SIGINT; other ranks end at once.
+- A second request, and any SIGHUP or SIGQUIT, kills all workers at once.
 - A signal that ends a single rank ends the run as if the launcher had received it.
 
 After a worker's failure the agent sends SIGTERM to the others and waits for up to 30 seconds; the main thread kills
@@ -57,7 +57,8 @@ OTHERS_SECONDS = 1.0
 GROUP_SECONDS = 1.0  # child processes of a killed rank get so long to end by themselves before they are killed
 POLL_SECONDS = 0.1
 
-END_SIGNALS = (signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)  # kill all workers at once
+FORWARDED = (signal.SIGTERM, signal.SIGUSR1)  # may arrive twice for one request; a second Ctrl-C is meant
+END_SIGNALS = (signal.SIGHUP, signal.SIGQUIT)  # kill all workers at once
 
 
 def run_workers(
@@ -121,7 +122,8 @@ def run_workers(
             os.environ.pop(name, None)
     if message:
         if sys.stdout is not None and sys.stdout.isatty():
-            print("\x1b[?25h", end="", flush=True)  # a killed worker may have left the cursor hidden
+            # A killed worker may have left the cursor hidden, within a line.
+            print("\x1b[?25h", end="\n" if workers.ended else "", flush=True)
         print_status(message)
     if workers.left_behind:
         if sys.stdout is not None:
@@ -191,7 +193,7 @@ class _Workers:
             if number in STOP_SIGNALS and self._stop is None:
                 stopped_at = received_at
                 self._pass_on(number)
-            elif number in STOP_SIGNALS and received_at - stopped_at < SAME_REQUEST_SECONDS:
+            elif number in FORWARDED and received_at - stopped_at < SAME_REQUEST_SECONDS:
                 continue
             else:
                 self._end = number
@@ -206,6 +208,11 @@ class _Workers:
         return status, message
 
     @property
+    def ended(self) -> bool:
+        """Whether a signal has killed the workers."""
+        return self._end is not None
+
+    @property
     def left_behind(self) -> bool:
         """Whether the agent or its polling thread still runs, as when waiting for another node."""
         return self._agent.is_alive() or (self._rendezvous is not None and self._rendezvous.hangs)
@@ -215,9 +222,11 @@ class _Workers:
             self._stop = number
             if not self._pids:
                 self._end = number  # no worker has started, so none can stop cleanly
+            # A starting interpreter answers SIGINT with a traceback.
+            passed = signal.SIGTERM if number == signal.SIGINT else number
             for pid in self._pids.values():
                 if runs(pid):
-                    os.kill(pid, number)
+                    os.kill(pid, passed)
 
     def _kill(self, ranks: Mapping[int, int]) -> None:
         groups = []  # each worker leads a group that includes its loader's processes
@@ -245,7 +254,8 @@ class _Workers:
         if self._end is not None:
             return 128 + self._end, _stopped(self._end)
         if self._succeeded:
-            return 0, None
+            # A shell goes on with its next command after status 0.
+            return (128 + signal.SIGINT, _stopped(signal.SIGINT)) if self._stop == signal.SIGINT else (0, None)
         if self._failures:
             first = self._first = first_failure(self._failures, self.folder, self._killed, self._terminated)
             if self._stop is not None and (first.of_others or first.stopped or self._died_of_the_request()):

@@ -1,8 +1,8 @@
 """Run jobs of a sweep on this machine, each in its own processes, so that no failure of a job ends the sweep.
 
 A job is a ``fsdptoys train`` in its own session, so that Ctrl-C reaches only the sweep. The sweep ends a job by
-SIGINT, on which a launcher ends all its ranks at once, then by SIGKILL. If the sweep itself is killed, Linux sends
-SIGINT to the job.
+SIGHUP, on which a launcher ends all its ranks at once, then by SIGKILL. If the sweep itself is killed, Linux sends
+SIGHUP to the job.
 
 Signal handlers (Ctrl-C, a batch system, a closed terminal) only record the request, which the sweep polls: an exception
 raised in a handler could interrupt a file being written.
@@ -87,8 +87,11 @@ TRAIN = (sys.executable, "-m", "fsdptoys", "train")
 OUTCOME_FILE = "outcome.json"
 """File in a job's folder with the launcher's own account of its outcome."""
 
+END_JOB = signal.SIGHUP
+"""Ends a launcher and all its ranks at once, without a last checkpoint. No terminal sends it to a job's session."""
+
 GRACE_SECONDS = 15.0
-"""A launcher still running so long after SIGINT is killed; it gives its ranks 5 seconds."""
+"""A launcher still running so long after ``END_JOB`` is killed; it gives its ranks 5 seconds."""
 
 POLL_SECONDS = 0.1
 PR_SET_PDEATHSIG = 1
@@ -238,9 +241,9 @@ def _wait(
 
 
 def end_launcher(process: "subprocess.Popen[bytes]", interruption: Interruption | None = None) -> None:
-    """End a launcher and its ranks: SIGINT, then SIGKILL after ``GRACE_SECONDS`` or a second request."""
+    """End a launcher and its ranks: ``END_JOB``, then SIGKILL after ``GRACE_SECONDS`` or a second request."""
     try:
-        process.send_signal(signal.SIGINT)
+        process.send_signal(END_JOB)
         deadline = time.monotonic() + GRACE_SECONDS
         while process.poll() is None and time.monotonic() < deadline and not (interruption and interruption.at_once):
             time.sleep(POLL_SECONDS / 2)
@@ -252,15 +255,15 @@ def end_launcher(process: "subprocess.Popen[bytes]", interruption: Interruption 
 
 
 def _interrupted_with_parent() -> Callable[[], None] | None:
-    """Return a ``preexec_fn`` that has Linux send SIGINT to the child when this process dies; None elsewhere."""
+    """Return a ``preexec_fn`` that has Linux send ``END_JOB`` to the child when this process dies; None elsewhere."""
     if sys.platform != "linux":
         return None
     parent, libc = os.getpid(), ctypes.CDLL(None)
 
     def ask_the_system() -> None:
-        # A shell starts background jobs with SIGINT ignored, and children inherit that.
-        signal.signal(signal.SIGINT, signal.SIG_DFL)
-        libc.prctl(PR_SET_PDEATHSIG, signal.SIGINT, 0, 0, 0)
+        # Under nohup it is ignored, and children inherit that.
+        signal.signal(END_JOB, signal.SIG_DFL)
+        libc.prctl(PR_SET_PDEATHSIG, END_JOB, 0, 0, 0)
         if os.getppid() != parent:
             os._exit(1)
 

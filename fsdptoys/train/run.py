@@ -137,6 +137,11 @@ class Run:
         if stop.signal or stop.gave_up:
             newest = self.checkpoints.last_step
             reason += "; nothing is saved" if newest is None else f"; the newest checkpoint is that of step {newest}"
+            if stop.signal and newest is not None:
+                words = {"checkpoint.resume=auto": self.config.checkpoint.resumes,
+                         f"metrics.run_dir={self.run_dir}": self.config.metrics.run_dir is not None}  # fmt: skip
+                missing = " and ".join(word for word, typed in words.items() if not typed)
+                self._say("the same command" + (f" with {missing}" if missing else "") + " continues the run")
         try:
             if not (stop.signal or stop.gave_up):
                 if self.config.checkpoint.final_weights:

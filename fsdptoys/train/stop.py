@@ -1,8 +1,8 @@
 """Stop requests by signal, and the agreement of all ranks on whether to stop.
 
-The first SIGTERM or SIGUSR1 stops the run after the step in which the ranks read it (``step_readings``), on a CPU the
-current one; the second one ends the process at once. Python runs
-signal handlers between bytecodes of the main thread, so never while that thread waits in a collective for a lost rank.
+The first SIGTERM, SIGUSR1 or SIGINT stops the run after the step in which the ranks read it (``step_readings``), on a CPU
+the current one; the second one ends the process at once. Python runs signal handlers between bytecodes of the main
+thread, so never while that thread waits in a collective for a lost rank.
 Therefore a thread reads the wakeup descriptor, to which the C handler writes at any time. Signals within one second of
 the first count as the same request: batch systems signal every process of a job, and launchers forward signals too.
 
@@ -24,8 +24,8 @@ from fsdptoys.config.schema import TrainConfig
 
 from .skipped_steps import SkippedSteps
 
-STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
-"""Signals sent by schedulers and launchers before they kill: finish the step, save, exit with status 0."""
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
+"""Signals sent by schedulers and launchers before they kill, and by Ctrl-C: finish the step, save, end."""
 
 SAME_REQUEST_SECONDS = 1.0
 """Signals within this time of the first one are the same request."""

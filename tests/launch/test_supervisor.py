@@ -94,26 +94,39 @@ def test_signal_before_training_ends_all_workers(launched: Any, number: signal.S
     assert not any(runs(pid) for pid in pids)
 
 
-def test_signal_during_training_ends_with_status_0(launched: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Oracle: the signal of each rank; it is sent three times in a row, as a batch system may do."""
+@pytest.mark.parametrize(
+    ("number", "times", "result"),
+    [
+        (signal.SIGUSR1, 3, (0, "")),
+        (signal.SIGINT, 1, (130, "fsdptoys: stopped by SIGINT; all workers have ended\n")),
+    ],
+)
+def test_signal_during_training_lets_the_ranks_save(
+    launched: Any, number: signal.Signals, times: int, result: tuple[int, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Oracle: the signal of each rank; a batch system may send it three times in a row. Shells go on after status 0."""
     set_same_request(monkeypatch, 3600.0)
     run = launched("stop", max_restarts=2)
     pids = run.workers()
-    for pid in (run.pid, pids[0], run.pid):
-        os.kill(pid, signal.SIGUSR1)
-    assert run.result() == (0, "")
-    assert run.wait_for_files("saved") == ["SIGUSR1"] * 2
+    for pid in (run.pid, pids[0], run.pid)[:times]:
+        os.kill(pid, number)
+    assert run.result() == result
+    assert run.wait_for_files("saved") == ["SIGTERM" if number == signal.SIGINT else number.name] * 2
 
 
-@pytest.mark.parametrize(("seconds", "status"), [(3600.0, 130), (0.0, 143)], ids=["same request", "second request"])
+@pytest.mark.parametrize(
+    ("first", "seconds", "status"),
+    [(signal.SIGTERM, 3600.0, 130), (signal.SIGTERM, 0.0, 143), (signal.SIGINT, 3600.0, 130)],
+    ids=["same request", "second request", "Ctrl-C twice"],
+)
 def test_second_request_kills_all_workers(
-    launched: Any, seconds: float, status: int, monkeypatch: pytest.MonkeyPatch
+    launched: Any, first: signal.Signals, seconds: float, status: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Oracle: workers that outlive the signals; those of the same request have no effect, which SIGINT then has."""
     set_same_request(monkeypatch, seconds)
     run = launched("deaf", max_restarts=2)
     pids = run.workers()
-    os.kill(run.pid, signal.SIGTERM)
+    os.kill(run.pid, first)
     run.wait_for_files("heard")
     if seconds:
         os.kill(run.pid, signal.SIGUSR1)

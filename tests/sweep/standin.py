@@ -1,8 +1,8 @@
 """Stand-in for ``fsdptoys train`` where the training does not matter: its arguments decide how the process ends.
 
 ``train.seed`` chooses: 0 succeeds at once; 1 fails with a reason; 2 runs out of memory; 3 is killed; 4 exits with an
-error status and no outcome; 5 waits until it is stopped; 6 does so and only notes SIGINT; 7 stops cleanly on request; 8
-waits as 5 does, with the inherited SIGINT handler.
+error status and no outcome; 5 waits until it is stopped; 6 does so and only notes SIGHUP; 7 stops cleanly on request; 8
+waits as 5 does, with the inherited SIGHUP handler.
 """
 
 import json
@@ -34,7 +34,7 @@ if how == "4":
     sys.exit(7)
 if how in ("5", "6", "8"):
     if how != "8":
-        signal.signal(signal.SIGINT, note if how == "6" else signal.SIG_DFL)
+        signal.signal(signal.SIGHUP, note if how == "6" else signal.SIG_DFL)
     Path(outcome.parent, "ready").write_text(str(os.getpid()))
     while True:  # a Python handler waits for the end of a sleep that starts just after its signal
         time.sleep(0.01)

@@ -66,7 +66,7 @@ def test_job_gets_its_arguments_and_a_run_directory(tmp_path: Path) -> None:
 def test_job_over_its_time_limit_is_stopped(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: int, grace_seconds: float
 ) -> None:
-    """Oracle: SIGINT, then SIGKILL if that does not help; its process is gone. The clock passes the limit when the job
+    """Oracle: SIGHUP, then SIGKILL if that does not help; its process is gone. The clock passes the limit when the job
     runs."""
     ready = tmp_path / "01" / "ready"
     clock = SimpleNamespace(monotonic=lambda: time.monotonic() + 10_000 * ready.exists(), sleep=time.sleep)
@@ -74,7 +74,7 @@ def test_job_over_its_time_limit_is_stopped(
     monkeypatch.setattr(runner, "GRACE_SECONDS", grace_seconds)
     job = run_job(make_job(tmp_path / "01", how), 5000.0, train=STANDIN)
     assert job.status is JobStatus.timed_out
-    assert job.exit_status == (-signal.SIGINT if how == 5 else -signal.SIGKILL)
+    assert job.exit_status == (-signal.SIGHUP if how == 5 else -signal.SIGKILL)
     assert job.reason == "it was ended after 5000 s, the time limit of a job"
     with pytest.raises(ProcessLookupError):
         os.kill(int(ready.read_text()), 0)

@@ -151,7 +151,7 @@ def test_signal_keeps_finished_jobs_and_the_sweep_can_be_resumed(
     assert interrupted(numbers, *SMALL, f"train.seed={seeds}", "train.steps=5,6") == status
     found = the_sweep()
     assert statuses(found) == ["done", "done", "stopped", "waiting"]
-    assert found.jobs[2].exit_status == -(signal.SIGKILL if len(numbers) > 1 else signal.SIGINT)
+    assert found.jobs[2].exit_status == -(signal.SIGKILL if len(numbers) > 1 else signal.SIGHUP)
     printed = capfd.readouterr().out
     assert (
         f"fsdptoys: stopped by {signal.Signals(numbers[0]).name}; fsdptoys sweep --resume {found.path} continues it"
