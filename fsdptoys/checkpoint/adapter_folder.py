@@ -148,6 +148,10 @@ class AdapterFolder:
         if not needed:
             raise ConfigError(f"{self.path} holds no tensor of an adapter; {AGAIN}")
 
+    def check_values(self) -> None:
+        """Read all tensors; reject values that are not finite."""
+        self._tensors.read_all({name: stored.shape for name, stored in self._tensors.stored.items()})
+
     def check_run(self, key: str, rank: int, alpha: float, targets: Sequence[str], model: DecoderModel) -> None:
         """Check that the folder holds adapters of exactly the layers of a run, of its rank and alpha.
 

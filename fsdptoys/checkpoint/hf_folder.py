@@ -12,7 +12,6 @@ Not covered: remote folders, tokenizers (users add them themselves), a separate 
 """
 
 import json
-import math
 import re
 import typing
 from collections.abc import Iterator, Mapping
@@ -24,7 +23,6 @@ from torch import Tensor
 
 from fsdptoys.errors import ConfigError
 from fsdptoys.models import MODELS, DecoderModel, ModelConfig, Piece
-from fsdptoys.models.huggingface import Bounds
 from fsdptoys.utils.dtensor import local_bounds, local_tensor
 from fsdptoys.utils.text import one_line, short_text
 
@@ -36,6 +34,7 @@ from .safetensors_io import (
     ReadRegion,
     TensorFolder,
     Written,
+    blocks,
     dtype_name,
     read_json,
     slices,
@@ -46,7 +45,6 @@ CONFIG_FILE = "config.json"
 GENERATION_CONFIG_FILE = "generation_config.json"
 STEM = "model"
 EMBEDDING, HEAD = "embed_tokens.weight", "lm_head.weight"
-BLOCK_ELEMENTS = 2**22  # elements checked at a time: 16 MiB of float32
 
 ROTARY_NUMBERS = {
     **dict.fromkeys(("rope_theta", "factor", "low_freq_factor", "high_freq_factor"), float),
@@ -156,19 +154,14 @@ class HuggingFaceFolder:
     def check_values(self) -> None:
         """Read all tensors in blocks; reject non-finite values, and a tied head that differs from the embedding."""
         assert self.model is not None, "check the folder first"
-        for name, shape in self._needed.items():
-            for block in _blocks(shape):
-                with self.tensors.reading() as read:
-                    if not read(name, block).isfinite().all():
-                        file = self.path / self.tensors.stored[name].file
-                        raise ConfigError(f"{file} holds {name} with values that are not finite; use other weights")
+        self.tensors.read_all(self._needed)
         head = self.tensors.stored.get(HEAD)
         if head is not None and HEAD not in self._needed:
             style = self.model.config.hugging_face
             embedding = self._stored_name(style.tensor_name(EMBEDDING))
             shape = self._needed[embedding]
             self.tensors.require({HEAD: shape}, "a head that is tied to the embedding")
-            for block in _blocks(shape):
+            for block in blocks(shape):
                 with self.tensors.reading() as read:
                     if not torch.equal(read(HEAD, block), read(embedding, block)):
                         raise ConfigError(
@@ -270,10 +263,3 @@ def _check_rotary_numbers(tree: Mapping[str, Any], path: Path) -> None:
             for name, kind in ROTARY_NUMBERS.items():
                 if name in section:
                     check_type(section[name], kind, str(path), f"{key}.{name}")
-
-
-def _blocks(shape: tuple[int, ...]) -> Iterator[Bounds]:
-    """Split a tensor along its first dim."""
-    step = max(1, BLOCK_ELEMENTS // max(1, math.prod(shape[1:])))
-    for first in range(0, shape[0], step):
-        yield ((first, min(first + step, shape[0])), *((0, size) for size in shape[1:]))

@@ -42,6 +42,7 @@ BYTES = {
 }
 """Dtype name in a header → bytes per element; sub-byte dtypes are absent."""
 
+BLOCK_ELEMENTS = 2**22  # elements read at a time: 16 MiB of float32
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 """Name in a header → dtype, for dtypes that weights can be read from."""
 
@@ -73,6 +74,13 @@ def slices(bounds: Bounds, origin: tuple[int, ...] | None = None) -> tuple[slice
     """Convert bounds to an index into a tensor whose first element is at ``origin``."""
     starts = origin or (0,) * len(bounds)
     return tuple(slice(first - start, last - start) for (first, last), start in zip(bounds, starts, strict=True))
+
+
+def blocks(shape: tuple[int, ...]) -> Iterator[Bounds]:
+    """Split a tensor along its first dim into parts of ``BLOCK_ELEMENTS`` or fewer."""
+    step = max(1, BLOCK_ELEMENTS // max(1, math.prod(shape[1:])))
+    for first in range(0, shape[0], step):
+        yield ((first, min(first + step, shape[0])), *((0, size) for size in shape[1:]))
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -154,12 +162,19 @@ class TensorFolder:
         """Return the names of all tensors' dtypes, such as ``float32``."""
         return sorted({dtype_name(DTYPES[tensor.dtype]) for tensor in self.stored.values() if tensor.dtype in DTYPES})
 
+    def read_all(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
+        """Read tensors in blocks, to find those that cannot be read or are not finite."""
+        for name, shape in shapes.items():
+            for block in blocks(shape):
+                with self.reading() as read:
+                    read(name, block)
+
     @contextmanager
     def reading(self) -> Iterator[ReadRegion]:
         """Yield a reader; files are opened on first use and closed at the end of the block.
 
         Pages read count as this process's memory until then, so keep blocks small. A ConfigError names an unreadable
-        file.
+        file, or a tensor with a NaN or an infinity in what is read.
         """
         with ExitStack() as stack:
             opened: dict[str, Any] = {}
@@ -172,6 +187,9 @@ class TensorFolder:
                     part: Tensor = opened[file.name].get_slice(name)[slices(region)]
                 except (SafetensorError, OSError) as error:
                     raise ConfigError(f"{file} cannot be read ({error}); {AGAIN}") from error
+                # Minimum and maximum of a NaN are NaN; a mask of the finite elements would take memory.
+                if part.numel() and not all(end.isfinite() for end in part.aminmax()):
+                    raise ConfigError(f"{file} holds {name} with values that are not finite; use other weights")
                 return part
 
             yield read

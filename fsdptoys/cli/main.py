@@ -83,11 +83,15 @@ def _explain_missing_command(word: str, later: list[str]) -> str:
     option = key if key.startswith("-") else None
     if option in ("-c", "--cfg", *MULTIRUN):
         return f"{word} is an option of fsdptoys train; write fsdptoys train {' '.join([word, *later])}"
+    if word == "version":
+        return f"{word} is not a command; write fsdptoys --version"
     if option is None and not equals and (near := near_miss(word, command_names())):
         return f"{word} is not a command; did you mean fsdptoys {near}?"
     check_current_folder()
-    from fsdptoys.config.overrides import find_fix, list_choices, without_dashes
+    from fsdptoys.config.overrides import explain_file, find_fix, list_choices, without_dashes
 
+    if option is None and not equals and (file := explain_file(word, command="fsdptoys train ")):
+        return f"{word} is a file and not a command; {file}"
     choices = list_choices()
     fix = find_fix(key.lstrip("-"), value if equals else None, choices, {})
     takers = [name for name, parser in make_parsers()[1].items() if option in parser.examples]

@@ -121,7 +121,7 @@ def _check_places(config: Config) -> None:
 
 
 def _verify_weights(config: Config) -> None:
-    """Verify the checksums of the initial weights, if any, before a worker starts; reads every file once."""
+    """Verify the checksums of the initial weights, if any, before a worker starts, and an adapter's values."""
     from fsdptoys.checkpoint import HuggingFaceFolder, verify_checksums
     from fsdptoys.checkpoint.adapter_folder import AdapterFolder
     from fsdptoys.tune import LoRAConfig
@@ -129,7 +129,9 @@ def _verify_weights(config: Config) -> None:
     if config.model.init_from is not None:
         verify_checksums(HuggingFaceFolder(config.model.init_from).path)
     if isinstance(config.tune, LoRAConfig) and config.tune.adapter is not None:
-        verify_checksums(AdapterFolder(config.tune.adapter).path)
+        folder = AdapterFolder(config.tune.adapter)
+        verify_checksums(folder.path)
+        folder.check_values()
 
 
 def _prepare_data(config: Config, world_size: int, local_ranks: int) -> None:

@@ -27,7 +27,15 @@ from fsdptoys.utils.bounds import check_home, check_text
 
 from .launch_config import LaunchConfig
 from .option_values import SWITCHED_CHOICES, read_value
-from .overrides import check_groups, check_values, list_choices, list_defaults, parse_overrides, schema_name
+from .overrides import (
+    check_groups,
+    check_names,
+    check_values,
+    list_choices,
+    list_defaults,
+    parse_overrides,
+    schema_name,
+)
 from .schema import ROOT_OPTIONS, SCHEMAS, Config, TrainConfig
 
 CONFIG_MODULE = "fsdptoys.configs"
@@ -83,6 +91,7 @@ def compose_config(overrides: Sequence[str]) -> Config:
 def compose(overrides: Sequence[str]) -> Composition:
     """Compose a configuration, and return it with its choices; see :func:`compose_config`."""
     choices = list_choices()
+    check_names(overrides, choices)
     parsed = parse_overrides(overrides, choices)
     check_groups(parsed, choices, list_defaults())
     groups = [str(override.input_line) for override in parsed if override.key_or_group in choices]

@@ -117,6 +117,8 @@ def example(key: str, option: Option, state: str = "") -> str:
     """``key=value`` with the default, or with one that switches on (``state="true"``) or off (``"false"``)."""
     wanted, default = option.wanted, option.default
     value = getattr(default, "value", default)
+    if option.bounds.other is not None and value == option.bounds.other:
+        value = 8  # a value of its own, of which the default says nothing
     if wanted is bool and state:
         value = state == "true"
     elif isinstance(wanted, type) and issubclass(wanted, Enum) and state:

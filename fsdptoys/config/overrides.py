@@ -61,6 +61,52 @@ def list_defaults() -> dict[str, str | None]:
     return {group: choice for entry in entries if isinstance(entry, dict) for group, choice in entry.items()}
 
 
+def check_names(words: Sequence[str], choices: Choices) -> None:
+    """Name all words that are no settings in one ConfigError, with the words to type, if there are several.
+
+    A single one is left to ``parse_overrides`` and ``check_values``, whose sentences say more.
+    """
+    options, _ = _all_options(())
+    found: list[tuple[str, Fix | None]] = []
+    queue = list(words)
+    while queue:
+        word = queue.pop(0)
+        key, equals, value = word.partition("=")
+        typed = word
+        if word.startswith("-") and not equals and queue and not re.search("^-|=", queue[0]):
+            value = queue.pop(0)
+            typed, equals = f"{word} {value}", "="
+        elif not word.startswith("-") and (not equals or key in options or not re.fullmatch(r"[A-Za-z]\w+", key)):
+            continue  # known, or a mistake of another kind
+        if key not in choices:
+            found.append((typed, find_fix(key.lstrip("-"), value if equals else None, choices, {})))
+    if len(found) < 2:
+        return
+    fixes = [fix for _, fix in found if fix is not None]
+    reasons = dict.fromkeys(fix.reason for fix in fixes if fix.reason)
+    write = " ".join(fix.words.removesuffix(", for example") for fix in fixes if fix.words)
+    clauses = [f"write {write}" + (f" ({'; '.join(reasons)})" if reasons else "")] if write else [*reasons]
+    unknown = [typed for typed, fix in found if fix is None]
+    clauses += [f"leave out {listed(unknown)}" if fixes else HELP] if unknown else []
+    raise ConfigError(f"{listed([typed for typed, _ in found])} are not settings; {', and '.join(clauses)}")
+
+
+def listed(names: Sequence[str]) -> str:
+    """The names, for a sentence: a, b and c."""
+    return " and ".join(filter(None, [", ".join(names[:-1]), names[-1]]))
+
+
+def explain_file(word: str, group: str = "experiment", command: str = "") -> str | None:
+    """The end of a sentence on a YAML file in place of a setting; None for another word."""
+    path = Path(word)
+    if path.suffix not in (".yaml", ".yml"):
+        return None
+    if (CONFIGS / group / f"{path.stem}.yaml").is_file():
+        return f"write {command}{group}={path.stem}"
+    place = CONFIGS.resolve() / group / f"{path.stem}.yaml"
+    return f"files of settings have a folder for each group: copy it to {place} and write {command}{group}={path.stem}"
+
+
 def parse_overrides(words: Sequence[str], choices: Choices) -> list[Override]:
     """Parse ``key=value`` overrides; ConfigError, with a fix among ``choices``, for other arguments."""
     typed = {word.partition("=")[0]: word.partition("=")[2] for word in words}
@@ -81,6 +127,8 @@ def _parse(word: str, later: Sequence[str], choices: Choices, chosen: Mapping[st
     if word.startswith("~"):
         raise ConfigError(f"{word} would take a key away, which every run needs; write KEY=null or a value instead")
     if not equals:
+        if file := explain_file(word):
+            raise ConfigError(f"{word} is a file and no setting; {file}")
         spaced = len(later) >= 2 and later[0] == "="
         fix = f"{meant(later[1])} without spaces" if spaced else meant(None)
         raise ConfigError(f"{word} has no value; write {fix}")
@@ -112,6 +160,8 @@ def without_dashes(
     key, equals, value = word.partition("=")
     follows = later[0] if later and not re.search("^-|=", later[0]) else None
     found = find_fix(key.lstrip("-"), value if equals else follows, choices, chosen)
+    if file := explain_file(value or follows or "", command=command):
+        return f"{key} {value or follows} is not an option, since a run is composed from named files; {file}"
     clause = found.clause("write", command) if found is not None else HELP
     return f"{word} is not an option, since settings have no dashes before them; {clause}"
 
@@ -133,6 +183,8 @@ def check_groups(overrides: Sequence[Override], choices: Choices, defaults: Mapp
         choice, names = override.value(), choices[group]
         if choice in names or (choice is None and group == "experiment"):
             continue
+        if isinstance(choice, str) and (file := explain_file(choice, group)):
+            raise ConfigError(f"{typed} must be a name, without a path or an ending; {file}")
         near = near_miss(choice.lower(), names) if isinstance(choice, str) else None
         fix = f"did you mean {group}={near}?" if near else f"set {group}={value_text(defaults[group], quote=True)}"
         word = str(choice).lower()

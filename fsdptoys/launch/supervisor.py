@@ -3,8 +3,8 @@
 PyTorch's elastic agent (the core of torchrun) starts the workers, meets other nodes and restarts the workers. It runs
 in a thread, so that the main thread handles signals:
 
-- SIGTERM, SIGUSR1 and SIGINT (as SIGTERM) are forwarded once, as a request to stop. Ranks in their training loop finish the step,
-  save and exit with status 0, and so does the launcher, or with 130 after SIGINT; other ranks end at once.
+- SIGTERM, SIGUSR1 and SIGINT (as SIGTERM) are forwarded once, as a request to stop. Ranks in their training loop finish
+  the step, save and exit with status 0, and so does the launcher, or with 130 after SIGINT; other ranks end at once.
 - A second request, and any SIGHUP or SIGQUIT, kills all workers at once.
 - A signal that ends a single rank ends the run as if the launcher had received it.
 

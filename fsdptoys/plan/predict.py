@@ -36,7 +36,7 @@ TIME_BANDS = {
     ),
     "h100": "published steps of torchtitan took 1.14 and 1.19 times as long as predicted",
     "h200": (
-        "eight steps of Llama 3 1B and 8B on one device took 0.98 to 1.04 times as long as predicted, small models on "
+        "eight steps of Llama 3 1B and 8B on one device took 0.98 to 1.05 times as long as predicted, small models on "
         "its slow host 7 to 12 times"
     ),
 }

@@ -102,6 +102,7 @@ NEUTRAL = (
     "train.max_seconds",
     "train.eval_every",
     "train.eval_batches",
+    "train.gc_every",
     "train.max_skipped",
     "train.max_skipped_in_a_row",
     "data.workers",

@@ -110,6 +110,8 @@ class TrainedModel:
 
     def tokenizer(self, choice: str | None) -> Tokenizer:
         """Return the chosen tokenizer, or that of the folder or of the run's data; ConfigError if none is known."""
+        if choice == "ids":
+            return open_tokenizer(choice, self.config.vocab_size)
         data, reason = self.data(), ""
         if choice is None and isinstance(self._weights, HuggingFaceFolder):
             if (self._weights.path / TOKENIZER_FILE).is_file():

@@ -1,7 +1,7 @@
 """Stop requests by signal, and the agreement of all ranks on whether to stop.
 
-The first SIGTERM, SIGUSR1 or SIGINT stops the run after the step in which the ranks read it (``step_readings``), on a CPU
-the current one; the second one ends the process at once. Python runs signal handlers between bytecodes of the main
+The first SIGTERM, SIGUSR1 or SIGINT stops the run after the step in which the ranks read it (``step_readings``), on a
+CPU the current one; the second one ends the process at once. Python runs signal handlers between bytecodes of the main
 thread, so never while that thread waits in a collective for a lost rank.
 Therefore a thread reads the wakeup descriptor, to which the C handler writes at any time. Signals within one second of
 the first count as the same request: batch systems signal every process of a job, and launchers forward signals too.

@@ -220,6 +220,21 @@ def test_tensors_that_do_not_fit_are_refused(change: Any, sentence: str, folder:
     assert sentence in refusal(folder)
 
 
+def test_non_finite_adapters_are_refused_before_training_and_by_every_reader(folder: Path) -> None:
+    """Oracle: the expected message, of the launcher's check and of the tensor's reader."""
+    edit_tensors(lambda tensors: tensors[QUERIES][0, 0].fill_(torch.nan), "adapter_model.safetensors")(folder)
+    source = AdapterFolder(folder)
+    says = f"holds {QUERIES} with values that are not finite; use other weights"
+    with pytest.raises(ConfigError, match=says):
+        source.check_values()
+    with torch.device("meta"):
+        model = SMALL["qwen3"].build()
+    source.check(model)
+    with pytest.raises(ConfigError, match=says):
+        for name, param in model.named_parameters():
+            source.merge(torch.zeros(param.shape), name)
+
+
 def test_incomplete_folders_are_refused(folder: Path) -> None:
     """Oracle: the expected messages, for a pickle in place of tensors and for a missing configuration."""
     (folder / "adapter_model.safetensors").rename(folder / "adapter_model.bin")

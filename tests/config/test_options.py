@@ -19,6 +19,7 @@ import pytest
 import torch
 
 import fsdptoys
+from fsdptoys.cli.main import main
 from fsdptoys.config import compose, overrides
 from fsdptoys.config.compose import compose_config
 from fsdptoys.config.overrides import list_choices
@@ -227,3 +228,22 @@ def test_booleans_choose_full_or_none_in_yaml_files(tmp_path: Path, monkeypatch:
             compose.compose_config([f"experiment=typed{len(IN_FILES)}"])
     finally:
         sys.modules.pop(folder.name, None)
+
+
+@pytest.mark.parametrize(
+    ("words", "command"),
+    [
+        (["train", "--config", "conf/mine.yaml"], ""),
+        (["train", "mine.yml"], ""),
+        (["train", "experiment=mine.yaml"], ""),
+        (["mine.yaml"], "fsdptoys train "),
+    ],
+    ids=" ".join,
+)
+def test_file_of_settings_is_answered_with_its_place(
+    words: list[str], command: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Oracle: the folder of experiments; the words after the copy."""
+    assert main(words) == 2
+    place = CONFIGS.resolve() / "experiment" / "mine.yaml"
+    assert capsys.readouterr().err.endswith(f"copy it to {place} and write {command}experiment=mine\n")

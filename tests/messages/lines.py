@@ -142,6 +142,8 @@ def _apply(row: Row, fix: list[str], verb: str) -> list[str]:
         has_value = row.says.startswith(" ".join(pair)) or first == "=".join(pair)
         return [*words[:wrong], *fix, *words[wrong + 1 + has_value :]]
     keys = {_key(word) for word in fix}
+    several, found, _ = row.says.partition(" are not settings; ")
+    keys |= {_key(word) for word in re.split(", | and ", several)} if found else set()
     rest = [word for word in words if _key(word) not in keys]
     if verb in ("write", "did you mean", "set for example"):
         rest = [
