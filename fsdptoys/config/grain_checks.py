@@ -55,6 +55,9 @@ def check_grains(config: Sections, world_size: int, device_type: str) -> None:
 
     if not parallel.sums_grains:
         refuse(f"parallel={parallel.name}", "does not sum gradients in float64 once a step", "parallel=fsdp2")
+    if parallel.reduces_often:
+        key = "parallel.reduce_each_microbatch"
+        refuse(f"{key}=true", "rounds the gradients of each micro-batch to float32", f"{key}=false")
     if parallel.uses_dtensor and not fsdp2_can_sum():
         raise ConfigError(
             f"train.deterministic=layout sums gradients, which FSDP2 of torch {torch.__version__} only averages; "

@@ -10,7 +10,7 @@ import torch
 from fsdptoys.checkpoint import CheckpointConfig, open_init_from
 from fsdptoys.data import DATASETS, DataConfig
 from fsdptoys.device import DEVICE_TYPES, available_cores, float64_collectives
-from fsdptoys.errors import ConfigError
+from fsdptoys.errors import ConfigError, UnusedKeyError
 from fsdptoys.memory import CPUOffloadExecutor, GradientCheckpointing, MemoryConfig, OffloadStateDType, resolve_schedule
 from fsdptoys.metrics import MetricsConfig
 from fsdptoys.models import MODELS, ModelConfig, MoEConfig
@@ -298,6 +298,13 @@ class Config:
 
     def _check_shards(self, world_size: int) -> None:
         """Refuse more shards than rows, and shards that optimizer states or float8 all-gathers cannot follow."""
+        key, stages, count = "parallel.reduce_each_microbatch=true", self.mesh.pp_size, self.train.grad_accum
+        if self.parallel.reduces_often and stages > 1:
+            raise UnusedKeyError(
+                f"{key} does nothing with mesh.pp_size={stages}, whose stages reduce once a step; leave it out"
+            )
+        if self.parallel.reduces_often and count == 1:
+            raise UnusedKeyError(f"{key} does nothing with train.grad_accum=1; set train.grad_accum=2 or leave it out")
         if not self.parallel.uses_dtensor:
             return
         shards, dim = self.mesh.shard_ranks(world_size), self.model.dim

@@ -64,6 +64,8 @@ class FSDPConfig(ReducingConfig):
     """Units gathered ahead of the one that computes, in the forward; 0 lets the device's queue do it."""
     backward_prefetch: int = field(default=1, metadata=at_least(0, 10**6))
     """Units gathered ahead of the one that computes, in the backward."""
+    reduce_each_microbatch: bool = False
+    """Reduce gradients after each micro-batch, and keep only their shard between them; more communication."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -78,6 +80,11 @@ class FSDPConfig(ReducingConfig):
             raise ConfigError(f"{words[0]} and {words[1]} both choose the units; set {off} to keep the other")
         if not words:
             self.wrap = Wrap.block
+
+    @property
+    def reduces_often(self) -> bool:
+        """Whether gradients are reduced after each micro-batch."""
+        return self.reduce_each_microbatch
 
     def units(self, model: DecoderModel, splits_experts: bool = False) -> list[Unit]:
         """Units of a model in the order of their forwards, without the root, which holds all other parameters.

@@ -112,8 +112,9 @@ class FSDP1(Strategy):
 
     @contextmanager
     def microbatch(self, index: int, count: int) -> Iterator[None]:
-        """Reduce-scatter once a step, with the last micro-batch; in the deterministic mode, after each."""
-        reduces = index == count - 1 or self.context.deterministic.reduces_each_microbatch or self._reduces_always
+        """Reduce-scatter once a step, with the last micro-batch; in the deterministic mode, or as set, after each."""
+        each = self.context.deterministic.reduces_each_microbatch or self.config.reduce_each_microbatch
+        reduces = index == count - 1 or each or self._reduces_always
         with nullcontext() if reduces else self.model.no_sync():
             yield
 

@@ -201,9 +201,15 @@ class FSDP2(Strategy):
 
     @contextmanager
     def microbatch(self, index: int, count: int) -> Iterator[None]:
-        """Reduce-scatter once a step, with the last micro-batch; in the deterministic mode, after each."""
+        """Reduce-scatter once a step, with the last micro-batch, or after each; all-reduce over replicas once.
+
+        In the deterministic mode both are done after each.
+        """
         model: Any = self.model
-        model.set_requires_gradient_sync(index == count - 1 or self.context.deterministic.reduces_each_microbatch)
+        last, exact = index == count - 1, self.context.deterministic.reduces_each_microbatch
+        model.set_requires_gradient_sync(last or exact or self.config.reduce_each_microbatch)
+        if self.mesh_axes.replicate > 1:
+            model.set_requires_all_reduce(last or exact)
         yield
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:

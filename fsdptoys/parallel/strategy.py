@@ -108,6 +108,11 @@ class ParallelConfig:
         return True
 
     @property
+    def reduces_often(self) -> bool:
+        """Whether gradients are reduced after each micro-batch, where that can be chosen."""
+        return False
+
+    @property
     def gradients_held(self) -> str | None:
         """Why gradients cannot be used up in the backward, as a phrase after the strategy's name; None if they can."""
         return "gives them to the optimizer after the whole backward"

@@ -31,6 +31,8 @@ class Switches:
     activation_offload: bool = False
     optimizer_offload: bool = False
     cpu_offload: bool = False
+    sums_whole_gradients: bool = False
+    """Whether sharded gradients can be, and are not, reduced before the last micro-batch."""
     states_bytes: int = 0
     """Bytes of all optimizer states on this rank's device; the first optimizer step allocates them."""
 
@@ -50,7 +52,9 @@ def device_savings(live: LiveBytes, rest_bytes: int, phase: str, now: Switches, 
     ``rest_bytes`` are other allocated bytes, activations in ``forward`` and ``backward`` only; ``to_host`` is whether
     the host has memory of its own, unlike on a CPU.
     """
-    savings = _activation_savings(rest_bytes, now, to_host) if phase in ("forward", "backward") else []
+    savings = []
+    if phase in ("forward", "backward"):
+        savings = [*_activation_savings(rest_bytes, now, to_host), *_gradient_savings(live, rest_bytes, now)]
     states = live.states.device_bytes
     if phase == "optimizer":  # the allocation of states may have failed
         states = max(states, now.states_bytes)
@@ -97,6 +101,15 @@ def _activation_savings(rest_bytes: int, now: Switches, to_host: bool) -> list[S
     if now.param_dtype == "float32":
         savings.append(Saving("parallel.param_dtype=bfloat16", rest_bytes // 2, "half of the rest, except the logits"))
     return savings
+
+
+def _gradient_savings(live: LiveBytes, rest_bytes: int, now: Switches) -> list[Saving]:
+    if not now.sums_whole_gradients:
+        return []
+    shard = live.parameters.device_bytes + live.parameters.host_bytes
+    saved = min(rest_bytes, shard * (now.fsdp_size - 1))
+    why = f"gradients of all parameters between {now.grad_accum} micro-batches, less a shard"
+    return [Saving("parallel.reduce_each_microbatch=true", saved, why)]
 
 
 def _offload_savings(live: LiveBytes, states: int, now: Switches) -> list[Saving]:

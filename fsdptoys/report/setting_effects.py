@@ -70,6 +70,7 @@ ROUNDING = (
     "parallel.schedule",
     "parallel.simulated_ranks",
     "parallel.reduce_dtype",
+    "parallel.reduce_each_microbatch",
     "train.batch_size",
     "train.grad_accum",
     "train.deterministic",

@@ -55,6 +55,10 @@ def oom_context(
         activation_offload=memory.activation_offload,
         optimizer_offload=memory.optimizer_offload,
         cpu_offload=memory.cpu_offload,
+        sums_whole_gradients=train.grad_accum > 1
+        and getattr(config.parallel, "reduce_each_microbatch", True) is False
+        and config.mesh.pp_size == 1
+        and not train.deterministic,
         states_bytes=0 if offloads else states_bytes,
     )
     if phase == "construction":

@@ -17,7 +17,7 @@ from fsdptoys.models import MoEConfig
 from fsdptoys.parallel.fsdp import ReshardAfterForward, Wrap
 from fsdptoys.parallel.precision import DType
 
-from .switches import Changes, overrides_between, read, validate_switches, vary
+from .switches import REDUCES_OFTEN, Changes, overrides_between, read, validate_switches, vary
 
 MAX_ADVICE = 5
 WORTHWHILE = 0.02  # Smallest reported gain in tokens per second
@@ -116,6 +116,7 @@ def _changes(config: Config, world_size: int, node_ranks: int) -> Iterator[dict[
         alternatives += [{"parallel.wrap": wrap} for wrap in (Wrap.block, Wrap.block_attn_mlp)]
         alternatives += [{"parallel.reshard_after_forward": reshard} for reshard in ReshardAfterForward]
         alternatives += [{"mesh.fsdp_size": size} for size in (-1, node_ranks)]
+        alternatives += [{REDUCES_OFTEN: not parallel.reduces_often}]
     for key, size, has in (
         ("mesh.cp_size", config.mesh.cp_size, parallel.shares_sequences and batch == 1),
         ("mesh.ep_size", config.mesh.ep_size, parallel.splits_experts and isinstance(config.model, MoEConfig)),

@@ -8,7 +8,7 @@ from fsdptoys.config.schema import Config
 from fsdptoys.utils.text import value_text
 
 from .ranking import Candidate
-from .switches import PIPELINE, read
+from .switches import PIPELINE, REDUCES_OFTEN, read
 
 KEYS = (
     "parallel",
@@ -21,6 +21,7 @@ KEYS = (
     "train.grad_accum",
     "parallel.wrap",
     "parallel.reshard_after_forward",
+    REDUCES_OFTEN,
     "memory.gradient_checkpointing",
     "memory.activation_offload",
     "memory.chunk_loss",

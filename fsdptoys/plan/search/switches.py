@@ -185,6 +185,7 @@ SENSIBLE = Space(
 )
 
 
+REDUCES_OFTEN = "parallel.reduce_each_microbatch"
 PIPELINE = ("mesh.pp_size", "parallel.schedule", "train.grad_accum")  # Settings of a pipeline
 SCHEDULES = (PipelineSchedule("1f1b"), PipelineSchedule.interleaved)
 MICRO_BATCHES = 8
@@ -259,6 +260,8 @@ class Combinations:
         names = [strategy.name, *(name for name in self.space.strategies if STRATEGIES[name].shards_parameters)]
         names = [name for name in names if STRATEGIES[name].splits_layers or not splits]
         yield from self._allowed([{"parallel": name} for name in STRATEGIES if name in names])
+        if self.base.train.grad_accum > 1 and not splits:
+            yield from self._allowed([{REDUCES_OFTEN: True}, {REDUCES_OFTEN: False}])
         if getattr(self.base.parallel, "wrap", None) is not Wrap.auto:  # not by class or size
             yield from self._allowed([{"parallel.wrap": wrap} for wrap in self.space.wraps])
         if faster:
