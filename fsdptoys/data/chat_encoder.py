@@ -169,4 +169,4 @@ def open_chat_encoder(
     opened = open_template(template, tokenizer, template_key, missing)
     if tokenizer == "bytes":
         return ChatEncoder(open_encoder(tokenizer, end, owner, end_owner), opened, end_owner)
-    return ChatEncoder(FileEncoder(tokenizer, end, owner, end_owner, texts=False), opened, end_owner)
+    return ChatEncoder(FileEncoder(tokenizer, end, owner, end_owner, writes=opened.may_write), opened, end_owner)

@@ -62,6 +62,11 @@ class ChatTemplate:
     def __reduce__(self) -> tuple[Any, ...]:
         return ChatTemplate, (self.sources, self.tokens)
 
+    def may_write(self, token: str) -> bool:
+        """Whether a source spells a token, or names it (``eos_token``)."""
+        words = [token, *(name for name, text in self.tokens.items() if text == token)]
+        return any(word in source.text for source in self.sources.values() for word in words)
+
     def render(self, row: ChatRow, special: Sequence[str] = ()) -> Rendered:
         """The text of a conversation; BadRowError if the template or the search for answers fails.
 

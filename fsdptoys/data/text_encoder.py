@@ -6,9 +6,10 @@ are dropped.
 """
 
 import hashlib
+import itertools
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -30,7 +31,7 @@ MOST_SETTINGS_BYTES = 2**26
 USUAL_ENDS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>")
 """Candidates for the end of a document, if neither the user nor the folder names one."""
 SEPARATORS = (*USUAL_ENDS, "<pad>", "<|pad|>", "[PAD]", "<unk>")
-"""Candidates for the id between conversations, which no chat template may write."""
+"""Candidates for the id between conversations, the first ones."""
 
 
 class Encoded(NamedTuple):
@@ -103,11 +104,14 @@ class FileEncoder(Encoder):
     """A ``tokenizer.json``: the file or its folder.
 
     ``end`` is the token that ends a document; None for the folder's own, or one of ``USUAL_ENDS``. ``owner`` is the
-    tokenizer as the user named it, and ``end_owner`` the option for ``end``, for messages. With ``texts`` false,
-    special tokens in a text are themselves, and the end is one that ends no turn of a conversation.
+    tokenizer as the user named it, and ``end_owner`` the option for ``end``, for messages. ``writes`` is for
+    conversations: whether their template may write a token. Special tokens in a text are then themselves, and the end
+    is one that the template does not write: the folder's own, a usual one, or another special token.
     """
 
-    def __init__(self, choice: str, end: str | None, owner: str, end_owner: str, *, texts: bool = True) -> None:
+    def __init__(
+        self, choice: str, end: str | None, owner: str, end_owner: str, *, writes: Callable[[str], bool] | None = None
+    ) -> None:
         path = Path(choice).expanduser()
         file = path / TOKENIZER_FILE if path.is_dir() else path
         missing = f"{owner} names no existing tokenizer.json ({file}); name one, its folder, or bytes"
@@ -119,13 +123,15 @@ class FileEncoder(Encoder):
         if not ids:
             raise ConfigError(f"{owner} has an empty vocabulary ({file}); download it again or name another tokenizer")
         self.vocab_size = 1 + max(ids)
-        self._texts = texts
+        self._texts = writes is None
         self._set_reader()
         own = None if end else _own_end(file.parent, end_owner)
-        if texts:
+        if writes is None:
             end = end or own or next(filter(self._knows, USUAL_ENDS), None)
         else:
-            end = end or next((each for each in SEPARATORS if self._knows(each) and each != own), None)
+            special = set(self.special_tokens)
+            usual = [token for token in (own, *SEPARATORS, *self._by_id()) if token in special]
+            end = end or next(itertools.filterfalse(writes, usual), None)
         if end is None or not self._knows(end):
             mistake = f"has no token {end!r}" if end else "names no token that ends a document"
             raise ConfigError(f"{owner} {mistake}; set {end_owner} to one of its tokens")
@@ -144,6 +150,10 @@ class FileEncoder(Encoder):
         """Texts of the special tokens, the longest first."""
         added = self._reader.get_added_tokens_decoder().values()
         return sorted((each.content for each in added if each.special and each.content), key=len, reverse=True)
+
+    def _by_id(self) -> list[str]:
+        """Texts of the added tokens, the lowest id first."""
+        return [token.content for _, token in sorted(self._reader.get_added_tokens_decoder().items())]
 
     def _knows(self, token: str) -> bool:
         return self._reader.token_to_id(token) is not None

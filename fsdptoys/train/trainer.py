@@ -72,6 +72,7 @@ class Trainer:
         local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", dist.get_world_size()))
         threads = memory.cpu_threads or threads_per_rank(local_ranks)
         self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
+        config.count_steps(self.world_size)  # the launcher has done so, to say it
         context = ParallelContext(
             device=self.device,
             rank=self.rank,

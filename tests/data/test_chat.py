@@ -11,6 +11,7 @@ import pytest
 from fsdptoys.cli.data import data_command
 from fsdptoys.config.schema import Config
 from fsdptoys.data import IGNORE_INDEX, ChatConfig, HFConfig, PreparedConfig
+from fsdptoys.data.chat_encoder import open_chat_encoder
 from fsdptoys.data.permutation import EndlessShuffle
 from fsdptoys.errors import ConfigError
 from fsdptoys.metrics import StepMetrics
@@ -244,6 +245,40 @@ def test_template_and_skipping_decide_the_cache_and_the_day_does_not(monkeypatch
     from tokenizers import Tokenizer
 
     assert Tokenizer.from_file("tokenizer/tokenizer.json").decode(ids).startswith("26 Jul 2024")
+
+
+@pytest.mark.parametrize(
+    ("own", "special", "template", "chosen"),
+    [
+        ("<|im_end|>", ["<|im_end|>", "<|endoftext|>"], "<|im_end|>", "<|endoftext|>"),
+        ("<end>", ["<end>", "<|im_end|>"], "<|im_end|>", "<end>"),
+        ("<end>", ["<end>", "<gap>"], "{{ eos_token }}", "<gap>"),
+        ("<end>", ["<end>"], "<|im_end|>", "<end>"),
+        ("<end>", ["<end>"], "<end>", None),
+    ],
+)
+def test_conversations_are_separated_by_a_special_token_that_the_template_does_not_write(
+    own: str, special: list[str], template: str, chosen: str | None
+) -> None:
+    """Oracle: the table; ``</s>`` is an ordinary token of each tokenizer, and no template writes it."""
+    tokenizers = pytest.importorskip("tokenizers")
+    words = {word: place for place, word in enumerate(["?", "</s>", "hello"])}
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="?"))
+    tokenizer.add_special_tokens(special)
+    folder = Path("own")
+    folder.mkdir()
+    tokenizer.save(str(folder / "tokenizer.json"))
+    source = f"{{% for m in messages %}}{{{{ m.content }}}}{template}{{% endfor %}}"
+    (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": own, "chat_template": source}))
+
+    def opened() -> int:
+        return open_chat_encoder("own", None, None, "own", "template", "end").document_end
+
+    if chosen is None:
+        with pytest.raises(ConfigError, match="names no token that ends a document; set end to one of its tokens"):
+            opened()
+    else:
+        assert opened() == tokenizer.token_to_id(chosen)
 
 
 def test_prepared_folder_keeps_what_is_learned_and_mixes_with_texts() -> None:

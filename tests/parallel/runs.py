@@ -131,6 +131,7 @@ def make_config(
 ) -> Config:
     """A validated configuration: ragged padding, clipping, AdamW, two micro-batches, deterministic mode."""
     settings = {"batch_size": 2, "seq_len": 24, "steps": 4, "grad_accum": 2, "max_grad_norm": 0.5}
+    settings |= {"eval_every": 0}
     config = Config(
         model=model or tiny_model(tie_embeddings),
         # Validation replaces auto values in place; the caller may use its objects for several configurations.

@@ -76,7 +76,7 @@ def peaks(configs: list[Config]) -> list[tuple[float, int]]:
     "name", ["fsdp2", *(pytest.param(each, marks=extended) for each in ("fsdp1", "hsdp2", "ep", "tp"))]
 )
 def test_only_a_shard_of_the_gradients_is_kept_between_microbatches(name: str) -> None:
-    """Oracle: the bytes of whole gradients less those of a shard; gathered units that gloo still holds blur the peaks."""
+    """Oracle: bytes of whole gradients less those of a shard; gathered units that gloo still holds blur the peaks."""
     model = LARGE_MODELS.get(name, LARGE_MODELS["other"])
     options: dict[str, Any] = {"deterministic": False, "model": model, "seq_len": 8}
     runs = [*both(name, **options), config(name, False, grad_accum=1, **options)]
