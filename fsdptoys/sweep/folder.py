@@ -173,7 +173,11 @@ def read_sweep(path: Path) -> Sweep:
         raise ConfigError(
             f"{path / SWEEP_FILE} was not written by fsdptoys sweep ({mistake}); name another"
         ) from mistake
-    jobs = [read_job(path / JOBS_FOLDER / name) for name in asked.jobs]
+    folders = [path / JOBS_FOLDER / name for name in asked.jobs]
+    for folder in (path / JOBS_FOLDER, *folders):
+        if folder.is_symlink():
+            raise ConfigError(f"{folder} is a link, through which a sweep would write elsewhere; put the folder here")
+    jobs = list(map(read_job, folders))
     for job, name in zip(jobs, asked.jobs, strict=True):
         if job.name != name:
             file = path / JOBS_FOLDER / name / JOB_FILE

@@ -251,3 +251,13 @@ def test_symbolic_link_in_place_of_a_temporary_file_is_replaced(sweep: Sweep) ->
     sweep.write()
     assert read_sweep(sweep.path) == sweep and not list(sweep.path.glob(".*.part"))
     assert precious.read_text() == "precious" and read_job(sweep.job_folder(sweep.jobs[0])).name == "01"
+
+
+@pytest.mark.parametrize("place", ["jobs", "jobs/02"])
+def test_link_out_of_the_folder_is_refused(sweep: Sweep, place: str, tmp_path: Path) -> None:
+    """Oracle: the message; a resumed job would write at the link's end."""
+    linked, elsewhere = sweep.path / place, tmp_path / "elsewhere"
+    linked.rename(elsewhere)
+    linked.symlink_to(elsewhere)
+    with pytest.raises(ConfigError, match=rf"{place} is a link, through which a sweep would write elsewhere; put "):
+        read_sweep(sweep.path)
