@@ -8,7 +8,7 @@ import os
 import sys
 from typing import IO, TYPE_CHECKING
 
-from fsdptoys.utils.text import printable
+from fsdptoys.utils.text import printable, wrapped
 
 from .config import Console
 from .console_columns import render_columns
@@ -48,7 +48,7 @@ class PlainReporter(Reporter):
 
     def message(self, text: str) -> None:
         """Print text on separate lines."""
-        print(printable(text, self._stream), file=self._stream, flush=True)
+        print(wrapped(printable(text, self._stream), self._stream), file=self._stream, flush=True)
 
     def close(self) -> None:
         """Print the last step if it has not been printed."""
@@ -82,7 +82,7 @@ class RichReporter(Reporter):
 
     def message(self, text: str) -> None:
         """Print text above the bar."""
-        text = printable(text, self._console.file)
+        text = wrapped(printable(text, self._console.file), self._console.file)
         self._console.print(text, markup=False, highlight=False, emoji=False, soft_wrap=True)
 
     def close(self) -> None:

@@ -7,9 +7,9 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
 
-from fsdptoys.device import GIB
 from fsdptoys.utils.bounds import above
 from fsdptoys.utils.from_tree import build
+from fsdptoys.utils.text import gib_text, size_text
 
 
 class Category(Enum):
@@ -179,9 +179,9 @@ def prediction_line(prediction: Prediction, memory_bytes: float) -> str:
     text = f"predicted {duration} per step, {prediction.tokens_per_second:,.0f} tokens/s"
     if prediction.device_type == "cpu":
         return f"{text} {where}"
-    peak, reserved = memory.peak_bytes / GIB, memory.reserved_bytes / GIB
-    over = f", more than the {memory_bytes / GIB:.2f} GiB available" if memory.reserved_bytes > memory_bytes else ""
-    return f"{text}, {peak:.2f} GiB peak, {reserved:.2f} GiB reserved{over} {where}"
+    over = f", more than the {size_text(round(memory_bytes))} available" if memory.reserved_bytes > memory_bytes else ""
+    peak, reserved = size_text(round(memory.peak_bytes)), size_text(round(memory.reserved_bytes))
+    return f"{text}, {peak} peak, {reserved} reserved{over} {where}"
 
 
 def prediction_rows(comparisons: Sequence[PredictionError]) -> list[tuple[str, str, str, str]]:
@@ -198,5 +198,7 @@ def prediction_rows(comparisons: Sequence[PredictionError]) -> list[tuple[str, s
 
 
 def _number(value: float, unit: str) -> str:
+    if unit == "GiB":
+        return gib_text(value)
     text = f"{value:,.0f}" if value >= 1000 else f"{value:.2f}"
     return f"{text} {unit}".strip()

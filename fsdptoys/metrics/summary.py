@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from fsdptoys.utils.text import size_text
+from fsdptoys.utils.text import gib_text, size_text
 
 from .compilation import compilation_line, recompilation_rows
 from .layout import layout_rows
@@ -174,11 +174,11 @@ def _loss_scale(results: RunResults) -> str | None:
 
 
 def _gib(value: float | None) -> str | None:
-    return None if value is None else f"{value:.3f} GiB" if value >= 0.1 else f"{value:.3g} GiB"
+    return None if value is None else gib_text(value)
 
 
 def _peak(results: RunResults) -> str | None:
-    parts = ", ".join(f"{name} {size:.4g}" for name, size in results.memory_parts.items())
+    parts = ", ".join(f"{name} {gib_text(size)}" for name, size in results.memory_parts.items())
     return None if results.memory_peak_gib is None else f"{_gib(results.memory_peak_gib)}" + f" ({parts})" * bool(parts)
 
 

@@ -9,7 +9,7 @@ from fsdptoys.errors import ConfigError
 from fsdptoys.plan.search.ranking import layout, traits
 from fsdptoys.sweep import JobStatus
 from fsdptoys.train.recorded_run import RecordedRun
-from fsdptoys.utils.text import value_text
+from fsdptoys.utils.text import gib_text, value_text
 
 from .breakdown_figures import PlottedRun
 from .columns import TableCell
@@ -121,7 +121,7 @@ def _glance(collection: Collection, shown: Sequence[PlottedRun]) -> str:
     if measure is not None:
         pairs = zip(memories, shown, strict=True)
         least, name = min((memory, one.name) for memory, one in pairs if memory is not None)
-        entries.append((f"least memory: {MEASURES[measure][0]}", f"{least:.3f} GiB", name))
+        entries.append((f"least memory: {MEASURES[measure][0]}", gib_text(least), name))
     losses = [(one.run.results.mean_last_loss, one) for one in shown if one.run.results.mean_last_loss is not None]
     finite = [pair for pair in losses if pair[0] == pair[0]]
     if finite:

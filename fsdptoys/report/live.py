@@ -20,7 +20,7 @@ from fsdptoys.metrics.config import CONFIG_FILE, METRICS_FILE, SUMMARY_FILE
 from fsdptoys.metrics.console import PlainReporter
 from fsdptoys.sweep.folder import JOB_FILE, RUN_FOLDER, Job, JobStatus, is_sweep_dir, read_job, read_sweep
 from fsdptoys.utils.file_lock import is_locked
-from fsdptoys.utils.text import printable
+from fsdptoys.utils.text import printable, wrapped
 
 from .live_reader import FollowedRun, State
 from .live_view import draw_run
@@ -69,7 +69,7 @@ class _Follower:
 
     def print_line(self, text: str) -> None:
         """Print one line."""
-        self.console.print(Text(printable(text, self.console.file)), soft_wrap=True)
+        self.console.print(Text(wrapped(printable(text, self.console.file), self.console.file)), soft_wrap=True)
 
     def follow_sweep(self, path: Path) -> int:
         """Follow the jobs one after another until all have ended."""

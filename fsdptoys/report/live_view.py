@@ -15,7 +15,7 @@ from fsdptoys.metrics.live_console import metrics_table
 from fsdptoys.metrics.prediction import prediction_rows
 from fsdptoys.metrics.results import RunResults, Spread, prediction_errors
 from fsdptoys.train.heartbeat import Heartbeat, format_ranks
-from fsdptoys.utils.text import printable
+from fsdptoys.utils.text import gib_text, printable
 
 from .live_reader import FollowedRun, State
 
@@ -113,12 +113,12 @@ def fact_rows(run: FollowedRun, results: RunResults) -> list[tuple[str, str]]:
     if results.data_stall is not None:
         rows.append(("data wait", f"{results.data_stall:.2%} of the step time, on rank 0"))
     if results.memory_peak_gib is not None:
-        reserved = f", {results.memory_reserved_gib:.3f} GiB reserved" if results.memory_reserved_gib else ""
-        rows.append(("memory", f"{results.memory_peak_gib:.4g} GiB at the peak{reserved}, on rank 0's device"))
+        reserved = f", {gib_text(results.memory_reserved_gib)} reserved" if results.memory_reserved_gib else ""
+        rows.append(("memory", f"{gib_text(results.memory_peak_gib)} at the peak{reserved}, on rank 0's device"))
     elif results.resident_set_gib is not None:
         peak = results.resident_set_peak_gib
-        highest = f", {peak:.3f} GiB at the peak" if peak is not None else ""
-        rows.append(("memory", f"{results.resident_set_gib:.3f} GiB resident{highest}, on rank 0"))
+        highest = f", {gib_text(peak)} at the peak" if peak is not None else ""
+        rows.append(("memory", f"{gib_text(results.resident_set_gib)} resident{highest}, on rank 0"))
     evaluated = [(metrics.eval_loss, metrics.step) for metrics in run.steps if metrics.eval_loss is not None]
     if evaluated:
         latest, finite = evaluated[-1], [each for each in evaluated if math.isfinite(each[0])]

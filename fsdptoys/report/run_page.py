@@ -5,7 +5,7 @@ from fsdptoys.metrics.config import PROFILE_FOLDER, RESUMES_FILE
 from fsdptoys.metrics.resume_log import Resume, flatten, read_resumes
 from fsdptoys.metrics.run_environment import hardware_line
 from fsdptoys.train.recorded_run import RecordedRun
-from fsdptoys.utils.text import value_text
+from fsdptoys.utils.text import gib_text, value_text
 
 from .figures import Picture
 from .memory_timeline import read_timeline
@@ -70,14 +70,14 @@ def _glance(record: Record, run: RecordedRun) -> str:
     if results.data_stall is not None:
         entries.append(("waiting for data", f"{results.data_stall:.2%}", "of the step time, on rank 0"))
     if results.memory_reserved_gib is not None:
-        peak = f"{results.memory_peak_gib:.2f} GiB at the peak in tensors" if results.memory_peak_gib else ""
-        entries.append(("device memory reserved", f"{results.memory_reserved_gib:.2f} GiB", peak))
+        peak = f"{gib_text(results.memory_peak_gib)} at the peak in tensors" if results.memory_peak_gib else ""
+        entries.append(("device memory reserved", gib_text(results.memory_reserved_gib), peak))
     elif results.memory_peak_gib is not None:
-        parts = ", ".join(f"{name} {size * 1024:,.4g}" for name, size in results.memory_parts.items())
-        entries.append(("peak memory in tensors", f"{results.memory_peak_gib * 1024:,.4g} MiB", parts))
+        parts = ", ".join(f"{name} {gib_text(size)}" for name, size in results.memory_parts.items())
+        entries.append(("peak memory in tensors", gib_text(results.memory_peak_gib), parts))
     if results.memory_reserved_gib is None and results.resident_set_gib is not None:
         highest = results.resident_set_peak_gib or results.resident_set_gib
-        entries.append(("resident set, highest", f"{highest:.3f} GiB", "of rank 0, Python included"))
+        entries.append(("resident set, highest", gib_text(highest), "of rank 0, Python included"))
     for what, count in (("skipped steps", results.skipped_steps), ("loss spikes", results.spikes)):
         if count:
             entries.append((what, f"{count:,}", ""))

@@ -30,7 +30,7 @@ from fsdptoys.launch.exit_record import EXIT_RECORD_VARIABLE, ExitRecord, read_e
 from fsdptoys.train.recorded_run import is_run_dir, read_recorded_run
 from fsdptoys.train.stop import SAME_REQUEST_SECONDS
 from fsdptoys.utils.regular_file import open_regular
-from fsdptoys.utils.text import printable
+from fsdptoys.utils.text import gib_text, printable
 
 from .folder import JOB_FILE, LOG_FILE, RUN_FOLDER, Job, JobStatus, Sweep, read_job, write_job
 
@@ -314,9 +314,9 @@ def _numbers(sweep: Sweep, job: Job) -> list[str]:
     if results.step_time_seconds is not None:
         parts.append(f"{results.step_time_seconds.median:.3g} s a step")
     if results.memory_peak_gib is not None:
-        parts.append(f"{results.memory_peak_gib:.3g} GiB at the peak")
+        parts.append(f"{gib_text(results.memory_peak_gib)} at the peak")
     elif results.resident_set_peak_gib is not None:
-        parts.append(f"{results.resident_set_peak_gib:.2f} GiB of host memory at the peak")
+        parts.append(f"{gib_text(results.resident_set_peak_gib)} of host memory at the peak")
     if results.last_loss is not None:
         parts.append(f"loss {results.last_loss:.4f}")
     return parts

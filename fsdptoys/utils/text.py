@@ -2,9 +2,12 @@
 
 import contextlib
 import difflib
+import math
+import os
 import re
 import reprlib
 import sys
+import textwrap
 from collections.abc import Sequence
 from enum import Enum
 from typing import IO, Any
@@ -44,6 +47,29 @@ class _JsonRepr(reprlib.Repr):
 _JSON = _JsonRepr()
 
 
+def wrapped(text: str, stream: "IO[str]") -> str:
+    """Break lines between words where ``stream`` is a terminal, which would break them within; others stay as they are.
+
+    After a label and two spaces, further lines begin below the text.
+    """
+    try:
+        if not stream.isatty():
+            return text
+        width = int(os.environ.get("COLUMNS") or 0) or os.get_terminal_size(stream.fileno()).columns
+    except (OSError, ValueError):  # closed, or no file
+        return text
+    lines = []
+    for line in text.split("\n"):
+        if len(line) <= width:
+            lines.append(line)
+            continue
+        label = re.match(r"\S[\S ]{0,30}?  +(?=\S)|", line)
+        indent = " " * (label.end() if label else 0)
+        room = max(width, 2 * len(indent) + 1)
+        lines += textwrap.wrap(line, room, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)
+    return "\n".join(lines)
+
+
 def short_text(value: object) -> str:
     """A foreign value of any type, shortened to fit into a sentence; None, True and False as in JSON."""
     return one_line(_JSON.repr(value))
@@ -51,10 +77,15 @@ def short_text(value: object) -> str:
 
 def size_text(count: int) -> str:
     """``count`` bytes in the largest binary unit with a value of at least 1."""
-    for unit, size in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
+    for unit, size in (("TiB", 2**40), ("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
         if abs(count) >= size:
             return f"{count / size:.2f} {unit}"
     return f"{count} bytes"
+
+
+def gib_text(gib: float) -> str:
+    """A size in GiB in the unit that fits."""
+    return size_text(round(gib * 2**30)) if math.isfinite(gib) else f"{gib} GiB"
 
 
 def align_columns(rows: Sequence[Sequence[str]], right: Sequence[int] = (0,)) -> list[str]:
@@ -100,12 +131,16 @@ def encodable(text: str, stream: "IO[str] | None") -> str:
 
 
 def print_status(sentence: str, *, stdout: bool = False) -> bool:
-    """Print ``fsdptoys: SENTENCE``; return whether it was printed, as a full disk raises nothing."""
+    """Print ``fsdptoys: SENTENCE``; return whether it was printed, as a full disk raises nothing.
+
+    stderr has mistakes, whose words to paste must not be broken; the lines of stdout end between words of a terminal.
+    """
     stream = sys.stdout if stdout else sys.stderr
     if stream is None:  # closed when this process started
         return False
     try:
-        print(f"fsdptoys: {printable(sentence, stream)}", file=stream, flush=True)
+        text = f"fsdptoys: {printable(sentence, stream)}"
+        print(wrapped(text, stream) if stdout else text, file=stream, flush=True)
     except (OSError, ValueError):  # ValueError: the stream has been closed since
         # A failed flush of the buffer at the interpreter's exit would change the exit status to 120.
         with contextlib.suppress(OSError, ValueError):

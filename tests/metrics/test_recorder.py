@@ -167,9 +167,9 @@ def test_summary_has_the_results(tmp_path):
         "| tokens/s, all ranks | 5,120 (p10 5,120, p90 5,120) |",
         "| TFLOP/s per rank | 0.100 (p10 0.100, p90 0.100) |",
         "| MFU | 40.0 % (p10 40.0, p90 40.0) |",
-        "| peak device memory of rank 0 | 2.000 GiB |",
-        "| largest resident set of rank 0 after a step | 0.500 GiB |",
-        "| peak resident set of rank 0 | 0.750 GiB |",
+        "| peak device memory of rank 0 | 2.00 GiB |",
+        "| largest resident set of rank 0 after a step | 512.00 MiB |",
+        "| peak resident set of rank 0 | 768.00 MiB |",
         "| model | `dim=64` `norm.eps=1e-05` |",
         "| train | `sample_prompt=\"a \\| 'b'\\n\"` `seed=null` |",
         "`````text\nx\n````\n# not a heading\n`````",
@@ -186,11 +186,11 @@ def test_summary_splits_the_counted_peak(tmp_path):
     low = replace(low, memory_rest_gib=0.1)
     high = replace(low, memory_peak_gib=0.375, memory_rest_gib=0.225)
     page = write_run(tmp_path, [low, replace(high, step=2)])
-    parts = "parameters 0.05, gradients 0, optimizer states 0.1, the rest 0.225"
+    parts = "parameters 51.20 MiB, gradients 0 bytes, optimizer states 102.40 MiB, the rest 230.40 MiB"
     for row in (
-        f"| peak device memory of rank 0 | 0.375 GiB ({parts}) |",
-        "| device memory of rank 0 after the last step | 0.03 GiB |",
-        "| offloaded by rank 0, in the host's place | 0.500 GiB |",
+        f"| peak device memory of rank 0 | 384.00 MiB ({parts}) |",
+        "| device memory of rank 0 after the last step | 30.72 MiB |",
+        "| offloaded by rank 0, in the host's place | 512.00 MiB |",
     ):
         assert row in page
 

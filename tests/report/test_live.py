@@ -231,7 +231,7 @@ def test_live_view_fits_the_width(run: WrittenRun, width: int) -> None:
         "5.0000 after step 7",
         "skipped 1 step",
         "1 of the loss, the latest in step 10",
-        "0.750 GiB at the peak",
+        "768.00 MiB at the peak",
         "rank 0 in step 11 (forward)",
     ]
     assert [words for words in expected if words not in flat and width > 40] == []
