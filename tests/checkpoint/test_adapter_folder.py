@@ -123,6 +123,22 @@ def test_adapters_of_peft_compute_and_learn_the_same(case: str, tmp_path: Path) 
     assert folder.targets == sorted(OURS[case])
 
 
+@pytest.mark.oracle
+def test_patterns_mean_the_layers_that_peft_gives_them(tmp_path: Path) -> None:
+    """Oracle: the scales of peft's layers; in its patterns a dot is any character."""
+    peft, base, model = with_peft("qwen3", tmp_path)
+    patterns = {"layers.0.self_attn.q.proj": 3, "layers.1.mlp.down_proj": 5, "k_proj": 7, "proj": 9}
+    settings = peft.LoraConfig(r=RANK, lora_alpha=ALPHA, target_modules=TARGETS, alpha_pattern=patterns)
+    oracle = peft.get_peft_model(base, settings)
+    oracle.save_pretrained(tmp_path / "theirs")
+    folder = AdapterFolder(tmp_path / "theirs")
+    folder.check(model)
+    layers = {name: getattr(module, "scaling", None) for name, module in oracle.named_modules()}
+    theirs = {name: scaling["default"] for name, scaling in layers.items() if isinstance(scaling, dict)}
+    found = {folder._places[layer].module: scale for layer, scale in folder.scales.items()}
+    assert found == theirs and len(set(found.values())) == 3
+
+
 @pytest.mark.usefixtures("unmeasured")
 @pytest.mark.oracle
 @pytest.mark.parametrize("case", CASES)
