@@ -11,6 +11,7 @@ import itertools
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -166,6 +167,8 @@ def open_chat_encoder(
         f"{owner} has no chat template; set {template_key}=chatml, {template_key} to the path of a Jinja template, "
         "or the tokenizer to that of a chat model"
     )
+    if tokenizer != "bytes" and not Path(tokenizer).expanduser().exists():
+        raise ConfigError(f"{owner} does not exist; name a tokenizer.json, its folder, or bytes")
     opened = open_template(template, tokenizer, template_key, missing)
     if tokenizer == "bytes":
         return ChatEncoder(open_encoder(tokenizer, end, owner, end_owner), opened, end_owner)

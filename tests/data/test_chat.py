@@ -198,6 +198,7 @@ def test_bad_row_is_named_by_file_and_line_or_left_out(
     [
         ({"tokenizer": "bytes"}, "data.tokenizer=bytes has no chat template; set data.template=chatml, "),
         ({"tokenizer": "bare"}, "data.tokenizer=bare has no chat template; set data.template=chatml, "),
+        ({"tokenizer": "gone"}, "data.tokenizer=gone does not exist; name a tokenizer.json, its folder, or bytes"),
         ({"template": "none.jinja"}, "data.template=none.jinja cannot be read (No such file or directory); name a "),
         ({"template": "bad.jinja"}, "data.template=bad.jinja is no Jinja template ("),
         ({"document_end": "<none>"}, "data.tokenizer=tokenizer has no token '<none>'; set data.document_end to "),
