@@ -6,13 +6,13 @@
 #   bash scripts/gpu_day.sh run --out day --wheels .wheels    # on the machine, again until the status is not 75
 #   bash scripts/gpu_day.sh run --device cpu --tiny --out /tmp/day    # a dry run without a GPU
 #
-# A call works for --seconds (570) at most and skips what is finished. Its results are in the folder --out and in one file
+# A call works for --seconds (570) at most and skips what is finished with the same code. Its results are in the folder --out and in one file
 # beside it, day.tar.gz; a machine that has only the file unpacks it. Pages (*.md) belong into benchmarks/. Parts, in this
 # order, of which --only "NAME NAME" selects some:
 #
-#   smoke   gpu_smoke.py, check by check: a call by itself
+#   gpu     bench_gpu.py, row by row: speed first
+#   smoke   gpu_smoke.py, six checks at a time: a call by itself
 #   loss    bench_loss.py
-#   gpu     bench_gpu.py, row by row
 #   moe     bench_moe.py (needs transformers)
 #   memory  bench_memory.py, row by row
 #   plan    bench_plan.py on the measured rows of memory; needs no GPU, and may run at home
@@ -44,7 +44,7 @@ get_wheels() { # folder, further names
   say "wheels for Python $version in $folder: $(du -sh "$folder" | cut -f 1)"
 }
 
-out='' wheels='' device=cuda seconds=570 tiny='' only='smoke loss gpu moe memory plan'
+out='' wheels='' device=cuda seconds=570 tiny='' only='gpu smoke loss moe memory plan'
 command=${1:-}
 [[ $# -eq 0 ]] || shift
 case $command in
@@ -76,8 +76,13 @@ if [[ ! -d $out && -f $out.tar.gz ]]; then
   mkdir -p "$out"
   tar -xzf "$out.tar.gz" -C "$out"
 fi
-mkdir -p "$out/state"
+# The machine may have no git, and files that no commit has.
+version=$(cd "$root" && find fsdptoys scripts configs models patches -type f \( -name '*.py' -o -name '*.yaml' \) -print0 |
+  LC_ALL=C sort -z | xargs -0 sha256sum | sha256sum | cut -c 1-12)
+state=$out/state/$version
+mkdir -p "$state"
 out=$(cd "$out" && pwd)
+state=$out/state/$version
 scratch=$(mktemp -d)
 trap 'rm -rf "$scratch"' EXIT
 if [[ -n $wheels ]]; then
@@ -90,7 +95,7 @@ cd "$root"
 left() { echo $((seconds - SECONDS)); }
 
 # State of a part: missing, "again N" after N calls, or "done STATUS".
-state_of() { cat "$out/state/$1" 2>/dev/null || true; }
+state_of() { cat "$state/$1" 2>/dev/null || true; }
 
 # Sets `words` to the command of a part, and `least` to the seconds without which it is not begun.
 command_of() {
@@ -98,6 +103,7 @@ command_of() {
   case $1 in
   smoke)
     words=(scripts/gpu_smoke.py --device "$device" --seconds "$(($(left) - 10))" --out "$out" --resume)
+    words+=(--version "$version" --jobs "$([[ $device == cpu ]] && echo 1 || echo 6)")
     least=$((seconds * 9 / 10))
     [[ -z $tiny ]] || words+=(--checks device "process group")
     ;;
@@ -130,10 +136,10 @@ command_of() {
 }
 
 run_part() { # name; returns 0 if it is finished, 1 if it is left for another call
-  local part=$1 state status=0 calls=0
-  state=$(state_of "$part")
-  [[ $state != done* ]] || return 0
-  [[ $state != again* ]] || calls=${state#again }
+  local part=$1 known status=0 calls=0
+  known=$(state_of "$part")
+  [[ $known != done* ]] || return 0
+  [[ $known != again* ]] || calls=${known#again }
   command_of "$part"
   (($(left) >= least)) || return 1
   say "$part, $(left) s left: python ${words[*]}"
@@ -143,10 +149,10 @@ run_part() { # name; returns 0 if it is finished, 1 if it is left for another ca
   calls=$((calls + 1))
   # A part that continues check by check or row by row ends with 75. One that ran out of time altogether gets a second call.
   if [[ $status == 75 ]] || [[ ($status == 124 || $status == 137) && $calls -lt 2 ]]; then
-    echo "again $calls" >"$out/state/$part"
+    echo "again $calls" >"$state/$part"
     return 1
   fi
-  echo "done $status" >"$out/state/$part"
+  echo "done $status" >"$state/$part"
 }
 
 missing='' failed=''

@@ -35,6 +35,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from fsdptoys.launch.hardware import set_allocator
+from fsdptoys.sweep.validate import code_version
 from scripts.child_environment import child_environment
 from scripts.finished_rows import ROWS_LEFT
 from scripts.progress import progress, unit
@@ -78,11 +79,12 @@ def main() -> int:
         os._exit(0)
     end = time.monotonic() + args.seconds
     lines: list[dict[str, Any]] = []
-    earlier = read_lines(args.out / "smoke.jsonl") if args.resume else {}
+    earlier = read_lines(args.out / "smoke.jsonl", args.version) if args.resume else {}
 
     def run(check: Check) -> dict[str, Any]:
         with unit(check.name) as done:
             line = earlier.get(check.name) or run_check(check, args.device, end - time.monotonic(), args.out)
+            line["version"] = args.version
             done.note = line["status"]
         return line
 
@@ -118,7 +120,12 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument(
         "--out", type=Path, metavar="FOLDER", help="smoke.jsonl, smoke.md and logs, written after each check"
     )
-    parser.add_argument("--resume", action="store_true", help="do not repeat checks that have a line in --out")
+    parser.add_argument(
+        "--resume",
+        action="store_true",
+        help="do not repeat checks that have a line of this version of the code in --out",
+    )
+    parser.add_argument("--version", help="of the code; by default its commit, or a hash of changed files")
     parser.add_argument("--list", action="store_true", help="print the checks and their limits")
     parser.add_argument("--one", help=argparse.SUPPRESS)
     args = parser.parse_args()
@@ -134,14 +141,16 @@ def parse_arguments() -> argparse.Namespace:
     for name in args.checks or []:
         if name not in names:
             parser.error(f"--checks {name}: must be of {', '.join(sorted(names))}")
+    args.version = args.version or code_version()
     args.checks = [check for check in CHECKS if args.checks is None or check.name in args.checks]
     return args
 
 
-def read_lines(path: Path) -> dict[str, dict[str, Any]]:
-    """Check → its line in a file of an earlier call, without those that were left out."""
+def read_lines(path: Path, version: str) -> dict[str, dict[str, Any]]:
+    """Check → its line in a file of an earlier call with this version, without those that were left out."""
     lines = map(json.loads, path.read_text().splitlines() if path.exists() else ())
-    return {line["check"]: line for line in lines if line["status"] != "left out"}
+    kept = (line for line in lines if line["status"] != "left out" and line.get("version") == version)
+    return {line["check"]: line for line in kept}
 
 
 def run_check(check: Check, device: str, left: float, logs: Path | None = None) -> dict[str, Any]:

@@ -20,9 +20,10 @@ from fsdptoys.device.free_memory import least_free_bytes
 from fsdptoys.device.profile import Hardware, load_hardware
 from fsdptoys.errors import ConfigError
 from fsdptoys.launch.hardware import profile_of_this_machine
+from fsdptoys.launch.launch import AUTO
 from fsdptoys.utils.text import print_status, value_text
 
-AUTO_MEMORY = "memory=auto"
+AUTO_MEMORY = f"memory={AUTO}"
 MARGIN = 0.08  # cuBLAS's, cuDNN's and NCCL's memory is assumed in a profile
 MEASURED_MARGIN = 0.02  # growth of reserved memory after the two steps of a prediction
 

@@ -69,9 +69,8 @@ def _work(words: list[str]) -> None:
         run = resolve_run(words, os.environ, choose_largest, choose_switches)
         check_master(os.environ)
         request = run.request()
-        _prepare_data(
-            request.config, request.world_size, request.local_ranks
-        )  # called by every rank; one of them prepares
+        # Called by every rank; one of them prepares.
+        _prepare_data(request.config, request.world_size, request.local_ranks)
     elif int(os.environ["WORLD_SIZE"]) != request.world_size:
         raise ConfigError(
             f"launch.nnodes={request.config.launch.nnodes} machines of {request.local_ranks} ranks were expected, and "

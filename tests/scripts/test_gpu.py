@@ -225,7 +225,7 @@ class Machine:
         (self.folder / script).write_text(str(status))
 
 
-ALL = ["gpu_smoke.py", "bench_loss.py", "bench_gpu.py", "bench_moe.py", "bench_memory.py", "bench_plan.py"]
+ALL = ["bench_gpu.py", "gpu_smoke.py", "bench_loss.py", "bench_moe.py", "bench_memory.py", "bench_plan.py"]
 
 
 def test_finished_parts_are_not_run_again(tmp_path: Path) -> None:
@@ -237,8 +237,11 @@ def test_finished_parts_are_not_run_again(tmp_path: Path) -> None:
     assert machine.call(status=75) == ALL
     machine.set_status("gpu_smoke.py", 0)
     machine.set_status("bench_gpu.py", 0)
-    assert machine.call(status=1) == ["gpu_smoke.py", "bench_gpu.py"]
+    assert machine.call(status=1) == ["bench_gpu.py", "gpu_smoke.py"]
     assert machine.call("--only", "gpu moe") == []
+    (state,) = (tmp_path / "day" / "state").iterdir()
+    state.rename(state.with_name("of-other-code"))
+    assert machine.call("--only", "gpu moe") == ["bench_gpu.py", "bench_moe.py"]
 
 
 def test_fresh_machine_continues_from_the_archive(tmp_path: Path) -> None:
