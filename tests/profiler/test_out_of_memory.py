@@ -210,7 +210,7 @@ def test_failed_allocation_on_the_cpu_is_explained(allocate, phase):
     ):
         allocate()
     report = str(caught.value)
-    assert report.startswith(f"host memory ran out on rank 2 in the {phase} of step 3\n1048576.00 GiB asked for")
+    assert report.startswith(f"host memory ran out on rank 2 in the {phase} of step 3\n1024.00 TiB asked for")
     assert "offload" not in report and (CHUNK in report) == (phase == "backward")
 
 
@@ -238,7 +238,7 @@ def test_explained_error_is_not_explained_again():
 def test_allocation_that_failed_behind_another_error_is_explained(explained):
     """Oracle: the report of the allocation itself; pipelines, compilers and threads raise errors of their own."""
     with (
-        pytest.raises(ExplainedOutOfMemoryError, match=r"on rank 2 in the forward of step 3\n1048576.00 GiB") as caught,
+        pytest.raises(ExplainedOutOfMemoryError, match=r"on rank 2 in the forward of step 3\n1024.00 TiB") as caught,
         explain_out_of_memory(Device("cpu"), lambda: oom_context(phase="outer" if explained else "forward")),
     ):
         try:
