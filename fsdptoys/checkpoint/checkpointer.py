@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 import torch.distributed as dist
 from torch import Tensor
 
+from fsdptoys.device import HostMemory
 from fsdptoys.errors import ConfigError
 
 from .config import RESUME_WORDS, CheckpointConfig, Form
@@ -94,7 +95,8 @@ class Checkpointer:
 
         def work() -> None:
             try:
-                self._verdict = self._saver.save(step, put, state, own, prunes)
+                with HostMemory():
+                    self._verdict = self._saver.save(step, put, state, own, prunes)
             except BaseException as error:
                 self._failure = error
 

@@ -1,6 +1,14 @@
 """One interface to CUDA, NPU and CPU: collectives, streams, memory, random states, environment and peak FLOP/s."""
 
-from .allocations import REST, AllocationCount, CountedBytes, UncountableError, in_host_place, profiler_is_on
+from .allocations import (
+    REST,
+    AllocationCount,
+    CountedBytes,
+    HostMemory,
+    UncountableError,
+    in_host_place,
+    profiler_is_on,
+)
 from .device import Device, Event, MemoryStats, Stream, Streams, device_name, is_accelerator, peak_flops
 from .environment import DETERMINISTIC, allocator_environment, check_allocator_settings, device_environment
 from .host import available_cores, highest_resident_set_bytes, resident_set_bytes
@@ -24,6 +32,7 @@ __all__ = [
     "CountedBytes",
     "Device",
     "Event",
+    "HostMemory",
     "MemoryStats",
     "Stream",
     "Streams",

@@ -27,6 +27,7 @@ import ctypes
 import functools
 import gc
 import os
+import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
@@ -36,7 +37,8 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
+from torch.utils._pytree import tree_leaves
 
 from fsdptoys.utils.storages import storages_of
 
@@ -49,10 +51,25 @@ _with_purpose: "weakref.WeakSet[torch.UntypedStorage]" = weakref.WeakSet()
 _host: "weakref.WeakSet[torch.UntypedStorage]" = weakref.WeakSet()
 
 
+_host_lock = threading.Lock()
+
+
 def in_host_place(tensor: Tensor) -> Tensor:
     """Count a CPU tensor as host memory, as a copy that offloading keeps; returns it."""
-    _host.add(tensor.untyped_storage())
+    with _host_lock:
+        _host.add(tensor.untyped_storage())
     return tensor
+
+
+class HostMemory(TorchDispatchMode):
+    """Counts the CPU tensors that this thread makes as host memory: those of a background save, libraries' too."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        for each in tree_leaves(result):
+            if type(each) is Tensor and each.device.type == "cpu":
+                in_host_place(each)
+        return result
 
 
 class UncountableError(RuntimeError):
@@ -177,7 +194,9 @@ class AllocationCount:
                 if block is not None and block.purpose == REST:
                     block.purpose = purpose
                     block.on_host |= purpose in self._host_purposes
-        for storage in list(_host):
+        with _host_lock:
+            on_host = list(_host)
+        for storage in on_host:
             if storage.device.type != "cpu":  # a fake tensor's
                 continue
             if (block := self._live.get(storage.data_ptr())) is not None:

@@ -250,12 +250,8 @@ def test_saving_and_loading_do_not_change_the_counted_memory(background: bool, t
     ((ends, peaks),) = run_ranks(1, train_and_save, str(tmp_path / "plain"), False, 6)
     (saving,) = run_ranks(1, train_and_save, str(tmp_path / "run"), background, 1)
     about = functools.partial(pytest.approx, rel=1e-3)  # the saving thread takes a few bytes
-    if background:  # and may be copying a tensor just then
-        assert all(found > 0.999 * end for found, end in zip(saving[0], ends, strict=True))
-        assert min(saving[0]) == about(min(ends))
-    else:
-        assert saving == (about(ends), about(peaks))
+    assert saving == (about(ends), about(peaks))
     for step in (4, 5, 6):
         shutil.rmtree(tmp_path / "run" / "checkpoints" / f"step-{step:08d}")
     ((resumed, _),) = run_ranks(1, train_and_save, str(tmp_path / "run"), background, 1)
-    assert min(resumed) == about(min(ends[3:]))
+    assert resumed == about(ends[3:])
