@@ -46,6 +46,7 @@ class FinishedRows:
         """Add a row and write the file; a call killed meanwhile leaves the previous file."""
         self.rows[key] = row
         if self.path is not None:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
             beside = self.path.with_name(self.path.name + ".new")
             beside.write_text(json.dumps({"settings": self.settings, "rows": self.rows}, indent=1) + "\n")
             os.replace(beside, self.path)

@@ -49,6 +49,7 @@ CHECKS = [
     Check("attention", "kernels:check_attention", 90),
     Check("process group", "device:check_process_group", 40),
     Check("strategies", "training:check_strategies", 120),
+    Check("toys", "training:check_toys", 90),
     Check("torchrun", "speed:check_torchrun", 80),
     Check("memory", "training:check_memory", 120),
     Check("documents", "training:check_documents", 90),

@@ -67,7 +67,7 @@ def device_memory(device_type: str, devices: int, profile: str = "auto") -> Devi
 
 
 def with_margin(hardware: Hardware, available_bytes: float) -> DeviceMemory:
-    """Memory of a device of which ``available_bytes`` are free."""
+    """Memory for a run on devices with ``available_bytes`` free, and the share of it that stays free."""
     is_assumed = hardware.outside_allocator_bytes.source.startswith("assumed")
     available_bytes = min(hardware.usable_bytes, available_bytes)
     return DeviceMemory(hardware, available_bytes, MARGIN if is_assumed else MEASURED_MARGIN)

@@ -36,7 +36,8 @@ from .overrides import (
     parse_overrides,
     schema_name,
 )
-from .schema import ROOT_OPTIONS, SCHEMAS, Config, TrainConfig
+from .schema import ROOT_OPTIONS, SCHEMAS, Config
+from .train_config import TrainConfig
 
 CONFIG_MODULE = "fsdptoys.configs"
 SEQ_LEN = 4096  # default length of a sequence, where the model's maximum is longer

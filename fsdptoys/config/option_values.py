@@ -118,7 +118,7 @@ def example(key: str, option: Option, state: str = "") -> str:
     wanted, default = option.wanted, option.default
     value = getattr(default, "value", default)
     if option.bounds.other is not None and value == option.bounds.other:
-        value = 8  # a value of its own, of which the default says nothing
+        value = 8  # the default leaves the choice to the program, and is no example
     if wanted is bool and state:
         value = state == "true"
     elif isinstance(wanted, type) and issubclass(wanted, Enum) and state:

@@ -64,7 +64,7 @@ def list_defaults() -> dict[str, str | None]:
 def check_names(words: Sequence[str], choices: Choices) -> None:
     """Name all words that are no settings in one ConfigError, with the words to type, if there are several.
 
-    A single one is left to ``parse_overrides`` and ``check_values``, whose sentences say more.
+    ``parse_overrides`` and ``check_values`` answer a single one, with a longer sentence.
     """
     options, _ = _all_options(())
     found: list[tuple[str, Fix | None]] = []

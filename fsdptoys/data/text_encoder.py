@@ -31,7 +31,7 @@ MOST_SETTINGS_BYTES = 2**26
 USUAL_ENDS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>")
 """Candidates for the end of a document, if neither the user nor the folder names one."""
 SEPARATORS = (*USUAL_ENDS, "<pad>", "<|pad|>", "[PAD]", "<unk>")
-"""Candidates for the id between conversations, the first ones."""
+"""Candidates for the id between conversations, after the folder's own end."""
 
 
 class Encoded(NamedTuple):

@@ -8,6 +8,7 @@ from fsdptoys.config.schema import Config
 from fsdptoys.memory import Updates
 from fsdptoys.optim.matrix_optimizer import MATRICES
 from fsdptoys.parallel import ParallelContext
+from fsdptoys.parallel.fsdp import FSDPConfig
 from fsdptoys.profiler import LiveBytes, OOMContext, PlacedBytes, Switches, live_bytes
 from fsdptoys.utils.dtensor import local_tensor
 
@@ -56,7 +57,8 @@ def oom_context(
         optimizer_offload=memory.optimizer_offload,
         cpu_offload=memory.cpu_offload,
         sums_whole_gradients=train.grad_accum > 1
-        and getattr(config.parallel, "reduce_each_microbatch", True) is False
+        and isinstance(config.parallel, FSDPConfig)
+        and not config.parallel.reduces_often
         and config.mesh.pp_size == 1
         and not train.deterministic,
         states_bytes=0 if offloads else states_bytes,

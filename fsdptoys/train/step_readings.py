@@ -23,7 +23,7 @@ from typing import Any
 
 from torch import Tensor
 
-from fsdptoys.config.schema import TrainConfig
+from fsdptoys.config.train_config import TrainConfig
 from fsdptoys.device import Device, Event
 from fsdptoys.metrics import SpikeDetector, StepMetrics, step_rates
 from fsdptoys.metrics.step import RoutingMetrics

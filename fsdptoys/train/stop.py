@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from types import FrameType
 from typing import Any
 
-from fsdptoys.config.schema import TrainConfig
+from fsdptoys.config.train_config import TrainConfig
 
 from .skipped_steps import SkippedSteps
 

@@ -3,7 +3,7 @@
 import torch
 from torch import nn
 
-from fsdptoys.config.schema import TrainConfig
+from fsdptoys.config.train_config import TrainConfig
 from fsdptoys.data.dataset import TextSample
 from fsdptoys.models.generate import Draw, generate
 

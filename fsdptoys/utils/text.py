@@ -133,7 +133,7 @@ def encodable(text: str, stream: "IO[str] | None") -> str:
 def print_status(sentence: str, *, stdout: bool = False) -> bool:
     """Print ``fsdptoys: SENTENCE``; return whether it was printed, as a full disk raises nothing.
 
-    stderr has mistakes, whose words to paste must not be broken; the lines of stdout end between words of a terminal.
+    On a terminal, lines of stdout end between words. Those of stderr are not broken, since their commands are pasted.
     """
     stream = sys.stdout if stdout else sys.stderr
     if stream is None:  # closed when this process started

@@ -93,6 +93,19 @@ def check_strategies(report: Report, device: str) -> None:
     report.expect(same, "two deterministic processes have the same bits of losses, norms and parameters")
 
 
+def check_toys(report: Report, device: str) -> None:
+    """The from-scratch strategies of one rank in float32 and bf16, against one process on a CPU."""
+    model = small_model(device)
+    oracle = train_apart("cpu", {"single": [*model, *SINGLE]})["single"]
+    rows = {
+        f"{name} {dtype}": [*model, f"parallel=toy_{name}", f"parallel.param_dtype={dtype}"]
+        for name in ("ddp", "zero1", "zero2", "zero3", "fsdp")
+        for dtype in ("float32", "bfloat16")
+    }
+    for name, row in train(device, rows).items():
+        compare(report, device, name, row, oracle, LOSS if name.endswith("float32") else BF16_LOSS)
+
+
 def check_memory(report: Report, device: str) -> None:
     """Every memory switch against the plain run: the same losses, and a lower peak."""
     base = [*small_model(device), "parallel=fsdp2", "parallel.param_dtype=float32"]

@@ -19,7 +19,8 @@ from fsdptoys.config.compose import compose_config, compose_presets
 from fsdptoys.config.kernel_choice import KernelConfig
 from fsdptoys.config.launch_config import LaunchConfig
 from fsdptoys.config.overrides import list_choices, list_options
-from fsdptoys.config.schema import SCHEMAS, TrainConfig
+from fsdptoys.config.schema import SCHEMAS
+from fsdptoys.config.train_config import TrainConfig
 from fsdptoys.models import MODELS
 from fsdptoys.profiler import DebugConfig, ProfileConfig
 from fsdptoys.utils.text import value_text

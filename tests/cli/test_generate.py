@@ -16,7 +16,7 @@ from fsdptoys.models import LlamaConfig
 from fsdptoys.models.generate import Draw, generate
 from tests.checkpoint.folders import build, load, write
 from tests.checkpoint.test_adapter_folder import adapted, draw_adapters, write_own
-from tests.cli.byte_model import BYTES, save_model, save_tokenizer, train_on
+from tests.cli.byte_model import BYTES, edit_settings, save_model, save_tokenizer, train_on
 from tests.data import test_prepare as prepared
 from tests.data.chat_files import GENERATED, save_chat_tokenizer, without_blocks
 from tests.models.families import SMALL
@@ -120,6 +120,13 @@ def test_greedy_text_equals_transformers(case: str, tmp_path: Path, capsys: pyte
     )  # fmt: skip
     oracle = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "folder")
     assert found == [oracle.generate(torch.tensor([ids]), max_new_tokens=40, do_sample=False)[0, 5:].tolist()]
+
+
+def test_ids_need_no_data_of_the_run(places: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Oracle: the run as it was; its data have a name that this version does not know."""
+    expected = made(capsys, "run", "--prompt", "1 2", "--tokenizer", "ids", "--temperature", "0")
+    edit_settings(places / "run", "data", {"name": "of another version"})
+    assert made(capsys, "run", "--prompt", "1 2", "--tokenizer", "ids", "--temperature", "0") == expected
 
 
 def test_tokenizer_of_the_folder_is_the_default(places: Path, capsys: pytest.CaptureFixture[str]) -> None:

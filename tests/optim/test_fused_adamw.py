@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from fsdptoys.config.optimizer_checks import check_optimizer
-from fsdptoys.config.schema import TrainConfig
+from fsdptoys.config.train_config import TrainConfig
 from fsdptoys.memory import MemoryConfig, Updates
 from fsdptoys.optim import AdamWConfig, Implementation, MuonConfig, OptimConfig, OptimStateDType, SGDConfig
 from fsdptoys.optim.adamw import BFloat16AdamW

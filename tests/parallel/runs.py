@@ -10,7 +10,8 @@ from fsdptoys.checkpoint import CheckpointConfig
 from fsdptoys.config.kernel_choice import AttentionKernel, GroupedKernel, Kernel, KernelConfig
 from fsdptoys.config.launch_config import DeviceChoice, LaunchConfig
 from fsdptoys.config.plan_config import PlanConfig
-from fsdptoys.config.schema import Config, TrainConfig
+from fsdptoys.config.schema import Config
+from fsdptoys.config.train_config import TrainConfig
 from fsdptoys.data import DataConfig, SyntheticConfig
 from fsdptoys.errors import ConfigError
 from fsdptoys.memory import MemoryConfig

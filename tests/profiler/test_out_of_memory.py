@@ -121,6 +121,14 @@ def test_enabled_switches_are_not_advised_and_may_be_replaced(change, gone, come
     assert set(after) - set(before) <= set(come)
 
 
+def test_whole_gradients_of_sharded_parameters_are_named() -> None:
+    """Oracle: by hand: gradients of 3 more shards of 2 GiB, and never more than the rest that is held."""
+    key, whole = "parallel.reduce_each_microbatch=true", dataclasses.replace(FSDP, sums_whole_gradients=True)
+    assert advised(whole)[key] == advised(whole, "forward")[key] == 6 * GIB
+    assert advised(whole, rest=GIB)[key] == GIB
+    assert key not in advised(whole, "optimizer") | advised(FSDP)
+
+
 def test_optimizer_step_advice_excludes_activation_switches():
     """Oracle: no activations are live in the optimizer step."""
     assert set(advised(FSDP, phase="optimizer")) == {CPU_OFFLOAD, OPTIMIZER_OFFLOAD}

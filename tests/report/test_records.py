@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from fsdptoys.config.schema import TrainConfig
+from fsdptoys.config.train_config import TrainConfig
 from fsdptoys.metrics import Console, MetricsConfig, ResumePoint, RunRecorder
 from fsdptoys.report.compare import compare_runs, open_run
 from fsdptoys.report.result_file import operators, read_ending, references

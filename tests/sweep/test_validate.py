@@ -196,6 +196,13 @@ def test_combination_equals_the_run_of_its_job() -> None:
         assert one.world_size == plan.world_size
 
 
+def test_switches_chosen_by_the_planner_are_refused_in_a_sweep() -> None:
+    """Oracle: the message; the other combination runs."""
+    auto, lean = validate_combinations(of_words("model=llama_debug", "memory=auto,lean"))
+    assert isinstance(auto, InvalidJob) and auto.reason.startswith("memory=auto is chosen for one run on its devices")
+    assert isinstance(lean, ValidJob)
+
+
 def test_requirements_of_writers_are_checked_before_the_first_job(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
