@@ -68,9 +68,10 @@ def main() -> int:
     """Measure, predict, print and write the table; 0 if every bar is met."""
     args = parse_arguments()
     saved = read_measured(args) if args.measured else None
-    profile = args.hardware or hardware_for(Device(args.device).name, args.device)
+    name = args.machine if args.measured else Device(args.device).name  # the rows may be another machine's
+    profile = args.hardware or hardware_for(name, args.device)
     if profile is None:
-        print(f"no profile of {Device(args.device).name}; name one with --hardware", file=sys.stderr)
+        print(f"no profile of {name}; name one with --hardware", file=sys.stderr)
         return 2
     hardware = copies_for_links(load_hardware(profile), args.world_size)
     measured: dict[tuple[str, str], Result] = {}

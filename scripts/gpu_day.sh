@@ -90,6 +90,9 @@ if [[ -n $wheels ]]; then
   export PYTHONPATH=$scratch/site${PYTHONPATH:+:$PYTHONPATH}
 fi
 export PYTHONPATH=$root${PYTHONPATH:+:$PYTHONPATH} PYTHONUNBUFFERED=1
+# Without compiled modules beside PyTorch's sources, each process spends seconds on compiling them.
+unset PYTHONDONTWRITEBYTECODE
+export PYTHONPYCACHEPREFIX=$scratch/compiled
 cd "$root"
 
 left() { echo $((seconds - SECONDS)); }
