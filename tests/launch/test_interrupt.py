@@ -12,8 +12,8 @@ from fsdptoys.metrics.config import METRICS_FILE
 from tests.launch.training import training, wait_while_running
 
 WORDS = (
-    "fsdptoys train experiment=null model=llama_debug data=synthetic train.batch_size=1 train.seq_len=32 launch.nproc_per_node=2 "
-    "launch.device=cpu metrics.console=plain optim.schedule=constant metrics.run_dir="
+    "fsdptoys train experiment=null model=llama_debug data=synthetic train.batch_size=1 train.seq_len=32 "
+    "launch.nproc_per_node=2 launch.device=cpu metrics.console=plain optim.schedule=constant metrics.run_dir="
 )
 
 
