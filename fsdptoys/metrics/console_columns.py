@@ -4,6 +4,9 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from fsdptoys.device import GIB
+from fsdptoys.utils.text import fitting_unit
+
 from .step import StepMetrics
 
 
@@ -12,7 +15,7 @@ class ConsoleColumn:
     """Format of one number of a step on both consoles."""
 
     heading: tuple[str, str]
-    """Two short lines above the column of the live table."""
+    """Two short lines above the column of the live table; ``{unit}`` takes the unit out of the values."""
     label: str
     """Text before the value in a plain line; ``unit`` follows the value."""
     unit: str
@@ -54,25 +57,25 @@ def _power(scale: float | None) -> str | None:
     return f"2^{exponent - 1}" if mantissa == 0.5 else f"{scale:.4g}"
 
 
-def _gib(*values: float | None) -> str:
-    return "/".join("?" if value is None else f"{value:.4g}" for value in values)
+def _sizes(*gib: float | None) -> str:
+    """Sizes in one unit, which fits the largest."""
+    unit, size = fitting_unit(GIB * max((value for value in gib if value is not None), default=0.0))
+    return "/".join("?" if value is None else f"{value * GIB / size:.4g}" for value in gib) + f" {unit}"
 
 
 def _device_memory(metrics: StepMetrics) -> str | None:
     allocated, reserved = metrics.memory_allocated_gib, metrics.memory_reserved_gib
-    return None if reserved is None else _gib(allocated, metrics.memory_peak_gib, reserved)
+    return None if reserved is None else _sizes(allocated, metrics.memory_peak_gib, reserved)
 
 
 def _counted_memory(metrics: StepMetrics) -> str | None:
     allocated, reserved = metrics.memory_allocated_gib, metrics.memory_reserved_gib
-    return None if allocated is None or reserved is not None else _gib(allocated, metrics.memory_peak_gib)
+    return None if allocated is None or reserved is not None else _sizes(allocated, metrics.memory_peak_gib)
 
 
 def _resident_set(metrics: StepMetrics) -> str | None:
-    return f"{_gib(metrics.resident_set_gib)} GiB" if metrics.memory_reserved_gib is None else None
+    return _sizes(metrics.resident_set_gib) if metrics.memory_reserved_gib is None else None
 
-
-MEMORY_UNIT = " GiB allocated/peak/reserved"
 
 COLUMNS = (
     ConsoleColumn(("", "loss"), "loss", "", 7, 10, lambda m: f"{m.loss:.4f}"),
@@ -86,8 +89,8 @@ COLUMNS = (
     ConsoleColumn(("MoE", "load"), "busiest expert", "", 5, 5, _load),
     ConsoleColumn(("MoE", "entropy"), "entropy", "", 7, 1, lambda m: f"{m.routing.entropy:.3f}" if m.routing else None),
     ConsoleColumn(("loss", "scale"), "loss scale", "", 7, 3, lambda m: _power(m.loss_scale)),
-    ConsoleColumn(("GiB allocated/", "peak/reserved"), "memory", MEMORY_UNIT, 17, 6, _device_memory),
-    ConsoleColumn(("GiB allocated", "/peak"), "memory", " GiB allocated/peak", 17, 6, _counted_memory),
+    ConsoleColumn(("{unit} allocated/", "peak/reserved"), "memory", " allocated/peak/reserved", 17, 6, _device_memory),
+    ConsoleColumn(("{unit} allocated", "/peak"), "memory", " allocated/peak", 17, 6, _counted_memory),
     ConsoleColumn(("resident", "set"), "resident set", "", 9, 5, _resident_set),
 )
 

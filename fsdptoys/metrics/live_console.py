@@ -56,15 +56,19 @@ def metrics_table(metrics: StepMetrics, width: int) -> Table:
     Without enough room for all columns, the least important ones are omitted; no number is truncated.
     """
     cells = render_columns(metrics)
-    columns = list(cells)
-    widths = {column: max(column.width, len(cell), *map(len, column.heading)) for column, cell in cells.items()}
+    columns, headings = list(cells), {column: column.heading for column in cells}
+    for column in columns:
+        if "{unit}" in column.heading[0]:
+            cells[column], unit = cells[column].split(" ")
+            headings[column] = (column.heading[0].format(unit=unit), column.heading[1])
+    widths = {column: max(column.width, len(cells[column]), *map(len, headings[column])) for column in columns}
     while len(columns) > 1 and sum(widths[column] for column in columns) + GAP * (len(columns) - 1) > width:
         columns.remove(min(columns, key=lambda column: column.importance))
     table = Table.grid(padding=(0, GAP, 0, 0), pad_edge=False)
     for column in columns:
         table.add_column(justify="right", no_wrap=True, width=widths[column])
     for line in range(2):
-        table.add_row(*(Text(column.heading[line], style="dim") for column in columns))
+        table.add_row(*(Text(headings[column][line], style="dim") for column in columns))
     table.add_row(*(Text(cells[column], style=_style(cells[column])) for column in columns))
     return table
 

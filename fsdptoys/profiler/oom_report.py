@@ -13,7 +13,7 @@ import torch
 
 from fsdptoys.device import Device, highest_resident_set_bytes
 from fsdptoys.utils.causes import with_causes
-from fsdptoys.utils.text import align_columns, size_text
+from fsdptoys.utils.text import UNITS, align_columns, size_text
 
 from .live_bytes import LiveBytes
 from .oom_advice import Switches, device_savings, host_savings
@@ -21,7 +21,6 @@ from .oom_advice import Switches, device_savings, host_savings
 HOST_WORDS = ("DefaultCPUAllocator", "not enough memory: you tried to allocate", "Malloc pin memory failed")
 DEVICE_WORDS = ("CUDA error: out of memory", "CUBLAS_STATUS_ALLOC_FAILED", "NPU out of memory")
 REST = "the rest: activations, temporaries, gathered parameters"
-UNITS = {"bytes": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40, "PiB": 2**50, "EiB": 2**60}
 
 
 class ExplainedOutOfMemoryError(RuntimeError):

@@ -10,10 +10,10 @@ from fsdptoys.device import GIB
 from fsdptoys.metrics.prediction import Category, TimePrediction
 from fsdptoys.plan.simulator.events import KernelKind
 from fsdptoys.train.recorded_run import RecordedRun
+from fsdptoys.utils.text import fitting_unit
 
 from .figures import Axis, Picture, Series, Shape
 
-MIB = 2**20
 LEAST_SHARE = 1e-6  # Share of the longest bar below which a part is dropped as rounding noise
 
 
@@ -62,13 +62,14 @@ def draw_memory_split(runs: Sequence[PlottedRun]) -> Picture | None:
     peaks = [one.run.results.memory_peak_gib for one in runs]
     if not any(predictions) and all(peak is None for peak in peaks):
         sets = [one.run.results.resident_set_peak_gib or one.run.results.resident_set_gib for one in runs]
+        unit, size = fitting_unit(GIB * max(filter(None, sets), default=0.0))
         return _split_picture(
             "memory_split",
             "Memory",
-            Axis("resident set", "GiB", from_zero=True),
+            Axis("resident set", unit, from_zero=True),
             runs,
             [None] * len(runs),
-            [None if size is None else (size,) for size in sets],
+            [None if gib is None else (gib * GIB / size,) for gib in sets],
             "measured, not split",
             "",
             "The resident set of the process, including Python.",
@@ -77,7 +78,7 @@ def draw_memory_split(runs: Sequence[PlottedRun]) -> Picture | None:
         [sum(memory.categories.values()) for memory in predictions if memory]
         + [peak * GIB for peak in peaks if peak is not None]
     )
-    unit, size = ("GiB", GIB) if highest >= GIB else ("MiB", MIB)
+    unit, size = fitting_unit(highest)
     measured = (
         "The runs did not measure it; the table has the resident set, which includes Python."
         if all(peak is None for peak in peaks)

@@ -10,7 +10,7 @@ from fsdptoys.metrics.prediction import Prediction
 from fsdptoys.metrics.results import Spread
 from fsdptoys.sweep import JobStatus
 from fsdptoys.train.recorded_run import RecordedRun
-from fsdptoys.utils.text import value_text
+from fsdptoys.utils.text import fitting_unit, value_text
 
 from .runs_table import Record
 from .setting_diff import HEADINGS, Settings, own_key
@@ -57,9 +57,9 @@ class Measure:
     """A measured quantity of a run."""
 
     name: str  # Attribute of :class:`~fsdptoys.metrics.results.RunResults`
-    heading: str
+    heading: str  # Without the unit of memory, which fits the largest value
     weight: int
-    factor: float = 1.0  # Converts the raw unit to the unit of the heading
+    factor: float = 1.0  # Converts the raw unit to the unit of the heading; memory has its own
     shows_spread: bool = False
 
     def read(self, run: RecordedRun | None) -> float | Spread | None:
@@ -99,12 +99,12 @@ class PredictedMeasure:
 
 MEASURES = (
     Measure("step_time_seconds", "Step Time (ms)", STAYS, 1e3, True),
-    Measure("memory_allocated_gib", "Memory allocated (GiB)", 60),
-    Measure("memory_reserved_gib", "Memory Reserved (GiB)", 90),
-    Measure("memory_peak_gib", "Peak memory (GiB)", 80),
-    Measure("memory_host_gib", "Offloaded (GiB)", 30),
-    Measure("resident_set_gib", "Resident set (GiB)", 20),
-    Measure("resident_set_peak_gib", "Peak resident set (GiB)", 55),
+    Measure("memory_allocated_gib", "Memory allocated", 60),
+    Measure("memory_reserved_gib", "Memory Reserved", 90),
+    Measure("memory_peak_gib", "Peak memory", 80),
+    Measure("memory_host_gib", "Offloaded", 30),
+    Measure("resident_set_gib", "Resident set", 20),
+    Measure("resident_set_peak_gib", "Peak resident set", 55),
     Measure("tokens_per_second", "tokens/s", 70),
     Measure("mfu", "MFU (%)", 65, 100.0),
     Measure("data_stall", "Data stall (%)", 25, 100.0),
@@ -112,10 +112,8 @@ MEASURES = (
 
 PREDICTED_MEASURES = (
     PredictedMeasure("step_time_seconds", "Predicted step (ms)", 40, lambda each: each.time.step_seconds, 1e3),
-    PredictedMeasure("memory_peak_gib", "Predicted peak (GiB)", 30, lambda each: each.memory.peak_bytes / GIB),
-    PredictedMeasure(
-        "memory_reserved_gib", "Predicted reserved (GiB)", 35, lambda each: each.memory.reserved_bytes / GIB
-    ),
+    PredictedMeasure("memory_peak_gib", "Predicted peak", 30, lambda each: each.memory.peak_bytes / GIB),
+    PredictedMeasure("memory_reserved_gib", "Predicted reserved", 35, lambda each: each.memory.reserved_bytes / GIB),
 )
 
 
@@ -232,20 +230,24 @@ def _number_column(
 ) -> TableColumn:
     """Numbers or medians, each followed by the ends of its spread or its relative difference in brackets."""
     medians = list(map(_median, values))
-    digits = _digits(medians, measure.factor)
+    heading, factor = measure.heading, measure.factor
+    if measure.name.endswith("_gib"):
+        unit, size = fitting_unit(GIB * max(filter(math.isfinite, filter(None, medians)), default=0.0))
+        heading, factor = f"{heading} ({unit})", GIB / size
+    digits = _digits(medians, factor)
     cells = []
     for value, median, difference in zip(values, medians, differences, strict=True):
         if median is None:
             cells.append(EMPTY)
             continue
-        brief, bracket = _number(median * measure.factor, digits), ""
+        brief, bracket = _number(median * factor, digits), ""
         if isinstance(value, Spread):
-            low, high = (_number(part * measure.factor, digits) for part in (value.p10, value.p90))
+            low, high = (_number(part * factor, digits) for part in (value.p10, value.p90))
             bracket = f" ({low}–{high})"
         elif difference is not None:
             bracket = f" ({difference:+.0%})"
         cells.append(TableCell(median, brief + bracket, brief))
-    return TableColumn(measure.name, measure.heading, cells, True, measure.weight)
+    return TableColumn(measure.name, heading, cells, True, measure.weight)
 
 
 def _median(value: float | Spread | None) -> float | None:

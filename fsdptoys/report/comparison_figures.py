@@ -6,8 +6,10 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from fsdptoys.device import GIB
 from fsdptoys.metrics.plots import SMOOTH_FROM_STEPS
 from fsdptoys.plan.search.ranking import unbeaten
+from fsdptoys.utils.text import fitting_unit
 
 from .breakdown_figures import PlottedRun, draw_memory_split, draw_time_split
 from .figures import Axis, Label, Picture, Series, Shape, place_labels
@@ -58,7 +60,8 @@ def draw_tradeoff(runs: Sequence[PlottedRun]) -> Picture | None:
     tokens = [float(np.median([metrics.valid_tokens for metrics in one.run.steps])) for one in timed]
     same_work = max(tokens) <= min(tokens) * (1 + SAME_WORK)
     axis = Axis("median step time", "ms") if same_work else Axis("time for 1,000 tokens", "ms")
-    unit, size = ("GiB", 1.0) if max(filter(None, memories), default=0.0) >= 1 else ("MiB", 1024.0)
+    unit, unit_bytes = fitting_unit(GIB * max(filter(None, memories), default=0.0))
+    size = GIB / unit_bytes
     points: list[Series] = []
     left_out = []
     for look, (one, memory) in enumerate(zip(runs, memories, strict=True)):
@@ -173,15 +176,19 @@ def _predictions(runs: Sequence[PlottedRun], quantity: str, name: str, title: st
     ]
     if not found:
         return None
-    unit = found[0][2].unit
+    unit, size = found[0][2].unit, 1.0
     values = np.array([(error.measured, error.predicted) for _, _, error in found])
+    if unit == "GiB":
+        unit, unit_bytes = fitting_unit(GIB * values.max())
+        size = GIB / unit_bytes
+    values *= size
     log = is_wide(values.ravel()) and bool((values > 0).all())
     _, furthest, worst = max(found, key=lambda entry: abs(entry[2].difference))
     series = []
-    for look, run, error in found:
-        shown = f"measured {error.measured:,.4g} {unit}\npredicted {error.predicted:,.4g} {unit}"
+    for (look, run, error), (measured, predicted) in zip(found, values.tolist(), strict=True):
+        shown = f"measured {measured:,.4g} {unit}\npredicted {predicted:,.4g} {unit}"
         hover = f"{run}\n{shown} ({error.difference:+.1%})"
-        series.append(Series(run, Shape.points, [error.measured], [error.predicted], look, (hover,)))
+        series.append(Series(run, Shape.points, [measured], [predicted], look, (hover,)))
     return Picture(
         name,
         f"{title}, predicted and measured",

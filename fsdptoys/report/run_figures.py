@@ -10,12 +10,12 @@ from fsdptoys.device import GIB
 from fsdptoys.metrics import StepMetrics
 from fsdptoys.metrics.plots import SMOOTH_FROM_STEPS, running_mean
 from fsdptoys.train.recorded_run import RecordedRun
+from fsdptoys.utils.text import fitting_unit
 
 from .figures import Axis, Picture, Series, Shape, thin, thinned_line
 from .memory_timeline import Lifetime, Timeline
 from .result_file import references
 
-MIB = 2**20
 STEP = Axis("optimizer step", integer=True)
 WIDE = 20  # Ratio of the highest to the lowest value above which an axis is logarithmic
 
@@ -154,13 +154,15 @@ def _memory(run: RecordedRun) -> Picture | None:
     series = [each for each in _all_series(run.steps, attributes) if finite_values([each]).size]
     if not series:
         return None
+    unit, size = fitting_unit(GIB * finite_values(series).max())
+    series = [replace(each, y=np.asarray(each.y) * (GIB / size)) for each in series]
     return Picture(
         "memory",
         "Memory",
         [sentence],
         f"{where[0].upper() + where[1:]} against the optimizer step: {', '.join(s.name for s in series)}.",
         STEP,
-        Axis(where, "GiB", from_zero=True),
+        Axis(where, unit, from_zero=True),
         tuple(series),
     )
 
@@ -193,7 +195,7 @@ def _all_series(steps: Sequence[StepMetrics], attributes: Mapping[str, str]) -> 
 def draw_timeline(timeline: Timeline) -> Picture:
     """Draw memory by lifetime as stacked areas."""
     x, (total, *layers), window = thin(timeline.moments, timeline.total, *timeline.layers.values(), most=1600)
-    unit, size = ("GiB", GIB) if total.max() >= GIB else ("MiB", MIB)
+    unit, size = fitting_unit(total.max())
     looks = {kind: look for look, kind in enumerate(Lifetime)}
     return Picture(
         "memory_timeline",

@@ -5,7 +5,7 @@ from fsdptoys.metrics.config import PROFILE_FOLDER, RESUMES_FILE
 from fsdptoys.metrics.resume_log import Resume, flatten, read_resumes
 from fsdptoys.metrics.run_environment import hardware_line
 from fsdptoys.train.recorded_run import RecordedRun
-from fsdptoys.utils.text import gib_text, value_text
+from fsdptoys.utils.text import UNITS, gib_text, value_text
 
 from .figures import Picture
 from .memory_timeline import read_timeline
@@ -123,13 +123,10 @@ def _operators(run: RecordedRun) -> str:
     return table("operators-table", caption, rows[0], cells, sortable=True)
 
 
-UNITS = {"ms": 1.0, "bytes": 1.0, "KiB": 2.0**10, "MiB": 2.0**20, "GiB": 2.0**30}
-
-
 def _size(text: str) -> float | str | None:
     value, _, unit = text.replace(",", "").partition(" ")
     try:
-        return float(value) * UNITS.get(unit, 1.0)
+        return float(value) * UNITS.get(unit, 1)
     except ValueError:
         return text or None
 

@@ -75,12 +75,20 @@ def short_text(value: object) -> str:
     return one_line(_JSON.repr(value))
 
 
+UNITS = {"bytes": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40, "PiB": 2**50, "EiB": 2**60}
+"""Unit → its bytes."""
+
+
+def fitting_unit(count: float) -> tuple[str, int]:
+    """The largest binary unit in which ``count`` bytes are at least 1, and the bytes of that unit."""
+    fitting = [(unit, size) for unit, size in UNITS.items() if abs(count) >= size]
+    return fitting[-1] if fitting else ("bytes", 1)
+
+
 def size_text(count: int) -> str:
-    """``count`` bytes in the largest binary unit with a value of at least 1."""
-    for unit, size in (("TiB", 2**40), ("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
-        if abs(count) >= size:
-            return f"{count / size:.2f} {unit}"
-    return f"{count} bytes"
+    """``count`` bytes in the unit that fits."""
+    unit, size = fitting_unit(count)
+    return f"{count / size:.2f} {unit}" if size > 1 else f"{count} bytes"
 
 
 def gib_text(gib: float) -> str:

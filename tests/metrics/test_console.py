@@ -67,7 +67,7 @@ ON_GPU = (
         (
             replace(CPU_STEP, memory_allocated_gib=0.00396, memory_peak_gib=0.14159),
             20,
-            f"{ON_CPU}memory 0.00396/0.1416 GiB allocated/peak  resident set 1.5 GiB",
+            f"{ON_CPU}memory 4.055/145 MiB allocated/peak  resident set 1.5 GiB",
         ),
         (CPU_EXPERTS_STEP, 20, f"{ON_CPU}busiest expert 1.8x  entropy 0.988  resident set 1.5 GiB"),
         (replace(CPU_STEP, skipped=True), 20, ON_CPU.replace("loss", "skipped  loss") + "resident set 1.5 GiB"),

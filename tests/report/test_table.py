@@ -97,13 +97,13 @@ def test_on_a_cpu_the_resident_set_replaces_device_memory(tmp_path: Path) -> Non
 
 
 def test_counted_memory_of_a_cpu_has_the_columns_of_devices(tmp_path: Path) -> None:
-    """Oracle: the numbers of the steps in GiB, with three significant digits of the smallest."""
+    """Oracle: the numbers of the steps in the unit of the largest, with three significant digits of the smallest."""
     plain = replace(STEP, memory_allocated_gib=0.02, memory_peak_gib=0.25, memory_host_gib=0.0)
     offloaded = replace(plain, memory_allocated_gib=0.0039, memory_peak_gib=0.2, memory_host_gib=0.0161)
     texts = cells(table_of(write_records(tmp_path, a=[run_of(5, plain)], b=[run_of(5, offloaded)])))
-    assert texts["Memory allocated (GiB)"] == ["0.02000", "0.00390"]
-    assert texts["Peak memory (GiB)"] == ["0.250", "0.200"]
-    assert texts["Offloaded (GiB)"] == ["0.0000", "0.0161"]
+    assert texts["Memory allocated (MiB)"] == ["20.48", "3.99"]
+    assert texts["Peak memory (MiB)"] == ["256", "205"]
+    assert texts["Offloaded (MiB)"] == ["0.0", "16.5"]
 
 
 def test_stall_share_has_a_column_if_runs_record_it(tmp_path: Path) -> None:
@@ -285,7 +285,7 @@ def test_tables_of_one_run_and_of_none_render(tmp_path: Path) -> None:
     """Oracle: its numbers have columns, since there is no other row to be equal to."""
     one_step, no_step = write_records(tmp_path, a=[run_of(1)], b=[[]])
     one = table_of([one_step])
-    assert cells(one) == {"Run": ["a"], "Loss after 1 step": ["4.9000"], "Peak resident set (GiB)": ["0.750"]}
+    assert cells(one) == {"Run": ["a"], "Loss after 1 step": ["4.9000"], "Peak resident set (MiB)": ["768"]}
     assert any(note.startswith("No row has a step after its warm-up") for note in one.notes)
     killed = replace(no_step, status=JobStatus.stopped, reason="killed")
     assert cells(table_of([killed])) == {"Run": ["b"], "Status": ["stopped"]}
