@@ -28,7 +28,7 @@ from .permutation import ORDER
 from .prepare import cache_folder
 from .text_encoder import ByteEncoder
 from .token_files import FileStream, SourceFile
-from .token_windows import WindowSamples, entropy_nats, token_shares
+from .token_windows import LearnedWindows, WindowSamples, entropy_nats, token_shares
 
 MOST_MAPS = 256
 """Shards of all sources mapped at a time; each map takes a file descriptor, of which a process may have 1024."""
@@ -109,8 +109,11 @@ class PreparedConfig(DataConfig):
         Pattern(self._shares(parts))
 
     def prepare(self, seq_len: int, vocab_size: int) -> None:
-        """Pack documents into rows, unless the cache has them."""
-        self._open_packed(seq_len, vocab_size)
+        """Pack documents into rows, unless the cache has them, and say how many sequences have nothing to learn."""
+        for part in self._open_packed(seq_len, vocab_size):
+            if part.left_out:
+                share = f"{part.left_out:,} of {len(part.windows):,}"
+                print_status(f"left out {share} sequences of {part.owner}, which have no answer")
 
     def build(self, seq_len: int, vocab_size: int, seed: int) -> "PreparedDataset":
         """Map the folders."""
@@ -122,9 +125,11 @@ class PreparedConfig(DataConfig):
 
     def _open_packed(self, seq_len: int, vocab_size: int) -> list["Part"]:
         parts = self._open(seq_len, vocab_size)
-        if self.packing is Packing.best_fit:
-            for part in parts:
+        for part in parts:
+            if self.packing is Packing.best_fit:
                 part.pack(cache_folder(self.cache), seq_len)
+            else:
+                part.keep_learned()
         return parts
 
     def _read(self) -> list[tuple[str, str, Index]]:
@@ -191,8 +196,23 @@ class Part:
             if held_out is not None:
                 held_out.require_one(f"the held-out part of {owner}", config.fixes.hold_out_more)
         self.windows = train
+        self.left_out = 0
+        """Training windows without a learned token."""
         self.train: Samples = train
         self.eval: Samples | None = held_out
+
+    def keep_learned(self) -> None:
+        """Leave out windows in which nothing is learned."""
+        if not self.index.has_learned:
+            return
+        train = LearnedWindows(self.windows)
+        if not len(train):
+            raise ConfigError(
+                f"{self.owner} has no learned token in its {len(self.windows)} sequences; prepare rows with answers"
+            )
+        self.train, self.left_out = train, train.left_out
+        if isinstance(self.eval, WindowSamples):
+            self.eval = LearnedWindows(self.eval) or None
 
     def pack(self, cache: Path, seq_len: int) -> None:
         """Replace windows by rows of whole documents."""
@@ -279,6 +299,7 @@ class PreparedDataset(TokenDataset):
         self, parts: Sequence[Part], weights: Sequence[float], seq_len: int, seed: int, packing: Packing, fixes: Fixes
     ) -> None:
         contents = [packing.value, *(part.index.fingerprint("train") for part in parts)]
+        contents += [f"{part.left_out} left out" for part in parts if part.left_out]
         train: Samples = parts[0].train
         held_out: Samples | None = parts[0].eval
         if len(parts) > 1:

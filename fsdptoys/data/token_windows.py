@@ -57,6 +57,40 @@ class WindowSamples:
             )
 
 
+class LearnedWindows:
+    """The windows that have a label, in order.
+
+    Args:
+        windows: with ``learned``, which is read once here.
+    """
+
+    endless = False
+
+    def __init__(self, windows: WindowSamples) -> None:
+        assert windows.learned is not None
+        self.windows = windows
+        step = max(1, CHUNK_TOKENS // windows.seq_len)
+        kept = []
+        for first in range(0, len(windows), step):
+            count = min(step, len(windows) - first)
+            learned = windows.learned.read(windows.start + first * windows.seq_len + 1, count * windows.seq_len)
+            kept.append(first + np.flatnonzero(learned.reshape(count, windows.seq_len).any(axis=1)))
+        self._kept = np.concatenate(kept) if kept else np.empty(0, np.int64)
+
+    def __len__(self) -> int:
+        return len(self._kept)
+
+    def __getitem__(self, index: int) -> tuple[Tokens, Tokens]:
+        if not 0 <= index < len(self):
+            raise IndexError(index)
+        return self.windows[int(self._kept[index])]
+
+    @property
+    def left_out(self) -> int:
+        """Windows without a label."""
+        return len(self.windows) - len(self)
+
+
 def split_windows(stream: FileStream, seq_len: int, eval_fraction: float) -> tuple[WindowSamples, WindowSamples | None]:
     """Cut a stream into training windows and, from its last ``eval_fraction``, held-out ones (None if that is 0)."""
     boundary = len(stream) - int(len(stream) * eval_fraction)

@@ -12,6 +12,7 @@ from fsdptoys.cli.data import data_command
 from fsdptoys.config.schema import Config
 from fsdptoys.data import IGNORE_INDEX, ChatConfig, HFConfig, PreparedConfig
 from fsdptoys.data.chat_encoder import open_chat_encoder
+from fsdptoys.data.packing import Packing
 from fsdptoys.data.permutation import EndlessShuffle
 from fsdptoys.errors import ConfigError
 from fsdptoys.metrics import StepMetrics
@@ -389,6 +390,26 @@ def test_damaged_learned_file_is_named() -> None:
     path.write_bytes(b"\7" * path.stat().st_size)
     with pytest.raises(ConfigError, match=r"shard-00000.learned\] has 7, where 0 and 1 say which tokens are learned"):
         config().build(WIDE, 512, 0).train[0]
+
+
+def test_sequences_without_an_answer_are_left_out_and_counted(capsys: pytest.CaptureFixture[str]) -> None:
+    """Oracle: the windows of the same stream that have a label, found one by one."""
+    long = [{"role": "user", "content": "word " * 150}, {"role": "assistant", "content": "yes"}]
+    write_rows(Path("a.jsonl"), [{"messages": messages} for messages in (*CONVERSATIONS, long)])
+    wanted = config(packing=Packing.none, mask_documents=False)
+    wanted.prepare(16, 512)
+    dataset = wanted.build(16, 512, 0)
+    (part,) = dataset._parts
+    windows = part.windows
+    expected = [windows[number] for number in range(len(windows)) if (windows[number][1] != IGNORE_INDEX).any()]
+    found = [dataset.train[number] for number in range(len(dataset.train))]
+    assert 0 < len(expected) < len(windows)
+    for (tokens, labels), (expected_tokens, expected_labels) in zip(found, expected, strict=True):
+        assert (tokens == expected_tokens).all() and (labels == expected_labels).all()
+    sentence = (
+        f"left out {len(windows) - len(expected)} of {len(windows)} sequences of data.files, which have no answer"
+    )
+    assert capsys.readouterr().err.count(sentence) == 1
 
 
 def steps_of(config: Config) -> list[StepMetrics]:
