@@ -21,6 +21,10 @@ from .loader import StepPrefetcher, StepReader
 from .permutation import ORDER
 
 
+class ChangedDataError(ConfigError):
+    """The samples or their order are not those of the checkpoint."""
+
+
 class BatchStream:
     """Batches of this process's ranks, step after step.
 
@@ -83,7 +87,7 @@ class BatchStream:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue after the samples seen before; ConfigError if the data or its order has changed."""
         if state.get("order") != self._order:
-            raise ConfigError(
+            raise ChangedDataError(
                 f"the checkpoint's data came in the order {state.get('order') or 'of an earlier version'}, and this "
                 f"version's is {self._order}, so the order cannot continue; finish the run with the version that began "
                 "it, or start a new run"
@@ -91,7 +95,7 @@ class BatchStream:
         if self._files is not None:
             self._files.check_unchanged(state.get("files"))
         if state["fingerprint"] != self.fingerprint:
-            raise ConfigError(
+            raise ChangedDataError(
                 f"data has changed since the checkpoint (fingerprint {self.fingerprint[:12]} instead of "
                 f"{state['fingerprint'][:12]}), so the order cannot continue; restore data.*, "
                 "train.seq_len, train.data_seed and the files, or start a new run"

@@ -19,8 +19,10 @@ from fsdptoys.checkpoint import RUN_FOLDER, Schema, check_same, model_config_of,
 from fsdptoys.config.schema import Config
 from fsdptoys.errors import ConfigError
 from fsdptoys.metrics import run_dir_path
+from fsdptoys.metrics.resume_log import changed_settings
 from fsdptoys.utils.bounds import above, at_least, between, max_length
 from fsdptoys.utils.from_tree import LARGEST_INTEGER
+from fsdptoys.utils.text import one_line, short_text
 
 from .launch_env import launch_folder, restart_count
 from .random_states import RandomStates
@@ -97,6 +99,12 @@ class RunFacts:
 
 FACTS = Schema(RunFacts, RandomStates)
 """Metadata that every checkpoint of a run must have."""
+
+
+ORDERING = ("seq_len", "data_seed")
+"""Settings of ``train`` on which samples and their order depend."""
+MOST_NAMED = 4
+"""Changed settings in a sentence."""
 
 
 def checkpoint_folder(config: Config, run_dir: Path | None) -> str | None:
@@ -179,8 +187,35 @@ def check_same_run(config: Config, facts: dict[str, Any]) -> list[str]:
     ]
 
 
+def explain_changed_data(before: dict[str, Any], after: dict[str, Any], step: int) -> str | None:
+    """A sentence on the settings of the data that differ from a checkpoint's; None if none does.
+
+    Args:
+        before: the tree of the checkpoint's configuration.
+        after: that of this run.
+        step: the checkpoint's.
+    """
+    trees = [
+        {"data": tree.get("data"), "train": {key: tree["train"].get(key) for key in ORDERING}}
+        for tree in (before, after)
+    ]
+    changed = changed_settings(*trees)
+    if "data.name" in changed:  # whose settings are others
+        changed = {"data": changed["data.name"]}
+    if not changed:
+        return None
+    pairs = list(changed.items())[:MOST_NAMED]
+    differences = ", ".join(f"{key}={_word(new)} was {_word(old)}" for key, (old, new) in pairs)
+    return (
+        f"{differences} when the checkpoint of step {step} was made, so the order of the data cannot continue; set "
+        f"{' '.join(f'{key}={_word(old)}' for key, (old, _) in pairs)} or start a new run in another folder"
+    )
+
+
 def _word(value: object) -> str:
-    return f"[{','.join(map(str, value))}]" if isinstance(value, list) else str(value)
+    if value is None or isinstance(value, bool):
+        return short_text(value)
+    return one_line(f"[{','.join(map(str, value))}]" if isinstance(value, list) else value)
 
 
 def run_facts(config: Config, world_size: int) -> dict[str, Any]:

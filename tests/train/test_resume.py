@@ -17,7 +17,7 @@ from fsdptoys.checkpoint.config import Form
 from fsdptoys.checkpoint.retention import Series
 from fsdptoys.cli.convert import convert_command
 from fsdptoys.config.schema import Config
-from fsdptoys.data import SyntheticConfig
+from fsdptoys.data import BinConfig, SyntheticConfig
 from fsdptoys.errors import ConfigError, LostRanksError
 from fsdptoys.memory import CPUOffloadExecutor, MemoryConfig, OffloadSchedule, OffloadStateDType
 from fsdptoys.optim import AdamWConfig, MuonConfig, OptimStateDType, SGDConfig, WeightDecayOn
@@ -199,7 +199,11 @@ def test_incompatible_checkpoint_is_refused(tmp_path: Path) -> None:
     wider = dataclasses.replace(more, model=dataclasses.replace(more.model, vocab_size=71))
     other = dataclasses.replace(more, optim=SGDConfig())
     data = dataclasses.replace(more, data=dataclasses.replace(more.data, branching=5))
-    messages = run_ranks(1, refused, wider, other, data)[0]
+    shorter = dataclasses.replace(more, train=dataclasses.replace(more.train, seq_len=more.train.seq_len // 2))
+    tokens = tmp_path / "tokens.bin"
+    tokens.write_bytes(bytes([5, 0] * 4000))
+    files = dataclasses.replace(more, data=BinConfig(files=[str(tokens)]))
+    messages = run_ranks(1, refused, wider, other, data, shorter, files)[0]
     assert messages[0] == (
         "model.vocab_size=71 is not 67, with which the weights of the checkpoint of step 2 were made; set "
         "model.vocab_size=67"
@@ -208,7 +212,14 @@ def test_incompatible_checkpoint_is_refused(tmp_path: Path) -> None:
         "optim=sgd has other states than optim=adamw, with which the checkpoint of step 2 was made; set optim=adamw or "
         "start a new run in another folder"
     )
-    assert messages[2].startswith("data has changed since the checkpoint (fingerprint ")
+    before = "when the checkpoint of step 2 was made, so the order of the data cannot continue; set"
+    new = "or start a new run in another folder"
+    branching, length = config.data.branching, config.train.seq_len
+    assert messages[2:] == [
+        f"data.branching=5 was {branching} {before} data.branching={branching} {new}",
+        f"train.seq_len={length // 2} was {length} {before} train.seq_len={length} {new}",
+        f"data=bin was synthetic {before} data=synthetic {new}",
+    ]
 
 
 @pytest.mark.parametrize("form", list(Form), ids=lambda form: form.value)
