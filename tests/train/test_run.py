@@ -29,6 +29,7 @@ from fsdptoys.parallel import DDPConfig, FSDP1Config, FSDP2Config, ParallelConfi
 from fsdptoys.plan.estimate.estimate import closed_form
 from fsdptoys.profiler import ProfileConfig
 from fsdptoys.train import run as run_module
+from fsdptoys.train import text_sample
 from fsdptoys.train.recorded_run import is_run_dir, read_recorded_run
 from fsdptoys.train.run import Run, train
 from fsdptoys.train.trainer import Trainer
@@ -41,6 +42,7 @@ FILES = {"config.yaml", "environment.json", "loss.png", "metrics.jsonl", "result
 
 def run_in(folder: Path, configs: dict[str, Config]) -> dict[str, list[str]]:
     """Train each configuration; return the files in the run directory that this rank sees at the end."""
+    text_sample.UNREADABLE = 1.0  # a model of three steps writes bytes, which are compared
     seen = {}
     for name, config in configs.items():
         config.metrics.run_dir = str(folder / name)
@@ -100,6 +102,21 @@ def test_results_are_kept_if_weights_cannot_be_written(tmp_path: Path) -> None:
     config = in_run_dir(make_config(SingleConfig(), 1, steps=2), tmp_path, final_weights=True)
     run_ranks(1, run_without_room_for_weights, config)
     assert "2 of 2; all steps done" in (tmp_path / "summary.md").read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        ("def f(x):\n\treturn x\r\n", True),
+        ("Grüße, 你好\u3000世界 🙂", True),
+        ("ab\ufffd" + "c" * 27, True),
+        ("ab\ufffdcd\ufffd", False),
+        ("\x00\x1b[2Jabcdefgh", False),
+    ],
+)
+def test_bytes_of_an_untrained_model_are_not_shown_as_text(text: str, shown: bool) -> None:
+    """Oracle: text in three scripts; characters outside UTF-8, and of control, more than a tenth of them."""
+    assert (text_sample.why_unreadable(text) is None) == shown
 
 
 def weights_before_the_sample(config: Config, weights: Path) -> list[str]:
