@@ -97,7 +97,8 @@ class SignedBackend(RendezvousBackend):
 
     def get_state(self) -> tuple[bytes, Any] | None:
         """See RendezvousBackend; the pickle is built here from checked values."""
-        return self._decode(self._ask("get", KEY))
+        # A missing key would block all queries of this process for a minute.
+        return self._decode(self._ask("get", KEY) if self._ask("check", [KEY]) else NOTHING.encode())
 
     def set_state(self, state: bytes, token: Any | None = None) -> tuple[bytes, Any, bool] | None:
         """See RendezvousBackend; the pickle comes from this process."""
@@ -107,10 +108,9 @@ class SignedBackend(RendezvousBackend):
         decoded = self._decode(stored)
         return None if decoded is None else (*decoded, stored == message.encode())
 
-    def _ask(self, operation: str, *words: str) -> bytes:
+    def _ask(self, operation: str, *words: Any) -> Any:
         try:
-            answer: bytes = getattr(self._store, operation)(*words)
-            return answer
+            return getattr(self._store, operation)(*words)
         except (ValueError, RuntimeError, TimeoutError) as error:
             raise RendezvousConnectionError("the connection to the store has failed") from error
 
