@@ -184,7 +184,11 @@ class MoEConfig:
     moe_every: int = field(default=1, metadata=at_least(1))
     """Every N-th block has experts; the others have one feed-forward of ``ffn_dim``."""
     router_aux_loss_coef: float = field(default=0.0, metadata=at_least(0, 1e6))
-    """Weight of the load-balancing loss over the global batch, a mean over the layers with experts."""
+    """Weight of the load-balancing loss, a mean over the layers with experts.
+
+    The load is counted over all ranks. With ``train.grad_accum`` above 1 it covers the micro-batches so far, and with
+    ``train.deterministic=layout`` the global batch.
+    """
     router_z_loss_coef: float = field(default=0.0, metadata=at_least(0, 1e6))
     """Weight of the router's z-loss, a mean over tokens and over the layers with experts."""
 

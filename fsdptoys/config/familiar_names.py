@@ -18,6 +18,16 @@ _TABLE = {
     "model_name arch architecture preset": "model=*",
     "model_name_or_path pretrained_model_name_or_path model_path base_model hf_model_path": "model.init_from=*, a "
     "folder in Hugging Face format, with the model= that fsdptoys convert from-hf prints for it",
+    "init_from=scratch": "model.init_from=null",
+    "init_from=resume": "checkpoint.resume=auto metrics.run_dir=runs/new",
+    "init_from=gpt2": "the weights come from hf download openai-community/gpt2 --local-dir gpt2: "
+    "model=gpt2 model.init_from=gpt2",
+    "init_from=gpt2-medium": "the weights come from hf download openai-community/gpt2-medium --local-dir gpt2-medium: "
+    "model=gpt2_medium model.init_from=gpt2-medium",
+    "init_from=gpt2-large": "the weights come from hf download openai-community/gpt2-large --local-dir gpt2-large: "
+    "model=gpt2_large model.init_from=gpt2-large",
+    "init_from=gpt2-xl": "the weights come from hf download openai-community/gpt2-xl --local-dir gpt2-xl: "
+    "model=gpt2_xl model.init_from=gpt2-xl",
     "dropout attention_dropout": "models have no dropout: ",
     "use_lora lora peft use_peft finetuning_type=lora tune=peft lora_r lora_rank lora_alpha lora_dropout": "tune=lora",
     "use_lora=false lora=false peft=false use_peft=false tune=none tune=false": "tune=full",
@@ -37,12 +47,16 @@ _TABLE = {
     "init_scale initial_loss_scale": "loss_scale.initial=*",
     "loss_scale_window scale_growth_interval growth_interval": "loss_scale.growth_interval=*",
     # Strategy.
-    "strategy parallelism parallel_strategy distributed_strategy": "parallel=*",
+    "strategy parallelism parallel_strategy distributed_strategy data_parallel_type dp_type": "parallel=*",
+    "implementation=custom": "parallel=toy_fsdp",
+    "implementation=pytorch": "parallel=ddp, fsdp1 and fsdp2 are PyTorch's: ",
     "fsdp use_fsdp sharding_strategy fsdp_sharding_strategy": "parallel=fsdp2",
     "fsdp=false use_fsdp=false use_ddp=true sharding_strategy=no_shard": "parallel=ddp",
-    "sharding_strategy=hybrid_shard fsdp_sharding_strategy=hybrid_shard fsdp=hybrid_shard": "mesh=node",
-    "hsdp=true mesh=true mesh=hybrid mesh=hybrid_shard mesh=2d parallel=hsdp strategy=hsdp": "mesh=hsdp",
-    "hsdp=false": "mesh=full",
+    "sharding_strategy=hybrid_shard fsdp_sharding_strategy=hybrid_shard fsdp=hybrid_shard "
+    "hybrid_shard=true": "mesh=node",
+    "hsdp=true mesh=true mesh=hybrid mesh=hybrid_shard mesh=2d parallel=hsdp strategy=hsdp "
+    "data_parallel_type=hsdp dp_type=hsdp": "mesh=hsdp",
+    "hsdp=false hybrid_shard=false": "mesh=full",
     "mesh=N": "mesh.fsdp_size=*",
     "sharding_strategy=shard_grad_op fsdp_sharding_strategy=shard_grad_op fsdp=shard_grad_op zero_stage=2 zero=2 "
     "parallel=zero2": "parallel=fsdp2 parallel.reshard_after_forward=never",
@@ -52,6 +66,7 @@ _TABLE = {
     "fsdp_version=true": "parallel=fsdp1",
     "fsdp_version use_fsdp2": "parallel=fsdp2",
     "use_distributed_optimizer": "parallel=toy_zero1",
+    "evenness_priority": "parallel=toy_zero3 parallel.evenness=model, which balances the bytes of the whole model",
     "data_parallel_shard_degree dp_shard": "mesh.fsdp_size=*",
     "data_parallel_replicate_degree dp_replicate": "the size of a copy gives their number: mesh=hsdp",
     "reshard_after_forward=true parallel.reshard_after_forward=true": "parallel.reshard_after_forward=always",
@@ -126,7 +141,7 @@ _TABLE = {
     # Run directory and checkpoints.
     "config config_file config_name": "settings are arguments and files of configs: experiment=cpu_text",
     "output_dir out_dir save_dir log_dir logging_dir": "metrics.run_dir=*",
-    "run_name exp_name": "metrics.run_dir=runs/*",
+    "run_name exp_name wandb_run_name": "metrics.run_dir=runs/*",
     "save_steps save_every save_interval checkpoint_interval ckpt_freq checkpointing_steps": "checkpoint.every=*",
     "save_total_limit keep_last_n": "checkpoint.keep=*",
     "state_dict_type fsdp_state_dict_type": "checkpoint.form=sharded",
@@ -136,10 +151,10 @@ _TABLE = {
     "checkpoint.resume=false resume=false resume_from_checkpoint=false": "checkpoint.resume=never",
     "resume_from_checkpoint resume_from load_checkpoint ckpt_path": "checkpoint.resume=*",
     "logging_steps log_interval log_freq print_every": "metrics.log_every=*",
-    "wandb=true use_wandb=true": "metrics=wandb",
+    "wandb=true use_wandb=true wandb_log=true": "metrics=wandb",
     "tensorboard=true use_tensorboard=true": "metrics=tensorboard",
     "report_to logger": "metrics=*",
-    "wandb=false use_wandb=false tensorboard=false report_to=none": "metrics=default",
+    "wandb=false use_wandb=false wandb_log=false tensorboard=false report_to=none": "metrics=default",
     "profiler profiling": "profile.enabled=*",
     # Processes.
     "world_size": "launch.nproc_per_node=*, or plan.world_size=* for fsdptoys plan",

@@ -20,8 +20,8 @@ model once for both) and reduces P: each rank sends or receives about 3·P·(N�
 
 Parameters on the meta device get memory and values unit by unit, on their owners only.
 All ranks must run the same blocks: a block's gather waits for every rank.
-Left out: None as the gradient of parameters that no rank uses (it is zero), reentrant checkpoints, parameters shared by
-two blocks, dtypes other than the parameters'.
+Left out: None as the gradient of parameters that no rank uses (it is zero), reentrant checkpoints, parameters of two
+units, dtypes other than the parameters'.
 Source: arXiv:1910.02054 (P_os+g+p)
 """
 
@@ -139,12 +139,13 @@ class Zero3(nn.Module):
     ) -> list[ModuleUnit]:
         """Move the parameters into shares, one unit after the other."""
         names = {param: name for name, param in self.module.named_parameters()}
-        of_blocks = [list(dict.fromkeys(block.parameters())) for block in blocks]
-        within = {param for params in of_blocks for param in params}
-        if len(within) < sum(map(len, of_blocks)):
-            twice = [names[param] for param, count in Counter(itertools.chain(*of_blocks)).items() if count > 1]
-            raise ValueError(f"the blocks share the parameter {twice[0]!r}; make one block of them, or none")
-        parts = [[param for param in names if param not in within], *of_blocks]
+        within = {inner for block in blocks for inner in block.modules()}
+        rest = [outer for outer in self.module.modules() if outer not in within]
+        of_rest = dict.fromkeys(param for outer in rest for param in outer.parameters(recurse=False))
+        parts = [list(of_rest), *(list(block.parameters()) for block in blocks)]
+        units_of = Counter(itertools.chain(*parts))
+        if shared := [name for param, name in names.items() if units_of[param] > 1]:
+            raise ValueError(f"two units have the parameter {shared[0]!r}; make one block of all that have it, or none")
         owners = assign_owners(
             [[param.numel() * param.element_size() for param in part] for part in parts], self.ranks, evenness
         )

@@ -222,6 +222,15 @@ class Extended(Tensor):
         """Never called."""
 
 
+def gather_extended() -> None:
+    """Give a local tensor PyTorch's all-gather extension between two gathers."""
+    layer = shard(nn.Linear(2, 2))
+    layer.unshard()
+    layer.reshard()
+    layer.weight._local_tensor.fsdp_pre_all_gather = Extended.fsdp_pre_all_gather
+    layer.unshard()
+
+
 def shard(module: nn.Module | None = None, **options: Any) -> Any:
     return TOY.fully_shard(module or Model(), **options)
 
@@ -244,7 +253,8 @@ REFUSALS: list[tuple[str, type[Exception], Callable[[], object]]] = [
     ("scalar", ValueError, lambda: shard(nn.ParameterList([torch.ones(())]))),
     ("single root", RuntimeError, lambda: TOY.fully_shard([nn.Linear(2, 2), nn.Linear(2, 2)])[0](torch.ones(2))),
     ("fully_shard\\(\\[", ValueError, lambda: build(TOY, TIED)(batches(1)[0])),
-    ("fsdp_pre_all_gather", NotImplementedError, lambda: shard(Traveling())),
+    ("fsdp_pre_all_gather of 'weight'", NotImplementedError, lambda: shard(Traveling())),
+    ("fsdp_pre_all_gather of 'weight'", NotImplementedError, gather_extended),
     ("only be applied", AssertionError, lambda: shard(shard(nn.Linear(2, 2)))),
     ("DTensor", NotImplementedError, lambda: shard(NATIVE.fully_shard(nn.Linear(2, 2)))),
     ("set_custom_all_gather", NotImplementedError, call("set_custom_all_gather", None)),

@@ -18,10 +18,11 @@ from fsdptoys.config.compose import compose_config
 from fsdptoys.profiler.collectives import Call, CollectiveTrace
 from fsdptoys.toys.buckets import assign_buckets
 from fsdptoys.toys.fsdp.gradients import GradientUnit
+from fsdptoys.train.run import Run
 from fsdptoys.train.trainer import Trainer
 from scripts.ranks import run_ranks
 from scripts.toys_memory import MIB, expected
-from tests.docs.pages import blocks
+from tests.docs.pages import blocks, commands
 
 ROOT = Path(__file__).parents[2]
 PAGES = ROOT / "docs" / "toys"
@@ -278,6 +279,26 @@ def take_steps(parallel: str, with_bug: bool) -> tuple[list[tuple[float, float]]
     trainer.on_phase, trainer.around_step = trace.enter, trace.around
     trainer.train()
     return [(step.loss, step.grad_norm) for step in trainer.history], calls
+
+
+def printed_by(words: list[str], folder: Path) -> list[str]:
+    """What a run prints outside its table of steps."""
+    config = compose_config([*words, "metrics.console=none", f"metrics.run_dir={folder}"])
+    config.validate(2, "cpu")
+    run = Run(Trainer(config))
+    said: list[str] = []
+    run._say = lambda *texts: said.extend(texts)  # type: ignore[method-assign]
+    run.run()
+    return said
+
+
+def test_page_shows_the_collectives_that_its_command_prints(tmp_path: Path) -> None:
+    """Oracle: the table that a run of the page's command prints, to the letter."""
+    page = PAGES / "README.md"
+    command = next(line for line in commands(page) if "debug.trace_collectives=true" in line)
+    words = command.split()[2:]
+    shown = [block.text for block in blocks(page) if block.text.startswith("collectives of step")]
+    assert shown[0].rstrip("\n") in run_ranks(2, printed_by, words, tmp_path / "run")[0]
 
 
 def test_the_injected_bug_shows_where_the_page_says() -> None:

@@ -40,7 +40,7 @@ Left out:
     ``reshard_after_forward`` as a number, of       refused, by PyTorch too
     DTensors
     several dtypes or devices in one unit           refused: there is one flat shard
-    ``fsdp_pre_all_gather`` of tensor subclasses    refused: the flat shard is sent as it is
+    ``fsdp_pre_all_gather`` of a parameter          refused: the flat shard is sent as it is
     ``set_custom_all_gather``, ``…reduce_scatter``  refused: the collectives are those of ``core``
     ``set_separate_reduce_scatter_group``           refused
     ``set_allocate_memory_from_process_group_…``    refused

@@ -110,6 +110,8 @@ class FullUnit(TensorParallelUnit, GradientUnit):
 
     def gather_source(self) -> tuple[Tensor, list[Piece], dist.ProcessGroup]:
         """Return the shard, cast before it is sent, or the shard over fewer ranks, if there is one."""
+        for param in self.params:
+            refuse_extension(param.sharded, param.homes[0][1])
         if self.smaller_mesh is None or self._smaller_S is None:
             return self.shard_S.to(self.mp_policy.param_dtype or self.shard_S.dtype), self.pieces, self.group
         group = self.smaller_mesh.get_group(1)
@@ -145,6 +147,12 @@ class FullUnit(TensorParallelUnit, GradientUnit):
             for param in self.params:
                 param.register(param.sharded)
             self._smaller_S = None
+
+
+def refuse_extension(param: Tensor, name: str) -> None:
+    """Reject PyTorch's all-gather extension by a NotImplementedError, also where it is set after ``fully_shard``."""
+    if hasattr(own_tensor(param), "fsdp_pre_all_gather"):
+        raise NotImplementedError(f"fsdp_pre_all_gather of {name!r} is not part of this implementation")
 
 
 def check_alike(params: Sequence[Tensor]) -> None:

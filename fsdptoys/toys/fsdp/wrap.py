@@ -17,7 +17,7 @@ from .internals import announce, is_replicated, own_tensor
 from .module import FSDPModule
 from .policies import MixedPrecisionPolicy, check_offload
 from .tensor_parallel import outer_of
-from .unit import FullUnit
+from .unit import FullUnit, refuse_extension
 
 _classes: dict[type, type] = {}
 """Class of a module → its class after ``fully_shard``."""
@@ -142,8 +142,7 @@ def _parameters(managed: list[nn.Module], ignored: set[nn.Parameter]) -> dict[nn
                     f"fully_shard doesn't support scalar parameters. Change {name} to a 1D tensor with numel equal "
                     "to 1."
                 )
-            if hasattr(own_tensor(param), "fsdp_pre_all_gather"):
-                raise NotImplementedError(f"fsdp_pre_all_gather of {name!r} is not part of this implementation")
+            refuse_extension(param, name)
             if not param.is_contiguous():
                 raise NotImplementedError(f"FSDP does not support non-contiguous parameters yet: {name!r}")
             homes.setdefault(param, []).append((module, name))
