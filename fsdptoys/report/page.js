@@ -26,6 +26,7 @@
     const ink = color("ink"), soft = color("soft"), grid = color("grid");
     Object.assign(layout, {
       paper_bgcolor: "rgba(0,0,0,0)", plot_bgcolor: "rgba(0,0,0,0)", autosize: true,
+      uirevision: "the same",  // redrawing keeps the zoom
       font: { color: ink, size: narrow ? 11 : 12.5, family: getComputedStyle(document.body).fontFamily },
       hoverlabel: { bgcolor: color("paper"), bordercolor: soft, font: { color: ink, size: 12 }, align: "left", namelength: -1 },
       modebar: { bgcolor: "rgba(0,0,0,0)", color: soft, activecolor: ink },
@@ -140,12 +141,7 @@
       const width = plot.clientWidth, narrow = width < NARROW;
       if (onlyTurned && narrow === wasNarrow) continue;
       entry[2] = narrow;
-      const layout = layoutFor(figure, width);
-      for (const name of ["xaxis", "yaxis"]) {  // keep the zoom
-        const now = plot.layout[name];
-        if (now && now.autorange === false && now.range) layout[name].range = now.range.slice();
-      }
-      Plotly.react(plot, dataFor(figure), layout, plot._context);
+      Plotly.react(plot, dataFor(figure), layoutFor(figure, width), plot._context);
     }
   }
 
