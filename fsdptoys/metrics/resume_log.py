@@ -11,7 +11,7 @@ import dataclasses
 import itertools
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime, timezone
 from pathlib import Path
@@ -24,6 +24,9 @@ from fsdptoys.utils.regular_file import open_regular, read_regular
 
 from .config import CONFIG_FILE, ENVIRONMENT_FILE, METRICS_FILE, RESUMES_FILE, ROUTING_FILE, RUN_FILES
 from .step import StepMetrics
+
+LONGEST_LINE_BYTES = 2**24
+"""Of a line that is read as one: a step has about 1 KiB, a start one for each changed setting."""
 
 LINE_FILES = (METRICS_FILE, ROUTING_FILE)
 """JSON Lines files with one step per line."""
@@ -119,7 +122,7 @@ def move_aside(folder: Path) -> str | None:
 def read_steps(path: Path) -> tuple[list[StepMetrics], list[str]]:
     """The steps of ``metrics.jsonl``, and a sentence on invalid lines, if any."""
     steps, unread = [], []
-    for number, line in enumerate(_read(path).splitlines(), 1):
+    for number, line in enumerate(_lines(path), 1):
         try:
             steps.append(StepMetrics.from_json(line.decode()))
         except ValueError:
@@ -131,7 +134,7 @@ def read_steps(path: Path) -> tuple[list[StepMetrics], list[str]]:
 def read_resumes(path: Path) -> list[Resume]:
     """The lines of ``resumes.jsonl``, without incomplete ones and those of another version."""
     resumes = []
-    for line in _read(path).splitlines():
+    for line in _lines(path):
         with contextlib.suppress(ForeignError):
             resumes.append(build(Resume, parse_json(line, non_finite=True)))
     return resumes
@@ -207,6 +210,15 @@ def _read(path: Path) -> bytes:
             return bytes(file.read())
     except FileNotFoundError:
         return b""
+
+
+def _lines(path: Path) -> Iterator[bytes]:
+    """The lines of a file, without their ends; one that is too long for a line of ours is cut. Nothing if missing."""
+    with contextlib.suppress(FileNotFoundError), open_regular(path) as file:
+        while line := file.readline(LONGEST_LINE_BYTES):
+            yield line.removesuffix(b"\n")
+            while line and not line.endswith(b"\n"):
+                line = file.readline(LONGEST_LINE_BYTES)
 
 
 def _ends_with_step(content: bytes, step: int, exactly: bool) -> bool:

@@ -16,6 +16,8 @@ from fsdptoys.metrics.resume_log import read_resumes, read_steps
 from fsdptoys.sweep.folder import Job, write_job
 from fsdptoys.train.heartbeat import HeartbeatWriter
 from fsdptoys.utils.file_lock import LOCK_FILE, FolderLock, is_locked
+from scripts.ranks import run_ranks
+from tests.harness.memory import NEEDS_PEAK, peak_growth_bytes
 from tests.metrics.recording import STEP, open_recorder
 
 PRECIOUS = b"precious\n"
@@ -184,6 +186,25 @@ def test_invalid_metrics_line_is_reported_and_omitted(line: str, resumed: Resume
     assert read_steps(METRICS)[1] == ["run/metrics.jsonl cannot be read in line 1; results and plots omit it"]
     record(replace(resumed, offsets={"metrics.jsonl": len(line) + 1 + resumed.offsets["metrics.jsonl"]}), 3, 4)
     assert recorded_steps() == [1, 2, 3, 4]
+
+
+def growth_of_reading(resumes: Path) -> int:
+    return peak_growth_bytes(lambda: (recorded_steps(), read_resumes(resumes)))
+
+
+@NEEDS_PEAK
+def test_endless_lines_are_not_read_into_memory(resumed: ResumePoint) -> None:
+    """Oracle: the peak of the resident set, against the length of the line; the lines beside it are read."""
+    record(resumed, 3)
+    resumes = Path("run/resumes.jsonl")
+    for path in (METRICS, resumes):
+        lines = path.read_bytes()
+        os.truncate(path, 2**28)
+        with path.open("ab") as file:
+            file.write(b"\n" + lines)
+    assert recorded_steps() == [1, 2, 3] * 2 and len(read_resumes(resumes)) == 2
+    growth = run_ranks(1, growth_of_reading, resumes)[0]
+    assert growth < 2**27
 
 
 UNREADABLE = {"deep": DEEP, "recursive": "a: &a {b: *a}", "odd keys": "a: .inf\n1: [x]\n? [1]\n: x", "list": "- x"}
