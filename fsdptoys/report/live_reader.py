@@ -78,7 +78,9 @@ class FollowedRun:
         seen = {name: _version(self.path / name) for name in names}
         if seen != self._seen:
             self._seen = seen
-            self.settings, self.resumes = _read_settings(self.path), read_resumes(self.path / RESUMES_FILE)
+            self.settings, self.resumes = _read_settings(self.path), []
+            with contextlib.suppress(OSError):  # something else than a file, as for the steps
+                self.resumes = read_resumes(self.path / RESUMES_FILE)
         if self.steps[: len(before)] == before:
             return len(before)
         pairs = zip(before, self.steps, strict=False)

@@ -28,6 +28,4 @@ def why_unreadable(text: str) -> str | None:
     unreadable = sum(each == "\ufffd" or not (each.isprintable() or each.isspace()) for each in text)
     if unreadable <= UNREADABLE * len(text):
         return None
-    return (
-        f"(not shown: {unreadable} of its {len(text)} characters are no text: the model has learned too little)"
-    )
+    return f"(not shown: {unreadable} of its {len(text)} characters are no text: the model has learned too little)"

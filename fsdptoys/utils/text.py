@@ -93,7 +93,7 @@ def size_text(count: int) -> str:
 
 def gib_text(gib: float) -> str:
     """A size in GiB in the unit that fits."""
-    return size_text(round(gib * 2**30)) if math.isfinite(gib) else f"{gib} GiB"
+    return size_text(round(gib * 2**30)) if math.isfinite(gib * 2**30) else f"{gib} GiB"
 
 
 def align_columns(rows: Sequence[Sequence[str]], right: Sequence[int] = (0,)) -> list[str]:

@@ -97,6 +97,7 @@ def test_run_with_special_files_is_listed_with_the_reason(runs: Path, name: str,
     else:
         bad = row_of_bad(runs)
         assert bad.run is None and "resumes.jsonl cannot be read" in str(bad.reason)
+        assert follow(runs / "bad", Console(file=io.StringIO()), poll_seconds=0.0) in (0, 1)
 
 
 @every_kind
@@ -168,10 +169,11 @@ HUGE = ["loss", "step_time_seconds", "tokens_per_second", "learning_rate", "grad
 
 
 @pytest.mark.parametrize("value", [1e308, pytest.param(-1e308, marks=extended), pytest.param(1e-320, marks=extended)])
-@pytest.mark.parametrize("name", [HUGE[0], *(pytest.param(name, marks=extended) for name in HUGE[1:])])
+@pytest.mark.parametrize("name", [HUGE[0], HUGE[-1], *(pytest.param(name, marks=extended) for name in HUGE[1:-1])])
 def test_numbers_near_the_ends_of_floats_do_not_end_the_report(runs: Path, name: str, value: float) -> None:
-    """Oracle: the page and the table with the other run; ticks and digits of such numbers overflow."""
+    """Oracle: the page and the table with the other run, and its end; ticks, digits and sizes overflow."""
     shutil.rmtree(runs / "bad")
     write_run(runs / "bad", [dataclasses.replace(step, **{name: value}) for step in run_of(4)])
     assert main(["report", str(runs)]) == 0 and main(["report", str(runs), "--table"]) == 0
     assert (runs / "report.html").exists()
+    assert follow(runs / "bad", Console(file=io.StringIO()), poll_seconds=0.0) in (0, 1)
