@@ -70,12 +70,12 @@ class LearnedWindows:
         assert windows.learned is not None
         self.windows = windows
         step = max(1, CHUNK_TOKENS // windows.seq_len)
-        kept = []
+        found = []
         for first in range(0, len(windows), step):
             count = min(step, len(windows) - first)
             learned = windows.learned.read(windows.start + first * windows.seq_len + 1, count * windows.seq_len)
-            kept.append(first + np.flatnonzero(learned.reshape(count, windows.seq_len).any(axis=1)))
-        self._kept = np.concatenate(kept) if kept else np.empty(0, np.int64)
+            found.append(first + np.flatnonzero(learned.reshape(count, windows.seq_len).any(axis=1)))
+        self._kept = np.concatenate(found) if found else np.empty(0, np.int64)
 
     def __len__(self) -> int:
         return len(self._kept)

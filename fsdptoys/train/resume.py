@@ -17,6 +17,8 @@ import torch
 from fsdptoys import __version__
 from fsdptoys.checkpoint import RUN_FOLDER, Schema, check_same, model_config_of, peek
 from fsdptoys.config.schema import Config
+from fsdptoys.data import BatchStream
+from fsdptoys.data.sampler import ChangedDataError
 from fsdptoys.errors import ConfigError
 from fsdptoys.metrics import run_dir_path
 from fsdptoys.metrics.resume_log import changed_settings
@@ -187,14 +189,19 @@ def check_same_run(config: Config, facts: dict[str, Any]) -> list[str]:
     ]
 
 
-def explain_changed_data(before: dict[str, Any], after: dict[str, Any], step: int) -> str | None:
-    """A sentence on the settings of the data that differ from a checkpoint's; None if none does.
+def restore_position(batches: BatchStream, state: dict[str, Any], config: Config) -> None:
+    """Continue in the data where a checkpoint's run stopped; ConfigError if its data are others."""
+    try:
+        batches.load_state_dict(state["data"])
+    except ChangedDataError as error:
+        changed = _explain_changed_data(state["config"], config.to_dict(), state["step"])
+        if changed is None:
+            raise
+        raise ConfigError(changed) from error
 
-    Args:
-        before: the tree of the checkpoint's configuration.
-        after: that of this run.
-        step: the checkpoint's.
-    """
+
+def _explain_changed_data(before: dict[str, Any], after: dict[str, Any], step: int) -> str | None:
+    """A sentence on the settings of the data that differ between two configurations; None if none does."""
     trees = [
         {"data": tree.get("data"), "train": {key: tree["train"].get(key) for key in ORDERING}}
         for tree in (before, after)

@@ -22,9 +22,7 @@ from torch import Tensor
 from fsdptoys.config.kernel_choice import find_attention_backend, put_kernels
 from fsdptoys.config.schema import Config
 from fsdptoys.data import BatchStream, eval_batches
-from fsdptoys.data.sampler import ChangedDataError
 from fsdptoys.device import Device
-from fsdptoys.errors import ConfigError
 from fsdptoys.loss.objective import Objective
 from fsdptoys.memory import threads_per_rank
 from fsdptoys.metrics import SpikeDetector, StepMetrics, measure_memory
@@ -46,7 +44,7 @@ from .initial_values import InitialValues
 from .microbatches import run_microbatches
 from .moe_balance import build_routing_balance
 from .oom_context import oom_context
-from .resume import explain_changed_data
+from .resume import restore_position
 from .skipped_steps import SkippedSteps
 from .step_inputs import upload_inputs
 from .step_memory import StepMemory
@@ -192,13 +190,7 @@ class Trainer:
 
         ``load`` fills tensors, given by name, with their saved values.
         """
-        try:
-            self.batches.load_state_dict(state["data"])
-        except ChangedDataError as error:
-            changed = explain_changed_data(state["config"], self.config.to_dict(), state["step"])
-            if changed is None:
-                raise
-            raise ConfigError(changed) from error
+        restore_position(self.batches, state, self.config)
         self.strategy.load_state_tensors(self.optimizer, load)
         self._prepare_all_gathers()
         self.steps_done = state["step"]
