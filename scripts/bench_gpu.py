@@ -172,8 +172,7 @@ class Bench:
             mfu=speed * flops_per_token / self.peak if self.peak else None,
             peak_gib=result.device_peak_bytes / GIB if result.device_peak_bytes else None,
             startup_seconds=result.startup_seconds,
-            first_loss=result.losses[0],
-            last_loss=result.losses[-1],
+            losses=result.losses,
             note=result.note,
         )
 

@@ -50,8 +50,8 @@ class Row:
     peak_gib: float | None = None
     planned_gib: float | None = None
     startup_seconds: float | None = None
-    first_loss: float | None = None
-    last_loss: float | None = None
+    losses: Sequence[float] = ()
+    """Of each step."""
     note: str = ""
     failure: str | None = None
 
@@ -90,7 +90,7 @@ def judge(rows: Sequence[Row], shapes: Sequence[Shape]) -> list[str]:
             judge_target(ratio >= 1, f"{shape.name} compiled has {ratio:.2f} of the tokens/s of {best}, target 1")
         else:
             lines.append(f"not measured: {shape.name} against a peer")
-        first = {name: row.first_loss for name, row in of.items() if row.first_loss is not None}
+        first = {name: row.losses[0] for name, row in of.items() if row.losses}
         for name, loss in first.items():
             if abs(loss - first[COMPILED]) > LOSS_TOLERANCE * first[COMPILED]:
                 judge_target(
@@ -132,19 +132,24 @@ def render(
             "", f"## {shape.model}, {shape.batch_size} × {shape.seq_len} tokens a step", "",
             f"Ours: `{' '.join([LOSS, *shape.words])}`; peers: logits in one piece, {peers}"
             f"{', blocks computed again' * shape.checkpoints}.", "",
-            "| | tokens/s | MFU | peak GiB | planned GiB | start, s | loss, first → last |", "|---|" + "---:|" * 6,
+            "| | tokens/s | MFU | peak GiB | planned GiB | start, s |", "|---|" + "---:|" * 5,
         ]  # fmt: skip
         for row in rows:
             if row.shape != shape.name:
                 continue
             if row.failure is not None:
-                lines.append(f"| {row.contestant} | {row.failure} | | | {_cell(row.planned_gib, '.1f')} | | |")
+                lines.append(f"| {row.contestant} | {row.failure} | | | {_cell(row.planned_gib, '.1f')} | |")
                 continue
             lines.append(
                 f"| {row.contestant} | {_cell(row.tokens_per_second, ',.0f')} | {_cell(row.mfu, '.1%')} "
                 f"| {_cell(row.peak_gib, '.1f')} | {_cell(row.planned_gib, '.1f')} "
-                f"| {_cell(row.startup_seconds, '.1f')} | {row.first_loss:.3f} → {row.last_loss:.3f} |"
+                f"| {_cell(row.startup_seconds, '.1f')} |"
             )
+        steps = [f"step {number}" for number in range(1, STEPS + 1)]
+        lines += ["", f"| loss | {' | '.join(steps)} |", "|---|" + "---:|" * STEPS]
+        for row in rows:
+            if row.shape == shape.name and row.losses:
+                lines.append(f"| {row.contestant} | {' | '.join(f'{loss:.3f}' for loss in row.losses)} |")
         notes = [f"{row.contestant}: {row.note}." for row in rows if row.shape == shape.name and row.note]
         lines += ["", *(f"- {note}" for note in notes)]
     return "\n".join([*lines, "", "## Targets", "", *(f"- {verdict}" for verdict in verdicts)]) + "\n"

@@ -15,7 +15,7 @@ import torch
 from fsdptoys.config.compose import compose_config
 from scripts import bench_gpu, gpu_planned, gpu_smoke
 from scripts.bench_gpu import SHAPES, why
-from scripts.gpu_page import ACCELERATE, BARE, COMPILED, EAGER, FLOAT8, Row, judge
+from scripts.gpu_page import ACCELERATE, BARE, COMPILED, EAGER, FLOAT8, STEPS, Row, judge
 from scripts.gpu_planned import words_of
 from scripts.gpu_smoke import read_events
 from scripts.peers.measure import Measured
@@ -129,7 +129,7 @@ def row_of(contestant: str, speed: float | None) -> Row:
     """A row with this speed, or one that ran out of memory."""
     if speed is None:
         return Row(SHAPE.name, contestant, "", failure="out of memory")
-    return Row(SHAPE.name, contestant, "", speed, speed * 0.51e-3, first_loss=12.0, last_loss=11.0)
+    return Row(SHAPE.name, contestant, "", speed, speed * 0.51e-3, losses=[12.0, 11.0])
 
 
 @pytest.mark.parametrize(
@@ -154,7 +154,7 @@ def test_verdicts_are_met_missed_or_not_measured(changes: dict[str, float | None
 def test_a_first_loss_more_than_1_percent_apart_is_missed(loss: float, is_missed: bool) -> None:
     """Oracle: 12.0 and 1% of it."""
     rows = [row_of(name, speed) for name, speed in SPEEDS.items()]
-    rows = [dataclasses.replace(row, first_loss=loss) if row.contestant == BARE else row for row in rows]
+    rows = [dataclasses.replace(row, losses=[loss, 11.0]) if row.contestant == BARE else row for row in rows]
     assert any("begins with the loss" in line for line in judge(rows, [SHAPE])) == is_missed
 
 
@@ -183,10 +183,11 @@ def test_cpu_trial_writes_rows_and_reports_failed_peers(tmp_path: Path, monkeypa
     rows = {row["contestant"]: row for row in written}
     ours, failed, theirs = rows[EAGER], rows[BARE], rows[ACCELERATE]
     assert ours["tokens_per_second"] > 0 and ours["failure"] is None
-    for step in ("first_loss", "last_loss"):
-        assert ours[step] == pytest.approx(theirs[step], rel=1e-3)
+    assert len(ours["losses"]) == STEPS and ours["losses"] == pytest.approx(theirs["losses"], rel=1e-3)
     assert failed["tokens_per_second"] is None and failed["failure"].startswith("failed: ")
-    assert f"| {BARE} | failed: " in (tmp_path / "gpu.md").read_text()
+    page = (tmp_path / "gpu.md").read_text()
+    assert f"| {BARE} | failed: " in page
+    assert f"| {EAGER} | {' | '.join(f'{loss:.3f}' for loss in ours['losses'])} |" in page
 
 
 ROOT = Path(__file__).parents[2]
