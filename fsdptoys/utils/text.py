@@ -80,8 +80,8 @@ UNITS = {"bytes": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40, "Pi
 
 
 def fitting_unit(count: float) -> tuple[str, int]:
-    """The largest binary unit in which ``count`` bytes are at least 1, and the bytes of that unit."""
-    fitting = [(unit, size) for unit, size in UNITS.items() if abs(count) >= size]
+    """The largest unit up to TiB in which ``count`` bytes are at least 1, and the bytes of that unit."""
+    fitting = [(unit, size) for unit, size in UNITS.items() if UNITS["TiB"] >= size <= abs(count)]
     return fitting[-1] if fitting else ("bytes", 1)
 
 
