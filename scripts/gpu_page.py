@@ -145,11 +145,12 @@ def render(
                 f"| {_cell(row.peak_gib, '.1f')} | {_cell(row.planned_gib, '.1f')} "
                 f"| {_cell(row.startup_seconds, '.1f')} |"
             )
-        steps = [f"step {number}" for number in range(1, STEPS + 1)]
-        lines += ["", f"| loss | {' | '.join(steps)} |", "|---|" + "---:|" * STEPS]
-        for row in rows:
-            if row.shape == shape.name and row.losses:
-                lines.append(f"| {row.contestant} | {' | '.join(f'{loss:.3f}' for loss in row.losses)} |")
+        trained = [row for row in rows if row.shape == shape.name and row.losses]
+        if trained:
+            steps = " | ".join(f"step {number}" for number in range(1, STEPS + 1))
+            lines += ["", f"| loss | {steps} |", "|---|" + "---:|" * STEPS]
+        for row in trained:
+            lines.append(f"| {row.contestant} | {' | '.join(f'{loss:.3f}' for loss in row.losses)} |")
         notes = [f"{row.contestant}: {row.note}." for row in rows if row.shape == shape.name and row.note]
         lines += ["", *(f"- {note}" for note in notes)]
     return "\n".join([*lines, "", "## Targets", "", *(f"- {verdict}" for verdict in verdicts)]) + "\n"

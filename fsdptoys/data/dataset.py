@@ -115,6 +115,11 @@ class DataConfig(ABC):
     """Override that holds a part out."""
     documents_fix: ClassVar[str] = ""
     """Override that names the id that ends a document, where it is unknown."""
+    neutral: ClassVar[tuple[str, ...]] = (
+        *("workers", "processes", "cache"),
+        *("eval_samples", "sample_tokens", "sample_prompt", "sample_temperature"),
+    )
+    """Settings, of any kind of data, that change no training sample."""
     plain_texts: ClassVar[bool] = False
     """Whether texts were encoded by ``text_encoder``: without special ids around or within them."""
 

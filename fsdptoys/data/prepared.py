@@ -179,6 +179,7 @@ class Part:
         self, config: PreparedConfig, owner: str, folder: str, index: Index, seq_len: int, vocab_size: int, maps: int
     ) -> None:
         self.owner = owner
+        self.fixes = config.fixes
         self.folder = folder
         self.index = index
         if index.vocab_size > vocab_size:
@@ -208,11 +209,13 @@ class Part:
         train = LearnedWindows(self.windows)
         if not len(train):
             raise ConfigError(
-                f"{self.owner} has no learned token in its {len(self.windows)} sequences; prepare rows with answers"
+                f"{self.owner} has no answer in its {len(self.windows)} training sequences; prepare rows with answers"
             )
         self.train, self.left_out = train, train.left_out
         if isinstance(self.eval, WindowSamples):
-            self.eval = LearnedWindows(self.eval) or None
+            self.eval = LearnedWindows(self.eval)
+            if not len(self.eval):
+                raise ConfigError(f"{self.owner} has no answer in its held-out part; {self.fixes.hold_out_more}")
 
     def pack(self, cache: Path, seq_len: int) -> None:
         """Replace windows by rows of whole documents."""

@@ -10,6 +10,8 @@ from collections.abc import Mapping, Sequence
 from enum import IntEnum
 from typing import Any
 
+from fsdptoys.data import DataConfig
+
 from .setting_diff import RANKS, Settings, effective
 
 GLOBAL_BATCH = "sequences of a step"
@@ -106,13 +108,7 @@ NEUTRAL = (
     "train.gc_every",
     "train.max_skipped",
     "train.max_skipped_in_a_row",
-    "data.workers",
-    "data.processes",
-    "data.cache",
-    "data.eval_samples",
-    "data.sample_tokens",
-    "data.sample_prompt",
-    "data.sample_temperature",
+    *(f"data.{name}" for name in DataConfig.neutral),
 )
 
 GRADIENT = (

@@ -17,7 +17,7 @@ import torch
 from fsdptoys import __version__
 from fsdptoys.checkpoint import RUN_FOLDER, Schema, check_same, model_config_of, peek
 from fsdptoys.config.schema import Config
-from fsdptoys.data import BatchStream
+from fsdptoys.data import BatchStream, DataConfig
 from fsdptoys.data.sampler import ChangedDataError
 from fsdptoys.errors import ConfigError
 from fsdptoys.metrics import run_dir_path
@@ -206,8 +206,9 @@ def _explain_changed_data(before: dict[str, Any], after: dict[str, Any], step: i
         {"data": tree.get("data"), "train": {key: tree["train"].get(key) for key in ORDERING}}
         for tree in (before, after)
     ]
-    changed = changed_settings(*trees)
-    if "data.name" in changed:  # whose settings are others
+    neutral = {f"data.{name}" for name in DataConfig.neutral}
+    changed = {key: pair for key, pair in changed_settings(*trees).items() if key not in neutral}
+    if "data.name" in changed:  # another kind of data has other settings
         changed = {"data": changed["data.name"]}
     if not changed:
         return None

@@ -12,6 +12,7 @@ from fsdptoys.cli.data import data_command
 from fsdptoys.config.schema import Config
 from fsdptoys.data import IGNORE_INDEX, ChatConfig, HFConfig, PreparedConfig
 from fsdptoys.data.chat_encoder import open_chat_encoder
+from fsdptoys.data.dataset_index import read_index
 from fsdptoys.data.packing import Packing
 from fsdptoys.data.permutation import EndlessShuffle
 from fsdptoys.errors import ConfigError
@@ -399,8 +400,7 @@ def test_sequences_without_an_answer_are_left_out_and_counted(capsys: pytest.Cap
     wanted = config(packing=Packing.none, mask_documents=False)
     wanted.prepare(16, 512)
     dataset = wanted.build(16, 512, 0)
-    (part,) = dataset._parts
-    windows = part.windows
+    windows = dataset.train.windows
     expected = [windows[number] for number in range(len(windows)) if (windows[number][1] != IGNORE_INDEX).any()]
     found = [dataset.train[number] for number in range(len(dataset.train))]
     assert 0 < len(expected) < len(windows)
@@ -410,6 +410,25 @@ def test_sequences_without_an_answer_are_left_out_and_counted(capsys: pytest.Cap
         f"left out {len(windows) - len(expected)} of {len(windows)} sequences of data.files, which have no answer"
     )
     assert capsys.readouterr().err.count(sentence) == 1
+
+
+@pytest.mark.parametrize(
+    ("part", "sentence"),
+    [
+        ("train", r"data\.files has no answer in its \d+ training sequences; prepare rows with answers"),
+        ("eval", r"data\.files has no answer in its held-out part; set data\.eval_fraction higher, or to 0 for none"),
+    ],
+)
+def test_parts_without_any_answer_are_refused(part: str, sentence: str) -> None:
+    """Oracle: the expected message, of labels that are all 0 in one part."""
+    write_rows(Path("a.jsonl"), [{"messages": messages} for messages in CONVERSATIONS * 10])
+    wanted = config(packing=Packing.none, mask_documents=False, eval_fraction=0.5)
+    wanted.prepare(16, 512)
+    for shard in read_index(str(next(Path("cache").glob("*/index.json")).parent), "data.files").of(part):
+        (path,) = Path("cache").glob(f"*/{shard.files()[2][0]}")
+        path.write_bytes(bytes(path.stat().st_size))
+    with pytest.raises(ConfigError, match=sentence):
+        wanted.build(16, 512, 0)
 
 
 def steps_of(config: Config) -> list[StepMetrics]:

@@ -198,7 +198,7 @@ def test_incompatible_checkpoint_is_refused(tmp_path: Path) -> None:
     more = dataclasses.replace(config, train=dataclasses.replace(config.train, steps=4))
     wider = dataclasses.replace(more, model=dataclasses.replace(more.model, vocab_size=71))
     other = dataclasses.replace(more, optim=SGDConfig())
-    data = dataclasses.replace(more, data=dataclasses.replace(more.data, branching=5))
+    data = dataclasses.replace(more, data=dataclasses.replace(more.data, branching=5, workers=1))
     shorter = dataclasses.replace(more, train=dataclasses.replace(more.train, seq_len=more.train.seq_len // 2))
     tokens = tmp_path / "tokens.bin"
     tokens.write_bytes(bytes([5, 0] * 4000))
