@@ -31,7 +31,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import torch
 
 from fsdptoys.config.compose import compose_config
-from fsdptoys.device import GIB, Device
+from fsdptoys.device import GIB
 from fsdptoys.device.profile import Hardware, Quantity, hardware_for, load_hardware
 from fsdptoys.metrics.prediction import Prediction
 from fsdptoys.plan.calibrate import Case, calibrate, choose_parameters
@@ -46,7 +46,7 @@ from scripts.bench_memory import (
     rows_of,
 )
 from scripts.finished_rows import ROWS_LEFT
-from scripts.machine import machine
+from scripts.machine import device_name, machine
 from scripts.progress import progress, unit
 
 END_GIB, PEAK, RESERVED, UNCALIBRATED, CALIBRATED = 0.01, 0.02, 0.05, 0.20, 0.08
@@ -68,7 +68,7 @@ def main() -> int:
     """Measure, predict, print and write the table; 0 if every bar is met."""
     args = parse_arguments()
     saved = read_measured(args) if args.measured else None
-    name = args.machine if args.measured else Device(args.device).name  # the rows may be another machine's
+    name = args.machine if args.measured else device_name(args.device)  # the rows may be another machine's
     profile = args.hardware or hardware_for(name, args.device)
     if profile is None:
         print(f"no profile of {name}; name one with --hardware", file=sys.stderr)

@@ -15,7 +15,9 @@ within a turn. All begin with the same weights and see the same batches; losses 
   parameters, gradients and states, gather a block before its forward and its backward, and reduce its gradients.
 
 One more step of each is traced: the time with a collective in flight, and the share of it with an operator of the rank
-at work. Prints Markdown. Exits with status 1 if a target is missed.
+at work. Memory is that of a contestant alone in new processes, as ``fsdptoys train`` counts it on a CPU: blocks of
+PyTorch's allocator, without gloo's own buffers. The losses' difference is the largest of a step, relative to the first
+contestant's. Prints Markdown. Exits with status 1 if a target is missed.
 """
 
 import argparse
@@ -38,7 +40,7 @@ from torch.profiler import ProfilerActivity, profile, record_function
 
 from fsdptoys.config.compose import compose_config
 from fsdptoys.config.schema import Config
-from fsdptoys.device import Device
+from fsdptoys.device import AllocationCount, CountedBytes, Device
 from fsdptoys.loss import build_loss
 from fsdptoys.models import GPT2Config
 from fsdptoys.parallel import ParallelContext, seeded
@@ -93,6 +95,10 @@ class Measured:
     """Time with at least one in flight, in the traced step."""
     hidden_seconds: float = 0.0
     """The part of it with an operator of the rank at work."""
+    kept_bytes: int = 0
+    """Allocated at the end of a step."""
+    peak_bytes: int = 0
+    """Most allocated at once within a step."""
 
 
 class Training:
@@ -156,6 +162,17 @@ def compete(args: argparse.Namespace, group: list[Contestant], configs: list[Con
     return measured
 
 
+def count_bytes(args: argparse.Namespace, contestant: Contestant, config: Config) -> CountedBytes:
+    """Count this rank's allocations in a step after the first two, which make the states and the buffers."""
+    training = Training(contestant, config)
+    tokens_BT = torch.randint(args.vocab_size, (args.batch_size, args.seq_len))
+    for _ in range(2):
+        training.take_step(tokens_BT)
+    count = AllocationCount({})
+    training.take_step(tokens_BT)
+    return count.finish({})
+
+
 def trace(training: Training, tokens_BT: Tensor) -> tuple[float, float]:
     """Return the seconds of a step with a collective in flight, and those of them in which the rank computed."""
     dist.barrier()
@@ -214,6 +231,11 @@ def check_losses(group: list[Contestant], measured: list[Measured]) -> None:
                 )
 
 
+def loss_difference(ours: Measured, native: Measured) -> float:
+    """Return the largest difference of a step's losses, relative to the native one."""
+    return max(abs(a - b) / abs(b) for a, b in zip(ours.losses, native.losses, strict=True))
+
+
 def ratios(ours: Measured, native: Measured) -> list[float]:
     """Return the ratio of step times in each turn."""
     return [a / b for a, b in zip(ours.seconds, native.seconds, strict=True)]
@@ -223,7 +245,7 @@ def render(group: list[Contestant], rounds: list[list[Measured]]) -> tuple[list[
     """Return a group's table and verdicts, and whether a target was missed."""
     lines = [
         "| | s a step | × native, quartiles | × native, by round | CPU s, all ranks | collectives, s | under operators "
-        "|\n|---|" + "---:|" * 6,
+        "| end of a step, MiB a rank | peak, MiB a rank | losses' difference |\n|---|" + "---:|" * 9,
     ]
     verdicts, missed = [], False
     for number, contestant in enumerate(group):
@@ -239,6 +261,9 @@ def render(group: list[Contestant], rounds: list[list[Measured]]) -> tuple[list[
             f"{statistics.median(itertools.chain(*(result.cpu_seconds for result in results))):.2f}",
             f"{traced.collective_seconds:.3f}",
             f"{traced.hidden_seconds / traced.collective_seconds:.0%}" if traced.collective_seconds else "none",
+            f"{traced.kept_bytes / 2**20:.0f}",
+            f"{traced.peak_bytes / 2**20:.0f}",
+            f"{max(loss_difference(ours[number], ours[0]) for ours in rounds):.1e}" if number else "",
         ]
         lines.append(f"| {contestant.name} | " + " | ".join(cells) + " |")
         if contestant.target is not None:
@@ -294,8 +319,9 @@ def main(words: list[str] | None = None) -> int:
         flush=True,
     )
     missed = False
-    # A turn is a unit; the traces of the last round are another.
-    with progress(len(args.only) * (args.rounds * (args.warmup + args.turns) + 1)):
+    # A turn is a unit, the traces of the last round are another, and so is a contestant's memory.
+    contestants = sum(len(GROUPS[name]) for name in args.only)
+    with progress(len(args.only) * (args.rounds * (args.warmup + args.turns) + 1) + contestants):
         for name in args.only:
             group = GROUPS[name]
             configs = [compose(args, contestant) for contestant in group]
@@ -303,6 +329,11 @@ def main(words: list[str] | None = None) -> int:
             for number in range(args.rounds):
                 rounds.append(over_ranks(run_ranks(RANKS, compete, args, group, configs, number == args.rounds - 1)))
                 check_losses(group, rounds[-1])
+            for contestant, config, last in zip(group, configs, rounds[-1], strict=True):
+                with unit(f"memory of {contestant.name}"):
+                    counts = run_ranks(RANKS, count_bytes, args, contestant, config)
+                last.kept_bytes = max(count.end_bytes for count in counts)
+                last.peak_bytes = max(count.peak_bytes for count in counts)
             lines, group_missed = render(group, rounds)
             missed |= group_missed
             print("\n".join([f"## {name}", "", *lines, ""]), flush=True)

@@ -10,18 +10,35 @@ from importlib.metadata import version
 import torch
 
 from fsdptoys.device import Device
+from fsdptoys.errors import ConfigError
 
 
 def machine(device_type: str, packages: Sequence[str] = ()) -> str:
-    """Versions of Python, torch and further packages, the system, and the processor or accelerator."""
+    """Versions of Python, torch and further packages, the system, and the processor or accelerator.
+
+    Raises:
+        SystemExit: as :func:`device_name`.
+    """
     versions = [f"Python {platform.python_version()}", f"torch {torch.__version__}"]
     versions += [f"{package} {version(package)}" for package in packages]
-    name = Device(device_type).name
+    name = device_name(device_type)
     if device_type == "cpu":
         name += f", {os.cpu_count()} cores, {torch.backends.cpu.get_cpu_capability()}"
     elif device_type == "cuda":
         name = ", ".join(filter(None, [name, nvidia_driver(), f"{os.cpu_count()} CPU cores"]))
     return ", ".join([*versions, platform.system(), name])
+
+
+def device_name(device_type: str) -> str:
+    """Model of the processor or accelerator.
+
+    Raises:
+        SystemExit: if this machine has no such device.
+    """
+    try:
+        return Device(device_type).name
+    except ConfigError as error:
+        raise SystemExit(f"no {device_type} device on this machine; name another with --device") from error
 
 
 def nvidia_driver() -> str:

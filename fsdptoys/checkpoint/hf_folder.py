@@ -74,9 +74,11 @@ class HuggingFaceFolder:
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path).expanduser()
         if not self.path.is_dir():
+            hub_name = str(path) if re.fullmatch(r"[\w.-]+/[\w.-]+", str(path)) else "OWNER/NAME"
             raise ConfigError(
                 f"{path} {'is a file' if self.path.exists() else 'does not exist'}, where a folder in Hugging Face "
-                "format is expected; name one that holds config.json and safetensors files"
+                "format is expected; name one that holds config.json and safetensors files, such as a download: "
+                f"hf download {hub_name} --local-dir FOLDER"
             )
 
     def model_config(self) -> ModelConfig:

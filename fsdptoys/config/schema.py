@@ -126,7 +126,7 @@ class Config:
         check_loss_scale(self.loss_scale, self.parallel, self.memory, train)
         check_optimizer(self.optim, self.parallel, self.memory, train, device_type)
         self.parallel.validate(world_size, self.mesh, device_type, self.memory.cpu_offload)
-        axes = self.parallel.axes(world_size, self.mesh)
+        axes = self.parallel.axes(world_size, self.mesh, getattr(self.model, "n_experts", 0))
         check_experts(self.model, axes)
         check_tensor(self, axes)
         check_pipeline(self)

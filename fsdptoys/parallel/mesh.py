@@ -130,12 +130,13 @@ class MeshConfig:
             )
         return size
 
-    def axes(self, world_size: int, shards: bool) -> "Axes":
+    def axes(self, world_size: int, shards: bool, experts: int = 0) -> "Axes":
         """Sizes of the axes of a resolved configuration.
 
         Args:
             world_size: ranks.
             shards: whether the strategy shards parameters over ``fsdp_size`` ranks.
+            experts: of the model, which a suggested ``ep_size`` divides; 0 if not known.
 
         Raises:
             ConfigError: if sizes do not divide.
@@ -143,15 +144,15 @@ class MeshConfig:
         stage = self.stage_ranks(world_size)
         ranks = self.shard_ranks(world_size) if shards else stage
         shard = ranks // self.tp_size
-        for key, size, whole in (
-            ("tp_size", self.tp_size, ranks),
-            ("cp_size", self.cp_size, shard),
-            ("ep_size", self.ep_size, ranks),
+        for key, size, whole, parts in (
+            ("tp_size", self.tp_size, ranks, 0),
+            ("cp_size", self.cp_size, shard, 0),
+            ("ep_size", self.ep_size, ranks, experts),
         ):
             if whole % size:
                 of = f"{whole} ranks that share a copy of the parameters" if shards else f"world size {world_size}"
                 of += f" and features (mesh.tp_size={self.tp_size})" if whole < ranks else ""
-                fitting = max(divisor for divisor in range(1, min(size, whole) + 1) if whole % divisor == 0)
+                fitting = max(n for n in range(1, min(size, whole) + 1) if whole % n == 0 and parts % n == 0)
                 raise ConfigError(f"mesh.{key}={size} must divide the {of}; set mesh.{key}={fitting}")
         return Axes(stage // ranks, shard, self.cp_size, self.ep_size, self.tp_size, self.pp_size)
 

@@ -148,8 +148,8 @@ class ParallelConfig:
                 "set parallel=fsdp2 or memory.cpu_offload=false"
             )
 
-    def axes(self, world_size: int, mesh: MeshConfig) -> Axes:
-        """Sizes of the mesh axes.
+    def axes(self, world_size: int, mesh: MeshConfig, experts: int = 0) -> Axes:
+        """Sizes of the mesh axes; a suggested ``mesh.ep_size`` divides ``experts``.
 
         Raises:
             ConfigError: if they do not divide, or this strategy has no such axis.
@@ -164,7 +164,7 @@ class ParallelConfig:
             if size > 1 and not has:
                 fix = f"mesh.{key}=1" if world_size % size else f"parallel=fsdp2 or mesh.{key}=1"
                 raise ConfigError(f"mesh.{key}={size} is not an option of parallel={self.name}; set {fix}")
-        return mesh.axes(world_size, self.shards_parameters)
+        return mesh.axes(world_size, self.shards_parameters, experts)
 
     def build(self, context: ParallelContext) -> "Strategy":
         """Construct the strategy; the process group must be initialized."""

@@ -90,10 +90,10 @@ class LocalMachine:
 class BatchQueue(LocalMachine):
     """Nodes chosen by a batch queue."""
 
+    extra_words = (UNKNOWN_ENDPOINT,)
+
     def __init__(self, launcher_words: Sequence[str], time_limit_seconds: float | None) -> None:
         self._launcher, self._limit = read_launcher(tuple(launcher_words)), time_limit_seconds
-        if self._launcher.name == SLURM:
-            self.extra_words = (UNKNOWN_ENDPOINT,)
 
     def find(self, words: Sequence[str], settings: Config) -> JobHardware:
         """Return the devices and ranks that a job requests from the queue."""

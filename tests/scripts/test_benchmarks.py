@@ -184,6 +184,7 @@ def test_script_lists_every_contestant_and_exit_status_follows_the_targets(
     rows = [line.split("|") for line in text.splitlines() if line.startswith("| ") and "×" not in line]
     assert [row[1].strip() for row in rows] == [each.name for name in chosen for each in groups[name]]
     assert all(float(row[2]) > 0 and float(row[6]) > 0 and row[7].strip().endswith("%") for row in rows)
+    assert all(0 < float(row[8]) < float(row[9]) for row in rows), "memory at the end of a step, and its peak"
     judged = [each.name for name in chosen for each in groups[name] if each.target is not None]
     assert text.count("- met: ") + text.count("- MISSED: ") == len(judged)
     assert ("MISSED" in text) is not bool(target)
@@ -206,3 +207,4 @@ def test_step_time_is_that_of_the_slower_rank_and_ratios_are_per_turn() -> None:
     assert (native.seconds, toy.seconds) == ([2.0, 4.0], [2.0, 6.0])
     assert native.cpu_seconds == [4.0, 4.0] and native.losses == [4.0, 2.0]
     assert bench_toys.ratios(toy, native) == [1.0, 1.5]
+    assert bench_toys.loss_difference(Measured(losses=[4.0, 2.5]), native) == 0.25
