@@ -30,8 +30,8 @@ from rich.table import Table
 from torch import Tensor
 
 from fsdptoys.config.compose import compose_config
-from fsdptoys.config.grain_checks import DEFAULT_GRAINS
 from fsdptoys.config.schema import Config
+from fsdptoys.config.train_config import TrainConfig
 from fsdptoys.models import ModelConfig, MoEConfig
 from fsdptoys.parallel.fsdp2 import FSDP2
 from fsdptoys.parallel.pipeline import PipelineSchedule
@@ -87,7 +87,7 @@ class Layout:
     def of_reference(self, mode: str, preset: str) -> tuple[str, ...]:
         """Overrides that the one process needs too: more grains or slices, to cut into whole ones, and key heads."""
         words = []
-        if mode == "layout" and "parallel.context=gathered" in self.overrides and 2 * self.shares > DEFAULT_GRAINS:
+        if mode == "layout" and "parallel.context=gathered" in self.overrides and 2 * self.shares > TrainConfig.grains:
             words.append(f"train.grains={2 * self.shares}")
         if mode == "layout" and self.features > 1:
             words.append(f"train.slices={self.features}")

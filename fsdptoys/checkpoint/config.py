@@ -1,10 +1,11 @@
 """Settings of checkpoints, resuming and final weights."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import Enum
 
 from fsdptoys.errors import ConfigError
-from fsdptoys.utils.bounds import MOST_SECONDS, MOST_STEPS, above, at_least, check_bounds
+from fsdptoys.utils.bounds import MOST_SECONDS, MOST_STEPS, above, at_least
+from fsdptoys.utils.options import Effect, check_options, option
 
 RESUME_WORDS = ("never", "auto", "must")
 
@@ -22,29 +23,36 @@ class Form(Enum):
 class CheckpointConfig:
     """Checkpoints to write and to resume from."""
 
-    folder: str | None = None
+    folder: str | None = option(None, effect=Effect.none)
     """Checkpoint folder: a path or an fsspec URL; null for ``checkpoints`` in the run directory."""
-    every: int = field(default=0, metadata=at_least(0, MOST_STEPS))
+    every: int = option(
+        0,
+        at_least(0, MOST_STEPS),
+        effect=Effect.none,
+        alias="save_steps save_every save_interval checkpoint_interval ckpt_freq checkpointing_steps",
+    )
     """Save every N steps and after the last step; 0 saves only on signals (see ``on_signal``)."""
-    on_signal: bool = True
+    on_signal: bool = option(True, effect=Effect.none)
     """Save when a signal (SIGTERM, SIGUSR1, Ctrl-C) ends the run."""
-    keep: int = field(default=3, metadata=at_least(1, MOST_STEPS))
+    keep: int = option(3, at_least(1, MOST_STEPS), effect=Effect.none, alias="save_total_limit keep_last_n")
     """Number of newest checkpoints to keep; older ones are deleted."""
-    keep_every: int = field(default=0, metadata=at_least(0, MOST_STEPS))
+    keep_every: int = option(0, at_least(0, MOST_STEPS), effect=Effect.none)
     """Also keep every checkpoint whose step is a multiple of N; 0 for none."""
-    async_save: bool = False
+    async_save: bool = option(False, effect=Effect.none)
     """Pause training only to copy tensors to host memory, and write in the background."""
-    form: Form = Form.sharded
+    form: Form = option(Form.sharded, effect=Effect.none)
     """Layout of a checkpoint's tensors."""
-    timeout_seconds: float = field(default=7200.0, metadata=above(0, MOST_SECONDS))
+    timeout_seconds: float = option(7200.0, above(0, MOST_SECONDS), effect=Effect.none)
     """End the run if one rank waits longer than this for another while saving or loading a checkpoint."""
-    resume: str = "never"
+    resume: str = option(
+        "never", effect=Effect.none, alias="resume_from_checkpoint resume_from load_checkpoint ckpt_path"
+    )
     """``never``; ``auto``: from the newest complete checkpoint, if any; ``must``: fail without one; or a folder."""
-    final_weights: bool = False
+    final_weights: bool = option(False, effect=Effect.none)
     """Write the trained weights into the run directory at the end; ``fsdptoys convert to-hf`` reads them."""
 
     def __post_init__(self) -> None:
-        check_bounds("checkpoint", self)
+        check_options("checkpoint", self)
         for name in ("folder", "resume"):
             value = getattr(self, name)
             if value is not None and not value.strip():

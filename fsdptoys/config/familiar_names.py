@@ -1,11 +1,12 @@
-"""Names that other training frameworks give to settings → the words that set the same here, in one table.
+"""Names that other training frameworks give to settings → the words that set the same here.
 
-A name of the table may be typed with dashes before it (``--learning_rate=1e-4``) or as a key (``learning_rate=1e-4``);
-dashes and underscores within it are the same. ``NAME=VALUE`` is for that value alone, where ``true`` stands for every
-spelling of it and for no value, ``false`` likewise, and ``N`` for every number. Keys without their section
-(``chunk_loss``) need no entry.
+A name with the same values is an ``alias`` of its option; the table has the others, and those of models. A name may be
+typed with dashes before it (``--learning_rate=1e-4``) or as a key (``learning_rate=1e-4``); dashes and underscores
+within it are the same. ``NAME=VALUE`` is for that value alone, where ``true`` stands for every spelling of it and for
+no value, ``false`` likewise, and ``N`` for every number. Keys without their section (``chunk_loss``) need no entry.
 """
 
+import functools
 from collections.abc import Mapping
 
 _TABLE = {
@@ -39,13 +40,9 @@ _TABLE = {
     "adapter_name_or_path lora_weights resume_from_adapter": "tune=lora tune.adapter=*",
     "use_dora dora": "of adapters only the plain form is supported: tune=lora",
     # Precision.
-    "dtype torch_dtype precision mixed_precision amp param_dtype": "parallel.param_dtype=*",
     "precision=16 precision=16-mixed fp16 float16 half": "parallel.param_dtype=float16",
     "bf16=true bfloat16=true mixed_precision=true amp=true precision=bf16-mixed": "parallel.param_dtype=bfloat16",
     "bf16=false bfloat16=false fp16=false float16=false half=false amp=false": "parallel.param_dtype=float32",
-    "fp8 float8": "train.float8=*",
-    "init_scale initial_loss_scale": "loss_scale.initial=*",
-    "loss_scale_window scale_growth_interval growth_interval": "loss_scale.growth_interval=*",
     # Strategy.
     "strategy parallelism parallel_strategy distributed_strategy data_parallel_type dp_type": "parallel=*",
     "implementation=custom": "parallel=toy_fsdp",
@@ -67,10 +64,8 @@ _TABLE = {
     "fsdp_version use_fsdp2": "parallel=fsdp2",
     "use_distributed_optimizer": "parallel=toy_zero1",
     "evenness_priority": "parallel=toy_zero3 parallel.evenness=model, which balances the bytes of the whole model",
-    "data_parallel_shard_degree dp_shard": "mesh.fsdp_size=*",
     "data_parallel_replicate_degree dp_replicate": "the size of a copy gives their number: mesh=hsdp",
     "reshard_after_forward=true parallel.reshard_after_forward=true": "parallel.reshard_after_forward=always",
-    "fsdp_reshard_after_forward": "parallel.reshard_after_forward=*",
     "fsdp_use_orig_params=false use_orig_params=false": "parallel=fsdp1 parallel.use_orig_params=false "
     "optim.weight_decay_on=all",
     "fsdp_use_orig_params=true use_orig_params=true": "parallel=fsdp1 parallel.use_orig_params=true",
@@ -78,18 +73,9 @@ _TABLE = {
     "limit_all_gathers": "all-gathers are limited already: ",
     "ddp_find_unused_parameters find_unused_parameters": "every parameter takes part in each step: ",
     "deepspeed zero zero_stage zero_optimization": "DeepSpeed is not used: parallel=fsdp2",
-    "tp tp_size tensor_parallel tensor_parallel_size tensor_parallel_degree tensor_model_parallel_size "
-    "tp_degree": "mesh.tp_size=*",
     "sequence_parallel": "tokens are split between layers wherever features are: mesh.tp_size=2",
-    "pp pp_size pp_degree pipeline_parallel pipeline_parallel_size pipeline_parallel_degree "
-    "pipeline_model_parallel_size": "mesh.pp_size=*",
-    "cp cp_degree context_parallel context_parallel_size context_parallel_degree sequence_parallel_size "
-    "sp_size": "mesh.cp_size=*",
     "ulysses_size ulysses_degree ulysses_sequence_parallel_size": "mesh.cp_size=* parallel.context=ulysses",
     "ring_degree ring_attn_size ring_size": "mesh.cp_size=* parallel.context=ring",
-    "ep ep_size expert_parallel expert_parallel_size expert_model_parallel_size expert_parallel_degree ep_degree "
-    "moe_expert_parallel_size": "mesh.ep_size=*",
-    "fsdp_min_num_params min_num_params size_based_auto_wrap_policy": "parallel.min_params=*",
     "fsdp_transformer_layer_cls_to_wrap transformer_layer_cls_to_wrap transformer_layer_cls module_wrap_policy "
     "fsdp_module_classes": "parallel.wrap_classes=[*]",
     "auto_wrap_policy fsdp_auto_wrap_policy": "units are whole blocks, or chosen by parallel.wrap_classes or "
@@ -98,12 +84,6 @@ _TABLE = {
     "auto_wrap_policy=transformer_based_wrap fsdp_auto_wrap_policy=transformer_based_wrap": "parallel.wrap=block",
     "mesh.fsdp_size=false": "mesh.fsdp_size=1",
     # Memory.
-    "activation_checkpointing activation_checkpoint use_gradient_checkpointing grad_checkpointing ac recompute "
-    "fsdp_activation_checkpointing recompute_activations recompute_granularity "
-    "activation_checkpoint.mode": "memory.gradient_checkpointing=*",
-    "chunked_loss chunked_cross_entropy use_liger_kernel fused_linear_cross_entropy": "memory.chunk_loss=*",
-    "offload offload_params param_offload fsdp_cpu_offload fsdp_offload_params": "memory.cpu_offload=*",
-    "offload_optimizer optim_offload cpu_optimizer_offload": "memory.optimizer_offload=*",
     "memory=true low_memory=true": "memory=lean",
     "memory=max memory=min memory=minimal memory=all memory=everything": "memory=smallest",
     "memory=offload memory=cpu": "memory=cpu_offload",
@@ -111,55 +91,33 @@ _TABLE = {
     "memory=selective": "memory.gradient_checkpointing=selective",
     "memory=default memory=off memory=false": "memory=none",
     # Loop.
-    "per_device_train_batch_size train_batch_size micro_batch_size mbs bs batch local_batch_size": "train.batch_size=*",
     "global_batch_size total_batch_size": "the batch is set per rank and micro-batch: train.batch_size=1",
-    "gradient_accumulation_steps accumulate_grad_batches grad_accum_steps accumulation_steps": "train.grad_accum=*",
-    "sequence_length seq_length block_size max_seq_length max_length context_length": "train.seq_len=*",
-    "max_steps num_steps train_steps max_iters iters total_steps max_train_steps num_train_steps": "train.steps=*",
     "epochs epoch num_epochs max_epochs num_train_epochs": "the length of a run is counted in steps: train.steps=1000",
-    "gradient_clipping grad_clip clip_grad clip_grad_norm max_norm gradient_clip_val": "train.max_grad_norm=*",
-    "eval_steps eval_interval evaluation_interval": "train.eval_every=*",
     "eval_strategy evaluation_strategy do_eval": "evaluation is chosen by its interval: train.eval_every=100",
     "do_train": "fsdptoys train always trains: ",
-    "torch_compile use_compile": "train.compile=*",
     "flash_attention flash_attn use_flash_attn use_flash_attention attn_implementation": "PyTorch chooses flash "
     "attention by itself: kernels.attention=auto",
     # Optimizer.
-    "learning_rate max_lr peak_lr base_lr": "optim.lr=*",
     "optimizer optimizer_type": "optim=*",
-    "warmup num_warmup_steps lr_warmup_steps warmup_iters": "optim.warmup_steps=*",
     "warmup_ratio": "the warmup is counted in steps: optim.warmup_steps=20",
-    "adam_beta1": "optim.beta1=*",
-    "adam_beta2": "optim.beta2=*",
-    "adam_epsilon adam_eps": "optim.eps=*",
-    "lr_scheduler lr_scheduler_type scheduler lr_schedule lr_decay_style": "optim.schedule=*",
     # Data.
     "dataset dataset_name": "data sets are not downloaded by name: data=text data.files=[FILE]",
     "dataset=text dataset=bin dataset=hf dataset=prepared dataset=synthetic": "data=*",
     "files train_file train_files data_path dataset_path data_dir": "data=text data.files=[*]",
-    "num_workers dataloader_num_workers": "data.workers=*",
     # Run directory and checkpoints.
     "config config_file config_name": "settings are arguments and files of configs: experiment=cpu_text",
-    "output_dir out_dir save_dir log_dir logging_dir": "metrics.run_dir=*",
     "run_name exp_name wandb_run_name": "metrics.run_dir=runs/*",
-    "save_steps save_every save_interval checkpoint_interval ckpt_freq checkpointing_steps": "checkpoint.every=*",
-    "save_total_limit keep_last_n": "checkpoint.keep=*",
     "state_dict_type fsdp_state_dict_type": "checkpoint.form=sharded",
     "state_dict_type=full_state_dict fsdp_state_dict_type=full_state_dict": "checkpoint.form=full",
     "overwrite_output_dir": "a run never overwrites another: metrics.run_dir=runs/new",
     "checkpoint.resume=true resume=true resume_from_checkpoint=true": "checkpoint.resume=auto metrics.run_dir=runs/new",
     "checkpoint.resume=false resume=false resume_from_checkpoint=false": "checkpoint.resume=never",
-    "resume_from_checkpoint resume_from load_checkpoint ckpt_path": "checkpoint.resume=*",
-    "logging_steps log_interval log_freq print_every": "metrics.log_every=*",
     "wandb=true use_wandb=true wandb_log=true": "metrics=wandb",
     "tensorboard=true use_tensorboard=true": "metrics=tensorboard",
     "report_to logger": "metrics=*",
     "wandb=false use_wandb=false wandb_log=false tensorboard=false report_to=none": "metrics=default",
-    "profiler profiling": "profile.enabled=*",
     # Processes.
     "world_size": "launch.nproc_per_node=*, or plan.world_size=* for fsdptoys plan",
-    "nproc nprocs num_processes num_gpus n_gpus ngpus gpus devices gpus_per_node": "launch.nproc_per_node=*",
-    "num_nodes nodes num_machines": "launch.nnodes=*",
     "master_addr main_process_ip": "launch.rdzv_endpoint=*:29400",
     "master_port main_process_port": "launch.rdzv_endpoint=HOST:*",
     "local_rank node_rank rank machine_rank": "the launcher numbers the ranks: launch.nproc_per_node=-1",
@@ -168,7 +126,14 @@ _TABLE = {
 }
 """Names, separated by spaces → words, after the reason and a colon if nothing does the same; no words: to leave out."""
 
-FAMILIAR: Mapping[str, str] = {name: words for names, words in _TABLE.items() for name in names.split()}
+
+@functools.cache
+def familiar_names() -> Mapping[str, str]:
+    """Return name → words: of the options' aliases, and of the table."""
+    from .declared_options import declared_options  # imports torch, which help does without
+
+    aliases = {alias: f"{key}=*" for key, option in declared_options().items() for alias in option.aliases}
+    return aliases | {name: words for names, words in _TABLE.items() for name in names.split()}
 
 
 def find_familiar(name: str, value: str) -> tuple[str, str] | None:
@@ -178,7 +143,8 @@ def find_familiar(name: str, value: str) -> tuple[str, str] | None:
         name: in lower case, without dashes.
         value: ``true`` for every spelling of it and for no value, likewise ``false``; else as typed.
     """
-    number = FAMILIAR.get(f"{name}=N") if value.isdigit() else None
-    found = FAMILIAR.get(f"{name}={value.lower()}") or number or FAMILIAR.get(name, "")
+    familiar = familiar_names()
+    number = familiar.get(f"{name}=N") if value.isdigit() else None
+    found = familiar.get(f"{name}={value.lower()}") or number or familiar.get(name, "")
     reason, _, words = found.rpartition(": ")
     return (words, reason) if found else None

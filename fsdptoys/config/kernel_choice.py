@@ -24,6 +24,7 @@ from fsdptoys.models import DecoderModel, choose_kernels, npu_kernels, use_kerne
 from fsdptoys.models.attention import BACKENDS, chosen_backend
 from fsdptoys.models.layers import Attention
 from fsdptoys.parallel.determinism import Deterministic
+from fsdptoys.utils.options import Effect, option
 
 COMPILED_ON_CUDA = ("rotary", "swiglu")
 """Operations that ``auto`` compiles on CUDA."""
@@ -91,17 +92,17 @@ class GroupedKernel(Enum):
 class KernelConfig:
     """Implementations of a model's operations."""
 
-    attention: AttentionKernel = AttentionKernel.auto
+    attention: AttentionKernel = option(AttentionKernel.auto, effect=Effect.rounding)
     """Attention: PyTorch's, one of its backends or flex_attention (documents included), or torch_npu's."""
-    document_attention: DocumentKernel = DocumentKernel.auto
+    document_attention: DocumentKernel = option(DocumentKernel.auto, effect=Effect.rounding)
     """Attention under ``data.mask_documents``: PyTorch's with a mask, or flex_attention."""
-    rms_norm: Kernel = Kernel.auto
+    rms_norm: Kernel = option(Kernel.auto, effect=Effect.rounding)
     """RMSNorm: PyTorch's, compiled separately, or torch_npu's."""
-    rotary: Kernel = Kernel.auto
+    rotary: Kernel = option(Kernel.auto, effect=Effect.rounding)
     """Rotary position embedding: PyTorch's, compiled separately, or torch_npu's."""
-    swiglu: Kernel = Kernel.auto
+    swiglu: Kernel = option(Kernel.auto, effect=Effect.rounding)
     """SwiGLU gate of a dense feed-forward layer: PyTorch's, compiled separately, or torch_npu's."""
-    grouped_matmul: GroupedKernel = GroupedKernel.auto
+    grouped_matmul: GroupedKernel = option(GroupedKernel.auto, effect=Effect.rounding)
     """Matmuls of experts: PyTorch's (a loop where it has no grouped one), always a loop, or torch_npu's."""
 
     def names(self) -> dict[str, str]:

@@ -1,9 +1,10 @@
 """Settings of ``fsdptoys plan``: target hardware and accuracy of the prediction."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import Enum
 
-from fsdptoys.utils.bounds import above, at_least, check_bounds
+from fsdptoys.utils.bounds import above, at_least
+from fsdptoys.utils.options import Effect, check_options, option
 
 
 class AllocatorKind(Enum):
@@ -19,22 +20,22 @@ class AllocatorKind(Enum):
 class PlanConfig:
     """Assumptions of ``fsdptoys plan``."""
 
-    hardware: str = "auto"
+    hardware: str = option("auto", effect=Effect.none)
     """Profile in ``configs/hardware``, or a YAML file; auto for this node's device."""
-    world_size: int | None = field(default=None, metadata=at_least(1, 2**24))
+    world_size: int | None = option(None, at_least(1, 2**24), effect=Effect.none)
     """Number of ranks to plan for; null for one node of that hardware."""
-    memory_gib: float | None = field(default=None, metadata=above(0, 2**20))
+    memory_gib: float | None = option(None, above(0, 2**20), effect=Effect.none)
     """Device memory available to the allocator, in GiB; null for the profile's usable memory."""
-    exact: bool = False
+    exact: bool = option(False, effect=Effect.none)
     """Trace every layer instead of extrapolating from a few."""
-    allocator: AllocatorKind = AllocatorKind.expandable
+    allocator: AllocatorKind = option(AllocatorKind.expandable, effect=Effect.none)
     """Mode of PyTorch's caching allocator on the device."""
-    expert_imbalance: float = field(default=1.0, metadata=at_least(1, 2**20))
+    expert_imbalance: float = option(1.0, at_least(1, 2**20), effect=Effect.none)
     """Tokens of the busiest rank's experts under ``mesh.ep_size``, as a multiple of the mean; 1 for an even load."""
-    rows: int = field(default=10, metadata=at_least(1, 10**6))
+    rows: int = option(10, at_least(1, 10**6), effect=Effect.none)
     """Maximum number of combinations that ``plan search`` shows."""
-    predict: bool = True
+    predict: bool = option(True, effect=Effect.none)
     """``train`` predicts memory and time before the run, and compares them with the measured values."""
 
     def __post_init__(self) -> None:
-        check_bounds("plan", self)
+        check_options("plan", self)

@@ -107,29 +107,35 @@ def _read_class(node: ast.ClassDef, names: dict[str, Any], quote: str) -> Declar
             annotation = ast.unparse(statement.annotation)
             if not annotation.startswith("ClassVar"):
                 found.fields.append((last, annotation, _default(statement.value)))
-                for keyword in statement.value.keywords if isinstance(statement.value, ast.Call) else ():
-                    if keyword.arg == "metadata":
-                        found.bounds[last] = _evaluate(keyword.value, names).get("bounds", bounds_module.Bounds())
+                if bounds := _bounds(statement.value):
+                    found.bounds[last] = _evaluate(bounds, names).get("bounds", bounds_module.Bounds())
             elif last == "family" and isinstance(statement.value, ast.Constant):
                 found.family = str(statement.value.value)
     return found
+
+
+def _bounds(node: ast.expr | None) -> ast.expr | None:
+    """The bounds in ``option(default, bounds, …)`` or ``field(metadata=bounds)``."""
+    if not isinstance(node, ast.Call):
+        return None
+    return next((word.value for word in node.keywords if word.arg == "metadata"), (*node.args, None, None)[1])
 
 
 def _default(node: ast.expr | None) -> str:
     """A default value in command line syntax."""
     if node is None:
         return ""
+    if isinstance(node, ast.Call) and ast.unparse(node.func) == "option":
+        return _default(node.args[0])
+    if isinstance(node, ast.Call) and ast.unparse(node.func) == "list":
+        return "[...]"
+    if isinstance(node, ast.List):
+        items = [item.value for item in node.elts if isinstance(item, ast.Constant)]
+        return value_text(items, quote=True) if len(items) == len(node.elts) else "[...]"
     if isinstance(node, ast.Constant):
         return value_text(node.value, quote=True)
     if isinstance(node, ast.Attribute):
         return node.attr
-    if isinstance(node, ast.Call) and node.keywords:  # field(default=..., metadata=...) or field(default_factory=...)
-        given = {keyword.arg: keyword.value for keyword in node.keywords}
-        if "default" in given:
-            return _default(given["default"])
-        factory = node.keywords[0].value
-        listed = factory.body.elts if isinstance(factory, ast.Lambda) and isinstance(factory.body, ast.List) else []
-        if listed and all(isinstance(item, ast.Constant) for item in listed):
-            return value_text([item.value for item in listed if isinstance(item, ast.Constant)], quote=True)
-        return "[]" if ast.unparse(node).endswith("=list)") else "[...]"
+    if isinstance(node, ast.Call) and node.keywords:  # field(default=…, metadata=…)
+        return _default(next((word.value for word in node.keywords if word.arg == "default"), None))
     return ast.unparse(node)

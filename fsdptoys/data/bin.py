@@ -5,13 +5,14 @@ by path), and a sample may cross from one into the next.
 """
 
 import os
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import Enum
 
 import numpy as np
 
 from fsdptoys.errors import ConfigError
 from fsdptoys.utils.bounds import between
+from fsdptoys.utils.options import Effect, option
 
 from .dataset import DataConfig
 from .token_files import FileStream, match_files, require_content, without_repeats
@@ -33,15 +34,15 @@ class BinConfig(DataConfig):
     name = "bin"
     documents_fix = "data.document_end=ID"
 
-    files: list[str] = field(default_factory=list)
+    files: list[str] = option([], effect=Effect.training)
     """Paths or globs (``**`` for any depth)."""
-    dtype: TokenDType = TokenDType.uint16
+    dtype: TokenDType = option(TokenDType.uint16, effect=Effect.training)
     """dtype of a token, in all files."""
-    document_end: int | None = None
+    document_end: int | None = option(None, effect=Effect.training)
     """The last id of every document; null if there is none."""
-    eval_files: list[str] = field(default_factory=list)
+    eval_files: list[str] = option([], effect=Effect.training)
     """Paths or globs of held-out files."""
-    eval_fraction: float = field(default=0.0, metadata=between(0, 1, below=True))
+    eval_fraction: float = option(0.0, between(0, 1, below=True), effect=Effect.training)
     """Share of ``files`` held out, at their end; 0 for none. Excludes ``eval_files``."""
 
     def __post_init__(self) -> None:

@@ -9,12 +9,13 @@ import hashlib
 import os
 import sysconfig
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 
 from fsdptoys.errors import ConfigError
 from fsdptoys.utils.bounds import at_least, between
+from fsdptoys.utils.options import Effect, option
 
 from .dataset import DataConfig, TextSample, Tokens
 from .token_files import FileStream, SourceFile, match_files, source_file, without_repeats
@@ -33,15 +34,15 @@ class TextConfig(DataConfig):
 
     name = "text"
 
-    files: list[str] = field(default_factory=lambda: [STDLIB])
+    files: list[str] = option([STDLIB], effect=Effect.training)
     """Paths or globs (``**`` for any depth); ``stdlib`` is the source of Python's standard library."""
-    eval_fraction: float = field(default=0.05, metadata=between(0, 1, below=True))
+    eval_fraction: float = option(0.05, between(0, 1, below=True), effect=Effect.training)
     """Share of the bytes held out: whole files, and part of the one at the cut; 0 for none."""
-    sample_tokens: int = field(default=300, metadata=between(0, 2**20))
+    sample_tokens: int = option(300, between(0, 2**20), effect=Effect.none)
     """Tokens that the trained model generates after the prompt; 0 for no sample."""
-    sample_prompt: str = "def read(self, size=-1):"
+    sample_prompt: str = option("def read(self, size=-1):", effect=Effect.none)
     """Start of the sample."""
-    sample_temperature: float = field(default=0.85, metadata=at_least(0))
+    sample_temperature: float = option(0.85, at_least(0), effect=Effect.none)
     """Divides the logits before sampling; 0 is greedy."""
 
     def __post_init__(self) -> None:

@@ -6,6 +6,8 @@ Prepared as ``data=hf``: once, into the cache. Conversations are packed into row
 import dataclasses
 from dataclasses import dataclass
 
+from fsdptoys.utils.options import Effect, option
+
 from .chat_encoder import open_chat_encoder
 from .hf import TokenizedConfig
 from .packing import Packing
@@ -19,17 +21,17 @@ class ChatConfig(TokenizedConfig):
 
     name = "chat"
 
-    document_end: str | None = None
+    document_end: str | None = option(None, effect=Effect.training)
     """Token between conversations, which the template does not write; null for the first usual one."""
-    messages_field: str = "messages"
+    messages_field: str = option("messages", effect=Effect.training)
     """Field of a record that holds the messages."""
-    template: str | None = None
+    template: str | None = option(None, effect=Effect.training)
     """chatml, or the path of a Jinja template; null for the tokenizer's own."""
-    skip_bad_rows: bool = False
+    skip_bad_rows: bool = option(False, effect=Effect.training)
     """Leave out rows that are no conversation to learn from, instead of stopping at the first."""
-    packing: Packing = Packing.best_fit
+    packing: Packing = option(Packing.best_fit, effect=Effect.training)
     """How documents become samples."""
-    mask_documents: bool = True
+    mask_documents: bool = option(True, effect=Effect.training)
     """Restrict attention to the own document, and ignore the label after its end."""
 
     @property

@@ -8,7 +8,7 @@ import hashlib
 import json
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 from typing import ClassVar, Protocol
 
@@ -16,7 +16,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fsdptoys.errors import ConfigError
-from fsdptoys.utils.bounds import between, check_bounds
+from fsdptoys.utils.bounds import between
+from fsdptoys.utils.options import Effect, check_options, option
 
 from .content_sample import SampledFiles
 
@@ -115,21 +116,16 @@ class DataConfig(ABC):
     """Override that holds a part out."""
     documents_fix: ClassVar[str] = ""
     """Override that names the id that ends a document, where it is unknown."""
-    neutral: ClassVar[tuple[str, ...]] = (
-        *("workers", "processes", "cache"),
-        *("eval_samples", "sample_tokens", "sample_prompt", "sample_temperature"),
-    )
-    """Settings, of any kind of data, that change no training sample."""
     plain_texts: ClassVar[bool] = False
     """Whether texts were encoded by ``text_encoder``: without special ids around or within them."""
 
-    workers: int = field(default=0, metadata=between(0, MOST_WORKERS))
+    workers: int = option(0, between(0, MOST_WORKERS), effect=Effect.none, alias="num_workers dataloader_num_workers")
     """Processes on each rank that make batches ahead of the loop; 0 to make each batch in the loop."""
-    mask_documents: bool = False
+    mask_documents: bool = option(False, effect=Effect.training)
     """Restrict attention to the own document, and ignore the label after its end."""
 
     def __post_init__(self) -> None:
-        check_bounds("data", self)
+        check_options("data", self)
 
     @property
     @abstractmethod

@@ -8,12 +8,13 @@ under torchrun the first rank of each node does, and the others wait for its loc
 import dataclasses
 from abc import abstractmethod
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 from fsdptoys.device import available_cores
 from fsdptoys.errors import ConfigError
 from fsdptoys.utils.bounds import at_least, between
+from fsdptoys.utils.options import Effect, option
 from fsdptoys.utils.text import one_line, print_status
 
 from .dataset import DataConfig, TokenDataset
@@ -38,19 +39,19 @@ FIXES = Fixes(
 class TokenizedConfig(DataConfig):
     """Files that are tokenized at the first use; subclasses define the records."""
 
-    files: list[str] = field(default_factory=list)
+    files: list[str] = option([], effect=Effect.training)
     """Paths or globs of .txt, .jsonl, .parquet, .arrow (also .gz, .zst), or folders of datasets."""
-    tokenizer: str = "bytes"
+    tokenizer: str = option("bytes", effect=Effect.training)
     """bytes, or a tokenizer.json or the folder that holds it."""
-    document_end: str | None = None
+    document_end: str | None = option(None, effect=Effect.training)
     """Token that ends a document; null for the tokenizer's own."""
-    eval_fraction: float = field(default=0.0, metadata=between(0, 1, below=True))
+    eval_fraction: float = option(0.0, between(0, 1, below=True), effect=Effect.training)
     """Share of the documents held out, by a hash of their text; 0 for none."""
-    packing: Packing = Packing.none
+    packing: Packing = option(Packing.none, effect=Effect.training)
     """How documents become samples."""
-    processes: int = field(default=-1, metadata=at_least(1, MOST_PROCESSES, other=-1))
+    processes: int = option(-1, at_least(1, MOST_PROCESSES, other=-1), effect=Effect.none)
     """Processes that tokenize; -1 for one a core."""
-    cache: str | None = None
+    cache: str | None = option(None, effect=Effect.none)
     """Folder of prepared data; null for fsdptoys/data in $XDG_CACHE_HOME or ~/.cache."""
 
     @property
@@ -154,7 +155,7 @@ class HFConfig(TokenizedConfig):
     name = "hf"
     plain_texts = True
 
-    text_field: str = "text"
+    text_field: str = option("text", effect=Effect.training)
     """Field of a record that holds the text."""
 
     @property

@@ -9,7 +9,7 @@ import math
 import os
 from collections import OrderedDict
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fsdptoys.errors import ConfigError
+from fsdptoys.utils.options import Effect, option
 from fsdptoys.utils.text import print_status
 
 from .content_sample import SampledFiles
@@ -55,15 +56,15 @@ class PreparedConfig(DataConfig):
     """The folder's name in messages, if not its path; not a setting, as ``fixes``."""
     fixes = Fixes()
 
-    folder: str | None = None
+    folder: str | None = option(None, effect=Effect.training)
     """The folder; null if several are mixed."""
-    sources: list[str] = field(default_factory=list)
+    sources: list[str] = option([], effect=Effect.training)
     """Folders to mix, prepared with the same tokenizer."""
-    weights: list[float] = field(default_factory=list)
+    weights: list[float] = option([], effect=Effect.training)
     """Shares of the samples of each source; [] for shares by size."""
-    packing: Packing = Packing.none
+    packing: Packing = option(Packing.none, effect=Effect.training)
     """How documents become samples."""
-    cache: str | None = None
+    cache: str | None = option(None, effect=Effect.none)
     """Folder for packed rows; null for fsdptoys/data in $XDG_CACHE_HOME or ~/.cache."""
 
     def __post_init__(self) -> None:

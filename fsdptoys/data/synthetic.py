@@ -6,12 +6,13 @@ function of the seed and its number, made from NumPy's raw Philox bits, which ar
 """
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 
 from fsdptoys.errors import ConfigError
 from fsdptoys.utils.bounds import at_least, between
+from fsdptoys.utils.options import Effect, option
 
 from .dataset import IGNORE_INDEX, DataConfig, TokenDataset, Tokens, hash_of
 
@@ -28,11 +29,11 @@ class SyntheticConfig(DataConfig):
     reads_files = False
     eval_fix = "data.eval_samples=256"
 
-    branching: int = field(default=8, metadata=at_least(1))
+    branching: int = option(8, at_least(1), effect=Effect.training)
     """Equally likely successors of each id; the lowest loss is log(branching) nats."""
-    ragged: bool = False
+    ragged: bool = option(False, effect=Effect.training)
     """Draw each sequence's valid labels from 1 to seq_len, uniformly; token 0 pads the rest."""
-    eval_samples: int = field(default=256, metadata=between(0, TRAIN_SAMPLES))
+    eval_samples: int = option(256, between(0, TRAIN_SAMPLES), effect=Effect.none)
     """Sequences held out; 0 for none."""
 
     @property

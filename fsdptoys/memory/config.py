@@ -1,14 +1,14 @@
 """The switches of ``configs/memory``, and checks among them."""
 
 import re
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import Enum
 
 import torch
 
-from fsdptoys.errors import ConfigError, UnusedKeyError
-from fsdptoys.utils.bounds import at_least, between, check_bounds
-from fsdptoys.utils.text import value_text
+from fsdptoys.errors import ConfigError
+from fsdptoys.utils.bounds import at_least, between
+from fsdptoys.utils.options import Effect, Stage, check_options, option
 
 from .activation_checkpointing import SAVED_OPERATORS, GradientCheckpointing
 
@@ -59,41 +59,68 @@ class CPUOffloadExecutor(Enum):
 class MemoryConfig:
     """Switches that trade time for memory."""
 
-    chunk_loss: bool = False
+    chunk_loss: bool = option(
+        False,
+        effect=Effect.rounding,
+        alias="chunked_loss chunked_cross_entropy use_liger_kernel fused_linear_cross_entropy",
+    )
     """Compute the loss and its gradients over chunks of tokens, without the full logits."""
-    chunk_tokens: str = "auto"
+    chunk_tokens: str = option("auto", effect=Effect.rounding, needs="memory.chunk_loss")
     """Tokens a chunk; ``auto`` chooses by the size of the vocabulary and the device."""
-    chunk_grad_dtype: GradientDType = GradientDType.float32
+    chunk_grad_dtype: GradientDType = option(
+        GradientDType.float32, effect=Effect.format, acts=Stage.gradient, needs="memory.chunk_loss"
+    )
     """dtype in which the gradient of the head's weight is summed over chunks."""
-    gradient_checkpointing: GradientCheckpointing = GradientCheckpointing.none
+    gradient_checkpointing: GradientCheckpointing = option(
+        GradientCheckpointing.none,
+        effect=Effect.none,
+        alias="activation_checkpointing activation_checkpoint use_gradient_checkpointing grad_checkpointing "
+        "ac recompute fsdp_activation_checkpointing recompute_activations recompute_granularity "
+        "activation_checkpoint.mode",
+    )
     """Recompute blocks' activations in the backward: ``full`` (or true), or all but some operators' (``selective``)."""
-    checkpointing_start_index: int = field(default=0, metadata=at_least(0))
+    checkpointing_start_index: int = option(0, at_least(0), effect=Effect.none, needs="memory.gradient_checkpointing")
     """First checkpointed block; the ones before it keep their activations."""
-    checkpointing_every: int = field(default=1, metadata=at_least(1, 10**6))
+    checkpointing_every: int = option(1, at_least(1, 10**6), effect=Effect.none, needs="memory.gradient_checkpointing")
     """Checkpoint every N-th block, counted from the first; the others keep their activations."""
-    checkpointing_save: list[str] = field(default_factory=lambda: ["mm", "bmm", "attention", "grouped_mm"])
+    checkpointing_save: list[str] = option(
+        ["mm", "bmm", "attention", "grouped_mm"], effect=Effect.none, needs="memory.gradient_checkpointing=selective"
+    )
     """``selective``: the operators whose results are kept, any of these; the rest is recomputed."""
-    checkpointing_budget: float | None = field(default=None, metadata=between(0, 1))
+    checkpointing_budget: float | None = option(None, between(0, 1), effect=Effect.rounding)
     """Share of the activations, 0 to 1, that PyTorch's partitioner keeps under ``train.compile``; null for all."""
-    activation_offload: bool = False
+    activation_offload: bool = option(False, effect=Effect.none, needs="memory.gradient_checkpointing")
     """Keep the saved tensors of checkpointed blocks in host memory; they return one block ahead of their use."""
-    optimizer_offload: bool = False
+    optimizer_offload: bool = option(
+        False, effect=Effect.none, alias="offload_optimizer optim_offload cpu_optimizer_offload"
+    )
     """Keep optimizer states in host memory and stream them through the device, bucket by bucket."""
-    offload_schedule: OffloadSchedule = OffloadSchedule.auto
+    offload_schedule: OffloadSchedule = option(
+        OffloadSchedule.auto, effect=Effect.none, needs="memory.optimizer_offload"
+    )
     """When ``optimizer_offload`` copies states."""
-    offload_fraction: float = field(default=1.0, metadata=between(0, 1))
+    offload_fraction: float = option(1.0, between(0, 1), effect=Effect.none, needs="memory.optimizer_offload")
     """Share of the optimizer states, by bytes, that ``optimizer_offload`` keeps in host memory."""
-    offload_bucket_mib: int = field(default=256, metadata=at_least(1, 2**20))
+    offload_bucket_mib: int = option(256, at_least(1, 2**20), effect=Effect.none, needs="memory.optimizer_offload")
     """Optimizer states copied at a time; a bucket holds at least one parameter."""
-    offload_state_dtype: OffloadStateDType = OffloadStateDType.float32
+    offload_state_dtype: OffloadStateDType = option(
+        OffloadStateDType.float32, effect=Effect.format, acts=Stage.update, needs="memory.optimizer_offload"
+    )
     """dtype of the states that ``optimizer_offload`` keeps in host memory."""
-    optimizer_in_backward: bool = False
+    optimizer_in_backward: bool = option(False, effect=Effect.none)
     """Update each parameter as soon as its gradient is final, and free the gradient; excludes clipping."""
-    cpu_offload: bool = False
+    cpu_offload: bool = option(
+        False,
+        effect=Effect.rounding,
+        acts=Stage.update,
+        alias="offload offload_params param_offload fsdp_cpu_offload fsdp_offload_params",
+    )
     """Keep parameters, gradients and optimizer states in host memory and update them there."""
-    cpu_offload_executor: CPUOffloadExecutor = CPUOffloadExecutor.native
+    cpu_offload_executor: CPUOffloadExecutor = option(
+        CPUOffloadExecutor.native, effect=Effect.none, needs="memory.cpu_offload"
+    )
     """Executor of ``cpu_offload``."""
-    cpu_threads: int | None = field(default=None, metadata=at_least(1))
+    cpu_threads: int | None = option(None, at_least(1), effect=Effect.rounding, needs="memory.cpu_offload")
     """Threads of a rank's optimizer under ``cpu_offload``; null for the node's cores over its ranks."""
 
     def __post_init__(self) -> None:
@@ -102,10 +129,9 @@ class MemoryConfig:
                 f"memory.chunk_tokens={self.chunk_tokens} must be auto or a number of tokens from 1 to 999999999; set "
                 "memory.chunk_tokens=auto"
             )
-        check_bounds("memory", self)
+        check_options("memory", self)
         self._check_checkpointing()
         self._check_offload()
-        self._refuse_without_owner()
 
     @property
     def checkpoints(self) -> bool:
@@ -137,29 +163,3 @@ class MemoryConfig:
                 f"memory.offload_fraction={self.offload_fraction} moves nothing; set memory.optimizer_offload=false or "
                 "memory.offload_fraction=1"
             )
-        if self.activation_offload and not self.checkpoints:
-            raise UnusedKeyError(
-                "memory.activation_offload=true moves saved tensors of checkpointed blocks, and none is checkpointed; "
-                "set memory.gradient_checkpointing=full"
-            )
-
-    def _refuse_without_owner(self) -> None:
-        """Refuse options whose switch is off."""
-        selective = self.gradient_checkpointing is GradientCheckpointing.selective
-        switches = {
-            "chunk_loss=true": (self.chunk_loss, "chunk_tokens chunk_grad_dtype"),
-            "gradient_checkpointing=full": (self.checkpoints, "checkpointing_start_index checkpointing_every"),
-            "gradient_checkpointing=selective": (selective, "checkpointing_save"),
-            "optimizer_offload=true": (
-                self.optimizer_offload,
-                "offload_schedule offload_fraction offload_bucket_mib offload_state_dtype",
-            ),
-            "cpu_offload=true": (self.cpu_offload, "cpu_offload_executor cpu_threads"),
-        }
-        for switch, (on, names) in switches.items():
-            for name in () if on else names.split():
-                spec, value = self.__dataclass_fields__[name], getattr(self, name)
-                if value != (spec.default_factory() if callable(spec.default_factory) else spec.default):
-                    raise UnusedKeyError(
-                        f"memory.{name}={value_text(value)} does nothing as set; set memory.{switch} or leave it out"
-                    )

@@ -1,12 +1,13 @@
 """Settings of the metrics, and names of the files in a run directory."""
 
 import os
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
 
-from fsdptoys.errors import ConfigError, UnusedKeyError
-from fsdptoys.utils.bounds import MOST_STEPS, at_least, check_bounds
+from fsdptoys.errors import ConfigError
+from fsdptoys.utils.bounds import MOST_STEPS, at_least
+from fsdptoys.utils.options import Effect, check_options, option
 
 RUNS_FOLDER = Path("runs")
 """Parent of run directories that the configuration does not name, below the current directory."""
@@ -82,32 +83,34 @@ class Console(Enum):
 class MetricsConfig:
     """Console output, run directory and optional writers of a run."""
 
-    run_dir: str | None = None
+    run_dir: str | None = option(None, effect=Effect.none, alias="output_dir out_dir save_dir log_dir logging_dir")
     """Folder for the run's files, created if missing; null for ``runs/<date>-<time>-<title>``."""
-    console: Console = Console.auto
+    console: Console = option(Console.auto, effect=Effect.none)
     """Console output of rank 0."""
-    log_every: int = field(default=10, metadata=at_least(1, MOST_STEPS))
+    log_every: int = option(
+        10, at_least(1, MOST_STEPS), effect=Effect.none, alias="logging_steps log_interval log_freq print_every"
+    )
     """Steps between lines of the plain console and of ``routing.jsonl``; the last step always has a line.
 
     With ``train.skip_nonfinite=false`` on an accelerator, also steps between reads of metrics and stop signals.
     """
-    warmup_steps: int = field(default=2, metadata=at_least(0, MOST_STEPS))
+    warmup_steps: int = option(2, at_least(0, MOST_STEPS), effect=Effect.none)
     """First steps of each start to exclude from the summary's medians; they include compilation."""
-    spike_threshold: float = field(default=8.0, metadata=at_least(0))
+    spike_threshold: float = option(8.0, at_least(0), effect=Effect.none)
     """Robust standard deviations above the median of earlier losses that make a loss spike; 0 for never."""
 
-    writers: list[str] = field(default_factory=list)
+    writers: list[str] = option([], effect=Effect.none)
     """Additional destinations of every step: [tensorboard], [wandb] or both."""
-    wandb_project: str | None = None
+    wandb_project: str | None = option(None, effect=Effect.none, needs="metrics.writers=wandb")
     """Project at Weights & Biases; null for WANDB_PROJECT or, if unset, wandb's default."""
-    wandb_entity: str | None = None
+    wandb_entity: str | None = option(None, effect=Effect.none, needs="metrics.writers=wandb")
     """User or team at Weights & Biases; null for WANDB_ENTITY or, if unset, the user's own."""
-    wandb_mode: WandbMode | None = None
+    wandb_mode: WandbMode | None = option(None, effect=Effect.none, needs="metrics.writers=wandb")
     """Whether to upload the run; null for WANDB_MODE or, if unset, online."""
 
     def __post_init__(self) -> None:
         """Check each value; ConfigError for one out of range, or a wandb setting without the wandb writer."""
-        check_bounds("metrics", self)
+        check_options("metrics", self)
         for name in self.writers:
             if name not in WRITERS:
                 raise ConfigError(
@@ -121,9 +124,6 @@ class MetricsConfig:
             )
         for key in ("wandb_project", "wandb_entity", "wandb_mode"):
             value = getattr(self, key)
-            if value is not None and WANDB_FOLDER not in self.writers:
-                shown = value.value if isinstance(value, Enum) else value
-                raise UnusedKeyError(f"metrics.{key}={shown} does nothing as set; set metrics=wandb or leave it out")
             if isinstance(value, str) and not value.strip():
                 raise ConfigError(f"metrics.{key}={value!r} must not be empty; leave it out")
         if self.run_dir is not None and not self.run_dir.strip():

@@ -1,7 +1,7 @@
 """AdamW (arXiv:1711.05101): settings, the choice of its implementation by device and state dtype, bfloat16 states."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import Enum
 from typing import Any, ClassVar
 
@@ -12,6 +12,7 @@ from fsdptoys.device import is_accelerator
 from fsdptoys.errors import ConfigError
 from fsdptoys.utils.bounds import above, between
 from fsdptoys.utils.dtensor import local_tensor
+from fsdptoys.utils.options import Effect, Stage, option
 
 from . import low_bit_adamw
 from .config import Implementation, OptimConfig
@@ -42,11 +43,13 @@ class OptimStateDType(Enum):
 class AdamWSettings(OptimConfig):
     """Settings of AdamW, by itself or for a part of the parameters."""
 
-    beta1: float = field(default=0.9, metadata=between(0, 1, below=True))
+    beta1: float = option(0.9, between(0, 1, below=True), effect=Effect.training, acts=Stage.update, alias="adam_beta1")
     """Decay of the mean of the gradients."""
-    beta2: float = field(default=0.95, metadata=between(0, 1, below=True))
+    beta2: float = option(
+        0.95, between(0, 1, below=True), effect=Effect.training, acts=Stage.update, alias="adam_beta2"
+    )
     """Decay of the mean of their squares."""
-    eps: float = field(default=1e-8, metadata=above(0, 1e6))
+    eps: float = option(1e-8, above(0, 1e6), effect=Effect.training, acts=Stage.update, alias="adam_epsilon adam_eps")
     """Added to the root of the mean square."""
 
     @property
@@ -72,7 +75,7 @@ class AdamWConfig(AdamWSettings):
 
     name: ClassVar[str] = "adamw"
 
-    state_dtype: OptimStateDType = OptimStateDType.float32
+    state_dtype: OptimStateDType = option(OptimStateDType.float32, effect=Effect.training, acts=Stage.update)
     """dtype in which the two moments are kept."""
 
     def __post_init__(self) -> None:

@@ -7,7 +7,7 @@ import itertools
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import Enum
 from typing import Any, ClassVar
 
@@ -16,7 +16,8 @@ from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
 
 from fsdptoys.errors import ConfigError
-from fsdptoys.utils.bounds import MOST_STEPS, at_least, between, check_bounds
+from fsdptoys.utils.bounds import MOST_STEPS, at_least, between
+from fsdptoys.utils.options import Effect, Stage, check_options, option
 
 from .matrix_optimizer import MATRICES
 
@@ -73,28 +74,52 @@ class OptimConfig(ABC):
     fused_takes_shards: ClassVar[bool] = True
     """Whether the fused update takes DTensors and, on a CPU, gives bits that do not depend on a shard's size."""
 
-    lr: float = field(default=3e-4, metadata=at_least(0, 1e6))
+    lr: float = option(
+        3e-4, at_least(0, 1e6), effect=Effect.training, acts=Stage.update, alias="learning_rate max_lr peak_lr base_lr"
+    )
     """Highest learning rate."""
-    weight_decay: float = field(default=0.1, metadata=at_least(0, 1e6))
+    weight_decay: float = option(0.1, at_least(0, 1e6), effect=Effect.training, acts=Stage.update)
     """Decoupled for AdamW, added to the gradient for SGD."""
-    weight_decay_on: WeightDecayOn = WeightDecayOn.matrices
+    weight_decay_on: WeightDecayOn = option(WeightDecayOn.matrices, effect=Effect.training, acts=Stage.update)
     """Which parameters decay."""
-    implementation: Implementation = Implementation.auto
+    implementation: Implementation = option(Implementation.auto, effect=Effect.rounding, acts=Stage.update)
     """How the update runs over the parameters."""
-    schedule: Schedule = Schedule.cosine
+    schedule: Schedule = option(
+        Schedule.cosine,
+        effect=Effect.training,
+        acts=Stage.update,
+        alias="lr_scheduler lr_scheduler_type scheduler lr_schedule lr_decay_style",
+    )
     """Course of the learning rate after the warm-up."""
-    warmup_steps: int = field(default=0, metadata=at_least(0, MOST_STEPS))
+    warmup_steps: int = option(
+        0,
+        at_least(0, MOST_STEPS),
+        effect=Effect.training,
+        acts=Stage.update,
+        alias="warmup num_warmup_steps lr_warmup_steps warmup_iters",
+    )
     """Steps over which the learning rate rises linearly to ``lr``; a run of fewer steps does not get there."""
-    min_lr_ratio: float = field(default=0.1, metadata=between(0, 1))
+    min_lr_ratio: float = option(0.1, between(0, 1), effect=Effect.training, acts=Stage.update)
     """Last learning rate as a share of ``lr``; for ``cosine`` and ``wsd``."""
-    decay_share: float = field(default=0.2, metadata=between(0, 1))
+    decay_share: float = option(0.2, between(0, 1), effect=Effect.training, acts=Stage.update)
     """Share of the steps in which ``wsd`` decays."""
 
     def __post_init__(self) -> None:
-        check_bounds("optim", self)
+        check_options("optim", self)
 
-    def resolve(self, deterministic: bool) -> None:  # noqa: B027 (not every optimizer has such settings)
-        """Replace every ``auto`` of the optimizer's own settings by its value."""
+    def resolve(self, device_type: str, *, deterministic: bool, on_host: bool) -> None:
+        """Replace every ``auto`` by its value.
+
+        The fused update makes a fraction of the passes of PyTorch's default, which on CUDA allocates scratch memory.
+        In deterministic modes an update ``on_host`` must give the accelerator's bits, which the fused one does not.
+        """
+        if self.implementation is not Implementation.auto:
+            return
+        may_fuse = device_type == "cpu" or ((on_host or device_type == "cuda") and not deterministic)
+        if self.low_bit_format is not None:
+            self.implementation = Implementation.for_loop if deterministic else Implementation.fused
+        elif may_fuse and self.fused_takes_shards:
+            self.implementation = Implementation.fused
 
     @property
     @abstractmethod

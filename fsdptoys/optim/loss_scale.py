@@ -17,12 +17,11 @@ Source: arXiv:1710.03740; https://docs.pytorch.org/docs/stable/amp.html#gradient
 
 import math
 import struct
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
-from fsdptoys.errors import UnusedKeyError
-from fsdptoys.utils.bounds import MOST_STEPS, above, at_least, check_bounds, open_between
-from fsdptoys.utils.text import value_text
+from fsdptoys.utils.bounds import MOST_STEPS, above, at_least, open_between
+from fsdptoys.utils.options import Effect, Stage, check_options, option
 
 SMALLEST_SCALE = 2.0**-126
 """The smallest normal float32; GradScaler would fall to 0, by which nothing can be divided."""
@@ -32,26 +31,35 @@ SMALLEST_SCALE = 2.0**-126
 class LossScaleConfig:
     """Loss scale of ``parallel.param_dtype=float16``; the defaults are those of ``torch.amp.GradScaler``."""
 
-    initial: float = field(default=65536.0, metadata=above(0, 2.0**100))
+    initial: float = option(
+        65536.0,
+        above(0, 2.0**100),
+        effect=Effect.format,
+        acts=Stage.gradient,
+        needs="parallel.param_dtype=float16",
+        alias="init_scale initial_loss_scale",
+    )
     """Loss scale of the first step."""
-    growth_factor: float = field(default=2.0, metadata=above(1, 2.0**20))
+    growth_factor: float = option(
+        2.0, above(1, 2.0**20), effect=Effect.format, acts=Stage.update, needs="parallel.param_dtype=float16"
+    )
     """Factor on the scale after ``growth_interval`` steps without an overflow."""
-    backoff_factor: float = field(default=0.5, metadata=open_between(0, 1))
+    backoff_factor: float = option(
+        0.5, open_between(0, 1), effect=Effect.format, acts=Stage.update, needs="parallel.param_dtype=float16"
+    )
     """Factor on the scale after an overflow."""
-    growth_interval: int = field(default=2000, metadata=at_least(1, MOST_STEPS))
+    growth_interval: int = option(
+        2000,
+        at_least(1, MOST_STEPS),
+        effect=Effect.format,
+        acts=Stage.update,
+        needs="parallel.param_dtype=float16",
+        alias="loss_scale_window scale_growth_interval growth_interval",
+    )
     """Consecutive steps without an overflow before the scale grows."""
 
     def __post_init__(self) -> None:
-        check_bounds("loss_scale", self)
-
-    def check_used(self, dtype: str) -> None:
-        """Refuse settings that differ from the defaults, for a dtype of parameters that needs no scale."""
-        for name, value in vars(self).items():
-            if value != getattr(LossScaleConfig, name):
-                raise UnusedKeyError(
-                    f"loss_scale.{name}={value_text(value)} does nothing with parallel.param_dtype={dtype}; set "
-                    "parallel.param_dtype=float16 or leave it out"
-                )
+        check_options("loss_scale", self)
 
 
 class LossScaler:

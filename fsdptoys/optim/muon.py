@@ -16,7 +16,7 @@ Sources: https://kellerjordan.github.io/posts/muon/; Moonlight (arXiv:2502.16982
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import Enum
 from typing import Any, ClassVar
 
@@ -26,6 +26,7 @@ from torch import Tensor, nn
 
 from fsdptoys.utils.bounds import at_least, between
 from fsdptoys.utils.dtensor import is_dtensor, local_tensor
+from fsdptoys.utils.options import Effect, Stage, option
 
 from .adamw import AdamWSettings
 from .config import check_nesterov
@@ -74,17 +75,17 @@ class MuonConfig(AdamWSettings):
     name: ClassVar[str] = "muon"
     exchanges_matrices: ClassVar[bool] = True
 
-    momentum: float = field(default=0.95, metadata=between(0, 1, below=True))
+    momentum: float = option(0.95, between(0, 1, below=True), effect=Effect.training, acts=Stage.update)
     """Decay of the mean of the matrices' gradients."""
-    nesterov: bool = True
+    nesterov: bool = option(True, effect=Effect.training, acts=Stage.update)
     """Look ahead by one momentum step."""
-    ns_steps: int = field(default=5, metadata=between(1, MOST_NS_STEPS))
+    ns_steps: int = option(5, between(1, MOST_NS_STEPS), effect=Effect.training, acts=Stage.update)
     """Rounds of Newton-Schulz."""
-    ns_dtype: MatmulDType = MatmulDType.auto
+    ns_dtype: MatmulDType = option(MatmulDType.auto, effect=Effect.training, acts=Stage.update)
     """dtype of its matmuls."""
-    update_scale: UpdateScale = UpdateScale.match_adamw
+    update_scale: UpdateScale = option(UpdateScale.match_adamw, effect=Effect.training, acts=Stage.update)
     """Length of an orthogonalized update."""
-    adamw_lr: float | None = field(default=None, metadata=at_least(0, 1e6))
+    adamw_lr: float | None = option(None, at_least(0, 1e6), effect=Effect.training, acts=Stage.update)
     """Highest learning rate of AdamW's part; null for ``lr``."""
 
     def __post_init__(self) -> None:
@@ -99,8 +100,9 @@ class MuonConfig(AdamWSettings):
         """Bytes of the momentum in float32 for matrices, of AdamW's moments for the rest."""
         return (4 * elements,) if self.is_matrix(shape, in_block) else super().state_bytes(shape, elements, in_block)
 
-    def resolve(self, deterministic: bool) -> None:
-        """Choose the dtype of the matmuls."""
+    def resolve(self, device_type: str, *, deterministic: bool, on_host: bool) -> None:
+        """Choose the dtype of the matmuls too."""
+        super().resolve(device_type, deterministic=deterministic, on_host=on_host)
         if self.ns_dtype is MatmulDType.auto:
             self.ns_dtype = MatmulDType.float32 if deterministic else MatmulDType.bfloat16
 

@@ -1,11 +1,12 @@
 """Stochastic gradient descent: settings of ``torch.optim.SGD``."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
 
 from fsdptoys.utils.bounds import between
+from fsdptoys.utils.options import Effect, Stage, option
 
 from .config import OptimConfig, check_nesterov
 
@@ -18,9 +19,9 @@ class SGDConfig(OptimConfig):
     update_takes_scratch: ClassVar[bool] = False
     fused_takes_shards: ClassVar[bool] = False
 
-    momentum: float = field(default=0.9, metadata=between(0, 1, below=True))
+    momentum: float = option(0.9, between(0, 1, below=True), effect=Effect.training, acts=Stage.update)
     """Decay of the running sum of gradients; 0 keeps none."""
-    nesterov: bool = False
+    nesterov: bool = option(False, effect=Effect.training, acts=Stage.update)
     """Look ahead by one momentum step."""
 
     def __post_init__(self) -> None:

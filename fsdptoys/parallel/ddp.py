@@ -3,7 +3,7 @@
 import inspect
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from fsdptoys.utils.bounds import at_least
+from fsdptoys.utils.options import Effect, option
 
 from .mesh import MeshConfig
 from .single import UnshardedStrategy
@@ -81,7 +82,7 @@ class DDPConfig(ReducingConfig):
     sums_grains: ClassVar[bool] = True
     mixes_dtypes: ClassVar[bool] = True
 
-    bucket_cap_mb: int = field(default=25, metadata=at_least(1, 2**20))
+    bucket_cap_mb: int = option(25, at_least(1, 2**20), effect=Effect.none)
     """Gradients are all-reduced in buckets of this many MiB during the backward."""
 
     @property

@@ -29,9 +29,6 @@ from fsdptoys.models import DecoderModel
 from fsdptoys.models.linear import Linear
 from fsdptoys.utils.torchao import torchao_fault
 
-from .precision import DType
-from .strategy import ParallelConfig
-
 MULTIPLE = 16
 """Must divide both dims of each operand, as the hardware requires."""
 CAPABILITY = (8, 9)
@@ -44,62 +41,6 @@ class Float8(Enum):
     none = "none"
     tensorwise = "tensorwise"
     rowwise = "rowwise"
-
-
-def check_float8(
-    float8: Float8,
-    all_gather: bool,
-    *,
-    parallel: ParallelConfig,
-    inner_units: bool,
-    device_type: str,
-    tokens: int,
-    cpu_offload: bool,
-) -> None:
-    """Check float8 settings against the rest of the configuration; ``tokens`` are those of a micro-batch.
-
-    ``inner_units``: whether parts of a block are units.
-
-    Raises:
-        ConfigError: naming key, value and fix.
-    """
-    if float8 is Float8.none:
-        if all_gather:
-            raise ConfigError(
-                "train.float8_all_gather=true gathers operands of float8 matmuls, of which there are none; set "
-                "train.float8=tensorwise"
-            )
-        return
-    key = f"train.float8={float8.value}"
-    if parallel.flattens_parameters:
-        raise ConfigError(
-            f"{key} is not an option of parallel={parallel.name}, whose flat parameters torchao does not know; set "
-            "parallel=fsdp2"
-        )
-    if all_gather and (not parallel.gathers_float8 or float8 is not Float8.tensorwise or cpu_offload):
-        raise ConfigError(
-            "train.float8_all_gather=true casts FSDP2's shards on the device with one scale a tensor; set "
-            "parallel=fsdp2, train.float8=tensorwise and memory.cpu_offload=false, or train.float8_all_gather=false"
-        )
-    if all_gather and inner_units and device_type == "cpu":
-        raise ConfigError(
-            "train.float8_all_gather=true leaves units within a block with float8 alone, which gloo does not gather; "
-            "set parallel.wrap=block parallel.wrap_classes=[] parallel.min_params=null"
-        )
-    if device_type == "npu":
-        raise ConfigError(f"{key} needs CUDA's float8 matmuls, which an NPU does not have; set train.float8=none")
-    if device_type == "cuda":
-        if parallel.param_dtype is not DType.bfloat16:
-            raise ConfigError(
-                f"{key} replaces matmuls of bfloat16 on a GPU, and parallel.param_dtype="
-                f"{parallel.param_dtype.value} has none; set parallel.param_dtype=bfloat16"
-            )
-        if tokens % MULTIPLE:
-            raise ConfigError(
-                f"{key} multiplies over the tokens of a micro-batch, and train.batch_size times train.seq_len over "
-                f"mesh.cp_size is {tokens}, which {MULTIPLE} does not divide; set train.seq_len to a multiple of "
-                f"{MULTIPLE} times mesh.cp_size"
-            )
 
 
 def check_float8_here(float8: Float8, device_type: str) -> None:
@@ -117,15 +58,16 @@ def check_float8_here(float8: Float8, device_type: str) -> None:
         raise ConfigError(f"{key} needs torchao, which {fault}, or set train.float8=none")
 
 
-def check_even_shards(model: DecoderModel, ranks: int) -> None:
-    """Refuse shards of different sizes, which FSDP2 does not pad if they are cast before the gather."""
+def uneven_shards(model: DecoderModel, ranks: int) -> str | None:
+    """Return a sentence on shards of different sizes, which FSDP2 does not pad if they are cast before the gather."""
     for name, module in model.layers.named_modules():
         if isinstance(module, Linear) and takes_float8(module) and module.out_features % ranks:
-            raise ConfigError(
+            return (
                 f"train.float8_all_gather=true needs shards of one size, and {ranks} ranks do not divide the "
                 f"{module.out_features} rows of layers.{name}; set mesh.fsdp_size to a number that does, or "
                 "train.float8_all_gather=false"
             )
+    return None
 
 
 def takes_float8(module: nn.Module) -> bool:

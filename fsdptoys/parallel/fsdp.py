@@ -5,7 +5,7 @@ all-gathered before its forward and again before its backward; its gradients are
 """
 
 import functools
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import Enum
 from typing import ClassVar
 
@@ -14,6 +14,7 @@ import torch
 from fsdptoys.errors import ConfigError
 from fsdptoys.models import DecoderModel, ModelConfig
 from fsdptoys.utils.bounds import at_least
+from fsdptoys.utils.options import Effect, option
 from fsdptoys.utils.text import value_text
 from fsdptoys.utils.uncached import Uncached
 
@@ -52,19 +53,26 @@ class FSDPConfig(ReducingConfig):
     shards_parameters: ClassVar[bool] = True
     takes_cpu_offload: ClassVar[bool] = True
 
-    wrap: Wrap = Wrap.auto
+    wrap: Wrap = option(Wrap.auto, effect=Effect.none)
     """Which modules become units."""
-    wrap_classes: list[str] = field(default_factory=list)
+    wrap_classes: list[str] = option([], effect=Effect.none)
     """Make every module of these classes a unit instead, for example [Attention,SwiGLU]; the root holds the rest."""
-    min_params: float | None = field(default=None, metadata=at_least(1, 10**15))
+    min_params: float | None = option(
+        None,
+        at_least(1, 10**15),
+        effect=Effect.none,
+        alias="fsdp_min_num_params min_num_params size_based_auto_wrap_policy",
+    )
     """Make modules with at least this many parameters outside inner units a unit instead; the root holds the rest."""
-    reshard_after_forward: ReshardAfterForward = ReshardAfterForward.default
+    reshard_after_forward: ReshardAfterForward = option(
+        ReshardAfterForward.default, effect=Effect.none, alias="fsdp_reshard_after_forward"
+    )
     """Which units free their gathered parameters after the forward."""
-    forward_prefetch: int = field(default=0, metadata=at_least(0, 10**6))
+    forward_prefetch: int = option(0, at_least(0, 10**6), effect=Effect.none)
     """Units gathered ahead of the one that computes, in the forward; 0 lets the device's queue do it."""
-    backward_prefetch: int = field(default=1, metadata=at_least(0, 10**6))
+    backward_prefetch: int = option(1, at_least(0, 10**6), effect=Effect.none)
     """Units gathered ahead of the one that computes, in the backward."""
-    reduce_each_microbatch: bool = False
+    reduce_each_microbatch: bool = option(False, effect=Effect.rounding, needs="train.grad_accum")
     """Reduce gradients after each micro-batch, and keep only their shard between them; more communication."""
 
     def __post_init__(self) -> None:

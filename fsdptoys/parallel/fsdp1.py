@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from fsdptoys.errors import ConfigError
 from fsdptoys.models import DecoderModel
+from fsdptoys.utils.options import Effect, option
 
 from .fsdp import FSDPConfig, ReshardAfterForward
 from .init_weights import Fill, init_buffers, shared_parameters
@@ -187,7 +188,7 @@ class FSDP1Config(FSDPConfig):
     # A shard of a flat parameter ends in the middle of a row.
     matrices_lost: ClassVar[str | None] = "cuts elsewhere than between rows"
 
-    use_orig_params: bool = True
+    use_orig_params: bool = option(True, effect=Effect.none)
     """Show the optimizer the model's own parameters rather than one flat parameter a unit."""
 
     @property

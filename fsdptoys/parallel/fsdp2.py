@@ -24,6 +24,7 @@ from fsdptoys.errors import ConfigError
 from fsdptoys.models import DecoderModel, MoEConfig
 from fsdptoys.models.experts import Experts
 from fsdptoys.utils.dtensor import full_tensor, is_dtensor, local_tensor, unwrapped
+from fsdptoys.utils.options import Effect, option
 
 from .cpu_offload_cast import mirror_parameters
 from .expert_parallel import ExpertExchange, expert_placement, split_experts, sums_gradients
@@ -310,7 +311,7 @@ class FSDP2Config(FSDPConfig):
     splits_features: ClassVar[bool] = True
     splits_layers: ClassVar[bool] = True
 
-    schedule: PipelineSchedule = PipelineSchedule.gpipe
+    schedule: PipelineSchedule = option(PipelineSchedule.gpipe, effect=Effect.rounding, needs="mesh.pp_size")
     """Order of a step's micro-batches in a pipeline (``mesh.pp_size``)."""
 
     @property

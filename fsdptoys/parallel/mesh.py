@@ -14,7 +14,7 @@ A size of 1 switches an axis off. Without replicas a mesh has no replicate axis:
 and keeps every reduced gradient on the device until the backward ends.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
@@ -26,7 +26,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from fsdptoys.device import Device
 from fsdptoys.errors import ConfigError
-from fsdptoys.utils.bounds import MOST_RANKS, at_least, check_bounds
+from fsdptoys.utils.bounds import MOST_RANKS, at_least
+from fsdptoys.utils.options import Effect, check_options, option
 
 SHARD_AXIS = "shard"
 REPLICATE_AXIS = "replicate"
@@ -50,22 +51,46 @@ HYBRID = "hybrid"
 class MeshConfig:
     """Layout of the ranks."""
 
-    fsdp_size: Any = -1
+    fsdp_size: Any = option(-1, effect=Effect.rounding, alias="data_parallel_shard_degree dp_shard")
     """Ranks that share one copy of the parameters: a number, node, hybrid, or -1 for all. The others replicate (HSDP).
 
     ``node`` is the ranks of a node; ``hybrid`` is ``node`` on several nodes, and half of the ranks on one.
     """
-    cp_size: int = field(default=1, metadata=at_least(1, MOST_RANKS))
+    cp_size: int = option(
+        1,
+        at_least(1, MOST_RANKS),
+        effect=Effect.rounding,
+        alias="cp cp_degree context_parallel context_parallel_size context_parallel_degree "
+        "sequence_parallel_size sp_size",
+    )
     """Ranks that share each sequence (context parallelism); divides ``fsdp_size / tp_size``."""
-    ep_size: int = field(default=1, metadata=at_least(1, MOST_RANKS))
+    ep_size: int = option(
+        1,
+        at_least(1, MOST_RANKS),
+        effect=Effect.rounding,
+        alias="ep ep_size expert_parallel expert_parallel_size expert_model_parallel_size "
+        "expert_parallel_degree ep_degree moe_expert_parallel_size",
+    )
     """Consecutive ranks that split the experts (expert parallelism, FSDP2); divides ``fsdp_size`` and ``n_experts``."""
-    tp_size: int = field(default=1, metadata=at_least(1, MOST_RANKS))
+    tp_size: int = option(
+        1,
+        at_least(1, MOST_RANKS),
+        effect=Effect.rounding,
+        alias="tp tp_size tensor_parallel tensor_parallel_size tensor_parallel_degree "
+        "tensor_model_parallel_size tp_degree",
+    )
     """Consecutive ranks that split each layer's features (tensor parallelism, FSDP2); divides ``fsdp_size``."""
-    pp_size: int = field(default=1, metadata=at_least(1, MOST_RANKS))
+    pp_size: int = option(
+        1,
+        at_least(1, MOST_RANKS),
+        effect=Effect.rounding,
+        alias="pp pp_size pp_degree pipeline_parallel pipeline_parallel_size pipeline_parallel_degree "
+        "pipeline_model_parallel_size",
+    )
     """Blocks of consecutive ranks that have a part of the layers each (pipeline parallelism, FSDP2)."""
 
     def __post_init__(self) -> None:
-        check_bounds("mesh", self)
+        check_options("mesh", self)
         if self.fsdp_size in (NODE, HYBRID):
             return
         if type(self.fsdp_size) is not int:

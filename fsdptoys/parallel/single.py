@@ -6,7 +6,7 @@ trains on the same global batches as R ranks with the same settings.
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from torch import Tensor, nn
@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from fsdptoys.errors import ConfigError
 from fsdptoys.models import DecoderModel
 from fsdptoys.utils.bounds import at_least
+from fsdptoys.utils.options import Effect, option
 
 from .float64_leaves import Float64Leaves
 from .init_weights import Fill, init_buffers, materialize
@@ -108,7 +109,7 @@ class SingleConfig(ParallelConfig):
     mixes_dtypes: ClassVar[bool] = True
     sums_grains: ClassVar[bool] = True
 
-    simulated_ranks: int = field(default=1, metadata=at_least(1, 2**16))
+    simulated_ranks: int = option(1, at_least(1, 2**16), effect=Effect.rounding)
     """Data-parallel ranks whose micro-batches the one process runs one after another."""
 
     @property

@@ -33,8 +33,8 @@ from torch import Tensor, nn
 from fsdptoys.device import float64_collectives
 from fsdptoys.errors import ConfigError
 from fsdptoys.models import DecoderModel, ModelConfig
-from fsdptoys.utils.bounds import check_bounds
 from fsdptoys.utils.dtensor import local_tensor
+from fsdptoys.utils.options import Effect, Stage, check_options, option
 from fsdptoys.utils.storages import bytes_beside
 
 from .context import ContextForm
@@ -94,13 +94,15 @@ class ParallelConfig:
     matrices_lost: ClassVar[str | None] = None
     """Why no rank has full rows of a matrix, which Muon and low-bit states need: follows the strategy's name."""
 
-    param_dtype: DType = DType.float32
+    param_dtype: DType = option(
+        DType.float32, effect=Effect.format, alias="dtype torch_dtype precision mixed_precision amp param_dtype"
+    )
     """dtype of forward and backward; parameters and optimizer states stay float32."""
-    buffer_dtype: DType = DType.float32
+    buffer_dtype: DType = option(DType.float32, effect=Effect.format)
     """dtype of the model's buffers: rotary frequencies; bf16 makes the angles of late positions wrong."""
 
     def __post_init__(self) -> None:
-        check_bounds("parallel", self)
+        check_options("parallel", self)
 
     @property
     def keeps_parameters(self) -> bool:
@@ -187,9 +189,9 @@ class ReducingConfig(ParallelConfig):
     context_forms: ClassVar[tuple[ContextForm, ...]] = (ContextForm.ulysses, ContextForm.gathered, ContextForm.ring)
     """Values of ``context`` that the strategy has; the second needs no number of heads."""
 
-    reduce_dtype: ReduceDType = ReduceDType.auto
+    reduce_dtype: ReduceDType = option(ReduceDType.auto, effect=Effect.rounding, acts=Stage.gradient)
     """dtype in which gradients are summed over ranks."""
-    context: ContextForm = ContextForm.auto
+    context: ContextForm = option(ContextForm.auto, effect=Effect.rounding)
     """Communication of attention where ranks share sequences (``mesh.cp_size``)."""
 
     def resolve(self, deterministic: Deterministic | bool) -> None:

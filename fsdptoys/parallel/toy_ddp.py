@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from fsdptoys.toys.ddp import DistributedDataParallel
 from fsdptoys.toys.zero1 import Zero1
 from fsdptoys.toys.zero2 import Zero2
+from fsdptoys.utils.options import Effect, option
 
 from .ddp import DDP, DDPConfig
 from .toy_state import Holding, ShardedState
@@ -112,7 +113,7 @@ class ToyDDPConfig(DDPConfig):
     strategy = ToyDDP
     sums_grains: ClassVar[bool] = False
 
-    overlap: bool = True
+    overlap: bool = option(True, effect=Effect.none)
     """Reduce gradients during the backward; false reduces after it (same bits), to measure the gain of overlap."""
 
 

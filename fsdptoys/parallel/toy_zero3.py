@@ -13,6 +13,7 @@ from fsdptoys.errors import ConfigError
 from fsdptoys.models import DecoderModel
 from fsdptoys.toys.partition import Evenness
 from fsdptoys.toys.zero3 import Zero3
+from fsdptoys.utils.options import Effect, option
 
 from .init_weights import Fill, init_buffers
 from .mesh import MeshConfig
@@ -104,9 +105,9 @@ class ToyZero3Config(ReducingConfig):
     keeps_full_states: ClassVar[bool] = False
     matrices_lost: ClassVar[str | None] = "keeps on one rank each"
 
-    evenness: Evenness = Evenness.model
+    evenness: Evenness = option(Evenness.model, effect=Effect.none)
     """Balance the bytes of the model, or of each unit, over the ranks."""
-    prefetch: bool = True
+    prefetch: bool = option(True, effect=Effect.none)
     """Gather the next block while one computes."""
 
     def validate(self, world_size: int, mesh: MeshConfig, device_type: str, cpu_offload: bool) -> None:

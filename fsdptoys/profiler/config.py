@@ -1,12 +1,12 @@
 """Sections ``profile`` (steps and ranks to profile, level of detail) and ``debug`` of the configuration."""
 
-import dataclasses
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import Enum
 
-from fsdptoys.errors import ConfigError, UnusedKeyError
-from fsdptoys.utils.bounds import MOST_STEPS, between, check_bounds
+from fsdptoys.errors import ConfigError
+from fsdptoys.utils.bounds import MOST_STEPS, between
+from fsdptoys.utils.options import Effect, check_options, option
 from fsdptoys.utils.text import value_text
 
 Message = Callable[[str], None]
@@ -27,51 +27,39 @@ class NPULevel(Enum):
 class ProfileConfig:
     """Traces and memory snapshots of a few steps."""
 
-    enabled: bool = False
+    enabled: bool = option(False, effect=Effect.none, alias="profiler profiling")
     """Trace a few steps with torch.profiler (torch_npu.profiler on NPU): a Chrome trace and a table of operators."""
-    snapshot: bool = False
+    snapshot: bool = option(False, effect=Effect.none)
     """Record device allocations around a few steps, and when memory runs out; CUDA and NPU."""
-    ranks: list[int] = field(default_factory=lambda: [0])
+    ranks: list[int] = option([0], effect=Effect.none, needs=("profile.enabled", "profile.snapshot"))
     """Profiled ranks; the others have no overhead."""
-    skip_steps: int = field(default=3, metadata=between(0, MOST_STEPS))
+    skip_steps: int = option(3, between(0, MOST_STEPS), effect=Effect.none, needs="profile.enabled")
     """Steps before the profiler starts: the first ones allocate, choose kernels and compile."""
-    warmup_steps: int = field(default=1, metadata=between(0, MOST_STEPS))
+    warmup_steps: int = option(1, between(0, MOST_STEPS), effect=Effect.none, needs="profile.enabled")
     """Traced steps to discard, since starting a trace is slow."""
-    active_steps: int = field(default=3, metadata=between(1, MOST_STEPS))
+    active_steps: int = option(3, between(1, MOST_STEPS), effect=Effect.none, needs="profile.enabled")
     """Steps in the trace."""
-    stacks: bool = False
+    stacks: bool = option(False, effect=Effect.none, needs="profile.enabled")
     """Python call stack of every operator; steps are much slower and traces larger."""
-    shapes: bool = False
+    shapes: bool = option(False, effect=Effect.none, needs="profile.enabled")
     """Shapes of every operator's inputs."""
-    memory: bool = False
+    memory: bool = option(False, effect=Effect.none, needs="profile.enabled")
     """Allocations of every operator."""
-    npu_level: NPULevel = NPULevel.level1
+    npu_level: NPULevel = option(NPULevel.level1, effect=Effect.none, needs="profile.enabled")
     """Detail of torch_npu's profiler; NPU only."""
-    snapshot_first_step: int = field(default=1, metadata=between(1, MOST_STEPS))
+    snapshot_first_step: int = option(1, between(1, MOST_STEPS), effect=Effect.none, needs="profile.snapshot")
     """First step of the snapshot's history, from 1."""
-    snapshot_steps: int = field(default=3, metadata=between(1, MOST_STEPS))
+    snapshot_steps: int = option(3, between(1, MOST_STEPS), effect=Effect.none, needs="profile.snapshot")
     """Steps in the snapshot's history."""
 
     def __post_init__(self) -> None:
         """Check each value by itself."""
-        check_bounds("profile", self)
+        check_options("profile", self)
         if not self.ranks or min(self.ranks) < 0 or len(set(self.ranks)) < len(self.ranks):
             raise ConfigError(
                 f"profile.ranks={value_text(self.ranks)} must name at least one rank, each once and from 0; "
                 "set profile.ranks=[0]"
             )
-        for spec in dataclasses.fields(self):  # options whose switch is off
-            default = spec.default_factory() if callable(spec.default_factory) else spec.default
-            on, switch = self.enabled, "profile.enabled=true"
-            if spec.name.startswith("snapshot"):
-                on, switch = self.snapshot, "profile.snapshot=true"
-            elif spec.name == "ranks":
-                on, switch = self.enabled or self.snapshot, "profile.enabled=true or profile.snapshot=true"
-            value = getattr(self, spec.name)
-            if not on and value != default:
-                raise UnusedKeyError(
-                    f"profile.{spec.name}={value_text(value)} does nothing as set; set {switch} or leave it out"
-                )
 
     def validate(self, world_size: int, device_type: str, steps: int) -> None:
         """Check ranks, steps and options against the run and its device; a ConfigError names the first mistake."""
@@ -113,7 +101,7 @@ class ProfileConfig:
 class DebugConfig:
     """Diagnostics of a run."""
 
-    trace_collectives: bool = False
+    trace_collectives: bool = option(False, effect=Effect.none)
     """Print every collective of one step with its sizes, and write them to ``collectives.jsonl``."""
 
     def validate(self, compiles: bool, compiles_kernels: bool) -> None:

@@ -19,10 +19,11 @@ from fsdptoys.metrics.resume_log import changed_settings
 from fsdptoys.sweep import is_sweep_dir
 from fsdptoys.sweep.folder import RUN_FOLDER
 from fsdptoys.train.recorded_run import RecordedRun, is_run_dir, read_recorded_run
+from fsdptoys.utils.options import Effect, Stage
 
 from .loss_agreement import HELD_OUT, QUANTITIES
 from .setting_diff import EXCLUDED, RANKS, effective
-from .setting_effects import USUAL_FORMATS, Effect, Stage, effect_of, global_batch, held_out_samples, stage_of
+from .setting_effects import effect_of, global_batch, held_out_samples, stage_of, usual_formats
 
 EXCLUDED_FROM_ENVIRONMENT = ("started_at", "command", "world_size")
 
@@ -178,7 +179,7 @@ def _course(quantity: str, pairs: Sequence[tuple[StepMetrics, StepMetrics]], tol
 
 
 def _changes(first: RecordedRun, second: RecordedRun, courses: Sequence[Course]) -> list[Change]:
-    ours, theirs = (USUAL_FORMATS | {RANKS: run.world_size} | effective(run.tree) for run in (first, second))
+    ours, theirs = (usual_formats() | {RANKS: run.world_size} | effective(run.tree) for run in (first, second))
     same_batch = global_batch(ours) == global_batch(theirs)
     changes = [
         Change(key, old, new, effect_of(key, same_batch))

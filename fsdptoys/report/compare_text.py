@@ -7,10 +7,10 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table as Grid
 
+from fsdptoys.utils.options import Effect
 from fsdptoys.utils.text import align_columns, value_text
 
 from .compare import Course, Difference, RunComparison
-from .setting_effects import Effect
 from .table_terminal import GAP, print_line, terminal_text
 
 REASONS = {

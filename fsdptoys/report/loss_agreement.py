@@ -22,11 +22,12 @@ from fsdptoys.metrics import StepMetrics
 from fsdptoys.metrics.config import RESUMES_FILE
 from fsdptoys.metrics.resume_log import read_resumes
 from fsdptoys.train.recorded_run import RecordedRun
+from fsdptoys.utils.options import Effect
 from fsdptoys.utils.text import value_text
 
 from .runs_table import Record
 from .setting_diff import Settings
-from .setting_effects import Effect, bits_of, effect_of, held_out_samples, rounds_coarsely, training_of
+from .setting_effects import bits_of, effect_of, held_out_samples, rounds_coarsely, training_of
 
 HELD_OUT = "held-out loss"
 

@@ -10,6 +10,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from fsdptoys.config.declared_options import without_switched_off
 from fsdptoys.errors import ConfigError
 from fsdptoys.metrics.resume_log import flatten
 from fsdptoys.sweep.folder import JOB_FILE, read_job
@@ -51,14 +52,6 @@ FOLLOWS = {
 }
 """Setting → the setting that determines its default."""
 
-_SWITCHES = (
-    (r"memory\.chunk_(tokens|grad_dtype)", "memory.chunk_loss"),
-    (r"memory\.checkpointing_(start_index|every)", "memory.gradient_checkpointing"),
-    (r"memory\.offload_\w+", "memory.optimizer_offload"),
-    (r"memory\.cpu_(offload_executor|threads)", "memory.cpu_offload"),
-    (r"profile\.(?!enabled|snapshot)\w+", "profile.enabled"),
-)
-
 PARTS = {
     "device": "device.name",
     "devices' type": "device.type",
@@ -98,12 +91,7 @@ def words_of(record: Record) -> list[str]:
 
 def effective(tree: Mapping[str, Any]) -> Settings:
     """Dotted keys and values of a configuration, without settings whose switch is off."""
-    flat = dict(flatten(dict(tree)))
-    off = [pattern for pattern, switch in _SWITCHES if flat.get(switch) in (False, "none")]
-    kept = {key: value for key, value in flat.items() if not any(re.fullmatch(pattern, key) for pattern in off)}
-    if kept.get("memory.gradient_checkpointing") != "selective":
-        kept.pop("memory.checkpointing_save", None)
-    return kept
+    return without_switched_off(dict(flatten(dict(tree))))
 
 
 def differing(rows: Sequence[Settings], varied: Sequence[str] = ()) -> list[str]:

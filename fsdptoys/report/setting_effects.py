@@ -5,12 +5,13 @@ Layouts and memory switches change at most the order of summation (``docs/bit_eq
 a bug.
 """
 
+import functools
 import math
 from collections.abc import Mapping, Sequence
-from enum import IntEnum
 from typing import Any
 
-from fsdptoys.data import DataConfig
+from fsdptoys.config.declared_options import declared_options, option_defaults
+from fsdptoys.utils.options import Declared, Effect, Stage
 
 from .setting_diff import RANKS, Settings, effective
 
@@ -18,116 +19,16 @@ GLOBAL_BATCH = "sequences of a step"
 """Pseudo-key for the number of sequences that all ranks and micro-batches take, which selects the samples of a step."""
 
 
-class Effect(IntEnum):
-    """Largest effect of changing a setting, strongest first."""
-
-    training = 0  # Other losses: another model, data or optimizer
-    format = 1  # Another dtype: losses are close, within its rounding
-    rounding = 2  # Another order of summation or kernel: the last bits
-    none = 3  # Bitwise equal losses
-
-
-class Stage(IntEnum):
-    """Stage of a step in which a setting first acts."""
-
-    forward = 0  # Shows in the loss of the first step
-    gradient = 1  # Shows in the gradient of the first step, not in its loss
-    update = 2  # Shows in the second step
-
-
-FORMATS = (
-    "parallel.param_dtype",
-    "parallel.buffer_dtype",
-    "loss_scale.initial",
-    "loss_scale.growth_factor",
-    "loss_scale.backoff_factor",
-    "loss_scale.growth_interval",
-    "memory.chunk_grad_dtype",
-    "memory.offload_state_dtype",
-    "train.float8",
-    "train.float8_all_gather",
-)
-
-USUAL_FORMATS: Settings = {
-    "loss_scale.initial": 65536.0,
-    "loss_scale.growth_factor": 2.0,
-    "loss_scale.backoff_factor": 0.5,
-    "loss_scale.growth_interval": 2000,
-    "memory.chunk_grad_dtype": "float32",
-    "memory.offload_state_dtype": "float32",
-    "train.float8": "none",
-    "train.float8_all_gather": False,
+PSEUDO = {
+    RANKS: Declared(Effect.rounding),
+    "parallel.name": Declared(Effect.rounding),
+    "patches": Declared(Effect.rounding),
+    "model.name": Declared(Effect.none),
+    "model.router_aux_loss_coef": Declared(Effect.training, Stage.gradient),
+    "model.router_z_loss_coef": Declared(Effect.training, Stage.gradient),
+    "optim.name": Declared(Effect.training, Stage.update),
 }
-"""Values that apply if the switch of a format is off."""
-
-ROUNDING = (
-    RANKS,
-    "mesh.fsdp_size",
-    "mesh.cp_size",
-    "mesh.ep_size",
-    "mesh.tp_size",
-    "mesh.pp_size",
-    "parallel.name",
-    "parallel.context",
-    "parallel.schedule",
-    "parallel.simulated_ranks",
-    "parallel.reduce_dtype",
-    "parallel.reduce_each_microbatch",
-    "train.batch_size",
-    "train.grad_accum",
-    "train.deterministic",
-    "train.grains",
-    "train.slices",
-    "train.sum_dtype",
-    "train.compile",
-    "optim.implementation",
-    "memory.chunk_loss",
-    "memory.chunk_tokens",
-    "memory.checkpointing_budget",
-    "memory.cpu_offload",
-    "memory.cpu_threads",
-    "patches",
-    *(
-        f"kernels.{operation}"
-        for operation in ("attention", "document_attention", "rms_norm", "rotary", "swiglu", "grouped_matmul")
-    ),
-)
-"""Includes the layout, which matters by default; with ``train.deterministic=true`` layouts are bitwise equal, and with
-``layout`` micro-batches too."""
-
-NEUTRAL_SECTIONS = ("memory", "parallel", "mesh", "checkpoint", "metrics", "profile", "debug", "launch", "plan")
-"""Sections whose settings change no bit, unless listed above."""
-
-NEUTRAL = (
-    "model.name",
-    "train.seed",  # contained in init_seed, data_seed and sample_seed
-    "train.sample_seed",
-    "train.max_seconds",
-    "train.eval_every",
-    "train.eval_batches",
-    "train.gc_every",
-    "train.max_skipped",
-    "train.max_skipped_in_a_row",
-    *(f"data.{name}" for name in DataConfig.neutral),
-)
-
-GRADIENT = (
-    "parallel.reduce_dtype",
-    "loss_scale.initial",
-    "memory.chunk_grad_dtype",
-    "model.router_aux_loss_coef",
-    "model.router_z_loss_coef",
-)
-UPDATE = (
-    "loss_scale.growth_factor",
-    "loss_scale.backoff_factor",
-    "loss_scale.growth_interval",
-    "train.max_grad_norm",
-    "train.steps",
-    "train.skip_nonfinite",
-    "memory.cpu_offload",
-    "memory.offload_state_dtype",
-)
+"""What no section declares: keys of ``config.yaml`` that are no options, and the model's, of which most act at once."""
 
 
 SHARING = ("mesh.cp_size", "mesh.tp_size", "mesh.pp_size")
@@ -142,24 +43,29 @@ AXES = ("mesh.ep_size", *SHARING)
 """Ranks that compute parts of the same sequences or layers."""
 
 
+@functools.cache
+def declared() -> dict[str, Declared]:
+    """Return key → declaration; the layout matters by default, and no bit of it in the deterministic modes."""
+    return declared_options() | PSEUDO
+
+
+@functools.cache
+def usual_formats() -> Settings:
+    """Return the values that apply if the switch of a format is off, or an older run has none."""
+    defaults = option_defaults()
+    return {key: defaults[key] for key, option in declared_options().items() if option.effect is Effect.format}
+
+
 def effect_of(key: str, same_batch: bool = True) -> Effect:
     """Largest effect of changing a setting on losses, for runs with or without the same number of sequences a step."""
     if key in BATCH and not same_batch:
         return Effect.training
-    if key in FORMATS:
-        return Effect.format
-    if key in ROUNDING:
-        return Effect.rounding
-    if key in NEUTRAL or key.partition(".")[0] in NEUTRAL_SECTIONS:
-        return Effect.none
-    return Effect.training
+    return declared().get(key, Declared(Effect.training)).effect
 
 
 def stage_of(key: str) -> Stage:
     """Stage of a step in which a setting first acts."""
-    if key in UPDATE or key.startswith("optim."):
-        return Stage.update
-    return Stage.gradient if key in GRADIENT else Stage.forward
+    return declared().get(key, Declared(Effect.training)).acts
 
 
 def global_batch(settings: Mapping[str, Any]) -> int | None:
@@ -190,7 +96,7 @@ def training_of(tree: dict[str, Any], world_size: int) -> Settings | None:
     kept["parallel.reduce_dtype"] = (
         "bfloat16" if settings.get("parallel.reduce_dtype") == "bfloat16" else "at least 32 bits"
     )
-    kept = USUAL_FORMATS | kept
+    kept = usual_formats() | kept
     if settings.get("optim.schedule") == "constant":
         kept.pop("train.steps", None)  # the learning rate does not depend on the last step
     if settings.get("model.router_aux_loss_coef"):
@@ -199,9 +105,13 @@ def training_of(tree: dict[str, Any], world_size: int) -> Settings | None:
     return kept
 
 
+def _having(effect: Effect) -> list[str]:
+    return [key for key, option in declared().items() if option.effect is effect]
+
+
 def rounds_coarsely(settings: Mapping[str, Any]) -> bool:
     """Whether numbers have 16 bits, or one bit can change a float8 value or the routing of a token."""
-    formats = (settings.get(key) for key in (*FORMATS, "parallel.reduce_dtype"))
+    formats = (settings.get(key) for key in (*_having(Effect.format), "parallel.reduce_dtype"))
     has_16_bits = not {"bfloat16", "float16"}.isdisjoint(formats)
     return "model.n_experts" in settings or has_16_bits or settings.get("train.float8", "none") != "none"
 
@@ -233,7 +143,7 @@ def bits_of(tree: dict[str, Any], world_size: int, device_type: str) -> Settings
     left_out |= {"memory.cpu_offload"} if device_type == "cpu" else set()
     by_grains = {"train.batch_size", "train.grad_accum", *AXES, "parallel.context", "parallel.schedule"}
     left_out |= by_grains if mode == "layout" else {"train.grains", "train.slices"}
-    return {key: settings.get(key) for key in ROUNDING if key not in left_out} | {RANKS: ranks}
+    return {key: settings.get(key) for key in _having(Effect.rounding) if key not in left_out} | {RANKS: ranks}
 
 
 def _product(parts: Sequence[Any]) -> int | None:

@@ -4,8 +4,8 @@ import torch
 from torch import Tensor
 
 from fsdptoys.checkpoint import open_init_from
+from fsdptoys.config.rules.tune import open_adapter
 from fsdptoys.config.schema import Config
-from fsdptoys.config.tune_checks import open_adapter
 from fsdptoys.models import DecoderModel
 from fsdptoys.models.lora import init_adapter_rows, is_adapter
 from fsdptoys.models.nf4 import is_packed, pack, unpacked_columns, unquantized_name

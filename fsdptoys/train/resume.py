@@ -16,14 +16,16 @@ import torch
 
 from fsdptoys import __version__
 from fsdptoys.checkpoint import RUN_FOLDER, Schema, check_same, model_config_of, peek
+from fsdptoys.config.declared_options import declared_options
 from fsdptoys.config.schema import Config
-from fsdptoys.data import BatchStream, DataConfig
+from fsdptoys.data import BatchStream
 from fsdptoys.data.sampler import ChangedDataError
 from fsdptoys.errors import ConfigError
 from fsdptoys.metrics import run_dir_path
 from fsdptoys.metrics.resume_log import changed_settings
 from fsdptoys.utils.bounds import above, at_least, between, max_length
 from fsdptoys.utils.from_tree import LARGEST_INTEGER
+from fsdptoys.utils.options import Effect
 from fsdptoys.utils.text import one_line, short_text
 
 from .launch_env import launch_folder, restart_count
@@ -206,7 +208,7 @@ def _explain_changed_data(before: dict[str, Any], after: dict[str, Any], step: i
         {"data": tree.get("data"), "train": {key: tree["train"].get(key) for key in ORDERING}}
         for tree in (before, after)
     ]
-    neutral = {f"data.{name}" for name in DataConfig.neutral}
+    neutral = {key for key, option in declared_options().items() if option.effect is Effect.none}
     changed = {key: pair for key, pair in changed_settings(*trees).items() if key not in neutral}
     if "data.name" in changed:  # another kind of data has other settings
         changed = {"data": changed["data.name"]}

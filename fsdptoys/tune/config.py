@@ -1,12 +1,13 @@
 """Settings of ``tune``, without the layers that they configure."""
 
 from abc import ABC
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import Enum
 from typing import ClassVar
 
 from fsdptoys.errors import ConfigError
-from fsdptoys.utils.bounds import above, at_least, between, check_bounds
+from fsdptoys.utils.bounds import above, at_least, between
+from fsdptoys.utils.options import Effect, check_options, option
 from fsdptoys.utils.text import value_text
 
 LINEAR_LAYERS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
@@ -32,7 +33,7 @@ class TuneConfig(ABC):
     """Whether the model's own parameters are frozen."""
 
     def __post_init__(self) -> None:
-        check_bounds("tune", self)
+        check_options("tune", self)
 
 
 @dataclass
@@ -49,18 +50,18 @@ class LoRAConfig(TuneConfig):
     name: ClassVar[str] = "lora"
     freezes: ClassVar[bool] = True
 
-    rank: int = field(default=8, metadata=at_least(1, 2**16))
+    rank: int = option(8, at_least(1, 2**16), effect=Effect.training)
     """Rows of an adapter's first matrix, and columns of its second."""
-    alpha: float = field(default=16.0, metadata=above(0, 1e6))
+    alpha: float = option(16.0, above(0, 1e6), effect=Effect.training)
     """The adapter's result is multiplied by ``alpha / rank``."""
-    dropout: float = field(default=0.0, metadata=between(0, 1, below=True))
+    dropout: float = option(0.0, between(0, 1, below=True), effect=Effect.training)
     """Share of an adapter's inputs set to zero in training; the same ones under every layout."""
-    targets: list[str] = field(default_factory=lambda: list(LINEAR_LAYERS))
+    targets: list[str] = option(list(LINEAR_LAYERS), effect=Effect.training)
     """Linear layers of the blocks that get adapters, of those that the family has."""
 
-    base: Base = Base.plain
+    base: Base = option(Base.plain, effect=Effect.training)
     """Form of the frozen weights of the blocks' linear layers."""
-    adapter: str | None = None
+    adapter: str | None = option(None, effect=Effect.training)
     """Folder in PEFT's format whose adapters the run starts from; null for new ones."""
 
     def __post_init__(self) -> None:

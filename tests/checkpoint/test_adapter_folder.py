@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from fsdptoys.checkpoint.adapter_folder import AdapterFolder, write_adapter
-from fsdptoys.config.tune_checks import open_adapter
+from fsdptoys.config.rules.tune import open_adapter
 from fsdptoys.errors import ConfigError
 from fsdptoys.models import DecoderModel
 from fsdptoys.models.lora import Samples, add_adapters, is_adapter

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from fsdptoys.config.compose import compose_config
-from fsdptoys.config.familiar_names import FAMILIAR
+from fsdptoys.config.familiar_names import familiar_names
 from fsdptoys.config.option_values import SWITCHES
 from fsdptoys.config.overrides import HELP, list_choices, list_options, schema_name
 from fsdptoys.config.schema import SCHEMAS, Config
@@ -108,7 +108,7 @@ UNREAD = (
 
 OPPOSITES = {"true": ("false", "none", "never", "null"), "false": ("true", "on")}
 
-FIRST_NAMES = {words: name for name, words in reversed(FAMILIAR.items())}.values()
+FIRST_NAMES = {words: name for name, words in reversed(familiar_names().items())}.values()
 """One familiar name for each of the words that they stand for, for the short level."""
 
 
@@ -150,7 +150,7 @@ def test_suggestions_for_a_key_work_when_pasted(key: str) -> None:
 
 def familiar_lines() -> Iterator[Any]:
     """Yield every familiar name as a flag, and with a value; the short level takes a flag for each meaning."""
-    for name, other in zip(FAMILIAR, itertools.cycle(("off", "4", "word")), strict=False):
+    for name, other in zip(familiar_names(), itertools.cycle(("off", "4", "word")), strict=False):
         yield pytest.param(f"--{name}", marks=() if name in FIRST_NAMES else pytest.mark.extended)
         key, _, value = name.partition("=")
         yield pytest.param(f"{key}={value or other}", marks=pytest.mark.extended)

@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from fsdptoys.config import optimizer_checks, schema
+from fsdptoys.config.rules import memory as memory_rules
+from fsdptoys.config.rules import optimizer as optimizer_rules
 from fsdptoys.data import BinConfig, DataConfig, HFConfig, PreparedConfig, SyntheticConfig, TextConfig
 from fsdptoys.parallel.fsdp import TORCH
 from fsdptoys.sweep.slurm_settings import SLURM_COMMANDS
@@ -87,8 +88,8 @@ def updated_file(request: pytest.FixtureRequest) -> Iterator[None]:
 def machine(files: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Be in that folder, on a machine with 8 cores, torchao, SLURM and an account for Weights & Biases."""
     monkeypatch.chdir(files)
-    monkeypatch.setattr(schema, "available_cores", lambda: 8)
-    monkeypatch.setattr(optimizer_checks, "torchao_fault", lambda: None)
+    monkeypatch.setattr(memory_rules, "available_cores", lambda: 8)
+    monkeypatch.setattr(optimizer_rules, "torchao_fault", lambda: None)
     monkeypatch.setenv("PATH", f"{files / 'bin'}{os.pathsep}{os.environ['PATH']}")
     monkeypatch.setenv("WANDB_API_KEY", "0" * 40)
 

@@ -8,14 +8,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from fsdptoys.config.optimizer_checks import check_optimizer
-from fsdptoys.config.train_config import TrainConfig
-from fsdptoys.memory import MemoryConfig, Updates
+from fsdptoys.memory import Updates
 from fsdptoys.optim import AdamWConfig, Implementation, MuonConfig, OptimConfig, OptimStateDType, SGDConfig
 from fsdptoys.optim.adamw import BFloat16AdamW
 from fsdptoys.optim.fused_adamw import FusedAdamW
 from fsdptoys.optim.vector_adamw import VECTOR_ELEMENTS, VectorAdamW
-from fsdptoys.parallel import FSDP2Config
 from fsdptoys.parallel.strategy import Strategy
 from scripts.ranks import run_ranks
 
@@ -131,9 +128,8 @@ def test_a_clipped_step_equals_scaling_then_stepping(max_norm: float) -> None:
 def test_auto_is_fused_where_it_is_faster(device: str, deterministic: bool) -> None:
     """Oracle: the rule by hand: on a CPU, and on CUDA outside the deterministic mode; SGD's takes no DTensors."""
 
-    def chosen(optim: OptimConfig, memory: MemoryConfig | None = None) -> Implementation:
-        train = TrainConfig(deterministic=deterministic)
-        check_optimizer(optim, FSDP2Config(), memory or MemoryConfig(), train, device)
+    def chosen(optim: OptimConfig, on_host: bool = False) -> Implementation:
+        optim.resolve(device, deterministic=deterministic, on_host=on_host)
         return optim.implementation
 
     fused = device == "cpu" or (device == "cuda" and not deterministic)
@@ -142,7 +138,7 @@ def test_auto_is_fused_where_it_is_faster(device: str, deterministic: bool) -> N
         assert chosen(optim) is expected
     assert chosen(SGDConfig()) is Implementation.auto
     offloaded = Implementation.fused if device == "cpu" or not deterministic else Implementation.auto
-    assert chosen(AdamWConfig(), MemoryConfig(cpu_offload=True)) is offloaded
+    assert chosen(AdamWConfig(), on_host=True) is offloaded
 
 
 @pytest.mark.parametrize("device", ["meta", "cpu"])

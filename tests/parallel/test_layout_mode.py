@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from fsdptoys.config.compose import compose_config
-from fsdptoys.config.pipeline_checks import ZERO_BUBBLE_SINCE
+from fsdptoys.config.rules.pipeline import ZERO_BUBBLE_SINCE
 from fsdptoys.config.saved import read_config
 from fsdptoys.config.schema import Config
 from fsdptoys.memory import GradientCheckpointing, MemoryConfig

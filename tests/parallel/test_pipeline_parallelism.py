@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from fsdptoys.config.pipeline_checks import ZERO_BUBBLE_SINCE
+from fsdptoys.config.rules.pipeline import ZERO_BUBBLE_SINCE
 from fsdptoys.config.schema import Config
 from fsdptoys.parallel import FSDP2Config
 from fsdptoys.parallel.fsdp import TORCH

@@ -16,8 +16,8 @@ from torch.distributed import pipelining
 
 from fsdptoys.cli.plan import plan_command
 from fsdptoys.config.compose import compose_config
-from fsdptoys.config.pipeline_checks import SCHEDULES_SINCE, ZERO_BUBBLE_SINCE
 from fsdptoys.config.plan_config import AllocatorKind
+from fsdptoys.config.rules.pipeline import SCHEDULES_SINCE, ZERO_BUBBLE_SINCE
 from fsdptoys.config.schema import Config
 from fsdptoys.device.profile import Hardware, load_hardware
 from fsdptoys.errors import ConfigError

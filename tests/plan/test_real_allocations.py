@@ -23,7 +23,7 @@ import torch
 import torch._dynamo
 from torch.profiler import ProfilerActivity, profile
 
-from fsdptoys.config.pipeline_checks import SCHEDULES_SINCE
+from fsdptoys.config.rules.pipeline import SCHEDULES_SINCE
 from fsdptoys.device import Device
 from fsdptoys.device.profile import load_hardware
 from fsdptoys.models import grouped

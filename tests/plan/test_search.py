@@ -174,7 +174,7 @@ def test_switches_are_reversible() -> None:
     assert on == base == untouched and overrides_between(base, on) == []
     validate_switches(on, 8, "cuda")
     assert base == untouched
-    with pytest.raises(ConfigError, match="offload_bucket_mib=64 does nothing"):
+    with pytest.raises(ConfigError, match="offload_bucket_mib=64 has no effect"):
         vary(base, {"memory.optimizer_offload": False}, fixed=["memory.offload_bucket_mib"])
 
 

@@ -10,12 +10,14 @@ from typing import Any
 import pytest
 from rich.console import Console
 
+from fsdptoys.config.declared_options import declared_options
 from fsdptoys.errors import ConfigError
 from fsdptoys.metrics import StepMetrics
 from fsdptoys.report.compare import RunComparison, compare_runs, open_run
 from fsdptoys.report.compare_text import print_comparison, verdict
-from fsdptoys.report.setting_effects import FORMATS, Effect, Stage, stage_of
+from fsdptoys.report.setting_effects import stage_of
 from fsdptoys.train.recorded_run import read_recorded_run
+from fsdptoys.utils.options import Effect, Stage
 from tests.report.recorded_runs import STEP, run_of, write_run
 
 
@@ -198,7 +200,7 @@ def test_most_likely_explanation_comes_first(tmp_path: Path, first: Any, second:
 
 def test_loss_scale_explains_gradients_rather_than_losses_of_the_first_step() -> None:
     """Oracle: the backward starts from the scaled loss; growth and overflows change the scale of later steps."""
-    stages = {key: stage_of(key) for key in FORMATS if key.startswith("loss_scale.")}
+    stages = {key: stage_of(key) for key in declared_options() if key.startswith("loss_scale.")}
     assert stages.pop("loss_scale.initial") is Stage.gradient
     assert set(stages.values()) == {Stage.update} and len(stages) == 3
 

@@ -15,8 +15,9 @@ from typing import Any
 
 import torch
 
+from fsdptoys.config.declared_options import without_switched_off
+from fsdptoys.config.rules.axes import split_sizes
 from fsdptoys.config.schema import Config
-from fsdptoys.config.tensor_checks import split_sizes
 from fsdptoys.data import SyntheticConfig
 from fsdptoys.device.profile import Hardware
 from fsdptoys.errors import ConfigError
@@ -36,13 +37,6 @@ STRATEGIES: dict[str, type[ParallelConfig]] = {
 }
 
 SECTIONS = ("parallel", "mesh", "train", "memory")
-OWNED = {
-    "chunk_loss": ("chunk_tokens", "chunk_grad_dtype"),
-    "gradient_checkpointing": ("checkpointing_start_index", "checkpointing_every", "activation_offload"),
-    "optimizer_offload": ("offload_schedule", "offload_fraction", "offload_bucket_mib", "offload_state_dtype"),
-    "cpu_offload": ("cpu_offload_executor", "cpu_threads"),
-}
-"""Switch of ``memory`` → settings without effect if it is off."""
 
 
 def vary(config: Config, changes: Changes, fixed: Collection[str] = ()) -> Config:
@@ -151,11 +145,11 @@ def _shared(section: Any, kind: type[Any]) -> dict[str, Any]:
 
 
 def _idle(memory: dict[str, Any], fixed: Collection[str]) -> dict[str, Any]:
+    """Defaults of the settings whose switch is off."""
+    values = {f"memory.{name}": value for name, value in memory.items()}
+    off = set(without_switched_off(values)) ^ set(values)
     defaults = MemoryConfig()
-    idle = [name for switch, owned in OWNED.items() if memory[switch] == getattr(defaults, switch) for name in owned]
-    if memory["gradient_checkpointing"] is not GradientCheckpointing.selective:
-        idle.append("checkpointing_save")
-    return {name: getattr(defaults, name) for name in idle if name not in fixed}
+    return {name: getattr(defaults, name) for name in memory if f"memory.{name}" in off and name not in fixed}
 
 
 @dataclass(frozen=True)

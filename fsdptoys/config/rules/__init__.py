@@ -1,0 +1,20 @@
+"""Which settings exclude one another, by topic; ``rule.py`` says how a rule is written."""
+
+from .axes import AXES
+from .layout_mode import LAYOUT_MODE
+from .memory import MEMORY
+from .numbers import NUMBERS
+from .optimizer import OPTIMIZER
+from .pipeline import PIPELINE
+from .rule import Rule, Where, check_rules
+from .run import CONTINUATION, SIZES
+from .tune import TUNE
+
+RULES = [
+    rule
+    for topic in (SIZES, NUMBERS, TUNE, OPTIMIZER, AXES, PIPELINE, LAYOUT_MODE, MEMORY, CONTINUATION)
+    for rule in topic.all
+]
+"""In the order in which they are checked."""
+
+__all__ = ["RULES", "Rule", "Where", "check_rules"]

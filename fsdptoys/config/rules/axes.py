@@ -1,0 +1,238 @@
+"""Tensor and context parallelism against model, data, kernels and formats; shards against rows."""
+
+import math
+from typing import TYPE_CHECKING
+
+import torch
+
+from fsdptoys.config.kernel_choice import AttentionKernel
+from fsdptoys.models import ModelConfig, MoEConfig
+from fsdptoys.parallel.context import ContextForm
+from fsdptoys.parallel.expert_parallel import fsdp2_can_sum
+from fsdptoys.parallel.float8 import uneven_shards
+
+from .rule import Rules, Where
+
+if TYPE_CHECKING:
+    from fsdptoys.config.schema import Config
+
+AXES = Rules()
+
+
+def split_sizes(model: ModelConfig) -> dict[str, int]:
+    """Key → size of everything that tensor parallelism splits."""
+    sizes = {"n_heads": model.n_heads, "n_kv_heads": getattr(model, "n_kv_heads", model.n_heads)}
+    if not (isinstance(model, MoEConfig) and model.has_experts_everywhere(model.n_layers)):
+        sizes["ffn_dim"] = getattr(model, "ffn_dim", None) or model.implied()["ffn_dim"]
+    if isinstance(model, MoEConfig) and model.shares_an_expert:
+        sizes["expert_ffn_dim"] = model.expert_ffn_dim
+    return sizes | {"vocab_size": model.vocab_size}
+
+
+@AXES.rule("mesh.tp_size", "model")
+def ranks_divide_features(config: "Config", where: Where) -> str | None:
+    """Tensor parallelism splits heads, hidden features and the vocabulary."""
+    ranks, sizes = where.axes.tp, split_sizes(config.model)
+    undivided = {key: size for key, size in sizes.items() if size % ranks}
+    if not undivided:
+        return None
+    key, size = next(iter(undivided.items()))
+    common = math.gcd(ranks, *sizes.values())
+    fix = f"set mesh.tp_size={max(fitting for fitting in range(1, common + 1) if common % fitting == 0)}"
+    if list(undivided) == ["vocab_size"]:
+        fix += f" or model.vocab_size={-(-size // ranks) * ranks}"
+    return f"mesh.tp_size={ranks} splits features, and must divide model.{key}={size}; {fix}"
+
+
+@AXES.rule("mesh.tp_size", "train.seq_len")
+def ranks_divide_tokens(config: "Config", where: Where) -> str | None:
+    """Tokens are split between layers (sequence parallelism)."""
+    seq_len, axes = config.train.seq_len, where.axes
+    if axes.tp == 1 or seq_len % axes.sharing == 0:
+        return None
+    shared = f" with mesh.cp_size={axes.cp}" if axes.cp > 1 else ""
+    return (
+        f"train.seq_len={seq_len} must be a multiple of {axes.sharing}, the pieces into which mesh.tp_size={axes.tp} "
+        f"cuts a sequence between layers{shared}; set train.seq_len={max(1, seq_len // axes.sharing) * axes.sharing}"
+    )
+
+
+AXES.exclude(
+    "mesh.tp_size",
+    "train.float8",
+    says="{train.float8} scales by the largest number of a full matrix, which {mesh.tp_size} splits; set "
+    "train.float8=none or mesh.tp_size=1",
+)
+AXES.exclude(
+    "mesh.tp_size",
+    "optim",
+    when=lambda config, where: config.optim.exchanges_matrices,
+    says="{optim} orthogonalizes full matrices, which {mesh.tp_size} splits; set optim=adamw or mesh.tp_size=1",
+)
+AXES.exclude(
+    "mesh.tp_size",
+    "optim.state_dtype",
+    when=lambda config, where: config.optim.low_bit_format is not None,
+    says="{optim.state_dtype} keeps a scale for each part of a full row, which {mesh.tp_size} splits; set "
+    "optim.state_dtype=bfloat16 or mesh.tp_size=1",
+)
+AXES.exclude(
+    "mesh.tp_size",
+    "model",
+    when=lambda config, where: isinstance(config.model, MoEConfig) and not fsdp2_can_sum(),
+    says="{model} has experts, for which FSDP2 must sum gradients (torch 2.11 and later can), and tokens, which "
+    "{mesh.tp_size} splits; set parallel=ddp or mesh.tp_size=1",
+)
+
+
+def _form(config: "Config") -> ContextForm | None:
+    """Return the form of context parallelism; None without it."""
+    return getattr(config.parallel, "context", ContextForm.auto) if config.mesh.cp_size > 1 else None
+
+
+AXES.exclude(
+    "parallel.context",
+    "mesh.cp_size=1",
+    says="{parallel.context} has no effect with mesh.cp_size=1, where each rank has full sequences; set "
+    "parallel.context=auto or mesh.cp_size=2",
+)
+AXES.exclude(
+    "mesh.cp_size",
+    "parallel.context",
+    when=lambda config, where: _form(config) not in config.parallel.context_forms,  # type: ignore[attr-defined]
+    says="{parallel.context} is not an option of {parallel}; set parallel.context=auto",
+)
+
+
+@AXES.rule("mesh.cp_size", "parallel.context=ulysses", "model.n_heads")
+def ulysses_divides_heads(config: "Config", where: Where) -> str | None:
+    """Ulysses exchanges tokens for heads."""
+    ranks, tp = config.mesh.cp_size, config.mesh.tp_size
+    heads = config.model.n_heads // tp
+    if _form(config) is not ContextForm.ulysses or heads % ranks == 0:
+        return None
+    fitting = max(size for size in range(1, ranks) if heads % size == 0 and ranks % size == 0)
+    of = "the model" if tp == 1 else f"a rank of mesh.tp_size={tp}"
+    other = config.parallel.context_forms[1].value  # type: ignore[attr-defined]
+    return (
+        f"parallel.context=ulysses shares heads among mesh.cp_size={ranks} ranks, which does not divide the {heads} "
+        f"heads of {of}; set parallel.context={other}{f' or mesh.cp_size={fitting}' * (fitting > 1)}"
+    )
+
+
+@AXES.rule("mesh.cp_size", "train.seq_len")
+def pieces_divide_sequences(config: "Config", where: Where) -> str | None:
+    """Each rank has equal pieces of a sequence."""
+    form, ranks, seq_len = _form(config), config.mesh.cp_size, config.train.seq_len
+    if form is None or seq_len % (form.pieces_per_rank * ranks) == 0:
+        return None
+    pieces = form.pieces_per_rank * ranks
+    heads = config.model.n_heads // config.mesh.tp_size
+    fits_ulysses = form is not ContextForm.ulysses and seq_len % ranks == 0 and heads % ranks == 0
+    return (
+        f"train.seq_len={seq_len} must be a multiple of {pieces}, the pieces into which parallel.context={form.value} "
+        f"cuts a sequence with mesh.cp_size={ranks}; set train.seq_len={max(1, seq_len // pieces) * pieces}"
+        f"{' or parallel.context=ulysses' * fits_ulysses}"
+    )
+
+
+AXES.exclude(
+    "mesh.cp_size",
+    "parallel.context=ring",
+    "data.mask_documents=true",
+    says="parallel.context=ring does not keep documents apart, as data.mask_documents=true asks for; set "
+    "parallel.context=auto or data.mask_documents=false",
+)
+AXES.exclude(
+    "mesh.cp_size",
+    "kernels.document_attention=flex",
+    "data.mask_documents=true",
+    when=lambda config, where: _form(config) is not ContextForm.ulysses,
+    says="kernels.document_attention=flex computes full sequences, of which {parallel.context} leaves each rank some "
+    "rows; set kernels.document_attention=torch or parallel.context=ulysses",
+)
+PARTIAL = {
+    ContextForm.ring: (AttentionKernel.torch, AttentionKernel.flash, AttentionKernel.math),
+    ContextForm.gathered: (
+        *(AttentionKernel.torch, AttentionKernel.flash, AttentionKernel.math),
+        *(AttentionKernel.efficient, AttentionKernel.npu),
+    ),
+}
+"""Kernels that compute parts of a sequence: gathered rows with a mask, a ring's blocks by flash or matmuls."""
+AXES.exclude(
+    "mesh.cp_size",
+    "kernels.attention",
+    when=lambda config, where: (
+        _form(config) in PARTIAL and config.kernels.attention not in PARTIAL[_form(config)]  # type: ignore[index]
+    ),
+    says="{kernels.attention} cannot compute the parts of a sequence of {parallel.context}; set "
+    "kernels.attention=torch or parallel.context=ulysses",
+)
+
+
+@AXES.rule("mesh.cp_size", "kernels.attention=flash", "model")
+def flash_takes_widths_of_eight(config: "Config", where: Where) -> str | None:
+    """Flash attention over parts of a sequence pads no heads."""
+    form, width = _form(config), config.model.head_width
+    flash = config.kernels.attention is AttentionKernel.flash and where.device_type == "cuda"
+    if form not in PARTIAL or not flash or width % 8 == 0:
+        return None
+    return (
+        "kernels.attention=flash takes heads whose width is a multiple of 8 with "
+        f"parallel.context={form.value}, and those of this model have {width} channels; set kernels.attention=torch or "
+        "parallel.context=ulysses"
+    )
+
+
+AXES.exclude(
+    "mesh.cp_size",
+    "parallel=toy_cp",
+    "train.compile=true",
+    says="train.compile=true would compile the exchanges of parallel=toy_cp with {mesh.cp_size}; set "
+    "train.compile=false",
+)
+AXES.exclude(
+    "mesh.ep_size",
+    "parallel=toy_ep",
+    "train.compile=true",
+    says="train.compile=true would compile the exchanges of parallel=toy_ep with {mesh.ep_size}; set "
+    "train.compile=false",
+)
+AXES.exclude(
+    "parallel=toy_cp",
+    "parallel.context=ring",
+    "kernels.attention!=torch",
+    says="{kernels.attention} is not an option of parallel=toy_cp parallel.context=ring, which has causal attention of "
+    "its own; set parallel.context=ulysses",
+)
+AXES.exclude(
+    "parallel=toy_cp",
+    "parallel.context=ring",
+    "model.attention_chunk_len!=null",
+    when=lambda config, where: config.model.attention_chunk_len < config.train.seq_len,  # type: ignore[attr-defined]
+    says="{model.attention_chunk_len} is not an option of parallel=toy_cp parallel.context=ring, which has causal "
+    "attention of its own; set parallel.context=ulysses",
+)
+
+
+@AXES.rule("mesh.fsdp_size", "model.dim")
+def shards_have_rows(config: "Config", where: Where) -> str | None:
+    """FSDP2 cuts between rows."""
+    dim = config.model.dim
+    if not config.parallel.uses_dtensor or config.mesh.shard_ranks(where.world_size) <= dim:
+        return None
+    fitting = max(size for size in range(1, dim + 1) if where.world_size % size == 0)
+    return (
+        f"mesh.fsdp_size={config.mesh.fsdp_size} cuts parameters of {dim} rows (model.dim) into "
+        f"{config.mesh.shard_ranks(where.world_size)} shards, so that ranks would hold nothing of them; set "
+        f"mesh.fsdp_size={fitting}"
+    )
+
+
+@AXES.rule("mesh.fsdp_size", "train.float8_all_gather=true")
+def float8_shards_are_even(config: "Config", where: Where) -> str | None:
+    """A gather in float8 has equal shards."""
+    if not config.parallel.uses_dtensor or not config.train.float8_all_gather:
+        return None
+    with torch.device("meta"):
+        return uneven_shards(config.model.build(), config.mesh.shard_ranks(where.world_size))

@@ -1,0 +1,169 @@
+"""The optimizer against strategy, offload and deterministic modes."""
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from fsdptoys.models import MoEConfig
+from fsdptoys.optim import low_bit_adamw
+from fsdptoys.parallel.fsdp2 import sharding
+from fsdptoys.utils.torchao import torchao_fault
+
+from .rule import Rules, Where
+
+if TYPE_CHECKING:
+    from fsdptoys.config.schema import Config
+
+OPTIMIZER = Rules()
+
+
+def _low_bits(config: "Config", where: Where) -> bool:
+    return config.optim.low_bit_format is not None
+
+
+def _exchanges(config: "Config", where: Where) -> bool:
+    return config.optim.exchanges_matrices
+
+
+def _fuses_unlike_others(config: "Config", where: Where) -> bool:
+    return not config.optim.fused_takes_shards
+
+
+OPTIMIZER.exclude(
+    "train.grad_accum",
+    "train.deterministic=true",
+    "memory.cpu_offload=true",
+    when=lambda config, where: config.parallel.flattens_parameters,
+    # Each reduction would overwrite the offloaded gradient of the previous one.
+    says="{train.grad_accum} with train.deterministic=true reduces after every micro-batch, which FSDP1 cannot add up "
+    "under memory.cpu_offload=true; set parallel=fsdp2",
+)
+OPTIMIZER.exclude(
+    "optim.state_dtype!=float32",
+    "memory.optimizer_offload=true",
+    says="{optim.state_dtype} applies to states on the device, and memory.optimizer_offload=true keeps them in host "
+    "memory; set memory.offload_state_dtype=bfloat16 and optim.state_dtype=float32",
+)
+OPTIMIZER.exclude(
+    "optim.state_dtype!=float32",
+    "memory.cpu_offload=true",
+    "memory.cpu_offload_executor=overlapped",
+    says="{optim.state_dtype} is not an option of memory.cpu_offload_executor=overlapped; set "
+    "memory.cpu_offload_executor=native or optim.state_dtype=float32",
+)
+
+
+@OPTIMIZER.rule("optim.state_dtype=int8", "parallel")
+def low_bit_states_need_rows(config: "Config", where: Where) -> str | None:
+    """Low-bit states have a scale for each block of a row."""
+    lost = config.parallel.matrices_lost
+    if not _low_bits(config, where) or lost is None:
+        return None
+    return (
+        f"optim.state_dtype={config.optim.low_bit_format} keeps a scale for each part of a row of a matrix, which "
+        f"parallel={config.parallel.name} {lost}; set parallel=fsdp2 or optim.state_dtype=bfloat16"
+    )
+
+
+@OPTIMIZER.rule("optim.state_dtype=int8")
+def low_bit_states_need_torchao(config: "Config", where: Where) -> str | None:
+    """torchao has the low-bit states."""
+    fault = torchao_fault() if _low_bits(config, where) else None
+    if fault is None:
+        return None
+    return (
+        f"optim.state_dtype={config.optim.low_bit_format} needs the package torchao, which {fault}, or set "
+        "optim.state_dtype=bfloat16"
+    )
+
+
+OPTIMIZER.exclude(
+    "optim.state_dtype",
+    "optim.implementation=foreach",
+    when=_low_bits,
+    says="optim.implementation=foreach is not an option of {optim.state_dtype}; set optim.implementation=fused, which "
+    "compiles the update, or optim.implementation=for_loop",
+)
+OPTIMIZER.exclude(
+    "optim.state_dtype",
+    "optim.implementation=fused",
+    "train.deterministic!=false",
+    when=_low_bits,
+    says="optim.implementation=fused compiles updates for each size with {optim.state_dtype}, and rounds by it, which "
+    "{train.deterministic} rules out; set optim.implementation=auto",
+)
+
+
+@OPTIMIZER.rule("optim=muon", "parallel")
+def muon_needs_matrices(config: "Config", where: Where) -> str | None:
+    """Muon orthogonalizes full matrices."""
+    lost = config.parallel.matrices_lost
+    if not _exchanges(config, where) or lost is None:
+        return None
+    return (
+        f"optim={config.optim.name} orthogonalizes full matrices, which parallel={config.parallel.name} {lost}; set "
+        "parallel=fsdp2 or optim=adamw"
+    )
+
+
+OPTIMIZER.exclude(
+    "optim",
+    "memory.optimizer_offload=true",
+    when=_exchanges,
+    says="memory.optimizer_offload=true is not an option of {optim}, whose update needs full matrices on the device; "
+    "set memory.optimizer_offload=false or optim=adamw",
+)
+OPTIMIZER.exclude(
+    "optim",
+    "memory.cpu_offload=true",
+    when=_exchanges,
+    says="memory.cpu_offload=true is not an option of {optim}, whose update needs full matrices on the device; set "
+    "memory.cpu_offload=false or optim=adamw",
+)
+OPTIMIZER.exclude(
+    "optim.implementation=fused",
+    "parallel",
+    when=lambda config, where: config.parallel.uses_dtensor and _fuses_unlike_others(config, where),
+    says="optim.implementation=fused of {optim} does not take FSDP2's sharded parameters; set "
+    "optim.implementation=foreach",
+)
+OPTIMIZER.exclude(
+    "optim.implementation=fused",
+    "train.deterministic!=false",
+    when=lambda config, where: (
+        _fuses_unlike_others(config, where) and (where.device_type == "cpu" or config.memory.cpu_offload)
+    ),
+    says="optim.implementation=fused of {optim} rounds by a shard's size on a CPU, which {train.deterministic} rules "
+    "out; set optim.implementation=auto",
+)
+OPTIMIZER.exclude(
+    "optim.weight_decay_on=matrices",
+    "parallel.use_orig_params=false",
+    when=lambda config, where: config.optim.weight_decay > 0,
+    says="optim.weight_decay_on=matrices cannot select parameters under parallel.use_orig_params=false; set "
+    "optim.weight_decay_on=all or parallel.use_orig_params=true",
+)
+
+
+@OPTIMIZER.rule("optim.state_dtype=int8", "mesh.fsdp_size")
+def shards_end_between_blocks(config: "Config", where: Where) -> str | None:
+    """Shards of stacks of experts can end within a quantization block."""
+    format, model, axes = config.optim.low_bit_format, config.model, where.axes
+    if format is None or not isinstance(model, MoEConfig) or not config.parallel.uses_dtensor:
+        return None
+    with torch.device("meta"):
+        parameters = list(model.build().named_parameters())
+    for name, param in parameters:
+        block, (dim, ranks) = low_bit_adamw.block_elements(format, param.shape), sharding(param, axes)
+        cut = param.shape[-1] // ranks if dim == param.ndim - 1 else 0
+        if block is not None and cut % block:
+            fix = "optim.state_dtype=bfloat16"
+            if axes.ep == 1:
+                fix = f"a mesh.fsdp_size that divides {param.shape[0]} or {fix}"
+            elif model.n_experts % axes.copy == 0:
+                fix = f"mesh.ep_size={axes.copy} or {fix}"
+            return (
+                f"optim.state_dtype={format} keeps a scale for {block} numbers of a row, and "
+                f"mesh.fsdp_size={config.mesh.fsdp_size} cuts rows of {name} into {cut}; set {fix}"
+            )
+    return None

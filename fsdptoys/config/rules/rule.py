@@ -1,0 +1,130 @@
+"""Rules across sections: which settings exclude one another, why, and what to set instead.
+
+A rule names the settings that it is about and holds whole literal sentences, so that a search for the words of a
+message finds it. Rules are checked in the order of their files, before any process group or allocation; the first
+sentence is the message.
+
+A setting is ``KEY=VALUE``, ``KEY!=VALUE``, or ``KEY`` for any other value than the default; ``{KEY}`` in a sentence
+stands for ``KEY=`` and its value. Groups (``parallel``, ``optim``, ``tune``, ``model``) stand for what they chose, and
+``launch.device`` for the type of the device. A group or device without a value always holds: its rule has a condition.
+"""
+
+import functools
+import re
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from fsdptoys.errors import ConfigError
+from fsdptoys.parallel.mesh import Axes
+from fsdptoys.utils.options import default_of
+from fsdptoys.utils.text import value_text
+
+if TYPE_CHECKING:
+    from fsdptoys.config.schema import Config
+
+DEVICE = "launch.device"
+
+
+@dataclass(frozen=True)
+class Where:
+    """What a configuration is to run on."""
+
+    world_size: int
+    device_type: str
+    axes: Axes
+
+
+Condition = Callable[["Config", Where], bool]
+Check = Callable[["Config", Where], str | None]
+
+
+@dataclass(frozen=True)
+class Rule:
+    """A check, and the settings that it is about."""
+
+    settings: tuple[str, ...]
+    check: Check
+
+
+class Rules:
+    """Rules of a topic, in their order."""
+
+    def __init__(self) -> None:
+        self.all: list[Rule] = []
+
+    def rule(self, *settings: str) -> Callable[[Check], Check]:
+        """Register a function that returns the sentence against a configuration, or None."""
+
+        def register(check: Check) -> Check:
+            self.all.append(Rule(settings, check))
+            return check
+
+        return register
+
+    def exclude(self, *settings: str, when: Condition | None = None, says: str) -> None:
+        """Refuse settings that occur together.
+
+        Args:
+            settings: all of them must hold.
+            when: a further condition.
+            says: the sentence.
+        """
+
+        def check(config: "Config", where: Where) -> str | None:
+            if not all(holds(config, where, setting) for setting in settings):
+                return None
+            return fill(says, config, where) if when is None or when(config, where) else None
+
+        self.all.append(Rule(settings, check))
+
+
+def check_rules(rules: Iterable[Rule], config: "Config", where: Where) -> None:
+    """Check rules in their order.
+
+    Raises:
+        ConfigError: with the first sentence.
+    """
+    for rule in rules:
+        sentence = rule.check(config, where)
+        if sentence is not None:
+            raise ConfigError(sentence)
+
+
+def holds(config: "Config", where: Where, setting: str) -> bool:
+    """Return whether a configuration has a setting; a strategy or model without the option does not."""
+    key, unequal, wanted = _parts(setting)
+    section, _, name = key.partition(".")
+    field = getattr(config, section).__dataclass_fields__.get(name)
+    if key != DEVICE and name and field is None:
+        return False
+    if not wanted:
+        return key == DEVICE or not name or value_text(read(config, where, key)) != value_text(default_of(field))
+    return (value_text(read(config, where, key)) == wanted) is not unequal
+
+
+@functools.cache
+def _parts(setting: str) -> tuple[str, bool, str]:
+    """Return key, whether the value must differ, and value."""
+    key, sign, value = re.fullmatch(r"([\w.]+)(?:(!?=)(.+))?", setting).groups(default="")  # type: ignore[union-attr]
+    return key, sign == "!=", value
+
+
+def read(config: "Config", where: Where, key: str) -> Any:
+    """Return the value of a key, the choice of a group, or the type of the device."""
+    section, _, name = key.partition(".")
+    chosen = getattr(config, section)
+    if key == DEVICE:
+        return where.device_type
+    if name:
+        return getattr(chosen, name)
+    return chosen.name or chosen.family if section == "model" else chosen.name
+
+
+def fill(sentence: str, config: "Config", where: Where) -> str:
+    """Replace each ``{KEY}`` of a sentence with ``KEY=`` and its value."""
+
+    def setting(found: re.Match[str]) -> str:
+        return f"{found[1]}={value_text(read(config, where, found[1]))}"
+
+    return re.sub(r"\{([\w.]+)\}", setting, sentence)

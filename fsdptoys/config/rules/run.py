@@ -1,0 +1,77 @@
+"""Length, batch, evaluation, checkpoints and restarts of a run."""
+
+from typing import TYPE_CHECKING
+
+from .rule import Rules, Where
+
+if TYPE_CHECKING:
+    from fsdptoys.config.schema import Config
+
+SIZES = Rules()
+"""Against the model."""
+CONTINUATION = Rules()
+"""Of checkpoints."""
+
+
+@SIZES.rule("train.seq_len", "model.max_seq_len")
+def positions_reach(config: "Config", where: Where) -> str | None:
+    """Sequences are at most as long as the model's positions."""
+    longest = config.model.max_seq_len
+    if config.train.seq_len <= longest:
+        return None
+    return (
+        f"train.seq_len={config.train.seq_len} is over the model's model.max_seq_len={longest}; set "
+        f"train.seq_len={longest}"
+    )
+
+
+@SIZES.rule("train.batch_size", "train.grad_accum", "train.seq_len")
+def batches_fit_the_host(config: "Config", where: Where) -> str | None:
+    """Batches of a step are in host memory."""
+    train = config.train
+    if config.step_bytes <= 2**50:
+        return None
+    return (
+        f"train.batch_size={train.batch_size}, train.grad_accum={train.grad_accum} and train.seq_len={train.seq_len} "
+        f"make a step's batches {config.step_bytes / 2**50:,.0f} PiB; lower them"
+    )
+
+
+@SIZES.rule("memory.checkpointing_start_index", "model.n_layers")
+def some_block_is_checkpointed(config: "Config", where: Where) -> str | None:
+    """Checkpointing starts at a block of the model."""
+    start, n_layers = config.memory.checkpointing_start_index, config.model.n_layers
+    if not config.memory.checkpoints or start < n_layers:
+        return None
+    return (
+        f"memory.checkpointing_start_index={start} is past the last of the model's {n_layers} layers; set "
+        "memory.checkpointing_start_index=0 to checkpoint every block"
+    )
+
+
+@SIZES.rule("memory.activation_offload=true", "model.n_layers")
+def activations_leave_the_device(config: "Config", where: Where) -> str | None:
+    """The last block's tensors stay on the device, and those of the block before until they are used."""
+    memory = config.memory
+    checkpointed = len(range(memory.checkpointing_start_index, config.model.n_layers, memory.checkpointing_every))
+    if not memory.activation_offload or checkpointed >= 3:
+        return None
+    return (
+        "memory.activation_offload=true saves nothing with fewer than 3 checkpointed blocks, of which there are "
+        f"{checkpointed}; set memory.activation_offload=false"
+    )
+
+
+CONTINUATION.exclude(
+    "checkpoint.resume",
+    "checkpoint.folder=null",
+    "metrics.run_dir=null",
+    when=lambda config, where: config.checkpoint.resume in ("auto", "must"),
+    says="{checkpoint.resume} looks for checkpoints in the run directory, which is a new one each time; set "
+    "metrics.run_dir=runs/NAME",
+)
+CONTINUATION.exclude(
+    "launch.max_restarts",
+    "checkpoint.every=0",
+    says="{launch.max_restarts} would start from step 1 each time without checkpoints; set checkpoint.every=100",
+)
