@@ -28,9 +28,11 @@ from fsdptoys.config.schema_docs import collect_keys, read_classes
 from fsdptoys.errors import ConfigError
 from fsdptoys.parallel import FSDP2Config
 from fsdptoys.parallel.context import ContextForm
+from fsdptoys.parallel.fsdp import TORCH
 from fsdptoys.utils.bounds import bounds_of
 from fsdptoys.utils.foreign import parse_yaml
-from scripts import write_options
+from fsdptoys.utils.options import Declared
+from scripts import write_options, write_pairs
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 HINTS = typing.get_type_hints(Config)
@@ -247,3 +249,26 @@ def test_file_of_settings_is_answered_with_its_place(
     assert main(words) == 2
     place = CONFIGS.resolve() / "experiment" / "mine.yaml"
     assert capsys.readouterr().err.endswith(f"copy it to {place} and write {command}experiment=mine\n")
+
+
+def test_options_of_one_key_are_declared_alike_and_need_options_that_exist() -> None:
+    """Oracle: the fields of every schema; a report knows a key, and not the class that had it."""
+    declared: dict[str, set[Declared]] = {}
+    for section, hint in HINTS.items():
+        for schema in (hint, *SCHEMAS.get(section, {}).values()):
+            for field in dataclasses.fields(schema) if section != "model" and dataclasses.is_dataclass(schema) else ():
+                declared.setdefault(f"{section}.{field.name}", set()).add(field.metadata["option"])
+    aliases = [alias for options in declared.values() for option in options for alias in option.aliases]
+    effects = {key: {option[:3] for option in options} for key, options in declared.items()}
+    assert {key for key, found in effects.items() if len(found) > 1} == set()
+    needs = {need.partition("=")[0] for options in declared.values() for option in options for need in option.needs}
+    assert needs <= set(declared) and len(aliases) == len(set(aliases))
+
+
+@pytest.mark.extended
+def test_table_of_pairs_is_what_the_checks_answer() -> None:
+    """Oracle: ``scripts/write_pairs.py`` would write the same."""
+    pytest.importorskip("torchao")
+    if TORCH != (2, 13):
+        pytest.skip("schedules and sums depend on the version of torch")
+    assert write_pairs.page() == write_pairs.PAGE.read_text("utf-8")

@@ -198,6 +198,16 @@ def test_most_likely_explanation_comes_first(tmp_path: Path, first: Any, second:
     assert "metrics.run_dir" not in {change.key for change in found.changes}
 
 
+def test_option_without_effect_is_never_accused(tmp_path: Path) -> None:
+    """Oracle: the declarations: of two runs that differ in such an option, none changes the training or rounds."""
+    others = {key: "another" for key, option in declared_options().items() if option.effect is Effect.none}
+    switched = {"profile.enabled": True, "memory.optimizer_offload": True, "memory.gradient_checkpointing": "selective"}
+    found = compared(tmp_path, run_of(6), run_of(6), others | switched)
+    assert {change.effect for change in found.changes} == {Effect.none} and len(others) > 80
+    assert {change.key for change in found.changes} >= {"train.gc_every", "memory.offload_fraction", "data.workers"}
+    assert "Settings that change the training" not in printed(found)
+
+
 def test_loss_scale_explains_gradients_rather_than_losses_of_the_first_step() -> None:
     """Oracle: the backward starts from the scaled loss; growth and overflows change the scale of later steps."""
     stages = {key: stage_of(key) for key in declared_options() if key.startswith("loss_scale.")}
