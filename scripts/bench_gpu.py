@@ -44,7 +44,7 @@ from fsdptoys.device import GIB, Device, peak_flops
 from fsdptoys.device.profile import load_hardware
 from fsdptoys.metrics.prediction import MemoryPrediction
 from fsdptoys.models import ModelConfig
-from fsdptoys.plan.estimate.estimate import closed_form
+from fsdptoys.plan.estimate.estimate import fast_estimate
 from scripts.bench_peers import DATA_SEED, PEERS, ROOT, write_batches, write_tokens
 from scripts.child_environment import child_environment
 from scripts.finished_rows import ROWS_LEFT, FinishedRows
@@ -199,7 +199,7 @@ def planned_memory(words: Sequence[str], device: str) -> MemoryPrediction | None
         return None
     config = compose_config(list(words))
     config.validate(1, "cuda")
-    return closed_form(config, load_hardware(HARDWARE), 1).memory
+    return fast_estimate(config, load_hardware(HARDWARE), 1).memory
 
 
 def peers_versions(python: str) -> str:

@@ -22,7 +22,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from fsdptoys.config.compose import compose_config
 from fsdptoys.device.profile import Hardware, load_hardware
-from fsdptoys.plan.predict import Predictor
+from fsdptoys.plan.predict import predict
 from fsdptoys.train.trainer import Trainer
 from scripts.machine import machine
 from scripts.progress import progress, unit
@@ -60,7 +60,7 @@ def operators(words: list[str]) -> float:
         slow: Hardware = dataclasses.replace(hardware, host_operator_seconds=quantity)
         config = compose_config([*words, "launch.device=cpu"])
         config.validate(1, "cpu")
-        return Predictor(config, slow, 1)(slow).time.step_seconds
+        return predict(config, slow, 1).time.step_seconds
 
     return (predicted(2 * SLOW) - predicted(SLOW)) / SLOW
 

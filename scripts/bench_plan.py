@@ -23,6 +23,7 @@ import dataclasses
 import json
 import shlex
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -35,7 +36,7 @@ from fsdptoys.device import GIB
 from fsdptoys.device.profile import Hardware, Quantity, hardware_for, load_hardware
 from fsdptoys.metrics.prediction import Prediction
 from fsdptoys.plan.calibrate import Case, calibrate, choose_parameters
-from fsdptoys.plan.predict import Predictor
+from fsdptoys.plan.predict import predict
 from scripts.bench_memory import (
     ROW_OPTIONS,
     ROWS,
@@ -64,6 +65,9 @@ class Compared:
     """Whether the device does all the work, so that the bars on time hold."""
 
 
+Predict = Callable[[Hardware], Prediction]
+
+
 def main() -> int:
     """Measure, predict, print and write the table; 0 if every bar is met."""
     args = parse_arguments()
@@ -75,7 +79,7 @@ def main() -> int:
         return 2
     hardware = copies_for_links(load_hardware(profile), args.world_size)
     measured: dict[tuple[str, str], Result] = {}
-    predictors: dict[tuple[str, str], Predictor] = {}
+    predictors: dict[tuple[str, str], Predict] = {}
     wanted = rows_of(args)
     with progress(len(wanted) + 1):
         rows_of_device = None if saved is not None else MeasuredRows(args)
@@ -88,7 +92,7 @@ def main() -> int:
                 measured[strategy, name] = result
                 done.note = result.failure or f"{result.seconds:.3f} s"
                 if not result.failure:
-                    predictors[strategy, name] = predictor(args, strategy, name, hardware)
+                    predictors[strategy, name] = predictor(args, strategy, name)
         with unit("predictions and calibration"):
             rows = compare(measured, predictors, hardware, args.calibrate_on)
     verdicts = judge(rows) if args.device != "cpu" else ["The bars are those of an accelerator."]
@@ -139,17 +143,16 @@ def copies_for_links(hardware: Hardware, world_size: int) -> Hardware:
     )
 
 
-def predictor(args: argparse.Namespace, strategy: str, name: str, hardware: Hardware) -> Predictor:
-    """Trace a row."""
-    words = [*row_words(args, strategy, name), "plan.exact=true"]
-    config = compose_config(words)
+def predictor(args: argparse.Namespace, strategy: str, name: str) -> Predict:
+    """Return a function that predicts a row."""
+    config = compose_config(row_words(args, strategy, name))
     config.validate(args.world_size, args.device)
-    return Predictor(config, hardware, args.world_size)
+    return lambda hardware: predict(config, hardware, args.world_size)
 
 
 def compare(
     measured: dict[tuple[str, str], Result],
-    predictors: dict[tuple[str, str], Predictor],
+    predictors: dict[tuple[str, str], Predict],
     hardware: Hardware,
     calibrate_on: str,
 ) -> dict[tuple[str, str], Compared]:
@@ -163,10 +166,10 @@ def compare(
             assert seconds is not None
             case = Case(lambda one, base=base: base(one).time.step_seconds, seconds, calibrate_on)  # type: ignore[misc]
             corrected = calibrate([case], hardware, choose_parameters(["compute", "memory"])).hardware
-        for (owner, name), predict in predictors.items():
+        for (owner, name), row in predictors.items():
             if owner == strategy:
                 offloads = any("offload=true" in word for word in ROWS[name].words)
-                before, after = predict(hardware), predict(corrected)
+                before, after = row(hardware), row(corrected)
                 rows[owner, name] = Compared(measured[owner, name], before, after, not offloads)
     return rows
 

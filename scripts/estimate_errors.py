@@ -1,9 +1,8 @@
-"""The planner's closed form against its trace, for ``validate_plan``: errors, and searches checked by brute force.
+"""The planner's estimates against full traces, for ``validate_plan``: errors, and searches checked by brute force.
 
 1. Errors of peak and reserved memory and of the step, over a set of runs with every strategy and memory switch.
-2. Random searches over few layers: the planner traces the first three that the closed form ranks; here every candidate
-   is traced, and the search counts as right if one of the three is the fastest that fits, or ties with it (within the
-   1% that the planner counts as a tie).
+2. Random searches over few layers: every candidate is traced in full, and a search counts as right if one of the first
+   three of the planner is the fastest that fits, or ties with it (within the 1% that the planner counts as a tie).
 
 Traces are made by forks of a process that has done nothing but import.
 """
@@ -25,14 +24,13 @@ from fsdptoys.config.schema import Config
 from fsdptoys.device.profile import Hardware, load_hardware
 from fsdptoys.errors import ConfigError
 from fsdptoys.metrics.prediction import MemoryPrediction, TimePrediction
-from fsdptoys.plan.estimate.estimate import closed_form
-from fsdptoys.plan.predict import Predictor
+from fsdptoys.plan.estimate.estimate import fast_estimate
 from fsdptoys.plan.search.ranking import TIE, Candidate, label
-from fsdptoys.plan.search.search import CHECKED, SearchResult, search
+from fsdptoys.plan.search.search import SearchResult, search
 from fsdptoys.plan.search.switches import validate_switches
 from fsdptoys.plan.simulator.allocator import build_allocator
 from fsdptoys.plan.simulator.replay import replay
-from fsdptoys.plan.trace.tracer import answer_one
+from tests.harness.full_trace import answer_one, predict_in_full
 
 from .progress import unit
 
@@ -40,6 +38,7 @@ GIB = 2**30
 MODELS = ("llama3_1b", "llama3_8b", "llama2_7b", "qwen3_0.6b", "qwen3_moe_mini")
 ERROR_BAR = 0.10
 SEARCHES_BAR = 0.95
+CHECKED = 3  # Best candidates of which one must be the fastest
 MOST_CANDIDATES = 8  # Of a search: each takes a second or two
 BASE = ("experiment=null", "model=llama3_1b", "model.n_layers=4", "parallel.param_dtype=bfloat16", "train.seq_len=2048")
 FULL, SELECTIVE = "memory.gradient_checkpointing=full", "memory.gradient_checkpointing=selective"
@@ -147,7 +146,7 @@ RUNS: list[tuple[str, int, tuple[str, ...]]] = [
 
 @dataclass(frozen=True)
 class Error:
-    """Relative errors of the closed form."""
+    """Relative errors of an estimate."""
 
     name: str
     peak: float
@@ -166,7 +165,7 @@ class Searched:
 
     name: str
     candidates: int
-    place: int  # Best place among the traced three, in the order of all traces; 1 is the fastest that fits
+    place: int  # Best place among the first three, in the order of all traces; 1 is the fastest that fits
     loss: float  # Tokens per second that the best of the three lacks
 
     @property
@@ -224,7 +223,7 @@ def estimate_errors(jobs: int, count: int | None = None) -> list[Error]:
     errors = []
     for (profile, world_size, words), run, made in zip(RUNS, runs, found, strict=False):
         assert made is not None
-        (memory, time), closed = made, closed_form(*run)
+        (memory, time), closed = made, fast_estimate(*run)
         changed = " ".join(word for word in words if word not in BASE)
         errors.append(
             Error(
@@ -239,7 +238,7 @@ def estimate_errors(jobs: int, count: int | None = None) -> list[Error]:
 
 def _of_pipeline(config: Config, hardware: Hardware, world_size: int) -> Traced:
     """Of all ranks' traces: memory of the largest, time of the busiest."""
-    prediction = Predictor(config, hardware, world_size)(hardware)
+    prediction = predict_in_full(config, hardware, world_size)
     return prediction.memory, prediction.time
 
 
@@ -283,7 +282,7 @@ def run_searches(count: int, jobs: int, seed: int = 0) -> list[Searched]:
             name, hardware, world_size, memory_bytes, words = random_search(draw)
             try:
                 base = compose_config(words)
-                result = search(base, words, hardware, world_size, memory_bytes, closed_form)
+                result = search(base, words, hardware, world_size, memory_bytes, fast_estimate)
             except ConfigError:
                 continue
             if len(result.candidates) <= CHECKED or len(result.candidates) + len(result.over) > MOST_CANDIDATES:

@@ -23,7 +23,7 @@ import torch
 from fsdptoys.config.compose import compose_config
 from fsdptoys.device import GIB
 from fsdptoys.device.profile import load_hardware
-from fsdptoys.plan.predict import Predictor
+from fsdptoys.plan.predict import predict
 from scripts.progress import progress, unit
 from scripts.smoke import speed, training
 from scripts.smoke.runs import COMMON, SMALL
@@ -77,7 +77,7 @@ def compare(lines: list[dict[str, Any]], hardware: str) -> Iterator[Compared]:
             with unit(f"{line['check']}, {name}"):
                 config = compose_config([*COMMON, f"launch.device={line['device']}", *words])
                 config.validate(1, line["device"])
-                found = Predictor(config, profile, 1)(profile)
+                found = predict(config, profile, 1)
             memory = found.memory
             yield Compared(line["check"], name, measured, memory.peak_bytes / GIB, memory.reserved_bytes / GIB,
                            1e3 * found.time.step_seconds)  # fmt: skip

@@ -1,42 +1,30 @@
 """Published runs with several axes of parallelism against the planner, for ``validate_plan --layouts``.
 
-Today's trainer is traced with each row's layout, batch, sequence and checkpointing, as ``fsdptoys plan`` does (at two
-depths; all layers up to 32), or predicted in closed form where stages split the layers, on the row's machine, and
-compared in reserved memory and in tokens per second of one GPU. Speed is also compared after fitting the speed of
-matmuls to one row of a machine, and by rank correlation over the layouts of one machine and model.
+Today's trainer is predicted with each row's layout, batch, sequence and checkpointing, as ``fsdptoys plan`` does, on
+the row's machine, and compared in reserved memory and in tokens per second of one GPU. Speed is also compared after
+fitting the speed of matmuls to one row of a machine, and by rank correlation over the layouts of one machine and model.
 
 torchtitan's selective checkpointing recomputes every other matmul, and its loss of a split vocabulary is PyTorch's
-(``loss_parallel``); the trainer has no setting for either, so torchtitan's rows are traced with them. Rows that differ
-only in settings that no trace has (float8, compilation, asynchronous tensor parallelism) share one trace. Rows that
-cannot be planned are listed with the reason.
+(``loss_parallel``); the trainer has no setting for either, so torchtitan's rows are predicted with them. Rows that
+differ only in settings that no prediction has (float8, compilation, asynchronous tensor parallelism) share one. Rows
+that cannot be planned are listed with the reason.
 """
 
-import multiprocessing
-import os
-import pickle
-import tempfile
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from hashlib import sha256
-from pathlib import Path
+from typing import Any
 
 import numpy as np
 
-from fsdptoys.config.schema import Config
 from fsdptoys.device.profile import Hardware
 from fsdptoys.loss import vocabulary
 from fsdptoys.memory import activation_checkpointing
 from fsdptoys.metrics.prediction import Prediction
 from fsdptoys.plan.calibrate import Case, calibrate, choose_parameters
 from fsdptoys.plan.estimate import unit_traces
-from fsdptoys.plan.estimate.estimate import closed_form
-from fsdptoys.plan.simulator.allocator import build_allocator
-from fsdptoys.plan.simulator.events import Trace
-from fsdptoys.plan.simulator.replay import Replay, replay
-from fsdptoys.plan.trace.extrapolate_layers import choose_depths, extrapolate
+from fsdptoys.plan.estimate.estimate import fast_estimate
 from fsdptoys.plan.trace.fake_device import replaced
-from fsdptoys.plan.trace.tracer import answer_one, tracing_environment
 from scripts.loss_parallel import LossParallel
 from scripts.progress import unit
 from scripts.published_layouts import MACHINES, PublishedLayout, machine
@@ -46,52 +34,25 @@ GIB = 2**30
 MEMORY_BAR, RANK_BAR = 0.08, 0.8
 LEAST_ROWS = 3
 """Fewest layouts with a rank correlation."""
-SPAWN = multiprocessing.get_context("spawn")
 
 
-@dataclass
-class LayoutTrace:
-    """Traces of a layout at one depth or two."""
-
-    traces: list[Trace]
-    depths: list[int]
-    n_layers: int
-    config: Config
-
-    def replay(self, hardware: Hardware) -> Replay:
-        """Replay on a machine, extrapolated to all layers."""
-        kind = self.config.plan.allocator
-        replays = [
-            replay(each, hardware, build_allocator(kind, device_type=hardware.device_type)) for each in self.traces
-        ]
-        if len(replays) == 1:
-            return replays[0]
-        return extrapolate(replays[0], replays[1], (self.depths[0], self.depths[1]), self.n_layers)
-
-    def seconds(self, hardware: Hardware) -> float:
-        """Seconds of a step."""
-        return self.replay(hardware).time().step_seconds
-
-    def reserved_bytes(self, hardware: Hardware) -> int:
-        """Reserved memory."""
-        return self.replay(hardware).memory().reserved_bytes
-
-
-@dataclass
-class ClosedLayout:
-    """A layout with stages, in closed form: traces of all ranks would take hours."""
+@dataclass(frozen=True)
+class Layout:
+    """A row's layout."""
 
     row: PublishedLayout
 
     def predict(self, hardware: Hardware) -> Prediction:
-        """Predict on a machine; the head is that of the row, which a cache would mistake for the trainer's."""
+        """Predict on a machine; caches of blocks and heads would take the row's for the trainer's, and are emptied."""
         loss = [(vocabulary, "_LogitsLoss", LossParallel)] if self.row.loss_parallel else []
-        with replaced(*loss):
-            unit_traces._head.cache_clear()
+        every_other = (activation_checkpointing, "create_selective_checkpoint_contexts", _keep_every_other)
+        kept = [every_other] if self.row.checkpointing == "selective_torchtitan" else []
+        with replaced(*loss, *kept):
+            _forget()
             try:
-                return closed_form(self.row.config(), hardware, self.row.gpus)
+                return fast_estimate(self.row.config(), hardware, self.row.gpus)
             finally:
-                unit_traces._head.cache_clear()
+                _forget()
 
     def seconds(self, hardware: Hardware) -> float:
         """Seconds of a step."""
@@ -102,46 +63,13 @@ class ClosedLayout:
         return self.predict(hardware).memory.reserved_bytes
 
 
-def trace_layout(row: PublishedLayout, folder: Path) -> LayoutTrace:
-    """Trace a row's layout in processes of their own, or read its traces from the folder."""
-    path = folder / f"layout_{sha256(' '.join(row.trace_key).encode()).hexdigest()[:16]}.pickle"
-    if not path.exists():
-        config = row.config()
-        depths = choose_depths(config)
-        with tempfile.TemporaryDirectory() as name:
-            answers = {Path(name) / f"{depth}.pickle": depth for depth in depths}
-            workers = [SPAWN.Process(target=answer_row, args=(path, row, depth)) for path, depth in answers.items()]
-            for worker in workers:
-                worker.start()
-            for worker in workers:
-                worker.join()
-            traces = [read_trace(path, row.name) for path in answers]
-        with open(path, "wb") as file:
-            pickle.dump(LayoutTrace(traces, depths, config.model.n_layers, config), file)
-    with open(path, "rb") as file:
-        made: LayoutTrace = pickle.load(file)
-    return made
+def _keep_every_other(_: Any) -> Any:
+    return keep_every_other_product()
 
 
-def answer_row(path: Path, row: PublishedLayout, n_layers: int) -> None:
-    """Trace a row at one depth and write the answer; this process cannot be used afterwards."""
-    if row.checkpointing == "selective_torchtitan":
-        activation_checkpointing.create_selective_checkpoint_contexts = lambda _: keep_every_other_product()
-    if row.loss_parallel:
-        vocabulary._LogitsLoss = LossParallel  # type: ignore[misc, assignment]
-    config = row.config()
-    config.model.n_layers = n_layers
-    answer_one(path, config, machine(row.machine), row.gpus)
-
-
-def read_trace(path: Path, name: str) -> Trace:
-    """The trace in an answer, or its failure as an exception."""
-    if not path.exists():
-        raise RuntimeError(f"{name}: the tracing process was killed")
-    answer = pickle.loads(path.read_bytes())
-    if not isinstance(answer, Trace):
-        raise RuntimeError(f"{name} could not be traced: {answer[1]}")
-    return answer
+def _forget() -> None:
+    unit_traces._head.cache_clear()
+    unit_traces._block.cache_clear()
 
 
 @dataclass(frozen=True)
@@ -193,15 +121,14 @@ def count_traces(rows: Sequence[PublishedLayout]) -> int:
     return len({row.trace_key for row in rows if not row.obstacle})
 
 
-def plan_layouts(rows: Sequence[PublishedLayout], folder: Path) -> LayoutResults:
+def plan_layouts(rows: Sequence[PublishedLayout]) -> LayoutResults:
     """Predict the rows that can be planned, those with the fit of a machine first."""
-    os.environ |= tracing_environment()
     results, fits = LayoutResults(), {}
     made: dict[tuple[str, ...], tuple[float, float, float | None]] = {}
     for row in sorted((row for row in rows if not row.obstacle), key=lambda row: not row.fit):
         if (key := row.trace_key) not in made:
             with unit(row.name):
-                traced = ClosedLayout(row) if row.pp > 1 else trace_layout(row, folder)
+                traced = Layout(row)
                 hardware = machine(row.machine)
                 if row.fit:
                     case = Case(traced.seconds, row.tokens / row.speed, row.name)

@@ -20,7 +20,6 @@ from fsdptoys.plan.search.switches import validate_switches
 from scripts.published_torchtitan import h100
 
 TABLES = Path(__file__).with_suffix(".yaml")
-LAYERS_IN_FULL = 32
 MACHINES = {"h100_96gb": "H100 with 96 GB at 2.4 TB/s", "h100": "H100", "b200": "B200"}
 """Key of a machine → its name on the page."""
 
@@ -146,9 +145,8 @@ class PublishedLayout:
         return (self.machine, str(self.gpus), self.checkpointing, loss, *self.overrides())
 
     def config(self) -> Config:
-        """The validated configuration; all layers are traced if there are few."""
+        """The validated configuration."""
         config: Config = compose_config(self.overrides())
-        config.plan.exact = config.model.n_layers <= LAYERS_IN_FULL
         hardware = machine(self.machine)
         validate_switches(config, self.gpus, hardware.device_type, int(hardware.devices_per_node.value))
         return config

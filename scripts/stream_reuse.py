@@ -42,9 +42,9 @@ from fsdptoys.plan.simulator.replay import replay
 from fsdptoys.plan.trace.fake_device import PlannedDevice
 from fsdptoys.plan.trace.op_costs import matmul_workspace_bytes
 from fsdptoys.plan.trace.op_recorder import OpRecorder
-from fsdptoys.plan.trace.tracer import trace_here
 from fsdptoys.train.trainer import Trainer
 from scripts.progress import progress, unit
+from tests.harness.full_trace import trace_here
 
 RANKS, STEPS = 8, 2
 STRATEGIES = ("fsdp1", "fsdp2")

@@ -18,7 +18,7 @@ from fsdptoys.config.compose import compose_config
 from fsdptoys.device.profile import Hardware, load_hardware
 from fsdptoys.errors import ConfigError
 from fsdptoys.metrics.prediction import Prediction
-from fsdptoys.plan.estimate.estimate import closed_form
+from fsdptoys.plan.estimate.estimate import fast_estimate
 
 GIB = 2**30
 DEVICES = {"4090": 24, "l40s": 48, "h100": 80}
@@ -64,7 +64,7 @@ def plan(words: Sequence[str], hardware: Hardware, ranks: int) -> Cell:
     try:
         config = compose_config([*words, *(["parallel=single"] if ranks == 1 and "parallel=ddp" in words else [])])
         config.validate(ranks, hardware.device_type, min(ranks, int(hardware.devices_per_node.value)))
-        prediction = closed_form(config, hardware, ranks)
+        prediction = fast_estimate(config, hardware, ranks)
     except ConfigError:
         return Cell(None)
     memory = prediction.memory

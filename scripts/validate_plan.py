@@ -55,7 +55,6 @@ from fsdptoys.plan.simulator.events import Trace
 from fsdptoys.plan.simulator.replay import Replay, replay
 from fsdptoys.plan.trace.op_costs import matmul_workspace_bytes
 from fsdptoys.plan.trace.op_recorder import OpRecorder
-from fsdptoys.plan.trace.tracer import trace_here
 from scripts import estimate_errors, planned_layouts, planned_rows, published_torchtitan, trainer_rows
 from scripts.finding import Finding
 from scripts.planned_rows import PlannedRow, planned_config, planned_table
@@ -65,6 +64,7 @@ from scripts.published_llama2 import Sizes
 from scripts.published_programs import ROWS, first_program
 from scripts.published_torchtitan import h100
 from scripts.trainer_rows import TrainerRow, failures, trainer_table
+from tests.harness.full_trace import trace_here
 
 GIB = 2**30
 STEPS = 3
@@ -334,11 +334,11 @@ def check_estimate(runs: int, searches: int, jobs: int) -> int:
     return 0 if met else 1
 
 
-def check_layouts(names: list[str], folder: Path) -> int:
+def check_layouts(names: list[str]) -> int:
     """Compare published rows of several axes with the planner; 0 if the bars are met."""
     rows = [row for row in read_layouts() if not names or row.name in names]
     with progress(planned_layouts.count_traces(rows)):
-        results = planned_layouts.plan_layouts(rows, folder)
+        results = planned_layouts.plan_layouts(rows)
     lines, met = planned_layouts.render_layouts(rows, results)
     print("\n".join([*about()[:2], *lines]))
     return 0 if met else 1
@@ -382,7 +382,7 @@ def main() -> int:
         folder = args.keep or Path(temporary)
         folder.mkdir(parents=True, exist_ok=True)
         if args.layouts is not None:
-            return check_layouts(args.layouts, folder)
+            return check_layouts(args.layouts)
         with progress(len(missing_traces(args.rows, folder)) + 1):
             make_traces(args.rows, folder, args.jobs, args.layers)
             with unit("replays and fits"):

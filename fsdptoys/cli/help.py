@@ -20,7 +20,6 @@ settings:
                           configs/hardware
   plan.world_size=N       number of ranks; default: one node of that hardware
   plan.memory_gib=X       usable memory of a device; default: all of it
-  plan.exact=true         trace every layer, instead of extrapolating from a few
   plan.allocator=native   PyTorch's default segments instead of expandable ones
 """
 

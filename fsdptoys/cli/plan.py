@@ -26,14 +26,13 @@ from fsdptoys.device.profile import Hardware
 from fsdptoys.errors import ConfigError
 from fsdptoys.launch.launch import SINGLE, choose_experiment, choose_single, names_training
 from fsdptoys.plan.calibrate import calibrate_command
-from fsdptoys.plan.estimate.estimate import closed_form, has_closed_form
-from fsdptoys.plan.predict import Predictor, hardware_of, predict, world_size_of
+from fsdptoys.plan.estimate.estimate import fast_estimate
+from fsdptoys.plan.predict import doubts, hardware_of, predict, world_size_of
 from fsdptoys.plan.search.advice import advise
 from fsdptoys.plan.search.frontier_plot import check_picture, draw_frontier
 from fsdptoys.plan.search.search import search
 from fsdptoys.plan.search.switches import node_ranks_of, validate_switches
 from fsdptoys.plan.text_report import advice_to_dict, print_prediction, print_search, search_to_dict
-from fsdptoys.plan.trace.tracing_process import traced_depths
 from fsdptoys.utils.text import near_miss
 
 from .commands import parse
@@ -107,7 +106,7 @@ def plan_command(words: Sequence[str]) -> int:
 
 def _run(words: Sequence[str]) -> int:
     if words and words[0] == "calibrate":
-        return calibrate_command(words[1:], Predictor, Console())
+        return calibrate_command(words[1:], predict, Console())
     if words and words[0] == "search":
         return _search(words[1:])
     if words and "=" not in words[0] and not words[0].startswith("-"):
@@ -132,9 +131,8 @@ def _run(words: Sequence[str]) -> int:
             "mesh.ep_size=1 has none; leave it out or set mesh.ep_size"
         )
     prediction = predict(config, hardware, world_size)
-    estimate = functools.partial(closed_form, hardware=hardware, world_size=world_size)
-    known = has_closed_form(config)
-    advice = advise(run.config, estimate, prediction, run.memory_bytes, node_ranks) if known else []
+    estimate = functools.partial(fast_estimate, hardware=hardware, world_size=world_size)
+    advice = advise(run.config, estimate, prediction, run.memory_bytes, node_ranks)
     if options.json:
         limit = {"memory_limit_bytes": run.memory_bytes, "advice": advice_to_dict(advice)}
         print(json.dumps(prediction.to_dict() | limit, indent=2))
@@ -156,14 +154,14 @@ def _search(words: Sequence[str]) -> int:
         run.hardware,
         run.world_size,
         run.memory_bytes,
-        closed_form,
-        check=functools.partial(predict, tracing=traced_depths),
+        fast_estimate,
         host_memory_bytes=run.hardware.host_memory_bytes.value,
     )
     if options.json:
         print(json.dumps(search_to_dict(result), indent=2))
     else:
-        print_search(result, run.config.plan.rows, Console())
+        caveats = doubts(result.best.config, run.hardware, run.world_size)
+        print_search(result, run.config.plan.rows, caveats, Console())
     if picture is not None:
         title = f"{run.config.model.name} on {run.world_size} ranks, {run.hardware.title}"
         draw_frontier(picture, title, result)

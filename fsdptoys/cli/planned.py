@@ -86,13 +86,13 @@ def choose_largest(experiment: str, device_type: str, world_size: int, *, stdout
     if memory is None:
         return [experiment]
     # Importing the planner takes a while, and a run on a CPU does not need it.
-    from fsdptoys.plan.estimate.estimate import closed_form
+    from fsdptoys.plan.estimate.estimate import fast_estimate
     from fsdptoys.plan.search.search import largest_preset
 
     presets = [preset for preset in compose_presets(list_choices()["model"]) if not preset.name.endswith("_debug")]
     base = compose_config([experiment])
     limit = memory.limit_bytes
-    best = largest_preset(presets, base, [experiment], memory.hardware, world_size, limit, closed_form)
+    best = largest_preset(presets, base, [experiment], memory.hardware, world_size, limit, fast_estimate)
     _say(f"{' '.join(best.words)} is {memory.describe(best.reserved_bytes)}", stdout)
     return list(best.words)
 
@@ -124,7 +124,7 @@ def fastest_switches(
     words: Sequence[str], base: Config, memory: DeviceMemory, world_size: int, *, stdout: bool = True
 ) -> list[str]:
     """Return the overrides of :func:`choose_switches` for devices with the given memory."""
-    from fsdptoys.plan.estimate.estimate import closed_form
+    from fsdptoys.plan.estimate.estimate import fast_estimate
     from fsdptoys.plan.search.search import search
     from fsdptoys.plan.search.switches import SENSIBLE, check_strategy
 
@@ -137,7 +137,7 @@ def fastest_switches(
     given += [f"mesh.{name}={value_text(value)}" for name, value in vars(base.mesh).items()]
     try:
         check_strategy(base)
-        best = search(base, given, memory.hardware, world_size, memory.limit_bytes, closed_form, space=space).best
+        best = search(base, given, memory.hardware, world_size, memory.limit_bytes, fast_estimate, space=space).best
     except ConfigError as error:
         _say(f"memory=auto leaves the switches off: {error}", stdout)
         return []

@@ -26,8 +26,6 @@ class PlanConfig:
     """Number of ranks to plan for; null for one node of that hardware."""
     memory_gib: float | None = option(None, above(0, 2**20), effect=Effect.none)
     """Device memory available to the allocator, in GiB; null for the profile's usable memory."""
-    exact: bool = option(False, effect=Effect.none)
-    """Trace every layer instead of extrapolating from a few."""
     allocator: AllocatorKind = option(AllocatorKind.expandable, effect=Effect.none)
     """Mode of PyTorch's caching allocator on the device."""
     expert_imbalance: float = option(1.0, at_least(1, 2**20), effect=Effect.none)

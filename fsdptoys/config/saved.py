@@ -17,6 +17,7 @@ from fsdptoys.utils.from_tree import build
 from fsdptoys.utils.regular_file import read_regular
 from fsdptoys.utils.text import one_line
 
+from .plan_config import PlanConfig
 from .schema import Config
 
 LARGEST_FILE_BYTES = 2**20
@@ -63,6 +64,7 @@ def read_config(tree: dict[str, Any], where: str) -> Config:
         "tune": _build_named(TUNINGS, {"tune": {"name": "full"}} | tree, "tune", where),
         "data": SyntheticConfig(),
         "checkpoint": CheckpointConfig(),
+        "plan": PlanConfig(),  # of the planner that ran then, which may have had other settings
         "patches": tree.get("patches", "auto"),
     }
     for name, kind in typing.get_type_hints(Config).items():

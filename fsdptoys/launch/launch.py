@@ -139,7 +139,7 @@ def check_plan_settings(plan: PlanConfig, device_type: str) -> None:
                 f"plan.hardware={plan.hardware} is of type {imagined}, and this run is on {device_type}; leave it out, "
                 "or ask fsdptoys plan"
             )
-    for name in ("world_size", "memory_gib", "exact", "rows"):
+    for name in ("world_size", "memory_gib", "rows"):
         value, default = getattr(plan, name), getattr(PlanConfig(), name)
         if value != default:
             raise ConfigError(

@@ -46,8 +46,8 @@ JUMPS = tuple(math.log(2) * halves / 2 for halves in (-4, -2, -1, 1, 2, 4))
 """Trial moves of single rates: a rate that bounds nothing at the current point has no derivative, but may matter
 further away."""
 
-Predictor = Callable[[Config, Hardware, int], Callable[[Hardware], Prediction]]
-"""Returns a function that predicts a run on hardware of the same kind; it is called often."""
+Predict = Callable[[Config, Hardware, int], Prediction]
+"""Predicts a run; it is called often for the same run on hardware of one kind."""
 Residuals = Callable[[np.ndarray], np.ndarray]
 
 
@@ -264,7 +264,7 @@ def read_run(path: Path) -> tuple[RecordedRun, Config, float]:
     return run, config, spread.median
 
 
-def calibrate_runs(paths: Sequence[Path], hardware: Hardware | None, predictor: Predictor) -> Calibration:
+def calibrate_runs(paths: Sequence[Path], hardware: Hardware | None, predict: Predict) -> Calibration:
     """Calibrate a profile, by default that of the runs' device, by runs on one kind of device."""
     runs = [read_run(path) for path in paths]
     first = runs[0][0]
@@ -282,13 +282,16 @@ def calibrate_runs(paths: Sequence[Path], hardware: Hardware | None, predictor: 
     cases = []
     for run, config, measured in runs:
         config.validate(run.world_size, run.device_type)
-        predict = predictor(config, hardware, run.world_size)
-        seconds = functools.partial(lambda predict, hardware: predict(hardware).time.step_seconds, predict)
+        seconds = functools.partial(_step_seconds, predict, config, run.world_size)
         cases.append(Case(seconds, measured, run.path.name))
     return calibrate(cases, hardware)
 
 
-def calibrate_command(words: Sequence[str], predictor: Predictor, console: Console) -> int:
+def _step_seconds(predict: Predict, config: Config, world_size: int, hardware: Hardware) -> float:
+    return predict(config, hardware, world_size).time.step_seconds
+
+
+def calibrate_command(words: Sequence[str], predict: Predict, console: Console) -> int:
     """Run ``fsdptoys plan calibrate RUN_DIR... [hardware=NAME] [out=FILE]``; return the exit status."""
     options, paths = {}, []
     for word in words:
@@ -308,7 +311,7 @@ def calibrate_command(words: Sequence[str], predictor: Predictor, console: Conso
     if out is not None and not out.parent.is_dir():
         fix = f"set out={out.name} or create the folder"
         raise ConfigError(f"out={out} is in {out.parent}, which is not a folder; {fix}")
-    result = calibrate_runs(paths, hardware, predictor)
+    result = calibrate_runs(paths, hardware, predict)
     if out is None:
         out = Path(f"{result.hardware.name}_calibrated.yaml")
         if out.exists():

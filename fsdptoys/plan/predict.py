@@ -1,12 +1,9 @@
-"""Prediction of a run from its own code: two steps traced on a fake device, and replayed for memory and time."""
+"""Prediction of a run, with its limits."""
 
-import copy
 import dataclasses
-from collections.abc import Callable, Sequence
-
-import torch
 
 from fsdptoys.config.kernel_choice import AttentionKernel, GroupedKernel
+from fsdptoys.config.plan_config import AllocatorKind
 from fsdptoys.config.schema import Config
 from fsdptoys.device import GIB, Device, available_device_type
 from fsdptoys.device.profile import AttentionKind, Hardware, Quantity, list_hardware, load_hardware
@@ -17,17 +14,11 @@ from fsdptoys.models import MoEConfig
 from fsdptoys.models.attention import BACKENDS
 from fsdptoys.parallel.float8 import Float8
 from fsdptoys.parallel.mesh import straddling
-from fsdptoys.plan.estimate.estimate import closed_form, has_closed_form
-from fsdptoys.plan.pipeline_traces import PipelinePredictor, stage_predictions
+from fsdptoys.parallel.pipeline import PipelineSchedule
+from fsdptoys.plan.estimate.estimate import fast_estimate
 from fsdptoys.plan.search.switches import STRATEGIES, check_strategy, node_ranks_of
-from fsdptoys.plan.simulator.allocator import build_allocator
-from fsdptoys.plan.simulator.events import Trace
-from fsdptoys.plan.simulator.replay import replay
-from fsdptoys.plan.trace.extrapolate_layers import choose_depths, extrapolate
 from fsdptoys.plan.trace.op_costs import attention_of
-from fsdptoys.plan.trace.tracer import trace
 
-Tracing = Callable[[Config, Hardware, int, Sequence[int]], list[Trace]]
 VALIDATED_RANKS = 128  # Most ranks of a published run that the model was tested against
 TIME_BANDS = {
     "a2": (
@@ -41,8 +32,6 @@ TIME_BANDS = {
     ),
 }
 """Profile → errors of its times, from benchmarks/plan.md and gpu_planned.md; others were not compared with a run."""
-HIGHER = 0.02  # Relative excess of the closed form's peak over the extrapolated one from which all layers are traced
-ALARM = 0.10  # Reported relative difference between closed form and trace
 
 
 def hardware_of(config: Config) -> Hardware:
@@ -57,15 +46,15 @@ def hardware_of(config: Config) -> Hardware:
 
 
 def estimate_run(config: Config, world_size: int) -> tuple[Prediction, Hardware] | None:
-    """Closed-form prediction of a validated run on this machine; None if not requested or not possible."""
+    """Estimate a validated run on this machine; None if not requested or not possible."""
     unknown = config.plan.hardware == "auto" and profile_of_this_machine() is None
-    if unknown or not config.plan.predict or config.parallel.name not in STRATEGIES or not has_closed_form(config):
+    if unknown or not config.plan.predict or config.parallel.name not in STRATEGIES:
         return None
     hardware = hardware_of(config)
     memory = config.memory
     if hardware.device_type == "cpu" and (memory.cpu_offload or memory.optimizer_offload):
-        return None  # offload on a CPU moves nothing, which the closed form does not model
-    return closed_form(config, hardware, world_size), hardware
+        return None  # offload on a CPU moves nothing, which the estimate does not model
+    return fast_estimate(config, hardware, world_size), hardware
 
 
 def world_size_of(config: Config, hardware: Hardware) -> int:
@@ -78,86 +67,14 @@ def world_size_of(config: Config, hardware: Hardware) -> int:
     return (int(hardware.devices_per_node.value) if ranks == -1 else ranks) * config.launch.nnodes
 
 
-class Predictor:
-    """Predicts one validated configuration; its traces are made once, so other hardware costs a replay only.
+def predict(config: Config, hardware: Hardware, world_size: int) -> Prediction:
+    """Predict one rank's memory and time for a validated configuration, with the limits of the prediction.
 
-    ``tracing`` makes them: in a process of their own, or in those that trace the closed form's skeletons.
+    Raises:
+        ConfigError: for a strategy that cannot be predicted.
     """
-
-    def __init__(self, config: Config, hardware: Hardware, world_size: int, tracing: Tracing = trace) -> None:
-        check_strategy(config)
-        self.config = config
-        self.world_size = world_size
-        self.pipeline = PipelinePredictor(config, hardware, world_size) if config.mesh.pp_size > 1 else None
-        self.depths = [config.model.n_layers] if self.pipeline else choose_depths(config)
-        self.traces: list[Trace] = [] if self.pipeline else tracing(config, hardware, world_size, self.depths)
-
-    def __call__(self, hardware: Hardware) -> Prediction:
-        """Replay the traces on hardware of the traced device type, and extrapolate to the model's depth."""
-        config, kind = self.config, self.config.plan.allocator
-        if self.pipeline is not None:
-            return self._of_pipeline(self.pipeline, hardware)
-        allocators = [build_allocator(kind, device_type=hardware.device_type) for _ in self.traces]
-        replays = [replay(made, hardware, allocator) for made, allocator in zip(self.traces, allocators, strict=True)]
-        result, method = replays[-1], "traced, all layers"
-        if len(replays) > 1:
-            result = extrapolate(replays[0], result, (self.depths[0], self.depths[1]), config.model.n_layers)
-            method = f"traced, {self.depths[0]} and {self.depths[1]} layers"
-        closed = closed_form(config, hardware, self.world_size)
-        memory = result.memory(closed.memory.host_bytes)
-        prediction = dataclasses.replace(closed, method=method, memory=memory, time=result.time())
-        found = (*doubts(config, hardware, self.world_size), *disagreement(prediction, closed))
-        return dataclasses.replace(prediction, doubts=found)
-
-    def _of_pipeline(self, pipeline: PipelinePredictor, hardware: Hardware) -> Prediction:
-        """The memory of the pipeline rank that reserves most, and the time of the busiest."""
-        config, train = self.config, self.config.train
-        replays = pipeline(hardware)
-        largest = max(replays, key=lambda each: each.memory().reserved_bytes)
-        busiest = max(replays, key=lambda each: each.time().compute_seconds)
-        memory = largest.memory()
-        if memory.peak_phase == "forward":  # a pipeline's backwards are in the same phase
-            memory = dataclasses.replace(memory, peak_phase="forward and backward")
-        axes = config.parallel.axes(self.world_size, config.mesh)
-        tokens = train.batch_size * train.seq_len * train.grad_accum * axes.data_ranks
-        with torch.device("meta"):
-            flops_per_token = config.model.build().flops_per_token(train.seq_len)
-        peak_flops = hardware.peak_flops.get(config.parallel.param_dtype.value)
-        prediction = Prediction(
-            method=pipeline.method,
-            hardware=hardware.name,
-            world_size=self.world_size,
-            tokens_per_step=tokens,
-            model_flops_per_step=tokens / self.world_size * flops_per_token,
-            peak_flops=peak_flops.value if peak_flops else None,
-            memory=memory,
-            time=busiest.time(),
-            device_type=hardware.device_type,
-            doubts=doubts(config, hardware, self.world_size),
-            stages=stage_predictions(config, replays),
-        )
-        if not has_closed_form(config):
-            return prediction
-        found = disagreement(prediction, closed_form(config, hardware, self.world_size))
-        return dataclasses.replace(prediction, doubts=(*prediction.doubts, *found))
-
-
-def predict(config: Config, hardware: Hardware, world_size: int, tracing: Tracing = trace) -> Prediction:
-    """Trace, replay and extrapolate; see :class:`Predictor`.
-
-    A peak that moves with depth is not found by extrapolation. The closed form includes all layers: if its peak is
-    higher, all layers are traced.
-    """
-    predictor = Predictor(config, hardware, world_size, tracing)
-    prediction = predictor(hardware)
-    if len(predictor.depths) == 1:
-        return prediction
-    closed = closed_form(config, hardware, world_size)
-    if closed.memory.peak_bytes > (1 + HIGHER) * prediction.memory.peak_bytes:
-        config = copy.deepcopy(config)
-        config.plan.exact = True
-        prediction = Predictor(config, hardware, world_size, tracing)(hardware)
-    return prediction
+    check_strategy(config)
+    return dataclasses.replace(fast_estimate(config, hardware, world_size), doubts=doubts(config, hardware, world_size))
 
 
 def doubts(config: Config, hardware: Hardware, world_size: int) -> tuple[str, ...]:
@@ -180,6 +97,7 @@ def doubts(config: Config, hardware: Hardware, world_size: int) -> tuple[str, ..
     single_experts = kernels.grouped_matmul is GroupedKernel.looped
     single_experts |= hardware.device_type == "npu" and kernels.grouped_matmul is not GroupedKernel.npu
     single_experts |= hardware.device_type == "cuda" and config.parallel.param_dtype.value != "bfloat16"
+    zero_bubble = getattr(config.parallel, "schedule", None) is PipelineSchedule.zero_bubble
     profile = f"plan.hardware={hardware.name}"
     sentences: dict[str, object] = {
         f"time beyond {VALIDATED_RANKS} ranks is not validated: stragglers, congestion and failures are not modeled, "
@@ -217,23 +135,13 @@ def doubts(config: Config, hardware: Hardware, world_size: int) -> tuple[str, ..
         "experts are assumed to be one matmul, but are multiplied one by one: a lower bound of time": (
             experts and single_experts
         ),
+        "plan.allocator=native is predicted without fragmentation of its segments: a lower bound of reserved memory": (
+            plan.allocator is AllocatorKind.native
+        ),
+        f"train.deterministic={config.train.deterministic.word} is predicted without its float64 tensors: a lower "
+        "bound of memory": bool(config.train.deterministic),
+        "parallel.schedule=zero_bubble is predicted as interleaved, with the logits of all micro-batches: an upper "
+        "bound of time and a lower bound of memory": zero_bubble,
         "reading the data is assumed to take no time": config.data.reads_files,
     }
     return tuple(sentence for sentence, applies in sentences.items() if applies)
-
-
-def disagreement(traced: Prediction, closed: Prediction) -> tuple[str, ...]:
-    """Differences between closed form and trace of more than ``ALARM``, one sentence each."""
-    found: list[str] = []
-    for name, unit, read in (
-        ("peak memory", "GiB", lambda each: each.memory.peak_bytes / GIB),
-        ("reserved memory", "GiB", lambda each: each.memory.reserved_bytes / GIB),
-        ("the step", "s", lambda each: each.time.step_seconds),
-    ):
-        of_trace, of_formula = read(traced), read(closed)
-        if of_trace and abs(of_formula / of_trace - 1) > ALARM:
-            found.append(
-                f"the closed form gives {of_formula:.3g} {unit} for {name}, the trace {of_trace:.3g} {unit}: "
-                f"{of_formula / of_trace - 1:+.0%}; neither is reliable here"
-            )
-    return tuple(found)

@@ -51,8 +51,8 @@ def advice_to_dict(advice: Sequence[Advice]) -> list[dict[str, Any]]:
     return [asdict(one) for one in advice]
 
 
-def print_search(result: SearchResult, rows: int, console: Console) -> None:
-    """Print the best combinations, at most ``rows``, the frontier and the command to run."""
+def print_search(result: SearchResult, rows: int, caveats: Sequence[str], console: Console) -> None:
+    """Print the best combinations, at most ``rows``, the frontier, the caveats of the best, and its command."""
     first = result.candidates[0]
     _print_model(first.config, console)
     ranks = f"{_ranks(result.world_size)} on {result.hardware.title}"
@@ -60,26 +60,15 @@ def print_search(result: SearchResult, rows: int, console: Console) -> None:
     refused = f", {sum(result.refused.values()):,} refused" if result.refused else ""
     fit, over = len(result.candidates), len(result.over)
     fits, does = f"combination{'s fit' if fit != 1 else ' fits'}", "does" if over == 1 else "do"
-    _line(f"{fit:,} {fits}, {over:,} {does} not{refused}; predicted by the {first.prediction.method}", console)
+    _line(f"{fit:,} {fits}, {over:,} {does} not{refused}", console)
     _heading("Fastest", console)
     _print_candidates(result.leading(rows), console)
     best = frontier(result.candidates)
     _heading("Pareto front: least memory for each speed", console)
     span = (best[-1].reserved_bytes / GIB, best[-1].tokens_per_second)
     _print_candidates(list(reversed(spread_out(best, MOST_ROWS_OF_FRONTIER, span, least=0.01))), console)
-    if result.checked:
-        _heading("The best, predicted again", console)
-        for checked in result.checked:
-            again, fits = checked.prediction, "still fits" if checked.fits else "does not fit"
-            memory, speed = _gib(again.memory.reserved_bytes), f"{again.tokens_per_second:,.0f} tokens/s"
-            config = checked.candidate.config
-            name = ", ".join([layout(config), f"batch {config.train.batch_size}", *traits(config)])
-            how = "closed form, not traced" if config.mesh.pp_size > 1 else again.method
-            _bullet(f"{name}: {memory} reserved ({fits}), {speed} ({how})", console)
-        if not any(checked.fits for checked in result.checked):
-            _bullet("None of them fits: lower plan.memory_gib and search again.", console)
     _print_effects(effects(result.best, result.candidates, result.over), console)
-    _print_caveats([sentence for checked in result.checked for sentence in checked.prediction.doubts], console)
+    _print_caveats(caveats, console)
     _heading("Command of the best", console)
     print_command(result.best, result.hardware, console)
 
@@ -110,10 +99,6 @@ def search_to_dict(result: SearchResult) -> dict[str, Any]:
         "refused": result.refused,
         "candidates": list(map(candidate_to_dict, result.leading(len(result.candidates)))),
         "frontier": list(map(candidate_to_dict, frontier(result.candidates))),
-        "checked": [
-            {"words": list(checked.candidate.words), "fits": checked.fits, "prediction": checked.prediction.to_dict()}
-            for checked in result.checked
-        ],
         "best": candidate_to_dict(result.best),
         "effects": [asdict(one) for one in effects(result.best, result.candidates, result.over)],
     }
@@ -216,7 +201,7 @@ def _print_stages(prediction: Prediction, console: Console) -> None:
 def _print_advice(advice: Sequence[Advice], fits: bool, console: Console) -> None:
     heading = "Largest savings; no two changes make it fit, so try fsdptoys plan search"
     if fits or any(one.fits for one in advice):
-        heading = f"{'Faster settings' if fits else 'Changes that make it fit'}, by the closed form"
+        heading = "Faster settings" if fits else "Changes that make it fit"
     _heading(heading, console)
     rows = [("reserved", "tokens/s", "change", "type")]
     for one in advice:

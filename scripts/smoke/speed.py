@@ -21,7 +21,7 @@ from fsdptoys.config.schema import Config
 from fsdptoys.device import GIB
 from fsdptoys.device.profile import hardware_for, load_hardware
 from fsdptoys.errors import ConfigError
-from fsdptoys.plan.predict import Predictor
+from fsdptoys.plan.predict import predict
 from fsdptoys.train.distributed import process_group
 from fsdptoys.train.trainer import Trainer
 from scripts.child_environment import ROOT, child_environment
@@ -176,7 +176,7 @@ def _predict(config: Config, device: str) -> dict[str, Any]:
     if hardware is None:
         return {"predicted": "no profile of this device"}
     profile = load_hardware(hardware)
-    found = Predictor(config, profile, 1)(profile)
+    found = predict(config, profile, 1)
     return {"predicted_step_ms": 1e3 * found.time.step_seconds, "predicted_peak_gib": found.memory.peak_bytes / GIB}
 
 

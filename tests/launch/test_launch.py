@@ -114,7 +114,6 @@ REFUSED = {
     "machines, this one with 2 ranks, have 4 together; give torchrun the same",
     "plan.world_size=64": f"plan.world_size=64 {PLANNER}",
     "plan.memory_gib=80.0": f"plan.memory_gib=80.0 {PLANNER}",
-    "plan.exact=true": f"plan.exact=true {PLANNER}",
     "plan.rows=3": f"plan.rows=3 {PLANNER}",
     "plan.hardware=h100": "plan.hardware=h100 is of type cuda, and this run is on cpu; leave it out, or ask fsdptoys "
     "plan$",

@@ -6,7 +6,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from fsdptoys.plan.trace import tracer, tracing_process
+from fsdptoys.plan.trace import tracing_process
+from tests.harness import full_trace
 from tests.plan.processes import ForkedTracer, Zygote, run_tracer, zygotes
 
 
@@ -18,7 +19,7 @@ def zygote(request: pytest.FixtureRequest) -> Iterator[None]:
         return
     zygotes.append(Zygote())
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(tracer, "_run", run_tracer)
+        patch.setattr(full_trace, "run_tracer", run_tracer)
         patch.setattr(tracing_process, "subprocess", SimpleNamespace(Popen=ForkedTracer, DEVNULL=subprocess.DEVNULL))
         yield
     zygotes.pop().close()

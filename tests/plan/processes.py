@@ -13,7 +13,8 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import IO, Any
 
-from fsdptoys.plan.trace import tracer, tracing_process
+from fsdptoys.plan.trace import tracing_process
+from tests.harness import full_trace
 
 FORK = multiprocessing.get_context("fork")
 FORK_SERVER = multiprocessing.get_context("forkserver")
@@ -114,9 +115,9 @@ def _answer(sender: Connection, measured: bool, function: Callable[..., Any], ar
         sender.send((False, traceback.format_exc()))
 
 
-def run_tracer(command: Sequence[str], environment: dict[str, str]) -> str:
-    """Do what ``tracer._run`` does, without an interpreter."""
-    in_fresh_process(tracer.main, Path(command[-1]))
+def run_tracer(command: Sequence[str]) -> str:
+    """Do what ``full_trace.run_tracer`` does, without an interpreter."""
+    in_fresh_process(full_trace.main, Path(command[-1]))
     return ""
 
 

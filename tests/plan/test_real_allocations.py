@@ -28,7 +28,7 @@ from fsdptoys.device import Device
 from fsdptoys.device.profile import load_hardware
 from fsdptoys.models import grouped
 from fsdptoys.parallel.fsdp import TORCH
-from fsdptoys.plan.predict import Predictor
+from fsdptoys.plan.predict import predict
 from fsdptoys.plan.simulator.events import Alloc, Free, Mark, Trace
 from fsdptoys.train.trainer import Trainer
 from scripts.ranks import run_ranks
@@ -263,5 +263,5 @@ def test_planned_peak_of_adapters_is_within_5_percent_of_a_real_run(ranks: int, 
     A unit is 2% of the peak here.
     """
     hardware = load_hardware("cpu")
-    planned = Predictor(configured(adapters(ranks, base), ranks, "cpu"), hardware, ranks)(hardware).memory
+    planned = predict(configured(adapters(ranks, base), ranks, "cpu"), hardware, ranks).memory
     assert planned.peak_bytes == pytest.approx(counted(ranks)[base], rel=0.05)

@@ -4,7 +4,7 @@ import pytest
 
 from fsdptoys.config.compose import compose_config
 from fsdptoys.device.profile import load_hardware
-from fsdptoys.plan.estimate.estimate import closed_form
+from fsdptoys.plan.estimate.estimate import fast_estimate
 from fsdptoys.plan.search.advice import advise
 from fsdptoys.plan.search.search import search
 from fsdptoys.plan.search.switches import SENSIBLE, count_parameters
@@ -22,13 +22,13 @@ def test_gradients_whole_between_micro_batches_are_planned_searched_and_advised(
     base, reducing = compose_config(WORDS), compose_config([*WORDS, EACH])
     for config in (base, reducing):
         config.validate(8, "cuda", 8)
-    now, then = closed_form(base, hardware, 8), closed_form(reducing, hardware, 8)
+    now, then = fast_estimate(base, hardware, 8), fast_estimate(reducing, hardware, 8)
     saved = now.memory.peak_bytes - then.memory.peak_bytes
     assert saved == pytest.approx(7 / 8 * 4 * count_parameters(base.model), rel=0.25)
 
     limit = then.memory.reserved_bytes
     assert now.memory.reserved_bytes > limit
-    found = search(compose_config(WORDS), WORDS, hardware, 8, limit, closed_form, space=SENSIBLE)
+    found = search(compose_config(WORDS), WORDS, hardware, 8, limit, fast_estimate, space=SENSIBLE)
     assert all(EACH in candidate.words for candidate in found.candidates)
-    advice = advise(base, lambda config: closed_form(config, hardware, 8), now, limit)
+    advice = advise(base, lambda config: fast_estimate(config, hardware, 8), now, limit)
     assert (EACH,) in [change.words for change in advice if change.fits]

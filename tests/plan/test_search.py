@@ -18,7 +18,7 @@ from fsdptoys.metrics.prediction import Prediction
 from fsdptoys.parallel.fsdp import ReshardAfterForward, Wrap
 from fsdptoys.plan.search.effects import effects
 from fsdptoys.plan.search.ranking import Candidate, frontier, label
-from fsdptoys.plan.search.search import largest_preset, search
+from fsdptoys.plan.search.search import largest_preset
 from fsdptoys.plan.search.switches import (
     SENSIBLE,
     Space,
@@ -241,23 +241,6 @@ def test_host_memory_limits_candidates() -> None:
     assert any(one.config.memory.cpu_offload for one in with_host.candidates)
     without = find(MODEL, 8, 80, host_bytes=GIB)
     assert not any(one.config.memory.cpu_offload for one in without.candidates)
-
-
-def test_best_candidates_are_checked_and_recommended_only_if_they_fit() -> None:
-    """Oracle: a second prediction, by which the first candidate exceeds the memory."""
-    first = find(MODEL, 8, 40, SMALL)
-    asked = []
-
-    def check(config: Config, hardware: Hardware, world_size: int) -> Prediction:
-        asked.append(config)
-        prediction = formula(config, hardware, world_size)
-        reserved = prediction.memory.reserved_bytes + (41 * GIB if len(asked) == 1 else 0)
-        return dataclasses.replace(prediction, memory=dataclasses.replace(prediction.memory, reserved_bytes=reserved))
-
-    result = search(compose(MODEL), MODEL, HARDWARE, 8, 40 * GIB, formula, check=check, space=SMALL)
-    assert [checked.fits for checked in result.checked] == [False, True, True]
-    assert asked == [candidate.config for candidate in first.leading(3)]
-    assert result.best.words == first.leading(2)[1].words
 
 
 def point(gib: float, speed: float) -> Candidate:

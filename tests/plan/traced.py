@@ -10,7 +10,8 @@ from fsdptoys.device.profile import AttentionKind, Hardware, Quantity
 from fsdptoys.metrics.prediction import Category
 from fsdptoys.plan.simulator.events import Alloc, Free, Mark, Trace
 from fsdptoys.plan.trace.op_costs import matmul_workspace_bytes
-from fsdptoys.plan.trace.tracer import trace_here, trainer_program
+from fsdptoys.plan.trace.tracer import trainer_program
+from tests.harness.full_trace import trace_here
 from tests.plan.processes import in_fresh_process
 
 ATTENTION = {"cuda": AttentionKind.flash, "npu": AttentionKind.npu, "cpu": AttentionKind.cpu}

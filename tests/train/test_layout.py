@@ -17,7 +17,7 @@ from fsdptoys.optim import MuonConfig, SGDConfig
 from fsdptoys.parallel import STRATEGIES, DDPConfig, FSDP1Config, FSDP2Config, ParallelConfig
 from fsdptoys.parallel.fsdp import Wrap
 from fsdptoys.parallel.precision import DType
-from fsdptoys.plan.estimate.estimate import closed_form
+from fsdptoys.plan.estimate.estimate import fast_estimate
 from fsdptoys.train.layout import measure_layout, unit_sizes
 from fsdptoys.train.trainer import Trainer
 from fsdptoys.tune import Base, LoRAConfig
@@ -155,7 +155,7 @@ def test_four_ranks_print_mesh_units_and_bytes(parallel: ParallelConfig, fsdp_si
     total = 2 * 256 * 64 + 64 + 2 * block
     assert [layout.bytes_per_rank[kind].device * shards for kind in KINDS] == [4 * total, 8 * total, 4 * total]
     assert layout.parameters == total and layout.parameters_per_rank == total // shards
-    planned = closed_form(config, load_hardware("cpu"), 4).memory.categories
+    planned = fast_estimate(config, load_hardware("cpu"), 4).memory.categories
     tensors = 3 + 2 * 9
     assert 0 <= planned[Category.parameters] - 4 * total // shards <= 512 * tensors
     assert 0 <= planned[Category.optimizer_states] - 8 * total // shards <= 3 * 512 * tensors

@@ -26,7 +26,7 @@ from fsdptoys.metrics.layout import layout_rows
 from fsdptoys.metrics.prediction import Prediction
 from fsdptoys.metrics.results import read_result
 from fsdptoys.parallel import DDPConfig, FSDP1Config, FSDP2Config, ParallelConfig, SingleConfig
-from fsdptoys.plan.estimate.estimate import closed_form
+from fsdptoys.plan.estimate.estimate import fast_estimate
 from fsdptoys.profiler import ProfileConfig
 from fsdptoys.train import run as run_module
 from fsdptoys.train import text_sample
@@ -207,7 +207,7 @@ def config() -> Config:
 
 @pytest.fixture(scope="module")
 def prediction(config: Config) -> Prediction:
-    return closed_form(config, load_hardware("h100"), 2)
+    return fast_estimate(config, load_hardware("h100"), 2)
 
 
 def record(path: Path, config: Config, prediction: Prediction | None, steps: int, finish: bool = True) -> None:

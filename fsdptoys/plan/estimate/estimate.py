@@ -1,10 +1,10 @@
-"""Closed-form estimate of a run's memory and time: a trace put together from parts, replayed as any other.
+"""Estimate of a run's memory and time: a trace put together from recorded parts, replayed on models of a device.
 
 The contents of a model's units are traced once on the meta device and cached (``unit_traces``). The order of a step,
 with a strategy's gathers, reductions, offload and optimizer, is that of a skeleton: the trainer's own steps over a
 model of few layers whose forwards compute nothing (``skeleton``). It serves all batches, lengths, losses and kernels.
-The contents are inserted into it (``splice``). Two depths are extrapolated as in a full trace. Not covered: tensors
-that depend on data; the balance of routers.
+The contents are inserted into it (``splice``). Two depths are extrapolated to all layers. Not covered: tensors that
+depend on data; the balance of routers.
 """
 
 import dataclasses
@@ -19,7 +19,6 @@ import torch
 from torch import Tensor, nn
 
 from fsdptoys.config.kernel_choice import AttentionKernel
-from fsdptoys.config.plan_config import AllocatorKind
 from fsdptoys.config.schema import Config
 from fsdptoys.device.profile import Hardware
 from fsdptoys.memory import GradientCheckpointing
@@ -28,9 +27,7 @@ from fsdptoys.models import DecoderModel, npu_kernels
 from fsdptoys.models.experts import Experts
 from fsdptoys.parallel import FSDPConfig, SingleConfig
 from fsdptoys.parallel.expert_parallel import ExpertExchange, Route
-from fsdptoys.parallel.float8 import Float8
 from fsdptoys.parallel.mesh import EXPERT_AXIS, TENSOR_AXIS
-from fsdptoys.parallel.pipeline import PipelineSchedule
 from fsdptoys.parallel.tensor_parallel import FeatureSplit, TensorExchange
 from fsdptoys.plan.simulator.allocator import build_allocator
 from fsdptoys.plan.simulator.events import COMPUTE_STREAM, Alloc, Trace
@@ -53,13 +50,7 @@ LEAST_LAYERS = 3
 MICRO_BATCHES = 3  # Most micro-batches of a skeleton: the first, one between, the last
 
 
-def has_closed_form(config: Config) -> bool:
-    """Whether the closed form covers the run: all but the schedule zero_bubble (``pipeline``)."""
-    schedule = getattr(config.parallel, "schedule", PipelineSchedule.gpipe)
-    return config.mesh.pp_size == 1 or schedule is not PipelineSchedule.zero_bubble
-
-
-def closed_form(config: Config, hardware: Hardware, world_size: int) -> Prediction:
+def fast_estimate(config: Config, hardware: Hardware, world_size: int) -> Prediction:
     """Predict one rank's memory and time for a validated configuration."""
     train, mesh = config.train, config.mesh
     replays = functools.partial(_replays, config, hardware, world_size)
@@ -76,7 +67,7 @@ def closed_form(config: Config, hardware: Hardware, world_size: int) -> Predicti
     tokens = train.batch_size * train.seq_len * micro_batches / (mesh.cp_size * mesh.tp_size * mesh.pp_size)
     peak_flops = hardware.peak_flops.get(config.parallel.param_dtype.value)
     return Prediction(
-        method="closed form",
+        method="estimated",
         hardware=hardware.name,
         world_size=world_size,
         tokens_per_step=round(tokens * world_size),
@@ -85,7 +76,6 @@ def closed_form(config: Config, hardware: Hardware, world_size: int) -> Predicti
         memory=memory,
         time=time,
         device_type=hardware.device_type,
-        doubts=_doubts(config),
         stages=stages,
     )
 
@@ -172,21 +162,6 @@ def _without_collection() -> Iterator[None]:
     finally:
         if enabled:
             gc.enable()
-
-
-def _doubts(config: Config) -> tuple[str, ...]:
-    train, native = config.train, config.plan.allocator is AllocatorKind.native
-    limits = (
-        (native, "has no fragmentation of native segments: reserved memory may be higher"),
-        (train.compile, "treats train.compile=true as eager with fused rotary positions and SwiGLU"),
-        (config.data.mask_documents, "treats data.mask_documents=true as attention over full sequences"),
-        (train.float8 is not Float8.none, f"treats train.float8={train.float8.value} as bfloat16"),
-        (
-            bool(train.deterministic),
-            f"leaves out the float64 tensors of train.deterministic={train.deterministic.word}",
-        ),
-    )
-    return tuple(f"the closed form {limit}" for applies, limit in limits if applies)
 
 
 def _model_key(config: Config) -> str:

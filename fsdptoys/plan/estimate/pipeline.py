@@ -1,24 +1,27 @@
-"""Closed form of a pipeline: skeletons of the first and the last rank of short pipelines, extrapolated.
+"""Estimate of a pipeline: skeletons of the first and the last rank of short pipelines, extrapolated.
 
 With 1f1b, the first of N ranks has N micro-batches in flight, the last has one. So pipelines of two and three ranks,
 with one micro-batch more than ranks, give the memory of each further micro-batch in flight, and the time of each
 further one of the step. With gpipe, all are in flight on all ranks, and two pipelines of two ranks give the same. The
 number in flight, and the bubble, follow from the schedule's order and the time of each stage.
 
-Not covered: zero_bubble, whose last stage keeps the logits of all micro-batches; times of messages in waits.
+zero_bubble is taken as interleaved, whose waits are longer, with the logits of all micro-batches, which its last stage
+keeps. Not covered: gradients of weights that fill waits; times of messages in waits.
 """
 
 import dataclasses
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
+import torch
+
 from fsdptoys.config.schema import Config
 from fsdptoys.memory import GradientCheckpointing
 from fsdptoys.metrics.prediction import Category, MemoryPrediction, StagePrediction, TimePrediction
+from fsdptoys.models.stage_split import split_model
 from fsdptoys.models.stages import Stage
 from fsdptoys.parallel import FSDP2Config
 from fsdptoys.parallel.pipeline import PipelineSchedule
-from fsdptoys.plan.pipeline_traces import layers_of_ranks, stages_of
 from fsdptoys.plan.simulator.pipeline_schedules import duration, most_in_flight, order_of
 from fsdptoys.plan.simulator.replay import Replay
 from fsdptoys.plan.trace.extrapolate_layers import extrapolate
@@ -103,10 +106,12 @@ def predict_pipeline(
 ) -> tuple[MemoryPrediction, TimePrediction, tuple[StagePrediction, ...]]:
     """Memory of the rank that reserves most, time of the busiest, and both of every rank; arguments as ``_Traced``."""
     assert isinstance(config.parallel, FSDP2Config)
-    ranks, count = config.mesh.pp_size, config.train.grad_accum
-    traced = _Traced(replays, depths, config.parallel.schedule, count)
+    ranks, count, schedule = config.mesh.pp_size, config.train.grad_accum, config.parallel.schedule
+    keeps_logits = schedule is PipelineSchedule.zero_bubble
+    schedule = PipelineSchedule.interleaved if keeps_logits else schedule
+    traced = _Traced(replays, depths, schedule, count)
     stages = stages_of(config)
-    orders = [list(order_of(config.parallel.schedule, ranks, rank, count)) for rank in range(ranks)]
+    orders = [list(order_of(schedule, ranks, rank, count)) for rank in range(ranks)]
     table, no_layers = _table(traced.memory(0, 1)[0], config.parallel), traced.time(0)
     message_bytes = _message_bytes(config)
     memories, times = [], []
@@ -121,6 +126,8 @@ def predict_pipeline(
         if 0 < rank < ranks - 1:
             changes |= {each: -size for each, size in table.items()}
             time = _without(time, no_layers)
+        if keeps_logits and is_last:
+            changes |= {Category.logits: (count - 1) * _logit_bytes(config)}
         memories.append(_changed(memory, changes))
         times.append(time)
     seconds = _stage_seconds(config, traced, stages)
@@ -138,6 +145,20 @@ def predict_pipeline(
     return max(memories, key=lambda each: each.reserved_bytes), time, tuple(parts)
 
 
+def layers_of_ranks(config: Config) -> list[str]:
+    """Layers of each rank of a pipeline, such as ``0-3, 8-11``."""
+    names = [f"{each.first}-{each.end - 1}" if each.size > 1 else str(each.first) for each in stages_of(config)]
+    return [", ".join(names[rank :: config.mesh.pp_size]) for rank in range(config.mesh.pp_size)]
+
+
+def stages_of(config: Config) -> list[Stage]:
+    """Stages of a pipeline, of which rank r of N has stages r, r + N, ...."""
+    assert isinstance(config.parallel, FSDP2Config)
+    with torch.device("meta"):
+        model = config.model.build()
+    return split_model(model, config.mesh.pp_size * config.parallel.schedule.stages_per_rank, config.train.seq_len)
+
+
 def _table(memory: MemoryPrediction, parallel: FSDP2Config) -> dict[Category, int]:
     """What an embedding adds to a rank, from the memory of a first rank without layers."""
     sizes = {each: memory.categories.get(each, 0) for each in OF_TABLE}
@@ -150,6 +171,11 @@ def _message_bytes(config: Config) -> int:
     """Hidden states of a micro-batch, of this rank's tokens."""
     tokens = config.train.batch_size * config.train.seq_len // (config.mesh.cp_size * config.mesh.tp_size)
     return tokens * config.model.dim * config.parallel.param_dtype.torch.itemsize
+
+
+def _logit_bytes(config: Config) -> int:
+    """Logits of a micro-batch, of this rank's tokens and features."""
+    return _message_bytes(config) // config.model.dim * config.model.vocab_size
 
 
 def _stage_seconds(config: Config, traced: _Traced, stages: Sequence[Stage]) -> list[list[float]]:

@@ -46,7 +46,7 @@ def advise(
 
     Args:
         config: as composed; if validated, changes of resolved ``auto`` values are included.
-        predict: predicts a validated configuration quickly, as ``closed_form`` does.
+        predict: predicts a validated configuration quickly, as ``fast_estimate`` does.
         prediction: the displayed prediction of ``config``.
         memory_bytes: usable memory of a device.
     """

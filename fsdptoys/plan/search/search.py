@@ -1,6 +1,6 @@
 """Search for the fastest combination of switches that fits in memory.
 
-The closed form predicts all combinations of strategy, mesh, checkpointing, offload and batch that pass the
+The planner predicts all combinations of strategy, mesh, checkpointing, offload and batch that pass the
 configuration's checks; the fastest, those on the frontier and the smallest that do not fit are then refined. Keys from
 the command line are fixed, and so are settings that change numerical results, except the batch of a rank.
 
@@ -14,7 +14,7 @@ import re
 from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from fsdptoys.config.schema import Config
@@ -23,7 +23,6 @@ from fsdptoys.device.profile import Hardware
 from fsdptoys.errors import ConfigError
 from fsdptoys.metrics.prediction import Prediction
 from fsdptoys.models import ModelConfig
-from fsdptoys.plan.estimate.estimate import has_closed_form
 
 from .ranking import TIE, Candidate, frontier, rank
 from .switches import (
@@ -46,18 +45,8 @@ MOST_SEQUENCES = 2**14  # Largest batch of a rank
 REFINED = 4  # Combinations of each kind to refine
 ROUNDS = 3  # Number of refinements; each starts from the best of those before
 SLOWEST = 0.5  # Share of the fastest speed below which the frontier is not refined
-CHECKED = 3  # Best candidates to predict again by ``check``
 
 Predict = Callable[[Config, Hardware, int], Prediction]
-
-
-@dataclass(frozen=True)
-class Checked:
-    """A candidate with a second prediction."""
-
-    candidate: Candidate
-    prediction: Prediction
-    fits: bool
 
 
 @dataclass(frozen=True)
@@ -70,15 +59,11 @@ class SearchResult:
     candidates: list[Candidate]
     over: list[Candidate]
     refused: dict[str, int]  # Message of the configuration's checks → number of refused combinations
-    checked: list[Checked] = field(default_factory=list)
 
     @property
     def best(self) -> Candidate:
-        """The fastest that fits by its second prediction too, or else the first."""
-        still = [checked for checked in self.checked if checked.fits]
-        fastest = max((one.prediction.tokens_per_second for one in still), default=0.0)
-        good = [one.candidate for one in still if one.prediction.tokens_per_second * (1 + TIE) >= fastest]
-        return [*good, *self.candidates][0]
+        """The fastest."""
+        return self.candidates[0]
 
     def leading(self, count: int) -> list[Candidate]:
         """The first candidates, each combination in its best batch, without ties that need more memory and switches."""
@@ -101,7 +86,6 @@ def search(
     memory_bytes: float,
     predict: Predict,
     *,
-    check: Predict | None = None,
     space: Space = EVERYTHING,
     host_memory_bytes: float | None = None,
 ) -> SearchResult:
@@ -110,17 +94,11 @@ def search(
     Args:
         base: as composed from ``words``, not validated; the keys of these, the command line's, are fixed.
         memory_bytes: usable memory of a device; ``host_memory_bytes`` is a rank's share of host memory, if known.
-        predict: predicts a validated configuration quickly, as ``closed_form`` does.
-        check: predicts the best few again, as the trace does.
+        predict: predicts a validated configuration as ``fast_estimate`` does.
 
     Raises:
         ConfigError: if no combination is valid, or none fits.
     """
-    if not has_closed_form(base):
-        raise ConfigError(
-            "a search predicts in closed form, which does not cover parallel.schedule=zero_bubble; set "
-            "parallel.schedule=interleaved, or predict one configuration with fsdptoys plan, which traces it"
-        )
     if hardware.device_type == "cpu":  # host memory is where everything is already
         space = dataclasses.replace(space, activation_offload=False, optimizer_offload=False, cpu_offload=False)
     exploration = _Exploration(base, words, hardware, world_size, memory_bytes, host_memory_bytes, predict)
@@ -129,14 +107,7 @@ def search(
         raise exploration.why_nothing()
     ranked = rank(exploration.fitting)
     refused = dict(exploration.refused.most_common())
-    result = SearchResult(hardware, world_size, memory_bytes, ranked, exploration.over, refused)
-    if check is not None:
-        for candidate in result.leading(CHECKED):
-            # Tracing all ranks of a pipeline takes minutes.
-            traced = candidate.config.mesh.pp_size == 1
-            prediction = check(candidate.config, hardware, world_size) if traced else candidate.prediction
-            result.checked.append(Checked(candidate, prediction, exploration.fits(prediction)))
-    return result
+    return SearchResult(hardware, world_size, memory_bytes, ranked, exploration.over, refused)
 
 
 def largest_preset(

@@ -15,10 +15,8 @@ import functools
 import math
 from typing import Any, TypeVar
 
-import torch
 from torch import nn
 
-from fsdptoys.config.plan_config import AllocatorKind
 from fsdptoys.config.schema import Config
 from fsdptoys.models import DecoderModel
 
@@ -28,14 +26,6 @@ APART_SHARE = 64
 """The difference is at least ``least`` × all layers / ``APART_SHARE``, which bounds how far a line is stretched."""
 
 T = TypeVar("T")
-
-
-def choose_depths(config: Config) -> list[int]:
-    """Numbers of layers to trace: two, or all layers if two depths would not be fewer."""
-    if config.plan.exact or config.plan.allocator is AllocatorKind.native:
-        return [config.model.n_layers]
-    with torch.device("meta"):
-        return depths_of(config, config.model.build())
 
 
 def depths_of(config: Config, model: DecoderModel, least: int = LEAST_LAYERS) -> list[int]:

@@ -1,30 +1,18 @@
-"""Traces the project's trainer, or any program, on a device that does not exist.
+"""Record two steps of the project's trainer, or any program, on a device that does not exist.
 
-The traced trainer is the one that trains. Two steps are traced: in the first one FSDP learns the order of its units and
-the optimizer allocates its states. Parameters have memory but no values; tokens are synthetic; evaluation, checkpoints,
-profiling and compilation are left out.
-
-A process that traces cannot be used otherwise (``fake_device``), so ``trace`` starts one: ``python -m
-fsdptoys.plan.trace.tracer FOLDER`` answers the request in FOLDER. It forks once per job, as many at a time as there
-are cores. An answer is a trace or an error; the parent reports a fork that dies.
+The recorded trainer is the one that trains. In the first step FSDP learns the order of its units and the optimizer
+allocates its states. Parameters have memory but no values; tokens are synthetic; evaluation, checkpoints, profiling and
+compilation are left out. A process that records cannot be used otherwise (``fake_device``): ``tracing_process`` has
+such processes.
 """
 
 import copy
 import dataclasses
 import functools
-import multiprocessing
 import os
-import pickle
-import signal
-import subprocess
 import sys
-import tempfile
-import traceback
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
-from multiprocessing.connection import wait
-from multiprocessing.process import BaseProcess
-from pathlib import Path
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -35,9 +23,7 @@ from torch.nn.parallel import DistributedDataParallel
 from fsdptoys.checkpoint import CheckpointConfig
 from fsdptoys.config.schema import Config
 from fsdptoys.data import SyntheticConfig
-from fsdptoys.device import available_cores
 from fsdptoys.device.profile import AttentionKind, Hardware
-from fsdptoys.errors import ConfigError
 from fsdptoys.metrics.prediction import Category
 from fsdptoys.models import MoEConfig, npu_kernels
 from fsdptoys.models.layers import LMHead
@@ -48,41 +34,19 @@ from fsdptoys.plan.simulator.events import Trace
 from fsdptoys.profiler import DebugConfig, ProfileConfig
 from fsdptoys.train.trainer import Trainer
 
-from . import fake_device
 from .fake_device import PlannedDevice, registers_devices, torch_device_type
 from .fake_exchanges import fake_exchanges
 from .fake_kernels import planned_kernels, replace_kernels
 from .fake_stages import fake_stages
 from .fake_tensors import fake_tensors
-from .op_costs import attention_of, matmul_workspace_bytes
 from .op_recorder import OpRecorder
 
-REQUEST, ANSWER = "request.pickle", "answer-{}.pickle"  # Files of the tracing process; an answer for each job
 STEPS = 2
-TIMEOUT_SECONDS = 1800.0
 
 DEVICE_TYPES = {kind: "cuda" if kind.on_cuda else kind.value for kind in AttentionKind}
 """Kind of attention → its device type."""
 
 Program = Callable[[OpRecorder], None]
-
-
-def trace(config: Config, hardware: Hardware, world_size: int, n_layers: Sequence[int]) -> list[Trace]:
-    """Trace rank 0 of a validated run at several depths; see :func:`trace_all`."""
-    models = [dataclasses.replace(config.model, n_layers=depth) for depth in n_layers]
-    return trace_all([(dataclasses.replace(config, model=model), 0) for model in models], hardware, world_size)
-
-
-def trace_all(jobs: Sequence[tuple[Config, int]], hardware: Hardware, world_size: int) -> list[Trace]:
-    """Trace a rank of each of several validated runs, in a process of its own.
-
-    A ConfigError of the run itself is raised here; any other failure is a RuntimeError with the process's traceback.
-    """
-    with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        (folder / REQUEST).write_bytes(pickle.dumps((list(jobs), hardware, world_size)))
-        stderr = _run([sys.executable, "-m", "fsdptoys.plan.trace.tracer", name], tracing_environment())
-        return [_read_answer(folder / ANSWER.format(index), stderr) for index in range(len(jobs))]
 
 
 def tracing_environment() -> dict[str, str]:
@@ -91,54 +55,8 @@ def tracing_environment() -> dict[str, str]:
     return os.environ | hidden | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
 
 
-def _read_answer(path: Path, stderr: str) -> Trace:
-    """The child's trace, or its failure as an exception."""
-    try:
-        answer = pickle.loads(path.read_bytes())
-    except FileNotFoundError:
-        if stderr.strip():
-            raise RuntimeError(f"the tracing process ended without an answer:\n{stderr}") from None
-        killed = "the trace was killed before its end, most likely for lack of host memory"
-        raise ConfigError(f"{killed}; set plan.exact=false, or free memory") from None
-    if isinstance(answer, Trace):
-        return answer
-    kind, message = answer
-    raise kind(message)
-
-
-def _run(command: list[str], environment: dict[str, str]) -> str:
-    """Run a command and return its standard error; its process group ends with this call."""
-    process = subprocess.Popen(
-        command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, env=environment, start_new_session=True
-    )
-    try:
-        return process.communicate(timeout=TIMEOUT_SECONDS)[1]
-    except subprocess.TimeoutExpired as late:
-        fix = "set plan.exact=false, or plan fewer layers"
-        raise ConfigError(f"the trace took over {TIMEOUT_SECONDS:g} s; {fix}") from late
-    finally:
-        with suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
-
-
-def trace_here(
-    program: Program, *, attention: AttentionKind, world_size: int, workspace_bytes: int = 0, rank: int = 0
-) -> Trace:
-    """Trace a program up to its last mark in this process, which cannot be used afterwards."""
-    fake_device.install(DEVICE_TYPES[attention], world_size, rank)
-    return record(program, attention=attention, workspace_bytes=workspace_bytes)
-
-
-def trace_depth(config: Config, hardware: Hardware, n_layers: int) -> Trace:
-    """Trace a run with that many layers, in a process with its fake device."""
-    model = dataclasses.replace(config.model, n_layers=n_layers)
-    program = trainer_program(dataclasses.replace(config, model=model), hardware)
-    return record(program, attention=attention_of(config, hardware), workspace_bytes=matmul_workspace_bytes(hardware))
-
-
 def record(program: Program, *, attention: AttentionKind, workspace_bytes: int = 0) -> Trace:
-    """Trace a program as ``trace_here``, in a process with its fake device."""
+    """Record a program up to its last mark, in a process with a fake device."""
     recorder = OpRecorder(torch_device_type(DEVICE_TYPES[attention]), attention, workspace_bytes)
     with replace_kernels(attention, recorder), fake_tensors(recorder.device_type), recorder.watch():
         program(recorder)
@@ -156,10 +74,7 @@ def trainer_program(config: Config, hardware: Hardware, steps: int = STEPS) -> P
         trainer.on_phase = recorder.mark
         if isinstance(trainer.strategy.model, DistributedDataParallel) and not trainer.strategy.model._comm_hooks:
             if device.is_accelerator and not registers_devices():
-                raise ConfigError(
-                    f"plan.exact=true cannot trace PyTorch's DDP with torch {torch.__version__}, whose reducer needs "
-                    "the device's own code; set plan.exact=false or install torch 2.9 or newer"
-                )
+                raise RuntimeError(f"torch {torch.__version__} cannot trace PyTorch's DDP: its reducer is the device's")
             trainer.strategy.model.register_comm_hook(None, _all_reduce)
         for module in trainer.strategy.model.modules():
             if isinstance(module, LMHead):
@@ -238,43 +153,3 @@ def _watch_head(head: LMHead, recorder: OpRecorder) -> None:
 
     head.register_forward_pre_hook(begin)
     head.register_forward_hook(end, always_call=True)
-
-
-def main(folder: Path) -> None:
-    """Answer the request in a folder."""
-    jobs, hardware, world_size = pickle.loads((folder / REQUEST).read_bytes())
-    fork = multiprocessing.get_context("fork")
-    running: list[BaseProcess] = []
-    for index, (config, rank) in enumerate(jobs):
-        if len(running) == available_cores():
-            wait([process.sentinel for process in running])
-            running = [process for process in running if process.is_alive()]
-        path = folder / ANSWER.format(index)
-        running.append(fork.Process(target=answer_one, args=(path, config, hardware, world_size, rank)))
-        running[-1].start()
-    for process in multiprocessing.active_children():
-        process.join()
-
-
-def answer_one(path: Path, config: Config, hardware: Hardware, world_size: int, rank: int = 0) -> None:
-    """Trace one rank of a run and write the answer."""
-    answer: object
-    try:
-        attention, workspace = attention_of(config, hardware), matmul_workspace_bytes(hardware)
-        answer = trace_here(
-            trainer_program(config, hardware),
-            attention=attention,
-            world_size=world_size,
-            workspace_bytes=workspace,
-            rank=rank,
-        )
-    except ConfigError as mistake:
-        answer = (ConfigError, str(mistake))
-    except BaseException:
-        answer = (RuntimeError, f"the trainer could not be traced:\n{traceback.format_exc()}")
-    with open(path, "wb") as file:
-        pickle.dump(answer, file, protocol=pickle.HIGHEST_PROTOCOL)
-
-
-if __name__ == "__main__":
-    main(Path(sys.argv[1]))

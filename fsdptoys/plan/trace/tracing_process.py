@@ -22,14 +22,11 @@ from dataclasses import dataclass
 from multiprocessing.pool import ThreadPool
 from typing import IO, Any
 
-from fsdptoys.config.schema import Config
-from fsdptoys.device.profile import Hardware
 from fsdptoys.errors import ConfigError
 from fsdptoys.plan.simulator.events import Trace
 
 from . import fake_device
-from .op_costs import attention_of
-from .tracer import DEVICE_TYPES, trace_depth, tracing_environment
+from .tracer import tracing_environment
 
 WORKERS = 2  # The two depths of an extrapolation are traced concurrently
 COLLECTED = 20  # Requests from one garbage collection to the next
@@ -70,12 +67,6 @@ def traced(device_type: str, world_size: int, requests: Sequence[Request]) -> li
             kind, message = answer
             raise kind(message)
     return answers
-
-
-def traced_depths(config: Config, hardware: Hardware, world_size: int, n_layers: Sequence[int]) -> list[Trace]:
-    """Trace a validated run at one or two depths, as ``tracer.trace`` does in a process of its own."""
-    requests: list[Request] = [(0, trace_depth, (config, hardware, depth)) for depth in n_layers]
-    return traced(DEVICE_TYPES[attention_of(config, hardware)], world_size, requests)
 
 
 @functools.cache

@@ -10,10 +10,9 @@ from collections import Counter
 from collections.abc import Hashable, Sequence
 
 from fsdptoys.device.profile import Hardware
-
-from .allocator import Allocator
-from .events import Collective, Messages, Trace
-from .replay import Replay, Replaying, begin_replay
+from fsdptoys.plan.simulator.allocator import Allocator
+from fsdptoys.plan.simulator.events import Collective, Messages, Trace
+from fsdptoys.plan.simulator.replay import Replay, Replaying, begin_replay
 
 AXES = ("pp", "world")
 """Axes whose messages and collectives are among the ranks that are replayed."""
