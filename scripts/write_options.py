@@ -131,7 +131,7 @@ def root_file() -> str:
 
 def root_keys() -> list[Key]:
     """Keys outside of any section."""
-    docs, hints = declarations()["Config"].docs, typing.get_type_hints(Config)
+    docs, hints = declarations()["Sections"].docs, typing.get_type_hints(Config)
     fields = [field for field in dataclasses.fields(Config) if not dataclasses.is_dataclass(hints[field.name])]
     return [Key(each.name, hints[each.name], each.default, "", docs[each.name]) for each in fields]
 

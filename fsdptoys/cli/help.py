@@ -54,9 +54,9 @@ def _keys() -> list[str]:
     classes, choices = read_classes(PACKAGE), list_choices()
     lines = []
     roots = []
-    for section, annotation, default in classes["Config"].fields:
+    for section, annotation, default in classes["Sections"].fields:
         if annotation not in classes:  # a top-level key
-            roots.append(f"  {f'{section}={default}':<42} {classes['Config'].docs[section]}")
+            roots.append(f"  {f'{section}={default}':<42} {classes['Sections'].docs[section]}")
             continue
         base = classes[annotation]
         lines += ["", f"{section}: {base.doc}", *_fields(classes, annotation, section)]

@@ -2,7 +2,7 @@
 
 import dataclasses
 import typing
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
@@ -16,7 +16,6 @@ from fsdptoys.memory import GradientCheckpointing, MemoryConfig, resolve_schedul
 from fsdptoys.metrics import MetricsConfig
 from fsdptoys.models import MODELS, ModelConfig
 from fsdptoys.optim import OPTIMIZERS, OptimConfig
-from fsdptoys.optim.loss_scale import LossScaleConfig
 from fsdptoys.parallel import STRATEGIES, ParallelConfig
 from fsdptoys.parallel.context import ContextForm
 from fsdptoys.parallel.expert_parallel import check_experts
@@ -24,43 +23,20 @@ from fsdptoys.parallel.mesh import MeshConfig
 from fsdptoys.parallel.precision import SumDType
 from fsdptoys.parallel.strategy import ReducingConfig
 from fsdptoys.patches import check_patches
-from fsdptoys.profiler import DebugConfig, ProfileConfig
 from fsdptoys.tune import TUNINGS, TuneConfig
 from fsdptoys.utils.options import check_declared, refuse_unused
 
-from .kernel_choice import KernelConfig
-from .launch_config import LaunchConfig
 from .option_values import Option
-from .plan_config import PlanConfig
 from .rules import RULES, Where, check_rules
 from .rules.tune import open_adapter
-from .train_config import TrainConfig
+from .sections import Sections
 
 EVALUATIONS = 4  # default number of evaluations of a run that tunes a model
 
 
 @dataclass
-class Config:
+class Config(Sections):
     """All settings of a run."""
-
-    model: ModelConfig
-    parallel: ParallelConfig
-    mesh: MeshConfig
-    memory: MemoryConfig
-    data: DataConfig
-    optim: OptimConfig
-    tune: TuneConfig
-    train: TrainConfig
-    checkpoint: CheckpointConfig
-    metrics: MetricsConfig
-    profile: ProfileConfig
-    debug: DebugConfig
-    launch: LaunchConfig
-    plan: PlanConfig
-    kernels: KernelConfig = field(default_factory=KernelConfig)
-    loss_scale: LossScaleConfig = field(default_factory=LossScaleConfig)
-    patches: Any = "auto"
-    """PyTorch patches to apply, [NAME,...]; auto for those that its version and the strategy need, [] for none."""
 
     def count_steps(self, world_size: int) -> str | None:
         """Replace each -1 of ``train`` in a run that tunes a model; return a sentence on the counted steps, or None.
@@ -125,17 +101,6 @@ class Config:
             if self.model.init_from is not None:
                 open_init_from(model)
             open_adapter(self.tune, model)
-
-    @property
-    def step_bytes(self) -> int:
-        """Host memory of one rank's tokens and labels per step, in bytes."""
-        sequences = self.train.batch_size * self.train.grad_accum * getattr(self.parallel, "simulated_ranks", 1)
-        return 16 * sequences * self.train.seq_len
-
-    @property
-    def scales_gradients(self) -> bool:
-        """Whether the gradients of a step are multiplied by a factor: to clip them, or to undo the loss scale."""
-        return self.train.max_grad_norm is not None or self.parallel.param_dtype.needs_loss_scale
 
     def _resolve(self, world_size: int, device_type: str, node_ranks: int) -> Where:
         """Replace every ``auto`` by its value."""

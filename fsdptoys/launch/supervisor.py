@@ -38,7 +38,7 @@ from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 from torch.distributed.elastic.rendezvous import RendezvousError
 from torch.distributed.launcher import LaunchConfig
 
-from fsdptoys.config import schema
+from fsdptoys.config import launch_config
 from fsdptoys.train.launch_env import LAUNCH_FOLDER, LAUNCHED, RESTARTS, check_interface, loopback_environment
 from fsdptoys.train.stop import SAME_REQUEST_SECONDS, STOP_SIGNALS
 from fsdptoys.utils.text import print_status
@@ -65,7 +65,7 @@ def run_workers(
     module: str,
     arguments: Sequence[str],
     local_ranks: int,
-    settings: schema.LaunchConfig,
+    settings: launch_config.LaunchConfig,
     environment: Mapping[str, str],
     request: WorkerRequest | None = None,
     forks: bool = False,

@@ -294,7 +294,7 @@ def test_a_run_resumed_on_other_layouts_has_the_bits_of_an_uninterrupted_one(
 
 def test_fsdp2_that_only_averages_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """Oracle: the message; FSDP1 sums in every version."""
-    monkeypatch.setattr("fsdptoys.config.grain_checks.fsdp2_can_sum", lambda: False)
+    monkeypatch.setattr("fsdptoys.config.rules.layout_mode.fsdp2_can_sum", lambda: False)
     found = refusal(FSDP2Config(), 2, deterministic="layout")
     assert re.search(r"FSDP2 of torch .* only averages; set parallel=ddp or parallel=fsdp1", found)
     make_config(FSDP1Config(), 2, deterministic="layout")
@@ -320,7 +320,7 @@ def test_reports_expect_equal_bits_of_runs_with_the_same_global_batch() -> None:
     assert bits_of(fewer.to_dict(), 1, "cpu") != keys[0]
     for mode in (True, False):
         trees = [
-            dataclasses.replace(each, train=dataclasses.replace(each.train, deterministic=mode))
+            dataclasses.replace(each, train=dataclasses.replace(each.train, deterministic=mode, grains=8))
             for each in (one, three)
         ]
         keys = [bits_of(each.to_dict(), ranks, "cpu") for each, ranks in zip(trees, (1, 2), strict=True)]

@@ -107,10 +107,10 @@ def test_a_gradient_that_is_not_finite_skips_the_update_of_all_stages() -> None:
 def test_older_versions_of_torch_have_fewer_schedules(monkeypatch: pytest.MonkeyPatch) -> None:
     """Oracle: the sentences; gpipe passes."""
     options: dict[str, Any] = {"pp_size": 2, "deterministic": False}
-    monkeypatch.setattr("fsdptoys.config.pipeline_checks.TORCH", (2, 11))
+    monkeypatch.setattr("fsdptoys.config.rules.pipeline.TORCH", (2, 11))
     found = refusal(pipeline("zero_bubble"), 4, **options)
     assert re.match(r"parallel\.schedule=zero_bubble needs torch 2\.13 .*; set .*=interleaved", found)
-    monkeypatch.setattr("fsdptoys.config.pipeline_checks.TORCH", (2, 10))
+    monkeypatch.setattr("fsdptoys.config.rules.pipeline.TORCH", (2, 10))
     found = refusal(pipeline("1f1b"), 4, **options)
     assert re.match(r"parallel\.schedule=1f1b needs torch 2\.11 .*; set parallel\.sch", found)
     make_config(pipeline("gpipe"), 4, **options)

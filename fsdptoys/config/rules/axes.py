@@ -1,20 +1,17 @@
 """Tensor and context parallelism against model, data, kernels and formats; shards against rows."""
 
 import math
-from typing import TYPE_CHECKING
 
 import torch
 
 from fsdptoys.config.kernel_choice import AttentionKernel
+from fsdptoys.config.sections import Sections
 from fsdptoys.models import ModelConfig, MoEConfig
 from fsdptoys.parallel.context import ContextForm
 from fsdptoys.parallel.expert_parallel import fsdp2_can_sum
 from fsdptoys.parallel.float8 import uneven_shards
 
 from .rule import Rules, Where
-
-if TYPE_CHECKING:
-    from fsdptoys.config.schema import Config
 
 AXES = Rules()
 
@@ -30,7 +27,7 @@ def split_sizes(model: ModelConfig) -> dict[str, int]:
 
 
 @AXES.rule("mesh.tp_size", "model")
-def ranks_divide_features(config: "Config", where: Where) -> str | None:
+def ranks_divide_features(config: Sections, where: Where) -> str | None:
     """Tensor parallelism splits heads, hidden features and the vocabulary."""
     ranks, sizes = where.axes.tp, split_sizes(config.model)
     undivided = {key: size for key, size in sizes.items() if size % ranks}
@@ -45,7 +42,7 @@ def ranks_divide_features(config: "Config", where: Where) -> str | None:
 
 
 @AXES.rule("mesh.tp_size", "train.seq_len")
-def ranks_divide_tokens(config: "Config", where: Where) -> str | None:
+def ranks_divide_tokens(config: Sections, where: Where) -> str | None:
     """Tokens are split between layers (sequence parallelism)."""
     seq_len, axes = config.train.seq_len, where.axes
     if axes.tp == 1 or seq_len % axes.sharing == 0:
@@ -85,7 +82,7 @@ AXES.exclude(
 )
 
 
-def _form(config: "Config") -> ContextForm | None:
+def _form(config: Sections) -> ContextForm | None:
     """Return the form of context parallelism; None without it."""
     return getattr(config.parallel, "context", ContextForm.auto) if config.mesh.cp_size > 1 else None
 
@@ -105,7 +102,7 @@ AXES.exclude(
 
 
 @AXES.rule("mesh.cp_size", "parallel.context=ulysses", "model.n_heads")
-def ulysses_divides_heads(config: "Config", where: Where) -> str | None:
+def ulysses_divides_heads(config: Sections, where: Where) -> str | None:
     """Ulysses exchanges tokens for heads."""
     ranks, tp = config.mesh.cp_size, config.mesh.tp_size
     heads = config.model.n_heads // tp
@@ -121,7 +118,7 @@ def ulysses_divides_heads(config: "Config", where: Where) -> str | None:
 
 
 @AXES.rule("mesh.cp_size", "train.seq_len")
-def pieces_divide_sequences(config: "Config", where: Where) -> str | None:
+def pieces_divide_sequences(config: Sections, where: Where) -> str | None:
     """Each rank has equal pieces of a sequence."""
     form, ranks, seq_len = _form(config), config.mesh.cp_size, config.train.seq_len
     if form is None or seq_len % (form.pieces_per_rank * ranks) == 0:
@@ -171,7 +168,7 @@ AXES.exclude(
 
 
 @AXES.rule("mesh.cp_size", "kernels.attention=flash", "model")
-def flash_takes_widths_of_eight(config: "Config", where: Where) -> str | None:
+def flash_takes_widths_of_eight(config: Sections, where: Where) -> str | None:
     """Flash attention over parts of a sequence pads no heads."""
     form, width = _form(config), config.model.head_width
     flash = config.kernels.attention is AttentionKernel.flash and where.device_type == "cuda"
@@ -216,7 +213,7 @@ AXES.exclude(
 
 
 @AXES.rule("mesh.fsdp_size", "model.dim")
-def shards_have_rows(config: "Config", where: Where) -> str | None:
+def shards_have_rows(config: Sections, where: Where) -> str | None:
     """FSDP2 cuts between rows."""
     dim = config.model.dim
     if not config.parallel.uses_dtensor or config.mesh.shard_ranks(where.world_size) <= dim:
@@ -230,7 +227,7 @@ def shards_have_rows(config: "Config", where: Where) -> str | None:
 
 
 @AXES.rule("mesh.fsdp_size", "train.float8_all_gather=true")
-def float8_shards_are_even(config: "Config", where: Where) -> str | None:
+def float8_shards_are_even(config: Sections, where: Where) -> str | None:
     """A gather in float8 has equal shards."""
     if not config.parallel.uses_dtensor or not config.train.float8_all_gather:
         return None

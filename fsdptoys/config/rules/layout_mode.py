@@ -1,19 +1,16 @@
 """``train.deterministic=layout``: nothing may depend on how a batch is split."""
 
 import math
-from typing import TYPE_CHECKING
 
 import torch
 
+from fsdptoys.config.sections import Sections
 from fsdptoys.device import float64_collectives
 from fsdptoys.parallel.context import ContextForm
 from fsdptoys.parallel.expert_parallel import fsdp2_can_sum
 
 from .axes import split_sizes
 from .rule import Rules, Where
-
-if TYPE_CHECKING:
-    from fsdptoys.config.schema import Config
 
 LAYOUT_MODE = Rules()
 LAYOUT = "train.deterministic=layout"
@@ -34,7 +31,7 @@ LAYOUT_MODE.exclude(
 
 
 @LAYOUT_MODE.rule(LAYOUT, "parallel=fsdp2")
-def this_torch_sums(config: "Config", where: Where) -> str | None:
+def this_torch_sums(config: Sections, where: Where) -> str | None:
     """FSDP2 sums gradients from torch 2.11 on."""
     if not _on(config) or not config.parallel.uses_dtensor or fsdp2_can_sum():
         return None
@@ -45,7 +42,7 @@ def this_torch_sums(config: "Config", where: Where) -> str | None:
 
 
 @LAYOUT_MODE.rule(LAYOUT, "train.grains", "train.seq_len")
-def grains_divide_sequences(config: "Config", where: Where) -> str | None:
+def grains_divide_sequences(config: Sections, where: Where) -> str | None:
     """Grains are equal pieces of a sequence."""
     seq_len, grains = config.train.seq_len, config.train.grains
     if not _on(config) or seq_len % grains == 0:
@@ -54,7 +51,7 @@ def grains_divide_sequences(config: "Config", where: Where) -> str | None:
 
 
 @LAYOUT_MODE.rule(LAYOUT, "train.grains", "mesh.cp_size", "mesh.tp_size")
-def ranks_have_whole_grains(config: "Config", where: Where) -> str | None:
+def ranks_have_whole_grains(config: Sections, where: Where) -> str | None:
     """Ranks that share a sequence have whole grains, and add up in one order."""
     train, ranks, splits = config.train, config.mesh.cp_size, config.mesh.tp_size
     if not _on(config) or ranks * splits == 1:
@@ -82,7 +79,7 @@ def ranks_have_whole_grains(config: "Config", where: Where) -> str | None:
 
 
 @LAYOUT_MODE.rule(LAYOUT, "train.slices", "mesh.tp_size")
-def ranks_have_whole_slices(config: "Config", where: Where) -> str | None:
+def ranks_have_whole_slices(config: Sections, where: Where) -> str | None:
     """Ranks that split features have whole slices."""
     slices, ranks, sizes = config.train.slices, config.mesh.tp_size, split_sizes(config.model)
     if not _on(config):
@@ -127,7 +124,7 @@ LAYOUT_MODE.exclude(
 
 
 @LAYOUT_MODE.rule(LAYOUT, "kernels")
-def kernels_round_by_grains(config: "Config", where: Where) -> str | None:
+def kernels_round_by_grains(config: Sections, where: Where) -> str | None:
     """Some kernels choose their order of summation by the sizes of their inputs."""
     for operation, name in config.kernels.names().items() if _on(config) else ():
         if name in ("compiled", "npu", "flex"):
@@ -162,5 +159,5 @@ LAYOUT_MODE.exclude(
 )
 
 
-def _on(config: "Config") -> bool:
+def _on(config: Sections) -> bool:
     return config.train.deterministic.covers_layouts

@@ -1,20 +1,16 @@
 """Memory switches against strategy, layout, compiler and optimizer."""
 
-from typing import TYPE_CHECKING
-
+from fsdptoys.config.sections import Sections
 from fsdptoys.device import available_cores
 from fsdptoys.models import MoEConfig
 
 from .rule import Rules, Where
 
-if TYPE_CHECKING:
-    from fsdptoys.config.schema import Config
-
 MEMORY = Rules()
 
 
 @MEMORY.rule("memory.optimizer_in_backward=true", "parallel")
-def gradients_are_final_in_the_backward(config: "Config", where: Where) -> str | None:
+def gradients_are_final_in_the_backward(config: Sections, where: Where) -> str | None:
     """Some strategies hold all gradients until the backward ends."""
     held = config.parallel.gradients_held
     if not config.memory.optimizer_in_backward or not held:
@@ -88,7 +84,7 @@ MEMORY.exclude(
 
 
 @MEMORY.rule("memory.cpu_threads")
-def threads_have_cores(config: "Config", where: Where) -> str | None:
+def threads_have_cores(config: Sections, where: Where) -> str | None:
     """More threads than cores are slower."""
     threads, cores = config.memory.cpu_threads, available_cores()
     if threads is None or threads <= cores:

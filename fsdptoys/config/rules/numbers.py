@@ -1,14 +1,10 @@
 """Formats of numbers: float8, the loss scale, sums over ranks."""
 
-from typing import TYPE_CHECKING
-
+from fsdptoys.config.sections import Sections
 from fsdptoys.device import float64_collectives
 from fsdptoys.parallel.float8 import MULTIPLE, Float8
 
 from .rule import Rules, Where
-
-if TYPE_CHECKING:
-    from fsdptoys.config.schema import Config
 
 NUMBERS = Rules()
 
@@ -74,7 +70,7 @@ NUMBERS.exclude(
 
 
 @NUMBERS.rule("train.float8", "train.seq_len")
-def float8_multiplies_whole_tiles(config: "Config", where: Where) -> str | None:
+def float8_multiplies_whole_tiles(config: Sections, where: Where) -> str | None:
     """float8 matmuls take dims that 16 divides, the tokens of a micro-batch among them."""
     train = config.train
     tokens = train.batch_size * train.seq_len // config.mesh.cp_size

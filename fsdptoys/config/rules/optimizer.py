@@ -1,9 +1,8 @@
 """The optimizer against strategy, offload and deterministic modes."""
 
-from typing import TYPE_CHECKING
-
 import torch
 
+from fsdptoys.config.sections import Sections
 from fsdptoys.models import MoEConfig
 from fsdptoys.optim import low_bit_adamw
 from fsdptoys.parallel.fsdp2 import sharding
@@ -11,21 +10,18 @@ from fsdptoys.utils.torchao import torchao_fault
 
 from .rule import Rules, Where
 
-if TYPE_CHECKING:
-    from fsdptoys.config.schema import Config
-
 OPTIMIZER = Rules()
 
 
-def _low_bits(config: "Config", where: Where) -> bool:
+def _low_bits(config: Sections, where: Where) -> bool:
     return config.optim.low_bit_format is not None
 
 
-def _exchanges(config: "Config", where: Where) -> bool:
+def _exchanges(config: Sections, where: Where) -> bool:
     return config.optim.exchanges_matrices
 
 
-def _fuses_unlike_others(config: "Config", where: Where) -> bool:
+def _fuses_unlike_others(config: Sections, where: Where) -> bool:
     return not config.optim.fused_takes_shards
 
 
@@ -54,7 +50,7 @@ OPTIMIZER.exclude(
 
 
 @OPTIMIZER.rule("optim.state_dtype=int8", "parallel")
-def low_bit_states_need_rows(config: "Config", where: Where) -> str | None:
+def low_bit_states_need_rows(config: Sections, where: Where) -> str | None:
     """Low-bit states have a scale for each block of a row."""
     lost = config.parallel.matrices_lost
     if not _low_bits(config, where) or lost is None:
@@ -66,7 +62,7 @@ def low_bit_states_need_rows(config: "Config", where: Where) -> str | None:
 
 
 @OPTIMIZER.rule("optim.state_dtype=int8")
-def low_bit_states_need_torchao(config: "Config", where: Where) -> str | None:
+def low_bit_states_need_torchao(config: Sections, where: Where) -> str | None:
     """torchao has the low-bit states."""
     fault = torchao_fault() if _low_bits(config, where) else None
     if fault is None:
@@ -95,7 +91,7 @@ OPTIMIZER.exclude(
 
 
 @OPTIMIZER.rule("optim=muon", "parallel")
-def muon_needs_matrices(config: "Config", where: Where) -> str | None:
+def muon_needs_matrices(config: Sections, where: Where) -> str | None:
     """Muon orthogonalizes full matrices."""
     lost = config.parallel.matrices_lost
     if not _exchanges(config, where) or lost is None:
@@ -146,7 +142,7 @@ OPTIMIZER.exclude(
 
 
 @OPTIMIZER.rule("optim.state_dtype=int8", "mesh.fsdp_size")
-def shards_end_between_blocks(config: "Config", where: Where) -> str | None:
+def shards_end_between_blocks(config: Sections, where: Where) -> str | None:
     """Shards of stacks of experts can end within a quantization block."""
     format, model, axes = config.optim.low_bit_format, config.model, where.axes
     if format is None or not isinstance(model, MoEConfig) or not config.parallel.uses_dtensor:

@@ -1,17 +1,13 @@
 """Pipeline parallelism (``mesh.pp_size``) against model, memory switches, optimizer and number formats."""
 
-from typing import TYPE_CHECKING
-
 import torch
 
+from fsdptoys.config.sections import Sections
 from fsdptoys.parallel import FSDP2Config
 from fsdptoys.parallel.fsdp import TORCH
 from fsdptoys.parallel.pipeline import PipelineSchedule
 
 from .rule import Rules, Where
-
-if TYPE_CHECKING:
-    from fsdptoys.config.schema import Config
 
 PIPELINE = Rules()
 
@@ -21,14 +17,14 @@ ZERO_BUBBLE_SINCE = (2, 13)
 """Version from which zero_bubble is tried: with torch 2.11 it fails at the hooks of FSDP2."""
 
 
-def _schedule(config: "Config") -> PipelineSchedule | None:
+def _schedule(config: Sections) -> PipelineSchedule | None:
     """Return the schedule of a run with several stages."""
     parallel = config.parallel
     return parallel.schedule if isinstance(parallel, FSDP2Config) and config.mesh.pp_size > 1 else None
 
 
 @PIPELINE.rule("mesh.pp_size", "parallel.schedule")
-def schedule_is_in_this_torch(config: "Config", where: Where) -> str | None:
+def schedule_is_in_this_torch(config: Sections, where: Where) -> str | None:
     """Schedules come with versions of torch."""
     schedule = _schedule(config)
     since = ZERO_BUBBLE_SINCE if schedule is PipelineSchedule.zero_bubble else SCHEDULES_SINCE
@@ -41,7 +37,7 @@ def schedule_is_in_this_torch(config: "Config", where: Where) -> str | None:
 
 
 @PIPELINE.rule("mesh.pp_size", "model.n_layers")
-def every_stage_has_a_layer(config: "Config", where: Where) -> str | None:
+def every_stage_has_a_layer(config: Sections, where: Where) -> str | None:
     """Stages are whole layers."""
     schedule, ranks, n_layers = _schedule(config), config.mesh.pp_size, config.model.n_layers
     if schedule is None or n_layers >= ranks * schedule.stages_per_rank:
@@ -57,7 +53,7 @@ def every_stage_has_a_layer(config: "Config", where: Where) -> str | None:
 
 
 @PIPELINE.rule("mesh.pp_size", "train.grad_accum")
-def micro_batches_fit_the_schedule(config: "Config", where: Where) -> str | None:
+def micro_batches_fit_the_schedule(config: Sections, where: Where) -> str | None:
     """Schedules other than gpipe interleave the micro-batches of a step."""
     schedule, ranks, count = _schedule(config), config.mesh.pp_size, config.train.grad_accum
     if schedule is PipelineSchedule("1f1b") and count < ranks:

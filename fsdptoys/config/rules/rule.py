@@ -13,15 +13,13 @@ import functools
 import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from fsdptoys.config.sections import Sections
 from fsdptoys.errors import ConfigError
 from fsdptoys.parallel.mesh import Axes
 from fsdptoys.utils.options import default_of
 from fsdptoys.utils.text import value_text
-
-if TYPE_CHECKING:
-    from fsdptoys.config.schema import Config
 
 DEVICE = "launch.device"
 
@@ -35,8 +33,8 @@ class Where:
     axes: Axes
 
 
-Condition = Callable[["Config", Where], bool]
-Check = Callable[["Config", Where], str | None]
+Condition = Callable[[Sections, Where], bool]
+Check = Callable[[Sections, Where], str | None]
 
 
 @dataclass(frozen=True)
@@ -71,7 +69,7 @@ class Rules:
             says: the sentence.
         """
 
-        def check(config: "Config", where: Where) -> str | None:
+        def check(config: Sections, where: Where) -> str | None:
             if not all(holds(config, where, setting) for setting in settings):
                 return None
             return fill(says, config, where) if when is None or when(config, where) else None
@@ -79,7 +77,7 @@ class Rules:
         self.all.append(Rule(settings, check))
 
 
-def check_rules(rules: Iterable[Rule], config: "Config", where: Where) -> None:
+def check_rules(rules: Iterable[Rule], config: Sections, where: Where) -> None:
     """Check rules in their order.
 
     Raises:
@@ -91,7 +89,7 @@ def check_rules(rules: Iterable[Rule], config: "Config", where: Where) -> None:
             raise ConfigError(sentence)
 
 
-def holds(config: "Config", where: Where, setting: str) -> bool:
+def holds(config: Sections, where: Where, setting: str) -> bool:
     """Return whether a configuration has a setting; a strategy or model without the option does not."""
     key, unequal, wanted = _parts(setting)
     section, _, name = key.partition(".")
@@ -110,7 +108,7 @@ def _parts(setting: str) -> tuple[str, bool, str]:
     return key, sign == "!=", value
 
 
-def read(config: "Config", where: Where, key: str) -> Any:
+def read(config: Sections, where: Where, key: str) -> Any:
     """Return the value of a key, the choice of a group, or the type of the device."""
     section, _, name = key.partition(".")
     chosen = getattr(config, section)
@@ -121,7 +119,7 @@ def read(config: "Config", where: Where, key: str) -> Any:
     return chosen.name or chosen.family if section == "model" else chosen.name
 
 
-def fill(sentence: str, config: "Config", where: Where) -> str:
+def fill(sentence: str, config: Sections, where: Where) -> str:
     """Replace each ``{KEY}`` of a sentence with ``KEY=`` and its value."""
 
     def setting(found: re.Match[str]) -> str:

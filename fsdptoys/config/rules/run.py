@@ -1,11 +1,8 @@
 """Length, batch, evaluation, checkpoints and restarts of a run."""
 
-from typing import TYPE_CHECKING
+from fsdptoys.config.sections import Sections
 
 from .rule import Rules, Where
-
-if TYPE_CHECKING:
-    from fsdptoys.config.schema import Config
 
 SIZES = Rules()
 """Against the model."""
@@ -14,7 +11,7 @@ CONTINUATION = Rules()
 
 
 @SIZES.rule("train.seq_len", "model.max_seq_len")
-def positions_reach(config: "Config", where: Where) -> str | None:
+def positions_reach(config: Sections, where: Where) -> str | None:
     """Sequences are at most as long as the model's positions."""
     longest = config.model.max_seq_len
     if config.train.seq_len <= longest:
@@ -26,7 +23,7 @@ def positions_reach(config: "Config", where: Where) -> str | None:
 
 
 @SIZES.rule("train.batch_size", "train.grad_accum", "train.seq_len")
-def batches_fit_the_host(config: "Config", where: Where) -> str | None:
+def batches_fit_the_host(config: Sections, where: Where) -> str | None:
     """Batches of a step are in host memory."""
     train = config.train
     if config.step_bytes <= 2**50:
@@ -38,7 +35,7 @@ def batches_fit_the_host(config: "Config", where: Where) -> str | None:
 
 
 @SIZES.rule("memory.checkpointing_start_index", "model.n_layers")
-def some_block_is_checkpointed(config: "Config", where: Where) -> str | None:
+def some_block_is_checkpointed(config: Sections, where: Where) -> str | None:
     """Checkpointing starts at a block of the model."""
     start, n_layers = config.memory.checkpointing_start_index, config.model.n_layers
     if not config.memory.checkpoints or start < n_layers:
@@ -50,7 +47,7 @@ def some_block_is_checkpointed(config: "Config", where: Where) -> str | None:
 
 
 @SIZES.rule("memory.activation_offload=true", "model.n_layers")
-def activations_leave_the_device(config: "Config", where: Where) -> str | None:
+def activations_leave_the_device(config: Sections, where: Where) -> str | None:
     """The last block's tensors stay on the device, and those of the block before until they are used."""
     memory = config.memory
     checkpointed = len(range(memory.checkpointing_start_index, config.model.n_layers, memory.checkpointing_every))

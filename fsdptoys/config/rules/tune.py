@@ -1,10 +1,9 @@
 """Adapters against model, strategy and formats."""
 
-from typing import TYPE_CHECKING
-
 import torch
 
 from fsdptoys.checkpoint.adapter_folder import AdapterFolder
+from fsdptoys.config.sections import Sections
 from fsdptoys.errors import ConfigError
 from fsdptoys.models import DecoderModel
 from fsdptoys.models.linear import Linear
@@ -15,13 +14,10 @@ from fsdptoys.utils.text import short_text
 
 from .rule import Rules, Where
 
-if TYPE_CHECKING:
-    from fsdptoys.config.schema import Config
-
 TUNE = Rules()
 
 
-def _linear_layers(config: "Config") -> dict[str, Linear]:
+def _linear_layers(config: Sections) -> dict[str, Linear]:
     """Return the linear layers of the blocks, by name."""
     with torch.device("meta"):
         layers = config.model.build().layers
@@ -29,7 +25,7 @@ def _linear_layers(config: "Config") -> dict[str, Linear]:
 
 
 @TUNE.rule("tune=lora", "model")
-def targets_are_layers(config: "Config", where: Where) -> str | None:
+def targets_are_layers(config: Sections, where: Where) -> str | None:
     """Adapters are added to linear layers of the blocks."""
     tune = config.tune
     if not isinstance(tune, LoRAConfig) or tune.targets == LoRAConfig().targets:
@@ -65,7 +61,7 @@ TUNE.exclude(
 
 
 @TUNE.rule("tune.base=nf4", "parallel")
-def packed_weights_keep_their_dtype(config: "Config", where: Where) -> str | None:
+def packed_weights_keep_their_dtype(config: Sections, where: Where) -> str | None:
     """Packed weights are bytes beside float parameters."""
     if not _packs(config) or config.parallel.mixes_dtypes:
         return None
@@ -85,7 +81,7 @@ TUNE.exclude(
 
 
 @TUNE.rule("tune.base=nf4", "model")
-def blocks_divide_rows(config: "Config", where: Where) -> str | None:
+def blocks_divide_rows(config: Sections, where: Where) -> str | None:
     """NF4 has a scale for each block of a row."""
     for name, module in _linear_layers(config).items() if _packs(config) else ():
         if module.in_features % BLOCK:
@@ -96,12 +92,12 @@ def blocks_divide_rows(config: "Config", where: Where) -> str | None:
     return None
 
 
-def _packs(config: "Config") -> bool:
+def _packs(config: Sections) -> bool:
     return isinstance(config.tune, LoRAConfig) and config.tune.base is Base.nf4
 
 
 @TUNE.rule("tune=lora", "mesh.tp_size")
-def adapters_are_whole(config: "Config", where: Where) -> str | None:
+def adapters_are_whole(config: Sections, where: Where) -> str | None:
     """Split layers take no adapters."""
     ranks, slices = where.axes.tp, config.train.slices
     if not isinstance(config.tune, LoRAConfig) or ranks == slices == 1:
