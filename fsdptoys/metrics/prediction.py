@@ -108,7 +108,7 @@ class Prediction:
     """Predicted memory and time of a run, and the method of the prediction."""
 
     method: str
-    """``traced``, ``traced, all layers``, ``closed form``."""
+    """``estimated``; earlier versions also had others."""
     hardware: str
     world_size: int
     tokens_per_step: int

@@ -279,9 +279,3 @@ def orthogonalize(matrix: Tensor, steps: int) -> Tensor:
         gram = torch.addmm(gram, gram, gram, beta=b, alpha=c)
         x = torch.addmm(x, gram, x, beta=a)
     return x.T.contiguous() if tall else x
-
-
-def orthogonalize_flops(rows: int, columns: int, steps: int) -> float:
-    """FLOPs of the matmuls of :func:`orthogonalize`."""
-    short, long = min(rows, columns), max(rows, columns)
-    return steps * (4 * short**2 * long + 2 * short**3)

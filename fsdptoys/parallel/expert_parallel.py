@@ -231,11 +231,6 @@ def split_experts(model: DecoderModel, mesh: DeviceMesh, exchange: ExpertExchang
         experts.exchange = exchange
 
 
-def is_split(module: nn.Module) -> bool:
-    """Whether a module is a layer's experts, of which this rank has a part."""
-    return isinstance(module, Experts) and module.exchange is not None
-
-
 def expert_placement(stack: nn.Parameter, ranks: int) -> "Shard":
     """The dim, not the first, along which N ranks shard their common part of a stack."""
     from torch.distributed.tensor import Shard
