@@ -7,7 +7,7 @@ the backward, and keeps neither. A weight takes 4.5 bits: 4 for the index, and a
 Indices and scales of a row are one row of ``nf4``, a parameter whose dtype is that of the weight and whose bytes mean
 nothing in it. So strategies copy, shard and gather it along the first dims as any other, but must not cast
 it. The price next to torchao's tensor subclass: a cast would destroy the weight silently, so strategies that cast
-frozen weights are refused (``config.tune_checks``). The gain: any torch, plain tensors, and bits that do not depend on
+frozen weights are refused (``config.rules.tune``). The gain: any torch, plain tensors, and bits that do not depend on
 how ranks shard.
 
 Not covered: the second quantization, of the scales, which saves 0.37 bits an element; rows that 64 does not divide.

@@ -22,7 +22,7 @@ import fsdptoys
 from fsdptoys.config.overrides import list_choices, list_defaults, schema_name
 from fsdptoys.config.schema import SCHEMAS, Config
 from fsdptoys.config.schema_docs import Declaration, collect_keys, read_classes
-from fsdptoys.report.setting_effects import effect_of
+from fsdptoys.report.setting_effects import BATCH, effect_of
 from fsdptoys.utils.options import Declared, Effect, declared_of
 from fsdptoys.utils.text import value_text
 
@@ -149,6 +149,10 @@ def type_text(key: Key) -> str:
 
 def effect_text(name: str) -> str:
     """What changing a key changes in a run's losses, in words."""
+    if name == "train.seed":
+        return "the training"  # by the seeds that follow it
+    if name in BATCH:
+        return "the training; with as many sequences a step the last bits"
     return {
         Effect.training: "the training",
         Effect.format: "the format",

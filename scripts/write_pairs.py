@@ -39,7 +39,7 @@ SETTINGS = {
     "train.float8=tensorwise": "parallel.param_dtype=bfloat16",
     "parallel.param_dtype=float16": "",
     "train.deterministic=true": "",
-    "train.deterministic=layout": "train.slices=2",
+    "train.deterministic=layout": "",
     "optim=muon": "",
     "optim.state_dtype=int8": "",
     "tune=lora": "",
@@ -52,8 +52,10 @@ SETTINGS = {
 
 def refusal(*settings: str) -> str | None:
     """Return the sentence against settings; None if they go together."""
-    needed = [word for setting in settings for word in (setting, *SETTINGS[setting].split())]
-    overrides = {word.partition("=")[0]: word for word in [*BASE.split(), *needed]}
+    needed = [word for setting in settings for word in SETTINGS[setting].split()]
+    if {"mesh.tp_size=2", "train.deterministic=layout"} <= set(settings):
+        needed.append("train.slices=2")
+    overrides = {word.partition("=")[0]: word for word in [*BASE.split(), *needed, *settings]}
     try:
         compose_config(list(overrides.values())).validate(RANKS, "cuda")
     except ConfigError as error:

@@ -74,7 +74,8 @@ class HuggingFaceFolder:
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path).expanduser()
         if not self.path.is_dir():
-            hub_name = str(path) if re.fullmatch(r"[\w.-]+/[\w.-]+", str(path)) else "OWNER/NAME"
+            owner = re.fullmatch(r"(\w[\w.-]*)/[\w.-]+", str(path))
+            hub_name = path if owner and not self.path.exists() and not Path(owner[1]).exists() else "OWNER/NAME"
             raise ConfigError(
                 f"{path} {'is a file' if self.path.exists() else 'does not exist'}, where a folder in Hugging Face "
                 "format is expected; name one that holds config.json and safetensors files, such as a download: "

@@ -157,10 +157,10 @@ def _search(words: Sequence[str]) -> int:
         fast_estimate,
         host_memory_bytes=run.hardware.host_memory_bytes.value,
     )
+    caveats = doubts(result.best.config, run.hardware, run.world_size)
     if options.json:
-        print(json.dumps(search_to_dict(result), indent=2))
+        print(json.dumps(search_to_dict(result, caveats), indent=2))
     else:
-        caveats = doubts(result.best.config, run.hardware, run.world_size)
         print_search(result, run.config.plan.rows, caveats, Console())
     if picture is not None:
         title = f"{run.config.model.name} on {run.world_size} ranks, {run.hardware.title}"

@@ -118,7 +118,8 @@ def _bounds(node: ast.expr | None) -> ast.expr | None:
     """The bounds in ``option(default, bounds, …)`` or ``field(metadata=bounds)``."""
     if not isinstance(node, ast.Call):
         return None
-    return next((word.value for word in node.keywords if word.arg == "metadata"), (*node.args, None, None)[1])
+    in_order = (*node.args, None, None)[1] if ast.unparse(node.func) == "option" else None
+    return next((word.value for word in node.keywords if word.arg == "metadata"), in_order)
 
 
 def _default(node: ast.expr | None) -> str:

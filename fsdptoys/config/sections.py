@@ -49,8 +49,3 @@ class Sections:
         """Host memory of one rank's tokens and labels per step, in bytes."""
         sequences = self.train.batch_size * self.train.grad_accum * getattr(self.parallel, "simulated_ranks", 1)
         return 16 * sequences * self.train.seq_len
-
-    @property
-    def scales_gradients(self) -> bool:
-        """Whether the gradients of a step are multiplied by a factor: to clip them, or to undo the loss scale."""
-        return self.train.max_grad_norm is not None or self.parallel.param_dtype.needs_loss_scale

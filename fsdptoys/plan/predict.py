@@ -54,7 +54,7 @@ def estimate_run(config: Config, world_size: int) -> tuple[Prediction, Hardware]
     memory = config.memory
     if hardware.device_type == "cpu" and (memory.cpu_offload or memory.optimizer_offload):
         return None  # offload on a CPU moves nothing, which the estimate does not model
-    return fast_estimate(config, hardware, world_size), hardware
+    return predict(config, hardware, world_size), hardware
 
 
 def world_size_of(config: Config, hardware: Hardware) -> int:
@@ -135,11 +135,14 @@ def doubts(config: Config, hardware: Hardware, world_size: int) -> tuple[str, ..
         "experts are assumed to be one matmul, but are multiplied one by one: a lower bound of time": (
             experts and single_experts
         ),
+        "offload on a CPU moves nothing, and is predicted as on an accelerator": (
+            hardware.device_type == "cpu" and (config.memory.cpu_offload or config.memory.optimizer_offload)
+        ),
         "plan.allocator=native is predicted without fragmentation of its segments: a lower bound of reserved memory": (
             plan.allocator is AllocatorKind.native
         ),
-        f"train.deterministic={config.train.deterministic.word} is predicted without its float64 tensors: a lower "
-        "bound of memory": bool(config.train.deterministic),
+        "train.deterministic=layout is predicted without its float64 tensors and matmuls of single grains: a lower "
+        "bound of memory and time": config.train.deterministic.covers_layouts and not experts,
         "parallel.schedule=zero_bubble is predicted as interleaved, with the logits of all micro-batches: an upper "
         "bound of time and a lower bound of memory": zero_bubble,
         "reading the data is assumed to take no time": config.data.reads_files,

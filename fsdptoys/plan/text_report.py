@@ -88,7 +88,7 @@ def print_command(candidate: Candidate, hardware: Hardware, console: Console) ->
     console.print(" ".join(["bash run_fsdp.sh", *words]), soft_wrap=True, highlight=False, markup=False, emoji=False)
 
 
-def search_to_dict(result: SearchResult) -> dict[str, Any]:
+def search_to_dict(result: SearchResult, caveats: Sequence[str]) -> dict[str, Any]:
     """The content of :func:`print_search` as JSON values."""
     return {
         "hardware": result.hardware.name,
@@ -100,6 +100,7 @@ def search_to_dict(result: SearchResult) -> dict[str, Any]:
         "candidates": list(map(candidate_to_dict, result.leading(len(result.candidates)))),
         "frontier": list(map(candidate_to_dict, frontier(result.candidates))),
         "best": candidate_to_dict(result.best),
+        "caveats": list(caveats),
         "effects": [asdict(one) for one in effects(result.best, result.candidates, result.over)],
     }
 

@@ -8,10 +8,11 @@ of the step in which the difference first shows.
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import MISSING, dataclass
 from pathlib import Path
 from typing import Any
 
+from fsdptoys.config.declared_options import option_defaults
 from fsdptoys.errors import ConfigError
 from fsdptoys.metrics import StepMetrics
 from fsdptoys.metrics.config import METRICS_FILE
@@ -184,10 +185,15 @@ def _changes(first: RecordedRun, second: RecordedRun, courses: Sequence[Course])
     changes = [
         Change(key, old, new, effect_of(key, same_batch))
         for key, (old, new) in changed_settings(ours, theirs).items()
-        if key not in EXCLUDED and (old, new) != (None, None)
+        if key not in EXCLUDED and (old, new) != (None, None) and not _is_default(key, old, new)
     ]
     stage = _stage(courses)
     return sorted(changes, key=lambda change: (change.effect, abs(stage_of(change.key) - stage)))
+
+
+def _is_default(key: str, old: Any, new: Any) -> bool:
+    """Whether a setting only lost or gained its switch, and has its default with it."""
+    return None in (old, new) and option_defaults().get(key, MISSING) in (old, new)
 
 
 def _stage(courses: Sequence[Course]) -> Stage:

@@ -45,7 +45,7 @@ AXES = ("mesh.ep_size", *SHARING)
 
 @functools.cache
 def declared() -> dict[str, Declared]:
-    """Return key → declaration; the layout matters by default, and no bit of it in the deterministic modes."""
+    """Return key → declaration. Layouts change the last bits, except in the deterministic modes."""
     return declared_options() | PSEUDO
 
 

@@ -18,7 +18,7 @@ from fsdptoys.device import GIB
 from fsdptoys.device.profile import load_hardware
 from fsdptoys.metrics.prediction import Category, MemoryPrediction, Prediction, TimePrediction, Volume
 from fsdptoys.plan.estimate.estimate import fast_estimate
-from fsdptoys.plan.predict import doubts, estimate_run, hardware_of, world_size_of
+from fsdptoys.plan.predict import doubts, estimate_run, hardware_of, predict, world_size_of
 from fsdptoys.plan.search.advice import Advice
 from fsdptoys.plan.search.ranking import Candidate
 from fsdptoys.plan.search.search import SearchResult
@@ -50,12 +50,12 @@ def composed(*words: str, device_type: str = "cuda", world_size: int = 8) -> Con
     ],
 )
 def test_run_is_predicted_on_known_devices_only(words: list[str], predicted: bool) -> None:
-    """Oracle: the table, and the closed form on that profile."""
+    """Oracle: the table, and the prediction on that profile."""
     config = composed(*words, device_type="cpu", world_size=2)
     found = estimate_run(config, 2)
     assert (found is not None) == predicted
     if found is not None:
-        assert found == (fast_estimate(config, load_hardware("cpu"), 2), load_hardware("cpu"))
+        assert found == (predict(config, load_hardware("cpu"), 2), load_hardware("cpu"))
 
 
 def test_segment_kind_changes_reserved_memory() -> None:
@@ -99,7 +99,7 @@ ONE_BY_ONE = "experts are assumed to be one matmul, but are multiplied one by on
         ("h100", ("kernels.rms_norm=compiled",), 8, f"kernels.{COMPILED} are assumed to touch each tensor once"),
         ("h100", (MOE, BF16), 8, "experts are assumed to receive equal numbers of tokens"),
         ("h100", (MOE, LAYOUT), 8, f"{LAYOUT} is predicted for experts as the default mode"),
-        ("h100", (LAYOUT,), 8, f"{LAYOUT} is predicted without its float64 tensors"),
+        ("h100", (LAYOUT,), 8, f"{LAYOUT} is predicted without its float64 tensors and matmuls of single grains"),
         ("h100", ("plan.allocator=native",), 8, "plan.allocator=native is predicted without fragmentation"),
         # NPUs use torch_npu's grouped matmul by default; CUDA has a kernel for bfloat16.
         ("a2", (MOE, "kernels.grouped_matmul=torch"), 8, ONE_BY_ONE),
@@ -372,8 +372,8 @@ def test_colors_are_printed_to_terminals_only(config: Config) -> None:
 
 def test_search_and_advice_serialize_to_json(config: Config) -> None:
     """Oracle: the JSON read back."""
-    read = json.loads(json.dumps(search_to_dict(search_result(config))))
+    read = json.loads(json.dumps(search_to_dict(search_result(config), ("a caveat",))))
     assert read["best"]["words"][3] == "mesh.fsdp_size=8"
-    assert read["fitting"] == 3 and read["refused"] == {"a sentence": 2}
+    assert read["caveats"] == ["a caveat"] and read["fitting"] == 3 and read["refused"] == {"a sentence": 2}
     assert [row["prediction"]["memory"]["reserved_bytes"] / GIB for row in read["frontier"]] == [6, 12, 60]
     assert json.loads(json.dumps(advice_to_dict(ADVICE)))[1]["words"] == ["train.batch_size=4"]

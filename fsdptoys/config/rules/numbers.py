@@ -49,7 +49,7 @@ NUMBERS.exclude(
 )
 NUMBERS.exclude(
     "train.float8_all_gather=true",
-    "parallel.wrap",
+    "parallel",
     when=lambda config, where: where.device_type == "cpu" and config.parallel.hooks_parts_of_blocks(config.model),
     says="train.float8_all_gather=true leaves units within a block with float8 alone, which gloo does not gather; set "
     "parallel.wrap=block parallel.wrap_classes=[] parallel.min_params=null",

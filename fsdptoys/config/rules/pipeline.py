@@ -138,6 +138,7 @@ PIPELINE.exclude(
 PIPELINE.exclude(
     "mesh.pp_size",
     "parallel.reduce_each_microbatch=true",
+    unused=True,
     says="parallel.reduce_each_microbatch=true has no effect with the stages of {mesh.pp_size}, which reduce once a "
     "step; leave it out",
 )

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from fsdptoys.config.sections import Sections
-from fsdptoys.errors import ConfigError
+from fsdptoys.errors import ConfigError, UnusedKeyError
 from fsdptoys.parallel.mesh import Axes
 from fsdptoys.utils.options import default_of
 from fsdptoys.utils.text import value_text
@@ -43,6 +43,8 @@ class Rule:
 
     settings: tuple[str, ...]
     check: Check
+    unused: bool = False
+    """Whether its sentence begins with a setting that has no effect, which sweeps drop."""
 
 
 class Rules:
@@ -60,12 +62,13 @@ class Rules:
 
         return register
 
-    def exclude(self, *settings: str, when: Condition | None = None, says: str) -> None:
+    def exclude(self, *settings: str, when: Condition | None = None, unused: bool = False, says: str) -> None:
         """Refuse settings that occur together.
 
         Args:
             settings: all of them must hold.
             when: a further condition.
+            unused: whether the sentence begins with a setting that has no effect.
             says: the sentence.
         """
 
@@ -74,7 +77,7 @@ class Rules:
                 return None
             return fill(says, config, where) if when is None or when(config, where) else None
 
-        self.all.append(Rule(settings, check))
+        self.all.append(Rule(settings, check, unused))
 
 
 def check_rules(rules: Iterable[Rule], config: Sections, where: Where) -> None:
@@ -86,7 +89,7 @@ def check_rules(rules: Iterable[Rule], config: Sections, where: Where) -> None:
     for rule in rules:
         sentence = rule.check(config, where)
         if sentence is not None:
-            raise ConfigError(sentence)
+            raise UnusedKeyError(sentence) if rule.unused else ConfigError(sentence)
 
 
 def holds(config: Sections, where: Where, setting: str) -> bool:

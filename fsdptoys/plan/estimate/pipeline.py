@@ -126,7 +126,7 @@ def predict_pipeline(
         if 0 < rank < ranks - 1:
             changes |= {each: -size for each, size in table.items()}
             time = _without(time, no_layers)
-        if keeps_logits and is_last:
+        if keeps_logits and is_last and not config.memory.chunk_loss:
             changes |= {Category.logits: (count - 1) * _logit_bytes(config)}
         memories.append(_changed(memory, changes))
         times.append(time)

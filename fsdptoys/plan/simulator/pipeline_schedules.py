@@ -1,7 +1,7 @@
 """Schedules of pipelines without their contents: the order of forwards and backwards, and how long they take together.
 
 Covers what ``torch.distributed.pipelining`` runs for gpipe, 1f1b and interleaved. A message starts once both ranks
-have issued it, as in ``meetings``, and takes no time.
+have issued it, and takes no time.
 """
 
 from collections import deque
