@@ -23,7 +23,7 @@ from fsdptoys.train.recorded_run import RecordedRun, is_run_dir, read_recorded_r
 from fsdptoys.utils.options import Effect, Stage
 
 from .loss_agreement import HELD_OUT, QUANTITIES
-from .setting_diff import EXCLUDED, RANKS, effective
+from .setting_diff import EXCLUDED, RANKS, Settings, effective
 from .setting_effects import effect_of, global_batch, held_out_samples, stage_of, usual_formats
 
 EXCLUDED_FROM_ENVIRONMENT = ("started_at", "command", "world_size")
@@ -185,15 +185,17 @@ def _changes(first: RecordedRun, second: RecordedRun, courses: Sequence[Course])
     changes = [
         Change(key, old, new, effect_of(key, same_batch))
         for key, (old, new) in changed_settings(ours, theirs).items()
-        if key not in EXCLUDED and (old, new) != (None, None) and not _is_default(key, old, new)
+        if key not in EXCLUDED and (old, new) != (None, None) and not _only_switched(key, ours, theirs)
     ]
     stage = _stage(courses)
     return sorted(changes, key=lambda change: (change.effect, abs(stage_of(change.key) - stage)))
 
 
-def _is_default(key: str, old: Any, new: Any) -> bool:
-    """Whether a setting only lost or gained its switch, and has its default with it."""
-    return None in (old, new) and option_defaults().get(key, MISSING) in (old, new)
+def _only_switched(key: str, ours: Settings, theirs: Settings) -> bool:
+    """Return whether one run lacks a setting, whose switch is off, and the other has its default."""
+    if (key in ours) == (key in theirs):
+        return False
+    return (ours | theirs)[key] == option_defaults().get(key, MISSING)
 
 
 def _stage(courses: Sequence[Course]) -> Stage:

@@ -219,6 +219,13 @@ def test_switch_alone_is_blamed_and_not_the_options_that_need_it(tmp_path: Path,
     assert [change.key for change in found.changes] == list(change)
 
 
+@pytest.mark.parametrize("change", [{"train.max_grad_norm": None}, {"memory.checkpointing_budget": 0.5}], ids=str)
+def test_change_to_or_from_null_is_listed(tmp_path: Path, change: dict[str, Any]) -> None:
+    """Oracle: the change; null is a value, unlike a setting that the other run does not have."""
+    found = compared(tmp_path, run_of(6), run_of(6), change)
+    assert [(change.key, change.second) for change in found.changes] == list(change.items())
+
+
 def test_loss_scale_explains_gradients_rather_than_losses_of_the_first_step() -> None:
     """Oracle: the backward starts from the scaled loss; growth and overflows change the scale of later steps."""
     stages = {key: stage_of(key) for key in declared_options() if key.startswith("loss_scale.")}
