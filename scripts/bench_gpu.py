@@ -194,7 +194,7 @@ def why(result: Measured) -> str:
 
 
 def planned_memory(words: Sequence[str], device: str) -> MemoryPrediction | None:
-    """The planner's closed-form prediction; None for devices without a profile."""
+    """The planner's prediction; None for devices without a profile."""
     if device != "cuda":
         return None
     config = compose_config(list(words))

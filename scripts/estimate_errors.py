@@ -310,7 +310,7 @@ def _judge(name: str, result: SearchResult, trace: Callable[[Sequence[Run]], lis
 
 def render(errors: Sequence[Error], searches: Sequence[Searched]) -> tuple[list[str], bool]:
     """Lines of a section of the page, and whether both bars are met."""
-    lines = ["## The closed form against the trace", ""]
+    lines = ["## Estimates against full traces", ""]
     missed = [error for error in errors if error.worst > ERROR_BAR]
     if errors:
         lines += [f"Layers as given, else 4; {len(missed)} of {len(errors)} runs over {ERROR_BAR:.0%}.", ""]

@@ -122,7 +122,7 @@ def render(
         "# One GPU" if device == "cuda" else "# A trial of the script on a CPU, whose figures mean nothing",
         "", f"Command: `python {shlex.join(sys.argv)}`", "", f"{on}. Peak in bf16: {peak}.", "",
         f"Medians of {STEPS - WARMUP} steps after {WARMUP} warm-up steps. Each row is a new process, and rows run one "
-        "after the other; the loss is read after each step. Peak: allocated memory. Planned: the closed form's "
+        "after the other; the loss is read after each step. Peak: allocated memory. Planned: the planner's "
         "prediction of it. "
         "Start: from the command to the end of step 1, with imports, initialization and compilation.",
     ]  # fmt: skip

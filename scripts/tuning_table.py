@@ -4,7 +4,7 @@
     python scripts/tuning_table.py --models llama3_8b --write docs/tuning.png
 
 Each is planned under DDP, FSDP2 and FSDP2 with CPU offload, on 1 to 8 devices of 24, 48 and 80 GiB, with the planner's
-closed form: bfloat16, full checkpointing, chunked loss, one sequence a device. Nothing is trained.
+planner: bfloat16, full checkpointing, chunked loss, one sequence a device. Nothing is trained.
 """
 
 import argparse

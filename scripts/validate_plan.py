@@ -23,7 +23,7 @@ programs that do the same as the published ones (``published_programs``, ``publi
 
 ``--layouts`` prints section 7 instead: today's trainer with the layouts of published runs (``planned_layouts``).
 
-``--errors`` and ``--searches`` print the errors of the closed form instead, and searches checked by brute force
+``--errors`` and ``--searches`` print the errors of the estimates instead, and searches checked by brute force
 (``estimate_errors``).
 
 Reserved memory settles after three steps, so three are traced; the numbers are of the last one.
@@ -326,7 +326,7 @@ def render(rows: Rows) -> tuple[str, bool]:
 
 
 def check_estimate(runs: int, searches: int, jobs: int) -> int:
-    """Compare the closed form with traces of the first runs, and check searches; 0 if the bars are met."""
+    """Compare estimates with full traces of the first runs, and check searches; 0 if the bars are met."""
     with progress(bool(runs) + searches):
         errors = estimate_errors.estimate_errors(jobs, runs) if runs else []
         lines, met = estimate_errors.render(errors, estimate_errors.run_searches(searches, jobs) if searches else [])
@@ -363,7 +363,7 @@ def main() -> int:
     parser.add_argument("--keep", type=Path, help="folder for new and existing traces")
     parser.add_argument("--jobs", type=int, default=1, help="rows to trace concurrently")
     parser.add_argument("--layers", type=int, help="blocks of the model, for a quick run; the published models have 32")
-    parser.add_argument("--errors", type=int, metavar="N", help="compare the closed form with N runs' traces only")
+    parser.add_argument("--errors", type=int, metavar="N", help="compare estimates with N runs' full traces only")
     parser.add_argument("--searches", type=int, metavar="N", help="check N random searches by brute force only")
     parser.add_argument("--layouts", nargs="*", metavar="ROW", help="published layouts only, all or those named")
     parser.add_argument("--trace", choices=NAMES, metavar="ROW", help="trace one row into --keep and exit")

@@ -136,7 +136,7 @@ def test_free_memory_without_a_device_is_unknown() -> None:
 def test_memory_auto_takes_the_fastest_switches_that_fit(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Oracle: the closed form of each checkpointing mode and chunking, over one H200, whose memory all of them fit."""
+    """Oracle: the estimate of each checkpointing mode and chunking, over one H200, whose memory all of them fit."""
     hardware = load_hardware("h200")
     monkeypatch.setattr("fsdptoys.cli.planned.profile_of_this_machine", lambda: "h200")
     monkeypatch.setattr("fsdptoys.cli.planned.least_free_bytes", lambda *_: None)

@@ -30,7 +30,7 @@ from tests.report.recorded_runs import GPU_STEP
 TREE = {"train": {"steps": 4, "note": "|`ü\u2028"}, "data": {"files": ["a", None, 1e-5, math.inf]}}
 GIB = 2**30
 PREDICTION = Prediction(
-    method="closed form",
+    method="estimated",
     hardware="h100",
     world_size=8,
     tokens_per_step=8192,
@@ -149,9 +149,9 @@ def test_prediction_line_has_time_and_memory_and_reports_too_little_memory(memor
     """Oracle: the line, word for word."""
     assert prediction_line(PREDICTION, memory_gib * GIB) == (
         f"predicted 500.0 ms per step, 16,384 tokens/s, 20.00 GiB peak, 24.00 GiB reserved{warning} "
-        "(closed form, plan.hardware=h100)"
+        "(estimated, plan.hardware=h100)"
     )
-    line = "predicted 500.0 ms per step, 16,384 tokens/s (closed form, plan.hardware=h100)"
+    line = "predicted 500.0 ms per step, 16,384 tokens/s (estimated, plan.hardware=h100)"
     assert prediction_line(replace(PREDICTION, device_type="cpu"), 0) == line
 
 

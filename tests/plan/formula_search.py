@@ -1,4 +1,4 @@
-"""A search over a formula instead of the closed form, so that it can be compared with brute force."""
+"""A search over a formula instead of the estimate, so that it can be compared with brute force."""
 
 import functools
 from collections.abc import Callable, Sequence

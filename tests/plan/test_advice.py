@@ -1,4 +1,4 @@
-"""Advice on single switches, the plot of a search, and the script that compares the closed form with traces."""
+"""Advice on single switches, the plot of a search, and the script that compares estimates with full traces."""
 
 import math
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""The closed form against formulas and published tables, and what each switch changes."""
+"""Estimates against formulas and published tables, and what each switch changes."""
 
 import functools
 import os

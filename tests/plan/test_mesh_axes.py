@@ -1,4 +1,4 @@
-"""Traces of runs whose ranks share sequences or split experts against formulas, and the closed form against traces."""
+"""Traces of runs whose ranks share sequences or split experts against formulas, and estimates against traces."""
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
@@ -35,7 +35,7 @@ MOE = (
 
 
 def both(words: Sequence[str], name: str = "h100", ranks: int = 8) -> tuple[Prediction, Replay]:
-    """A run in closed form, and the replay of its trace."""
+    """An estimate of a run, and the replay of its full trace."""
     hardware = load_hardware(name)
     config = configured(words, ranks, hardware.device_type)
     trace = traced_on(config, hardware, ranks)

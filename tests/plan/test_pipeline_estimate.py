@@ -1,4 +1,4 @@
-"""Plans of pipelines: waits, messages and memory of their schedules, the closed form, and searches.
+"""Plans of pipelines: waits, messages and memory of their schedules, estimates, and searches.
 
 Traces of all stages are replayed together.
 """
@@ -222,14 +222,14 @@ each_run = pytest.mark.parametrize(
 
 @functools.cache
 def both(name: str) -> tuple[Config, Prediction, Prediction]:
-    """A run in closed form and as all its ranks' traces say."""
+    """An estimate of a run, and what full traces of all its ranks say."""
     ranks, *more = RUNS[name]
     config, hardware = configured([*WORDS, *more], ranks, "cuda"), load_hardware("h100")
     return config, fast_estimate(config, hardware, ranks), predict_in_full(config, hardware, ranks)
 
 
 @each_run
-def test_closed_form_of_a_pipeline_agrees_with_the_traces_of_its_ranks(name: str) -> None:
+def test_estimate_of_a_pipeline_agrees_with_the_traces_of_its_ranks(name: str) -> None:
     """Oracle: the trainer's own steps on each rank, replayed together."""
     _, closed, traced = both(name)
     assert closed.tokens_per_step == traced.tokens_per_step

@@ -59,7 +59,7 @@ def test_run_is_predicted_on_known_devices_only(words: list[str], predicted: boo
 
 
 def test_segment_kind_changes_reserved_memory() -> None:
-    """Oracle: the closed form for each; a small model fills segments of 20 MiB badly."""
+    """Oracle: the estimate for each; a small model fills segments of 20 MiB badly."""
     configs = [composed(f"plan.allocator={kind.value}") for kind in AllocatorKind]
     assert len({fast_estimate(config, load_hardware("h100"), 8).memory.reserved_bytes for config in configs}) == 2
 

@@ -1,4 +1,4 @@
-"""The planner's choice of ``parallel.reduce_each_microbatch``, by the closed form."""
+"""The planner's choice of ``parallel.reduce_each_microbatch``."""
 
 import pytest
 

@@ -148,7 +148,7 @@ def test_frozen_parameters_have_neither_gradients_nor_states(name: str) -> None:
     ],
 )
 def test_four_ranks_print_mesh_units_and_bytes(parallel: ParallelConfig, fsdp_size: int, shards: int) -> None:
-    """Oracle: the formulas of a Llama, also for the planner's closed form, which rounds blocks up to 512 bytes."""
+    """Oracle: the formulas of a Llama, also for the planner, which rounds blocks up to 512 bytes."""
     config = config_of(parallel, 4, fsdp_size=fsdp_size, model=EVEN)
     layout = run_ranks(4, lambda: measure_layout(Trainer(config)))[0]
     block = 4 * 64 * 64 + 3 * 64 * 128 + 2 * 64
