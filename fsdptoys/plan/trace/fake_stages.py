@@ -17,8 +17,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.pipelining import _utils as pipelining_utils
-from torch.distributed.pipelining import schedules
 
 from fsdptoys.models.stages import Stage
 from fsdptoys.parallel.pipeline import PipelinedModel
@@ -46,6 +44,7 @@ class FakeWork:
 @contextmanager
 def fake_stages(recorder: OpRecorder) -> Iterator[None]:
     """Let a stage's messages be recorded instead of sent."""
+    from torch.distributed.pipelining import _utils, schedules  # takes a second to import
 
     def place(group: Any, peer: int | None, group_peer: int | None) -> int:
         if group_peer is not None:
@@ -79,7 +78,7 @@ def fake_stages(recorder: OpRecorder) -> Iterator[None]:
 
     def agree(_: Any, stages: Sequence[Any], *__: Any) -> None:
         for each in stages:
-            each._inference_mode = pipelining_utils.InferenceMode.STATIC
+            each._inference_mode = _utils.InferenceMode.STATIC
 
     functions = {"isend": isend, "irecv": irecv, "batch_isend_irecv": batch_isend_irecv}
     # An operation's function is compared with those of the module that defines them.

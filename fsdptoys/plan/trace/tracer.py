@@ -12,7 +12,7 @@ import functools
 import os
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -80,7 +80,8 @@ def trainer_program(config: Config, hardware: Hardware, steps: int = STEPS) -> P
             if isinstance(module, LMHead):
                 _watch_head(module, recorder)
         trainer.around_step = functools.partial(_ended, recorder)
-        with fake_exchanges(recorder, config.plan.expert_imbalance), fake_stages(recorder):
+        stages = fake_stages(recorder) if config.mesh.pp_size > 1 else nullcontext()
+        with fake_exchanges(recorder, config.plan.expert_imbalance), stages:
             trainer.train()
 
     return run
