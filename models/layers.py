@@ -6,6 +6,7 @@ K width of a head, F feed-forward width, V vocabulary, C tokens of a chunk, N = 
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -199,7 +200,25 @@ class GELUFeedForward(nn.Module):
         return self.down_proj(F.gelu(self.up_proj(hidden_BTD), approximate="tanh"))
 
 
-class Block(nn.Module):
+class RunnableBlock(nn.Module):
+    """A block whose computation may run compiled, and again in the backward."""
+
+    execute: Callable[..., Any] | None = None
+    """What runs in place of ``compute``, such as its compiled form."""
+    recompute: Callable[..., Any] | None = None
+    """``recompute(function, *args)`` calls a function, and again in the backward; None to keep its activations."""
+
+    def forward(self, *args: Any) -> Any:
+        """Call ``compute`` as set. A strategy's hooks run outside of it."""
+        function = self.execute or self.compute
+        return function(*args) if self.recompute is None else self.recompute(function, *args)
+
+    def compute(self, *args: Any) -> Any:
+        """Compute the block."""
+        raise NotImplementedError
+
+
+class Block(RunnableBlock):
     """Attention and feed-forward, each pre-normalized and added to the residual stream."""
 
     def __init__(self, attn_norm: nn.Module, attn: nn.Module, mlp_norm: nn.Module, mlp: nn.Module) -> None:
@@ -209,7 +228,7 @@ class Block(nn.Module):
         self.mlp_norm = mlp_norm
         self.mlp = mlp
 
-    def forward(
+    def compute(
         self,
         hidden_BTD: Tensor,
         rotations: tuple[Tensor, Tensor] | None,

@@ -299,12 +299,12 @@ def measure(args: argparse.Namespace) -> Result:
     steps: list[StepMetrics] = []
     try:
         # Values drawn on the device: those of a real start take a minute, or under FSDP1 all parameters of all ranks.
-        trainer = Trainer(config, fill=fill)
+        trainer = Trainer(config, param_init=fill)
 
         def on_step(step: StepMetrics) -> None:
             steps.append(step)
             if step.step == args.warmup_steps:
-                trainer.device.reset_peak_memory()
+                trainer.world.device.reset_peak_memory()
 
         trainer.train(on_step)
     except Exception as error:

@@ -43,7 +43,7 @@ from fsdptoys.config.schema import Config
 from fsdptoys.device import AllocationCount, CountedBytes, Device
 from fsdptoys.loss import build_loss
 from fsdptoys.models import GPT2Config
-from fsdptoys.parallel import ParallelContext, seeded
+from fsdptoys.parallel import World, seeded
 from scripts.machine import machine
 from scripts.progress import progress, unit
 from scripts.ranks import run_ranks
@@ -110,11 +110,11 @@ class Training:
     """
 
     def __init__(self, contestant: Contestant, config: Config) -> None:
-        context = ParallelContext(Device("cpu"), dist.get_rank(), dist.get_world_size(), config.mesh)
+        context = World(Device("cpu"), dist.get_rank(), dist.get_world_size(), config.mesh)
         with torch.device("meta"):
             model = config.model.build()
         self.strategy = config.parallel.build(context)
-        self.strategy.parallelize(model, seeded(model.init_rows, 0))
+        self.strategy.shard(model, seeded(model.init_rows, 0))
         params = [param for _, param in self.strategy.named_parameters()]
         if contestant.shards_states:
             from torch.distributed.optim import ZeroRedundancyOptimizer  # its import is slow
@@ -131,7 +131,7 @@ class Training:
         count = tokens_BT.numel() * dist.get_world_size()
         with strategy.microbatch(0, 1):
             loss: Tensor = strategy.model(tokens_BT, tokens_BT.roll(-1, 1), self.loss_fn)
-            (loss * (strategy.loss_scale / count)).backward()
+            (loss * (strategy.reduces.divisor / count)).backward()
         strategy.clip_grad_norm(MAX_GRAD_NORM)
         self.optimizer.step()
         strategy.zero_grad(self.optimizer)

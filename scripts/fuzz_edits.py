@@ -227,7 +227,7 @@ def _resume(trainer: Trainer, config: Config, folder: Path) -> tuple[str, str]:
         trainer.load_state_dict(found.facts, found.load)
     except ConfigError as error:
         return ("detected", str(error)) if str(error).isprintable() else ("missed", f"unprintable {error!r}")
-    reason = restore_random_states(found.own_facts, trainer.device, 0, found.step, 0)
+    reason = restore_random_states(found.own_facts, trainer.world.device, 0, found.step, 0)
     drawn = [random.random() for _ in range(DRAWS)], np.random.random(DRAWS), torch.rand(DRAWS)
     assert all(0 <= float(value) <= 1 for values in drawn for value in values), "draws that are no random numbers"
     if found.step != STEPS:

@@ -26,7 +26,7 @@ from fsdptoys.config.compose import compose_config
 from fsdptoys.device import Device
 from fsdptoys.models import ModelConfig
 from fsdptoys.models.huggingface import Bounds
-from fsdptoys.parallel import FSDP2Config, ParallelContext
+from fsdptoys.parallel import FSDP2Config, World
 from fsdptoys.parallel.mesh import MeshConfig
 from scripts.progress import progress, unit
 from scripts.ranks import run_ranks
@@ -72,7 +72,7 @@ def write_folder(preset: str, folder: Path) -> tuple[str, int]:
 
 def fill(folder: Path) -> tuple[int, int, float]:
     """Fill this rank's shard; return the growth of the peak in bytes, the shard's elements, and the seconds."""
-    context = ParallelContext(Device("cpu", 0), dist.get_rank(), dist.get_world_size(), MeshConfig())
+    context = World(Device("cpu", 0), dist.get_rank(), dist.get_world_size(), MeshConfig())
     parallel = FSDP2Config()
     parallel.resolve(deterministic=False)
     strategy = parallel.build(context)
@@ -82,7 +82,7 @@ def fill(folder: Path) -> tuple[int, int, float]:
     with torch.device("meta"):
         model = source.model_config().build()
     source.check(model)
-    strategy.parallelize(model, source.fill)
+    strategy.shard(model, source.fill)
     seconds = time.perf_counter() - started
     shards = [param.to_local() for param in model.parameters() if isinstance(param, DTensor)]
     return peak_bytes() - before, sum(shard.numel() for shard in shards), seconds

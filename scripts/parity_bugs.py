@@ -39,7 +39,8 @@ from fsdptoys.parallel import gathered
 from fsdptoys.parallel.fsdp2 import FSDP2
 from fsdptoys.parallel.strategy import Strategy
 from fsdptoys.parallel.tensor_parallel import TensorExchange
-from fsdptoys.train import moe_balance, step_inputs, trainer
+from fsdptoys.train import moe_balance, step_data, trainer
+from fsdptoys.train.gradient_scale import GradientScale, StepScale
 from scripts.parity_compare import Comparison, Trajectory
 from scripts.parity_layouts import (
     GRADIENT_TOLERANCE,
@@ -85,7 +86,7 @@ def average_experts() -> Any:
         sum_gradients(self, units)
         for unit in units:
             if isinstance(unit, Experts):
-                unit.set_gradient_divide_factor(self.mesh_axes.efsdp / self.context.world_size)  # type: ignore[operator]
+                unit.set_gradient_divide_factor(self.mesh_axes.efsdp / self.world.world_size)  # type: ignore[operator]
 
     return mock.patch.object(FSDP2, "_sum_gradients", average)
 
@@ -128,9 +129,18 @@ def _norm_over_all_ranks(self: Strategy, norms: list[Tensor]) -> Tensor:
 
 def divide_by_data_ranks() -> Any:
     """The loss is scaled by the data-parallel ranks, and gradients are averaged over all ranks."""
-    scale = FSDP2.loss_scale.fget  # type: ignore[attr-defined]
-    wrong = property(lambda self: scale(self) * self.data_ranks / self.context.world_size)
-    return mock.patch.object(FSDP2, "loss_scale", wrong)
+    return _scale_losses(lambda: 0.5)  # two ranks share a sequence
+
+
+def _scale_losses(share: Callable[[], float]) -> Any:
+    """Multiply losses by a factor before the backward."""
+    of = GradientScale.of
+
+    def wrong(self: GradientScale, *args: Any) -> StepScale:
+        scale = of(self, *args)
+        return scale._replace(per_token=scale.per_token * share(), factor=scale.factor * share())
+
+    return mock.patch.object(GradientScale, "of", wrong)
 
 
 def detach_routers() -> Any:
@@ -160,7 +170,7 @@ def balance_local_batches() -> Any:
 
 def count_padding() -> Any:
     """The loss is divided by all tokens, those without a label included."""
-    return mock.patch.object(step_inputs, "IGNORE_INDEX", IGNORE_INDEX - 1)
+    return mock.patch.object(step_data, "IGNORE_INDEX", IGNORE_INDEX - 1)
 
 
 def accumulate_in_bf16() -> Any:
@@ -226,7 +236,6 @@ def divide_gradients_of_biases() -> Any:
 @contextmanager
 def average_means_of_ranks() -> Iterator[None]:
     """Each rank divides its loss by its own tokens for the backward, which averages over ranks."""
-    scale = FSDP2.loss_scale.fget  # type: ignore[attr-defined]
     share = [1.0]
 
     class Counting:
@@ -241,7 +250,7 @@ def average_means_of_ranks() -> Iterator[None]:
 
     with (
         mock.patch.object(trainer, "dist", Counting()),
-        mock.patch.object(FSDP2, "loss_scale", property(lambda self: scale(self) * share[0])),
+        _scale_losses(lambda: share[0]),
     ):
         yield
 

@@ -63,7 +63,7 @@ def settings(words: Sequence[str]) -> list[str]:
 def make_trainer(config: Config, recorder: OpRecorder, hardware: Hardware) -> Trainer:
     """A trainer on the planned device."""
     device = PlannedDevice(hardware.device_type, hardware.title, int(hardware.memory_bytes.value))
-    trainer = Trainer(config, device, fill=lambda param, name: None)
+    trainer = Trainer(config, device, param_init=lambda param, name: None)
     trainer.on_phase = recorder.mark
     return trainer
 
@@ -76,7 +76,7 @@ def one_root(config: Config, recorder: OpRecorder, hardware: Hardware) -> None:
 def frozen_reference(config: Config, recorder: OpRecorder, hardware: Hardware) -> None:
     """A second model's forward after each step."""
     trainer, reference = (make_trainer(config, recorder, hardware) for _ in range(2))
-    tokens_BT = torch.zeros(1, config.train.seq_len, dtype=torch.int64, device=trainer.device.torch_device)
+    tokens_BT = torch.zeros(1, config.train.seq_len, dtype=torch.int64, device=trainer.world.device.torch_device)
 
     def run_reference(_: Any) -> None:
         with torch.no_grad():

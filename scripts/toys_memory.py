@@ -24,7 +24,7 @@ from torch import Tensor
 from fsdptoys.config.compose import compose_config
 from fsdptoys.device import Device
 from fsdptoys.loss import build_loss
-from fsdptoys.parallel import ParallelContext
+from fsdptoys.parallel import World
 from fsdptoys.plan.trace.fake_tensors import fake_tensors
 from fsdptoys.utils.storages import storage_bytes
 from scripts.progress import progress, unit
@@ -102,8 +102,8 @@ def compare(words: list[str], strategy: str, ranks: int, rank: int) -> tuple[Hel
         with torch.device("meta"):
             model = config.model.build()
         shapes = [param.shape for param in model.parameters()]
-        made = config.parallel.build(ParallelContext(Device("cpu"), rank, ranks, config.mesh))
-        made.parallelize(model, lambda param, name: None)
+        made = config.parallel.build(World(Device("cpu"), rank, ranks, config.mesh))
+        made.shard(model, lambda param, name: None)
         params = [param for _, param in made.named_parameters()]
         optimizer = torch.optim.AdamW(params)
         tokens_BT = torch.zeros(1, 8, dtype=torch.long)

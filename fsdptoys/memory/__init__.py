@@ -2,25 +2,25 @@
 
 from .activation_checkpointing import SAVED_OPERATORS, GradientCheckpointing, checkpoint_blocks
 from .activation_offload import ActivationOffload
-from .bucketed_optimizer import BucketedOptimizer, BucketedUpdates
+from .bucketed_optimizer import BucketedOptimizer, BucketedStepper
 from .config import CPUOffloadExecutor, MemoryConfig, OffloadSchedule, OffloadStateDType
 from .cpu_offload import overlap_cpu_offload, threads_per_rank
 from .optimizer_in_backward import OptimizerInBackward
 from .optimizer_offload import offload_optimizer, resolve_schedule
-from .updates import Updates
+from .optimizer_stepper import OptimizerStepper
 
 __all__ = [
     "SAVED_OPERATORS",
     "ActivationOffload",
     "BucketedOptimizer",
-    "BucketedUpdates",
+    "BucketedStepper",
     "CPUOffloadExecutor",
     "GradientCheckpointing",
     "MemoryConfig",
     "OffloadSchedule",
     "OffloadStateDType",
     "OptimizerInBackward",
-    "Updates",
+    "OptimizerStepper",
     "checkpoint_blocks",
     "offload_optimizer",
     "overlap_cpu_offload",

@@ -10,12 +10,16 @@ backward needs it.
 """
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
 from enum import Enum
+from typing import Any
 
 import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
+
+from fsdptoys.models.layers import RunnableBlock
 
 from .activation_offload import ActivationOffload
 
@@ -57,8 +61,28 @@ SAVED_OPERATORS = {
 """Name in ``memory.checkpointing_save`` → operators."""
 
 
+@dataclass(frozen=True)
+class Recomputation:
+    """Calls a function whose activations the backward recomputes."""
+
+    operators: Sequence[torch._ops.OpOverload] = ()
+    """Their results are kept. A list, since torch.compile traces it (torch 2.7 cannot trace a set)."""
+    offload: ActivationOffload | None = None
+    options: dict[str, Any] = field(default_factory=dict)
+    """Further arguments of ``ActivationOffload.checkpoint``."""
+
+    def __call__(self, function: Callable[..., Any], *args: Any) -> Any:
+        """Call the function."""
+        if self.offload is not None:
+            return self.offload.checkpoint(function, *args, operators=self.operators, **self.options)
+        if not self.operators:
+            return checkpoint(function, *args, use_reentrant=False)
+        contexts = functools.partial(create_selective_checkpoint_contexts, self.operators)
+        return checkpoint(function, *args, use_reentrant=False, context_fn=contexts)
+
+
 def checkpoint_blocks(
-    blocks: Sequence[nn.Module] | nn.ModuleList,
+    blocks: Iterable[nn.Module],
     mode: GradientCheckpointing,
     *,
     start_index: int = 0,
@@ -66,26 +90,17 @@ def checkpoint_blocks(
     save: Sequence[str] = tuple(SAVED_OPERATORS),
     offload: ActivationOffload | None = None,
 ) -> None:
-    """Recompute blocks in the backward; must come before anything wraps the blocks.
+    """Recompute blocks in the backward.
 
-    Only ``forward`` is replaced, on the instance: parameter names do not change, and a strategy's hooks on the block
-    run outside the recomputation, so that it gathers nothing by itself. ``save`` names the ``SAVED_OPERATORS`` whose
-    results ``selective`` keeps.
+    A strategy's hooks on a block run outside the recomputation, so that it gathers nothing by itself. ``save`` names
+    the ``SAVED_OPERATORS`` whose results ``selective`` keeps.
     """
     if mode is GradientCheckpointing.none:
         return
     chosen = list(blocks)[start_index::every]
     selective = mode is GradientCheckpointing.selective
-    # A list, not a function, since torch.compile traces it (torch 2.7 cannot trace a set).
-    kept = [operator for name in save for operator in SAVED_OPERATORS[name]] if selective else []
+    operators = [operator for name in save for operator in SAVED_OPERATORS[name]] if selective else []
     for index, block in enumerate(chosen):
-        if offload is not None:
-            is_last = index == len(chosen) - 1
-            block.forward = functools.partial(
-                offload.checkpoint, block.forward, index=index, is_last=is_last, operators=kept
-            )
-        elif kept:
-            contexts = functools.partial(create_selective_checkpoint_contexts, kept)
-            block.forward = functools.partial(checkpoint, block.forward, use_reentrant=False, context_fn=contexts)
-        else:
-            block.forward = functools.partial(checkpoint, block.forward, use_reentrant=False)
+        assert isinstance(block, RunnableBlock), "another module would keep its activations"
+        options = {"index": index, "is_last": index == len(chosen) - 1} if offload is not None else {}
+        block.recompute = Recomputation(operators, offload, options)

@@ -19,8 +19,8 @@ from torch import Tensor, nn
 
 from fsdptoys.utils.dtensor import is_dtensor, local_tensor, sharded_like
 
+from .optimizer_stepper import GradientNorms, OptimizerStepper
 from .state_buckets import Bucket, UnitParams
-from .updates import GradientNorms, Updates
 
 RUNS_CHOICE = ("params", "foreach", "fused", "capturable", "differentiable")
 """Keys of a parameter group that loading keeps: implementation rather than hyperparameters."""
@@ -201,7 +201,7 @@ class BucketedOptimizer(torch.optim.Optimizer):
             raise
 
 
-class BucketedUpdates(Updates):
+class BucketedStepper(OptimizerStepper):
     """Takes the steps of a ``BucketedOptimizer``."""
 
     unit_by_unit: ClassVar[bool] = True

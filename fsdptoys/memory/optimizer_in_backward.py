@@ -17,10 +17,10 @@ from collections.abc import Callable, Iterable
 import torch
 from torch import Tensor, nn
 
-from .updates import GradientNorms, Updates
+from .optimizer_stepper import GradientNorms, OptimizerStepper
 
 
-class OptimizerInBackward(Updates):
+class OptimizerInBackward(OptimizerStepper):
     """Takes the steps of an element-wise optimizer parameter by parameter, by hooks on gradients.
 
     FSDP2 runs such hooks on its shards too (seen in torch 2.13). Norms (``measure``) are added up in the order of
@@ -63,5 +63,6 @@ class OptimizerInBackward(Updates):
         self._norms.clear()
         return norms.total_norm(parts)
 
-    def step(self, skip: Tensor | None = None) -> None:
+    def step(self, skip: Tensor | bool = False) -> None:
         """The backward has taken the step."""
+        self.after_update()

@@ -7,10 +7,10 @@ from .ddp import DDPConfig
 from .fsdp import FSDPConfig
 from .fsdp1 import FSDP1Config
 from .fsdp2 import FSDP2Config
-from .init_weights import Fill, seeded
+from .init_weights import ParamInit, seeded
 from .single import SingleConfig
 from .state import full_tensors, host_copy
-from .strategy import ParallelConfig, ParallelContext, Strategy
+from .strategy import ParallelConfig, Strategy, World
 from .toy_cp import ToyCPConfig
 from .toy_ddp import ToyDDPConfig, ToyZero1Config, ToyZero2Config
 from .toy_ep import ToyEPConfig
@@ -41,9 +41,8 @@ __all__ = [
     "FSDP1Config",
     "FSDP2Config",
     "FSDPConfig",
-    "Fill",
     "ParallelConfig",
-    "ParallelContext",
+    "ParamInit",
     "SingleConfig",
     "Strategy",
     "ToyCPConfig",
@@ -53,6 +52,7 @@ __all__ = [
     "ToyZero1Config",
     "ToyZero2Config",
     "ToyZero3Config",
+    "World",
     "full_tensors",
     "host_copy",
     "seeded",

@@ -15,6 +15,7 @@ from fsdptoys.utils.bounds import at_least
 from fsdptoys.utils.options import Effect, option
 
 from .mesh import MeshConfig
+from .reduction import Sum
 from .single import UnshardedStrategy
 from .strategy import ReducingConfig
 
@@ -33,7 +34,7 @@ class DDP(UnshardedStrategy):
     """Keyword for broadcasting buffers in every forward; renamed in torch 2.13."""
 
     def _wrap(self, model: nn.Module) -> DistributedDataParallel:
-        device = self.context.device
+        device = self.world.device
         wrapped: DistributedDataParallel = self.kind(
             model,
             device_ids=[device.torch_device.index] if device.is_accelerator else None,
@@ -42,16 +43,12 @@ class DDP(UnshardedStrategy):
             gradient_as_bucket_view=True,
             **self._own_settings(),
         )
-        if self.context.deterministic.uses_float64:
+        if self.world.deterministic.uses_float64:
             wrapped.register_comm_hook(None, all_reduce_sum)
+            self.reduces = Sum()
         elif self.config.reduce_dtype.torch != torch.float32:
             wrapped.register_comm_hook(self.config.reduce_dtype.torch, all_reduce_in_dtype)
         return wrapped
-
-    @property
-    def loss_scale(self) -> float:
-        """1 where a hook sums gradients rather than averages them."""
-        return 1.0 if self.context.deterministic.uses_float64 else super().loss_scale
 
     def _own_settings(self) -> dict[str, Any]:
         """Return further arguments of ``kind``."""
@@ -61,11 +58,11 @@ class DDP(UnshardedStrategy):
     def microbatch(self, index: int, count: int) -> Iterator[None]:
         """All-reduce once a step, with the last micro-batch; in the deterministic mode, after each."""
         last = index == count - 1
-        with nullcontext() if last or self.context.deterministic.reduces_each_microbatch else self.model.no_sync():
+        with nullcontext() if last or self.world.deterministic.reduces_each_microbatch else self.model.no_sync():
             yield
         if self._leaves and last:
             self._leaves.move_gradients()
-        if not self.context.deterministic.reduces_each_microbatch or count == 1:
+        if not self.world.deterministic.reduces_each_microbatch or count == 1:
             return
         # DDP would reduce the .grad of earlier micro-batches once more, so each sum is set aside.
         for param in self._unwrapped.parameters():

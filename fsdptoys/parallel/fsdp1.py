@@ -23,10 +23,11 @@ from fsdptoys.models import DecoderModel
 from fsdptoys.utils.options import Effect, option
 
 from .fsdp import FSDPConfig, ReshardAfterForward
-from .init_weights import Fill, init_buffers, shared_parameters
+from .init_weights import ParamInit, init_buffers, shared_parameters
 from .mesh import SHARD_AXIS, MeshConfig
+from .reduction import Sum
 from .state import State, settle, state_tensors
-from .strategy import ParallelContext, Strategy, UnitParams, own_parameters
+from .strategy import Strategy, UnitParams, World, own_parameters
 from .wrap import inside_out
 
 if TYPE_CHECKING:  # the command line composes configs without loading FSDP
@@ -39,27 +40,27 @@ class FSDP1(Strategy):
     config: "FSDP1Config"
     model: "FullyShardedDataParallel"
 
-    def __init__(self, config: "FSDP1Config", context: ParallelContext) -> None:
-        super().__init__(config, context)
-        self.mesh = context.build_mesh()
+    def __init__(self, config: "FSDP1Config", world: World) -> None:
+        super().__init__(config, world)
+        self.mesh = world.build_mesh()
 
-    def parallelize(self, model: DecoderModel, fill: Fill) -> None:
+    def shard(self, model: DecoderModel, param_init: ParamInit) -> None:
         """Wrap from the inside out: materialize, initialize, flatten and shard one unit after the other."""
         names = {param: name for name, param in model.named_parameters()}
         made: dict[nn.Parameter, nn.Parameter] = {}
-        device = self.context.device.torch_device
+        device = self.world.device.torch_device
 
         def materialize_own_parameters(module: nn.Module) -> None:
             for attribute, param in list(module.named_parameters(recurse=False)):
                 if param not in made:
                     made[param] = nn.Parameter(torch.empty_like(param, device=device), param.requires_grad)
-                    fill(made[param], names[param])
+                    param_init(made[param], names[param])
                 setattr(module, attribute, made[param])
 
         shared = bool(shared_parameters(model))
         # On one rank FSDP1 assigns the unreduced gradient of a shared weight, which may be bf16, to each of its
         # float32 names, which torch refuses (seen with 2.13). Reducing costs one rank nothing.
-        self._reduces_always = shared and self.context.world_size == 1
+        self._reduces_always = shared and self.world.world_size == 1
         init_buffers(model, device, self.config.buffer_dtype.torch)
         options = self._options() | {"param_init_fn": materialize_own_parameters}
         units = {unit.modules[0]: unit for unit in self.config.units(model)}
@@ -71,14 +72,10 @@ class FSDP1(Strategy):
             setattr(parent, attribute, _wrap(getattr(parent, attribute), options | sharding))
             made.clear()
         self.model = _wrap(model, options)
-        if self.context.deterministic.uses_float64:
+        if self.world.deterministic.uses_float64:
             for unit in self._units:
                 _sum_gradients(unit)
-
-    @property
-    def loss_scale(self) -> float:
-        """1 where gradients are summed rather than averaged."""
-        return 1.0 if self.context.deterministic.uses_float64 else super().loss_scale
+            self.reduces = Sum()
 
     def _sharding_strategy(self, reshards: bool) -> "ShardingStrategy":
         from torch.distributed.fsdp import ShardingStrategy
@@ -90,11 +87,11 @@ class FSDP1(Strategy):
     def _options(self) -> dict[str, object]:
         from torch.distributed.fsdp import BackwardPrefetch, CPUOffload, MixedPrecision
 
-        config, context = self.config, self.context
-        param_dtype = torch.float64 if context.deterministic.uses_float64 else config.param_dtype.torch
+        config, world = self.config, self.world
+        param_dtype = torch.float64 if world.deterministic.uses_float64 else config.param_dtype.torch
         return {
             "device_mesh": self.mesh,
-            "device_id": context.device.torch_device,
+            "device_id": world.device.torch_device,
             # The root's: FSDP1 never frees it after the forward.
             "sharding_strategy": self._sharding_strategy(config.reshard_after_forward is not ReshardAfterForward.never),
             "mixed_precision": MixedPrecision(
@@ -105,7 +102,7 @@ class FSDP1(Strategy):
                 cast_forward_inputs=False,
                 cast_root_forward_inputs=False,
             ),
-            "cpu_offload": CPUOffload(offload_params=context.cpu_offload),
+            "cpu_offload": CPUOffload(offload_params=world.cpu_offload),
             "forward_prefetch": config.forward_prefetch > 0,
             "backward_prefetch": BackwardPrefetch.BACKWARD_PRE if config.backward_prefetch else None,
             "use_orig_params": config.use_orig_params,
@@ -114,7 +111,7 @@ class FSDP1(Strategy):
     @contextmanager
     def microbatch(self, index: int, count: int) -> Iterator[None]:
         """Reduce-scatter once a step, with the last micro-batch; in the deterministic mode, or as set, after each."""
-        each = self.context.deterministic.reduces_each_microbatch or self.config.reduce_each_microbatch
+        each = self.world.deterministic.reduces_each_microbatch or self.config.reduce_each_microbatch
         reduces = index == count - 1 or each or self._reduces_always
         with nullcontext() if reduces else self.model.no_sync():
             yield
@@ -126,7 +123,7 @@ class FSDP1(Strategy):
     def zero_grad(self, optimizer: torch.optim.Optimizer) -> None:
         """Free the flat gradients too, of which the gradients of the model's own parameters are views."""
         # A flat parameter keeps its offloaded gradient when those of its views are None.
-        optimizer.zero_grad(set_to_none=not self.context.cpu_offload)
+        optimizer.zero_grad(set_to_none=not self.world.cpu_offload)
         for unit in self._units:
             _free_flat_gradient(unit)
 

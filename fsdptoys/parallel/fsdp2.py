@@ -30,7 +30,7 @@ from .cpu_offload_cast import mirror_parameters
 from .expert_parallel import ExpertExchange, expert_placement, split_experts, sums_gradients
 from .fsdp import TORCH, FSDPConfig
 from .gradient_norms import MapParts
-from .init_weights import Fill, init_buffers, materialize
+from .init_weights import ParamInit, init_buffers, materialize
 from .mesh import (
     EXPERT_AXIS,
     EXPERT_SHARD_AXIS,
@@ -46,8 +46,9 @@ from .mesh import (
 )
 from .pipeline import Pipeline, PipelinedModel, PipelineSchedule
 from .precision import DType, ReduceDType
+from .reduction import Mean, Reduction, Sum
 from .state import State, unrounded
-from .strategy import ParallelContext, Strategy, UnitParams, own_parameters
+from .strategy import Strategy, UnitParams, World, own_parameters
 from .tensor_parallel import FeatureSplit, TensorExchange
 from .wrap import Unit, inside_out
 
@@ -60,29 +61,31 @@ class FSDP2(Strategy):
 
     config: FSDPConfig
 
-    def __init__(self, config: FSDPConfig, context: ParallelContext) -> None:
-        super().__init__(config, context)
+    def __init__(self, config: FSDPConfig, world: World) -> None:
+        super().__init__(config, world)
         self.features: FeatureSplit | None = None
         if self.mesh_axes.pp > 1:
             assert isinstance(config, FSDP2Config)
-            groups = build_pipe_groups(self.mesh_axes, context.timeout)
-            loss_dtype = torch.float64 if context.deterministic.covers_layouts else torch.float32
+            groups = build_pipe_groups(self.mesh_axes, world.timeout)
+            loss_dtype = torch.float64 if world.deterministic.covers_layouts else torch.float32
             dtypes = config.param_dtype.torch, loss_dtype
-            self.pipeline = Pipeline(config.schedule, groups, self.mesh_axes, dtypes, context.device.torch_device)
+            self.pipeline = Pipeline(config.schedule, groups, self.mesh_axes, dtypes, world.device.torch_device)
         if self.mesh_axes.tp > 1:
-            mesh, whole = build_tensor_meshes(self.mesh_axes, context.device, context.timeout)
+            mesh, whole = build_tensor_meshes(self.mesh_axes, world.device, world.timeout)
             self.tensor_group = mesh.get_group(TENSOR_AXIS)
             self.features = FeatureSplit(TensorExchange(self.tensor_group), whole)
             self.mesh = mesh[(REPLICATE_AXIS, SHARD_AXIS) if self.mesh_axes.replicate > 1 else (SHARD_AXIS,)]
         elif self.pipeline is not None:
-            self.mesh = build_stage_mesh(self.mesh_axes, context.device, context.timeout)
+            self.mesh = build_stage_mesh(self.mesh_axes, world.device, world.timeout)
         else:
-            self.mesh = context.build_mesh()
+            self.mesh = world.build_mesh()
         self.units_ahead = config.forward_prefetch
         # FSDP2 divides by itself in float64, and asks the collective for the mean otherwise.
-        self._averages = not context.deterministic.uses_float64 and (
-            config.reduce_dtype is ReduceDType.float64 or averages(self.shard_group())
-        )
+        averages = config.reduce_dtype is ReduceDType.float64 or group_averages(self.shard_group())
+        if averages and not world.deterministic.uses_float64:
+            self.reduces = Mean(world.world_size // self.mesh_axes.pp // self.mesh_axes.tp)
+        else:
+            self.reduces = Sum()
         self.sparse_mesh: DeviceMesh | None = None
         if self.mesh_axes.ep > 1:
             # The host waits for the splits of an exchange, so the device's queue is no help.
@@ -96,40 +99,49 @@ class FSDP2(Strategy):
         return torch.distributed.fsdp
 
     @property
-    def loss_scale(self) -> float:
-        """The number of ranks over which gradients are averaged, 1 where they are summed."""
-        return super().loss_scale / self.mesh_axes.tp if self._averages else 1.0
+    def reduces_experts(self) -> Reduction:
+        """Return a mean over the ranks with the same experts, where gradients are averaged."""
+        return Mean(self.reduces.over // self.mesh_axes.ep) if isinstance(self.reduces, Mean) else self.reduces
 
-    def parallelize(self, model: DecoderModel, fill: Fill) -> None:
-        """Shard the units from the inside out, then the root; materialize only the shards."""
-        # Blocks add their parts' results to the residual stream out of place, so a view does no harm.
-        warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
+    def divide_expert_gradients(self, divisor: int) -> None:
+        """Divide them where experts get their parameters."""
+        self._exchange.gradient_divisor = divisor
+
+    def split(self, model: DecoderModel, seq_len: int) -> None:
+        """Leave this rank its stages, features and experts."""
+        if self.pipeline is not None:
+            self.pipeline.cut(model, seq_len)
         splits_experts = self.mesh_axes.ep > 1
         has_experts = isinstance(model.config, MoEConfig)  # in some stage: all sum gradients, or average them
         if splits_experts or (self.features is not None and has_experts):
-            self.sparse_mesh = build_sparse_mesh(self.mesh_axes, self.context.device, self.context.timeout)
+            self.sparse_mesh = build_sparse_mesh(self.mesh_axes, self.world.device, self.world.timeout)
         if self.features is not None:
             self.features.apply(model)
         if splits_experts:
             assert self.sparse_mesh is not None
             self._exchange = ExpertExchange(self.sparse_mesh.get_group(EXPERT_AXIS))
             split_experts(model, self.sparse_mesh[EXPERT_AXIS], self._exchange)
-        self._shard(model)
-        device = self.context.device.torch_device
-        memory = torch.device("cpu") if self.context.cpu_offload else device
-        materialize(model, memory, lambda param, name: fill(self.spread(name, param), name))
+
+    def shard(self, model: DecoderModel, param_init: ParamInit) -> None:
+        """Shard the units from the inside out, then the root; materialize only the shards."""
+        # Blocks add their parts' results to the residual stream out of place, so a view does no harm.
+        warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
+        self._shard_units(model)
+        device = self.world.device.torch_device
+        memory = torch.device("cpu") if self.world.cpu_offload else device
+        materialize(model, memory, lambda param, name: param_init(self.spread(name, param), name))
         init_buffers(model, device, self.config.buffer_dtype.torch)
         self.model = model
         if self.pipeline is not None:
             self.pipelined = PipelinedModel(model, self.pipeline)
 
-    def _shard(self, model: DecoderModel) -> None:
+    def _shard_units(self, model: DecoderModel) -> None:
         """Make the units, and set the order in which they are prefetched."""
-        config, context, library = self.config, self.context, self.library
+        config, world, library = self.config, self.world, self.library
         policies: dict[str, Any] = {}
-        param_dtype = torch.float64 if context.deterministic.uses_float64 else config.param_dtype.torch
-        if context.cpu_offload:
-            policies["offload_policy"] = library.CPUOffloadPolicy(pin_memory=context.device.pins_memory)
+        param_dtype = torch.float64 if world.deterministic.uses_float64 else config.param_dtype.torch
+        if world.cpu_offload:
+            policies["offload_policy"] = library.CPUOffloadPolicy(pin_memory=world.device.pins_memory)
         policies["mp_policy"] = library.MixedPrecisionPolicy(
             param_dtype=None if param_dtype is torch.float32 else param_dtype,
             reduce_dtype=config.reduce_dtype.torch,
@@ -154,7 +166,7 @@ class FSDP2(Strategy):
         roots = [model, *(modules[0] for modules in members.values())]
         for module in roots:
             keep_gradient_dtype(module)
-        if self.sparse_mesh is not None or context.deterministic.uses_float64:
+        if self.sparse_mesh is not None or world.deterministic.uses_float64:
             self._sum_gradients(roots)
         # The root's forward begins before any other.
         self._modules: list[list[nn.Module]] = [[model], *members.values()]
@@ -176,14 +188,12 @@ class FSDP2(Strategy):
     def _sum_gradients(self, units: list[Any]) -> None:
         """Sum gradients: averages would divide those of experts by fewer ranks than the rest, and others inexactly.
 
-        With an unchanged loss the gradients of experts would be exactly ep times too large. Sums also keep the bits of
-        one process on any number of ranks, where averages need a power of two.
+        Sums also keep the bits of one process on any number of ranks, where averages need a power of two. Where this
+        torch cannot sum, ``reduces_experts`` says by how many ranks experts are divided.
         """
         if sums_gradients(units):
-            self._averages = False
-        elif self._averages:
-            assert self.features is None, "the configuration was not validated"
-            self._exchange.gradient_divisor = self.mesh_axes.ep
+            self.reduces = Sum()
+        assert self.features is None or self.reduces == Sum(), "the configuration was not validated"
 
     def _set_prefetch(self, units: list[Any], tied: bool) -> None:
         ahead, behind = self.config.forward_prefetch, self.config.backward_prefetch
@@ -207,7 +217,7 @@ class FSDP2(Strategy):
         In the deterministic mode both are done after each.
         """
         model: Any = self.model
-        last, exact = index == count - 1, self.context.deterministic.reduces_each_microbatch
+        last, exact = index == count - 1, self.world.deterministic.reduces_each_microbatch
         model.set_requires_gradient_sync(last or exact or self.config.reduce_each_microbatch)
         if self.mesh_axes.replicate > 1:
             model.set_requires_all_reduce(last or exact)
@@ -239,13 +249,13 @@ class FSDP2(Strategy):
     def mirror_parameters(self) -> Callable[[list[nn.Parameter]], None] | None:
         """Keep a mirror where parameters are offloaded and the forward does not compute in float32."""
         if (
-            not self.context.cpu_offload
+            not self.world.cpu_offload
             or self.config.param_dtype is DType.float32
-            or self.context.deterministic.uses_float64
+            or self.world.deterministic.uses_float64
         ):
             return None
         modules = [module for module, _ in self.units()]
-        pin_memory = self.context.device.pins_memory
+        pin_memory = self.world.device.pins_memory
         mirror = mirror_parameters(modules, self.units_ahead, self.config.param_dtype.torch, pin_memory)
         return mirror.refresh if mirror else None
 
@@ -386,7 +396,7 @@ def keep_gradient_dtype(module: nn.Module) -> None:
         group._set_unsharded_grad_dtypes = set_as_if_reduced
 
 
-def averages(group: dist.ProcessGroup) -> bool:
+def group_averages(group: dist.ProcessGroup) -> bool:
     """Whether a group's reduce-scatter with ``ReduceOp.AVG`` divides; gloo's silently sums in torch 2.7."""
     if dist.get_backend(group) != "gloo":
         return True

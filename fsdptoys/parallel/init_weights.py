@@ -27,11 +27,11 @@ BLOCK_ELEMENTS = 2**22
 InitRows = Callable[[str, Tensor, torch.Generator], None]
 """``init_rows(name, rows, generator)`` fills consecutive rows of the named parameter, seen as a matrix, in place."""
 
-Fill = Callable[[Tensor, str], None]
-"""``fill(param, name)`` writes initial values into a materialized parameter, or into this rank's shard of it."""
+ParamInit = Callable[[Tensor, str], None]
+"""``param_init(param, name)`` writes initial values into a materialized parameter, or into this rank's shard of it."""
 
 
-def seeded(init_rows: InitRows, seed: int, threads: int = 1) -> Fill:
+def seeded(init_rows: InitRows, seed: int, threads: int = 1) -> ParamInit:
     """Draw initial values from the run's seed; see :func:`initialize`."""
     return lambda param, name: initialize(param, name, init_rows, seed, threads)
 
@@ -104,7 +104,7 @@ def _row_intervals(shape: tuple[int, ...], bounds: tuple[tuple[int, int], ...]) 
         yield offset + first, offset + last
 
 
-def materialize(model: DecoderModel, device: torch.device, fill: Fill) -> None:
+def materialize(model: DecoderModel, device: torch.device, param_init: ParamInit) -> None:
     """Allocate every parameter on ``device`` and fill it with initial values.
 
     Shared parameters stay shared. Sharded parameters (DTensors) get memory for their shard only.
@@ -115,7 +115,7 @@ def materialize(model: DecoderModel, device: torch.device, fill: Fill) -> None:
         owner, _, attribute = alias.rpartition(".")
         setattr(model.get_submodule(owner), attribute, model.get_parameter(name))
     for name, param in model.named_parameters():
-        fill(param, name)
+        param_init(param, name)
 
 
 def shared_parameters(model: nn.Module) -> dict[str, str]:

@@ -102,11 +102,15 @@ class Pipeline:
         self.shapes: dict[str, torch.Size] = {}
         """Name of each parameter of the full model → its shape."""
         self.schedule = schedule
+        self.divide: Callable[[DecoderModel, int, int], list[Stage]] = split_model
+        """Divides the layers of a model among a number of stages, for a length of sequences."""
+        self.fixed_shape: tuple[int, int, int] | None = None
+        """Shape of hidden states between stages where tokens do not say it."""
 
     def cut(self, model: DecoderModel, seq_len: int) -> None:
         """Drop all parts of a full model that other ranks have."""
         self.shapes = {name: param.shape for name, param in model.named_parameters()}
-        stages = split_model(model, self.count, seq_len)
+        stages = self.divide(model, self.count, seq_len)
         for name in self.shapes:
             self.owners[name] = next(self.owner(index) for index, stage in enumerate(stages) if stage.has(name))
         self.stages = {index: stages[index] for index in range(self.rank, self.count, self.ranks)}
@@ -144,6 +148,8 @@ class Pipeline:
 
     def hidden_shape(self, tokens_BT: Tensor, dim: int, in_full: bool) -> tuple[int, int, int]:
         """Shape of hidden states between stages, of this rank's tokens or of all."""
+        if self.fixed_shape is not None:
+            return self.fixed_shape
         B, T = tokens_BT.shape
         return B, T if in_full else T // self.sharing, dim
 

@@ -83,9 +83,9 @@ class CastParameters(nn.Module):
             param.register_post_accumulate_grad_hook(functools.partial(_free, weakref.ref(self)))
         compiled: set[nn.Module] = set()
         for block in module.modules():
-            forward: Any = getattr(block, "compiled_forward", None)
-            if forward is not None:
-                forward.around = functools.partial(self._swapped, list(block.modules()))
+            compiled_block: Any = getattr(block, "execute", None)
+            if hasattr(compiled_block, "around"):
+                compiled_block.around = functools.partial(self._swapped, list(block.modules()))
                 compiled.update(block.modules())
         for owner in module.modules():
             own = dict(owner.named_parameters(recurse=False))

@@ -17,28 +17,28 @@ from fsdptoys.utils.bounds import at_least
 from fsdptoys.utils.options import Effect, option
 
 from .float64_leaves import Float64Leaves
-from .init_weights import Fill, init_buffers, materialize
+from .init_weights import ParamInit, init_buffers, materialize
 from .mesh import MeshConfig
 from .precision import CastParameters, DType
 from .state import unrounded
-from .strategy import ParallelConfig, ParallelContext, Strategy, UnitParams
+from .strategy import ParallelConfig, Strategy, UnitParams, World
 
 
 class UnshardedStrategy(Strategy):
     """A strategy whose ranks hold every parameter in full."""
 
-    def __init__(self, config: ParallelConfig, context: ParallelContext) -> None:
-        super().__init__(config, context)
+    def __init__(self, config: ParallelConfig, world: World) -> None:
+        super().__init__(config, world)
         self._over_microbatches: dict[nn.Parameter, Tensor] = {}
         self._leaves: Float64Leaves | None = None
 
-    def parallelize(self, model: DecoderModel, fill: Fill) -> None:
+    def shard(self, model: DecoderModel, param_init: ParamInit) -> None:
         """Materialize and initialize the same values on every rank, then wrap."""
-        device, dtype = self.context.device.torch_device, self.config.param_dtype
-        materialize(model, device, fill)
+        device, dtype = self.world.device.torch_device, self.config.param_dtype
+        materialize(model, device, param_init)
         init_buffers(model, device, self.config.buffer_dtype.torch)
         self._unwrapped = model
-        if self.context.deterministic.uses_float64:  # which the model casts to its dtype itself
+        if self.world.deterministic.uses_float64:  # which the model casts to its dtype itself
             self._leaves, dtype = Float64Leaves(model), DType.float32
         self.model = self._wrap(model if dtype is DType.float32 else CastParameters(model, dtype.torch))
 
@@ -75,8 +75,8 @@ class UnshardedStrategy(Strategy):
 class Single(UnshardedStrategy):
     """The full model in one process."""
 
-    def __init__(self, config: "SingleConfig", context: ParallelContext) -> None:
-        super().__init__(config, context)
+    def __init__(self, config: "SingleConfig", world: World) -> None:
+        super().__init__(config, world)
         self.data_ranks = self.local_data_ranks = config.simulated_ranks
         self._over_ranks: dict[nn.Parameter, Tensor] = {}
 
@@ -86,7 +86,7 @@ class Single(UnshardedStrategy):
         yield
         if self._leaves and index == count - 1:
             self._leaves.move_gradients()
-        if not self.context.deterministic.reduces_each_microbatch or self.local_data_ranks == 1:
+        if not self.world.deterministic.reduces_each_microbatch or self.local_data_ranks == 1:
             return
         rank = index % self.local_data_ranks
         for param in self._unwrapped.parameters():

@@ -3,15 +3,15 @@
 Every strategy wraps a model in the same order:
 
 1. patches of PyTorch are in place; the model is constructed on the meta device (no memory);
-2. ``train.float8`` converts linear layers, gradient checkpointing replaces the blocks' forwards, ``train.compile``
-   compiles them;
-3. ``Strategy.parallelize`` wraps or shards each block, then ``[norm, lm_head]`` together, then the root;
-4. it materializes and fills one parameter after the other, from generators seeded by name (``init_weights``) or files;
+2. ``train.float8`` converts linear layers; blocks learn whether they are recomputed and compiled;
+3. ``Strategy.split`` leaves this rank its layers, features and experts;
+4. ``Strategy.shard`` wraps or shards each block, then ``[norm, lm_head]`` together, then the root. It materializes and
+   initializes one parameter after the other, from generators seeded by name (``init_weights``) or files;
 5. the optimizer is built over the parameters that the strategy leaves.
 
 Gradients are summed over ranks and micro-batches, never averaged: the loss is divided by the number of valid tokens of
-the global batch before the backward. PyTorch's strategies average, so the loss is multiplied by the number of ranks
-(``loss_scale``), which is exact for powers of two.
+the global batch before the backward. A strategy says whether its collectives average (``reduces``); the trainer then
+multiplies the loss by the number of ranks (``train.gradient_scale``).
 
 In the deterministic mode gradients are reduced after every micro-batch in float64, rounded to float32, and added up in
 float32: the bits then depend neither on the layout nor on the order in which a collective adds. With
@@ -32,20 +32,21 @@ from torch import Tensor, nn
 
 from fsdptoys.device import float64_collectives
 from fsdptoys.errors import ConfigError
-from fsdptoys.models import DecoderModel, ModelConfig
+from fsdptoys.models import Context, DecoderModel, ModelConfig
 from fsdptoys.utils.dtensor import local_tensor
 from fsdptoys.utils.options import Effect, Stage, check_options, option
 from fsdptoys.utils.storages import bytes_beside
 
-from .context import ContextForm
+from .context import ContextForm, build_context
 from .determinism import Deterministic
 from .gradient_norms import MapParts, norms_in, norms_in_float32, scale_gradients
-from .init_weights import Fill
+from .init_weights import ParamInit
 from .mesh import CONTEXT_AXIS, Axes, MeshConfig, regular_group
-from .parallel_context import ParallelContext as ParallelContext
 from .pipeline import Pipeline, PipelinedModel
 from .precision import DType, ReduceDType
+from .reduction import Mean, Reduction
 from .state import Load, State
+from .world import World as World
 from .wrap import UnitParams
 from .wrap import own_parameters as own_parameters
 
@@ -168,9 +169,9 @@ class ParallelConfig:
                 raise ConfigError(f"mesh.{key}={size} is not an option of parallel={self.name}; set {fix}")
         return mesh.axes(world_size, self.shards_parameters, experts)
 
-    def build(self, context: ParallelContext) -> "Strategy":
+    def build(self, world: World) -> "Strategy":
         """Construct the strategy; the process group must be initialized."""
-        return self.strategy(self, context)
+        return self.strategy(self, world)
 
     def _refuse_sharding(self, mesh: MeshConfig) -> None:
         if mesh.fsdp_size not in (-1, 1):
@@ -219,7 +220,7 @@ class Strategy(ABC):
     """One way to spread a model and its gradients over ranks."""
 
     model: nn.Module
-    """The module that the trainer calls; set by ``parallelize``."""
+    """The module that the trainer calls; set by ``shard``."""
     data_ranks: int
     """Number of micro-batches that run at once; ranks that share sequences have the same one."""
     context_group: dist.ProcessGroup | None = None
@@ -229,7 +230,7 @@ class Strategy(ABC):
     pipeline: Pipeline | None = None
     """The stages of this rank; None if it has all layers."""
     pipelined: PipelinedModel | None = None
-    """The model with the stages of all ranks; set by ``parallelize`` where there is a pipeline."""
+    """The model with the stages of all ranks; set by ``shard`` where there is a pipeline."""
     local_data_ranks: int = 1
     """Number of ranks whose micro-batches this process runs one after another."""
     units_ahead: int = 0
@@ -237,22 +238,37 @@ class Strategy(ABC):
     sharded: ClassVar[str] = "parameters, gradients and optimizer states"
     """Tensors that the ranks of ``shard_group`` split."""
 
-    def __init__(self, config: Any, context: ParallelContext) -> None:
-        self.config, self.context = config, context
-        self.mesh_axes: Axes = config.axes(context.world_size, context.mesh)
+    def __init__(self, config: Any, world: World) -> None:
+        self.config, self.world = config, world
+        self.mesh_axes: Axes = config.axes(world.world_size, world.mesh)
         self.data_ranks = self.mesh_axes.data_ranks
         if self.mesh_axes.cp > 1:
             stride = self.mesh_axes.tp
-            self.context_group = regular_group(self.mesh_axes.cp, CONTEXT_AXIS, context.timeout, stride)
+            self.context_group = regular_group(self.mesh_axes.cp, CONTEXT_AXIS, world.timeout, stride)
+
+        self.reduces: Reduction = Mean(world.world_size // self.mesh_axes.pp)
+        """What the collectives do with gradients; final after ``shard``."""
 
     @property
-    def loss_scale(self) -> float:
-        """Factor on the loss that turns the strategy's averaging over ranks into a sum."""
-        return float(self.context.world_size // self.mesh_axes.pp)
+    def reduces_experts(self) -> Reduction:
+        """Return ``reduces`` of the gradients of experts."""
+        return self.reduces
+
+    def divide_expert_gradients(self, divisor: int) -> None:
+        """Divide the gradients of experts by a number in the backward, before they are reduced."""
+        raise NotImplementedError(f"experts are reduced like other parameters, so divisor={divisor}")
+
+    def build_context(self, compiles: bool) -> Context:
+        """Return the context in which layers see this rank's part of sequences that ranks share."""
+        assert self.context_group is not None
+        return build_context(self.config.context, self.context_group, compiles=compiles)
+
+    def split(self, model: DecoderModel, seq_len: int) -> None:  # noqa: B027 (most ranks keep all of a model)
+        """Leave this rank its layers, features and experts of a model on the meta device."""
 
     @abstractmethod
-    def parallelize(self, model: DecoderModel, fill: Fill) -> None:
-        """Wrap and materialize a model on the meta device; ``fill`` gives it initial values."""
+    def shard(self, model: DecoderModel, param_init: ParamInit) -> None:
+        """Wrap, materialize and initialize a model on the meta device, after ``split``."""
 
     @property
     def full_model(self) -> nn.Module:
@@ -297,7 +313,7 @@ class Strategy(ABC):
     def axes(self) -> dict[str, int]:
         """Mesh axis → ranks along it; ranks that share sequences are among those of the others."""
         group = self.shard_group()
-        return self.mesh_axes.named(self.context.world_size, group.size() if group is not None else 1)
+        return self.mesh_axes.named(self.world.world_size, group.size() if group is not None else 1)
 
     def gradient_bytes(self, trained: list[Tensor], frozen: list[Tensor]) -> int:
         """Bytes of a rank's reduced gradients, from its local tensors of parameters."""
@@ -357,13 +373,13 @@ class Strategy(ABC):
         slow in float64, where gradients are offloaded. So float64 is left to CPUs without one, and to the deterministic
         mode, whose norms do not depend on how gradients are split.
         """
-        if not self.context.deterministic and self.context.device.is_accelerator:
+        if not self.world.deterministic and self.world.device.is_accelerator:
             return norms_in_float32(grads)
-        return norms_in(self.context.sum_dtype, grads, map_parts)
+        return norms_in(self.world.sum_dtype, grads, map_parts)
 
     def total_norm(self, norms: list[Tensor]) -> Tensor:
         """Norm of all gradients on all ranks, as float32, from norms of this rank's parts. A collective."""
-        device, sum_dtype = self.context.device.torch_device, self.context.sum_dtype
+        device, sum_dtype = self.world.device.torch_device, self.world.sum_dtype
         total = torch.zeros((), dtype=sum_dtype, device=device)
         if norms:
             total += torch.cat([norm.flatten() for norm in norms]).to(sum_dtype).square().sum().to(device)
@@ -383,7 +399,7 @@ class Strategy(ABC):
         """Scale all gradients so that their norm is at most ``max_norm``; return the norm before, as float32.
 
         Gradients of a scaled loss are multiplied by ``unscale`` in the same pass, with ``max_norm=inf`` in one.
-        The squares of parts are added up in the context's ``sum_dtype`` and rounded once at the end: with parts in
+        The squares of parts are added up in the world's ``sum_dtype`` and rounded once at the end: with parts in
         float64 the norm is the same number however the gradients are sharded. ``scale_by`` receives the factor instead
         of multiplying the gradients here; ``map_parts`` is like ``map``, over parts of gradients, and may use threads.
         """

@@ -12,13 +12,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fsdptoys.models import Context, DecoderModel, use_context
+from fsdptoys.models import Context
 from fsdptoys.models.context import FULL_SEQUENCES
 from fsdptoys.models.kernels import Kernels
 from fsdptoys.toys.cp import RingAttention, own_positions, ulysses_attention
 
 from .context import ContextForm
-from .init_weights import Fill
 from .toy_ddp import ToyDDP, ToyDDPConfig
 
 
@@ -60,11 +59,10 @@ class ToyCP(ToyDDP):
 
     config: "ToyCPConfig"
 
-    def parallelize(self, model: DecoderModel, fill: Fill) -> None:
-        """Let the model's attentions share sequences, then wrap it."""
-        if self.context_group is not None:
-            use_context(model, ToyContext(self.context_group, self.config.context))
-        super().parallelize(model, fill)
+    def build_context(self, compiles: bool) -> Context:
+        """Return the toy's functions."""
+        assert self.context_group is not None
+        return ToyContext(self.context_group, self.config.context)
 
 
 @dataclass

@@ -79,7 +79,7 @@ class ToyZero1(ToyDDP):
             spans = [bucket.span(slot, rank) for rank in range(slices.ranks)]
             holdings.append(Holding(name, param.shape, spans, bucket.pieces[slot]))
             live[f"model.{name}"] = param.detach()
-        return ShardedState(holdings, optimizer, self.context.build_mesh(), live)
+        return ShardedState(holdings, optimizer, self.world.build_mesh(), live)
 
 
 class ToyZero2(ToyZero1):
@@ -89,7 +89,7 @@ class ToyZero2(ToyZero1):
 
     def gradient_bytes(self, trained: list[Tensor], frozen: list[Tensor]) -> int:
         """One slice of each bucket."""
-        return super().gradient_bytes(trained, frozen) // self.context.world_size
+        return super().gradient_bytes(trained, frozen) // self.world.world_size
 
     def _wrap(self, model: nn.Module) -> Any:
         return Zero2(

@@ -21,10 +21,10 @@ from fsdptoys.models.experts import Experts, apply_experts
 from fsdptoys.toys.ep import apply_elsewhere
 
 from .gradient_norms import MapParts
-from .init_weights import Fill
+from .init_weights import ParamInit
 from .mesh import EXPERT_AXIS, REPLICATE_AXIS, named_mesh
 from .state import State, unrounded
-from .strategy import ParallelContext
+from .strategy import World
 from .toy_ddp import ToyDDP, ToyDDPConfig
 
 
@@ -33,40 +33,43 @@ class ToyEP(ToyDDP):
 
     config: "ToyEPConfig"
 
-    def __init__(self, config: Any, context: ParallelContext) -> None:
-        super().__init__(config, context)
-        self.split = context.mesh.ep_size
+    def __init__(self, config: Any, world: World) -> None:
+        super().__init__(config, world)
+        self.expert_ranks = world.mesh.ep_size
         self.mesh: Any = None
         self.together: Any = None
         """Ranks that have all experts together."""
-        if self.split > 1:
-            sizes = {REPLICATE_AXIS: context.world_size // self.split, EXPERT_AXIS: self.split}
-            self.mesh = named_mesh(sizes, context.device, context.timeout)
+        if self.expert_ranks > 1:
+            sizes = {REPLICATE_AXIS: world.world_size // self.expert_ranks, EXPERT_AXIS: self.expert_ranks}
+            self.mesh = named_mesh(sizes, world.device, world.timeout)
             self.together = self.mesh.get_group(EXPERT_AXIS)
         self.shapes: dict[nn.Parameter, torch.Size] = {}
         """This rank's part of a stack → the stack's shape."""
 
-    def parallelize(self, model: DecoderModel, fill: Fill) -> None:
-        """Keep a part of each stack of experts; one stack at a time is in memory in full to draw its values."""
+    def split(self, model: DecoderModel, seq_len: int) -> None:
+        """Keep a part of each stack of experts."""
         stacks: dict[str, torch.Size] = {}
         for name, module in model.named_modules():
-            if self.split > 1 and isinstance(module, Experts):
+            if self.expert_ranks > 1 and isinstance(module, Experts):
                 for kind, stack in list(module.named_parameters()):
                     stacks[f"{name}.{kind}"] = stack.shape
-                    part = stack.detach().chunk(self.split)[0]
+                    part = stack.detach().chunk(self.expert_ranks)[0]
                     setattr(module, kind, nn.Parameter(part, stack.requires_grad))
                 module.forward = partial(_forward, module, self.together)  # type: ignore[method-assign]
-
-        def fill_part(param: Tensor, name: str) -> None:
-            if name not in stacks:
-                fill(param, name)
-                return
-            full = param.new_empty(stacks[name])
-            fill(full, name)
-            param.detach().copy_(full.chunk(self.split)[self.together.rank()])
-
         self._stacks = stacks
-        super().parallelize(model, fill_part)
+
+    def shard(self, model: DecoderModel, param_init: ParamInit) -> None:
+        """Initialize with one full stack of experts at a time, then wrap."""
+
+        def init_part(param: Tensor, name: str) -> None:
+            if name not in self._stacks:
+                param_init(param, name)
+                return
+            full = param.new_empty(self._stacks[name])
+            param_init(full, name)
+            param.detach().copy_(full.chunk(self.expert_ranks)[self.together.rank()])
+
+        super().shard(model, init_part)
 
     def _wrap(self, model: nn.Module) -> Any:
         """Hide the stacks from DDP."""
@@ -85,20 +88,20 @@ class ToyEP(ToyDDP):
                 assert param.grad is not None
                 total = param.grad.to(self.config.reduce_dtype.torch)
                 dist.all_reduce(total, group=self.mesh.get_group(REPLICATE_AXIS))
-                param.grad = total.div_(self.loss_scale).to(param.dtype)
+                param.grad = total.div_(self.reduces.divisor).to(param.dtype)
 
     def local_norms(self, grads: list[Tensor], map_parts: MapParts = map) -> list[Tensor]:
         """Count gradients that all ranks have on one of those with different experts."""
-        if self.split > 1 and self.together.rank() > 0:
+        if self.expert_ranks > 1 and self.together.rank() > 0:
             of_experts = {param.grad.data_ptr() for param in self.shapes if param.grad is not None}
             grads = [grad for grad in grads if grad.data_ptr() in of_experts]
         return super().local_norms(grads, map_parts)
 
     def total_norm(self, norms: list[Tensor]) -> Tensor:
         """Norm over the ranks with different experts."""
-        if self.split == 1:
+        if self.expert_ranks == 1:
             return super().total_norm(norms)
-        total = torch.zeros((), dtype=self.context.sum_dtype, device=self.context.device.torch_device)
+        total = torch.zeros((), dtype=self.world.sum_dtype, device=self.world.device.torch_device)
         total += torch.cat([norm.flatten() for norm in norms]).to(total.dtype).square().sum()
         dist.all_reduce(total, group=self.together)
         return total.sqrt().float()
@@ -108,14 +111,14 @@ class ToyEP(ToyDDP):
         for name, param in self._unwrapped.named_parameters():
             full = param.detach()
             if param in self.shapes:
-                parts = [torch.empty_like(full) for _ in range(self.split)]
+                parts = [torch.empty_like(full) for _ in range(self.expert_ranks)]
                 dist.all_gather(parts, full, group=self.together)
                 full = torch.cat(parts)
             yield name, unrounded(name, full)
 
     def state(self, optimizer: torch.optim.Optimizer) -> State:
         """Live tensors; stacks and their states as DTensors."""
-        return State(self.trainable_parameters, optimizer) if self.split == 1 else SplitState(self, optimizer)
+        return State(self.trainable_parameters, optimizer) if self.expert_ranks == 1 else SplitState(self, optimizer)
 
 
 class SplitState(State):

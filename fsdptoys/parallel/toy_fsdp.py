@@ -8,16 +8,17 @@ from typing import Any, ClassVar
 
 from .fsdp import FSDPConfig
 from .fsdp2 import FSDP2
-from .strategy import ParallelContext, Strategy
+from .reduction import Mean
+from .strategy import Strategy, World
 
 
 class ToyFSDP(FSDP2):
     """``fully_shard`` of ``fsdptoys.toys.fsdp``."""
 
-    def __init__(self, config: FSDPConfig, context: ParallelContext) -> None:
-        super().__init__(config, context)
+    def __init__(self, config: FSDPConfig, world: World) -> None:
+        super().__init__(config, world)
         self.units_ahead = max(1, config.forward_prefetch)
-        self._averages = True  # on every device, with every version of gloo
+        self.reduces = Mean(world.world_size)  # on every device, with every version of gloo
 
     gather_after = Strategy.gather_after
     """It gathers on the compute stream."""

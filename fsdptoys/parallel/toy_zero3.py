@@ -15,7 +15,7 @@ from fsdptoys.toys.partition import Evenness
 from fsdptoys.toys.zero3 import Zero3
 from fsdptoys.utils.options import Effect, option
 
-from .init_weights import Fill, init_buffers
+from .init_weights import ParamInit, init_buffers
 from .mesh import MeshConfig
 from .precision import DType
 from .single import unsharded_units
@@ -29,15 +29,15 @@ class ToyZero3(Strategy):
     config: "ToyZero3Config"
     model: Zero3
 
-    def parallelize(self, model: DecoderModel, fill: Fill) -> None:
+    def shard(self, model: DecoderModel, param_init: ParamInit) -> None:
         """Distribute the parameters unit by unit; each owner initializes its own."""
-        device = self.context.device.torch_device
+        device = self.world.device.torch_device
         self._unwrapped = model
         self.model = Zero3(
             model,
             list(model.layers),
             device,
-            fill=fill,
+            fill=param_init,
             evenness=self.config.evenness,
             prefetch=self.config.prefetch,
             reduce_dtype=self.config.reduce_dtype.torch,
@@ -45,7 +45,7 @@ class ToyZero3(Strategy):
         init_buffers(model, device, self.config.buffer_dtype.torch)
         self._own = {
             name: param
-            if self.model.owner_of[param] == self.context.rank
+            if self.model.owner_of[param] == self.world.rank
             else nn.Parameter(param.new_empty(0), param.requires_grad)
             for name, param in model.named_parameters()
         }
@@ -69,7 +69,7 @@ class ToyZero3(Strategy):
 
     def full_parameters(self) -> Iterator[tuple[str, Tensor]]:
         """Broadcast one parameter at a time."""
-        device = self.context.device.torch_device
+        device = self.world.device.torch_device
         for holding in self._holdings():
             own = holding.own.detach()
             yield holding.name, holding.assemble(own, own.dtype, device).to("cpu", torch.float32)
@@ -86,14 +86,14 @@ class ToyZero3(Strategy):
         holdings = []
         for name, param in self._unwrapped.named_parameters():
             owner = self.model.owner_of[param]
-            spans = [(0, param.numel() if rank == owner else 0) for rank in range(self.context.world_size)]
+            spans = [(0, param.numel() if rank == owner else 0) for rank in range(self.world.world_size)]
             holdings.append(Holding(name, param.shape, spans, self._own[name]))
         return holdings
 
     def state(self, optimizer: torch.optim.Optimizer) -> ShardedState:
         """Copies, sharded along their first dim."""
         holdings = [each for each in self._holdings() if each.own.requires_grad]
-        return ShardedState(holdings, optimizer, self.context.build_mesh(), live={})
+        return ShardedState(holdings, optimizer, self.world.build_mesh(), live={})
 
 
 @dataclass

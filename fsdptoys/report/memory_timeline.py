@@ -170,16 +170,27 @@ def _checked(value: float) -> float:
     return value
 
 
+UPDATES = {
+    ("memory/optimizer_stepper.py", "step"),
+    ("memory/bucketed_optimizer.py", "finish"),
+    # In snapshots of older versions:
+    ("train/trainer.py", "_update"),
+    ("train/trainer.py", "_finish_updates"),
+}
+"""Files and functions of the optimizer's updates."""
+
+
 def phase_of_stack(frames: Sequence[dict[str, Any]]) -> str:
     """Phase of an allocation, by its Python stack.
 
     Autograd's thread has no Python frames below its hooks, so a stack without the trainer belongs to a backward.
     """
-    names = [frame["name"] for frame in frames if frame["filename"].endswith("fsdptoys/train/trainer.py")]
-    if any(name in ("_update", "_finish_updates") for name in names):
+    calls = {(frame["filename"].rpartition("fsdptoys/")[2], frame["name"]) for frame in frames}
+    if calls & UPDATES:
         return "update"
     in_backward = any(frame["filename"].endswith("torch/autograd/graph.py") for frame in frames)
-    return "backward" if in_backward or not names else "forward"
+    in_trainer = any(file == "train/trainer.py" for file, _ in calls)
+    return "backward" if in_backward or not in_trainer else "forward"
 
 
 def _phase_marks(events: Iterable[dict[str, Any]]) -> list[tuple[float, str]]:

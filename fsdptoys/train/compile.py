@@ -15,7 +15,7 @@ Source: https://pytorch.org/blog/activation-checkpointing-techniques/
 """
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -24,36 +24,45 @@ import torch._functorch.config
 from torch import nn
 
 from fsdptoys.errors import ConfigError
-from fsdptoys.memory.activation_offload import ActivationOffload
+from fsdptoys.memory.activation_checkpointing import Recomputation
 from fsdptoys.models import routers
+from fsdptoys.models.layers import RunnableBlock
 
 
-class CompiledForward:
-    """Compiled forward of a block, stored as ``block.compiled_forward``.
+class CompiledBlock:
+    """A compiled function, as a block's ``execute``.
 
     Attributes:
         around: returns a context for each call, including recomputation in the backward. It is not compiled, so it
             causes no graph breaks.
     """
 
-    def __init__(self, function: Callable[..., Any]) -> None:
+    def __init__(self, function: Callable[..., Any], budget: float | None) -> None:
         self.function = function
+        self._budget = budget
         self.around: Callable[[], AbstractContextManager[Any]] = nullcontext
 
     def __call__(self, *args: Any) -> Any:
         """Call the function within ``around``."""
-        with self.around():
+        with self.around(), self._within_budget():
             return self.function(*args)
+
+    def _within_budget(self) -> AbstractContextManager[Any]:
+        # Around every call, since any call may recompile, for example for another shape or gradient mode.
+        # A private setting of torch, tested with 2.7 and 2.13.
+        if self._budget is None:
+            return nullcontext()
+        return torch._functorch.config.patch(activation_memory_budget=self._budget)
 
 
 def compile_blocks(
-    blocks: Sequence[nn.Module] | nn.ModuleList,
+    blocks: Iterable[nn.Module],
     budget: float | None = None,
     *,
     inner_hooks: bool = False,
     backend: str | Callable[..., Any] = "inductor",
 ) -> None:
-    """Compile each block's forward at its first call; run after ``checkpoint_blocks``, before anything wraps blocks.
+    """Compile each block at its first call; run after ``checkpoint_blocks``, before anything wraps blocks.
 
     ConfigError if ``selective`` checkpointing would have to wrap compiled functions.
 
@@ -62,33 +71,21 @@ def compile_blocks(
         inner_hooks: whether the strategy will register hooks on submodules of a block.
     """
     for block in blocks:
+        assert isinstance(block, RunnableBlock), "another module would not be compiled"
         # Routers receive gradients between forward and backward. Compiled with a low budget, they read the buffer's
         # older value from the forward (torch 2.13).
         for router in routers(block):
             router.forward = torch.compiler.disable(router.forward)  # type: ignore[method-assign]
-        forward: Any = block.forward
-        outside = None
-        if isinstance(forward, functools.partial) and (inner_hooks or routers(block) or _offloads(forward)):
-            if forward.keywords.get("context_fn") or forward.keywords.get("operators"):
+        recompute = block.recompute
+        function: Callable[..., Any] = block.compute
+        if isinstance(recompute, Recomputation):
+            if not inner_hooks and not routers(block) and recompute.offload is None:
+                function = functools.partial(recompute, function)
+                block.recompute = None
+            elif recompute.operators:
                 raise ConfigError(
                     "memory.gradient_checkpointing=selective cannot see into blocks compiled by train.compile=true "
                     "with experts, units within a block or memory.activation_offload=true; set "
                     "memory.gradient_checkpointing=full"
                 )
-            outside, forward = forward, forward.args[0]
-        forward = torch.compile(forward, backend=backend)
-        if budget is not None:
-            forward = functools.partial(_call_within, budget, forward)
-        forward = block.compiled_forward = CompiledForward(forward)  # type: ignore[assignment]
-        block.forward = functools.partial(outside.func, forward, **outside.keywords) if outside else forward
-
-
-def _offloads(forward: "functools.partial[Any]") -> bool:
-    return isinstance(getattr(forward.func, "__self__", None), ActivationOffload)
-
-
-def _call_within(budget: float, forward: Callable[..., Any], *args: Any) -> Any:
-    # Around every call, since any call may recompile, for example for another shape or gradient mode.
-    # A private setting of torch, tested with 2.7 and 2.13.
-    with torch._functorch.config.patch(activation_memory_budget=budget):
-        return forward(*args)
+        block.execute = CompiledBlock(torch.compile(function, backend=backend), budget)

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 def measure_layout(trainer: "Trainer") -> Layout:
     """Measure this rank and take the largest number over all ranks. A collective."""
-    config, strategy, sizes = trainer.config, trainer.strategy, trainer.parameter_sizes
+    config, strategy, sizes = trainer.config, trainer.strategy, trainer.built.parameter_sizes
     params = dict(strategy.held_parameters())
     own = {name: local_tensor(param) for name, param in params.items()}
     trained = {name: own[name] for name, param in params.items() if param.requires_grad}
@@ -38,8 +38,10 @@ def measure_layout(trainer: "Trainer") -> Layout:
     else:
         states, on_host = 0, 0
         for name, local in trained.items():
-            states += sum(config.optim.state_bytes(params[name].shape, local.numel(), name in trainer.block_names))
-    numbers = torch.tensor([elements, held, gradients, states, on_host], device=trainer.device.torch_device)
+            states += sum(
+                config.optim.state_bytes(params[name].shape, local.numel(), name in trainer.built.block_names)
+            )
+    numbers = torch.tensor([elements, held, gradients, states, on_host], device=trainer.world.device.torch_device)
     dist.all_reduce(numbers, op=dist.ReduceOp.MAX)
     elements, *each, on_host = map(int, numbers.tolist())
     kinds = "parameters", "gradients", "optimizer states"

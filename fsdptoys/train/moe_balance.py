@@ -28,7 +28,6 @@ from torch import Tensor, nn
 from fsdptoys.metrics.step import RoutingMetrics
 from fsdptoys.models import DecoderModel, MoEConfig, Router, routers
 from fsdptoys.parallel import Strategy
-from fsdptoys.parallel.determinism import Deterministic
 from fsdptoys.parallel.pipeline import Pipeline
 
 
@@ -131,8 +130,9 @@ class RoutingBalance:
         for router, grad in zip(found, torch.cat([aux_LE, z_L1], dim=1), strict=True):
             router.sums_grad.copy_(grad)
 
-    def end_step(self) -> tuple[Tensor, Tensor]:
-        """Sums over this rank, which the caller adds up over ranks, and counts over all ranks, both flat.
+    def end_step(self) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+        """Return sums over this rank (``routing``), which the caller adds up over ranks, and counts over all ranks
+        (``experts``).
 
         A collective without auxiliary loss, with which the counts are added up already.
         """
@@ -140,7 +140,7 @@ class RoutingBalance:
             dist.all_reduce(self._counts_LE)
         elif self._pipe_group is not None:
             dist.all_reduce(self._counts_LE, group=self._pipe_group)
-        return self._sums.flatten(), self._counts_LE.flatten()
+        return {"routing": self._sums}, {"experts": self._counts_LE}
 
     def metrics(self, sums: Tensor, counts: Tensor) -> RoutingMetrics:
         """Compute the metrics of a step from the results of ``end_step`` over all ranks, on the host."""
@@ -166,17 +166,12 @@ def _no_loss(hidden_ND: Tensor, weight_VD: Tensor, labels_N: Tensor) -> Tensor:
     return hidden_ND.new_zeros(())
 
 
-def build_routing_balance(
-    model: DecoderModel,
-    device: torch.device,
-    strategy: Strategy,
-    sum_dtype: torch.dtype,
-    deterministic: Deterministic,
-) -> RoutingBalance | None:
+def build_routing_balance(model: DecoderModel, strategy: Strategy) -> RoutingBalance | None:
     """Return the ``RoutingBalance`` of an MoE model, of which a rank may have some layers; None for a dense one.
 
     Args:
-        model: before the strategy wraps it.
+        model: split, and not yet sharded.
+        strategy: of the model.
     """
     config = model.config
     if not isinstance(config, MoEConfig):
@@ -189,9 +184,9 @@ def build_routing_balance(
         rows,
         len(layers),
         config,
-        device,
+        strategy.world.device.torch_device,
         strategy.local_data_ranks,
-        sum_dtype,
-        deterministic.covers_layouts,
+        strategy.world.sum_dtype,
+        strategy.world.deterministic.covers_layouts,
         strategy.pipeline,
     )

@@ -1,25 +1,31 @@
 """Collect phase, live bytes and settings of a run, from which an out-of-memory error is explained."""
 
-from collections.abc import Iterable
+import functools
+from collections.abc import Callable, Iterable
 
 from torch import Tensor
 
 from fsdptoys.config.schema import Config
-from fsdptoys.memory import Updates
+from fsdptoys.memory import OptimizerStepper
 from fsdptoys.optim.matrix_optimizer import MATRICES
-from fsdptoys.parallel import ParallelContext
+from fsdptoys.parallel import World
 from fsdptoys.parallel.fsdp import FSDPConfig
 from fsdptoys.profiler import LiveBytes, OOMContext, PlacedBytes, Switches, live_bytes
 from fsdptoys.utils.dtensor import local_tensor
 
 
+def construction_context(config: Config, world: World, parameter_count: int) -> Callable[[], OOMContext]:
+    """Return a function that explains an out-of-memory error of construction, of a model with that many parameters."""
+    return functools.partial(oom_context, config, world, 0, "construction", parameter_count=parameter_count)
+
+
 def oom_context(
     config: Config,
-    context: ParallelContext,
+    world: World,
     step: int,
     phase: str,
     parameters: Iterable[Tensor] = (),
-    updates: Updates | None = None,
+    stepper: OptimizerStepper | None = None,
     *,
     parameter_count: int = 0,
 ) -> OOMContext:
@@ -29,9 +35,9 @@ def oom_context(
     ``parameter_count`` parameters is reported instead. ``phase`` is ``construction``, ``forward``, ``backward``,
     ``optimizer`` or ``evaluation``.
     """
-    parameters, world_size = list(parameters), context.world_size
+    parameters, world_size = list(parameters), world.world_size
     model, memory, train = config.model, config.memory, config.train
-    groups = updates.optimizer.param_groups if updates else []
+    groups = stepper.optimizer.param_groups if stepper else []
     in_blocks = {param for group in groups if group.get(MATRICES) for param in group["params"]}
     states_bytes = sum(
         sum(config.optim.state_bytes(param.shape, local_tensor(param).numel(), param in in_blocks))
@@ -65,8 +71,8 @@ def oom_context(
     )
     if phase == "construction":
         planned = 4 * -(-parameter_count // switches.fsdp_size)
-        on_host = memory.cpu_offload or not context.device.is_accelerator
+        on_host = memory.cpu_offload or not world.device.is_accelerator
         live = LiveBytes(parameters=PlacedBytes(device_bytes=0 if on_host else planned, host_bytes=planned * on_host))
     else:
-        live = live_bytes(parameters, updates.optimizer if updates else None, updates.held_gradients if updates else ())
-    return OOMContext(step, phase, context.rank, live, switches)
+        live = live_bytes(parameters, stepper.optimizer if stepper else None, stepper.held_gradients if stepper else ())
+    return OOMContext(step, phase, world.rank, live, switches)

@@ -75,7 +75,7 @@ class Run:
         self.trainer = trainer
         self._prediction = prediction
         self.config = trainer.config
-        self.rank, self.world_size = trainer.rank, trainer.world_size
+        self.rank, self.world_size = trainer.world.rank, trainer.world.world_size
         self.title = f"{self.config.model.name}-{self.config.parallel.name}"
         self._lock: FolderLock | None = None
         self.run_dir = self._claim_run_dir()
@@ -106,7 +106,7 @@ class Run:
             if self.rank == 0:
                 self._recorder = stack.enter_context(self._open_recorder(layout))
             # The run directory is claimed before any rank writes into it.
-            dist.barrier(device_ids=self.trainer.device.barrier_devices)
+            dist.barrier(device_ids=self.trainer.world.device.barrier_devices)
             profiler = self._profiler()
             if self._recorder and config.debug.trace_collectives:
                 self._trace_collectives()
@@ -179,7 +179,7 @@ class Run:
     def _broadcast(self, text: str | None) -> str | None:
         """Rank 0's text. A collective."""
         shared = [text]
-        dist.broadcast_object_list(shared, device=self.trainer.device.torch_device)
+        dist.broadcast_object_list(shared, device=self.trainer.world.device.torch_device)
         return shared[0]
 
     def _open_checkpoints(self) -> Checkpointer:
@@ -209,7 +209,7 @@ class Run:
                     self._set_weights_aside()
             return
         self._say(*check_same_run(config, found.facts))
-        before, now = found.facts["global_batch"], trainer.batches.global_batch
+        before, now = found.facts["global_batch"], trainer.data.batches.global_batch
         if before != now:
             self._say(
                 f"the global batch was {before} sequences and is {now}, so the steps differ from those of the "
@@ -225,7 +225,7 @@ class Run:
         """Restore each rank's generators; rank 0 reports the ranks that start from the seed instead."""
         seed = self.config.train.init_seed
         assert seed is not None
-        reason = restore_random_states(found.own_facts, self.trainer.device, seed, found.step, self.rank)
+        reason = restore_random_states(found.own_facts, self.trainer.world.device, seed, found.step, self.rank)
         reasons = self.checkpoints.gather(reason)
         ranks = [rank for rank, of_rank in enumerate(reasons) if of_rank is not None]
         if ranks:
@@ -236,7 +236,7 @@ class Run:
             )
 
     def _open_recorder(self, layout: Layout) -> RunRecorder:
-        dataset = self.trainer.dataset
+        dataset = self.trainer.data.dataset
         references = {
             "unigram entropy of the data": dataset.unigram_entropy_nats,
             "conditional entropy of the data": dataset.conditional_entropy_nats,
@@ -245,9 +245,9 @@ class Run:
             dataclasses.replace(self.config.metrics, run_dir=str(self.run_dir)),
             title=self.title,
             config_tree=self.config.to_dict(),
-            environment=environment(self.trainer.device, self.world_size, sys.argv)
+            environment=environment(self.trainer.world.device, self.world_size, sys.argv)
             | {
-                "attention_backend": self.trainer.attention_backend,
+                "attention_backend": self.trainer.built.attention_backend,
                 "patches_of_pytorch": self.trainer.patches.outcomes(self.trainer.strategy.model) or "none",
             },
             steps=self.config.train.steps,
@@ -263,7 +263,7 @@ class Run:
         say = self._recorder.message if self._recorder else functools.partial(print, f"rank {self.rank}:", flush=True)
         return Profiler(
             self.config.profile,
-            self.trainer.device,
+            self.trainer.world.device,
             self.rank,
             self.run_dir / PROFILE_FOLDER,
             first_step=self.trainer.steps_done + 1,
@@ -277,7 +277,8 @@ class Run:
 
         trainer, parallel = self.trainer, self.config.parallel.name
         step = traced_step(trainer.steps_done + 1, self.config.train.steps)
-        within = {Trainer._clip.__code__: "clip", Trainer._update.__code__: "optimizer"}
+        stepper = type(trainer.stepper)
+        within = {stepper.clip.__code__: "clip", stepper.step.__code__: "optimizer"}
 
         def done(calls: list[Call]) -> None:
             write_atomically(self.run_dir / COLLECTIVES_FILE, to_lines(calls, step))
@@ -308,7 +309,9 @@ class Run:
         facts["metrics"] = self._recorder.offsets() if self._recorder else {}
         tensors = trainer.strategy.state_tensors(trainer.optimizer)
         prunes = stop is None or not stop.gave_up  # the cause may be older than the oldest checkpoint kept
-        self._saved = self.checkpoints.save(trainer.steps_done, tensors, facts, random_states(trainer.device), prunes)
+        self._saved = self.checkpoints.save(
+            trainer.steps_done, tensors, facts, random_states(trainer.world.device), prunes
+        )
         if self._saved:
             seconds = time.perf_counter() - started
             how = "being written; training paused for" if self.config.checkpoint.async_save else "saved in"

@@ -11,8 +11,8 @@ from contextlib import contextmanager
 
 from torch import Tensor
 
-from fsdptoys.device import AllocationCount, Device, UncountableError, profiler_is_on
-from fsdptoys.memory import Updates
+from fsdptoys.device import AllocationCount, UncountableError, profiler_is_on
+from fsdptoys.memory import OptimizerStepper
 from fsdptoys.parallel import Strategy
 from fsdptoys.profiler.live_bytes import state_tensors
 
@@ -27,14 +27,17 @@ class StepMemory:
     """Counts memory for ``Device.memory``; does nothing on an accelerator, which counts by itself.
 
     Args:
-        on_host: whether parameters, gradients and optimizer states are offloaded.
+        strategy: of the model.
+        stepper: of the optimizer.
         enabled: False for ranks whose metrics are not recorded.
     """
 
-    def __init__(self, device: Device, strategy: Strategy, updates: Updates, *, on_host: bool, enabled: bool) -> None:
-        self._device, self._strategy, self._updates = device, strategy, updates
-        self._host_purposes = PURPOSES if on_host else ()
-        self.enabled = enabled and device.counts_allocations
+    def __init__(self, strategy: Strategy, stepper: OptimizerStepper, *, enabled: bool) -> None:
+        self._strategy = strategy
+        self._stepper = stepper
+        self._device = strategy.world.device
+        self._host_purposes = PURPOSES if strategy.world.cpu_offload else ()
+        self.enabled = enabled and self._device.counts_allocations
         self._counts = 0
         self._count: AllocationCount | None = None
         self._seconds_since = 0.0
@@ -89,5 +92,5 @@ class StepMemory:
     def _labels(self) -> dict[str, list[Tensor]]:
         parameters: list[Tensor] = [param for _, param in self._strategy.named_parameters()]
         gradients = [param.grad for param in parameters if param.grad is not None]
-        states = list(state_tensors(self._updates.optimizer))
-        return dict(zip(PURPOSES, (parameters, [*gradients, *self._updates.held_gradients], states), strict=True))
+        states = list(state_tensors(self._stepper.optimizer))
+        return dict(zip(PURPOSES, (parameters, [*gradients, *self._stepper.held_gradients], states), strict=True))

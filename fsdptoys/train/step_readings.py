@@ -21,6 +21,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from fsdptoys.config.train_config import TrainConfig
@@ -28,8 +29,9 @@ from fsdptoys.device import Device, Event
 from fsdptoys.metrics import SpikeDetector, StepMetrics, step_rates
 from fsdptoys.metrics.step import RoutingMetrics
 
+from .named_tensors import NamedTensors
 from .skipped_steps import SkippedSteps
-from .stop import N_VOTES, Stop, agreed_stop
+from .stop import Stop, agreed_stop
 
 MOST_UNREAD = 100
 """Steps after which stop signals are seen at the latest, however rarely the console has a line."""
@@ -38,26 +40,27 @@ PATIENCE_SECONDS = 5.0
 
 
 @dataclass
-class TakenStep:
-    """A step whose numbers may still be on the device."""
+class StepStats:
+    """The numbers of a step, which may still be on the device."""
 
     step: int
-    sums: Tensor
-    """On the host after the copy: loss, ranks with non-finite gradients, votes to stop, sums of the routing, norm."""
-    counts: Tensor
-    """On the host after the copy: valid labels, tokens, counts of documents, tokens of each expert."""
-    host_values: dict[str, Any]
-    """Fields of ``StepMetrics`` that the host knows without the device."""
     started: Event
-    copied: Event
-    """After the copies of ``sums`` and ``counts``; None if only ``ended`` is waited for."""
+    started_seconds: float
+    """By ``time.perf_counter``."""
+    host_values: dict[str, Any] = field(default_factory=dict)
+    """Fields of ``StepMetrics`` that the host knows without the device."""
+    sums: NamedTensors = field(init=False)
+    """Over ranks: ``loss``, ranks with ``not_finite`` gradients, ``votes`` to stop, and ``routing``. Beside them
+    ``grad_norm``. On the host after the copy."""
+    counts: NamedTensors = field(init=False)
+    """``inputs`` (``StepInputs.counts``), and ``experts``, tokens of each. On the host after the copy."""
     ended: Event = None
     seconds: float = 0.0
     """Duration on a CPU; an accelerator's follows from its events."""
     done: bool = False
     """Whether the host knows that the step has ended on the device."""
-    verdict: dict[str, Any] = field(default_factory=dict)
-    """Fields of ``StepMetrics`` that follow from the loss and the earlier steps; empty before ``judge``."""
+    outcome: dict[str, Any] = field(default_factory=dict)
+    """Fields of ``StepMetrics`` that follow from the loss and the earlier steps; empty before ``resolve``."""
     eval_loss: float | None = None
 
 
@@ -71,7 +74,6 @@ class StepReadings:
         log_every: steps between reads without ``train.skip_nonfinite``.
         flops_per_token: model FLOPs per token, from the counts of documents.
         routing: makes routing metrics of sums and counts, None for a dense model.
-        n_document_counts: number of counts of documents.
         world_size: ranks.
         peak_flops: peak FLOP/s of one device in the dtype of the run; None if unknown.
     """
@@ -87,20 +89,19 @@ class StepReadings:
         log_every: int,
         flops_per_token: Callable[[Sequence[int]], float],
         routing: Callable[[Tensor, Tensor], RoutingMetrics] | None,
-        n_document_counts: int,
         world_size: int,
         peak_flops: float | None,
     ) -> None:
         self._train, self._device, self._skipped, self._spikes = train, device, skipped, spikes
         self.in_step = in_step
         self._log_every, self._flops_per_token, self._routing = log_every, flops_per_token, routing
-        self._n_document_counts, self._world_size, self._peak_flops = n_document_counts, world_size, peak_flops
-        self._queue: deque[TakenStep] = deque()
+        self._world_size, self._peak_flops = world_size, peak_flops
+        self._queue: deque[StepStats] = deque()
         self.stop: Stop | None = None
-        """The first reason to stop that a judged step has; the same on all ranks."""
+        """The first reason to stop of a resolved step; the same on all ranks."""
 
     @property
-    def newest(self) -> TakenStep:
+    def newest(self) -> StepStats:
         """The last step taken and not yet finished."""
         return self._queue[-1]
 
@@ -122,19 +123,37 @@ class StepReadings:
         event.record(self._device.streams.current())
         return event
 
-    def add(self, step: int, sums: Tensor, counts: Tensor, started: Event, host_values: dict[str, Any]) -> TakenStep:
-        """Begin the copies of a step's numbers; with ``in_step`` judge it as well, which waits for the device."""
-        sums, counts = self._device.download(sums), self._device.download(counts)
-        copied = self.mark(timing=False) if self.in_step else None
-        taken = TakenStep(step, sums, counts, host_values, started, copied)
-        self._queue.append(taken)
-        if self.in_step:
-            if copied is not None:
-                copied.synchronize()
-                for earlier in self._queue:
-                    earlier.done = earlier is not taken
-            self._judge(taken)
-        return taken
+    def begin(self, step: int) -> StepStats:
+        """Note the beginning of a step."""
+        return StepStats(step, self.mark(), time.perf_counter())
+
+    def add(self, stats: StepStats, sums: NamedTensors, grad_norm: Tensor, counts: NamedTensors) -> None:
+        """Begin the copies of a step's numbers; with ``in_step`` resolve it as well, which waits for the device."""
+        flat = torch.cat([sums.flat, grad_norm.to(sums.flat).view(1)])
+        stats.sums = NamedTensors(self._device.download(flat), sums.sizes | {"grad_norm": 1})
+        stats.counts = NamedTensors(self._device.download(counts.flat), counts.sizes)
+        self._queue.append(stats)
+        if not self.in_step:
+            return
+        copied = self.mark(timing=False)
+        if copied is not None:
+            copied.synchronize()
+            for earlier in self._queue:
+                earlier.done = earlier is not stats
+        self._resolve(stats)
+
+    def skip(self, stats: StepStats, agreed: NamedTensors, on_device: bool) -> Tensor | bool:
+        """Return whether to leave out the update of a step; as a float32 scalar if the device decides."""
+        if not self._train.skip_nonfinite:
+            return False
+        if not on_device:
+            return bool(stats.outcome["skipped"])
+        return (~agreed["loss"].isfinite() | (agreed["not_finite"] > 0)).float().squeeze(0)
+
+    def end(self, stats: StepStats) -> None:
+        """Note the end of a step, as far as the host has launched it."""
+        stats.ended = self.mark()
+        stats.seconds = time.perf_counter() - stats.started_seconds
 
     def due(self, step: int) -> int:
         """Number of the last step to read after a step; the steps before it are read too."""
@@ -144,21 +163,21 @@ class StepReadings:
         logged = before == 1 or before % min(self._log_every, MOST_UNREAD) == 0
         return before if self._train.skip_nonfinite or logged else 0
 
-    def judge(self, through: int) -> None:
+    def resolve(self, through: int) -> None:
         """Read the steps up to a number, and decide whether to stop."""
-        waiting = [taken for taken in self._queue if taken.step <= through]
+        waiting = [stats for stats in self._queue if stats.step <= through]
         if waiting and not waiting[-1].done:
             if waiting[-1].ended is not None:
                 waiting[-1].ended.synchronize()
-            for taken in waiting:
-                taken.done = True
-        for taken in waiting:
-            if not taken.verdict:
-                self._judge(taken)
+            for stats in waiting:
+                stats.done = True
+        for stats in waiting:
+            if not stats.outcome:
+                self._resolve(stats)
 
     def finish(self, through: int) -> list[StepMetrics]:
         """Read the steps up to a number and return their metrics."""
-        self.judge(through)
+        self.resolve(through)
         finished = []
         while self._queue and self._queue[0].step <= through:
             finished.append(self._metrics(self._queue.popleft()))
@@ -170,38 +189,39 @@ class StepReadings:
         A step that waits for a lost rank never ends.
         """
         done, give_up = 0, time.monotonic() + PATIENCE_SECONDS
-        for taken in self._queue:
-            if taken.ended is None:
+        for stats in self._queue:
+            if stats.ended is None:
                 break
-            while not taken.ended.query() and time.monotonic() < give_up:
+            while not stats.ended.query() and time.monotonic() < give_up:
                 time.sleep(0.01)
-            if not taken.ended.query():
+            if not stats.ended.query():
                 break
-            done = taken.step
+            done = stats.step
         return self.finish(done)
 
-    def _judge(self, taken: TakenStep) -> None:
-        total_loss, not_finite, *votes = taken.sums[: 2 + N_VOTES].tolist()
-        loss = total_loss / max(1, int(taken.counts[0]))
+    def _resolve(self, stats: StepStats) -> None:
+        sums = stats.sums
+        (loss_sum,) = sums["loss"].tolist()
+        (not_finite,) = sums["not_finite"].tolist()
+        loss = loss_sum / max(1, int(stats.counts["inputs"][0]))
         skipped = self._train.skip_nonfinite and not (math.isfinite(loss) and not_finite == 0)
         self._skipped.record(loss, overflowed=not_finite > 0, skipped=skipped)
-        taken.verdict = {
+        stats.outcome = {
             "loss": loss,
             "skipped": skipped,
             "skipped_steps": self._skipped.in_all,
             "loss_spike": self._spikes.spike(loss),
         }
-        self.stop = self.stop or agreed_stop(self._train, votes, self._skipped)
+        self.stop = self.stop or agreed_stop(self._train, sums["votes"].tolist(), self._skipped)
 
-    def _metrics(self, taken: TakenStep) -> StepMetrics:
-        seconds = taken.seconds
-        if taken.ended is not None:
-            seconds = taken.started.elapsed_time(taken.ended) / 1e3
-        first_count = 2 + self._n_document_counts
-        valid, tokens, *in_documents = taken.counts[:first_count].tolist()
+    def _metrics(self, stats: StepStats) -> StepMetrics:
+        seconds = stats.seconds
+        if stats.ended is not None:
+            seconds = stats.started.elapsed_time(stats.ended) / 1e3
+        valid, tokens, *in_documents = stats.counts["inputs"].tolist()
         routing = None
         if self._routing is not None:
-            routing = self._routing(taken.sums[2 + N_VOTES : -1], taken.counts[first_count:])
+            routing = self._routing(stats.sums["routing"], stats.counts["experts"])
         rates = step_rates(
             step_time_seconds=seconds,
             valid_tokens=valid,
@@ -210,7 +230,11 @@ class StepReadings:
             world_size=self._world_size,
             peak_flops=self._peak_flops,
         )
-        values = {**taken.host_values, **taken.verdict, **rates}
+        values = {**stats.host_values, **stats.outcome, **rates}
         return StepMetrics(
-            step=taken.step, grad_norm=float(taken.sums[-1]), routing=routing, eval_loss=taken.eval_loss, **values
+            step=stats.step,
+            grad_norm=stats.sums["grad_norm"].item(),
+            routing=routing,
+            eval_loss=stats.eval_loss,
+            **values,
         )

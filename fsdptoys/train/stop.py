@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from types import FrameType
 from typing import Any
 
+from fsdptoys.checkpoint import CheckpointConfig
 from fsdptoys.config.train_config import TrainConfig
 
 from .skipped_steps import SkippedSteps
@@ -119,11 +120,25 @@ N_VOTES = len(STOP_SIGNALS) + 1
 """Votes of a rank: one for each signal, and one for the time limit."""
 
 
-def votes_to_stop(train: TrainConfig, request: StopRequest | None, run_started: float) -> list[float]:
-    """This rank's votes, 1 or 0, for ``agreed_stop``; the loop began at ``run_started`` by ``time.perf_counter``."""
-    received = request.received if request else None
-    out_of_time = train.max_seconds is not None and time.perf_counter() - run_started > train.max_seconds
-    return [float(received == number.name) for number in STOP_SIGNALS] + [float(out_of_time)]
+class Stopping:
+    """Decides when a run stops.
+
+    Args:
+        train: limits of time and of skipped steps.
+        request: may ask this rank to stop, which stops all ranks.
+    """
+
+    def __init__(self, train: TrainConfig, request: StopRequest | None = None) -> None:
+        self._train = train
+        self._request = request
+        self._started = time.perf_counter()
+
+    def votes(self) -> list[float]:
+        """Return this rank's votes, 1 or 0, for ``agreed_stop``."""
+        received = self._request.received if self._request else None
+        limit = self._train.max_seconds
+        out_of_time = limit is not None and time.perf_counter() - self._started > limit
+        return [float(received == number.name) for number in STOP_SIGNALS] + [float(out_of_time)]
 
 
 def agreed_stop(train: TrainConfig, votes: Sequence[float], skipped: SkippedSteps) -> Stop | None:
@@ -142,3 +157,10 @@ def agreed_stop(train: TrainConfig, votes: Sequence[float], skipped: SkippedStep
         if skipped.limited and count >= limit:
             return Stop(f"{count} steps {how} had a non-finite loss or gradients (train.{key}={limit})", gave_up=True)
     return Stop(f"train.max_seconds={train.max_seconds:g} reached") if votes[-1] else None
+
+
+def saves_after(checkpoint: CheckpointConfig, step: int, stop: Stop | None) -> bool:
+    """Return whether a checkpoint is due after a step, after which the run may stop."""
+    if stop is not None and (stop.gave_up or stop.signal):
+        return stop.gave_up or checkpoint.on_signal
+    return checkpoint.every > 0 and (stop is not None or step % checkpoint.every == 0)

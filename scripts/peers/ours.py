@@ -38,10 +38,10 @@ if __name__ == "__main__":
     config.validate(1, config.launch.device.value)
     style = config.model.hugging_face
     with process_group(config):
-        trainer = Trainer(config, fill=lambda param, name: draw(param, style.tensor_name(name)))
+        trainer = Trainer(config, param_init=lambda param, name: draw(param, style.tensor_name(name)))
         trainer.train(on_step)
         if trainer.compilation:
             print(f"note {compilation_line(trainer.compilation.result())}", flush=True)
-        memory = trainer.device.memory()
+        memory = trainer.world.device.memory()
         if memory is not None:
             print(f"peak {memory.peak_bytes}", flush=True)

@@ -84,16 +84,16 @@ def _train_row(device: str, words: list[str]) -> Trained:
     try:
         config = compose_config([*COMMON, f"launch.device={device}", *words])
         config.validate(1, device)
-        trainer = Trainer(config, fill=fill)
+        trainer = Trainer(config, param_init=fill)
 
         def on_step(step: StepMetrics) -> None:
             trained.losses.append(step.loss)
             trained.grad_norms.append(step.grad_norm)
             trained.peak_gib, trained.step_ms = step.memory_peak_gib, 1e3 * step.step_time_seconds
             if step.step == 1:
-                trainer.device.reset_peak_memory()
+                trainer.world.device.reset_peak_memory()
 
-        trainer.device.reset_peak_memory()
+        trainer.world.device.reset_peak_memory()
         trainer.train(on_step)
         hashes = []
         for name, param in trainer.strategy.full_parameters():

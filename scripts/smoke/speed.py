@@ -81,18 +81,18 @@ def _measure(config: Config) -> tuple[dict[str, Any], list[float]]:
         torch.cuda.empty_cache()  # otherwise this row's reserved memory includes the previous row's cache
     # The same values in every row.
     torch.manual_seed(0)
-    trainer = Trainer(config, fill=fill)
+    trainer = Trainer(config, param_init=fill)
 
     @contextmanager
     def around_step(step: int) -> Iterator[None]:
         nonlocal profiler
         if step == WARMUP + 1:
-            trainer.device.reset_peak_memory()
-        if step == STEPS - PROFILED + 1 and trainer.device.type == "cuda":
-            trainer.device.synchronize()
+            trainer.world.device.reset_peak_memory()
+        if step == STEPS - PROFILED + 1 and trainer.world.device.type == "cuda":
+            trainer.world.device.synchronize()
             profiler = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA])
             profiler.start()
-        if step == STEPS and trainer.device.type == "cuda":
+        if step == STEPS and trainer.world.device.type == "cuda":
             with _counted_waits(waits):
                 yield
         else:
@@ -100,7 +100,7 @@ def _measure(config: Config) -> tuple[dict[str, Any], list[float]]:
 
     trainer.around_step = around_step
     trainer.train()
-    trainer.device.synchronize()
+    trainer.world.device.synchronize()
     timed = trainer.history[WARMUP : STEPS - PROFILED]
     facts: dict[str, Any] = {
         "losses": [step.loss for step in trainer.history],

@@ -19,7 +19,7 @@ from fsdptoys.device import Device
 from fsdptoys.errors import ConfigError
 from fsdptoys.models import GPT2Config, LlamaConfig, ModelConfig, whole
 from fsdptoys.models.rotary import RopeScaling
-from fsdptoys.parallel import DDPConfig, FSDP1Config, FSDP2Config, ParallelConfig, ParallelContext, SingleConfig
+from fsdptoys.parallel import DDPConfig, FSDP1Config, FSDP2Config, ParallelConfig, SingleConfig, World
 from fsdptoys.parallel.mesh import MeshConfig
 from scripts.ranks import run_ranks
 from tests.checkpoint.folders import build, build_empty, load, write
@@ -217,12 +217,12 @@ def test_shards_equal_parts_of_the_full_parameters(case: str, tmp_path: Path) ->
 def start_and_save(parallel: ParallelConfig, config: ModelConfig, folder: Path) -> None:
     parallel.resolve(deterministic=False)
     rank, world_size = torch.distributed.get_rank(), torch.distributed.get_world_size()
-    strategy = parallel.build(ParallelContext(Device("cpu", 0), rank, world_size, MeshConfig()))
+    strategy = parallel.build(World(Device("cpu", 0), rank, world_size, MeshConfig()))
     with torch.device("meta"):
         model = config.build()
     source = HuggingFaceFolder(folder / "start")
     source.check(model)
-    strategy.parallelize(model, source.fill)
+    strategy.shard(model, source.fill)
     for expected in (nullcontext(), pytest.raises(ConfigError, match="is not empty, and nothing is written over")):
         if rank > 0:
             assert len(list(strategy.full_parameters())) > 0
@@ -269,7 +269,7 @@ def write_both(small: ModelConfig, big: ModelConfig, path: Path) -> None:
 
 def growth_and_shard_bytes(config: ModelConfig, small: Path, folder: Path) -> tuple[int, int]:
     """How far reading a folder into an FSDP2 model raised the peak of the resident set; its shard."""
-    context = ParallelContext(Device("cpu", 0), torch.distributed.get_rank(), 2, MeshConfig())
+    context = World(Device("cpu", 0), torch.distributed.get_rank(), 2, MeshConfig())
     parallel = FSDP2Config()
     parallel.resolve(deterministic=False)
 
@@ -278,7 +278,7 @@ def growth_and_shard_bytes(config: ModelConfig, small: Path, folder: Path) -> tu
         with torch.device("meta"):
             model = source.model_config().build()
         source.check(model)
-        parallel.build(context).parallelize(model, source.fill)
+        parallel.build(context).shard(model, source.fill)
         return [param.to_local() for param in model.parameters() if isinstance(param, DTensor)]
 
     start(small)  # triggers lazy imports

@@ -20,7 +20,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -187,15 +186,15 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def open_gate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
     """Make all ranks, which are forks, wait before a step until this is called."""
     gate = tmp_path / "open"
-    train_step = Trainer._train_step
+    train_step = Trainer.train_step
 
-    def wait_and_train(trainer: Trainer, step: int, *rest: Any) -> None:
+    def wait_and_train(trainer: Trainer, step: int) -> None:
         while step == GATE and not gate.exists():
             (tmp_path / f"waits{os.environ['RANK']}").touch()
             time.sleep(0.01)
-        train_step(trainer, step, *rest)
+        train_step(trainer, step)
 
-    monkeypatch.setattr(Trainer, "_train_step", wait_and_train)
+    monkeypatch.setattr(Trainer, "train_step", wait_and_train)
     return gate.touch
 
 

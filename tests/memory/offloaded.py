@@ -1,6 +1,5 @@
 """Training runs whose optimizer is offloaded in buckets small enough that a tiny model has several a unit."""
 
-import time
 from dataclasses import replace
 from typing import Any
 
@@ -55,7 +54,7 @@ def train_all(rows: list[tuple[Config, str | None, dict[str, Any]]]) -> list[Out
 def take_steps(made: Trainer, first: int, last: int) -> None:
     """Take the steps numbered from ``first`` to ``last``."""
     for step in range(first, last + 1):
-        made._train_step(step, time.perf_counter())
+        made.train_step(step)
         made.history += made.readings.finish(step)
 
 

@@ -18,6 +18,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from fsdptoys.memory.activation_checkpointing import SAVED_OPERATORS, GradientCheckpointing, checkpoint_blocks
 from fsdptoys.memory.activation_offload import ActivationOffload, Copies, StreamCopies
 from fsdptoys.models import DecoderModel, grouped, routers
+from fsdptoys.models.layers import RunnableBlock
 from fsdptoys.train.compile import compile_blocks
 from tests.memory.blocks import LLAMA, Operators, RecordedStreams, assert_equal, build, forward, gradients
 from tests.models.families import SMALL
@@ -124,7 +125,7 @@ def test_selective_saves_fewer_bytes_than_none_and_more_than_full() -> None:
     assert operators_of("llama2", SELECTIVE, [])[2] == full
 
 
-class NoisyBlock(nn.Module):
+class NoisyBlock(RunnableBlock):
     """Draws random numbers in two ways."""
 
     def __init__(self) -> None:
@@ -132,7 +133,7 @@ class NoisyBlock(nn.Module):
         self.linear = nn.Linear(16, 16)
         self.dropout = nn.Dropout(0.5)
 
-    def forward(self, hidden_BD: Tensor) -> Tensor:  # noqa: D102
+    def compute(self, hidden_BD: Tensor) -> Tensor:  # noqa: D102
         return hidden_BD + self.dropout(self.linear(hidden_BD)).relu() * torch.rand_like(hidden_BD)
 
 
@@ -285,7 +286,7 @@ def test_host_buffers_are_allocated_once_and_reused(mode: GradientCheckpointing)
     assert sum(type(thing).__name__ == "_Block" for thing in gc.get_objects()) <= BLOCKS
 
 
-class Squashed(nn.Module):
+class Squashed(RunnableBlock):
     """Writes to the result of a matmul, which selective checkpointing keeps, or to its own input."""
 
     def __init__(self, writes_to_input: bool) -> None:
@@ -293,7 +294,7 @@ class Squashed(nn.Module):
         self.linear = nn.Linear(8, 8, bias=False)
         self.writes_to_input = writes_to_input
 
-    def forward(self, hidden_BD: Tensor) -> Tensor:  # noqa: D102
+    def compute(self, hidden_BD: Tensor) -> Tensor:  # noqa: D102
         result_BD = self.linear(hidden_BD)
         if self.writes_to_input:
             hidden_BD.add_(1.0)
@@ -339,14 +340,14 @@ def test_step_after_a_failure_is_correct_and_reuses_buffers(fails_in: str) -> No
         assert "abandoned" in copies.events
 
 
-class Masked(nn.Module):
+class Masked(RunnableBlock):
     """Takes a tensor that needs no gradient and is the same for all blocks."""
 
     def __init__(self) -> None:
         super().__init__()
         self.linear = nn.Linear(8, 8, bias=False)
 
-    def forward(self, hidden_BD: Tensor, mask_BD: Tensor) -> Tensor:  # noqa: D102
+    def compute(self, hidden_BD: Tensor, mask_BD: Tensor) -> Tensor:  # noqa: D102
         return self.linear(hidden_BD).exp() * mask_BD
 
 

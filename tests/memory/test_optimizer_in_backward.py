@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from fsdptoys.config.schema import Config
-from fsdptoys.memory import GradientCheckpointing, MemoryConfig, OptimizerInBackward
+from fsdptoys.memory import GradientCheckpointing, MemoryConfig, OptimizerInBackward, OptimizerStepper
 from fsdptoys.optim import AdamWConfig, Implementation, OptimStateDType, SGDConfig, WeightDecayOn
 from fsdptoys.parallel import FSDP2Config, ParallelConfig, SingleConfig
 from fsdptoys.parallel.precision import DType
@@ -119,12 +119,12 @@ def before(function: Callable[..., Any], look: Callable[[], None]) -> Callable[.
 def count_gradients(config: Config, most_bytes: float) -> tuple[int, int]:
     """Return the largest number of gradients before an update, and the number of parameters."""
     with pytest.MonkeyPatch.context() as patch:
-        for kind in (OptimizerInBackward, Trainer):
-            patch.setattr(kind, "_update", before(kind._update, lambda: gradients.look()))
+        for kind, name in ((OptimizerInBackward, "_update"), (OptimizerStepper, "step")):
+            patch.setattr(kind, name, before(getattr(kind, name), lambda: gradients.look()))
         trainer = Trainer(config)
         gradients = Gradients(trainer, most_bytes)
         for step in range(1, 4):
-            trainer._train_step(step, 0.0)
+            trainer.train_step(step)
     return gradients.most_params, len(gradients.params)
 
 

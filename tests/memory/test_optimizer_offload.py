@@ -19,7 +19,7 @@ from fsdptoys.memory.bucketed_optimizer import BucketedOptimizer
 from fsdptoys.memory.config import OffloadSchedule, OffloadStateDType
 from fsdptoys.memory.cpu_offload import Workers, overlap_cpu_offload, threads_per_rank
 from fsdptoys.memory.optimizer_offload import resolve_schedule
-from fsdptoys.memory.updates import cpu_threads
+from fsdptoys.memory.optimizer_stepper import cpu_threads
 from fsdptoys.optim import AdamWConfig, Implementation, SGDConfig, WeightDecayOn
 from fsdptoys.parallel import DDPConfig, FSDP1Config, FSDP2Config, ParallelConfig, SingleConfig
 from fsdptoys.parallel.cpu_offload_cast import Mirror, mirror_parameters
@@ -193,7 +193,7 @@ def losses_of_written_mirrors(config: Config) -> dict[str, tuple[float, bool]]:
     assert isinstance(made.strategy, FSDP2) and isinstance(made.optimizer, BucketedOptimizer)
     take_steps(made, 1, 2)
     made.optimizer.flush()
-    tokens_BT, labels_BT = made.batches.next_step()[0]
+    tokens_BT, labels_BT = made.data.batches.next_step()[0]
     refresh = made.optimizer.executor._on_updated  # type: ignore[attr-defined]
     mirror: Mirror = refresh.__self__
 

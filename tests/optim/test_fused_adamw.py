@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from fsdptoys.memory import Updates
+from fsdptoys.memory import OptimizerStepper
 from fsdptoys.optim import AdamWConfig, Implementation, MuonConfig, OptimConfig, OptimStateDType, SGDConfig
 from fsdptoys.optim.adamw import BFloat16AdamW
 from fsdptoys.optim.fused_adamw import FusedAdamW
@@ -48,7 +48,7 @@ class Norms:
 
     def __init__(self, params: list[nn.Parameter]) -> None:
         device = SimpleNamespace(torch_device=torch.device("cpu"), is_accelerator=False)
-        self.context: Any = SimpleNamespace(device=device, sum_dtype=torch.float64, deterministic=False)
+        self.world: Any = SimpleNamespace(device=device, sum_dtype=torch.float64, deterministic=False)
         self.named_parameters: Any = lambda: enumerate(params)
 
 
@@ -77,7 +77,7 @@ def test_a_skipped_step_changes_no_bit(kind: type[FusedAdamW], when: str, monkey
     monkeypatch.setattr("fsdptoys.optim.adamw.pads", lambda device: False)
     params, optimizer = made(kind)
     oracle_params, oracle = made(kind)
-    updates, skip = Updates(optimizer), torch.tensor(1.0)
+    updates, skip = OptimizerStepper(optimizer), torch.tensor(1.0)
     monkeypatch.setattr(Tensor, "item", lambda self: pytest.fail("read on the host"))
     for step in range(4):
         if step == (0 if when == "first" else 2):
@@ -103,7 +103,7 @@ def test_a_clipped_step_equals_scaling_then_stepping(max_norm: float) -> None:
     """Oracle: gradients multiplied by the factor, then the same kernel: gradients to 2**-22, bitwise where 1."""
     params, optimizer = made(FusedAdamW)
     oracle_params, oracle = made(FusedAdamW)
-    updates = Updates(optimizer)
+    updates = OptimizerStepper(optimizer)
     for step in range(3):
         draw_gradients(params, step)
         draw_gradients(oracle_params, step)
@@ -149,9 +149,9 @@ def test_the_class_follows_device_and_implementation(implementation: Implementat
     found = AdamWConfig(implementation=implementation).build(groups)
     fused = FusedAdamW if device == "meta" else VectorAdamW
     assert type(found) is (fused if implementation is Implementation.fused else torch.optim.AdamW)
-    assert Updates(found).skips_on_device is (type(found) is FusedAdamW)
+    assert OptimizerStepper(found).skips_on_device is (type(found) is FusedAdamW)
     half = AdamWConfig(implementation=implementation, state_dtype=OptimStateDType.bfloat16)
-    assert Updates(half.build(groups)).skips_on_device is (type(found) is FusedAdamW)
+    assert OptimizerStepper(half.build(groups)).skips_on_device is (type(found) is FusedAdamW)
 
 
 def shard_steps() -> bool:

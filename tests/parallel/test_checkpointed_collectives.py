@@ -26,7 +26,7 @@ from fsdptoys.parallel import (
 )
 from fsdptoys.parallel.fsdp import TORCH, Wrap
 from fsdptoys.parallel.precision import DType
-from fsdptoys.train import build as prepare_module
+from fsdptoys.train import parallelize as prepare_module
 from fsdptoys.train.compile import compile_blocks
 from fsdptoys.train.trainer import Trainer
 from scripts.ranks import run_ranks

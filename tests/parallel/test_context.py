@@ -21,7 +21,7 @@ from fsdptoys.parallel.context import ContextForm, build_context
 from fsdptoys.parallel.fsdp import TORCH
 from fsdptoys.parallel.precision import DType
 from fsdptoys.parallel.strategy import ReducingConfig
-from fsdptoys.train import build as prepare_module
+from fsdptoys.train import parallelize as prepare_module
 from fsdptoys.train.compile import compile_blocks
 from fsdptoys.train.trainer import Trainer
 from scripts.parity import train_all

@@ -15,7 +15,7 @@ from fsdptoys.optim import AdamWConfig, Implementation, OptimConfig, SGDConfig, 
 from fsdptoys.parallel import DDPConfig, FSDP1Config, FSDP2Config, ParallelConfig, SingleConfig, ToyFSDPConfig
 from fsdptoys.parallel.fsdp import ReshardAfterForward, Wrap
 from fsdptoys.parallel.precision import DType
-from fsdptoys.train import build as prepare_module
+from fsdptoys.train import parallelize as prepare_module
 from fsdptoys.train.trainer import Trainer
 from scripts.parity import Outcome, hash_parameters, train_all
 from scripts.ranks import run_ranks

@@ -52,17 +52,17 @@ class Outcome:
 def train(config: Config) -> Outcome:
     trainer = Trainer(config)
     grads: dict[str, numpy.ndarray] = {}
-    clip = trainer._clip
+    clip = trainer.stepper.clip
 
-    def keep_and_clip(max_norm: float, unscale: float) -> torch.Tensor:
+    def keep_and_clip(*args: Any) -> torch.Tensor:
         if trainer.steps_done == 0:
             strategy = trainer.strategy
             named = [(name, param.grad) for name, param in strategy.named_parameters()]
             found = {name: strategy.spread(name, grad) for name, grad in named if grad is not None}
             grads.update({name: grad.numpy().copy() for name, grad in full_tensors(found) if grad is not None})
-        return clip(max_norm, unscale)
+        return clip(*args)
 
-    trainer._clip = keep_and_clip  # type: ignore[method-assign]
+    trainer.stepper.clip = keep_and_clip  # type: ignore[method-assign]
     trainer.train()
     return Outcome(
         losses=[step.loss for step in trainer.history],

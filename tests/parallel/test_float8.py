@@ -29,7 +29,7 @@ from fsdptoys.parallel import (
 )
 from fsdptoys.parallel.float8 import Float8, check_float8_here, convert_to_float8
 from fsdptoys.parallel.precision import DType
-from fsdptoys.train import build as prepare
+from fsdptoys.train import parallelize as prepare
 from fsdptoys.train.compile import compile_blocks
 from fsdptoys.train.trainer import Trainer
 from fsdptoys.utils.torchao import torchao_fault

@@ -63,7 +63,7 @@ def test_accelerators_take_norms_in_float32_outside_the_deterministic_mode(
     context = types.SimpleNamespace(
         deterministic=deterministic, sum_dtype=torch.float64, device=types.SimpleNamespace(is_accelerator=accelerated)
     )
-    strategy: Any = types.SimpleNamespace(context=context)
+    strategy: Any = types.SimpleNamespace(world=context)
     with Operators() as operators:
         grads = [torch.empty(size, device=device) for size in (*SIZES, *SIZES)]
         norms = Strategy.local_norms(strategy, grads)

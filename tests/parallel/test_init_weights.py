@@ -98,7 +98,7 @@ def peak_and_sizes_bytes() -> tuple[int, int, int]:
     growth = peak_growth_bytes(lambda: trainers.append(Trainer(config)))
     (trainer,) = trainers
     params = [param.to_local() for _, param in trainer.strategy.named_parameters() if isinstance(param, DTensor)]
-    return growth, sum(param.nbytes for param in params), 4 * sum(trainer.parameter_sizes.values())
+    return growth, sum(param.nbytes for param in params), 4 * sum(trainer.built.parameter_sizes.values())
 
 
 @NEEDS_PEAK

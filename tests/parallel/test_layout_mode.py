@@ -113,14 +113,14 @@ def train_with_gradients(configs: list[Config]) -> list[tuple[Outcome, dict[str,
         trainer = Trainer(config)
         trainer.memory.enabled = False
         gradients: dict[str, Any] = {}
-        clip = trainer._clip
+        clip = trainer.stepper.clip
 
         def keep_and_clip(*args: Any, trainer: Trainer = trainer, gradients: Any = gradients, clip: Any = clip) -> Any:
             if not gradients:
                 gradients.update(full_gradients(trainer))
             return clip(*args)
 
-        trainer._clip = keep_and_clip  # type: ignore[method-assign]
+        trainer.stepper.clip = keep_and_clip  # type: ignore[method-assign]
         trainer.train()
         found = outcome(trainer)
         found.losses += [step.eval_loss for step in trainer.history if step.eval_loss is not None]

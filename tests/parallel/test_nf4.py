@@ -77,7 +77,7 @@ def compare_with_plain(configs: list[Config]) -> list[list[list[float]]]:
             with torch.no_grad():
                 param.copy_(values[name])
 
-        runs = [trainer, Trainer(plain, fill=fill)]
+        runs = [trainer, Trainer(plain, param_init=fill)]
         for run in runs:
             run.train()
         results.append([[value for step in run.history for value in (step.loss, step.grad_norm)] for run in runs])

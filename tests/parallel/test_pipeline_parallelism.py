@@ -82,16 +82,16 @@ def test_every_schedule_trains_as_one_process(row: str, trained: Pairs) -> None:
 
 def spoil_last_stage(config: Config) -> list[bool]:
     trainer = Trainer(config)
-    clip = trainer._clip
+    clip = trainer.stepper.clip
 
-    def spoil_and_clip(max_norm: float, unscale: float) -> torch.Tensor:
-        if trainer.rank == trainer.world_size - 1:
+    def spoil_and_clip(*args: Any) -> torch.Tensor:
+        if trainer.world.rank == trainer.world.world_size - 1:
             next(param.grad for _, param in trainer.strategy.named_parameters() if param.grad is not None).fill_(
                 float("nan")
             )
-        return clip(max_norm, unscale)
+        return clip(*args)
 
-    trainer._clip = spoil_and_clip  # type: ignore[method-assign]
+    trainer.stepper.clip = spoil_and_clip  # type: ignore[method-assign]
     before = hash_parameters(trainer)
     trainer.train()
     return [step.skipped for step in trainer.history] + [hash_parameters(trainer) == before]

@@ -68,7 +68,7 @@ def peaks(configs: list[Config]) -> list[tuple[float, int]]:
         trainer = Trainer(one)
         trainer.train()
         peak = trainer.history[-1].memory_peak_gib
-        found.append(((peak or 0.0) * GIB, 4 * sum(trainer.parameter_sizes.values()) // one.mesh.tp_size))
+        found.append(((peak or 0.0) * GIB, 4 * sum(trainer.built.parameter_sizes.values()) // one.mesh.tp_size))
     return found
 
 

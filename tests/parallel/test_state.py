@@ -102,7 +102,7 @@ def run_saved(configs: list[Config]) -> list[Saved]:
     for each in configs:
         made = trainer(each, None)
         take_steps(made, 1, MIDDLE)
-        middle = in_full(made), made.batches.state_dict()
+        middle = in_full(made), made.data.batches.state_dict()
         take_steps(made, MIDDLE + 1, each.train.steps)
         saved.append(Saved(*middle, outcome(made), in_full(made)))
     return saved
@@ -137,7 +137,7 @@ def resume_rows(rows: list[tuple[Config, Saved, bool]]) -> list[dict[str, Any]]:
             resumed.history.clear()
         resumed.strategy.load_state_tensors(resumed.optimizer, filler(saved.tensors))
         set_schedule(resumed.schedule, MIDDLE)
-        resumed.batches.load_state_dict(saved.batches)
+        resumed.data.batches.load_state_dict(saved.batches)
         loaded = differing(in_full(resumed), saved.tensors)
         take_steps(resumed, MIDDLE + 1, config.train.steps)
         end = outcome(resumed)
@@ -282,14 +282,14 @@ def interrupt(rows: list[Row], folder: Path) -> list[list[Outcome]]:
         forward_only(copied)
         copies = host_copy(copied.strategy.state_tensors(copied.optimizer), into=copies)
         assert {name: address(copy) for name, copy in copies.items()} == addresses
-        batches = copied.batches.state_dict()
+        batches = copied.data.batches.state_dict()
         take_steps(copied, MIDDLE + 1, STEPS)  # must not change the copies
         where = folder / str(number)
         dcp.save(copies, checkpoint_id=where)
         take_steps(resumed, 1, 1)  # loading must replace everything
         resumed.strategy.load_state_tensors(resumed.optimizer, functools.partial(load_unseen, where))
         set_schedule(resumed.schedule, MIDDLE)
-        resumed.batches.load_state_dict(batches)
+        resumed.data.batches.load_state_dict(batches)
         resumed.history = copied.history[:MIDDLE]
         take_steps(resumed, MIDDLE + 1, STEPS)
         outcomes.append([outcome(undisturbed), outcome(copied), outcome(resumed)])
@@ -300,7 +300,7 @@ def forward_only(made: Trainer) -> None:
     """As an evaluation: FSDP2 leaves units gathered that only a backward would free."""
     tokens_BT = torch.arange(16).view(2, 8)
     with torch.no_grad():
-        made.strategy.model(tokens_BT, tokens_BT, made.loss_fn)
+        made.strategy.model(tokens_BT, tokens_BT, made.scale.loss_fn)
 
 
 def load_unseen(where: Path, tensors: dict[str, Tensor]) -> None:

@@ -147,8 +147,8 @@ def pass_on(configs: list[Config]) -> tuple[dict[str, str], dict[str, str]]:
         if facts:
             trainer.load_state_dict(facts, load)
         last = trainer.steps_done + 1
-        with closing(trainer.batches), deterministic_kernels(True, "cpu"):
-            trainer._train_step(last, 0.0)
+        with closing(trainer.data.batches), deterministic_kernels(True, "cpu"):
+            trainer.train_step(last)
             trainer.readings.finish(last)
         trainer.steps_done = last
         facts = trainer.state_dict()

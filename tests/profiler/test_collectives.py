@@ -43,7 +43,7 @@ def train_traced(folder: Path, cases: dict[str, dict[str, Any]], traces: bool) -
         trainer = Trainer(config)
         Run(trainer).run()
         file = folder / label / "collectives.jsonl"
-        lines = file.read_text().splitlines() if file.exists() and trainer.rank == 0 else None
+        lines = file.read_text().splitlines() if file.exists() and trainer.world.rank == 0 else None
         elements = {name: param.numel() for name, param in trainer.strategy.full_parameters()}
         outcomes.append(([step.loss for step in trainer.history], lines, elements))
     return outcomes
@@ -166,7 +166,7 @@ def test_trainer_collectives_are_labeled_with_phase_and_call_site(outcomes: Any,
     """Oracle: the trainer: the count of labels, the norm of shards, and the loss are reduced."""
     small = [(call.phase, call.site) for call in outcomes[label][0] if not call.parameters]
     clips = [("clip", "strategy.total_norm")] if "ddp" not in label else []
-    assert small == [("other", "trainer._train_step"), *clips, ("other", "trainer._train_step")]
+    assert small == [("other", "trainer.train_step"), *clips, ("other", "trainer.train_step")]
 
 
 def call_of(number: int, collective: str, name: str, ranks: int = 2) -> Call:

@@ -99,5 +99,5 @@ def train_into(folder: Path, configs: dict[str, Config]) -> None:
     for name, config in configs.items():
         trainer = Trainer(config)
         trainer.train()
-        if trainer.rank == 0:
-            write_run(folder / name, trainer.history, config.to_dict(), {"world_size": trainer.world_size})
+        if trainer.world.rank == 0:
+            write_run(folder / name, trainer.history, config.to_dict(), {"world_size": trainer.world.world_size})

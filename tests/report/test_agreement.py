@@ -14,11 +14,11 @@ from fsdptoys.memory import GradientCheckpointing, MemoryConfig
 from fsdptoys.metrics import StepMetrics
 from fsdptoys.optim import AdamWConfig, WeightDecayOn
 from fsdptoys.parallel import DDPConfig, FSDP1Config, FSDP2Config, ParallelConfig, SingleConfig
-from fsdptoys.parallel.fsdp2 import FSDP2
 from fsdptoys.parallel.precision import DType
 from fsdptoys.report import setting_effects as numerics
 from fsdptoys.report.loss_agreement import COARSE, FINE, HELD_OUT, Tolerance, find_disagreements
 from fsdptoys.report.runs_table import Record
+from fsdptoys.train.gradient_scale import GradientScale, StepScale
 from scripts.ranks import run_ranks
 from tests.measuring import without_coverage
 from tests.parallel.runs import make_config
@@ -66,8 +66,13 @@ def wrong() -> dict[str, Config]:
 
 def train_all(folder: Path) -> None:
     train_into(folder, right() | wrong())
-    average = FSDP2.loss_scale
-    FSDP2.loss_scale = property(lambda self: 2 * average.fget(self))  # type: ignore[assignment, method-assign]
+    of = GradientScale.of
+
+    def doubled(self: GradientScale, *args: Any) -> StepScale:
+        scale = of(self, *args)
+        return scale._replace(per_token=2 * scale.per_token)
+
+    GradientScale.of = doubled  # type: ignore[method-assign]
     train_into(folder, {"gradient": config_of(FSDP2Config(), 2)})
 
 

@@ -297,9 +297,10 @@ def test_block_is_classified_by_the_phases_of_its_begin_and_end(begin: float, en
 @pytest.mark.parametrize(
     ("names", "expected"),
     [
-        (["fsdptoys/train/trainer.py _train_step"], "forward"),
+        (["fsdptoys/train/trainer.py train_step"], "forward"),
+        (["fsdptoys/memory/optimizer_stepper.py step", "fsdptoys/train/trainer.py train_step"], "update"),
         (["fsdptoys/train/trainer.py _update", "fsdptoys/train/trainer.py _train_step"], "update"),
-        (["torch/autograd/graph.py _engine_run_backward", "fsdptoys/train/trainer.py _train_step"], "backward"),
+        (["torch/autograd/graph.py _engine_run_backward", "fsdptoys/train/trainer.py train_step"], "backward"),
         ([], "backward"),
     ],
 )

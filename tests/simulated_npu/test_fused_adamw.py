@@ -21,7 +21,7 @@ def train(config: Config, obeys: bool) -> tuple[bool, list[bool], tuple[Any, ...
         if obeys:  # the simulated kernel is the CPU's, which obeys as CUDA's does; torch_npu's ignores the decision
             patch.setattr(fused_adamw, "IGNORED_ON", frozenset())
         trainer = Trainer(config)
-        decided = trainer.updates.skips_on_device
+        decided = trainer.stepper.skips_on_device
         trainer.train()
     norms = [repr(step.grad_norm) for step in trainer.history]
     return decided, [step.skipped for step in trainer.history], (norms, hash_parameters(trainer))

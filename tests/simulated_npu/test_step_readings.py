@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from fsdptoys.config.schema import Config, SumDType
-from fsdptoys.memory import GradientCheckpointing, MemoryConfig, Updates
-from fsdptoys.memory.updates import GradientNorms
+from fsdptoys.memory import GradientCheckpointing, MemoryConfig, OptimizerStepper
+from fsdptoys.memory.optimizer_stepper import GradientNorms
 from fsdptoys.optim import AdamWConfig, Implementation, SGDConfig, fused_adamw
 from fsdptoys.parallel import DDPConfig, FSDP1Config, FSDP2Config, ParallelConfig, SingleConfig
 from fsdptoys.parallel.precision import DType
@@ -119,7 +119,7 @@ def test_a_step_waits_for_the_device_at_most_once(name: str) -> None:
     assert calls == [0 if "no skipping" in name else 1] * 2, steps
 
 
-class SkipsOnDevice(Updates):
+class SkipsOnDevice(OptimizerStepper):
     """An optimizer without states that skips on the device, as fused kernels do."""
 
     skips_on_device = True
@@ -140,7 +140,7 @@ class SkipsOnDevice(Updates):
 @contextmanager
 def skipping_on_device() -> Iterator[None]:
     """Trainers made in this context skip on the device."""
-    with mock.patch.object(trainer_module, "build_updates", lambda optimizer, *_: SkipsOnDevice(optimizer)):
+    with mock.patch.object(trainer_module, "build_stepper", lambda optimizer, *_: SkipsOnDevice(optimizer)):
         yield
 
 
@@ -152,18 +152,18 @@ def config_of(log_every: int = 10, **options: Any) -> Config:
 
 def poison(trainer: Trainer, steps: set[int], seen: dict[int, str] | None = None) -> None:
     """Make a gradient of the last rank infinite in some steps; note the parameters before each step in ``seen``."""
-    clip = trainer._clip
+    clip = trainer.stepper.clip
 
-    def poisoned(max_norm: float, unscale: float) -> Tensor:
+    def poisoned(*args: Any) -> Tensor:
         step = trainer.steps_done + 1
         if seen is not None:
             seen[step] = hash_parameters(trainer)
-        if step in steps and trainer.rank == trainer.world_size - 1:
+        if step in steps and trainer.world.rank == trainer.world.world_size - 1:
             grads = [param.grad for _, param in trainer.strategy.named_parameters() if param.grad is not None]
             next(grad for grad in map(local_tensor, grads) if grad.numel()).view(-1)[0].fill_(float("inf"))
-        return clip(max_norm, unscale)
+        return clip(*args)
 
-    trainer._clip = poisoned
+    trainer.stepper.clip = poisoned
 
 
 def read_after(trainer: Trainer, **arguments: Any) -> tuple[list[tuple[int, int]], str]:
@@ -193,7 +193,7 @@ def signalled(config: Config, step: int, on_device: bool = False) -> tuple[list[
     request = SimpleNamespace(received=None)
 
     def on_phase(now: int, phase: str) -> None:
-        if now == step and trainer.rank == 1:
+        if now == step and trainer.world.rank == 1:
             request.received = "SIGTERM"
 
     trainer.on_phase = on_phase
@@ -264,14 +264,14 @@ def test_run_that_fails_records_the_steps_that_were_launched(tmp_path: Path) -> 
 
     def fail() -> None:
         trainer = Trainer(kept(config_of(4, steps=8, **UNLOGGED), tmp_path, every=0))
-        next_step = trainer.batches.next_step
+        next_step = trainer.data.batches.next_step
 
         def failing() -> Any:
             if trainer.steps_done == 3:
                 raise KeyboardInterrupt
             return next_step()
 
-        trainer.batches.next_step = failing
+        trainer.data.batches.next_step = failing
         with pytest.raises(KeyboardInterrupt):
             Run(trainer).run()
 

@@ -62,7 +62,7 @@ def run_until(config: Config, killed_in: int, prepare: Callable[[Trainer], None]
     trainer = Trainer(config)
     prepare(trainer)
     run = Run(trainer)
-    take = trainer.batches.next_step
+    take = trainer.data.batches.next_step
 
     def next_step() -> Any:
         if trainer.steps_done + 1 == killed_in:
@@ -70,7 +70,7 @@ def run_until(config: Config, killed_in: int, prepare: Callable[[Trainer], None]
             raise Killed
         return take()
 
-    trainer.batches.next_step = next_step  # type: ignore[method-assign]
+    trainer.data.batches.next_step = next_step  # type: ignore[method-assign]
     try:
         run.run()
     except Killed:
@@ -133,14 +133,14 @@ def poison_gradients(
     trainer: Trainer, steps: set[int], rank: int, before: Callable[[int], None] = lambda step: None
 ) -> None:
     """Make a gradient of one rank infinite in some steps; call ``before(step)`` before every optimizer step."""
-    clip = trainer._clip
+    clip = trainer.stepper.clip
 
-    def clip_poisoned(max_norm: float, unscale: float) -> torch.Tensor:
+    def clip_poisoned(*args: Any) -> torch.Tensor:
         step = trainer.steps_done + 1
         before(step)
-        if step in steps and trainer.rank == rank:
+        if step in steps and trainer.world.rank == rank:
             grads = [param.grad for _, param in trainer.strategy.named_parameters() if param.grad is not None]
             next(grad for grad in map(local_tensor, grads) if grad.numel()).view(-1)[0] = math.inf
-        return clip(max_norm, unscale)
+        return clip(*args)
 
-    trainer._clip = clip_poisoned  # type: ignore[method-assign]
+    trainer.stepper.clip = clip_poisoned  # type: ignore[method-assign]

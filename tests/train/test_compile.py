@@ -27,7 +27,7 @@ from fsdptoys.models.lora import Samples, add_adapters
 from fsdptoys.models.nf4 import is_packed, pack, quantize_linears, unquantized_name
 from fsdptoys.parallel import SingleConfig
 from fsdptoys.parallel.fsdp import TORCH
-from fsdptoys.train import build as prepare
+from fsdptoys.train import parallelize as prepare
 from fsdptoys.train.compile import compile_blocks
 from fsdptoys.train.run import train as run_in_directory
 from fsdptoys.train.trainer import Trainer
@@ -199,10 +199,10 @@ def test_new_shape_is_reported_as_a_recompilation_with_its_reason() -> None:
     assert (again.step, again.phase, again.at_limit) == (3, "training", False)
     assert again.reason.endswith("expected 8, actual 16")
     (sentence,) = watch.take_messages()
-    assert sentence.startswith("training of step 3 recompiled forward: ") and again.reason in sentence
+    assert sentence.startswith("training of step 3 recompiled compute: ") and again.reason in sentence
     assert watch.take_messages() == []
     assert compilation_line(result).startswith("compiled 2 functions in ")
-    assert recompilation_rows(result)[0][:3] == ("3", "training", "`forward`")
+    assert recompilation_rows(result)[0][:3] == ("3", "training", "`compute`")
 
 
 def test_first_evaluation_recompiles_without_a_message() -> None:

@@ -8,7 +8,7 @@ from fsdptoys.data import BatchStream, SyntheticConfig
 from fsdptoys.memory import GradientCheckpointing, MemoryConfig
 from fsdptoys.models import ModelConfig
 from fsdptoys.parallel import DDPConfig, FSDP1Config, FSDP2Config, ParallelConfig, SingleConfig
-from fsdptoys.train.document_flops import DocumentCounter
+from fsdptoys.train.step_data import DocumentCounter
 from scripts.parity import train_all
 from scripts.ranks import run_ranks
 from tests.checkpoint.folders import build

@@ -58,7 +58,7 @@ def gradients(trainer: Trainer) -> tuple[dict[str, Tensor], float, float]:
     train, moe = config.train, config.model
     assert isinstance(moe, MoEConfig)
     samples = trainer.strategy.data_ranks * train.batch_size * train.grad_accum
-    rows = [trainer.dataset.train[i] for i in range(samples)]
+    rows = [trainer.data.dataset.train[i] for i in range(samples)]
     tokens, labels = (torch.stack([torch.from_numpy(row[i]) for row in rows]) for i in (0, 1))
     valid = (labels != -100).sum()
     # Micro-batch m of all ranks: consecutive samples, as the batch stream deals them out.

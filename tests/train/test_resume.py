@@ -1,6 +1,7 @@
 """A resumed run equals the uninterrupted one."""
 
 import dataclasses
+import functools
 import hashlib
 import os
 import shutil
@@ -24,7 +25,7 @@ from fsdptoys.optim import AdamWConfig, MuonConfig, OptimStateDType, SGDConfig, 
 from fsdptoys.parallel import DDPConfig, FSDP1Config, FSDP2Config, ParallelConfig, SingleConfig
 from fsdptoys.parallel.precision import DType
 from fsdptoys.train.run import Run
-from fsdptoys.train.stop import Stop
+from fsdptoys.train.stop import Stop, saves_after
 from fsdptoys.train.trainer import Trainer
 from fsdptoys.utils.file_lock import FolderLock
 from scripts.ranks import run_ranks
@@ -99,7 +100,7 @@ def train_and_hash_samples(config: Config, killed_in: int | None) -> list[str]:
     seen: list[str] = []
 
     def prepare(trainer: Trainer) -> None:
-        take = trainer.batches.next_step
+        take = trainer.data.batches.next_step
 
         def next_step() -> Any:
             batches = take()
@@ -110,7 +111,7 @@ def train_and_hash_samples(config: Config, killed_in: int | None) -> list[str]:
                 )
             return batches
 
-        trainer.batches.next_step = next_step  # type: ignore[method-assign]
+        trainer.data.batches.next_step = next_step  # type: ignore[method-assign]
 
     if killed_in is None:
         run_to_the_end(config, prepare)
@@ -248,13 +249,11 @@ def test_converted_checkpoints_equal_converted_final_weights(
 @pytest.mark.parametrize("every", [0, 2])
 def test_checkpoints_are_saved_as_documented(every: int, on_signal: bool) -> None:
     """Oracle: the documentation of the settings."""
-    trainer = Trainer.__new__(Trainer)
-    trainer.config = make_config(SingleConfig(), 1)
-    trainer.config.checkpoint = CheckpointConfig(every=every, on_signal=on_signal)
-    assert trainer._saves_after(3, Stop("", signal=True)) == trainer._saves_after(4, Stop("", signal=True)) == on_signal
-    assert trainer._saves_after(3, Stop("", gave_up=True))
-    assert trainer._saves_after(3, Stop("")) == trainer._saves_after(4, None) == (every == 2)
-    assert not trainer._saves_after(3, None)
+    saves = functools.partial(saves_after, CheckpointConfig(every=every, on_signal=on_signal))
+    assert saves(3, Stop("", signal=True)) == saves(4, Stop("", signal=True)) == on_signal
+    assert saves(3, Stop("", gave_up=True))
+    assert saves(3, Stop("")) == saves(4, None) == (every == 2)
+    assert not saves(3, None)
 
 
 def weights_of(folder: Path) -> bytes:
@@ -303,7 +302,7 @@ def fail_while_saving(config: Config) -> list[str]:
 
     Series.commit = commit_late  # type: ignore[method-assign]
     trainer = Trainer(config)
-    take = trainer.batches.next_step
+    take = trainer.data.batches.next_step
 
     def fail() -> Any:
         if trainer.steps_done < 2:
@@ -311,7 +310,7 @@ def fail_while_saving(config: Config) -> list[str]:
         failed.set()
         raise ZeroDivisionError
 
-    trainer.batches.next_step = fail  # type: ignore[method-assign]
+    trainer.data.batches.next_step = fail  # type: ignore[method-assign]
     with pytest.raises(ZeroDivisionError):
         Run(trainer).run()
     assert config.metrics.run_dir is not None

@@ -174,14 +174,14 @@ DELAY_SECONDS = 10_000.0
 def wait_for_data(config: Config) -> None:
     """Train, with a clock that jumps ahead while the third step waits for its batches."""
     trainer = Trainer(config)
-    next_step, clock = trainer.batches.next_step, time.perf_counter
+    next_step, clock = trainer.data.batches.next_step, time.perf_counter
 
     def late_next_step() -> Any:
         if trainer.steps_done == 2:
             time.perf_counter = lambda: clock() + DELAY_SECONDS
         return next_step()
 
-    trainer.batches.next_step = late_next_step  # type: ignore[method-assign]
+    trainer.data.batches.next_step = late_next_step  # type: ignore[method-assign]
     Run(trainer).run()
 
 

@@ -140,7 +140,7 @@ def test_scale_has_the_bits_of_grad_scaler(factors: tuple[float, float, int], in
 def overflow(config: Config, steps: set[int]) -> tuple[list[tuple[float | None, bool]], dict[str, str]]:
     """Train with an infinite gradient on the last rank in some steps; scales, skipped steps and parameters."""
     trainer = Trainer(config)
-    poison_gradients(trainer, steps, trainer.world_size - 1)
+    poison_gradients(trainer, steps, trainer.world.world_size - 1)
     with suppress(GivenUpError):
         Run(trainer).run()
     return [(step.loss_scale, step.skipped) for step in trainer.history], hash_parameters(trainer)
@@ -258,7 +258,7 @@ def skip(config: Config, steps: set[int]) -> tuple[list[bool], list[bool], str]:
         if step - 1 in steps:
             unchanged.append(hashes[-1] == hashes[-2])
 
-    poison_gradients(trainer, steps, trainer.world_size - 1, note)
+    poison_gradients(trainer, steps, trainer.world.world_size - 1, note)
     Run(trainer).run()
     return [step.skipped for step in trainer.history], unchanged, str(hash_parameters(trainer))
 

@@ -5,6 +5,7 @@ import gc
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -50,7 +51,7 @@ def train(words: tuple[str, ...], counts: bool = True) -> list[StepMetrics]:
     gc.collect()  # a trainer's hooks are cycles, and the memory of the last one would count
     trainer = Trainer(configured([*SHARED, *words], 2, "cpu"), Device("cpu"))
     if not counts:
-        trainer.memory = StepMemory(trainer.device, trainer.strategy, trainer.updates, on_host=False, enabled=False)
+        trainer.memory = StepMemory(trainer.strategy, trainer.stepper, enabled=False)
     trainer.train()
     return trainer.history
 
@@ -119,10 +120,17 @@ def test_counting_changes_no_bit_and_only_rank_0_counts() -> None:
     assert rows["fsdp2"].memory_peak_gib is not None and others["fsdp2"].memory_peak_gib is None
 
 
+def memory_of(device: Device) -> StepMemory:
+    world: Any = SimpleNamespace(device=device, cpu_offload=False)
+    strategy: Any = SimpleNamespace(world=world)
+    stepper: Any = None
+    return StepMemory(strategy, stepper, enabled=True)
+
+
 def test_counts_cost_at_most_their_share(monkeypatch: pytest.MonkeyPatch) -> None:
     """Oracle: the definition: the first two steps, then one when steps have lasted 50 times as long as a count."""
     device = Device("cpu")
-    memory = StepMemory(device, None, None, on_host=False, enabled=True)  # type: ignore[arg-type]
+    memory = memory_of(device)
     monkeypatch.setattr(StepMemory, "_labels", lambda self: {})
     counted = []
     for step in range(1, 60):
@@ -145,7 +153,7 @@ def test_other_profilers_than_those_tried_leave_steps_uncounted(monkeypatch: pyt
     """Oracle: a PyTorch without one of the private functions; the step runs, and no later one asks again."""
     monkeypatch.delattr(torch._C._autograd, "_prepare_profiler")
     monkeypatch.setattr(StepMemory, "_labels", lambda self: {})
-    memory = StepMemory(Device("cpu"), None, None, on_host=False, enabled=True)  # type: ignore[arg-type]
+    memory = memory_of(Device("cpu"))
     steps = []
     for step in (1, 2):
         with memory.around(step, lambda step: False):
@@ -184,7 +192,7 @@ def construct_out_of_memory(configs: Sequence[Config]) -> list[str]:
     def refuse(*_: Any) -> None:
         torch.empty(2**50, dtype=torch.uint8)
 
-    FSDP2.parallelize = DDP.parallelize = refuse  # type: ignore[method-assign]
+    FSDP2.shard = DDP.shard = refuse  # type: ignore[method-assign]
     reports = []
     for config in configs:
         with pytest.raises(ExplainedOutOfMemoryError) as caught:
@@ -209,7 +217,7 @@ LAZY = MemoryConfig(optimizer_offload=True, offload_schedule=OffloadSchedule.laz
 def memory_of_a_lazy_run(config: Config) -> tuple[int, int]:
     """Bytes of gradients in the report after a deferred step, and of the local parameters."""
     trainer = Trainer(config)
-    trainer._train_step(1, 0.0)
+    trainer.train_step(1)
     parameters = live_bytes((param for _, param in trainer.strategy.named_parameters()), None).parameters
     return trainer._oom_context(2).live.gradients.host_bytes, parameters.host_bytes
 

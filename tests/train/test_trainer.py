@@ -45,7 +45,7 @@ def first_step_and_oracle(config: Config) -> tuple[list[float], list[float]]:
     trainer = Trainer(config)
     model, train = plain_model(trainer), config.train
     samples = range(trainer.strategy.data_ranks * train.batch_size * train.grad_accum)
-    rows = [trainer.dataset.train[i] for i in samples]
+    rows = [trainer.data.dataset.train[i] for i in samples]
     tokens, labels = (torch.stack([torch.from_numpy(row[i]) for row in rows]) for i in (0, 1))
     logits, flat = model(tokens).flatten(0, 1), labels.flatten()
     loss = F.cross_entropy(logits, flat, ignore_index=-100, label_smoothing=train.label_smoothing)
@@ -257,7 +257,7 @@ def test_each_seed_affects_its_purpose_and_the_common_seed_all() -> None:
 def hashes_around_an_evaluation(config: Config) -> list[dict[str, str]]:
     trainer = Trainer(config)
     before = hash_parameters(trainer)
-    trainer._evaluate(0)
+    trainer.evaluate(0)
     return [before, hash_parameters(trainer)]
 
 

@@ -6,14 +6,13 @@ prefetch, reshard, cast and reduce as in training, and notes where the contents 
 gives each parameter a gradient without computing it. ``splice`` inserts the contents.
 
 Sequences have ``TOKENS`` tokens, a prime: sizes divisible by it are proportional to the tokens of a micro-batch. So a
-trace serves all batches and lengths. Private functions that the trainer calls are replaced: tested with torch 2.13.
+trace serves all batches and lengths.
 """
 
 import copy
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -25,15 +24,15 @@ from fsdptoys.device.profile import Hardware
 from fsdptoys.memory import GradientCheckpointing
 from fsdptoys.models import DecoderModel
 from fsdptoys.models.stages import Stage
-from fsdptoys.parallel import DDPConfig, gradient_norms, pipeline, tensor_parallel
+from fsdptoys.parallel import DDPConfig, gradient_norms, tensor_parallel
 from fsdptoys.parallel.determinism import Deterministic
+from fsdptoys.parallel.pipeline import Pipeline
 from fsdptoys.parallel.strategy import ReducingConfig
 from fsdptoys.parallel.toy_ddp import ToyDDPConfig
 from fsdptoys.plan.simulator.events import Trace
 from fsdptoys.plan.trace.fake_device import registers_devices, replaced
 from fsdptoys.plan.trace.op_recorder import OpRecorder
 from fsdptoys.plan.trace.tracer import record, trainer_program
-from fsdptoys.train import trainer as trainer_module
 from fsdptoys.utils.dtensor import is_dtensor
 
 TOKENS = 4099  # Of a sequence; divides no other size
@@ -64,8 +63,11 @@ def trace_skeleton(config: Config, hardware: Hardware, attention: Any, layouts: 
     """Trace a configuration as ``reduced`` returns it, with a layout for each segment, in a process that traces."""
 
     def program(recorder: OpRecorder) -> None:
-        with _stand_ins(config, recorder, layouts):
-            trainer_program(config, hardware)(recorder)
+        segments = _Segments(config, recorder, layouts)
+        whole = (gradient_norms, "CPU_NORM_ELEMENTS", 2**62)  # one of the host's norms rather than hundreds
+        exchanges = (tensor_parallel.FeatureSplit, "_wrap", lambda *_: None)  # are among the contents
+        with replaced(whole, exchanges):
+            trainer_program(config, hardware, stand_ins=segments)(recorder)
 
     return record(program, attention=attention)
 
@@ -94,27 +96,31 @@ def reduced(config: Config, inner_units: bool) -> Config:
     return config
 
 
-@contextmanager
-def _stand_ins(config: Config, recorder: OpRecorder, layouts: Sequence[Layout]) -> Iterator[None]:
-    tune_model = trainer_module.tune_model
+class _Segments:
+    """Stand-ins for the forwards of a model's segments; see ``train.parallelize.StandIns``."""
 
-    def tune_skeleton(model: DecoderModel, config: Config) -> Any:
-        samples = tune_model(model, config)
-        _StandIn(recorder, 0, layouts[0], model, config).replace(model, "embed")
+    def __init__(self, config: Config, recorder: OpRecorder, layouts: Sequence[Layout]) -> None:
+        self._config = config
+        self._recorder = recorder
+        self._layouts = layouts
+
+    def replace(self, model: DecoderModel) -> None:
+        """Replace the forwards of embedding, blocks and head."""
+        layouts = self._layouts
+        self._stand_in(0, model).replace(model, "embed")
         for number, block in enumerate(model.layers, start=1):
-            _StandIn(recorder, number, layouts[number], block, config).replace(block, "forward")
-        head = _StandIn(recorder, len(layouts) - 1, layouts[-1], model, config)
+            self._stand_in(number, block).replace(block, "execute")
+        head = self._stand_in(len(layouts) - 1, model)
         for name in layouts[-1].stages:
             head.replace(model.get_submodule(name), "forward", name)
-        return samples
 
-    routing = (trainer_module, "build_routing_balance", lambda *args, **kwargs: None)
-    whole = (gradient_norms, "CPU_NORM_ELEMENTS", 2**62)  # one of the host's norms rather than hundreds
-    exchanges = (tensor_parallel.FeatureSplit, "_wrap", lambda *_: None)  # are among the contents
-    stages = (pipeline, "split_model", _equal_stages)
-    messages = (pipeline.Pipeline, "hidden_shape", lambda *_, **__: (1, TOKENS, config.model.dim))
-    with replaced((trainer_module, "tune_model", tune_skeleton), routing, whole, exchanges, stages, messages):
-        yield
+    def prepare(self, pipeline: Pipeline) -> None:
+        """Give every stage equally many layers and the same hidden states."""
+        pipeline.divide = _equal_stages
+        pipeline.fixed_shape = (1, TOKENS, self._config.model.dim)
+
+    def _stand_in(self, number: int, root: nn.Module) -> "_StandIn":
+        return _StandIn(self._recorder, number, self._layouts[number], root, self._config)
 
 
 def _equal_stages(model: DecoderModel, count: int, seq_len: int) -> list[Stage]:
@@ -142,9 +148,9 @@ class _StandIn:
             self.owners[owner] = root.get_submodule(owner)
             self.own.setdefault(owner, []).append((name, leaf, is_view))
 
-    def replace(self, module: nn.Module, method: str, stage: str = "") -> None:
-        """Replace a method of the module that contains the stages, and the forwards of those inside."""
-        setattr(module, method, functools.partial(self.run, stage))
+    def replace(self, module: nn.Module, attribute: str, stage: str = "") -> None:
+        """Replace an attribute of the module that contains the stages, and the forwards of those inside."""
+        setattr(module, attribute, functools.partial(self.run, stage))
         parts = set(self.layout.stages)
         for part in parts - {stage} if not stage else ():
             self.root.get_submodule(part).forward = functools.partial(self.run, part)

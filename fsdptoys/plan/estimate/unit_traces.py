@@ -29,7 +29,7 @@ from fsdptoys.memory import GradientCheckpointing, checkpoint_blocks
 from fsdptoys.memory.activation_offload import MIN_BYTES
 from fsdptoys.metrics.prediction import Category
 from fsdptoys.models import DecoderModel, choose_kernels, npu_kernels, use_kernels
-from fsdptoys.models.layers import Attention
+from fsdptoys.models.layers import Attention, RunnableBlock
 from fsdptoys.parallel.context import ContextForm, build_context
 from fsdptoys.parallel.mesh import CONTEXT_AXIS, TENSOR_AXIS
 from fsdptoys.plan.simulator.events import Alloc, Free, Mark
@@ -154,11 +154,11 @@ def _block(
     source: Uncached[tuple[DecoderModel, int]],
 ) -> Segment:
     model, index = source.value
-    block = copy.deepcopy(model.layers[index]).to(common.dtype)
+    block = cast(RunnableBlock, copy.deepcopy(model.layers[index]).to(common.dtype))
     recorder = OpRecorder("meta", common.attention)
     for part in parts:
         _cut_part(block.get_submodule(part), part, innermost(part.rpartition(".")[0], parts), recorder)
-    block.forward = functools.partial(_begun, block.forward, recorder)
+    block.execute = functools.partial(_begun, block.compute, recorder)
     if mode is not GradientCheckpointing.none:
         checkpoint_blocks([block], mode, save=save)
     with torch.device("meta"):

@@ -32,6 +32,7 @@ from fsdptoys.parallel.float8 import Float8
 from fsdptoys.parallel.precision import CastParameters
 from fsdptoys.plan.simulator.events import Trace
 from fsdptoys.profiler import DebugConfig, ProfileConfig
+from fsdptoys.train.parallelize import StandIns
 from fsdptoys.train.trainer import Trainer
 
 from .fake_device import PlannedDevice, registers_devices, torch_device_type
@@ -63,13 +64,15 @@ def record(program: Program, *, attention: AttentionKind, workspace_bytes: int =
         return recorder.finish()
 
 
-def trainer_program(config: Config, hardware: Hardware, steps: int = STEPS) -> Program:
-    """Steps of the project's trainer as a program to trace; settings outside a step are ignored."""
+def trainer_program(
+    config: Config, hardware: Hardware, steps: int = STEPS, stand_ins: StandIns | None = None
+) -> Program:
+    """Return steps of the project's trainer as a program to trace; settings outside a step are ignored."""
 
     def run(recorder: OpRecorder) -> None:
         device = PlannedDevice(hardware.device_type, hardware.title, int(hardware.memory_bytes.value))
         recorder.mark(0, "construction")
-        trainer = Trainer(_steps_only(config, steps), device, fill=lambda param, name: None)
+        trainer = Trainer(_steps_only(config, steps), device, param_init=lambda param, name: None, stand_ins=stand_ins)
         recorder.objects = functools.partial(_known, trainer)
         trainer.on_phase = recorder.mark
         if isinstance(trainer.strategy.model, DistributedDataParallel) and not trainer.strategy.model._comm_hooks:
@@ -126,7 +129,7 @@ def _known(trainer: Trainer) -> Iterator[tuple[Category, Tensor]]:
     for buffer in trainer.strategy.model.buffers():
         yield Category.buffers, buffer
     if npu_kernels.causal_mask.cache_info().currsize:
-        yield Category.buffers, npu_kernels.causal_mask(trainer.device.torch_device)
+        yield Category.buffers, npu_kernels.causal_mask(trainer.world.device.torch_device)
     for module in trainer.strategy.model.modules():
         if isinstance(module, CastParameters):
             for copied in module._copies.values():

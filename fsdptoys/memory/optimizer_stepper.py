@@ -1,7 +1,7 @@
 """Interface between the trainer and an optimizer's steps: taken after the backward, bucket by bucket, or within it.
 
-``Updates`` is the plain form, with ``BucketedUpdates`` and ``OptimizerInBackward`` as subclasses. The trainer calls
-``clip`` and ``step`` once a step, and ``finish`` before anything but a forward reads parameters.
+``OptimizerStepper`` is the plain form, with ``BucketedStepper`` and ``OptimizerInBackward`` as subclasses. The
+trainer calls ``clip`` and ``step`` once a step, and ``finish`` before anything but a forward reads parameters.
 """
 
 import functools
@@ -32,7 +32,7 @@ class GradientNorms(Protocol):
         """Norm over all ranks, from norms of this rank's parts."""
 
 
-class Updates:
+class OptimizerStepper:
     """Takes each step of an optimizer at once, after the backward; ``threads`` serve parameters in host memory."""
 
     unit_by_unit: ClassVar[bool] = False
@@ -40,6 +40,8 @@ class Updates:
 
     def __init__(self, optimizer: torch.optim.Optimizer, threads: int | None = None) -> None:
         self.optimizer = optimizer
+        self.after_update: Callable[[], None] = lambda: None
+        """Called after each ``step`` that may have changed parameters."""
         self._with_threads = nullcontext if threads is None else functools.partial(cpu_threads, threads)
 
     @property
@@ -75,15 +77,19 @@ class Updates:
     def _scale_in_step(self, factor: Tensor) -> None:
         self.optimizer.grad_scale = factor.reciprocal()  # type: ignore[attr-defined]
 
-    def step(self, skip: Tensor | None = None) -> None:
+    def step(self, skip: Tensor | bool = False) -> None:
         """Take the optimizer's step, or begin it.
 
         Args:
-            skip: a float32 scalar on the device; 1 leaves parameters and states unchanged. None updates always.
+            skip: whether to leave parameters and states unchanged. A float32 scalar on the device, 1 or 0, is read
+                there by optimizers that can; for others it costs one device sync.
         """
-        if skip is not None and not self.skips_on_device and skip.item():
-            return
-        self._step(skip)
+        if not isinstance(skip, Tensor) or not self.skips_on_device:
+            if skip:
+                return
+            skip = False
+        self._step(skip if isinstance(skip, Tensor) else None)
+        self.after_update()
 
     def _step(self, skip: Tensor | None) -> None:
         """Take or begin the step; ``skip`` is for optimizers that skip on the device."""

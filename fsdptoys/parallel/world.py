@@ -1,9 +1,10 @@
-"""Environment of a strategy: device, ranks, and settings of the run that it needs."""
+"""The ranks of a run, their device, and the settings that every collective needs."""
 
 from dataclasses import dataclass
 from datetime import timedelta
 
 import torch
+from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from fsdptoys.device import Device
@@ -13,8 +14,8 @@ from .mesh import MeshConfig, build_mesh
 
 
 @dataclass(frozen=True)
-class ParallelContext:
-    """Environment of a strategy."""
+class World:
+    """Environment of a strategy and of a trainer."""
 
     device: Device
     rank: int
@@ -24,8 +25,14 @@ class ParallelContext:
     cpu_offload: bool = False
     sum_dtype: torch.dtype = torch.float64
     timeout: timedelta | None = None
-    """For collectives in groups that the strategy makes; None for PyTorch's default."""
+    """For collectives in groups that the strategy creates; None for PyTorch's default."""
+    cpu_threads: int = 1
+    """Threads of this rank for work in host memory."""
 
     def build_mesh(self) -> DeviceMesh:
         """Lay out the ranks by ``mesh``."""
         return build_mesh(self.mesh, self.world_size, self.device, self.timeout)
+
+    def zero(self) -> Tensor:
+        """Return a zero for sums over tokens. In float64 their order does not change the result."""
+        return torch.zeros((), dtype=self.sum_dtype, device=self.device.torch_device)
