@@ -31,7 +31,7 @@ from scripts.progress import progress, unit
 from scripts.ranks import run_ranks
 
 STRATEGIES = ("toy_zero2", "toy_zero3", "toy_fsdp")
-"""The others compare models over ranks at construction, for which they need the other ranks."""
+"""``toy_ddp`` and ``toy_zero1`` keep whole gradients, which ``tests/toys/test_memory.py`` counts."""
 FLOAT_BYTES = 4
 MIB = 2**20
 

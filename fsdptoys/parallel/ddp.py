@@ -25,7 +25,6 @@ class DDP(UnshardedStrategy):
 
     config: "DDPConfig"
     model: DistributedDataParallel
-    kind: ClassVar[Any] = DistributedDataParallel
     sync_buffers: ClassVar[str] = (
         "forward_sync_buffers"
         if "forward_sync_buffers" in inspect.signature(DistributedDataParallel).parameters
@@ -35,13 +34,13 @@ class DDP(UnshardedStrategy):
 
     def _wrap(self, model: nn.Module) -> DistributedDataParallel:
         device = self.world.device
-        wrapped: DistributedDataParallel = self.kind(
+        buffers: dict[str, Any] = {self.sync_buffers: False}
+        wrapped = DistributedDataParallel(
             model,
             device_ids=[device.torch_device.index] if device.is_accelerator else None,
-            **{self.sync_buffers: False},
+            **buffers,
             bucket_cap_mb=self.config.bucket_cap_mb,
             gradient_as_bucket_view=True,
-            **self._own_settings(),
         )
         if self.world.deterministic.uses_float64:
             wrapped.register_comm_hook(None, all_reduce_sum)
@@ -49,10 +48,6 @@ class DDP(UnshardedStrategy):
         elif self.config.reduce_dtype.torch != torch.float32:
             wrapped.register_comm_hook(self.config.reduce_dtype.torch, all_reduce_in_dtype)
         return wrapped
-
-    def _own_settings(self) -> dict[str, Any]:
-        """Return further arguments of ``kind``."""
-        return {}
 
     @contextmanager
     def microbatch(self, index: int, count: int) -> Iterator[None]:

@@ -1,9 +1,9 @@
-"""The toy DDP, ZeRO-1 and ZeRO-2 as strategies: ``DDP`` with the toys' classes instead of PyTorch's.
+"""The toy DDP, ZeRO-1 and ZeRO-2 as strategies: ``DDP`` with the toys' classes for PyTorch's.
 
 Under ZeRO every rank has full parameters, and flat slices of them for the optimizer.
 """
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from fsdptoys.toys.ddp import DistributedDataParallel
+from fsdptoys.toys import ddp
 from fsdptoys.toys.zero1 import Zero1
 from fsdptoys.toys.zero2 import Zero2
 from fsdptoys.utils.options import Effect, option
@@ -22,14 +22,27 @@ from .toy_state import Holding, ShardedState
 
 
 class ToyDDP(DDP):
-    """The toy's DistributedDataParallel."""
+    """The toy's DDP."""
 
     config: "ToyDDPConfig"
-    kind: ClassVar[Any] = DistributedDataParallel
-    sync_buffers = "forward_sync_buffers"
+    kind: ClassVar[Any] = ddp.DDP
 
-    def _own_settings(self) -> dict[str, Any]:
-        return {"overlap": self.config.overlap}
+    def _wrap(self, model: nn.Module) -> Any:
+        reduce_dtype = self.config.reduce_dtype.torch
+        assert not self.world.deterministic.uses_float64, "the configuration was not validated"
+        return self.kind(
+            model,
+            bucket_cap_mb=self.config.bucket_cap_mb,
+            gradient_as_bucket_view=True,
+            broadcast_buffers=False,
+            ignored_params=self._ignored_params(),
+            reduce_dtype=None if reduce_dtype is torch.float32 else reduce_dtype,
+            overlap=self.config.overlap,
+        )
+
+    def _ignored_params(self) -> Collection[nn.Parameter]:
+        """Return parameters whose gradients are reduced elsewhere."""
+        return ()
 
 
 class ToyZero1(ToyDDP):

@@ -6,7 +6,7 @@ over the ranks with the same experts, after the last micro-batch. The model's ow
 Checkpoints have DTensors of the stacks, views of the parameters, so a run resumes under any strategy.
 """
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -71,12 +71,10 @@ class ToyEP(ToyDDP):
 
         super().shard(model, init_part)
 
-    def _wrap(self, model: nn.Module) -> Any:
-        """Hide the stacks from DDP."""
+    def _ignored_params(self) -> Collection[nn.Parameter]:
+        """Return the stacks."""
         self.shapes = {self._unwrapped.get_parameter(name): shape for name, shape in self._stacks.items()}
-        ignored = {name for name, param in model.named_parameters() if param in self.shapes}
-        model._ddp_params_and_buffers_to_ignore = ignored  # type: ignore[assignment]
-        return super()._wrap(model)
+        return self.shapes
 
     @contextmanager
     def microbatch(self, index: int, count: int) -> Iterator[None]:

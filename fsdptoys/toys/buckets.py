@@ -1,12 +1,13 @@
 """Buckets: many small tensors sent as one.
 
-A collective has a fixed cost besides that of its bytes, so gradients are copied into flat buffers of some MiB, and each
-buffer is sent as soon as it is full:
+A collective has a fixed cost besides that of its bytes, so gradients are copied into flat buffers of
+some MiB, and each buffer is sent as soon as it is full:
 
     gradients, in the order of the backward   g9  g8  g7 | g6  g5 | g4  g3  g2  g1
     buckets, in the order of all-reduces       bucket 0   bucket 1      bucket 2
 
-Small buckets leave early but pay the fixed cost more often; large ones are efficient but wait for their last gradient.
+Small buckets leave early but pay the fixed cost more often; large ones are efficient but wait for
+their last gradient.
 """
 
 from collections import defaultdict
@@ -20,41 +21,39 @@ from torch import Tensor
 BROADCAST_BYTES = 250 * 2**20
 
 
-def assign_buckets(tensors: Sequence[Tensor], limits: Sequence[int], sparse: Sequence[bool] = ()) -> list[list[int]]:
+def assign_buckets(tensors: Sequence[Tensor], limit: int) -> list[list[int]]:
     """Assign tensors to buckets of one dtype and device each, in order.
 
     Args:
         tensors: numbered from 0.
-        limits: bytes that fill the first bucket of a dtype and device, the second, …; the last applies to all others.
-        sparse: whether each tensor's gradient is sparse, which gives it a bucket of its own.
+        limit: bytes that fill a bucket.
 
     Returns:
         Tensor numbers of each bucket, in the order in which buckets are complete.
     """
-    buckets: list[list[int]] = []
+    full: list[list[int]] = []
     filling: defaultdict[Any, list[int]] = defaultdict(list)
     filled_bytes: defaultdict[Any, int] = defaultdict(int)
-    full: defaultdict[Any, int] = defaultdict(int)
     for number, tensor in enumerate(tensors):
-        if sparse and sparse[number]:
-            buckets.append([number])
-            continue
         kind = (tensor.dtype, tensor.device)
         filling[kind].append(number)
         filled_bytes[kind] += tensor.nbytes
-        if filled_bytes[kind] >= limits[min(full[kind], len(limits) - 1)]:
-            buckets.append(filling.pop(kind))
+        if filled_bytes[kind] >= limit:
+            full.append(filling.pop(kind))
             filled_bytes[kind] = 0
-            full[kind] += 1
-    return sorted([*buckets, *filling.values()], key=max)
+    return sorted([*full, *filling.values()], key=max)
 
 
 def views_like(buffer: Tensor, tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Cut a flat buffer into views of the tensors' shapes, and of their strides where these leave no gaps."""
-    views, offset = [], 0
+    """Cut a flat buffer into views of the tensors' shapes, with their strides if these leave no gaps."""
+    views = []
+    offset = 0
     for tensor in tensors:
         part = buffer[offset : offset + tensor.numel()]
-        views.append(part.as_strided(tensor.shape, tensor.stride()) if _is_dense(tensor) else part.view(tensor.shape))
+        if _is_dense(tensor):
+            views.append(part.as_strided(tensor.shape, tensor.stride()))
+        else:
+            views.append(part.view(tensor.shape))
         offset += tensor.numel()
     return views
 
@@ -71,7 +70,7 @@ def _is_dense(tensor: Tensor) -> bool:
 @torch.no_grad()
 def broadcast_tensors(tensors: Sequence[Tensor], source: int, group: dist.ProcessGroup) -> None:
     """Overwrite tensors with those of group rank ``source``, in buckets."""
-    for numbers in assign_buckets(tensors, [BROADCAST_BYTES]):
+    for numbers in assign_buckets(tensors, BROADCAST_BYTES):
         # Through .data, so that autograd sees no change of tensors that it saved.
         parts = [tensors[number].data for number in numbers]
         flat = torch.cat([part.reshape(-1) for part in parts])

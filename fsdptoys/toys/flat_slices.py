@@ -77,7 +77,7 @@ class Slices:
         params = [param for param in module.parameters() if param.requires_grad][::-1]
         self.buckets = [
             SlicedBucket([params[number] for number in numbers], self.ranks, self.rank)
-            for numbers in assign_buckets(params, [bucket_bytes])
+            for numbers in assign_buckets(params, bucket_bytes)
         ]
         self.places = {param: (bucket, slot) for bucket in self.buckets for slot, param in enumerate(bucket.params)}
 

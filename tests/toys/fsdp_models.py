@@ -18,7 +18,6 @@ from fsdptoys.toys import fsdp as toy
 NATIVE = torch.distributed.fsdp
 TOY = toy
 VOCABULARY = 29
-POLICIES = {"mp_policy": "MixedPrecisionPolicy", "offload_policy": "CPUOffloadPolicy"}
 
 
 class Block(nn.Module):
@@ -58,8 +57,6 @@ class Model(nn.Module):
         """Whether blocks are checkpointed from outside, and reentrantly."""
         self.twice = False
         """Whether the blocks run a second time."""
-        self.chunks = 0
-        """Into how many the head's input is cut; 0 leaves the head to the forward."""
 
     def hidden(self, tokens_BT: Tensor) -> Tensor:
         """All before the norm."""
@@ -72,11 +69,8 @@ class Model(nn.Module):
         return hidden_BTD
 
     def forward(self, tokens_BT: Tensor) -> Tensor:
-        """Logits, or the input of the head's chunks."""
-        normed_BTD: Tensor = self.norm(self.hidden(tokens_BT))
-        if self.chunks:
-            return normed_BTD
-        logits_BTV: Tensor = self.head(normed_BTD)
+        """Return the logits."""
+        logits_BTV: Tensor = self.head(self.norm(self.hidden(tokens_BT)))
         return logits_BTV
 
 
@@ -111,7 +105,7 @@ class Case:
 
     shard: Shard = shard_blocks
     options: dict[str, Any] = field(default_factory=dict)
-    """Of ``fully_shard``; policies as the arguments of the library's class."""
+    """Of ``fully_shard``; the policy as the arguments of the library's class."""
     model: dict[str, Any] = field(default_factory=dict)
     """Of ``Model``, and attributes of it."""
     prepare: Callable[[Model], None] = lambda model: None
@@ -126,8 +120,6 @@ class Case:
     """Whether gradients are clipped and AdamW takes the steps, rather than SGD."""
     together: bool = False
     """Whether one backward follows the forwards of all micro-batches."""
-    alike: int = 1
-    """Ranks that take the same tokens."""
 
 
 @functools.cache
@@ -146,34 +138,23 @@ def build(library: types.ModuleType, case: Case) -> Any:
         setattr(model, name, value)
     case.prepare(model)
     options = dict(case.options)
-    for option, policy in POLICIES.items():
-        if option in options:
-            options[option] = getattr(library, policy)(**options[option])
+    if "mp_policy" in options:
+        options["mp_policy"] = library.MixedPrecisionPolicy(**options["mp_policy"])
     case.shard(library, model, mesh_of(case.axes), **options)
     case.configure(model)
     return model
 
 
 def backward(model: Any, tokens_BT: Tensor) -> Tensor:
-    """Forward and backward, by chunks of the head if the model has them."""
-    output = model(tokens_BT)
-    if not model.chunks:
-        loss = nn.functional.cross_entropy(output.float().flatten(0, 1), tokens_BT.flatten())
-        loss.backward()
-        return loss.detach()
-    leaf = output.detach().requires_grad_()
-    total = torch.zeros(())
-    for part_BTD, part_BT in zip(leaf.chunk(model.chunks, 1), tokens_BT.chunk(model.chunks, 1), strict=True):
-        loss = nn.functional.cross_entropy(model.head(part_BTD).float().flatten(0, 1), part_BT.flatten())
-        loss.backward()
-        total += loss.detach()
-    output.backward(leaf.grad)
-    return total
+    """Run forward and backward."""
+    loss = nn.functional.cross_entropy(model(tokens_BT).float().flatten(0, 1), tokens_BT.flatten())
+    loss.backward()
+    return loss.detach()
 
 
-def batches(steps: int, alike: int = 1) -> list[Tensor]:
-    """Other tokens on each rank, or on each ``alike`` ranks."""
-    generator = torch.Generator().manual_seed(dist.get_rank() // alike)
+def batches(steps: int) -> list[Tensor]:
+    """Draw other tokens on each rank."""
+    generator = torch.Generator().manual_seed(dist.get_rank())
     return [torch.randint(VOCABULARY, (2, 6), generator=generator) for _ in range(steps)]
 
 
@@ -183,7 +164,7 @@ def train(library: types.ModuleType, case: Case, steps: int = 2) -> tuple[list[f
     params = [param for param in model.parameters() if param.requires_grad]
     optimizer = torch.optim.AdamW(params, lr=1e-2) if case.clips else torch.optim.SGD(params, lr=0.5)
     seen: list[float] = []
-    tokens = iter(batches(steps * case.micro_batches, case.alike))
+    tokens = iter(batches(steps * case.micro_batches))
     for _ in range(steps):
         losses: list[Tensor] = []
         for index in range(case.micro_batches):

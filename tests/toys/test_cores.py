@@ -20,7 +20,7 @@ from scripts.ranks import run_ranks
 from tests.toys.fsdp_models import NATIVE, Model, batches, mesh_of
 
 TOYS = Path(fsdptoys.toys.__file__).parent
-CORES = {"ddp": "ddp/core", "zero1": "zero1/core", "zero2": "zero2", "zero3": "zero3", "fsdp": "fsdp/core"}
+CORES = {"ddp": "ddp", "zero1": "zero1/core", "zero2": "zero2", "zero3": "zero3", "fsdp": "fsdp/core"}
 LIMIT = 500
 SHORT_CORES, SHORT_LIMIT = ("cp", "ep"), 200
 

@@ -1,6 +1,8 @@
-"""The toy DDP equals PyTorch's bitwise in gradients, parameters and buffers."""
+"""The toy DDP equals PyTorch's bitwise; its buckets; overlap of the toys with buckets; mistakes."""
 
 import copy
+import functools
+import gc
 from collections.abc import Callable
 from typing import Any
 
@@ -8,23 +10,26 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook, fp16_compress_hook
-from torch.nn.parallel import DistributedDataParallel as Native
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
-from fsdptoys.toys.ddp import DistributedDataParallel as Toy
+from fsdptoys.parallel.ddp import all_reduce_in_dtype
+from fsdptoys.toys import zero2
+from fsdptoys.toys.buckets import assign_buckets, views_like
+from fsdptoys.toys.ddp import DDP, Reducer
+from fsdptoys.toys.zero1 import Zero1
 from scripts.ranks import run_ranks
 
 STEPS = 4
-MANY_BUCKETS = 0.0005  # MiB: half a KiB, so that the models below have several
+MANY_BUCKETS = 0.0005  # MiB: half a KiB, so that the model below has several
 SWITCHES = [
-    (None, False, False, False),
-    (None, True, True, True),
+    (25, False, False, False),
+    (25, True, True, True),
     (MANY_BUCKETS, False, True, True),
     (MANY_BUCKETS, True, False, True),
     (MANY_BUCKETS, True, True, False),
 ]
-"""Bucket size, gradients as views, accumulation, gradients kept and zeroed: any two values of two of them meet."""
+"""Bucket size, gradients as views, accumulation, gradients zeroed: any two values of two meet."""
 
 
 class Shared(nn.Module):
@@ -48,47 +53,6 @@ class Shared(nn.Module):
         return self.wide(hidden.double()) + image.double()
 
 
-class Branches(nn.Module):
-    """Each rank uses another branch in each step; one branch is unused."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.trunk = nn.Linear(6, 8)
-        self.branches = nn.ModuleList(nn.Linear(8, 8) for _ in range(6))
-        self.step = dist.get_rank()
-
-    def forward(self, x: Tensor) -> dict[str, Any]:
-        """Compute the output."""
-        self.step += 1
-        hidden = self.trunk(x)
-        # The second is an output that the loss does not use.
-        return {"used": (self.branches[self.step % 4](hidden),), "spare": [self.branches[4](hidden), "text"]}
-
-
-class Reentrant(nn.Module):
-    """One layer run by two reentrant checkpoints, and an unused one: for a static graph."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.twice, self.unused = nn.Linear(6, 8), nn.Linear(8, 8), nn.Linear(8, 8)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Compute the output."""
-        hidden = self.first(x)
-        for _ in range(2):
-            hidden = checkpoint(self.twice, hidden, use_reentrant=True)
-        return hidden
-
-
-def loss_of(output: Any) -> Tensor:
-    return (output["used"][0] if isinstance(output, dict) else output).square().mean()
-
-
-def assert_same(run: Callable[[Any], list[Tensor]]) -> None:
-    """Compare results of the toy with those of PyTorch's class in every bit."""
-    torch.testing.assert_close(run(Toy), run(Native), rtol=0, atol=0, equal_nan=True)
-
-
 def follow(model: Any, accumulate: bool, keep_grads: bool) -> list[Tensor]:
     """Gradients, parameters and buffers after each step."""
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
@@ -97,155 +61,198 @@ def follow(model: Any, accumulate: bool, keep_grads: bool) -> list[Tensor]:
     for _ in range(STEPS):
         if accumulate:
             with model.no_sync():
-                loss_of(model(torch.randn(4, 6, generator=generator))).backward()
-        loss_of(model(torch.randn(4, 6, generator=generator))).backward()
-        nothing = torch.full((), torch.nan)
-        seen += [nothing if param.grad is None else param.grad.clone() for param in model.parameters()]
+                model(torch.randn(4, 6, generator=generator)).square().mean().backward()
+        model(torch.randn(4, 6, generator=generator)).square().mean().backward()
+        seen += [param.grad.clone() for param in model.parameters() if param.grad is not None]
         optimizer.step()
         optimizer.zero_grad(set_to_none=not keep_grads)
         seen += [tensor.clone() for tensor in (*model.parameters(), *model.buffers())]
         with torch.no_grad():
             model.eval()
-            seen.append(loss_of(model(torch.ones(4, 6))))
+            seen.append(model(torch.ones(4, 6)))
             model.train()
     return seen
 
 
 @pytest.mark.parametrize("ranks", [2, 3, pytest.param(4, marks=pytest.mark.extended)])
-@pytest.mark.parametrize(
-    ("make_module", "cap", "as_view", "accumulate", "keep_grads"),
-    [
-        (module, *switches)
-        for module in (Shared, Branches, Reentrant)
-        for switches in SWITCHES
-        # With a static graph, native counts parameters used without reduction, and waits for them in the next step.
-        if not (module is Reentrant and switches[2])
-    ],
-)
+@pytest.mark.parametrize(("cap", "as_view", "accumulate", "keep_grads"), SWITCHES)
 def test_every_setting_equals_native_ddp_bitwise(
-    make_module: type[nn.Module], cap: float | None, as_view: bool, accumulate: bool, keep_grads: bool, ranks: int
+    cap: float, as_view: bool, accumulate: bool, keep_grads: bool, ranks: int
 ) -> None:
-    """Oracle: PyTorch's class with the same arguments, over four steps, with momentum; three ranks round otherwise."""
+    """Oracle: PyTorch's class with the same arguments, over four steps, with momentum."""
 
     def compare() -> None:
         torch.manual_seed(dist.get_rank())  # rank 0's parameters must win
-        module = make_module()
-        settings = {
-            "bucket_cap_mb": cap,
-            "gradient_as_bucket_view": as_view,
-            "find_unused_parameters": make_module is Branches,
-            "static_graph": make_module is Reentrant,
-        }
-        assert_same(lambda kind: follow(kind(copy.deepcopy(module), **settings), accumulate, keep_grads))
+        module = Shared()
+        settings = {"bucket_cap_mb": cap, "gradient_as_bucket_view": as_view}
+        toy, native = (
+            follow(kind(copy.deepcopy(module), **settings), accumulate, keep_grads)
+            for kind in (DDP, DistributedDataParallel)
+        )
+        assert len(toy) == len(native) and all(map(torch.equal, toy, native))
 
     run_ranks(ranks, compare)
 
 
-def gradients_of(model: nn.Module) -> list[Tensor]:
-    return [param.grad.to_dense().clone() for param in model.parameters() if param.grad is not None]
+def native_with_hook(module: nn.Module, state: Any, hook: Any) -> nn.Module:
+    wrapped = DistributedDataParallel(module)
+    wrapped.register_comm_hook(state, hook)
+    return wrapped
 
 
-def averaged_gradients(make: Callable[..., nn.Module], hook: Any = None) -> list[Tensor]:
-    """Of a sparse and a dense module, under a communication hook if there is one."""
-    torch.manual_seed(3)
-    sparse = make(nn.Sequential(nn.EmbeddingBag(10, 4, sparse=True), nn.Linear(4, 3)))
-    dense = make(Shared(), bucket_cap_mb=MANY_BUCKETS)
-    if hook is not None:
-        dense.register_comm_hook(None, hook)
-    generator = torch.Generator().manual_seed(dist.get_rank())
-    for _ in range(3):
-        sparse(torch.randint(0, 10, (6, 2), generator=generator)).square().mean().backward()
-        dense(torch.randn(4, 6, generator=generator)).square().mean().backward()
-    return gradients_of(sparse) + gradients_of(dense)
+def native_without(module: Any) -> nn.Module:
+    ignore = DistributedDataParallel._set_params_and_buffers_to_ignore_for_model
+    ignore(module, ["first.weight"])
+    return DistributedDataParallel(module)
 
 
-def wrong_sum(state: object, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
-    """A hook that doubles instead of communicating, and returns a list like older hooks."""
-    future: torch.futures.Future[Any] = torch.futures.Future()
-    future.set_result([bucket.buffer() * 2])
-    return future.then(lambda done: done.value()[0])
-
-
-def follow_static(model: Any, loss: Callable[[Tensor], Tensor]) -> list[Tensor]:
-    """Gradients of three backwards of a static graph."""
-    seen = []
-    for step in range(3):
-        model.zero_grad()
-        loss(torch.full((2, 6), 1.0 + step + dist.get_rank())).backward()
-        seen += gradients_of(model)
-    return seen
-
-
-def two_forwards(make: Callable[..., nn.Module]) -> list[Tensor]:
-    torch.manual_seed(5)
-    model = make(Tuple(), static_graph=True)
-    return follow_static(model, lambda x: sum(part.square().sum() for part in (*model(x), *model(x))))
-
-
-def checkpointed_outside(make: Callable[..., nn.Module]) -> list[Tensor]:
-    torch.manual_seed(6)
-    model = make(nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6)), static_graph=True)
-    return follow_static(model, lambda x: checkpoint(model, x, use_reentrant=False).square().sum())
-
-
-def follow_join(make: Callable[..., nn.Module], by_all: bool) -> list[Tensor]:
-    """Parameters after rank 1 has taken two steps more than rank 0, one of them without reduction."""
-    torch.manual_seed(4)
-    model: Any = make(Shared())
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with model.join(divide_by_initial_world_size=by_all):
-        for step in range(2 + 2 * dist.get_rank()):
-            x = torch.randn(4, 6, generator=torch.Generator().manual_seed(step))
-            if step == 2:
-                with model.no_sync():
-                    model(x).square().mean().backward()
-            model(x).square().mean().backward()
-            optimizer.step()
-            optimizer.zero_grad()
-    return [tensor.detach() for tensor in (*model.parameters(), *model.buffers())]
-
-
-class Tuple(nn.Module):
-    """Two outputs of which a loss may use one."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.a, self.b = nn.Linear(6, 6), nn.Linear(6, 6)
-
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Compute the output."""
-        return self.a(x), self.b(x)
-
-
-def rank_input(*shape: int) -> Tensor:
-    return torch.full(shape, float(dist.get_rank()))
-
-
-def ignored_gradient(kind: Any, ignored: str) -> list[Tensor]:
-    """The gradient of a shared and of another parameter, where the names ignored are of the latter or of the first."""
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(3, 3, bias=False), nn.Linear(3, 3), nn.Linear(3, 3))
-    model[1].weight = model[0].weight
-    kind._set_params_and_buffers_to_ignore_for_model(model, [ignored])
-    kind(model)(rank_input(2, 3)).square().sum().backward()
-    return gradients_of(model)
-
-
-FEATURES: dict[str, Callable[[Any], list[Tensor]]] = {
-    "plain and sparse": averaged_gradients,
-    "all-reduce hook": lambda make: averaged_gradients(make, allreduce_hook),
-    "fp16 hook": lambda make: averaged_gradients(make, fp16_compress_hook),
-    "own hook": lambda make: averaged_gradients(make, wrong_sum),
-    "two forwards of a static graph": two_forwards,
-    "a checkpoint around a static graph": checkpointed_outside,
-    "a shared parameter of which one name is ignored": lambda make: ignored_gradient(make, "0.weight"),
-    "an ignored parameter": lambda make: ignored_gradient(make, "2.weight"),
-    "join": lambda make: follow_join(make, True),
-    "join, divided by who is left": lambda make: follow_join(make, False),
+Make = Callable[[Any], nn.Module]
+FEATURES: dict[str, tuple[Make, Make]] = {
+    "sums in bfloat16": (
+        lambda module: DDP(module, reduce_dtype=torch.bfloat16),
+        lambda module: native_with_hook(module, torch.bfloat16, all_reduce_in_dtype),
+    ),
+    "an ignored parameter": (
+        lambda module: DDP(module, ignored_params=[module.first.weight]),
+        native_without,
+    ),
 }
+"""The toy, and PyTorch's class with the same result."""
 
 
 @pytest.mark.parametrize("feature", FEATURES)
-def test_every_feature_equals_native_ddp_bitwise(feature: str) -> None:
-    """Oracle: PyTorch's class used in the same way, also where one rank has more data than the other."""
-    run_ranks(2, lambda: assert_same(FEATURES[feature]))
+def test_every_reduction_equals_native_ddp_bitwise(feature: str) -> None:
+    """Oracle: PyTorch's class with a communication hook, or with its own list of ignored names."""
+
+    def compare() -> None:
+        torch.manual_seed(0)
+        module = Shared()
+        toy, native = (
+            follow(make(copy.deepcopy(module)), accumulate=False, keep_grads=False) for make in FEATURES[feature]
+        )
+        assert len(toy) == len(native) and all(map(torch.equal, toy, native))
+
+    run_ranks(2, compare)
+
+
+@pytest.mark.parametrize(
+    "seed", [*range(6), *(pytest.param(seed, marks=pytest.mark.extended) for seed in range(6, 20))]
+)
+def test_bucket_assignment_equals_pytorch(seed: int) -> None:
+    """Oracle: PyTorch's own assignment, over random sizes, two dtypes and limits."""
+    generator = torch.Generator().manual_seed(seed)
+    sizes = torch.randint(1, 300, (30,), generator=generator).tolist()
+    dtypes = [torch.float64 if size % 5 == 0 else torch.float32 for size in sizes]
+    tensors = [torch.zeros(size, dtype=dtype) for size, dtype in zip(sizes, dtypes, strict=True)]
+    limit = int(torch.randint(1, 2000, (), generator=generator))
+    expected, _ = dist._compute_bucket_assignment_by_size(tensors, [limit])
+    assert assign_buckets(tensors, limit) == sorted(expected, key=max)
+
+
+def test_bucket_views_keep_dense_layouts_and_do_not_overlap() -> None:
+    """Oracle: a number written through each view occurs once per element of its tensor."""
+    tensors = [
+        torch.zeros(2, 3, 4, 5).to(memory_format=torch.channels_last),
+        torch.zeros(4, 6)[:, ::2],
+        torch.zeros(()),
+    ]
+    buffer = torch.zeros(sum(tensor.numel() for tensor in tensors))
+    views = views_like(buffer, tensors)
+    for number, view in enumerate(views):
+        view.fill_(number + 1)
+    assert [int((buffer == n + 1).sum()) for n in range(3)] == [t.numel() for t in tensors]
+    assert views[0].stride() == tensors[0].stride() and views[1].is_contiguous()
+
+
+SMALL = 0.0001  # MiB: a bucket a layer
+MAKERS: dict[str, Callable[..., nn.Module]] = {
+    "ddp": functools.partial(DDP, bucket_cap_mb=SMALL),
+    "zero1": functools.partial(Zero1, bucket_cap_mb=SMALL),
+    "zero2": functools.partial(zero2.Zero2, bucket_cap_mb=SMALL),
+}
+
+
+def record(make: Callable[..., nn.Module], overlap: bool) -> tuple[list[str], list[Tensor]]:
+    """Order of gradients and collectives in the last of three backwards, and the gradients."""
+    torch.manual_seed(0)
+    module = nn.Sequential(*(nn.Linear(8, 8) for _ in range(4)))
+    wrapped = make(copy.deepcopy(module), overlap=overlap)
+    events: list[str] = []
+    for param in wrapped.parameters():
+        param.register_post_accumulate_grad_hook(lambda _: events.append("gradient"))
+    generator = torch.Generator().manual_seed(dist.get_rank())
+    with pytest.MonkeyPatch.context() as patch:
+        for owner, name in ((dist, "all_reduce"), (zero2, "reduce_scatter_flat")):
+            call = getattr(owner, name)
+
+            def noted(*args: Any, original: Callable[..., Any] = call, **settings: Any) -> Any:
+                events.append("collective")
+                return original(*args, **settings)
+
+            patch.setattr(owner, name, noted)
+        for _ in range(3):
+            events.clear()
+            wrapped.zero_grad()
+            wrapped(torch.randn(2, 8, generator=generator)).square().sum().backward()
+    owned = wrapped.pieces() if isinstance(wrapped, zero2.Zero2) else wrapped.parameters()
+    return events, [param.grad.clone() for param in owned if param.grad is not None]
+
+
+@pytest.mark.parametrize("toy", MAKERS)
+def test_without_overlap_collectives_follow_the_backward_with_equal_gradients(toy: str) -> None:
+    """Oracle: the order of recorded events; the gradients of the toy with overlap, in every bit."""
+
+    def compare() -> None:
+        early, gradients = record(MAKERS[toy], True)
+        late, others = record(MAKERS[toy], False)
+        last_gradient = len(early) - 1 - early[::-1].index("gradient")
+        assert "collective" in early[:last_gradient]
+        collectives = ["collective"] * (len(early) - 8)
+        assert late == sorted(early, reverse=True) == ["gradient"] * 8 + collectives
+        assert len(gradients) == len(others) > 0 and all(map(torch.equal, gradients, others))
+
+    run_ranks(2, compare)
+
+
+def test_a_deleted_ddp_leaves_a_plain_module() -> None:
+    """Oracle: the garbage collector's list of objects, and the gradient of the bare module."""
+
+    def unwrap() -> None:
+        module = nn.Linear(2, 2)
+        wrapped = DDP(module)
+        wrapped(torch.ones(1, 2)).sum().backward()
+        module.zero_grad()
+        del wrapped
+        assert not any(isinstance(thing, Reducer) for thing in gc.get_objects())
+        module(torch.ones(1, 2)).sum().backward()
+        assert torch.equal(module.bias.grad, torch.ones(2))
+
+    run_ranks(1, unwrap)
+
+
+def forget_a_parameter(model: Any) -> None:
+    for _ in range(2):
+        model.module[0](model(torch.ones(2, 6)).detach()).sum().backward()
+
+
+def share_a_checkpoint(model: Any) -> None:
+    layer = model.module[0]
+    model.module.forward = lambda x: checkpoint(layer, checkpoint(layer, x, use_reentrant=True), use_reentrant=True)
+    model(torch.ones(2, 6, requires_grad=True)).sum().backward()
+
+
+@pytest.mark.parametrize(
+    ("mistake", "message"),
+    [
+        (forget_a_parameter, "a parameter got no gradient in the last backward"),
+        (share_a_checkpoint, "a parameter got two gradients in one backward"),
+    ],
+)
+def test_graphs_without_one_gradient_a_parameter_are_refused(mistake: Callable[[Any], None], message: str) -> None:
+    """Oracle: the expected message; PyTorch's class refuses both too, unless told to allow them."""
+
+    def refusal() -> None:
+        with pytest.raises(RuntimeError, match=message):
+            mistake(DDP(nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6))))
+
+    run_ranks(2, refusal)

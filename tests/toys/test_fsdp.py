@@ -11,8 +11,7 @@ from torch.distributed.tensor import Shard
 
 from fsdptoys.parallel.fsdp import TORCH
 from scripts.ranks import run_ranks
-from tests.toys import fsdp_models
-from tests.toys.fsdp_models import NATIVE, Block, Case, Model, assert_matches_native, shard_groups, shard_tied
+from tests.toys.fsdp_models import NATIVE, Case, Model, assert_matches_native, shard_groups, shard_tied
 
 BF16 = {"param_dtype": torch.bfloat16}
 if TORCH >= (2, 15):  # PyTorch's default is float32 from then on; the toy's is the dtype of the parameters, as before
@@ -39,24 +38,9 @@ def prefetch(model: Any) -> None:
     blocks[2].set_modules_to_backward_prefetch(blocks[1::-1])
 
 
-def last(model: Any, index: int, count: int) -> None:
-    model.set_is_last_backward(index == count - 1)
-    model.set_reshard_after_backward(index == count - 1)
-    model.set_requires_gradient_sync(index == count - 1)
-
-
 def wide(param: nn.Parameter) -> Shard | None:
     """Shard along the second dim if divisible."""
     return Shard(1) if param.ndim == 2 and param.shape[1] % dist.get_world_size() == 0 else None
-
-
-def add_block(model: Any) -> None:
-    model.never_run = Block(13)
-
-
-def shard_all_blocks(library: Any, model: Any, mesh: Any) -> None:
-    library.fully_shard(model.never_run, mesh=mesh)
-    fsdp_models.shard_blocks(library, model, mesh)
 
 
 def divide_by_8(model: Any) -> None:
@@ -65,29 +49,17 @@ def divide_by_8(model: Any) -> None:
         unit.set_force_sum_reduction_for_comms(True)
 
 
-def skip_block(model: Any) -> None:
-    if dist.get_rank():
-        model.blocks[1].forward = lambda hidden_BTD: 1.0 * hidden_BTD
-
-
 WIDE_SUMS = {"mp_policy": {**BF16, "reduce_dtype": torch.float32}}
 CASES: dict[str, Case] = {
     "by default": Case(clips=True),
     "without resharding": Case(options={"reshard_after_forward": False}),
-    "root resharded": Case(configure=lambda model: model.set_reshard_after_forward(True)),
     "bf16": Case(options={"mp_policy": BF16}),
     "bf16 reduced in float32": Case(options=WIDE_SUMS),
     "reduced in float64": Case(options={"mp_policy": {"reduce_dtype": torch.float64}}),
     "reduced in float16": Case(options={"mp_policy": {"reduce_dtype": torch.float16}}),
-    "outputs cast": Case(shard=shard_groups, options={"mp_policy": {**BF16, "output_dtype": torch.float32}}),
     "accumulation": ACCUMULATE,
     "accumulation in float32": Case(options=WIDE_SUMS, before=ACCUMULATE.before),
-    "accumulation without freeing": Case(before=last, micro_batches=3),
     "norm and head together": Case(shard=shard_groups),
-    "head by chunks": Case(shard=shard_groups, model={"chunks": 3}),
-    "head by chunks, freed": Case(
-        shard=shard_groups, model={"chunks": 3}, configure=lambda model: model.norm.set_reshard_after_forward(True)
-    ),
     "tied weights": Case(shard=shard_tied, model={"tied": True}),
     "frozen parameters": Case(prepare=freeze),
     "second dim": Case(options={"shard_placement_fn": wide}, model={"dim": 16}),
@@ -101,33 +73,16 @@ CASES: dict[str, Case] = {
     "look-up not gathered": Case(
         shard=shard_groups, configure=lambda model: model.embed.set_unshard_in_backward(False)
     ),
-    "more reductions on their way": Case(configure=lambda model: model.set_reduce_scatter_max_input_buffers(3)),
     "more ranks than rows": Case(model={"dim": 1}),
-    "CPU offload on a CPU": Case(options={"offload_policy": {"pin_memory": False}}),
     "own divisor": Case(configure=divide_by_8),
-    "unused parameters reduced, a unit that one rank uses": Case(
-        prepare=skip_block, configure=lambda model: model.set_reduce_scatter_unused_params(True), clips=True
-    ),
-    "unused parameters reduced, a unit that never runs": Case(  # whose weights would decay if their gradients were zero
-        prepare=add_block,
-        shard=shard_all_blocks,
-        configure=lambda model: model.set_reduce_scatter_unused_params(True),
-        clips=True,
-    ),
 }
 """Name → training case, which PyTorch's implementation supports too."""
-
-if not hasattr(NATIVE.FSDPModule, "set_reduce_scatter_unused_params"):  # torch 2.11
-    for name in ("head by chunks", "head by chunks, freed", "more reductions on their way"):
-        del CASES[name]
-    CASES = {name: case for name, case in CASES.items() if not name.startswith("unused parameters reduced")}
 
 if not hasattr(NATIVE.FSDPModule, "set_force_sum_reduction_for_comms"):
     del CASES["own divisor"]
 
 CASES_OF_FOUR = {
     "by default": Case(clips=True),
-    "reshard to two ranks": Case(options={"reshard_after_forward": 2}),
     "HSDP": Case(axes=(2, 2), clips=True),
     "HSDP, bf16 reduced in float32": Case(axes=(2, 2), options=WIDE_SUMS),
     "HSDP, replicas last": Case(
@@ -154,16 +109,3 @@ ROWS += [(1, case) for case in ("by default", "accumulation in float32", "norm a
 def test_training_matches_pytorch_bitwise(ranks: int, name: str) -> None:
     """Oracle: PyTorch's ``fully_shard`` with the same arguments; losses, norms and parameters after some steps."""
     run_ranks(ranks, assert_matches_native, (CASES_OF_FOUR if ranks == 4 else CASES)[name])
-
-
-@pytest.mark.extended
-@needs_averages
-def test_other_dims_are_resharded_to_fewer_ranks() -> None:
-    """Oracle: the toy without that option, which PyTorch's lacks."""
-
-    def losses(reshard: bool | int) -> list[float]:
-        options = {"shard_placement_fn": wide, "reshard_after_forward": reshard}
-        return fsdp_models.train(fsdp_models.TOY, Case(options=options, model={"dim": 16}))[0]
-
-    for whole, to_two in run_ranks(4, lambda: (losses(True), losses(2))):
-        assert whole == to_two

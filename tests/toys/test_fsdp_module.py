@@ -1,20 +1,31 @@
 """The toy FSDP behaves as PyTorch documents its own, and the layout of its flat shards."""
 
-import copy
+import tempfile
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from torch import nn
-from torch.distributed._composable import replicate
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard
 
-from fsdptoys.toys.fsdp.internals import local_tensor
 from fsdptoys.toys.fsdp.layout import lay_out
 from scripts.ranks import run_ranks
-from tests.toys.fsdp_models import NATIVE, TOY, Case, Model, backward, batches, build, mesh_of, shard_groups, whole
+from tests.toys.fsdp_models import (
+    NATIVE,
+    TOY,
+    Case,
+    Model,
+    backward,
+    batches,
+    build,
+    mesh_of,
+    shard_blocks,
+    shard_groups,
+    whole,
+)
 
 
 def exposes_sharded_parameters_outside_the_forward() -> None:
@@ -43,25 +54,6 @@ def keeps_one_storage_for_full_parameters() -> None:
         block.reshard()
         assert storage.size() == 0
     assert seen[0] is seen[1]
-
-
-def unshards_asynchronously() -> None:
-    model = build(TOY, Case())
-    handle = model.blocks[0].unshard(async_op=True)
-    assert isinstance(model.blocks[0].up.weight, DTensor)
-    handle.wait()
-    assert not isinstance(model.blocks[0].up.weight, DTensor)
-    model.blocks[0].reshard()
-    torch.manual_seed(0)
-    assert torch.equal(whole(model)["blocks.0.up.weight"], Model().blocks[0].up.weight)
-
-
-def supports_unshard_of_full_parameters() -> None:
-    model = build(TOY, Case(options={"reshard_after_forward": False}))
-    for tokens_BT in batches(2):
-        model(tokens_BT)
-        model.blocks[0].unshard(async_op=True).wait()
-        assert not isinstance(model.blocks[0].up.weight, DTensor)
 
 
 def trace(library: Any, case: Case, steps: int) -> list[str]:
@@ -113,54 +105,12 @@ def reshards_after_a_wrong_prefetch() -> None:
     assert not isinstance(removed.up.weight, DTensor)
 
 
-def recovers_after_an_exception() -> None:
-    def fails(*_: Any) -> None:
-        raise KeyError("meant")
-
-    outcomes = []
-    for broken in (False, True):
-        model, (tokens_BT,) = build(TOY, Case()), batches(1)
-        backward(model, tokens_BT)
-        model.zero_grad()
-        if broken:
-            for hooked in (model.blocks[1].register_forward_hook, model.blocks[1].norm.register_full_backward_hook):
-                handle = hooked(fails)
-                with pytest.raises(KeyError):
-                    backward(model, tokens_BT)
-                handle.remove()
-                model.reset_iter_state()
-                model.zero_grad()
-        backward(model, tokens_BT)
-        outcomes.append([param.grad.full_tensor() for param in model.parameters()])
-    assert all(torch.equal(old, new) for old, new in zip(*outcomes, strict=True))
-    with pytest.raises(RuntimeError, match="root"):
-        model.blocks[0].reset_iter_state()
-
-
 def calls_hooks_of_accumulated_gradients() -> None:
     model, called = build(TOY, Case()), []
     for name, param in model.named_parameters():
         param.register_post_accumulate_grad_hook(lambda param, name=name: called.append((name, param.grad is not None)))
     backward(model, batches(1)[0])
     assert sorted(called) == sorted((name, True) for name, _ in model.named_parameters())
-
-
-def calls_the_hook_with_reduced_gradients() -> None:
-    model, seen = build(TOY, Case()), []
-    model.blocks[0].set_all_reduce_hook(lambda flat: seen.append(flat.clone()))
-    backward(model, batches(1)[0])
-    grads = [local_tensor(param.grad).flatten() for param in model.blocks[0].parameters()]
-    assert len(seen) == 1 and seen[0].sum() == pytest.approx(2 * sum(grad.sum().item() for grad in grads), rel=1e-5)
-
-
-def runs_other_methods_as_a_forward() -> None:
-    results = []
-    for library in (TOY, NATIVE):
-        model = build(library, Case())
-        library.register_fsdp_forward_method(model, "hidden")
-        results.append(model.hidden(batches(1)[0]))
-        library.register_fsdp_forward_method(model.norm, "forward")  # not sharded: nothing happens
-    assert torch.equal(*results)
 
 
 def trains_after_inference_mode() -> None:
@@ -175,62 +125,77 @@ def runs_a_submodule_alone() -> None:
     hidden = model.blocks[0](torch.ones(2, 13))
     hidden.sum().backward()
     assert all(param.grad is not None for param in model.blocks[0].parameters())
-    with pytest.raises(RuntimeError, match="already been lazily initialized"):
-        model(batches(1)[0])
+    assert backward(model, batches(1)[0]) == backward(build(TOY, Case()), batches(1)[0])
 
 
-def slices_into_plain_modules() -> None:
-    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4))
-    TOY.fully_shard(model, mesh=mesh_of())
-    assert type(model).__name__ == "FSDPSequential" and type(model[:2]) is nn.Sequential and len(model[:2]) == 2
-    with pytest.raises(AssertionError, match="deepcopy"):
-        copy.deepcopy(model)
+BOTH_WAYS = [(TOY, NATIVE), (NATIVE, TOY)]
 
 
-def coexists_with_replicated_modules() -> None:
-    # ``replicate`` leaves sharded parts alone, and ``fully_shard`` replicated ones, in either order.
-    for first in ("shard", "replicate"):
-        torch.manual_seed(0)
-        model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
-        expected = copy.deepcopy(model)
-        if first == "shard":
-            TOY.fully_shard(model[0], mesh=mesh_of())
-            replicate(model)
-        else:
-            replicate(model[1])
-            TOY.fully_shard(model, mesh=mesh_of())
-        for each in (model, expected):
-            each(torch.full((2, 4), 1.0 + dist.get_rank())).square().sum().backward()
-        for param in expected.parameters():
-            dist.all_reduce(param.grad)
-        assert isinstance(model[0].weight, DTensor) and not isinstance(model[1].weight, DTensor)
-        assert torch.equal(model[0].weight.grad.full_tensor() * dist.get_world_size(), expected[0].weight.grad)
-        assert torch.equal(model[1].weight.grad * dist.get_world_size(), expected[1].weight.grad)
+def exchanges_state_dicts_with_pytorch() -> None:
+    for source, target in BOTH_WAYS:
+        for assign in (False, True):
+            trained, fresh = build(source, Case()), build(target, Case())
+            backward(trained, batches(1)[0])
+            with torch.no_grad():
+                for param in trained.parameters():
+                    param.mul_(2)
+            state = trained.state_dict()
+            for value, other in zip(state.values(), fresh.state_dict().values(), strict=True):
+                assert value.placements == other.placements and value.stride() == other.stride()
+                assert value.shape == other.shape and value.to_local().shape == other.to_local().shape
+            fresh.load_state_dict(state, assign=assign)
+            assert torch.equal(backward(trained, batches(1)[0]), backward(fresh, batches(1)[0]))
+            if target is TOY:  # parameters are views of one flat shard again
+                parts = [param.to_local() for param in fresh.blocks[0].parameters()]
+                assert len({part.untyped_storage().data_ptr() for part in parts}) == 1
 
 
-def ignores_the_given_parameters() -> None:
-    model = Model()
-    kept = set(model.blocks[0].norm.parameters())
-    TOY.fully_shard(model, mesh=mesh_of(), ignored_params=kept)
-    backward(model, batches(1)[0])
-    assert {param for param in model.parameters() if not isinstance(param, DTensor)} == kept
-    assert all(param.grad is not None for param in kept)
+def exchanges_checkpoints_with_pytorch() -> None:
+    for source, target in BOTH_WAYS:
+        folder = [tempfile.mkdtemp()]
+        dist.broadcast_object_list(folder)
+        trained, fresh = build(source, Case()), build(target, Case())
+        with torch.no_grad():
+            for param in trained.parameters():
+                param.add_(1)
+        dcp.save({"model": trained.state_dict()}, checkpoint_id=folder[0])
+        state = {"model": fresh.state_dict()}
+        dcp.load(state, checkpoint_id=folder[0])
+        fresh.load_state_dict(state["model"])
+        assert all(map(torch.equal, whole(trained).values(), whole(fresh).values()))
 
 
-def reduces_for_several_roots_in_one_queue() -> None:
-    torch.manual_seed(0)
-    parts, plain = ([nn.Sequential(nn.Linear(4, 4)) for _ in range(3)] for _ in range(2))
-    for part, other in zip(parts, plain, strict=True):
-        other.load_state_dict(part.state_dict())
-        TOY.fully_shard(part[0], mesh=mesh_of())
-        TOY.fully_shard(part, mesh=mesh_of())
-    TOY.share_comm_ctx(parts)
-    assert len({TOY.fully_shard.state(part).iteration.reductions for part in parts}) == 1
-    for model in (nn.Sequential(*parts), nn.Sequential(*plain)):
-        model(torch.ones(2, 4)).sum().backward()
-    for part, other in zip(parts, plain, strict=True):
-        assert torch.equal(part[0].weight.grad.full_tensor(), other[0].weight.grad)
-        assert TOY.fully_shard.state(part[0]) is part[0]._get_fsdp_state() and TOY.fully_shard.state(other) is None
+def initializes_from_the_meta_device() -> None:
+    for shard in (shard_blocks, shard_groups):
+        with torch.device("meta"):
+            model: Any = Model()
+        shard(TOY, model, mesh_of())
+        model.to_empty(device="cpu")
+        expected = build(TOY, Case(shard=shard))
+        with torch.no_grad():
+            for param, values in zip(model.parameters(), expected.parameters(), strict=True):
+                param.copy_(values)
+        assert backward(model, batches(1)[0]) == backward(expected, batches(1)[0])
+
+
+def changes_its_dtype_between_steps() -> None:
+    # PyTorch's can before its first step.
+    (tokens_BT,) = batches(1)
+    doubled = Case(configure=lambda model: model.double())
+    expected = [backward(build(library, doubled), tokens_BT) for library in (TOY, NATIVE)]
+    model = build(TOY, Case())
+    backward(model, tokens_BT)
+    model.double()
+    assert {param.dtype for param in model.parameters()} == {torch.float64}
+    assert expected == [backward(model, tokens_BT)] * 2
+
+
+def refuses_units_that_one_flat_shard_cannot_hold() -> None:
+    mixed = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2).double())
+    with pytest.raises(NotImplementedError, match=r"cannot mix torch\.float32 on cpu and torch\.float64"):
+        TOY.fully_shard(mixed, mesh=mesh_of())
+    with pytest.raises(ValueError, match=r"dim 1 of a parameter of shape \(2, 3\) cannot be sharded"):
+        TOY.fully_shard(nn.Linear(3, 2, bias=False), mesh=mesh_of(), shard_placement_fn=lambda _: Shard(1))
 
 
 @pytest.mark.parametrize(
@@ -238,25 +203,21 @@ def reduces_for_several_roots_in_one_queue() -> None:
     [
         exposes_sharded_parameters_outside_the_forward,
         keeps_one_storage_for_full_parameters,
-        unshards_asynchronously,
-        supports_unshard_of_full_parameters,
-        reduces_for_several_roots_in_one_queue,
         gathers_the_next_unit_before_this_one_computes,
         gathers_as_often_as_pytorch,
         reshards_after_a_wrong_prefetch,
-        recovers_after_an_exception,
         calls_hooks_of_accumulated_gradients,
-        calls_the_hook_with_reduced_gradients,
-        runs_other_methods_as_a_forward,
         trains_after_inference_mode,
         runs_a_submodule_alone,
-        slices_into_plain_modules,
-        coexists_with_replicated_modules,
-        ignores_the_given_parameters,
+        exchanges_state_dicts_with_pytorch,
+        exchanges_checkpoints_with_pytorch,
+        initializes_from_the_meta_device,
+        changes_its_dtype_between_steps,
+        refuses_units_that_one_flat_shard_cannot_hold,
     ],
 )
 def test_fully_shard_behaves_as_pytorch_documents(claim: Callable[[], None]) -> None:
-    """Oracle: the documentation of ``torch.distributed.fsdp.fully_shard``, and its values."""
+    """Oracle: PyTorch's ``fully_shard``, its documentation, and its tensors."""
     run_ranks(2, claim)
 
 

@@ -13,7 +13,7 @@ from torch.profiler import ProfilerActivity, profile, record_function
 
 from fsdptoys.parallel.fsdp import TORCH
 from fsdptoys.toys import fsdp
-from fsdptoys.toys.ddp import DistributedDataParallel
+from fsdptoys.toys.ddp import DDP
 from scripts import toys_memory
 from scripts.ranks import run_ranks
 from scripts.toys_memory import FLOAT_BYTES, MIB, Held, expected, state_tensors, storage_bytes
@@ -31,7 +31,7 @@ def held_bytes(kind: str) -> Held:
     plain = build(fsdp, Case()) if kind == "fsdp" else Model()
     model, params, attach = make(kind, plain, gradient_as_bucket_view=True)
     if kind == "ddp":
-        model = DistributedDataParallel(plain, bucket_cap_mb=SMALL_BUCKETS, gradient_as_bucket_view=True)
+        model = DDP(plain, bucket_cap_mb=SMALL_BUCKETS, gradient_as_bucket_view=True)
     optimizer = torch.optim.AdamW(params, lr=0.01)
     attach(optimizer)
     for step in range(2):

@@ -17,7 +17,7 @@ import fsdptoys
 from fsdptoys.config.compose import compose_config
 from fsdptoys.profiler.collectives import Call, CollectiveTrace
 from fsdptoys.toys.buckets import assign_buckets
-from fsdptoys.toys.fsdp.gradients import GradientUnit
+from fsdptoys.toys.fsdp.unit import FullUnit
 from fsdptoys.train.run import Run
 from fsdptoys.train.trainer import Trainer
 from scripts.ranks import run_ranks
@@ -206,7 +206,7 @@ def test_answers_have_the_computed_numbers() -> None:
     rest = count - len(model.layers) * block
     vector = [torch.Size([count])]  # divisible by the ranks: no padding
     kept = [sum(expected(kind, vector, RANKS, 0, 25 * MIB)) for kind in ("ddp", "zero1", "zero2", "fsdp")]
-    buckets = assign_buckets(params[::-1], [25 * MIB])
+    buckets = assign_buckets(params[::-1], 25 * MIB)
     sent = 4 * count * (RANKS - 1) // RANKS
     rows = [len(chunk) for chunk in params[0].chunk(RANKS)]
     padding = (RANKS * rows[0] - sum(rows)) * params[0].shape[1] * 4
@@ -269,7 +269,7 @@ def test_scripts_print_what_their_pages_show(script: str, capsys: pytest.Capture
 def take_steps(parallel: str, with_bug: bool) -> tuple[list[tuple[float, float]], list[Call]]:
     """Losses and gradient norms of two steps on this rank, and the collectives of the second."""
     if with_bug:
-        GradientUnit.take_gradients = load_file(PAGES / "stories/with_bug.py").take_matrices
+        FullUnit.take_gradients = load_file(PAGES / "stories/with_bug.py").take_matrices
     words = ["experiment=null", "model=llama_debug", f"parallel={parallel}", "train.steps=2", "metrics.console=none"]
     config = compose_config(words)
     config.validate(2, "cpu")

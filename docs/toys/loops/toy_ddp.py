@@ -2,13 +2,13 @@
 
 from torch import nn
 
-from fsdptoys.toys.ddp import DistributedDataParallel
+from fsdptoys.toys.ddp import DDP
 from fsdptoys.toys.optim import AdamW
 
 
 def train(model, batches):
     """Take a step for each batch of this rank; return its losses and the parameters."""
-    ddp = DistributedDataParallel(model)
+    ddp = DDP(model)
     optimizer = AdamW(ddp.parameters(), lr=1e-2)
     losses = []
     for inputs, targets in batches:

@@ -13,13 +13,13 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
 from torch import Tensor
 
 from fsdptoys.cli.main import main
-from fsdptoys.toys.fsdp.gradients import GradientUnit
 from fsdptoys.toys.fsdp.layout import lay_out
+from fsdptoys.toys.fsdp.unit import FullUnit
 
-take_all = GradientUnit.take_gradients
+take_all = FullUnit.take_gradients
 
 
-def take_matrices(unit: GradientUnit) -> dict[int, Tensor]:
+def take_matrices(unit: FullUnit) -> dict[int, Tensor]:
     """Return the gradients to reduce; store this rank's part of a vector's as it is."""
     grads = take_all(unit)
     for index in [index for index, grad in grads.items() if grad.ndim == 1]:
@@ -31,5 +31,5 @@ def take_matrices(unit: GradientUnit) -> dict[int, Tensor]:
 
 
 if __name__ == "__main__":
-    GradientUnit.take_gradients = take_matrices  # type: ignore[method-assign]
+    FullUnit.take_gradients = take_matrices  # type: ignore[method-assign]
     sys.exit(main())

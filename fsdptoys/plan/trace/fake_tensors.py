@@ -25,8 +25,6 @@ from torch.distributed.fsdp._fully_shard import _fsdp_param
 from torch.nn.parallel import distributed as ddp
 
 import fsdptoys.parallel.mesh
-from fsdptoys.toys.ddp import module as toy_ddp
-from fsdptoys.toys.ddp.core import Reducer
 
 from .fake_device import MODULE, Stream, replaced
 
@@ -152,8 +150,6 @@ def fake_tensors(device_type: str) -> Iterator[None]:
         (torch.accelerator, "current_stream", MODULE.current_stream),
         # The other ranks do not exist.
         (ddp, "_verify_param_shape_across_processes", lambda *args, **kwargs: None),
-        (toy_ddp, "check_same_model", lambda *args, **kwargs: None),
-        (Reducer, "rebuild", _rebuild),
         (dist.Reducer, "_rebuild_buckets", lambda reducer: False),
         (ddp.DistributedDataParallel, "_ddp_init_helper", _with_buckets(ddp.DistributedDataParallel._ddp_init_helper)),
         # Meshes read their rank numbers.
@@ -217,12 +213,6 @@ def _with_buckets(init: Callable[..., Any]) -> Callable[..., Any]:
             return init(wrapped, *args, **kwargs)
 
     return call
-
-
-def _rebuild(reducer: Reducer, numbers: list[int]) -> None:
-    """Make the toy's buckets in this rank's order, which has no values once it is a tensor."""
-    reducer.has_rebuilt = True
-    reducer.set_buckets(reducer.make_buckets(numbers, reducer.limits))
 
 
 class _Generator(torch._C.Generator):

@@ -1,4 +1,4 @@
-"""Fully sharded data parallelism from scratch: ``fully_shard`` with the names and meaning of PyTorch's FSDP2.
+"""FSDP from scratch: ``fully_shard`` with the names and meaning of PyTorch's FSDP2.
 
 Every rank trains on its own data, as in DDP, but keeps only 1/W of parameters, gradients and optimizer states. A module
 passed to ``fully_shard`` becomes a unit: its parameters are gathered from all ranks before its forward and freed after
@@ -15,53 +15,20 @@ docs/toys/fsdp.md counts the bytes that a rank sends and holds.
 
 The core, to be read in this order, is below 500 lines and imports no other file of the package:
 
-    layout           position of each parameter in a flat tensor
-    core             units, hooks and ``fully_shard``
+    layout    position of each parameter in a flat tensor
+    core      units, hooks and ``fully_shard``
 
 Extensions subclass it:
 
-    policies         dtypes of mixed precision; offload policies
-    gradients        accumulation, replicas (HSDP), averaging and divide factors
-    tensor_parallel  parameters that tensor parallelism has sharded
-    unit             the unit with all of these; ``to``, ``to_empty`` and loading with ``assign=True``; resharding to
-                     fewer ranks after the forward
-    hooks            forward prefetching, recomputation, several modules a unit
-    module           methods of a sharded module
-    wrap             ``fully_shard`` with all arguments and checks
-    initialize       values for a model on the meta device
-    internals        PyTorch's private functions
+    unit      mixed precision, accumulation, replicas (HSDP), sums; ``to``, ``to_empty``
+    hooks     forward prefetching, recomputation, several modules a unit
+    wrap      ``fully_shard`` with PyTorch's arguments, and the methods of a sharded module
 
-Left out:
-
-    ==============================================  =========================================================
-    ``offload_policy=CPUOffloadPolicy``             refused, except for CPU ranks without pinning: shards stay
-                                                    on the device of the mesh
-    ``dp_mesh_dims``, ``ShardPlacementResult``      refused: a unit has one mesh, DTensors over others
-    ``reshard_after_forward`` as a number, of       refused, by PyTorch too
-    DTensors
-    several dtypes or devices in one unit           refused: there is one flat shard
-    ``fsdp_pre_all_gather`` of a parameter          refused: the flat shard is sent as it is
-    ``set_custom_all_gather``, ``…reduce_scatter``  refused: the collectives are those of ``core``
-    ``set_separate_reduce_scatter_group``           refused
-    ``set_allocate_memory_from_process_group_…``    refused
-    ``set_symm_mem_for_comm``                       refused
-    ``set_all_reduce_hook(stream=…)``,              refused: there are no streams, and gathering is asynchronous
-    ``_set_unshard_async_op(False)``                always
-    ``FSDPState``, ``FSDPParamGroup`` and their     absent: the state of a module is a ``FullHooks`` with other
-    attributes                                      attributes; PyTorch's pipelines, for one, know only theirs
-    ``torch.compile`` around it, ``torch.func``     not covered; compiled modules inside it are
-    ==============================================  =========================================================
-
-Different from PyTorch's: a divide factor is always applied after a sum, and units under reentrant checkpointing are not
-prefetched.
+Left out: CPU offload, DTensors as parameters (tensor parallelism), several dtypes in one unit,
+ignored parameters, resharding to fewer ranks, custom collectives, ``torch.compile`` around it
+(compiled modules inside it work), PyTorch's pipelines.
 """
 
-from .initialize import initialize as initialize
-from .module import FSDPModule as FSDPModule
-from .module import UnshardHandle as UnshardHandle
-from .module import register_fsdp_forward_method as register_fsdp_forward_method
-from .module import share_comm_ctx as share_comm_ctx
-from .policies import CPUOffloadPolicy as CPUOffloadPolicy
-from .policies import MixedPrecisionPolicy as MixedPrecisionPolicy
-from .policies import OffloadPolicy as OffloadPolicy
+from .unit import MixedPrecisionPolicy as MixedPrecisionPolicy
+from .wrap import FSDPModule as FSDPModule
 from .wrap import fully_shard as fully_shard

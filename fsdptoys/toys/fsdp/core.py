@@ -25,8 +25,7 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DeviceMesh, DTensor, Replicate, Shard
 
 from ..autograd import queue_callback
 from ..tensor_tree import map_tensors, tensors_in
@@ -74,7 +73,7 @@ class FSDPUnit:
         self.mesh, self.dims, self.reshards_after_forward = mesh, dims, reshards_after_forward
         self.group = mesh.get_group(mesh.ndim - 1)
         self.ranks, self.rank = self.group.size(), self.group.rank()
-        wholes = [self.local_value(param).detach() for param in homes]
+        wholes = [param.detach() for param in homes]
         self.shapes = [tuple(whole.shape) for whole in wholes]
         self.pieces, self.numel = lay_out(self.shapes, dims, self.ranks)
         self.shard_S = wholes[0].new_zeros(self.numel) if wholes else torch.empty(0)
@@ -90,16 +89,13 @@ class FSDPUnit:
         self.gathering: tuple[Tensor, list[Piece], dist.Work | None, Tensor] | None = None
         """All-gather in flight: ``flat_RS``, its layout, work, and the tensor that it sends."""
 
-    def local_value(self, param: nn.Parameter) -> Tensor:
-        """Return the tensor to shard."""
-        return param
-
     def show_shard(self, index: int, local: Tensor) -> Tensor:
         """Return a chunk of a parameter, or of its gradient, as the optimizer sees it."""
         whole = torch.empty(self.shapes[index], device="meta")
+        placements = [*[Replicate()] * (self.mesh.ndim - 1), Shard(self.dims[index])]
         with torch.no_grad():  # keeps the conversion out of autograd's graph
             return DTensor.from_local(
-                local, self.mesh, [Shard(self.dims[index])], run_check=False, shape=whole.shape, stride=whole.stride()
+                local, self.mesh, placements, run_check=False, shape=whole.shape, stride=whole.stride()
             )
 
     @torch.no_grad()
@@ -212,24 +208,21 @@ class Reductions:
 
     def advance(self, *begun: Iterator[None]) -> None:
         """Resume all up to their next wait, then start the new ones."""
-        self.in_flight = [each for each in (*self.in_flight, *begun) if next(each, "complete") is None]
+        self.in_flight = [step for step in (*self.in_flight, *begun) if next(step, "complete") is None]
 
     def finish(self) -> None:
         """Complete all."""
         while self.in_flight:
-            Reductions.advance(self)
+            self.advance()
 
 
 class Iteration:
     """State of a step that the units under one root share."""
 
     def __init__(self) -> None:
-        self.hooks: list[UnitHooks] = []
-        """Of all units, the root first; empty until the first forward."""
-        self.finished: list[UnitHooks] = []
-        """Units in the order in which their forwards ended, with repetitions."""
-        self.awaits_end = False
-        """Whether autograd will call ``end_backward``."""
+        self.hooks: list[UnitHooks] = []  # all units, the root first; empty until the first forward
+        self.finished: list[UnitHooks] = []  # in the order of the forwards' ends, with repetitions
+        self.awaits_end = False  # whether autograd will call ``end_backward``
         self.reductions = Reductions()
 
     def end_backward(self) -> None:
@@ -281,8 +274,7 @@ class UnitHooks:
         if not (inputs and self.unit.params and torch.is_grad_enabled()):
             return args, kwargs
         passed = iter(_AfterBackward.apply(self.post_backward, *inputs))
-        args, kwargs = map_tensors((args, kwargs), lambda tensor: next(passed) if tensor.requires_grad else tensor)
-        return args, kwargs
+        return map_tensors((args, kwargs), lambda tensor: next(passed) if tensor.requires_grad else tensor)
 
     def post_forward(self, module: nn.Module, args: Any, output: Any) -> Any:
         """Reshard; have the first gradient of the output call ``pre_backward``."""
@@ -352,19 +344,26 @@ def hooks_of(module: nn.Module) -> UnitHooks | None:
     return module.__dict__.get("_fsdp_hooks")
 
 
+def take_parameters(modules: Sequence[nn.Module]) -> dict[nn.Parameter, Homes]:
+    """Return the homes of each parameter that becomes part of the modules' unit."""
+    homes: dict[nn.Parameter, Homes] = {}
+    for owner in dict.fromkeys(inner for module in modules for inner in module.modules()):
+        for name, param in owner.named_parameters(recurse=False, remove_duplicate=False):
+            plain = not isinstance(param, DTensor)
+            taken = plain and param.__dict__.setdefault("_unit", modules[0]) is not modules[0]
+            if taken or hooks_of(modules[0]):
+                raise ValueError(f"the parameter {name!r} is in a unit already; make one unit of all that have it")
+            if plain:
+                homes.setdefault(param, []).append((owner, name))
+    return homes
+
+
 def fully_shard(module: nn.Module, mesh: DeviceMesh, reshard_after_forward: bool = True) -> nn.Module:
     """Make a unit of a module's parameters, except those of units within it.
 
     Call it bottom-up. The root, whose backward comes next, needs ``reshard_after_forward=False``.
     """
-    homes: dict[nn.Parameter, Homes] = {}
-    for owner in module.modules():
-        for name, param in owner.named_parameters(recurse=False, remove_duplicate=False):
-            plain = not isinstance(param, DTensor)
-            if hooks_of(module) or (plain and param.__dict__.setdefault("_unit", module) is not module):
-                raise ValueError(f"the parameter {name!r} is in a unit already; make one unit of all that have it")
-            if plain:
-                homes.setdefault(param, []).append((owner, name))
+    homes = take_parameters([module])
     hooks = UnitHooks([module], FSDPUnit(homes, [0] * len(homes), mesh, reshard_after_forward))
     module.__dict__["_fsdp_hooks"] = hooks
     return module

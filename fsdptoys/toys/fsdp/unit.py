@@ -1,169 +1,203 @@
-"""The unit with all extensions, and two of its own: replaced parameters, and resharding to fewer ranks.
+"""Ways to reduce and to compute: mixed precision, accumulation, replicas (HSDP), sums.
 
-- ``to_empty``, ``to``, ``load_state_dict(assign=True)`` and changes of ``requires_grad`` replace sharded parameters.
-- A smaller mesh between forward and backward: a smaller all-gather in the backward, for more memory in between.
+backward    | unit 3 |  unit 2       |  unit 1             |  end
+unit 3               reduce-scatter ─▶ all-reduce (HSDP) ──▶ .grad
+unit 2                                reduce-scatter ──────▶ all-reduce ▶ .grad
 """
 
-import itertools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import Replicate, Shard
 
-from .core import Homes
-from .gradients import GradientUnit
-from .internals import as_dtensor, local_tensor, own_tensor, set_local_tensor
-from .layout import Piece, lay_out
-from .tensor_parallel import Outer, TensorParallelUnit
-
-_origins = itertools.count()
+from .core import REDUCE_SCATTER, FSDPUnit, Homes
+from .layout import Piece
 
 
-class FullUnit(TensorParallelUnit, GradientUnit):
-    """Parameters gathered together.
+@dataclass(frozen=True)
+class MixedPrecisionPolicy:
+    """Dtypes of a unit; the names are PyTorch's."""
+
+    param_dtype: torch.dtype | None = None
+    """Of whole parameters, and so of forward and backward; None for the dtype of the shards."""
+    reduce_dtype: torch.dtype | None = None
+    """Of reductions, and of gradients accumulated without one; None for that of the gradients."""
+    cast_forward_inputs: bool = True
+    """Cast inputs to ``param_dtype``."""
+
+
+def averaging(
+    ranks: int, dtype: torch.dtype, device: torch.device, factor: float | None, only_sums: bool
+) -> tuple[Any, float, float]:
+    """Choose how a reduction becomes a mean: by the collective, or by divisions around a sum.
+
+    Args:
+        ranks: number of ranks to combine.
+        dtype: of the reduction.
+        device: on a CPU we divide, since the mean of older versions of gloo is a sum.
+        factor: divides instead of ``ranks``.
+        only_sums: never leave the division to the collective.
+
+    Returns:
+        ``ReduceOp``, divisor of the input, divisor of the output.
+    """
+    wide = dtype in (torch.float32, torch.bfloat16)
+    if wide and device.type != "cpu" and factor is None and not only_sums and ranks > 1:
+        return dist.ReduceOp.AVG, 1.0, 1.0
+    factor = float(ranks) if factor is None else factor
+    before = 1.0
+    if not wide:
+        # float16 overflows at 65504: keep the sum as far from it as its parts are from underflow.
+        while factor % before == 0 and factor / before > before:
+            before *= 2
+    return dist.ReduceOp.SUM, before, factor / before
+
+
+class FullUnit(FSDPUnit):
+    """A unit with a policy and options for its reduction.
 
     Args:
         homes, dims, reshards_after_forward: as for ``FSDPUnit``.
         mesh: of one axis, or of two: replicate, shard.
-        outers: the other mesh of each parameter, or None.
-        smaller_mesh: its last axis has the ranks to reshard to after the forward; None to reshard fully.
-        mp_policy: dtypes.
+        policy: dtypes.
     """
 
-    _smaller_S: Tensor | None = None
-    """The shard over fewer ranks, between forward and backward."""
+    reduces = True
+    all_reduces = True
+    """HSDP only: all-reduce over the replicas after the reduce-scatter."""
+    divide_by: float | None = None
+    """Instead of the number of ranks."""
+    only_sums = False
+    _partial: Tensor | None = None
+    """Sum over the shards' ranks of earlier micro-batches, not yet all-reduced."""
 
     def __init__(
         self,
         homes: dict[nn.Parameter, Homes],
         dims: Sequence[int],
         mesh: DeviceMesh,
-        outers: Sequence[Outer | None],
-        smaller_mesh: DeviceMesh | None,
         reshards_after_forward: bool,
-        mp_policy: Any,
+        policy: MixedPrecisionPolicy,
     ) -> None:
-        check_alike([own_tensor(param) for param in homes])
-        self.outers, self.smaller_mesh, self.mp_policy, self._accumulated = outers, smaller_mesh, mp_policy, {}
-        self.origins = [param.__dict__.setdefault("_fsdp_origin", next(_origins)) for param in homes]
-        """Numbers of the original parameters, the same in all units that share one."""
-        super().__init__(homes, dims, mesh, reshards_after_forward and smaller_mesh is None)
+        kinds = sorted({_kind(param) for param in homes})
+        if len(kinds) > 1:
+            raise NotImplementedError(
+                f"a unit has one flat tensor and cannot mix {' and '.join(kinds)}; give the modules "
+                "with each their own fully_shard"
+            )
+        self.policy = policy
+        self._accumulated: dict[int, Tensor] = {}
+        """Whole gradients of earlier micro-batches in ``reduce_dtype``."""
+        super().__init__(homes, dims, mesh, reshards_after_forward)
 
-    # Replaced parameters.
+    @property
+    def replicas(self) -> dist.ProcessGroup | None:
+        """Ranks with the same shard; None if the mesh has one axis."""
+        return self.mesh.get_group(0) if self.mesh.ndim == 2 else None
+
+    def gather_source(self) -> tuple[Tensor, list[Piece], dist.ProcessGroup]:
+        """Return the shard, cast before it is sent."""
+        shard_S = self.shard_S.to(self.policy.param_dtype or self.shard_S.dtype)
+        return shard_S, self.pieces, self.group
+
+    @torch.no_grad()
+    def take_gradients(self) -> dict[int, Tensor]:
+        """Remove whole gradients for a reduction, or accumulate them without one."""
+        totals: dict[int, Tensor] = {}
+        dtype = self.policy.reduce_dtype
+        for index, param in enumerate(self.params):
+            if param.whole is None:
+                continue
+            grad = param.whole.grad
+            if grad is not None and index in self._accumulated:
+                self._accumulated[index] += grad
+                grad = None
+            elif grad is not None and not self.reduces:
+                if dtype is None or grad.dtype == dtype:
+                    continue  # autograd adds the next one to it
+                self._accumulated[index] = grad.to(dtype)
+                grad = None
+            param.whole.grad = None
+            total = self._accumulated.pop(index, grad) if self.reduces else None
+            if total is not None:
+                totals[index] = total
+        return totals
+
+    @torch.no_grad()
+    def reduce(self, grads: dict[int, Tensor]) -> Iterator[None]:
+        """Average gradients over the ranks, and the replicas if there are any."""
+        replicas = self.replicas
+        all_reduces = self.all_reduces
+        indices = list(grads)
+        dtype = self.policy.reduce_dtype or grads[indices[0]].dtype
+        ranks = self.ranks * (replicas.size() if replicas is not None else 1)
+        op, before, after = averaging(ranks, dtype, self.shard_S.device, self.divide_by, self.only_sums)
+        flat_RS, pieces = self.flatten(grads, dtype)
+        if before != 1:
+            flat_RS.div_(before)
+        if self.ranks == 1:
+            reduced_S = flat_RS.view(-1)
+            del flat_RS
+        else:
+            reduced_S = flat_RS.new_empty(flat_RS.shape[1])
+            work = getattr(dist, REDUCE_SCATTER)(reduced_S, flat_RS.view(-1), op=op, group=self.group, async_op=True)
+            del flat_RS  # the work keeps it as long as it reads it; gloo's has a copy
+            yield
+            work.wait()
+        if replicas is not None:
+            if self._partial is not None:
+                reduced_S += self._partial
+                self._partial = None
+            if not all_reduces:
+                self._partial = reduced_S
+                return
+            work = dist.all_reduce(reduced_S, op=op, group=replicas, async_op=True)
+            yield
+            work.wait()
+        if after != 1:
+            reduced_S.div_(after)
+        self.store(indices, pieces, reduced_S.to(self.params[indices[0]].sharded.dtype))
+
+    def store(self, indices: list[int], pieces: list[Piece], reduced_S: Tensor) -> None:
+        """Call the hooks of accumulated gradients too: autograd does not see sharded parameters."""
+        super().store(indices, pieces, reduced_S)
+        for index in indices:
+            param = self.params[index].sharded
+            hooks = getattr(param, "_post_accumulate_grad_hooks", None) or {}
+            for hook in list(hooks.values()):
+                hook(param)
 
     @torch.no_grad()
     def adopt(self) -> None:
-        """Take over replaced parameters while fully sharded: their values move into a flat shard again.
+        """Move replaced parameters into a flat shard again.
 
-        Waits for the rest where only some have been replaced.
+        ``to``, ``to_empty`` and ``load_state_dict(assign=True)`` replace them one by one; wait for
+        the rest where only some have been replaced.
         """
-        if not self.params or self.is_whole or self._smaller_S is not None:
-            return
-        found = [module._parameters[name] for module, name in (param.homes[0] for param in self.params)]
-        locals_ = [local_tensor(new) for new in found if new is not None]
+        registered: list[Any] = []
+        for param in self.params:
+            module, name = param.homes[0]
+            registered.append(module._parameters[name])
+        parts = [param._local_tensor for param in registered]
         views = [piece.local_view(self.shard_S, self.rank) for piece in self.pieces]
-        if any(local.is_meta or _kind(local) != _kind(locals_[0]) for local in locals_):
+        if any(part.is_meta for part in parts) or len({_kind(part) for part in parts}) != 1:
             return
-        if all(
-            new is param.sharded and (local.data_ptr() == view.data_ptr() or not local.numel())
-            for new, param, local, view in zip(found, self.params, locals_, views, strict=True)
-        ):
+        if all(map(_share_memory, parts, views)):
             return
-        self.shard_S = locals_[0].new_zeros(self.shard_S.numel())
-        for piece, param, new, local in zip(self.pieces, self.params, found, locals_, strict=True):
-            assert new is not None
-            set_local_tensor(new, piece.local_view(self.shard_S, self.rank).copy_(local))
+        self.shard_S = parts[0].new_zeros(self.numel)
+        for param, new, piece, part in zip(self.params, registered, self.pieces, parts, strict=True):
+            new._local_tensor = piece.local_view(self.shard_S, self.rank).copy_(part)
             param.sharded = new
             param.register(new)
-
-    def prepare(self, root: nn.Module) -> None:
-        """Check before the first use that there are parameters to gather.
-
-        Raises:
-            RuntimeError: if some are on the meta device, with the names that ``root`` has for them.
-        """
-        self.adopt()
-        without = {param.sharded for param in self.params if local_tensor(param.sharded).is_meta}
-        if without:
-            names = [name for name, param in root.named_parameters() if param in without]
-            raise RuntimeError(
-                "FSDP parameters should be materialized from meta device before training, but the following were still "
-                f"on meta device: {names}\nFor example, call module.to_empty(device) and give them values"
-            )
-        check_alike([local_tensor(param.sharded) for param in self.params])
-
-    def wait(self) -> None:
-        """Let whole parameters require gradients as the sharded ones do; drop the shard over fewer ranks."""
-        begun = self.gathering is not None
-        super().wait()
-        if self.is_whole:
-            self._smaller_S = None
-        for param in self.params if begun else []:
-            if param.whole is not None and param.whole.requires_grad != param.sharded.requires_grad:
-                param.whole.requires_grad_(param.sharded.requires_grad)
-
-    # Fewer ranks.
-
-    def gather_source(self) -> tuple[Tensor, list[Piece], dist.ProcessGroup]:
-        """Return the shard, cast before it is sent, or the shard over fewer ranks, if there is one."""
-        for param in self.params:
-            refuse_extension(param.sharded, param.homes[0][1])
-        if self.smaller_mesh is None or self._smaller_S is None:
-            return self.shard_S.to(self.mp_policy.param_dtype or self.shard_S.dtype), self.pieces, self.group
-        group = self.smaller_mesh.get_group(1)
-        return self._smaller_S, lay_out(self.shapes, self.dims, group.size())[0], group
-
-    @torch.no_grad()
-    def shrink(self) -> None:
-        """Reshard whole parameters to fewer ranks."""
-        if self.smaller_mesh is None or not self.is_whole:
-            return
-        assert self.block is not None
-        group = self.smaller_mesh.get_group(1)
-        pieces, numel = lay_out(self.shapes, self.dims, group.size())
-        self._smaller_S = self.block.new_zeros(numel)
-        for param, piece in zip(self.params, pieces, strict=True):
-            assert param.memory is not None
-            local = piece.local_view(self._smaller_S, group.rank()).copy_(piece.local_part(param.memory, group.rank()))
-            shown = as_dtensor(local, self.smaller_mesh, [Replicate(), Shard(piece.dim)], piece.shape)
-            param.register(nn.Parameter(shown, param.sharded.requires_grad))
-        self.block.untyped_storage().resize_(0)
-        self.is_whole = False
-
-    def stop_shrinking(self) -> None:
-        """Reshard fully from now on."""
-        if self._smaller_S is not None:
-            self.reshard()
-        self.smaller_mesh = None
-
-    def reshard(self) -> None:
-        """Drop the shard over fewer ranks."""
-        super().reshard()
-        if self._smaller_S is not None:
-            for param in self.params:
-                param.register(param.sharded)
-            self._smaller_S = None
-
-
-def refuse_extension(param: Tensor, name: str) -> None:
-    """Reject PyTorch's all-gather extension by a NotImplementedError, also where it is set after ``fully_shard``."""
-    if hasattr(own_tensor(param), "fsdp_pre_all_gather"):
-        raise NotImplementedError(f"fsdp_pre_all_gather of {name!r} is not part of this implementation")
-
-
-def check_alike(params: Sequence[Tensor]) -> None:
-    """Reject a unit with several dtypes or devices by a NotImplementedError."""
-    kinds = sorted({_kind(param) for param in params})
-    if len(kinds) > 1:
-        raise NotImplementedError(
-            f"a unit keeps its parameters in one flat tensor and cannot mix {' and '.join(kinds)}; give the modules "
-            "with each their own fully_shard, or list the others in ignored_params"
-        )
 
 
 def _kind(param: Tensor) -> str:
     return f"{param.dtype} on {param.device}"
+
+
+def _share_memory(part: Tensor, view: Tensor) -> bool:
+    return not part.numel() or part.data_ptr() == view.data_ptr()

@@ -5,12 +5,12 @@ from typing import Any
 import torch.distributed as dist
 from torch import nn
 
-from ..ddp import BUCKET_CAP_MB, MIB, DistributedDataParallel
+from ..ddp import BUCKET_CAP_MB, DDP, MIB
 from ..flat_slices import Slices
 from .core import ShardedUpdate
 
 
-class Zero1(ShardedUpdate, DistributedDataParallel):
+class Zero1(ShardedUpdate, DDP):
     """A module under DDP whose optimizer is built over ``pieces()`` and attached with ``attach``.
 
     Args:
@@ -30,7 +30,5 @@ class Zero1(ShardedUpdate, DistributedDataParallel):
         group: Any = process_group or dist.group.WORLD
         # First, since it changes strides, which DDP's buckets copy.
         slices = Slices(module, group, int(bucket_cap_mb * MIB))
-        DistributedDataParallel.__init__(
-            self, module, process_group=process_group, bucket_cap_mb=bucket_cap_mb, **settings
-        )
+        DDP.__init__(self, module, process_group=process_group, bucket_cap_mb=bucket_cap_mb, **settings)
         self.slices = slices
