@@ -187,20 +187,18 @@ def row_overrides(
     return words + (["memory.gradient_checkpointing=full"] if place % 3 == 2 else [])
 
 
-class _Recorder(Trainer):
-    """A trainer that passes the gradients of some steps on before they are clipped."""
+def recorder(config: Config, on_gradients: Callable[[int, Named], None]) -> Trainer:
+    """Return a trainer that passes the gradients of some steps on before they are clipped."""
+    trainer = Trainer(config)
+    trainer.memory.enabled = False  # counting it takes a tenth of a row's time on rank 0, for which the others wait
 
-    def __init__(self, config: Config, on_gradients: Callable[[int, Named], None]) -> None:
-        super().__init__(config)
-        self.memory.enabled = False  # counting it takes a tenth of a row's time on rank 0, for which the others wait
-        self._on_gradients = on_gradients
+    def look(step: int, phase: str) -> None:
+        if phase == "optimizer" and step in recorded_steps(config.train.steps):
+            with gradients(trainer) as named:
+                on_gradients(step, named)
 
-    def _clip(self, max_norm: float, unscale: float) -> Tensor:
-        step = self.steps_done + 1
-        if step in recorded_steps(self.config.train.steps):
-            with gradients(self) as named:
-                self._on_gradients(step, named)
-        return super()._clip(max_norm, unscale)
+    trainer.on_phase = look
+    return trainer
 
 
 def recorded_steps(steps: int) -> set[int]:
@@ -233,7 +231,7 @@ def train_and_compare(
     for config, reference, title in zip(configs, references, titles, strict=True):
         with unit(title, announce=dist.get_rank() == 0):
             measure = Measure(reference)
-            trainer = _Recorder(config, measure.add)
+            trainer = recorder(config, measure.add)
             trainer.train()
             measure.add(PARAMETERS, parameters(trainer))
             sums, steps = measure.total(), trainer.history
@@ -254,7 +252,7 @@ def parameters(trainer: Trainer) -> Named:
 def train(config: Config) -> Trajectory:
     """Train one ordinary process."""
     found: dict[int, Arrays] = {}
-    trainer = _Recorder(config, lambda step, named: found.update({step: arrays(named)}))
+    trainer = recorder(config, lambda step, named: found.update({step: arrays(named)}))
     trainer.train()
     steps = trainer.history
     losses, norms = [step.loss for step in steps], [step.grad_norm for step in steps]
