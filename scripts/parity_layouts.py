@@ -27,7 +27,6 @@ import torch
 import torch.distributed as dist
 from rich.console import Console
 from rich.table import Table
-from torch import Tensor
 
 from fsdptoys.config.compose import compose_config
 from fsdptoys.config.schema import Config

@@ -1,10 +1,11 @@
-"""Write the table of settings that exclude one another into ``docs/strategies.md``.
+"""Write two tables into ``docs/strategies.md``: what each strategy can do, and which settings exclude one another.
 
     python scripts/write_pairs.py
     python scripts/write_pairs.py --check
 
-Every pair of ``SETTINGS`` is validated as a run on 8 CUDA devices under ``parallel=fsdp2``, with the models, sizes and
-further settings that each of the two needs; nothing is allocated and no device is touched.
+The first is ``fsdptoys/parallel/capabilities.py``. For the second, every pair of ``SETTINGS`` is validated as a run on
+8 CUDA devices under ``parallel=fsdp2``, with the models, sizes and further settings that each of the two needs; nothing
+is allocated and no device is touched.
 """
 
 import itertools
@@ -16,9 +17,21 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from fsdptoys.config.compose import compose_config
 from fsdptoys.errors import ConfigError
+from fsdptoys.parallel.capabilities import CAPABILITIES, REFUSALS
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "strategies.md"
-START, END = "<!-- pairs: python scripts/write_pairs.py -->\n", "<!-- end of pairs -->\n"
+AXES = {
+    "mesh.fsdp_size": "shards_parameters",
+    "mesh.cp_size": "context_forms",
+    "mesh.ep_size": "splits_experts",
+    "mesh.tp_size": "splits_features",
+    "mesh.pp_size": "splits_layers",
+}
+"""Mesh axis → the capability of strategies that have it."""
+NEEDED = AXES | {"parallel.context=ring": "context_forms", "memory.offload_schedule=lazy": "optimizer_offload"}
+"""Setting → a capability that it needs beside its own."""
+NAMES = {"optim.exchanges_matrices=true": "optim=muon", "optim.low_bit_format!=null": "optim.state_dtype=int8"}
+"""Facts about an optimizer → the setting that has them."""
 RANKS = 8
 BASE = "experiment=null model=llama_debug model.n_layers=8 model.ffn_dim=192 parallel=fsdp2 train.seq_len=64"
 
@@ -79,12 +92,36 @@ def pairs() -> Iterator[tuple[str, str, str]]:
             yield first, second, sentence.rpartition("; ")[0]
 
 
-def page() -> str:
-    """Return ``docs/strategies.md`` with the table."""
-    before, _, rest = PAGE.read_text(encoding="utf-8").partition(START)
+def table_of_pairs() -> str:
+    """Return the table of settings that exclude one another."""
     rows = [f"| `{first}` | `{second}` | {reason} |" for first, second, reason in pairs()]
-    table = "\n".join(["| setting | not with | because |", "|---|---|---|", *rows])
-    return f"{before}{START}\n{table}\n\n{END}{rest.partition(END)[2]}"
+    return "\n".join(["| setting | not with | because |", "|---|---|---|", *rows])
+
+
+def table_of_capabilities() -> str:
+    """Return the table of strategies by mesh axes and switches."""
+    columns = CAPABILITIES.values()
+    lines = [f"| | {' | '.join(f'`{name}`' for name in CAPABILITIES)} |", f"|---|{':-:|' * len(columns)}"]
+    rows = [*(((axis,), capability) for axis, capability in AXES.items()), *(refusal[1::-1] for refusal in REFUSALS)]
+    for settings, capability in rows:
+        needed = [capability, *(NEEDED[setting] for setting in settings if setting in NEEDED)]
+        marks = ["✓" if all(getattr(can, name) for name in needed) else "–" for can in columns]
+        label = "` with `".join(NAMES.get(setting, setting) for setting in settings)
+        lines.append(f"| `{label}` | {' | '.join(marks)} |")
+    return "\n".join(lines)
+
+
+def with_table(text: str, name: str, table: str) -> str:
+    """Return a text with the table between its two comments."""
+    start, end = f"<!-- {name}: python scripts/write_pairs.py -->\n", f"<!-- end of {name} -->\n"
+    before, _, rest = text.partition(start)
+    return f"{before}{start}\n{table}\n\n{end}{rest.partition(end)[2]}"
+
+
+def page() -> str:
+    """Return ``docs/strategies.md`` with its tables."""
+    text = with_table(PAGE.read_text(encoding="utf-8"), "capabilities", table_of_capabilities())
+    return with_table(text, "pairs", table_of_pairs())
 
 
 def main() -> int:

@@ -21,7 +21,7 @@ from omegaconf.errors import OmegaConfBaseException
 from fsdptoys.errors import ConfigError
 from fsdptoys.memory import GradientCheckpointing, MemoryConfig
 from fsdptoys.models import ModelConfig
-from fsdptoys.parallel import STRATEGIES
+from fsdptoys.parallel.capabilities import CAPABILITIES
 from fsdptoys.parallel.determinism import Deterministic
 from fsdptoys.utils.bounds import check_home, check_text
 
@@ -152,9 +152,9 @@ def read_launch(overrides: Sequence[str]) -> tuple[LaunchConfig, bool]:
         launch = OmegaConf.to_object(tree.launch)
     except (ConfigError, OmegaConfBaseException):  # a mistake, or a reference to another section
         config = compose([word for word in overrides if not word.startswith("experiment=")]).config
-        return config.launch, config.parallel.single_process
+        return config.launch, config.parallel.capabilities.single_process
     assert isinstance(launch, LaunchConfig)
-    return launch, STRATEGIES[schema_name("parallel", name)].single_process
+    return launch, CAPABILITIES[schema_name("parallel", name)].single_process
 
 
 def compose_presets(names: Sequence[str]) -> list[ModelConfig]:

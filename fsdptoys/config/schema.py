@@ -12,7 +12,7 @@ from fsdptoys.checkpoint import CheckpointConfig, open_init_from
 from fsdptoys.data import DATASETS, DataConfig
 from fsdptoys.device import DEVICE_TYPES, float64_collectives
 from fsdptoys.errors import ConfigError
-from fsdptoys.memory import GradientCheckpointing, MemoryConfig, resolve_schedule
+from fsdptoys.memory import GradientCheckpointing, MemoryConfig, OffloadSchedule
 from fsdptoys.metrics import MetricsConfig
 from fsdptoys.models import MODELS, ModelConfig
 from fsdptoys.optim import OPTIMIZERS, OptimConfig
@@ -119,10 +119,10 @@ class Config(Sections):
         axes = parallel.axes(world_size, self.mesh, getattr(self.model, "n_experts", 0))
         if isinstance(parallel, ReducingConfig) and axes.cp > 1 and parallel.context is ContextForm.auto:
             whole_heads = self.model.n_heads // axes.tp % axes.cp == 0
-            parallel.context = ContextForm.ulysses if whole_heads else parallel.context_forms[1]
+            parallel.context = ContextForm.ulysses if whole_heads else parallel.capabilities.context_forms[1]
         optim.resolve(device_type, deterministic=bool(train.deterministic), on_host=memory.cpu_offload)
-        if memory.optimizer_offload:
-            memory.offload_schedule = resolve_schedule(memory.offload_schedule, parallel.name, parallel.defers_updates)
+        if memory.optimizer_offload and memory.offload_schedule is OffloadSchedule.auto:
+            memory.offload_schedule = OffloadSchedule.pipelined  # the fastest that keeps no gradients between steps
         return Where(world_size, device_type, axes)
 
     def check_evaluation(self) -> None:

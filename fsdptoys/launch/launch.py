@@ -72,7 +72,7 @@ def resolve_run(
     words, composition = list(words), None
     if names_training(words):
         composition = compose(words)
-        launch, single_process = composition.config.launch, composition.config.parallel.single_process
+        launch, single_process = composition.config.launch, composition.config.parallel.capabilities.single_process
     else:  # the number of ranks decides the experiment
         launch, single_process = read_launch(words)
     hardware = find_hardware(launch.device)
@@ -302,7 +302,7 @@ def strategy_note(run: ResolvedRun) -> str | None:
 def straddling_note(run: ResolvedRun) -> str | None:
     """Return a sentence on shards that straddle nodes, or None."""
     config = run.composition.config
-    if not config.parallel.shards_parameters:
+    if not config.parallel.capabilities.shards_parameters:
         return None
     return straddling(config.mesh.shard_ranks(run.world_size), run.world_size, run.local_ranks)
 

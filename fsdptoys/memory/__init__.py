@@ -6,7 +6,7 @@ from .bucketed_optimizer import BucketedOptimizer, BucketedStepper
 from .config import CPUOffloadExecutor, MemoryConfig, OffloadSchedule, OffloadStateDType
 from .cpu_offload import overlap_cpu_offload, threads_per_rank
 from .optimizer_in_backward import OptimizerInBackward
-from .optimizer_offload import offload_optimizer, resolve_schedule
+from .optimizer_offload import offload_optimizer
 from .optimizer_stepper import OptimizerStepper
 
 __all__ = [
@@ -24,6 +24,5 @@ __all__ = [
     "checkpoint_blocks",
     "offload_optimizer",
     "overlap_cpu_offload",
-    "resolve_schedule",
     "threads_per_rank",
 ]

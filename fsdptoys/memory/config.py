@@ -87,7 +87,7 @@ class MemoryConfig:
         ["mm", "bmm", "attention", "grouped_mm"], effect=Effect.none, needs="memory.gradient_checkpointing=selective"
     )
     """``selective``: the operators whose results are kept, any of these; the rest is recomputed."""
-    checkpointing_budget: float | None = option(None, between(0, 1), effect=Effect.rounding)
+    checkpointing_budget: float | None = option(None, between(0, 1), effect=Effect.rounding, needs="train.compile")
     """Share of the activations, 0 to 1, that PyTorch's partitioner keeps under ``train.compile``; null for all."""
     activation_offload: bool = option(False, effect=Effect.none, needs="memory.gradient_checkpointing")
     """Keep the saved tensors of checkpointed blocks in host memory; they return one block ahead of their use."""

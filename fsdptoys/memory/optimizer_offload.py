@@ -22,7 +22,6 @@ import torch
 from torch import nn
 
 from fsdptoys.device import Device
-from fsdptoys.errors import ConfigError
 from fsdptoys.utils.dtensor import local_tensor
 
 from .bucketed_optimizer import BucketedOptimizer
@@ -32,22 +31,6 @@ from .state_streaming import BUFFERS, Streaming, rounding_seed
 from .transfers import StreamTransfers, Transfers
 
 MIB = 2**20
-
-
-def resolve_schedule(schedule: OffloadSchedule, strategy: str, defers_updates: bool) -> OffloadSchedule:
-    """Replace ``auto`` by ``pipelined``, the fastest schedule that holds no gradients between steps.
-
-    Raises:
-        ConfigError: for ``lazy`` without ``defers_updates``.
-    """
-    if schedule is OffloadSchedule.auto:
-        return OffloadSchedule.pipelined
-    if schedule is OffloadSchedule.lazy and not defers_updates:
-        raise ConfigError(
-            f"memory.offload_schedule=lazy is not an option of parallel={strategy}; set "
-            "memory.offload_schedule=pipelined or parallel=fsdp2"
-        )
-    return schedule
 
 
 def offload_optimizer(

@@ -71,16 +71,9 @@ class DDPConfig(ReducingConfig):
 
     name: ClassVar[str] = "ddp"
     strategy = DDP
-    sums_grains: ClassVar[bool] = True
-    mixes_dtypes: ClassVar[bool] = True
 
     bucket_cap_mb: int = option(25, at_least(1, 2**20), effect=Effect.none)
     """Gradients are all-reduced in buckets of this many MiB during the backward."""
-
-    @property
-    def gradients_held(self) -> str:
-        """Buckets are never freed."""
-        return "keeps all of them in its buckets"
 
     def validate(self, world_size: int, mesh: MeshConfig, device_type: str, cpu_offload: bool) -> None:
         """Refuse sharding."""

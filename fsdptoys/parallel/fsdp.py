@@ -7,7 +7,6 @@ all-gathered before its forward and again before its backward; its gradients are
 import functools
 from dataclasses import dataclass
 from enum import Enum
-from typing import ClassVar
 
 import torch
 
@@ -18,11 +17,10 @@ from fsdptoys.utils.options import Effect, option
 from fsdptoys.utils.text import value_text
 from fsdptoys.utils.uncached import Uncached
 
+from .capabilities import TORCH as TORCH
 from .mesh import MeshConfig
 from .strategy import ReducingConfig
 from .wrap import Unit, class_units, position_units, size_units, split_off_experts
-
-TORCH = tuple(int(part) for part in torch.__version__.split(".")[:2])
 
 
 class Wrap(Enum):
@@ -49,9 +47,6 @@ class ReshardAfterForward(Enum):
 @dataclass
 class FSDPConfig(ReducingConfig):
     """Sharded parameters, gradients and optimizer states."""
-
-    shards_parameters: ClassVar[bool] = True
-    takes_cpu_offload: ClassVar[bool] = True
 
     wrap: Wrap = option(Wrap.auto, effect=Effect.none)
     """Which modules become units."""
@@ -113,7 +108,7 @@ class FSDPConfig(ReducingConfig):
         if self.min_params is not None:
             return size_units(model, self.min_params)
         parts = ("attn", "mlp") if self.wrap is Wrap.block_attn_mlp else ()
-        return position_units(model, parts, groups=not self.flattens_parameters)
+        return position_units(model, parts, groups=not self.capabilities.flattens_parameters)
 
     def reshards(self, unit: Unit | None) -> bool:
         """Whether a unit, or the root (None), frees its parameters after the forward."""

@@ -178,20 +178,9 @@ class FSDP1Config(FSDPConfig):
 
     name: ClassVar[str] = "fsdp1"
     strategy = FSDP1
-    sums_grains: ClassVar[bool] = True
-    flattens_parameters: ClassVar[bool] = True
-    # Its streams wait for the one that updates parameters once a forward, in the root.
-    defers_updates: ClassVar[bool] = False
-    # A shard of a flat parameter ends in the middle of a row.
-    matrices_lost: ClassVar[str | None] = "cuts elsewhere than between rows"
 
     use_orig_params: bool = option(True, effect=Effect.none)
     """Show the optimizer the model's own parameters rather than one flat parameter a unit."""
-
-    @property
-    def keeps_parameters(self) -> bool:
-        """Whether parameters that decay are kept apart from those that do not."""
-        return self.use_orig_params
 
     def validate(self, world_size: int, mesh: MeshConfig, device_type: str, cpu_offload: bool) -> None:
         """Refuse settings that FSDP1 cannot do, or does silently wrong."""

@@ -311,22 +311,9 @@ class FSDP2Config(FSDPConfig):
 
     name: ClassVar[str] = "fsdp2"
     strategy = FSDP2
-    sums_grains: ClassVar[bool] = True
-    uses_dtensor: ClassVar[bool] = True
-    # Torch 2.7 wants one dtype of all parameters of a unit, 2.11 of those that train; versions between are not tried.
-    mixes_dtypes: ClassVar[bool] = TORCH >= (2, 11)
-    overlaps_cpu_offload: ClassVar[bool] = True
-    gathers_float8: ClassVar[bool] = True
-    splits_experts: ClassVar[bool] = True
-    splits_features: ClassVar[bool] = True
-    splits_layers: ClassVar[bool] = True
 
     schedule: PipelineSchedule = option(PipelineSchedule.gpipe, effect=Effect.rounding, needs="mesh.pp_size")
     """Order of a step's micro-batches in a pipeline (``mesh.pp_size``)."""
-
-    @property
-    def gradients_held(self) -> None:
-        """A unit's gradients are final once it is reduced, so the backward can use them up."""
 
     def validate(self, world_size: int, mesh: MeshConfig, device_type: str, cpu_offload: bool) -> None:
         """Refuse settings that the installed torch cannot do."""

@@ -78,7 +78,7 @@ class CastParameters(nn.Module):
         self._copies: dict[Tensor, Tensor] = {}
         for param in module.parameters():
             if not param.requires_grad:
-                continue  # kept in this dtype, so that the cast copies nothing (``mixes_dtypes``)
+                continue  # kept in this dtype, so that the cast copies nothing (``packed_weights``)
             # Through a weak reference: the garbage collector does not see a cycle through a hook of autograd.
             param.register_post_accumulate_grad_hook(functools.partial(_free, weakref.ref(self)))
         compiled: set[nn.Module] = set()

@@ -105,18 +105,9 @@ class SingleConfig(ParallelConfig):
 
     name: ClassVar[str] = "single"
     strategy = Single
-    single_process: ClassVar[bool] = True
-    mixes_dtypes: ClassVar[bool] = True
-    sums_grains: ClassVar[bool] = True
 
     simulated_ranks: int = option(1, at_least(1, 2**16), effect=Effect.rounding)
     """Data-parallel ranks whose micro-batches the one process runs one after another."""
-
-    @property
-    def gradients_held(self) -> str | None:
-        """Gradients of several simulated ranks are added up."""
-        several = self.simulated_ranks > 1
-        return f"adds them up with parallel.simulated_ranks={self.simulated_ranks}" if several else None
 
     def validate(self, world_size: int, mesh: MeshConfig, device_type: str, cpu_offload: bool) -> None:
         """Refuse several ranks and sharding."""

@@ -37,6 +37,7 @@ from fsdptoys.utils.dtensor import local_tensor
 from fsdptoys.utils.options import Effect, Stage, check_options, option
 from fsdptoys.utils.storages import bytes_beside
 
+from .capabilities import CAPABILITIES, Capabilities
 from .context import ContextForm, build_context
 from .determinism import Deterministic
 from .gradient_norms import MapParts, norms_in, norms_in_float32, scale_gradients
@@ -53,47 +54,15 @@ from .wrap import own_parameters as own_parameters
 
 @dataclass
 class ParallelConfig:
-    """Settings of every strategy, and the facts about it that other packages ask for.
+    """Settings of every strategy.
 
-    Nothing outside this package compares ``name``: a new strategy sets the facts that differ.
+    Nothing outside this package compares ``name``: ``capabilities`` says what differs.
     """
 
     name: ClassVar[str]
     """The word after ``parallel=``."""
     strategy: ClassVar[type["Strategy"]]
     """Class that these settings configure."""
-    single_process: ClassVar[bool] = False
-    """Whether one process trains alone."""
-    shards_parameters: ClassVar[bool] = False
-    """Whether each of ``mesh.fsdp_size`` ranks holds a shard of every parameter, and gathers it where needed."""
-    flattens_parameters: ClassVar[bool] = False
-    """Whether a unit is one module whose parameters are concatenated into a flat one."""
-    uses_dtensor: ClassVar[bool] = False
-    """Whether parameters are DTensors, sharded one by one."""
-    takes_cpu_offload: ClassVar[bool] = False
-    """Whether ``memory.cpu_offload=true`` is possible."""
-    overlaps_cpu_offload: ClassVar[bool] = False
-    """Whether ``memory.cpu_offload_executor=overlapped`` can update offloaded parameters during the next forward."""
-    gathers_float8: ClassVar[bool] = False
-    """Whether ``train.float8_all_gather=true`` can cast shards before they are gathered."""
-    defers_updates: ClassVar[bool] = True
-    """Whether parameters may be updated as late as the next forward, unit by unit."""
-    keeps_full_states: ClassVar[bool] = True
-    """Whether ``memory.optimizer_offload`` can move optimizer states by the parameters that they belong to."""
-    shares_sequences: ClassVar[bool] = False
-    """Whether ``mesh.cp_size`` ranks can share a sequence: gradients are summed over all ranks, whatever they saw."""
-    sums_grains: ClassVar[bool] = False
-    """Whether ``train.deterministic=layout`` is possible."""
-    mixes_dtypes: ClassVar[bool] = False
-    """Whether frozen parameters can be kept in ``param_dtype`` beside float32 ones."""
-    splits_experts: ClassVar[bool] = False
-    """Whether ``mesh.ep_size`` ranks can split the experts."""
-    splits_features: ClassVar[bool] = False
-    """Whether ``mesh.tp_size`` ranks can split the features of each layer."""
-    splits_layers: ClassVar[bool] = False
-    """Whether ``mesh.pp_size`` blocks of ranks can have parts of the layers."""
-    matrices_lost: ClassVar[str | None] = None
-    """Why no rank has full rows of a matrix, which Muon and low-bit states need: follows the strategy's name."""
 
     param_dtype: DType = option(
         DType.float32, effect=Effect.format, alias="dtype torch_dtype precision mixed_precision amp param_dtype"
@@ -106,19 +75,14 @@ class ParallelConfig:
         check_options("parallel", self)
 
     @property
-    def keeps_parameters(self) -> bool:
-        """Whether the optimizer sees the model's own parameters, so that they can be grouped."""
-        return True
+    def capabilities(self) -> Capabilities:
+        """What this strategy can do."""
+        return CAPABILITIES[self.name]
 
     @property
     def reduces_often(self) -> bool:
         """Whether gradients are reduced after each micro-batch, where that can be chosen."""
         return False
-
-    @property
-    def gradients_held(self) -> str | None:
-        """Why gradients cannot be used up in the backward, as a phrase after the strategy's name; None if they can."""
-        return "gives them to the optimizer after the whole backward"
 
     def hooks_parts_of_blocks(self, model: ModelConfig) -> bool:
         """Whether the strategy puts hooks on parts of a block of this model."""
@@ -131,11 +95,6 @@ class ParallelConfig:
             ConfigError: naming key, value and fix.
         """
 
-    @property
-    def compiles(self) -> bool:
-        """Whether the compiler takes blocks as this strategy leaves them; it skips modules with flat parameters."""
-        return self.keeps_parameters
-
     def resolve(self, deterministic: Deterministic | bool) -> None:
         """Replace every ``auto`` by its value."""
 
@@ -145,11 +104,6 @@ class ParallelConfig:
         Raises:
             ConfigError: naming key, value and fix.
         """
-        if cpu_offload and not self.takes_cpu_offload:
-            raise ConfigError(
-                f"memory.cpu_offload=true is not an option of parallel={self.name}; "
-                "set parallel=fsdp2 or memory.cpu_offload=false"
-            )
 
     def axes(self, world_size: int, mesh: MeshConfig, experts: int = 0) -> Axes:
         """Sizes of the mesh axes; a suggested ``mesh.ep_size`` divides ``experts``.
@@ -157,17 +111,18 @@ class ParallelConfig:
         Raises:
             ConfigError: if they do not divide, or this strategy has no such axis.
         """
+        can = self.capabilities
         for key, has in (
-            ("cp_size", self.shares_sequences),
-            ("ep_size", self.splits_experts),
-            ("tp_size", self.splits_features),
-            ("pp_size", self.splits_layers),
+            ("cp_size", bool(can.context_forms)),
+            ("ep_size", can.splits_experts),
+            ("tp_size", can.splits_features),
+            ("pp_size", can.splits_layers),
         ):
             size = getattr(mesh, key)
             if size > 1 and not has:
                 fix = f"mesh.{key}=1" if world_size % size else f"parallel=fsdp2 or mesh.{key}=1"
                 raise ConfigError(f"mesh.{key}={size} is not an option of parallel={self.name}; set {fix}")
-        return mesh.axes(world_size, self.shards_parameters, experts)
+        return mesh.axes(world_size, can.shards_parameters, experts)
 
     def build(self, world: World) -> "Strategy":
         """Construct the strategy; the process group must be initialized."""
@@ -185,14 +140,9 @@ class ParallelConfig:
 class ReducingConfig(ParallelConfig):
     """Settings of every strategy of several ranks."""
 
-    shares_sequences: ClassVar[bool] = True
-
-    context_forms: ClassVar[tuple[ContextForm, ...]] = (ContextForm.ulysses, ContextForm.gathered, ContextForm.ring)
-    """Values of ``context`` that the strategy has; the second needs no number of heads."""
-
     reduce_dtype: ReduceDType = option(ReduceDType.auto, effect=Effect.rounding, acts=Stage.gradient)
     """dtype in which gradients are summed over ranks."""
-    context: ContextForm = option(ContextForm.auto, effect=Effect.rounding)
+    context: ContextForm = option(ContextForm.auto, effect=Effect.rounding, needs="mesh.cp_size")
     """Communication of attention where ranks share sequences (``mesh.cp_size``)."""
 
     def resolve(self, deterministic: Deterministic | bool) -> None:

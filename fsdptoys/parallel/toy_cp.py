@@ -71,6 +71,3 @@ class ToyCPConfig(ToyDDPConfig):
 
     name: ClassVar[str] = "toy_cp"
     strategy = ToyCP
-    shares_sequences: ClassVar[bool] = True
-    splits_experts: ClassVar[bool] = False
-    context_forms: ClassVar[tuple[ContextForm, ...]] = (ContextForm.ulysses, ContextForm.ring)

@@ -124,7 +124,6 @@ class ToyDDPConfig(DDPConfig):
 
     name: ClassVar[str] = "toy_ddp"
     strategy = ToyDDP
-    sums_grains: ClassVar[bool] = False
 
     overlap: bool = option(True, effect=Effect.none)
     """Reduce gradients during the backward; false reduces after it (same bits), to measure the gain of overlap."""
@@ -136,9 +135,6 @@ class ToyZero1Config(ToyDDPConfig):
 
     name: ClassVar[str] = "toy_zero1"
     strategy = ToyZero1
-    # The optimizer sees flat slices, which end in the middle of a row.
-    keeps_full_states: ClassVar[bool] = False
-    matrices_lost: ClassVar[str | None] = "cuts elsewhere than between rows"
 
 
 @dataclass

@@ -177,6 +177,3 @@ class ToyEPConfig(ToyDDPConfig):
 
     name: ClassVar[str] = "toy_ep"
     strategy = ToyEP
-    shares_sequences: ClassVar[bool] = False
-    splits_experts: ClassVar[bool] = True
-    keeps_full_states: ClassVar[bool] = False

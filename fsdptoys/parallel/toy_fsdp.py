@@ -37,5 +37,3 @@ class ToyFSDPConfig(FSDPConfig):
 
     name: ClassVar[str] = "toy_fsdp"
     strategy = ToyFSDP
-    uses_dtensor: ClassVar[bool] = True
-    takes_cpu_offload: ClassVar[bool] = False

@@ -102,8 +102,6 @@ class ToyZero3Config(ReducingConfig):
 
     name: ClassVar[str] = "toy_zero3"
     strategy = ToyZero3
-    keeps_full_states: ClassVar[bool] = False
-    matrices_lost: ClassVar[str | None] = "keeps on one rank each"
 
     evenness: Evenness = option(Evenness.model, effect=Effect.none)
     """Balance the bytes of the model, or of each unit, over the ranks."""

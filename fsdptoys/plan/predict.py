@@ -61,7 +61,7 @@ def world_size_of(config: Config, hardware: Hardware) -> int:
     """Ranks to plan for: as requested, or those of one node."""
     if config.plan.world_size is not None:
         return config.plan.world_size
-    if config.parallel.single_process:
+    if config.parallel.capabilities.single_process:
         return 1
     ranks = config.launch.nproc_per_node
     return (int(hardware.devices_per_node.value) if ranks == -1 else ranks) * config.launch.nnodes
@@ -81,7 +81,7 @@ def doubts(config: Config, hardware: Hardware, world_size: int) -> tuple[str, ..
     """Known limits of the model for this configuration, one sentence each."""
     plan, kernels, float8 = config.plan, config.kernels, config.train.float8
     sharding = None
-    if config.parallel.shards_parameters:
+    if config.parallel.capabilities.shards_parameters:
         node_ranks = node_ranks_of(config, hardware, world_size)
         sharding = straddling(config.mesh.shard_ranks(world_size), config.mesh.stage_ranks(world_size), node_ranks)
     quantities = {name: value for name, value in vars(hardware).items() if isinstance(value, Quantity)}
@@ -109,7 +109,7 @@ def doubts(config: Config, hardware: Hardware, world_size: int) -> tuple[str, ..
         f"{profile} assumes {rates}; {TIME_BANDS.get(hardware.name, 'no published step was compared with its times')}; "
         "fsdptoys plan calibrate replaces rates by measurements": rates,
         "only two steps are traced; reserved memory may grow in a third, by up to 2% in measurements": (
-            config.parallel.flattens_parameters or config.memory.optimizer_offload
+            config.parallel.capabilities.flattens_parameters or config.memory.optimizer_offload
         ),
         f"{profile} assumes attention by cuDNN, as torch from 2.11 on with CUDA 13 chooses, with FlashAttention's "
         "scratch memory": cudnn,

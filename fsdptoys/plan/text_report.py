@@ -79,7 +79,7 @@ def print_command(candidate: Candidate, hardware: Hardware, console: Console) ->
     nodes = ranks // node_ranks_of(candidate.config, hardware, ranks)
     more = [f"launch.nnodes={nodes}", "launch.rdzv_endpoint=HOST:29400"] if nodes > 1 else []
     devices = round(hardware.devices_per_node.value)
-    if ranks // nodes < devices and not candidate.config.parallel.single_process:
+    if ranks // nodes < devices and not candidate.config.parallel.capabilities.single_process:
         more.append(f"launch.nproc_per_node={ranks // nodes}")
     typed = {word.partition("=")[0] for word in candidate.words}
     words = [*candidate.words, *(word for word in more if word.partition("=")[0] not in typed)]
@@ -115,7 +115,7 @@ def _print_header(config: Config, prediction: Prediction, hardware: Hardware, co
     train, parallel = config.train, config.parallel
     _print_model(config, console)
     _line(f"{_ranks(prediction.world_size)} on {hardware.title}; {prediction.method}", console)
-    shards = config.mesh.shard_ranks(prediction.world_size) if parallel.shards_parameters else 1
+    shards = config.mesh.shard_ranks(prediction.world_size) if parallel.capabilities.shards_parameters else 1
     replicas = config.mesh.stage_ranks(prediction.world_size) // shards
     sharding = f"shards over {_ranks(shards)}" if shards > 1 else "full parameters on each rank"
     replicating = f", {replicas} replicas" if replicas > 1 and shards > 1 else ""

@@ -195,7 +195,9 @@ def find_needs(words: tuple[str, ...], launcher_name: str) -> SlurmNeeds:
             raise ConfigError(f"{word} is for machines that are known before; leave it out, the queue chooses them")
     settings = compose_config([*words, UNKNOWN_ENDPOINT])
     launch = settings.launch
-    ranks = 1 if launch.nproc_per_node == -1 and settings.parallel.single_process else launch.nproc_per_node
+    ranks = (
+        1 if launch.nproc_per_node == -1 and settings.parallel.capabilities.single_process else launch.nproc_per_node
+    )
     if launcher_name == LOCAL:
         if launch.nnodes > 1:
             raise ConfigError(

@@ -79,7 +79,7 @@ class LocalMachine:
         hardware = find_hardware(launch.device)
         unusual = ranks > (hardware.devices or MOST_RANKS_PER_CORE * hardware.cores)
         if ranks == -1:
-            ranks = 1 if settings.parallel.single_process else hardware.devices or CPU_RANKS
+            ranks = 1 if settings.parallel.capabilities.single_process else hardware.devices or CPU_RANKS
         return JobHardware(hardware.device_type, hardware.name, ranks * launch.nnodes, ranks, unusual)
 
     def check(self, words: Sequence[str], config: Config) -> None:

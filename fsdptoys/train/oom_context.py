@@ -46,10 +46,10 @@ def oom_context(
     )
     offloads = memory.optimizer_offload or memory.cpu_offload
     switches = Switches(
-        shards_parameters=config.parallel.shards_parameters,
-        takes_cpu_offload=config.parallel.takes_cpu_offload,
+        shards_parameters=config.parallel.capabilities.shards_parameters,
+        takes_cpu_offload=config.parallel.capabilities.cpu_offload,
         world_size=world_size,
-        fsdp_size=config.mesh.shard_ranks(world_size) if config.parallel.shards_parameters else 1,
+        fsdp_size=config.mesh.shard_ranks(world_size) if config.parallel.capabilities.shards_parameters else 1,
         batch_size=train.batch_size,
         seq_len=train.seq_len,
         grad_accum=train.grad_accum,

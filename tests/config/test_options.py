@@ -23,15 +23,19 @@ from fsdptoys.cli.main import main
 from fsdptoys.config import compose, overrides
 from fsdptoys.config.compose import compose_config
 from fsdptoys.config.overrides import list_choices
+from fsdptoys.config.rules import RULES
 from fsdptoys.config.schema import SCHEMAS, Config
 from fsdptoys.config.schema_docs import collect_keys, read_classes
+from fsdptoys.device.kinds import DEVICE_TYPES
 from fsdptoys.errors import ConfigError
 from fsdptoys.parallel import FSDP2Config
+from fsdptoys.parallel.capabilities import Capabilities
 from fsdptoys.parallel.context import ContextForm
 from fsdptoys.parallel.fsdp import TORCH
 from fsdptoys.utils.bounds import bounds_of
 from fsdptoys.utils.foreign import parse_yaml
 from fsdptoys.utils.options import Declared
+from fsdptoys.utils.text import value_text
 from scripts import write_options, write_pairs
 
 CONFIGS = Path(__file__).parents[2] / "configs"
@@ -263,6 +267,36 @@ def test_options_of_one_key_are_declared_alike_and_need_options_that_exist() -> 
     assert {key for key, found in effects.items() if len(found) > 1} == set()
     needs = {need.partition("=")[0] for options in declared.values() for option in options for need in option.needs}
     assert needs <= set(declared) and len(aliases) == len(set(aliases))
+
+
+def test_rules_apply_to_settings_that_exist() -> None:
+    """Oracle: attributes and choices of the schemas; a misspelled setting would never hold."""
+    schemas = SCHEMAS | {section: {"": hint} for section, hint in HINTS.items() if section not in SCHEMAS}
+    settings = {setting for rule in RULES for setting in rule.settings}
+    for setting in settings - {f"launch.device={kind}" for kind in DEVICE_TYPES}:
+        key, _, value = setting.replace("!=", "=").partition("=")
+        section, _, name = key.partition(".")
+        capability = name.removeprefix("capabilities.")
+        if capability != name:
+            assert hasattr(Capabilities, capability) and value in ("true", "false"), setting
+            continue
+        if not name:
+            assert value in schemas[section], setting
+            continue
+        kinds = [kind for kind in schemas[section].values() if name in {*dir(kind), *kind.__dataclass_fields__}]
+        defaults = [getattr(kind, name, None) for kind in kinds]
+        assert defaults, setting
+        for default in defaults:
+            choices = map(value_text, type(default)) if isinstance(default, Enum) else [value]
+            assert not value or value in choices, setting
+
+
+def test_table_of_capabilities_is_up_to_date() -> None:
+    """Oracle: ``scripts/write_pairs.py`` would write the same."""
+    if TORCH < (2, 11):
+        pytest.skip("FSDP2 keeps no packed weights with this torch")
+    page = write_pairs.PAGE.read_text("utf-8")
+    assert write_pairs.with_table(page, "capabilities", write_pairs.table_of_capabilities()) == page
 
 
 @pytest.mark.extended

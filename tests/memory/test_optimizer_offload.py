@@ -18,7 +18,6 @@ from fsdptoys.memory import GradientCheckpointing, MemoryConfig, cpu_offload
 from fsdptoys.memory.bucketed_optimizer import BucketedOptimizer
 from fsdptoys.memory.config import OffloadSchedule, OffloadStateDType
 from fsdptoys.memory.cpu_offload import Workers, overlap_cpu_offload, threads_per_rank
-from fsdptoys.memory.optimizer_offload import resolve_schedule
 from fsdptoys.memory.optimizer_stepper import cpu_threads
 from fsdptoys.optim import AdamWConfig, Implementation, SGDConfig, WeightDecayOn
 from fsdptoys.parallel import DDPConfig, FSDP1Config, FSDP2Config, ParallelConfig, SingleConfig
@@ -49,7 +48,7 @@ STRATEGIES: dict[str, tuple[ParallelConfig, int, int]] = {
 
 
 def schedules(parallel: ParallelConfig) -> list[str]:
-    return [SERIAL, PIPELINED, *([LAZY] if parallel.defers_updates else [])]
+    return [SERIAL, PIPELINED, *([LAZY] if parallel.capabilities.lazy_updates else [])]
 
 
 def strategies() -> dict[str, Pair]:
@@ -157,9 +156,9 @@ def test_bfloat16_states_are_close_to_float32_and_independent_of_the_schedule() 
 
 def test_auto_schedule_holds_no_gradients_between_steps() -> None:
     """Oracle: ``pipelined`` under every strategy."""
-    for parallel in (SingleConfig(), DDPConfig(), FSDP1Config(), FSDP2Config()):
-        chosen = resolve_schedule(OffloadSchedule.auto, parallel.name, parallel.defers_updates)
-        assert chosen is OffloadSchedule.pipelined
+    for parallel, ranks, _ in STRATEGIES.values():
+        config = make_config(parallel, ranks, memory=MemoryConfig(optimizer_offload=True))
+        assert config.memory.offload_schedule is OffloadSchedule.pipelined
 
 
 def gathered_events(config: Config) -> tuple[int, list[int], bool]:

@@ -18,7 +18,8 @@ from fsdptoys.memory import MemoryConfig
 from fsdptoys.metrics import Console, MetricsConfig
 from fsdptoys.models import GPT2Config, Llama4Config, LlamaConfig, ModelConfig, Qwen3Config, Qwen3MoEConfig
 from fsdptoys.optim import AdamWConfig, OptimConfig, WeightDecayOn
-from fsdptoys.parallel import FSDP2Config, ParallelConfig
+from fsdptoys.parallel import ParallelConfig
+from fsdptoys.parallel.capabilities import CAPABILITIES
 from fsdptoys.parallel.fsdp import TORCH, Wrap
 from fsdptoys.parallel.mesh import MeshConfig
 from fsdptoys.profiler import DebugConfig, ProfileConfig
@@ -41,7 +42,7 @@ Row = TypeVar("Row")
 def supported(rows: dict[str, Row]) -> dict[str, Row]:
     """Leave out the rows whose label names a feature that this torch lacks."""
     lacks = {"int8": torchao_fault() is not None, "hsdp2": TORCH < (2, 8)}  # FSDP2 replicates on a CPU from 2.8 on
-    lacks["fsdp2, quantized"] = not FSDP2Config.mixes_dtypes
+    lacks["fsdp2, quantized"] = not CAPABILITIES["fsdp2"].packed_weights
     return {label: row for label, row in rows.items() if not any(lacks[name] and name in label for name in lacks)}
 
 

@@ -17,6 +17,7 @@ from fsdptoys.models.context import FULL_SEQUENCES
 from fsdptoys.models.generate import Draw, generate
 from fsdptoys.models.kernels import Kernels, choose_kernels
 from fsdptoys.parallel import STRATEGIES, FSDP2Config, SingleConfig, ToyCPConfig
+from fsdptoys.parallel.capabilities import CAPABILITIES
 from fsdptoys.parallel.context import ContextForm, build_context
 from fsdptoys.parallel.fsdp import TORCH
 from fsdptoys.parallel.precision import DType
@@ -114,7 +115,7 @@ def toys() -> dict[str, Row]:
         options = {"model": model, "steps": 2, "deterministic": False, "eval_every": 2, "eval_batches": 1}
         checkpointed = MemoryConfig(gradient_checkpointing=FULL, chunk_loss=True)
         memory = {"memory": checkpointed} if family == "qwen3" else {}
-        for form in ToyCPConfig.context_forms:
+        for form in CAPABILITIES["toy_cp"].context_forms:
             if family != "llama4" if form is RING else model.n_heads % cp_size == 0:
                 layout = {"cp_size": cp_size, **memory}
                 rows[f"toy {family} {form.value} {cp_size}"] = Row(ToyCPConfig(context=form), 4, layout, options)
@@ -147,7 +148,7 @@ def test_shared_sequences_train_like_one_process(row: str, trained: Pairs) -> No
 def test_strategies_agree_in_every_bit_in_the_deterministic_mode(ranks: int) -> None:
     """Oracle: each other's losses, norms and parameters; and the losses of one process."""
     # The toy of context parallelism has an exchange of its own.
-    kinds = [kind for kind in STRATEGIES.values() if kind.shares_sequences and kind is not ToyCPConfig]
+    kinds = [kind for kind in STRATEGIES.values() if CAPABILITIES[kind.name].context_forms and kind is not ToyCPConfig]
     parallels = [kind(context=ULYSSES) for kind in kinds if issubclass(kind, ReducingConfig)]
     assert len(parallels) == len(STRATEGIES) - 3  # without one process and the toys of the two axes
     configs = [make_config(parallel, ranks, cp_size=2, steps=2) for parallel in parallels]

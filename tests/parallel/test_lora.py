@@ -12,6 +12,7 @@ from fsdptoys.config.schema import Config
 from fsdptoys.memory import GradientCheckpointing, MemoryConfig
 from fsdptoys.models.lora import is_adapter
 from fsdptoys.parallel import STRATEGIES, DDPConfig, FSDP1Config, FSDP2Config, ParallelConfig
+from fsdptoys.parallel.capabilities import CAPABILITIES
 from fsdptoys.parallel.expert_parallel import fsdp2_can_sum
 from fsdptoys.train.trainer import Trainer
 from fsdptoys.tune import LoRAConfig
@@ -46,7 +47,7 @@ def train_all(configs: list[Config]) -> list[tuple[Outcome, int, int]]:
     return found
 
 
-NAMES = [name for name, kind in STRATEGIES.items() if not kind.single_process and name != "toy_ep"]
+NAMES = [name for name, can in CAPABILITIES.items() if not can.single_process and name != "toy_ep"]
 SWITCHES: dict[str, dict[str, Any]] = {
     "fsdp2 cpu offload": {"memory": MemoryConfig(cpu_offload=True)},
     "fsdp2 optimizer offload": {"memory": MemoryConfig(optimizer_offload=True)},

@@ -12,6 +12,7 @@ from fsdptoys.memory import GradientCheckpointing, MemoryConfig
 from fsdptoys.models import GPT2Config
 from fsdptoys.models.nf4 import Codebook, is_packed, unpack, unquantized_name
 from fsdptoys.parallel import STRATEGIES, ParallelConfig, SingleConfig
+from fsdptoys.parallel.capabilities import CAPABILITIES
 from fsdptoys.parallel.precision import DType
 from fsdptoys.train.trainer import Trainer
 from fsdptoys.tune import Base, LoRAConfig
@@ -100,7 +101,7 @@ def test_a_run_computes_with_the_values_of_its_packed_weights() -> None:
 
 
 BF16, F32 = DType.bfloat16, DType.float32
-PACKING = [name for name, kind in STRATEGIES.items() if kind.mixes_dtypes and not kind.single_process]
+PACKING = [name for name, can in CAPABILITIES.items() if can.packed_weights and not can.single_process]
 
 
 def row(name: str, dtype: DType = BF16, **layout: Any) -> Row:

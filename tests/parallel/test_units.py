@@ -59,5 +59,5 @@ def test_units_hold_every_parameter_once_in_forward_order(name: str) -> None:
     for config, (units, began, once) in zip(configs, run_ranks(ranks, walk, configs)[0], strict=True):
         assert once
         assert len(units) > config.model.n_layers * (3 if name == "fsdp2 parts" else 1)
-        if parallel.defers_updates:
+        if parallel.capabilities.lazy_updates:
             assert began == units

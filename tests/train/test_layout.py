@@ -15,6 +15,7 @@ from fsdptoys.metrics.prediction import Category
 from fsdptoys.models import LlamaConfig
 from fsdptoys.optim import MuonConfig, SGDConfig
 from fsdptoys.parallel import STRATEGIES, DDPConfig, FSDP1Config, FSDP2Config, ParallelConfig
+from fsdptoys.parallel.capabilities import CAPABILITIES
 from fsdptoys.parallel.fsdp import Wrap
 from fsdptoys.parallel.precision import DType
 from fsdptoys.plan.estimate.estimate import fast_estimate
@@ -115,7 +116,7 @@ def test_frozen_parameters_have_neither_gradients_nor_states(name: str) -> None:
     """
     name, _, is_quantized = name.partition(", ")
     kind = STRATEGIES[name]
-    if is_quantized and not kind.mixes_dtypes:
+    if is_quantized and not CAPABILITIES[name].packed_weights:
         pytest.skip("this torch shards no mixed dtypes")
     config = config_of(kind(), tune=LoRAConfig(rank=4), model=EVEN)
     if is_quantized:
@@ -127,7 +128,7 @@ def test_frozen_parameters_have_neither_gradients_nor_states(name: str) -> None:
     rank_4 = 4 * 2 * (4 * (64 + 64) + 3 * (64 + 128))
     assert (layout.parameters, layout.trained) == (total + rank_4, rank_4)
     if name in ("ddp", "fsdp2"):
-        shards = 2 if config.parallel.shards_parameters else 1
+        shards = 2 if config.parallel.capabilities.shards_parameters else 1
         assert layout.parameters_per_rank == layout.parameters // shards
         assert of_kinds[:2] == [4 * rank_4 // shards, 8 * rank_4 // shards]
     if name == "ddp":
@@ -164,7 +165,7 @@ def test_four_ranks_print_mesh_units_and_bytes(parallel: ParallelConfig, fsdp_si
     if shards == 1:
         assert (layout.units, layout.largest_unit, layout.smallest_unit) == (0, None, None)
         return
-    flat = config.parallel.flattens_parameters
+    flat = config.parallel.capabilities.flattens_parameters
     smallest = Unit("root", 64, 256) if flat else Unit("embed_tokens", 256 * 64, 4 * 256 * 64)
     assert (layout.units, layout.smallest_unit) == (5 if flat else 4, smallest)
     assert layout.largest_unit == Unit("layers.0", block, 4 * block)

@@ -8,11 +8,12 @@ from .optimizer import OPTIMIZER
 from .pipeline import PIPELINE
 from .rule import Rule, Where, check_rules
 from .run import CONTINUATION, SIZES
+from .strategies import STRATEGIES
 from .tune import TUNE
 
 RULES = [
     rule
-    for topic in (SIZES, NUMBERS, TUNE, OPTIMIZER, AXES, PIPELINE, LAYOUT_MODE, MEMORY, CONTINUATION)
+    for topic in (SIZES, STRATEGIES, NUMBERS, TUNE, OPTIMIZER, AXES, PIPELINE, LAYOUT_MODE, MEMORY, CONTINUATION)
     for rule in topic.all
 ]
 """In the order in which they are checked."""

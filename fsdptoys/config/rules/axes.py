@@ -26,7 +26,7 @@ def split_sizes(model: ModelConfig) -> dict[str, int]:
     return sizes | {"vocab_size": model.vocab_size}
 
 
-@AXES.rule("mesh.tp_size", "model")
+@AXES.rule("mesh.tp_size")
 def ranks_divide_features(config: Sections, where: Where) -> str | None:
     """Tensor parallelism splits heads, hidden features and the vocabulary."""
     ranks, sizes = where.axes.tp, split_sizes(config.model)
@@ -41,11 +41,11 @@ def ranks_divide_features(config: Sections, where: Where) -> str | None:
     return f"mesh.tp_size={ranks} splits features, and must divide model.{key}={size}; {fix}"
 
 
-@AXES.rule("mesh.tp_size", "train.seq_len")
+@AXES.rule("mesh.tp_size")
 def ranks_divide_tokens(config: Sections, where: Where) -> str | None:
     """Tokens are split between layers (sequence parallelism)."""
     seq_len, axes = config.train.seq_len, where.axes
-    if axes.tp == 1 or seq_len % axes.sharing == 0:
+    if seq_len % axes.sharing == 0:
         return None
     shared = f" with mesh.cp_size={axes.cp}" if axes.cp > 1 else ""
     return (
@@ -62,68 +62,59 @@ AXES.exclude(
 )
 AXES.exclude(
     "mesh.tp_size",
-    "optim",
-    when=lambda config, where: config.optim.exchanges_matrices,
+    "optim.exchanges_matrices=true",
     says="{optim} orthogonalizes full matrices, which {mesh.tp_size} splits; set optim=adamw or mesh.tp_size=1",
 )
 AXES.exclude(
     "mesh.tp_size",
-    "optim.state_dtype",
-    when=lambda config, where: config.optim.low_bit_format is not None,
+    "optim.low_bit_format!=null",
     says="{optim.state_dtype} keeps a scale for each part of a full row, which {mesh.tp_size} splits; set "
     "optim.state_dtype=bfloat16 or mesh.tp_size=1",
 )
 AXES.exclude(
     "mesh.tp_size",
-    "model",
     when=lambda config, where: isinstance(config.model, MoEConfig) and not fsdp2_can_sum(),
     says="{model} has experts, for which FSDP2 must sum gradients (torch 2.11 and later can), and tokens, which "
     "{mesh.tp_size} splits; set parallel=ddp or mesh.tp_size=1",
 )
 
 
-def _form(config: Sections) -> ContextForm | None:
-    """Return the form of context parallelism; None without it."""
-    return getattr(config.parallel, "context", ContextForm.auto) if config.mesh.cp_size > 1 else None
+def _form(config: Sections) -> ContextForm:
+    """Return the form of context parallelism of a run with ``mesh.cp_size``."""
+    form: ContextForm = config.parallel.context  # type: ignore[attr-defined]
+    return form
 
 
-AXES.exclude(
-    "parallel.context",
-    "mesh.cp_size=1",
-    says="{parallel.context} has no effect with mesh.cp_size=1, where each rank has full sequences; set "
-    "parallel.context=auto or mesh.cp_size=2",
-)
 AXES.exclude(
     "mesh.cp_size",
-    "parallel.context",
-    when=lambda config, where: _form(config) not in config.parallel.context_forms,  # type: ignore[attr-defined]
+    when=lambda config, where: _form(config) not in config.parallel.capabilities.context_forms,
     says="{parallel.context} is not an option of {parallel}; set parallel.context=auto",
 )
 
 
-@AXES.rule("mesh.cp_size", "parallel.context=ulysses", "model.n_heads")
+@AXES.rule("mesh.cp_size", "parallel.context=ulysses")
 def ulysses_divides_heads(config: Sections, where: Where) -> str | None:
     """Ulysses exchanges tokens for heads."""
     ranks, tp = config.mesh.cp_size, config.mesh.tp_size
     heads = config.model.n_heads // tp
-    if _form(config) is not ContextForm.ulysses or heads % ranks == 0:
+    if heads % ranks == 0:
         return None
     fitting = max(size for size in range(1, ranks) if heads % size == 0 and ranks % size == 0)
     of = "the model" if tp == 1 else f"a rank of mesh.tp_size={tp}"
-    other = config.parallel.context_forms[1].value  # type: ignore[attr-defined]
+    other = config.parallel.capabilities.context_forms[1].value
     return (
         f"parallel.context=ulysses shares heads among mesh.cp_size={ranks} ranks, which does not divide the {heads} "
         f"heads of {of}; set parallel.context={other}{f' or mesh.cp_size={fitting}' * (fitting > 1)}"
     )
 
 
-@AXES.rule("mesh.cp_size", "train.seq_len")
+@AXES.rule("mesh.cp_size")
 def pieces_divide_sequences(config: Sections, where: Where) -> str | None:
     """Each rank has equal pieces of a sequence."""
     form, ranks, seq_len = _form(config), config.mesh.cp_size, config.train.seq_len
-    if form is None or seq_len % (form.pieces_per_rank * ranks) == 0:
-        return None
     pieces = form.pieces_per_rank * ranks
+    if seq_len % pieces == 0:
+        return None
     heads = config.model.n_heads // config.mesh.tp_size
     fits_ulysses = form is not ContextForm.ulysses and seq_len % ranks == 0 and heads % ranks == 0
     return (
@@ -144,7 +135,7 @@ AXES.exclude(
     "mesh.cp_size",
     "kernels.document_attention=flex",
     "data.mask_documents=true",
-    when=lambda config, where: _form(config) is not ContextForm.ulysses,
+    "parallel.context!=ulysses",
     says="kernels.document_attention=flex computes full sequences, of which {parallel.context} leaves each rank some "
     "rows; set kernels.document_attention=torch or parallel.context=ulysses",
 )
@@ -158,21 +149,18 @@ PARTIAL = {
 """Kernels that compute parts of a sequence: gathered rows with a mask, a ring's blocks by flash or matmuls."""
 AXES.exclude(
     "mesh.cp_size",
-    "kernels.attention",
-    when=lambda config, where: (
-        _form(config) in PARTIAL and config.kernels.attention not in PARTIAL[_form(config)]  # type: ignore[index]
-    ),
+    "parallel.context!=ulysses",
+    when=lambda config, where: config.kernels.attention not in PARTIAL[_form(config)],
     says="{kernels.attention} cannot compute the parts of a sequence of {parallel.context}; set "
     "kernels.attention=torch or parallel.context=ulysses",
 )
 
 
-@AXES.rule("mesh.cp_size", "kernels.attention=flash", "model")
+@AXES.rule("mesh.cp_size", "parallel.context!=ulysses", "kernels.attention=flash", "launch.device=cuda")
 def flash_takes_widths_of_eight(config: Sections, where: Where) -> str | None:
     """Flash attention over parts of a sequence pads no heads."""
     form, width = _form(config), config.model.head_width
-    flash = config.kernels.attention is AttentionKernel.flash and where.device_type == "cuda"
-    if form not in PARTIAL or not flash or width % 8 == 0:
+    if width % 8 == 0:
         return None
     return (
         "kernels.attention=flash takes heads whose width is a multiple of 8 with "
@@ -182,41 +170,20 @@ def flash_takes_widths_of_eight(config: Sections, where: Where) -> str | None:
 
 
 AXES.exclude(
-    "mesh.cp_size",
-    "parallel=toy_cp",
-    "train.compile=true",
-    says="train.compile=true would compile the exchanges of parallel=toy_cp with {mesh.cp_size}; set "
-    "train.compile=false",
-)
-AXES.exclude(
-    "mesh.ep_size",
-    "parallel=toy_ep",
-    "train.compile=true",
-    says="train.compile=true would compile the exchanges of parallel=toy_ep with {mesh.ep_size}; set "
-    "train.compile=false",
-)
-AXES.exclude(
-    "parallel=toy_cp",
-    "parallel.context=ring",
-    "kernels.attention!=torch",
-    says="{kernels.attention} is not an option of parallel=toy_cp parallel.context=ring, which has causal attention of "
-    "its own; set parallel.context=ulysses",
-)
-AXES.exclude(
-    "parallel=toy_cp",
+    "parallel.capabilities.ring_kernels=false",
     "parallel.context=ring",
     "model.attention_chunk_len!=null",
     when=lambda config, where: config.model.attention_chunk_len < config.train.seq_len,  # type: ignore[attr-defined]
-    says="{model.attention_chunk_len} is not an option of parallel=toy_cp parallel.context=ring, which has causal "
+    says="{model.attention_chunk_len} is not an option of {parallel} parallel.context=ring, which has causal "
     "attention of its own; set parallel.context=ulysses",
 )
 
 
-@AXES.rule("mesh.fsdp_size", "model.dim")
+@AXES.rule("parallel.capabilities.uses_dtensor=true")
 def shards_have_rows(config: Sections, where: Where) -> str | None:
     """FSDP2 cuts between rows."""
     dim = config.model.dim
-    if not config.parallel.uses_dtensor or config.mesh.shard_ranks(where.world_size) <= dim:
+    if config.mesh.shard_ranks(where.world_size) <= dim:
         return None
     fitting = max(size for size in range(1, dim + 1) if where.world_size % size == 0)
     return (
@@ -226,10 +193,8 @@ def shards_have_rows(config: Sections, where: Where) -> str | None:
     )
 
 
-@AXES.rule("mesh.fsdp_size", "train.float8_all_gather=true")
+@AXES.rule("parallel.capabilities.uses_dtensor=true", "train.float8_all_gather=true")
 def float8_shards_are_even(config: Sections, where: Where) -> str | None:
     """A gather in float8 has equal shards."""
-    if not config.parallel.uses_dtensor or not config.train.float8_all_gather:
-        return None
     with torch.device("meta"):
         return uneven_shards(config.model.build(), config.mesh.shard_ranks(where.world_size))

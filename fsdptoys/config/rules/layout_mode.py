@@ -17,23 +17,16 @@ LAYOUT = "train.deterministic=layout"
 
 LAYOUT_MODE.exclude(
     LAYOUT,
-    "parallel",
-    when=lambda config, where: not config.parallel.sums_grains,
-    says="{parallel} does not sum gradients in float64 once a step, which train.deterministic=layout rules out; set "
-    "parallel=fsdp2",
-)
-LAYOUT_MODE.exclude(
-    LAYOUT,
     "parallel.reduce_each_microbatch=true",
     says="parallel.reduce_each_microbatch=true rounds the gradients of each micro-batch to float32, which "
     "train.deterministic=layout rules out; set parallel.reduce_each_microbatch=false",
 )
 
 
-@LAYOUT_MODE.rule(LAYOUT, "parallel=fsdp2")
+@LAYOUT_MODE.rule(LAYOUT, "parallel.capabilities.uses_dtensor=true")
 def this_torch_sums(config: Sections, where: Where) -> str | None:
     """FSDP2 sums gradients from torch 2.11 on."""
-    if not _on(config) or not config.parallel.uses_dtensor or fsdp2_can_sum():
+    if fsdp2_can_sum():
         return None
     return (
         f"train.deterministic=layout sums gradients, which FSDP2 of torch {torch.__version__} only averages; set "
@@ -41,20 +34,20 @@ def this_torch_sums(config: Sections, where: Where) -> str | None:
     )
 
 
-@LAYOUT_MODE.rule(LAYOUT, "train.grains", "train.seq_len")
+@LAYOUT_MODE.rule(LAYOUT)
 def grains_divide_sequences(config: Sections, where: Where) -> str | None:
     """Grains are equal pieces of a sequence."""
     seq_len, grains = config.train.seq_len, config.train.grains
-    if not _on(config) or seq_len % grains == 0:
+    if seq_len % grains == 0:
         return None
     return f"train.grains={grains} must divide train.seq_len={seq_len}; set train.grains={math.gcd(seq_len, grains)}"
 
 
-@LAYOUT_MODE.rule(LAYOUT, "train.grains", "mesh.cp_size", "mesh.tp_size")
+@LAYOUT_MODE.rule(LAYOUT)
 def ranks_have_whole_grains(config: Sections, where: Where) -> str | None:
     """Ranks that share a sequence have whole grains, and add up in one order."""
     train, ranks, splits = config.train, config.mesh.cp_size, config.mesh.tp_size
-    if not _on(config) or ranks * splits == 1:
+    if ranks * splits == 1:
         return None
     form = getattr(config.parallel, "context", ContextForm.auto)
     if form is ContextForm.ring:
@@ -78,12 +71,10 @@ def ranks_have_whole_grains(config: Sections, where: Where) -> str | None:
     return None
 
 
-@LAYOUT_MODE.rule(LAYOUT, "train.slices", "mesh.tp_size")
+@LAYOUT_MODE.rule(LAYOUT)
 def ranks_have_whole_slices(config: Sections, where: Where) -> str | None:
     """Ranks that split features have whole slices."""
     slices, ranks, sizes = config.train.slices, config.mesh.tp_size, split_sizes(config.model)
-    if not _on(config):
-        return None
     if slices % ranks:
         return (
             f"train.slices={slices} must be a multiple of mesh.tp_size={ranks}, whose ranks have whole slices with "
@@ -98,7 +89,6 @@ def ranks_have_whole_slices(config: Sections, where: Where) -> str | None:
 
 LAYOUT_MODE.exclude(
     LAYOUT,
-    "launch.device",
     when=lambda config, where: not float64_collectives(where.device_type),
     says="{launch.device} has no collectives of float64, which train.deterministic=layout rules out; set "
     "train.deterministic=false",
@@ -123,10 +113,10 @@ LAYOUT_MODE.exclude(
 )
 
 
-@LAYOUT_MODE.rule(LAYOUT, "kernels")
+@LAYOUT_MODE.rule(LAYOUT)
 def kernels_round_by_grains(config: Sections, where: Where) -> str | None:
     """Some kernels choose their order of summation by the sizes of their inputs."""
-    for operation, name in config.kernels.names().items() if _on(config) else ():
+    for operation, name in config.kernels.names().items():
         if name in ("compiled", "npu", "flex"):
             return (
                 f"kernels.{operation}={name} rounds by the sizes of its inputs, which train.deterministic=layout rules "
@@ -142,22 +132,18 @@ def kernels_round_by_grains(config: Sections, where: Where) -> str | None:
 
 LAYOUT_MODE.exclude(
     LAYOUT,
-    "parallel",
+    "parallel.capabilities.flattens_parameters=true",
     "model.tie_embeddings=true",
     "train.grad_accum",
     # torch refuses to assign its unreduced float64 gradient to each of its float32 names.
-    when=lambda config, where: config.parallel.flattens_parameters and where.world_size == 1,
+    when=lambda config, where: where.world_size == 1,
     says="model.tie_embeddings=true makes {parallel} on one rank round the gradients of each micro-batch, which "
     "train.deterministic=layout rules out; set parallel=single",
 )
 LAYOUT_MODE.exclude(
     LAYOUT,
     "memory.optimizer_in_backward=true",
-    when=lambda config, where: not config.parallel.shards_parameters,
+    "parallel.capabilities.shards_parameters=false",
     says="memory.optimizer_in_backward=true needs gradients in the backward, and {parallel} adds float64 ones up until "
     "its end, which train.deterministic=layout rules out; set parallel=fsdp2 or memory.optimizer_in_backward=false",
 )
-
-
-def _on(config: Sections) -> bool:
-    return config.train.deterministic.covers_layouts

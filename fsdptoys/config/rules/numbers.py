@@ -2,7 +2,7 @@
 
 from fsdptoys.config.sections import Sections
 from fsdptoys.device import float64_collectives
-from fsdptoys.parallel.float8 import MULTIPLE, Float8
+from fsdptoys.parallel.float8 import MULTIPLE
 
 from .rule import Rules, Where
 
@@ -22,20 +22,6 @@ NUMBERS.exclude(
     "layout, for which they are added up in float64; set train.sum_dtype=auto",
 )
 NUMBERS.exclude(
-    "train.float8",
-    "parallel",
-    when=lambda config, where: config.parallel.flattens_parameters,
-    says="{train.float8} is not an option of {parallel}, whose flat parameters torchao does not know; set "
-    "parallel=fsdp2",
-)
-NUMBERS.exclude(
-    "train.float8_all_gather=true",
-    "parallel",
-    when=lambda config, where: not config.parallel.gathers_float8,
-    says="train.float8_all_gather=true casts shards of FSDP2, which {parallel} does not have; set parallel=fsdp2 or "
-    "train.float8_all_gather=false",
-)
-NUMBERS.exclude(
     "train.float8_all_gather=true",
     "train.float8=rowwise",
     says="train.float8_all_gather=true gathers weights with one scale a tensor, and train.float8=rowwise has one a "
@@ -49,32 +35,31 @@ NUMBERS.exclude(
 )
 NUMBERS.exclude(
     "train.float8_all_gather=true",
-    "parallel",
-    when=lambda config, where: where.device_type == "cpu" and config.parallel.hooks_parts_of_blocks(config.model),
+    "launch.device=cpu",
+    when=lambda config, where: config.parallel.hooks_parts_of_blocks(config.model),
     says="train.float8_all_gather=true leaves units within a block with float8 alone, which gloo does not gather; set "
     "parallel.wrap=block parallel.wrap_classes=[] parallel.min_params=null",
 )
 NUMBERS.exclude(
     "train.float8",
-    "launch.device",
-    when=lambda config, where: where.device_type == "npu",
+    "launch.device=npu",
     says="{train.float8} needs CUDA's float8 matmuls, which an NPU does not have; set train.float8=none",
 )
 NUMBERS.exclude(
     "train.float8",
     "parallel.param_dtype!=bfloat16",
-    when=lambda config, where: where.device_type == "cuda",
+    "launch.device=cuda",
     says="{train.float8} replaces matmuls of bfloat16 on a GPU, and {parallel.param_dtype} has none; set "
     "parallel.param_dtype=bfloat16",
 )
 
 
-@NUMBERS.rule("train.float8", "train.seq_len")
+@NUMBERS.rule("train.float8", "launch.device=cuda")
 def float8_multiplies_whole_tiles(config: Sections, where: Where) -> str | None:
     """float8 matmuls take dims that 16 divides, the tokens of a micro-batch among them."""
     train = config.train
     tokens = train.batch_size * train.seq_len // config.mesh.cp_size
-    if train.float8 is Float8.none or where.device_type != "cuda" or tokens % MULTIPLE == 0:
+    if tokens % MULTIPLE == 0:
         return None
     return (
         f"train.float8={train.float8.value} multiplies over the tokens of a micro-batch, and train.batch_size times "

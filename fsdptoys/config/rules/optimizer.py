@@ -13,23 +13,14 @@ from .rule import Rules, Where
 OPTIMIZER = Rules()
 
 
-def _low_bits(config: Sections, where: Where) -> bool:
-    return config.optim.low_bit_format is not None
-
-
-def _exchanges(config: Sections, where: Where) -> bool:
-    return config.optim.exchanges_matrices
-
-
-def _fuses_unlike_others(config: Sections, where: Where) -> bool:
-    return not config.optim.fused_takes_shards
-
+LOW_BITS = "optim.low_bit_format!=null"
+MUON = "optim.exchanges_matrices=true"
 
 OPTIMIZER.exclude(
     "train.grad_accum",
     "train.deterministic=true",
     "memory.cpu_offload=true",
-    when=lambda config, where: config.parallel.flattens_parameters,
+    "parallel.capabilities.flattens_parameters=true",
     # Each reduction would overwrite the offloaded gradient of the previous one.
     says="{train.grad_accum} with train.deterministic=true reduces after every micro-batch, which FSDP1 cannot add up "
     "under memory.cpu_offload=true; set parallel=fsdp2",
@@ -49,22 +40,10 @@ OPTIMIZER.exclude(
 )
 
 
-@OPTIMIZER.rule("optim.state_dtype=int8", "parallel")
-def low_bit_states_need_rows(config: Sections, where: Where) -> str | None:
-    """Low-bit states have a scale for each block of a row."""
-    lost = config.parallel.matrices_lost
-    if not _low_bits(config, where) or lost is None:
-        return None
-    return (
-        f"optim.state_dtype={config.optim.low_bit_format} keeps a scale for each part of a row of a matrix, which "
-        f"parallel={config.parallel.name} {lost}; set parallel=fsdp2 or optim.state_dtype=bfloat16"
-    )
-
-
-@OPTIMIZER.rule("optim.state_dtype=int8")
+@OPTIMIZER.rule(LOW_BITS)
 def low_bit_states_need_torchao(config: Sections, where: Where) -> str | None:
     """torchao has the low-bit states."""
-    fault = torchao_fault() if _low_bits(config, where) else None
+    fault = torchao_fault()
     if fault is None:
         return None
     return (
@@ -74,61 +53,37 @@ def low_bit_states_need_torchao(config: Sections, where: Where) -> str | None:
 
 
 OPTIMIZER.exclude(
-    "optim.state_dtype",
+    LOW_BITS,
     "optim.implementation=foreach",
-    when=_low_bits,
     says="optim.implementation=foreach is not an option of {optim.state_dtype}; set optim.implementation=fused, which "
     "compiles the update, or optim.implementation=for_loop",
 )
 OPTIMIZER.exclude(
-    "optim.state_dtype",
+    LOW_BITS,
     "optim.implementation=fused",
     "train.deterministic!=false",
-    when=_low_bits,
     says="optim.implementation=fused compiles updates for each size with {optim.state_dtype}, and rounds by it, which "
     "{train.deterministic} rules out; set optim.implementation=auto",
 )
-
-
-@OPTIMIZER.rule("optim=muon", "parallel")
-def muon_needs_matrices(config: Sections, where: Where) -> str | None:
-    """Muon orthogonalizes full matrices."""
-    lost = config.parallel.matrices_lost
-    if not _exchanges(config, where) or lost is None:
-        return None
-    return (
-        f"optim={config.optim.name} orthogonalizes full matrices, which parallel={config.parallel.name} {lost}; set "
-        "parallel=fsdp2 or optim=adamw"
+for _switch in ("memory.optimizer_offload", "memory.cpu_offload"):
+    OPTIMIZER.exclude(
+        MUON,
+        f"{_switch}=true",
+        says=f"{_switch}=true is not an option of {{optim}}, whose update needs full matrices on the device; set "
+        f"{_switch}=false or optim=adamw",
     )
-
-
-OPTIMIZER.exclude(
-    "optim",
-    "memory.optimizer_offload=true",
-    when=_exchanges,
-    says="memory.optimizer_offload=true is not an option of {optim}, whose update needs full matrices on the device; "
-    "set memory.optimizer_offload=false or optim=adamw",
-)
-OPTIMIZER.exclude(
-    "optim",
-    "memory.cpu_offload=true",
-    when=_exchanges,
-    says="memory.cpu_offload=true is not an option of {optim}, whose update needs full matrices on the device; set "
-    "memory.cpu_offload=false or optim=adamw",
-)
 OPTIMIZER.exclude(
     "optim.implementation=fused",
-    "parallel",
-    when=lambda config, where: config.parallel.uses_dtensor and _fuses_unlike_others(config, where),
+    "optim.fused_takes_shards=false",
+    "parallel.capabilities.uses_dtensor=true",
     says="optim.implementation=fused of {optim} does not take FSDP2's sharded parameters; set "
     "optim.implementation=foreach",
 )
 OPTIMIZER.exclude(
     "optim.implementation=fused",
+    "optim.fused_takes_shards=false",
     "train.deterministic!=false",
-    when=lambda config, where: (
-        _fuses_unlike_others(config, where) and (where.device_type == "cpu" or config.memory.cpu_offload)
-    ),
+    when=lambda config, where: where.device_type == "cpu" or config.memory.cpu_offload,
     says="optim.implementation=fused of {optim} rounds by a shard's size on a CPU, which {train.deterministic} rules "
     "out; set optim.implementation=auto",
 )
@@ -141,16 +96,16 @@ OPTIMIZER.exclude(
 )
 
 
-@OPTIMIZER.rule("optim.state_dtype=int8", "mesh.fsdp_size")
+@OPTIMIZER.rule(LOW_BITS, "parallel.capabilities.uses_dtensor=true")
 def shards_end_between_blocks(config: Sections, where: Where) -> str | None:
     """Shards of stacks of experts can end within a quantization block."""
     format, model, axes = config.optim.low_bit_format, config.model, where.axes
-    if format is None or not isinstance(model, MoEConfig) or not config.parallel.uses_dtensor:
+    if not isinstance(model, MoEConfig):
         return None
     with torch.device("meta"):
         parameters = list(model.build().named_parameters())
     for name, param in parameters:
-        block, (dim, ranks) = low_bit_adamw.block_elements(format, param.shape), sharding(param, axes)
+        block, (dim, ranks) = low_bit_adamw.block_elements(str(format), param.shape), sharding(param, axes)
         cut = param.shape[-1] // ranks if dim == param.ndim - 1 else 0
         if block is not None and cut % block:
             fix = "optim.state_dtype=bfloat16"

@@ -3,7 +3,6 @@
 import torch
 
 from fsdptoys.config.sections import Sections
-from fsdptoys.parallel import FSDP2Config
 from fsdptoys.parallel.fsdp import TORCH
 from fsdptoys.parallel.pipeline import PipelineSchedule
 
@@ -17,18 +16,18 @@ ZERO_BUBBLE_SINCE = (2, 13)
 """Version from which zero_bubble is tried: with torch 2.11 it fails at the hooks of FSDP2."""
 
 
-def _schedule(config: Sections) -> PipelineSchedule | None:
+def _schedule(config: Sections) -> PipelineSchedule:
     """Return the schedule of a run with several stages."""
-    parallel = config.parallel
-    return parallel.schedule if isinstance(parallel, FSDP2Config) and config.mesh.pp_size > 1 else None
+    schedule: PipelineSchedule = config.parallel.schedule  # type: ignore[attr-defined]
+    return schedule
 
 
-@PIPELINE.rule("mesh.pp_size", "parallel.schedule")
+@PIPELINE.rule("mesh.pp_size")
 def schedule_is_in_this_torch(config: Sections, where: Where) -> str | None:
     """Schedules come with versions of torch."""
     schedule = _schedule(config)
     since = ZERO_BUBBLE_SINCE if schedule is PipelineSchedule.zero_bubble else SCHEDULES_SINCE
-    if schedule in (None, PipelineSchedule.gpipe) or since <= TORCH:
+    if schedule is PipelineSchedule.gpipe or since <= TORCH:
         return None
     return (
         f"parallel.schedule={schedule.value} needs torch {since[0]}.{since[1]} (found {torch.__version__}); set "
@@ -36,11 +35,11 @@ def schedule_is_in_this_torch(config: Sections, where: Where) -> str | None:
     )
 
 
-@PIPELINE.rule("mesh.pp_size", "model.n_layers")
+@PIPELINE.rule("mesh.pp_size")
 def every_stage_has_a_layer(config: Sections, where: Where) -> str | None:
     """Stages are whole layers."""
     schedule, ranks, n_layers = _schedule(config), config.mesh.pp_size, config.model.n_layers
-    if schedule is None or n_layers >= ranks * schedule.stages_per_rank:
+    if n_layers >= ranks * schedule.stages_per_rank:
         return None
     most = n_layers // schedule.stages_per_rank
     fitting = max((size for size in range(1, most + 1) if ranks % size == 0), default=1)
@@ -52,7 +51,7 @@ def every_stage_has_a_layer(config: Sections, where: Where) -> str | None:
     )
 
 
-@PIPELINE.rule("mesh.pp_size", "train.grad_accum")
+@PIPELINE.rule("mesh.pp_size")
 def micro_batches_fit_the_schedule(config: Sections, where: Where) -> str | None:
     """Schedules other than gpipe interleave the micro-batches of a step."""
     schedule, ranks, count = _schedule(config), config.mesh.pp_size, config.train.grad_accum
@@ -61,7 +60,7 @@ def micro_batches_fit_the_schedule(config: Sections, where: Where) -> str | None
             f"train.grad_accum={count} has fewer micro-batches than mesh.pp_size={ranks} stages, which "
             f"parallel.schedule=1f1b needs; set train.grad_accum={ranks} or parallel.schedule=gpipe"
         )
-    if schedule is not None and schedule.stages_per_rank > 1 and count % ranks:
+    if schedule.stages_per_rank > 1 and count % ranks:
         return (
             f"train.grad_accum={count} must be a multiple of mesh.pp_size={ranks} with "
             f"parallel.schedule={schedule.value}; set train.grad_accum={-(-count // ranks) * ranks}"
@@ -105,8 +104,7 @@ for _switch in ("cpu_offload", "optimizer_offload", "activation_offload", "optim
     )
 PIPELINE.exclude(
     "mesh.pp_size",
-    "optim",
-    when=lambda config, where: config.optim.exchanges_matrices,
+    "optim.exchanges_matrices=true",
     says="{optim} exchanges matrices of all layers, of which a rank of {mesh.pp_size} has some; set optim=adamw or "
     "mesh.pp_size=1",
 )

@@ -1,15 +1,16 @@
 """Rules across sections: which settings exclude one another, why, and what to set instead.
 
-A rule names the settings that it is about and holds whole literal sentences, so that a search for the words of a
+A rule applies where all of its settings hold. It has whole literal sentences, so that a search for the words of a
 message finds it. Rules are checked in the order of their files, before any process group or allocation; the first
 sentence is the message.
 
 A setting is ``KEY=VALUE``, ``KEY!=VALUE``, or ``KEY`` for any other value than the default; ``{KEY}`` in a sentence
-stands for ``KEY=`` and its value. Groups (``parallel``, ``optim``, ``tune``, ``model``) stand for what they chose, and
-``launch.device`` for the type of the device. A group or device without a value always holds: its rule has a condition.
+stands for ``KEY=`` and its value. Groups (``parallel``, ``optim``, ``tune``, ``model``) stand for what they chose,
+``launch.device`` for the type of the device, and keys like ``optim.exchanges_matrices`` for facts about a choice.
 """
 
 import functools
+import operator
 import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -39,7 +40,7 @@ Check = Callable[[Sections, Where], str | None]
 
 @dataclass(frozen=True)
 class Rule:
-    """A check, and the settings that it is about."""
+    """A check, and the settings without which it passes."""
 
     settings: tuple[str, ...]
     check: Check
@@ -54,7 +55,7 @@ class Rules:
         self.all: list[Rule] = []
 
     def rule(self, *settings: str) -> Callable[[Check], Check]:
-        """Register a function that returns the sentence against a configuration, or None."""
+        """Register a function that returns the sentence against a configuration with these settings, or None."""
 
         def register(check: Check) -> Check:
             self.all.append(Rule(settings, check))
@@ -73,8 +74,6 @@ class Rules:
         """
 
         def check(config: Sections, where: Where) -> str | None:
-            if not all(holds(config, where, setting) for setting in settings):
-                return None
             return fill(says, config, where) if when is None or when(config, where) else None
 
         self.all.append(Rule(settings, check, unused))
@@ -87,7 +86,8 @@ def check_rules(rules: Iterable[Rule], config: Sections, where: Where) -> None:
         ConfigError: with the first sentence.
     """
     for rule in rules:
-        sentence = rule.check(config, where)
+        applies = all(holds(config, where, setting) for setting in rule.settings)
+        sentence = rule.check(config, where) if applies else None
         if sentence is not None:
             raise UnusedKeyError(sentence) if rule.unused else ConfigError(sentence)
 
@@ -95,13 +95,14 @@ def check_rules(rules: Iterable[Rule], config: Sections, where: Where) -> None:
 def holds(config: Sections, where: Where, setting: str) -> bool:
     """Return whether a configuration has a setting; a strategy or model without the option does not."""
     key, unequal, wanted = _parts(setting)
-    section, _, name = key.partition(".")
-    field = getattr(config, section).__dataclass_fields__.get(name)
-    if key != DEVICE and name and field is None:
+    try:
+        value = value_text(read(config, where, key))
+    except AttributeError:
         return False
-    if not wanted:
-        return key == DEVICE or not name or value_text(read(config, where, key)) != value_text(default_of(field))
-    return (value_text(read(config, where, key)) == wanted) is not unequal
+    if wanted:
+        return (value == wanted) is not unequal
+    section, _, name = key.partition(".")
+    return value != value_text(default_of(getattr(config, section).__dataclass_fields__[name]))
 
 
 @functools.cache
@@ -118,7 +119,7 @@ def read(config: Sections, where: Where, key: str) -> Any:
     if key == DEVICE:
         return where.device_type
     if name:
-        return getattr(chosen, name)
+        return operator.attrgetter(name)(chosen)
     return chosen.name or chosen.family if section == "model" else chosen.name
 
 

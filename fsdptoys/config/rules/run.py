@@ -10,7 +10,7 @@ CONTINUATION = Rules()
 """Of checkpoints."""
 
 
-@SIZES.rule("train.seq_len", "model.max_seq_len")
+@SIZES.rule()
 def positions_reach(config: Sections, where: Where) -> str | None:
     """Sequences are at most as long as the model's positions."""
     longest = config.model.max_seq_len
@@ -22,7 +22,7 @@ def positions_reach(config: Sections, where: Where) -> str | None:
     )
 
 
-@SIZES.rule("train.batch_size", "train.grad_accum", "train.seq_len")
+@SIZES.rule()
 def batches_fit_the_host(config: Sections, where: Where) -> str | None:
     """Batches of a step are in host memory."""
     train = config.train
@@ -34,11 +34,11 @@ def batches_fit_the_host(config: Sections, where: Where) -> str | None:
     )
 
 
-@SIZES.rule("memory.checkpointing_start_index", "model.n_layers")
+@SIZES.rule("memory.gradient_checkpointing")
 def some_block_is_checkpointed(config: Sections, where: Where) -> str | None:
     """Checkpointing starts at a block of the model."""
     start, n_layers = config.memory.checkpointing_start_index, config.model.n_layers
-    if not config.memory.checkpoints or start < n_layers:
+    if start < n_layers:
         return None
     return (
         f"memory.checkpointing_start_index={start} is past the last of the model's {n_layers} layers; set "
@@ -46,12 +46,12 @@ def some_block_is_checkpointed(config: Sections, where: Where) -> str | None:
     )
 
 
-@SIZES.rule("memory.activation_offload=true", "model.n_layers")
+@SIZES.rule("memory.activation_offload=true")
 def activations_leave_the_device(config: Sections, where: Where) -> str | None:
     """The last block's tensors stay on the device, and those of the block before until they are used."""
     memory = config.memory
     checkpointed = len(range(memory.checkpointing_start_index, config.model.n_layers, memory.checkpointing_every))
-    if not memory.activation_offload or checkpointed >= 3:
+    if checkpointed >= 3:
         return None
     return (
         "memory.activation_offload=true saves nothing with fewer than 3 checkpointed blocks, of which there are "

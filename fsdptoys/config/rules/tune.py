@@ -1,5 +1,7 @@
 """Adapters against model, strategy and formats."""
 
+from typing import cast
+
 import torch
 
 from fsdptoys.checkpoint.adapter_folder import AdapterFolder
@@ -8,8 +10,7 @@ from fsdptoys.errors import ConfigError
 from fsdptoys.models import DecoderModel
 from fsdptoys.models.linear import Linear
 from fsdptoys.models.nf4 import BLOCK
-from fsdptoys.parallel import STRATEGIES
-from fsdptoys.tune import Base, LoRAConfig, TuneConfig
+from fsdptoys.tune import LoRAConfig, TuneConfig
 from fsdptoys.utils.text import short_text
 
 from .rule import Rules, Where
@@ -24,12 +25,10 @@ def _linear_layers(config: Sections) -> dict[str, Linear]:
     return {name: module for name, module in layers.named_modules() if type(module) is Linear}
 
 
-@TUNE.rule("tune=lora", "model")
+@TUNE.rule("tune.targets")
 def targets_are_layers(config: Sections, where: Where) -> str | None:
     """Adapters are added to linear layers of the blocks."""
-    tune = config.tune
-    if not isinstance(tune, LoRAConfig) or tune.targets == LoRAConfig().targets:
-        return None
+    tune = cast(LoRAConfig, config.tune)
     had = {name.rpartition(".")[2] for name in _linear_layers(config)}
     missing = [target for target in tune.targets if target not in had]
     if not missing:
@@ -60,18 +59,6 @@ TUNE.exclude(
 )
 
 
-@TUNE.rule("tune.base=nf4", "parallel")
-def packed_weights_keep_their_dtype(config: Sections, where: Where) -> str | None:
-    """Packed weights are bytes beside float parameters."""
-    if not _packs(config) or config.parallel.mixes_dtypes:
-        return None
-    fix = next(name for name in ("fsdp2", "ddp") if STRATEGIES[name].mixes_dtypes)
-    return (
-        f"tune.base=nf4 packs weights into bytes, which parallel={config.parallel.name} would cast like other weights "
-        f"with torch {torch.__version__}; set parallel={fix} or tune.base=plain"
-    )
-
-
 TUNE.exclude(
     "tune.base=nf4",
     "memory.cpu_offload=true",
@@ -80,10 +67,10 @@ TUNE.exclude(
 )
 
 
-@TUNE.rule("tune.base=nf4", "model")
+@TUNE.rule("tune.base=nf4")
 def blocks_divide_rows(config: Sections, where: Where) -> str | None:
     """NF4 has a scale for each block of a row."""
-    for name, module in _linear_layers(config).items() if _packs(config) else ():
+    for name, module in _linear_layers(config).items():
         if module.in_features % BLOCK:
             return (
                 f"tune.base=nf4 scales blocks of {BLOCK} elements, which do not divide the {module.in_features} "
@@ -92,15 +79,11 @@ def blocks_divide_rows(config: Sections, where: Where) -> str | None:
     return None
 
 
-def _packs(config: Sections) -> bool:
-    return isinstance(config.tune, LoRAConfig) and config.tune.base is Base.nf4
-
-
-@TUNE.rule("tune=lora", "mesh.tp_size")
+@TUNE.rule("tune=lora")
 def adapters_are_whole(config: Sections, where: Where) -> str | None:
     """Split layers take no adapters."""
     ranks, slices = where.axes.tp, config.train.slices
-    if not isinstance(config.tune, LoRAConfig) or ranks == slices == 1:
+    if ranks == slices == 1:
         return None
     key, value = ("mesh.tp_size", ranks) if ranks > 1 else ("train.slices", slices)
     return f"tune=lora adds to the layers that {key}={value} splits; set {key}=1 or tune=full"

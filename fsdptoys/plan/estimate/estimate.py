@@ -166,7 +166,7 @@ def _without_collection() -> Iterator[None]:
 
 def _model_key(config: Config) -> str:
     """Everything that decides the modules of a model and the dtypes of its parameters."""
-    return repr((config.model, config.tune, config.parallel.param_dtype, config.parallel.mixes_dtypes))
+    return repr((config.model, config.tune, config.parallel.param_dtype, config.parallel.capabilities.packed_weights))
 
 
 @functools.lru_cache(maxsize=64)

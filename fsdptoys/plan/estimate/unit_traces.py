@@ -99,7 +99,7 @@ def segments_of(
         config.mesh.tp_size,
     )
     shape = vars(config.model) | {"name": "", "init_from": None, "n_layers": 0}
-    key = repr((type(config.model), shape, config.tune, config.parallel.mixes_dtypes))
+    key = repr((type(config.model), shape, config.tune, config.parallel.capabilities.packed_weights))
     chosen = set(range(model.config.n_layers)[memory.checkpointing_start_index :: memory.checkpointing_every])
     blocks = []
     for index, kind in enumerate(_kinds(model)):

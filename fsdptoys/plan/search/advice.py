@@ -97,6 +97,7 @@ def _fastest(advice: Iterable[Advice]) -> list[Advice]:
 def _changes(config: Config, world_size: int, node_ranks: int) -> Iterator[dict[str, Any]]:
     """All changes of one switch."""
     memory, parallel, batch = config.memory, config.parallel, config.train.batch_size
+    can = parallel.capabilities
     alternatives: list[dict[str, Any]] = [
         {"memory.chunk_loss": not memory.chunk_loss},
         *({"memory.gradient_checkpointing": mode} for mode in GradientCheckpointing),
@@ -107,20 +108,20 @@ def _changes(config: Config, world_size: int, node_ranks: int) -> Iterator[dict[
         *({"train.batch_size": size} for size in (2 * batch, 4 * batch)),
         *({"train.batch_size": batch >> halvings} for halvings in range(1, batch.bit_length())),
     ]
-    if memory.cpu_offload or parallel.overlaps_cpu_offload:
+    if memory.cpu_offload or can.overlapped_cpu_offload:
         overlapped = {"memory.cpu_offload_executor": CPUOffloadExecutor.overlapped}
         alternatives.append({"memory.cpu_offload": True, **overlapped, "memory.optimizer_offload": False})
     if memory.checkpoints:
         alternatives.append({"memory.checkpointing_every": 2 if memory.checkpointing_every == 1 else 1})
-    if parallel.shards_parameters:
+    if can.shards_parameters:
         alternatives += [{"parallel.wrap": wrap} for wrap in (Wrap.block, Wrap.block_attn_mlp)]
         alternatives += [{"parallel.reshard_after_forward": reshard} for reshard in ReshardAfterForward]
         alternatives += [{"mesh.fsdp_size": size} for size in (-1, node_ranks)]
         alternatives += [{REDUCES_OFTEN: not parallel.reduces_often}]
     for key, size, has in (
-        ("mesh.cp_size", config.mesh.cp_size, parallel.shares_sequences and batch == 1),
-        ("mesh.ep_size", config.mesh.ep_size, parallel.splits_experts and isinstance(config.model, MoEConfig)),
-        ("mesh.tp_size", config.mesh.tp_size, parallel.splits_features),
+        ("mesh.cp_size", config.mesh.cp_size, bool(can.context_forms) and batch == 1),
+        ("mesh.ep_size", config.mesh.ep_size, can.splits_experts and isinstance(config.model, MoEConfig)),
+        ("mesh.tp_size", config.mesh.tp_size, can.splits_features),
     ):
         if has:
             alternatives += [{key: other} for other in (2 * size, max(1, size // 2)) if world_size % other == 0]

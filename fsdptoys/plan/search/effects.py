@@ -73,6 +73,6 @@ def _settings(config: Config) -> dict[str, Any]:
     settings = {key: read(config, key) for key in KEYS}
     if not config.memory.cpu_offload:
         settings["memory.cpu_offload_executor"] = None
-    if not config.parallel.shards_parameters:
+    if not config.parallel.capabilities.shards_parameters:
         settings |= {key: None for key in ("parallel.wrap", "parallel.reshard_after_forward")}
     return settings

@@ -263,7 +263,7 @@ class _Exploration:
     def _enough_ranks(self, least: Candidate) -> int | None:
         """Number of ranks at which the smallest combination fits, if a few doublings suffice."""
         changes: dict[str, Any] = {"mesh.fsdp_size": -1}
-        if least.config.parallel.single_process:
+        if least.config.parallel.capabilities.single_process:
             changes["parallel"] = "fsdp2"
         if self.fixed.isdisjoint(changes):
             with suppress(ConfigError):

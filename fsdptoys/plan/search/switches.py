@@ -24,6 +24,7 @@ from fsdptoys.errors import ConfigError
 from fsdptoys.memory import CPUOffloadExecutor, GradientCheckpointing, MemoryConfig
 from fsdptoys.models import ModelConfig, MoEConfig
 from fsdptoys.parallel import DDPConfig, FSDP1Config, FSDP2Config, ParallelConfig, SingleConfig
+from fsdptoys.parallel.capabilities import CAPABILITIES, Capabilities
 from fsdptoys.parallel.fsdp import ReshardAfterForward, Wrap
 from fsdptoys.parallel.mesh import MeshConfig
 from fsdptoys.parallel.pipeline import PipelineSchedule
@@ -84,7 +85,8 @@ def check_strategy(config: Config) -> None:
     """Raise a ConfigError for a strategy without a step model, which names the closest one."""
     parallel = config.parallel
     if parallel.name not in STRATEGIES:
-        like = FSDP2Config if parallel.shards_parameters or not parallel.keeps_full_states else DDPConfig
+        can = parallel.capabilities
+        like = FSDP2Config if can.shards_parameters or not can.optimizer_offload else DDPConfig
         raise ConfigError(f"parallel={parallel.name} cannot be predicted; set parallel={like.name}, which is closest")
 
 
@@ -211,16 +213,16 @@ class Combinations:
 
     def all(self) -> Iterator[dict[str, Any]]:
         """All combinations that agree with the command line; validation may still refuse one."""
-        kinds = [STRATEGIES[name] for name in self.space.strategies]
+        table = {name: CAPABILITIES[name] for name in self.space.strategies}
         if self.world_size == 1:
-            kinds = [kind for kind in kinds if kind.single_process or kind.shards_parameters]
+            table = {name: can for name, can in table.items() if can.single_process or can.shards_parameters}
         else:
-            kinds = [kind for kind in kinds if not kind.single_process]
-        per_parameter = [kind for kind in kinds if not kind.flattens_parameters]
-        if "parallel" not in self.fixed and any(kind.shards_parameters for kind in per_parameter):
-            kinds = per_parameter  # FSDP1 moves the same bytes as FSDP2: it is tried only next to the best
-        for strategy in self._allowed([{"parallel": kind.name} for kind in kinds]):
-            for changes in _products([strategy], *self._lists(self._strategy(strategy))):
+            table = {name: can for name, can in table.items() if not can.single_process}
+        per_parameter = {name: can for name, can in table.items() if not can.flattens_parameters}
+        if "parallel" not in self.fixed and any(can.shards_parameters for can in per_parameter.values()):
+            table = per_parameter  # FSDP1 moves the same bytes as FSDP2: it is tried only next to the best
+        for strategy in self._allowed([{"parallel": name} for name in table]):
+            for changes in _products([strategy], *self._lists(self._capabilities(strategy))):
                 # What leaves the device is tried with the smallest shards, and with others next to the best.
                 if changes.get("mesh.fsdp_size", -1) == -1 or not any(changes.get(key) for key in OFFLOADS):
                     yield changes
@@ -230,29 +232,30 @@ class Combinations:
 
         ``faster`` adds those that trade memory for speed: gathered parameters, the executor, sizes of the shard axis.
         """
-        strategy = self._strategy(changes)
+        can = self._capabilities(changes)
         for one in self._allowed(CHUNKED):
             yield {**changes, **one}
-        yield from self._exchanges(strategy, changes, batch, faster)
+        yield from self._exchanges(can, changes, batch, faster)
         if faster:
-            yield from self._stages(strategy, changes)
-        if not strategy.shards_parameters:
+            yield from self._stages(can, changes)
+        if not can.shards_parameters:
             return
-        for one in self._of_units(strategy, changes, faster):
+        for one in self._of_units(changes, faster):
             merged = {**changes, **one}
             overlapped = merged.get(EXECUTOR) is CPUOffloadExecutor.overlapped
-            if not overlapped or self._strategy(merged).overlaps_cpu_offload:
+            if not overlapped or self._capabilities(merged).overlapped_cpu_offload:
                 yield merged
         if faster and "mesh.fsdp_size" in changes and self.space.every_shard_size:
             place = self._sizes.index(changes["mesh.fsdp_size"])
             for size in self._sizes[max(0, place - 1) : place + 2]:
                 yield {**changes, "mesh.fsdp_size": size}
 
-    def _of_units(self, strategy: type[ParallelConfig], changes: Changes, faster: bool) -> Iterator[Changes]:
+    def _of_units(self, changes: Changes, faster: bool) -> Iterator[Changes]:
         """Alternatives of FSDP's own settings, one at a time."""
         splits = "mesh.pp_size" in changes
-        names = [strategy.name, *(name for name in self.space.strategies if STRATEGIES[name].shards_parameters)]
-        names = [name for name in names if STRATEGIES[name].splits_layers or not splits]
+        others = (name for name in self.space.strategies if CAPABILITIES[name].shards_parameters)
+        names = [self._name(changes), *others]
+        names = [name for name in names if CAPABILITIES[name].splits_layers or not splits]
         yield from self._allowed([{"parallel": name} for name in STRATEGIES if name in names])
         if self.base.train.grad_accum > 1 and not splits:
             yield from self._allowed([{REDUCES_OFTEN: True}, {REDUCES_OFTEN: False}])
@@ -263,37 +266,35 @@ class Combinations:
             if EXECUTOR in changes:
                 yield from self._allowed([{EXECUTOR: CPUOffloadExecutor.native}])
 
-    def _exchanges(
-        self, strategy: type[ParallelConfig], changes: Changes, batch: int, faster: bool
-    ) -> Iterator[dict[str, Any]]:
+    def _exchanges(self, can: Capabilities, changes: Changes, batch: int, faster: bool) -> Iterator[dict[str, Any]]:
         """Sizes of the axes cp, ep and tp within a node.
 
         Sequences are shared only where a rank has a single one: half as many take less memory, and exchange nothing.
         Features are split there too, and next to the fastest, into twice or half as many parts: each needs a skeleton.
         """
         single = batch == 1 or "train.batch_size" in self.fixed
-        shards = changes.get("mesh.fsdp_size", self.base.mesh.fsdp_size) if strategy.shards_parameters else -1
+        shards = changes.get("mesh.fsdp_size", self.base.mesh.fsdp_size) if can.shards_parameters else -1
         ranks = self.world_size if shards == -1 else shards
         divisors, parts = set(self._divisors), changes.get("mesh.tp_size", 1)
         common = math.gcd(*split_sizes(self.base.model).values())
         dividing = {size for size in divisors if common % size == 0}
         for key, applies, choices in (
-            ("mesh.cp_size", single and strategy.shares_sequences, divisors),
-            ("mesh.ep_size", strategy.splits_experts and isinstance(self.base.model, MoEConfig), divisors),
-            ("mesh.tp_size", (single or faster) and strategy.splits_features, dividing & {parts // 2, 2 * parts}),
+            ("mesh.cp_size", single and bool(can.context_forms), divisors),
+            ("mesh.ep_size", can.splits_experts and isinstance(self.base.model, MoEConfig), divisors),
+            ("mesh.tp_size", (single or faster) and can.splits_features, dividing & {parts // 2, 2 * parts}),
         ):
             if applies and key not in self.fixed:
                 others = {name: value for name, value in changes.items() if name != key}
                 sizes = (size for size in sorted(choices) if ranks % size == 0)
                 yield from ({**others, key: size} if size > 1 else others for size in sizes)
 
-    def _stages(self, strategy: type[ParallelConfig], changes: Changes) -> Iterator[dict[str, Any]]:
+    def _stages(self, can: Capabilities, changes: Changes) -> Iterator[dict[str, Any]]:
         """Numbers of stages, over as many blocks of nodes, and their schedule.
 
         Within a node others exchange as fast. The first number is the least with which a rank's gathered parameters and
         full gradients fit, or twice that; then twice or half as many.
         """
-        if not (strategy.splits_layers and self.space.exchanges) or "mesh.pp_size" in self.fixed:
+        if not (can.splits_layers and self.space.exchanges) or "mesh.pp_size" in self.fixed:
             return
         size = changes.get("mesh.pp_size", 1)
         others = {key: value for key, value in changes.items() if key not in (*PIPELINE, EXECUTOR)}
@@ -318,12 +319,16 @@ class Combinations:
         kept = {key: False for key in OFFLOADS if key in others}  # stages keep everything on the device
         yield {**others, **{key: value for key, value in {**made, **kept}.items() if key not in self.fixed}}
 
-    def _strategy(self, changes: Changes) -> type[ParallelConfig]:
-        return STRATEGIES[changes["parallel"]] if "parallel" in changes else type(self.base.parallel)
+    def _name(self, changes: Changes) -> str:
+        name: str = changes.get("parallel", self.base.parallel.name)
+        return name
 
-    def _lists(self, strategy: type[ParallelConfig]) -> list[list[Changes]]:
+    def _capabilities(self, changes: Changes) -> Capabilities:
+        return CAPABILITIES[self._name(changes)]
+
+    def _lists(self, can: Capabilities) -> list[list[Changes]]:
         """Lists of alternatives for a strategy."""
-        shards = strategy.shards_parameters
+        shards = can.shards_parameters
         # Every second size; the others are tried next to the best.
         sizes = [*self._sizes[:-1:2], -1] if shards else [-1]
         typed = "memory.activation_offload" in self.fixed
@@ -340,7 +345,7 @@ class Combinations:
         if self.space.optimizer_offload:
             offloads.append({"memory.optimizer_offload": True, "memory.cpu_offload": False})
         if self.space.cpu_offload and shards:
-            best = CPUOffloadExecutor.overlapped if strategy.overlaps_cpu_offload else CPUOffloadExecutor.native
+            best = CPUOffloadExecutor.overlapped if can.overlapped_cpu_offload else CPUOffloadExecutor.native
             if EXECUTOR in self.fixed:
                 best = self.base.memory.cpu_offload_executor
             offloads.append({"memory.cpu_offload": True, "memory.optimizer_offload": False, EXECUTOR: best})

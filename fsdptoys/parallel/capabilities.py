@@ -1,0 +1,180 @@
+"""What strategies can do: one table of strategies by mesh axes and switches.
+
+A field declared with :func:`refuses` names settings. A strategy without it refuses them in the
+sentence beside them (``config/rules/strategies.py``); ``{KEY}`` in a sentence stands for ``KEY=`` and
+its value. The planner, sweeps and reports read the same fields, so nothing outside this package
+compares a strategy's name.
+
+``docs/strategies.md`` shows the table under "What each strategy can do". Limits that depend on a
+strategy's own options are in its ``validate``.
+"""
+
+import dataclasses
+from typing import Any, NamedTuple
+
+import torch
+
+from .context import ContextForm
+
+TORCH = tuple(int(number) for number in torch.__version__.split(".")[:2])
+FORMS = (ContextForm.ulysses, ContextForm.gathered, ContextForm.ring)
+MIXES_DTYPES = TORCH >= (2, 11)
+"""Whether an FSDP2 unit may have frozen parameters of another dtype; versions from 2.8 to 2.10 are not tried."""
+
+
+def refuses(settings: str, sentence: str, default: bool = False) -> Any:
+    """Declare a capability by the settings, separated by spaces, that a strategy without it refuses."""
+    return dataclasses.field(default=default, metadata={"refuses": (settings, sentence)})
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Capabilities:
+    """Facts about a strategy, and the mesh axes and switches that it has."""
+
+    single_process: bool = False
+    """One process trains alone."""
+    shards_parameters: bool = False
+    """Each of ``mesh.fsdp_size`` ranks has a shard of every parameter, and gathers it where needed."""
+    flattens_parameters: bool = False
+    """A unit is one module whose parameters are concatenated into a flat one."""
+    uses_dtensor: bool = False
+    """Parameters are DTensors, sharded one by one."""
+
+    context_forms: tuple[ContextForm, ...] = ()
+    """Forms of ``mesh.cp_size``, none without it; the second needs no number of heads."""
+    splits_experts: bool = False
+    """``mesh.ep_size``."""
+    splits_features: bool = False
+    """``mesh.tp_size``."""
+    splits_layers: bool = False
+    """``mesh.pp_size``."""
+
+    cpu_offload: bool = refuses(
+        "memory.cpu_offload=true",
+        "memory.cpu_offload=true is not an option of {parallel}; set parallel=fsdp2 or memory.cpu_offload=false",
+    )
+    overlapped_cpu_offload: bool = refuses(
+        "memory.cpu_offload_executor=overlapped",
+        "memory.cpu_offload_executor=overlapped is not an option of {parallel}; set "
+        "parallel=fsdp2 or memory.cpu_offload_executor=native",
+    )
+    optimizer_offload: bool = refuses(
+        "memory.optimizer_offload=true",
+        "memory.optimizer_offload=true is not an option of {parallel}, whose states are cut; set "
+        "parallel=fsdp2 or leave it out",
+    )
+    """Optimizer states can be moved by the parameters that they belong to."""
+    lazy_updates: bool = refuses(
+        "memory.offload_schedule=lazy",
+        "memory.offload_schedule=lazy is not an option of {parallel}; set "
+        "memory.offload_schedule=pipelined or parallel=fsdp2",
+    )
+    """Parameters may be updated as late as the next forward, unit by unit."""
+    optimizer_in_backward: bool = refuses(
+        "memory.optimizer_in_backward=true",
+        "memory.optimizer_in_backward=true frees gradients as they come, and {parallel} keeps "
+        "them until the backward ends; set parallel=fsdp2 or memory.optimizer_in_backward=false",
+    )
+    float8: bool = refuses(
+        "train.float8",
+        "{train.float8} is not an option of {parallel}, whose flat parameters torchao does not "
+        "know; set parallel=fsdp2",
+    )
+    float8_all_gather: bool = refuses(
+        "train.float8_all_gather=true",
+        "train.float8_all_gather=true casts shards of FSDP2, which {parallel} does not have; set "
+        "parallel=fsdp2 or train.float8_all_gather=false",
+    )
+    layout_mode: bool = refuses(
+        "train.deterministic=layout",
+        "{parallel} does not sum gradients in float64 once a step, which "
+        "train.deterministic=layout rules out; set parallel=fsdp2",
+    )
+    muon: bool = refuses(
+        "optim.exchanges_matrices=true",
+        "{optim} orthogonalizes full matrices, and {parallel} does not shard between rows; set "
+        "parallel=fsdp2 or optim=adamw",
+    )
+    low_bit_states: bool = refuses(
+        "optim.low_bit_format!=null",
+        "{optim.state_dtype} keeps a scale for each part of a row, and {parallel} does not shard "
+        "between rows; set parallel=fsdp2 or optim.state_dtype=bfloat16",
+    )
+    packed_weights: bool = refuses(
+        "tune.base=nf4",
+        "tune.base=nf4 packs weights into bytes, which {parallel} would cast like other weights "
+        f"with torch {torch.__version__}; set parallel={'fsdp2' if MIXES_DTYPES else 'ddp'} or "
+        "tune.base=plain",
+    )
+    """Frozen parameters can be packed, or kept in ``param_dtype``, beside float32 ones."""
+    compiled_context: bool = refuses(
+        "train.compile=true mesh.cp_size",
+        "train.compile=true would compile the exchanges of {parallel} with {mesh.cp_size}; set train.compile=false",
+        default=True,
+    )
+    compiled_experts: bool = refuses(
+        "train.compile=true mesh.ep_size",
+        "train.compile=true would compile the exchanges of {parallel} with {mesh.ep_size}; set train.compile=false",
+        default=True,
+    )
+    ring_kernels: bool = refuses(
+        "parallel.context=ring kernels.attention!=torch",
+        "{kernels.attention} is not an option of {parallel} parallel.context=ring, which has "
+        "causal attention of its own; set parallel.context=ulysses",
+        default=True,
+    )
+
+
+class Refusal(NamedTuple):
+    """A capability, the settings that need it, and the sentence without it."""
+
+    capability: str
+    settings: tuple[str, ...]
+    sentence: str
+
+
+REFUSALS = [
+    Refusal(field.name, tuple(field.metadata["refuses"][0].split()), field.metadata["refuses"][1])
+    for field in dataclasses.fields(Capabilities)
+    if field.metadata
+]
+
+# fmt: off
+CAPABILITIES = {
+    "single": Capabilities(
+        single_process=True,
+        optimizer_offload=True, lazy_updates=True, optimizer_in_backward=True,
+        float8=True, layout_mode=True, muon=True, low_bit_states=True, packed_weights=True),
+    "ddp": Capabilities(
+        context_forms=FORMS, optimizer_offload=True, lazy_updates=True,
+        float8=True, layout_mode=True, muon=True, low_bit_states=True, packed_weights=True),
+    "fsdp1": Capabilities(  # its streams wait for updates once a forward, in the root
+        shards_parameters=True, flattens_parameters=True,
+        context_forms=FORMS, cpu_offload=True, optimizer_offload=True, layout_mode=True),
+    "fsdp2": Capabilities(
+        shards_parameters=True, uses_dtensor=True,
+        context_forms=FORMS, splits_experts=True, splits_features=True, splits_layers=True,
+        cpu_offload=True, overlapped_cpu_offload=True,
+        optimizer_offload=True, lazy_updates=True, optimizer_in_backward=True,
+        float8=True, float8_all_gather=True, layout_mode=True, muon=True, low_bit_states=True,
+        packed_weights=MIXES_DTYPES),
+    "toy_cp": Capabilities(
+        context_forms=(ContextForm.ulysses, ContextForm.ring), compiled_context=False, ring_kernels=False,
+        optimizer_offload=True, lazy_updates=True,
+        float8=True, muon=True, low_bit_states=True, packed_weights=True),
+    "toy_ddp": Capabilities(
+        context_forms=FORMS, optimizer_offload=True, lazy_updates=True,
+        float8=True, muon=True, low_bit_states=True, packed_weights=True),
+    "toy_ep": Capabilities(
+        splits_experts=True, compiled_experts=False, lazy_updates=True,
+        float8=True, muon=True, low_bit_states=True, packed_weights=True),
+    "toy_fsdp": Capabilities(
+        shards_parameters=True, uses_dtensor=True,
+        context_forms=FORMS, optimizer_offload=True, lazy_updates=True,
+        float8=True, muon=True, low_bit_states=True),
+    "toy_zero1": Capabilities(context_forms=FORMS, lazy_updates=True, float8=True, packed_weights=True),
+    "toy_zero2": Capabilities(context_forms=FORMS, lazy_updates=True, float8=True, packed_weights=True),
+    "toy_zero3": Capabilities(context_forms=FORMS, lazy_updates=True, float8=True),
+}
+"""The word after ``parallel=`` → its row."""
+# fmt: on
