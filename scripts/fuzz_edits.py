@@ -12,7 +12,6 @@ All of it happens in a forked process, which reports edit by edit, so that one t
 
 import base64
 import faulthandler
-import hashlib
 import json
 import os
 import random
@@ -28,7 +27,6 @@ import torch
 import torch.distributed as dist
 
 from fsdptoys.checkpoint import Checkpointer
-from fsdptoys.checkpoint.checksums import FileSum
 from fsdptoys.checkpoint.manifest import Manifest
 from fsdptoys.config.compose import compose_config
 from fsdptoys.config.schema import Config
@@ -37,6 +35,7 @@ from fsdptoys.train.random_states import restore_random_states
 from fsdptoys.train.resume import FACTS, check_same_run
 from fsdptoys.train.run import Run
 from fsdptoys.train.trainer import Trainer
+from fsdptoys.utils.sealed_folder import sum_path
 from scripts.ranks import run_ranks
 
 STEPS = 2
@@ -129,11 +128,7 @@ EDITS: dict[str, Edit] = {
 
 def seal(folder: Path) -> None:
     """Write a manifest that knows the files as they are."""
-    files = {
-        file.name: FileSum(len(file.read_bytes()), hashlib.sha256(file.read_bytes()).hexdigest())
-        for file in folder.iterdir()
-        if file.name != "manifest.json"
-    }
+    files = {file.name: sum_path(file) for file in folder.iterdir() if file.name != "manifest.json"}
     (folder / "manifest.json").write_bytes(Manifest(folder.name, files).to_bytes())
 
 

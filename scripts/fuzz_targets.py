@@ -13,7 +13,6 @@ import torch
 from rich.console import Console
 
 from fsdptoys.checkpoint import CheckpointConfig, Checkpointer, HuggingFaceFolder, verify_checksums
-from fsdptoys.checkpoint.checksums import FileSum
 from fsdptoys.checkpoint.manifest import MANIFEST_FILE, Manifest
 from fsdptoys.cli.main import main
 from fsdptoys.cli.sweep import read_words
@@ -50,6 +49,7 @@ from fsdptoys.sweep.slurm_queue import read_submissions
 from fsdptoys.train.heartbeat import HEARTBEATS_FOLDER, _encode, describe_last_heartbeats, read_heartbeats
 from fsdptoys.train.pretrained import TrainedModel, open_weights
 from fsdptoys.train.resume import check_resume
+from fsdptoys.utils.sealed_folder import sum_bytes
 from scripts.fuzz_specimens import RUN_WORDS, SEQ_LEN
 
 
@@ -128,7 +128,7 @@ def mend_checkpoints(copy: Path) -> None:
                 if not (place / name).is_file() or (place / name).stat().st_size > 2**24:
                     raise ValueError
                 content = (place / name).read_bytes()
-                sums[name] = FileSum(len(content), hashlib.sha256(content).hexdigest())
+                sums[name] = sum_bytes(content)
         except (OSError, ValueError, KeyError, TypeError, AttributeError):
             continue
         manifest.write_bytes(Manifest(place.name, sums).to_bytes())

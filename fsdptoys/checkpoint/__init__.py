@@ -2,7 +2,6 @@
 
 from .checkpointer import Checkpointer as Checkpointer
 from .checksums import CHECKSUMS_FILE as CHECKSUMS_FILE
-from .checksums import check_new_folder as check_new_folder
 from .checksums import verify_checksums as verify_checksums
 from .config import CheckpointConfig as CheckpointConfig
 from .config import Form as Form

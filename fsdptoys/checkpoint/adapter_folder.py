@@ -29,9 +29,10 @@ from fsdptoys.models.linear import Linear
 from fsdptoys.models.lora import is_adapter
 from fsdptoys.models.nf4 import NAME, Codebook, is_packed, unpack
 from fsdptoys.utils.dtensor import local_bounds, local_tensor
+from fsdptoys.utils.sealed_folder import new_folder
 from fsdptoys.utils.text import one_line, short_text
 
-from .checksums import new_folder, verify_checksums
+from .checksums import CHECKSUMS_FILE, verify_checksums
 from .safetensors_io import AGAIN, TensorFolder, read_json, write_tensors
 
 ADAPTER_FOLDER = "adapter"
@@ -139,12 +140,7 @@ class AdapterFolder:
                 )
                 self.ranks[layer], self.scales[layer] = rank, scale
         self._tensors.require(needed, reader)
-        for tensor, where in self._tensors.stored.items():
-            if tensor not in needed:
-                raise ConfigError(
-                    f"{self.path / where.file} holds {one_line(tensor)}, for which {reader} has no place; use one of "
-                    "linear layers of this model's blocks"
-                )
+        self._tensors.refuse_others(needed, reader, "use one of linear layers of this model's blocks")
         if not needed:
             raise ConfigError(f"{self.path} holds no tensor of an adapter; {AGAIN}")
 
@@ -369,6 +365,6 @@ def write_adapter(
         "base_model_name_or_path": model.init_from,
         "inference_mode": True,
     }
-    with new_folder(folder) as temporary:
+    with new_folder(folder, CHECKSUMS_FILE) as temporary:
         (temporary / CONFIG_FILE).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
         write_tensors(temporary, STEM, tensors.items())

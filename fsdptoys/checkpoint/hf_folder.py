@@ -24,9 +24,10 @@ from torch import Tensor
 from fsdptoys.errors import ConfigError
 from fsdptoys.models import MODELS, DecoderModel, ModelConfig, Piece
 from fsdptoys.utils.dtensor import local_bounds, local_tensor
+from fsdptoys.utils.sealed_folder import new_folder
 from fsdptoys.utils.text import one_line, short_text
 
-from .checksums import new_folder, verify_checksums
+from .checksums import CHECKSUMS_FILE, verify_checksums
 from .model_config import build_model_config, check_same, check_type
 from .safetensors_io import (
     AGAIN,
@@ -125,13 +126,12 @@ class HuggingFaceFolder:
         reader = f"a {model.config.family} model as configured"
         tensors.require(self._needed, reader)
         drops = [re.escape(self._stored_name(drop)).replace(r"\{\}", r"\d+") for drop in style.drops]
-        for name, stored in tensors.stored.items():
-            tied = name == HEAD and model.config.tie_embeddings
-            if name not in self._needed and not tied and not any(re.fullmatch(drop, name) for drop in drops):
-                raise ConfigError(
-                    f"{self.path / stored.file} holds {one_line(name)}, for which {reader} has no place; use a folder "
-                    f"whose {CONFIG_FILE} fits its weights"
-                )
+        ignored = {name for name in tensors.stored if any(re.fullmatch(drop, name) for drop in drops)}
+        if model.config.tie_embeddings:
+            ignored.add(HEAD)
+        tensors.refuse_others(
+            self._needed.keys() | ignored, reader, f"use a folder whose {CONFIG_FILE} fits its weights"
+        )
         self.tensors, self.model = tensors, model
 
     def fill(self, param: Tensor, name: str) -> None:
@@ -206,7 +206,7 @@ def write_hugging_face(
     memory; ``tokenizer`` has the names and contents of a tokenizer's files, ``token_ids`` the ids under the names of
     ``NO_TOKENS``. ConfigError if ``out_dir`` is taken or cannot be written, or a value overflows ``dtype``.
     """
-    with new_folder(out_dir) as folder:
+    with new_folder(out_dir, CHECKSUMS_FILE) as folder:
         written = write_tensors(folder, STEM, _tensors(config, read, dtype), max_file_bytes)
         word = dtype_name(dtype)
         # transformers 4 reads the second spelling.

@@ -11,7 +11,6 @@ Facts are in ``state.json`` for all ranks and ``rank-00000.json`` for one; the c
 ranges.
 """
 
-import hashlib
 import itertools
 import json
 import re
@@ -24,9 +23,9 @@ from fsdptoys.errors import ConfigError
 from fsdptoys.utils.foreign import ForeignError, parse_json
 from fsdptoys.utils.from_tree import build
 from fsdptoys.utils.regular_file import NotRegularFileError
+from fsdptoys.utils.sealed_folder import FileSum, RunningSum, sum_bytes, sums_from_json, sums_to_json
 from fsdptoys.utils.text import one_line
 
-from .checksums import FileSum, sum_file, sums_from_json, sums_to_json
 from .storage import Storage, read_bytes
 
 MANIFEST_FILE = "manifest.json"
@@ -124,7 +123,7 @@ class Manifest:
     def to_bytes(self) -> bytes:
         """Return the canonical encoding."""
         tree: dict[str, Any] = {"format": FORMAT, "name": self.name, "files": sums_to_json(self.files)}
-        tree["sha256"] = hashlib.sha256(json.dumps(tree).encode()).hexdigest()
+        tree["sha256"] = sum_bytes(json.dumps(tree).encode()).sha256
         return (json.dumps(tree, indent=1) + "\n").encode()
 
 
@@ -180,10 +179,13 @@ def verify_file(
 
     def read() -> FileSum:
         with storage.reading(f"{manifest.name}/{path}") as file:
-            return sum_file(file, advance)
+            return RunningSum().read(file, lambda block: advance(len(block)))
 
-    found = _judged(storage, manifest.name, path, read)
-    if found != manifest.files[path]:
+    _check_sum(manifest, path, _judged(storage, manifest.name, path, read))
+
+
+def _check_sum(manifest: Manifest, path: str, actual: FileSum) -> None:
+    if actual != manifest.files[path]:
         raise InvalidCheckpointError(f"is damaged: the SHA-256 of {path} is not the one that {MANIFEST_FILE} says")
 
 
@@ -192,14 +194,13 @@ def _read_facts(storage: Storage, manifest: Manifest, path: str) -> dict[str, An
 
     def read() -> bytes:
         with storage.reading(f"{manifest.name}/{path}") as file:
-            return read_bytes(file, said.size)
+            return read_bytes(file, size)
 
-    said = manifest.files[path]
-    if said.size > LARGEST_BYTES:
-        raise InvalidCheckpointError(f"is damaged: {path} holds {said.size} bytes")
+    size = manifest.files[path].size
+    if size > LARGEST_BYTES:
+        raise InvalidCheckpointError(f"is damaged: {path} holds {size} bytes")
     text = _judged(storage, manifest.name, path, read)
-    if FileSum(len(text), hashlib.sha256(text).hexdigest()) != said:
-        raise InvalidCheckpointError(f"is damaged: the SHA-256 of {path} is not the one that {MANIFEST_FILE} says")
+    _check_sum(manifest, path, sum_bytes(text))
     try:
         return from_json(text)
     except ValueError as error:

@@ -11,7 +11,7 @@ library makes the same checks, but its messages name neither the file nor a fix.
 
 import json
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,6 +26,7 @@ from fsdptoys.errors import ConfigError
 from fsdptoys.models.huggingface import Bounds
 from fsdptoys.utils.foreign import ForeignError, parse_json
 from fsdptoys.utils.regular_file import open_regular, read_regular
+from fsdptoys.utils.sealed_folder import is_file_name
 from fsdptoys.utils.text import one_line
 
 from .storage import read_bytes
@@ -97,11 +98,6 @@ def read_json(path: Path) -> dict[str, Any]:
     return tree
 
 
-def is_file_name(name: object) -> bool:
-    """Return whether this is a plain file name, not a path to another folder."""
-    return isinstance(name, str) and name not in ("", ".", "..") and not set(name) & set("/\\\0")
-
-
 class TensorFolder:
     """The tensors of a folder, listed from the headers of its files, whose names start with ``stem``.
 
@@ -145,17 +141,25 @@ class TensorFolder:
             tensor = self.stored.get(name)
             if tensor is None:
                 raise ConfigError(
-                    f"{self.path} holds no {name}, which {owner} needs in the shape {_text(shape)}; {AGAIN}"
+                    f"{self.path} holds no {name}, which {owner} needs in the shape {shape_text(shape)}; {AGAIN}"
                 )
             found = f"{self.path / tensor.file} holds {name}"
             if tensor.shape != shape:
                 raise ConfigError(
-                    f"{found} in the shape {_text(tensor.shape)}, and {owner} needs {_text(shape)}; {AGAIN}"
+                    f"{found} in the shape {shape_text(tensor.shape)}, and {owner} needs {shape_text(shape)}; {AGAIN}"
                 )
             if tensor.dtype not in DTYPES:
                 raise ConfigError(
                     f"{found} as {one_line(tensor.dtype)}, and weights are read from {', '.join(DTYPES)} alone; "
                     "convert it to one of these"
+                )
+
+    def refuse_others(self, names: Collection[str], owner: str, fix: str) -> None:
+        """Check that ``owner`` needs or ignores every tensor; ``fix`` is an imperative."""
+        for name, stored in self.stored.items():
+            if name not in names:
+                raise ConfigError(
+                    f"{self.path / stored.file} holds {one_line(name)}, for which {owner} has no place; {fix}"
                 )
 
     def dtypes(self) -> list[str]:
@@ -210,8 +214,8 @@ def write_tensors(
 ) -> Written:
     """Write tensors into one or more safetensors files of limited size, with an index for several.
 
-    ``tensors`` are CPU tensors, which must not change until the iterator is exhausted. OSError or SafetensorError if a
-    file cannot be written.
+    ``tensors`` are CPU tensors, which must not change until the iterator is exhausted. OSError if a file cannot
+    be written.
     """
     parts: list[dict[str, Any]] = []
     waiting: dict[str, Tensor] = {}
@@ -219,7 +223,10 @@ def write_tensors(
 
     def write_part() -> None:
         # Final names contain the number of files, which is known only at the end.
-        save_file(waiting, folder / f"{stem}.part{len(parts)}", metadata={"format": "pt"})
+        try:
+            save_file(waiting, folder / f"{stem}.part{len(parts)}", metadata={"format": "pt"})
+        except SafetensorError as error:
+            raise OSError(str(error)) from error
         parts.append(dict.fromkeys(waiting))
         waiting.clear()
 
@@ -248,54 +255,64 @@ def write_tensors(
 def read_header(path: Path) -> dict[str, StoredTensor]:
     """Read the list of a file's tensors and check the file's length; a ConfigError names file and problem."""
     try:
-        size = path.stat().st_size
         with open_regular(path) as file:
-            header, data_start = parse_header(cast(BinaryIO, file), size)
+            entries = parse_header(cast(BinaryIO, file), path.stat().st_size)
     except OSError as error:
         raise ConfigError(f"{path} cannot be read ({error.strerror or error}); {AGAIN}") from error
     except ValueError as error:
-        raise ConfigError(f"{path} is no safetensors file or is damaged: {error}; {AGAIN}") from error
-    tensors: dict[str, StoredTensor] = {}
-    spans: list[tuple[int, int]] = []
-    for name, entry in header.items():
-        if name == "__metadata__":
-            continue
-        try:
-            dtype, shape, (start, stop) = entry["dtype"], tuple(entry["shape"]), entry["data_offsets"]
-            is_form = isinstance(dtype, str) and all(type(each) is int and each >= 0 for each in (*shape, start, stop))
-            if not is_form or stop < start or (dtype in BYTES and stop - start != math.prod(shape) * BYTES[dtype]):
-                raise ValueError
-        except (TypeError, KeyError, ValueError) as error:
-            raise ConfigError(
-                f"{path} is damaged: its header describes {one_line(name)} wrongly, as {entry!r:.200}; {AGAIN}"
-            ) from error
-        tensors[name] = StoredTensor(path.name, dtype, shape)
-        spans.append((start, stop))
-    spans.sort()
-    ends = [0, *(stop for _, stop in spans)]
-    if any(start != end for (start, _), end in zip(spans, ends, strict=False)):
-        raise ConfigError(f"{path} is damaged: its header places tensors that overlap or leave gaps; {AGAIN}")
-    expected = data_start + ends[-1]
-    if size != expected:
-        raise ConfigError(f"{path} is damaged: it holds {size} bytes, and its header asks for {expected}; {AGAIN}")
-    return tensors
+        raise ConfigError(f"{path} {error}; {AGAIN}") from error
+    return {name: StoredTensor(path.name, entry.dtype, entry.shape) for name, entry in entries.items()}
 
 
-def parse_header(file: BinaryIO, size: int) -> tuple[dict[str, Any], int]:
-    """Return the header of an open file of ``size`` bytes, and the offset of the tensors; ValueError if damaged."""
+@dataclass(frozen=True)
+class HeaderEntry:
+    """A tensor of a safetensors file."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    start: int  # offset of its first byte in the file
+    stop: int
+
+
+def parse_header(file: BinaryIO, size: int) -> dict[str, HeaderEntry]:
+    """Read the header of an open file of ``size`` bytes.
+
+    The text of a ValueError is the predicate of a sentence about the damaged file.
+    """
     length = int.from_bytes(read_bytes(file, 8), "little")
+    damage = "is no safetensors file or is damaged: "
     if size < 8 or length > min(size - 8, LONGEST_HEADER_BYTES):
-        raise ValueError(f"its header does not fit into its {size} bytes")
+        raise ValueError(f"{damage}its header does not fit into its {size} bytes")
     text = read_bytes(file, length)
     if len(text) < length:
-        raise ValueError("it ends early")
+        raise ValueError(f"{damage}it ends early")
     try:
         header = parse_json(text, unique_keys=True)
     except ForeignError as error:
-        raise ValueError(f"its header cannot be read ({error})") from error
+        raise ValueError(f"{damage}its header cannot be read ({error})") from error
     if not isinstance(header, dict):
-        raise ValueError("its header is not an object")
-    return header, 8 + length
+        raise ValueError(f"{damage}its header is not an object")
+    header.pop("__metadata__", None)
+    entries = {name: _parse_entry(name, entry, 8 + length) for name, entry in header.items()}
+    end = 8 + length
+    for start, stop in sorted((entry.start, entry.stop) for entry in entries.values()):
+        if start != end:
+            raise ValueError("is damaged: its header places tensors that overlap or leave gaps")
+        end = stop
+    if size != end:
+        raise ValueError(f"is damaged: it holds {size} bytes, and its header asks for {end}")
+    return entries
+
+
+def _parse_entry(name: str, entry: Any, first: int) -> HeaderEntry:
+    try:
+        dtype, shape, (start, stop) = entry["dtype"], tuple(entry["shape"]), entry["data_offsets"]
+        is_form = isinstance(dtype, str) and all(type(size) is int and size >= 0 for size in (*shape, start, stop))
+        if not is_form or stop < start or (dtype in BYTES and stop - start != math.prod(shape) * BYTES[dtype]):
+            raise ValueError
+    except (TypeError, KeyError, ValueError) as error:
+        raise ValueError(f"is damaged: its header describes {one_line(name)} wrongly, as {entry!r:.200}") from error
+    return HeaderEntry(dtype, shape, first + start, first + stop)
 
 
 def _read_index(index: Path) -> dict[str, str]:
@@ -312,5 +329,6 @@ def _read_index(index: Path) -> dict[str, str]:
     return places
 
 
-def _text(shape: tuple[int, ...]) -> str:
+def shape_text(shape: tuple[int, ...]) -> str:
+    """Return a shape as in messages."""
     return "×".join(map(str, shape)) if shape else "a single number"

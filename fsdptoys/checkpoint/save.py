@@ -15,7 +15,9 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import cast
 
-from .checksums import FileSum, SummingStorage
+from fsdptoys.utils.sealed_folder import FileSum
+
+from .checksums import SummingStorage
 from .config import CheckpointConfig
 from .load import Ranks
 from .manifest import STATE_FILE, Manifest, UnreadableError, rank_file, reason_of, step_name

@@ -27,7 +27,7 @@ from fsdptoys.utils.foreign import parse_json
 from fsdptoys.utils.text import one_line
 
 from .pinned_copy import BUFFER_BYTES, PinnedBuffers, byte_view, host_bytes
-from .safetensors_io import DTYPES, LONGEST_HEADER_BYTES, parse_header
+from .safetensors_io import DTYPES, LONGEST_HEADER_BYTES, HeaderEntry, parse_header
 from .storage import Storage
 
 CHUNK_DTYPES = {
@@ -112,15 +112,13 @@ def read_places(storage: Storage, path: str, forms: Mapping[str, ChunkForm]) -> 
     """Read the positions of the expected chunks from a file's header; a ConfigError names file and damage."""
     where = f"{storage.where}/{path}"
     try:
-        size = storage.size(path)
         with storage.reading(path) as file:
-            header, data = parse_header(file, size)
-        places = ((key, form, _start(header, key, form, size - data)) for key, form in forms.items())
-        return {key: ChunkPlace(where, form, data + start) for key, form, start in places}
+            entries = parse_header(file, storage.size(path))
+        return {key: ChunkPlace(where, form, _start(entries, key, form)) for key, form in forms.items()}
     except FileNotFoundError as error:
         raise ConfigError(f"{where} is missing, though the checkpoint's index lists it; {OLDER}") from error
     except ValueError as error:
-        raise ConfigError(f"{where} is damaged: {error}; {OLDER}") from error
+        raise ConfigError(f"{where} {error}; {OLDER}") from error
 
 
 def read_rows(
@@ -162,24 +160,18 @@ def _pieces(content_bytes: Tensor) -> Iterator[Any]:
         yield content[start : start + PIECE_BYTES]
 
 
-def _start(header: dict[str, Any], key: str, form: ChunkForm, data_bytes: int) -> int:
-    """Return the offset of a chunk's first byte after the header."""
-    entry = header.get(key)
-    if not isinstance(entry, dict):
-        raise ValueError(f"its header does not list {one_line(key)}")
-    offsets = entry.get("data_offsets")
-    if not isinstance(offsets, list) or [type(offset) for offset in offsets] != [int, int]:
-        raise ValueError(f"its header describes {one_line(key)} wrongly, as {entry!r:.200}")
-    start, stop = offsets
-    shown = one_line(key)
-    if entry.get("dtype") != DTYPE_NAMES[form.dtype] or entry.get("shape") != list(form.shape):
+def _start(entries: Mapping[str, HeaderEntry], key: str, form: ChunkForm) -> int:
+    """Return the offset of a chunk's first byte in its file."""
+    entry, name = entries.get(key), one_line(key)
+    if entry is None:
+        raise ValueError(f"is damaged: its header does not list {name}")
+    dtype = DTYPE_NAMES[form.dtype]
+    if (entry.dtype, entry.shape) != (dtype, form.shape):
         raise ValueError(
-            f"its header says that {shown} is {entry.get('dtype')!r:.20} of shape {entry.get('shape')!r:.60}, and the "
-            f"checkpoint's index says {DTYPE_NAMES[form.dtype]} of {list(form.shape)}"
+            f"is damaged: its header says that {name} is {entry.dtype!r:.20} of shape {list(entry.shape)!r:.60}, and "
+            f"the checkpoint's index says {dtype} of {list(form.shape)}"
         )
-    if start < 0 or stop - start != form.nbytes or stop > data_bytes:
-        raise ValueError(f"its header places {shown} at bytes {start} to {stop} of {data_bytes}, where it does not fit")
-    return int(start)
+    return entry.start
 
 
 def file_name(rank: int) -> str:

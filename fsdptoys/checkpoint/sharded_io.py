@@ -23,6 +23,7 @@ from torch import Tensor
 from fsdptoys.errors import ConfigError
 
 from . import shard_format
+from .safetensors_io import shape_text
 from .shard_format import DTYPE_NAMES, INDEX_FILE, Chunk, ChunkForm, StoredTensor
 from .storage import Storage
 
@@ -124,7 +125,7 @@ def _read_index_of(storage: Storage, folder: str, tensors: dict[str, Tensor]) ->
 
 
 def _text(dtype: str, shape: tuple[int, ...]) -> str:
-    return f"{dtype} of shape {'×'.join(map(str, shape))}" if shape else f"a single number of {dtype}"
+    return f"{dtype} of shape {shape_text(shape)}" if shape else f"a single number of {dtype}"
 
 
 def _check_kinds(tensors: dict[str, Tensor]) -> None:

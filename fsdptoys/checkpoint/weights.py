@@ -18,9 +18,10 @@ from fsdptoys.models import MODELS, DecoderModel, ModelConfig
 from fsdptoys.models.huggingface import Bounds
 from fsdptoys.utils.foreign import parse_yaml
 from fsdptoys.utils.regular_file import read_regular
-from fsdptoys.utils.text import one_line, short_text
+from fsdptoys.utils.sealed_folder import new_folder
+from fsdptoys.utils.text import short_text
 
-from .checksums import new_folder
+from .checksums import CHECKSUMS_FILE
 from .config import CheckpointConfig
 from .load import Ranks, read_checkpoint
 from .manifest import InvalidCheckpointError
@@ -43,7 +44,7 @@ def save_weights(folder: Path, params: Iterator[tuple[str, Tensor]], max_file_by
     is taken or cannot be written.
     """
     try:
-        with new_folder(folder) as temporary:
+        with new_folder(folder, CHECKSUMS_FILE) as temporary:
             return write_tensors(temporary, STEM, params, max_file_bytes)
     except ConfigError:
         for _ in params:
@@ -69,22 +70,21 @@ class RunWeights:
         self.settings = _read_settings(where)  # the run's configuration, as plain values
         self.config = model_config_of(self.settings.get("model"), str(where), "use the file that the run wrote")
         self.tensors = TensorFolder(self.path, STEM)
-        with torch.device("meta"):
-            model: DecoderModel = self.config.build()
-        shapes = {name: tuple(param.shape) for name, param in model.named_parameters()}
+        shapes = _shapes_of(self.config)
         reader = f"the model of {CONFIG_FILE}"
         self.tensors.require(shapes, reader)
-        for name, stored in self.tensors.stored.items():
-            if name not in shapes:
-                raise ConfigError(
-                    f"{self.path / stored.file} holds {one_line(name)}, for which {reader} has no place; use the "
-                    f"{CONFIG_FILE} that the run wrote"
-                )
+        self.tensors.refuse_others(shapes, reader, f"use the {CONFIG_FILE} that the run wrote")
 
     def read(self, name: str, region: Bounds) -> Tensor:
         """Read a part of a parameter. Opens the file on each call, so that pages read do not stay in memory."""
         with self.tensors.reading() as read:
             return read(name, region)
+
+
+def _shapes_of(config: ModelConfig) -> dict[str, tuple[int, ...]]:
+    with torch.device("meta"):
+        model: DecoderModel = config.build()
+    return {name: tuple(param.shape) for name, param in model.named_parameters()}
 
 
 def _read_settings(path: Path) -> dict[str, Any]:
@@ -146,9 +146,7 @@ class CheckpointWeights:
                 f"{where}: {place.name} holds adapters without the weights that they are added to; train to the end "
                 "with checkpoint.final_weights=true, and name the run"
             )
-        with torch.device("meta"):
-            model: DecoderModel = self.config.build()
-        self._shapes = {name: param.shape for name, param in model.named_parameters()}
+        self._shapes = _shapes_of(self.config)
         # A stack's experts are requested one by one, alternating between gate, up and down.
         self._load_cached = functools.lru_cache(maxsize=3)(self._load)
 

@@ -14,7 +14,6 @@ import torch
 from fsdptoys.checkpoint import (
     CHECKSUMS_FILE,
     HuggingFaceFolder,
-    check_new_folder,
     differences,
     dtype_name,
     read_token_ids,
@@ -27,6 +26,7 @@ from fsdptoys.data.tokenizer import find_token_ids, read_tokenizer_files
 from fsdptoys.errors import ConfigError
 from fsdptoys.models import ModelConfig
 from fsdptoys.train.pretrained import DTYPES, TrainedModel, open_weights
+from fsdptoys.utils.sealed_folder import check_new_folder
 from fsdptoys.utils.text import near_miss, printable, value_text
 
 TO_HF = "fsdptoys convert to-hf RUN OUT_DIR [dtype=float32|bfloat16|float16] [tokenizer=DIR] [adapter=DIR]"

@@ -20,8 +20,6 @@ from .dataset import TextSample as TextSample
 from .dataset import TokenDataset as TokenDataset
 from .dataset_index import TOKENIZER_FILE as TOKENIZER_FILE
 from .dataset_index import Index as Index
-from .dataset_index import check_folder as check_folder
-from .dataset_index import files_of as files_of
 from .dataset_index import read_ends as read_ends
 from .dataset_index import read_index as read_index
 from .document_reader import find_sources as find_sources

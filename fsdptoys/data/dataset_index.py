@@ -11,11 +11,11 @@ Opening one reads the index and the sizes of the files; only ``check_folder`` re
 """
 
 import dataclasses
-import hashlib
 import json
 import re
 import stat
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -27,7 +27,8 @@ from fsdptoys.errors import ConfigError
 from fsdptoys.utils.bounds import between
 from fsdptoys.utils.foreign import ForeignError, parse_json
 from fsdptoys.utils.from_tree import build
-from fsdptoys.utils.regular_file import NotRegularFileError, open_regular, read_regular
+from fsdptoys.utils.regular_file import NotRegularFileError, read_regular
+from fsdptoys.utils.sealed_folder import sum_bytes, sum_path
 
 from .dataset import hash_of
 
@@ -42,7 +43,6 @@ DTYPES: dict[str, "np.dtype[Any]"] = {"uint16": np.dtype("<u2"), "uint32": np.dt
 ENDS_DTYPE = np.dtype("<i8")
 LEARNED_DTYPE = np.dtype("u1")
 MOST_IDS = 2**32
-BLOCK_BYTES = 2**20
 MOST_INDEX_BYTES = 2**28  # more than the index of a million shards
 MOST_TOKENIZER_BYTES = 2**30
 MOST_COUNT = 2**53  # of ids, documents or bytes
@@ -201,35 +201,39 @@ def check_folder(folder: str, advance: Callable[[int], None] = lambda count: Non
 
     ``advance`` is called with the number of bytes of each read. ConfigError if the index or a file is missing.
     """
-    index = read_index(folder, folder)
-    root, dtype = Path(folder).expanduser(), DTYPES[index.dtype]
+    index, root = read_index(folder, folder), Path(folder).expanduser()
     damage = _check_tokenizer(root, index)
     damages = [damage] if damage else []
     for shard in index.shards:
-        files = shard.files()
-        for file, _, expected in files:
-            digest, highest = hashlib.sha256(), 0
-            try:
-                with open_regular(root / file) as opened:
-                    while block := opened.read(BLOCK_BYTES):
-                        digest.update(block)
-                        if file == files[0][0]:
-                            highest = max(highest, int(np.frombuffer(block, dtype).max()))
-                        advance(len(block))
-            except OSError as error:
-                damages.append(f"{file} cannot be read ({error.strerror or error})")
-                continue
-            if digest.hexdigest() != expected:
-                damages.append(f"{file} differs from its index: its SHA-256 is {digest.hexdigest()[:12]}…")
-            elif highest >= index.vocab_size:
-                damages.append(f"{file} has id {highest}, and the index says that all are below {index.vocab_size}")
-        try:
-            ends = read_ends(folder, shard)
-        except OSError:
-            continue  # reported above
-        if len(ends) and not (ends[0] > 0 and ends[-1] == shard.tokens and (np.diff(ends) > 0).all()):
-            damages.append(f"{files[1][0]} does not fit its {shard.tokens} ids")
+        damages += _check_shard(root, index, shard, advance)
     return index, damages
+
+
+def _check_shard(root: Path, index: Index, shard: Shard, advance: Callable[[int], None]) -> Iterator[str]:
+    """Yield a sentence for every damaged file of a shard."""
+    highest = 0
+    ids_file, ends_file = shard_files(shard.name)
+
+    def visit(block: bytes) -> None:
+        nonlocal highest
+        if file == ids_file:
+            highest = max(highest, int(np.frombuffer(block, DTYPES[index.dtype]).max()))
+        advance(len(block))
+
+    for file, _, expected in shard.files():
+        try:
+            digest = sum_path(root / file, visit).sha256
+        except OSError as error:
+            yield f"{file} cannot be read ({error.strerror or error})"
+            continue
+        if digest != expected:
+            yield f"{file} differs from its index: its SHA-256 is {digest[:12]}…"
+        elif file == ids_file and highest >= index.vocab_size:
+            yield f"{file} has id {highest}, and the index says that all are below {index.vocab_size}"
+    with suppress(OSError):  # reported above
+        ends = read_ends(str(root), shard)
+        if len(ends) and not (ends[0] > 0 and ends[-1] == shard.tokens and (np.diff(ends) > 0).all()):
+            yield f"{ends_file} does not fit its {shard.tokens} ids"
 
 
 def kept_tokenizer(folder: str, index: Index) -> Path | None:
@@ -247,7 +251,7 @@ def _check_tokenizer(root: Path, index: Index) -> str | None:
         return None
     path = root / TOKENIZER_FILE
     try:
-        found = hashlib.sha256(read_regular(path, MOST_TOKENIZER_BYTES)).hexdigest()
+        found = sum_bytes(read_regular(path, MOST_TOKENIZER_BYTES)).sha256
     except OSError as error:
         return f"{path} cannot be read ({error.strerror or error})"
     except ValueError as error:

@@ -15,7 +15,7 @@ import json
 import os
 import shutil
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from enum import Enum
 from pathlib import Path
@@ -25,12 +25,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fsdptoys.errors import ConfigError
-from fsdptoys.utils.atomic_write import sync_to_disk
 from fsdptoys.utils.bounds import between
 from fsdptoys.utils.file_lock import hold_lock
 from fsdptoys.utils.foreign import parse_json
 from fsdptoys.utils.from_tree import build
 from fsdptoys.utils.regular_file import NotRegularFileError, read_regular
+from fsdptoys.utils.sealed_folder import seal_folder
 from fsdptoys.utils.text import one_line
 
 from .dataset import IGNORE_INDEX, Tokens, hash_of
@@ -242,14 +242,8 @@ def _write_rows(place: Path, folder: str, index: Index, split: str, seq_len: int
             for file, dtype, values in zip(files, FILES.values(), (starts[order], lengths[order], stops), strict=True):
                 file.write(values.astype(dtype).data)
             pieces, rows_before, ids = pieces + len(order), rows_before + len(rows), ids + int(lengths.sum())
-        for file in files:
-            file.flush()
-            os.fsync(file.fileno())
-    (part / COUNTS_FILE).write_text(json.dumps({"rows": rows_before, "pieces": pieces, "ids": ids}))
-    with suppress(OSError):  # some systems sync no folders
-        sync_to_disk(part)
     shutil.rmtree(place, ignore_errors=True)
-    part.rename(place)
+    seal_folder(part, place, COUNTS_FILE, json.dumps({"rows": rows_before, "pieces": pieces, "ids": ids}))
     return left_out
 
 

@@ -6,12 +6,10 @@ and continues after these documents, so that the result has the bytes of an unin
 """
 
 import dataclasses
-import hashlib
 import json
 import os
 import shutil
 from collections.abc import Iterable
-from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any
@@ -19,11 +17,12 @@ from typing import IO, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from fsdptoys.utils.atomic_write import sync_to_disk, write_atomically
+from fsdptoys.utils.atomic_write import write_atomically
 from fsdptoys.utils.bounds import between
 from fsdptoys.utils.foreign import ForeignError, parse_json
 from fsdptoys.utils.from_tree import build
 from fsdptoys.utils.regular_file import open_regular, read_regular
+from fsdptoys.utils.sealed_folder import RunningSum, seal_folder, sum_bytes
 
 from . import dataset_index as layout
 from .dataset import Tokens
@@ -127,19 +126,14 @@ class ShardsWriter:
     def finish(self, index: Index, tokenizer: bytes | None = None) -> Index:
         """Turn the part into a dataset, with the tokenizer's file; sets shards and ``left_out`` of ``index``."""
         if tokenizer is not None:
-            write_atomically(self.part / layout.TOKENIZER_FILE, tokenizer, sync=True)
-            index = dataclasses.replace(index, tokenizer_file_sha256=hashlib.sha256(tokenizer).hexdigest())
+            write_atomically(self.part / layout.TOKENIZER_FILE, tokenizer)
+            index = dataclasses.replace(index, tokenizer_file_sha256=sum_bytes(tokenizer).sha256)
         for shard in self._shards:
             shard.close()
         shards = tuple(shard.entry() for shard in self._shards)
         index = dataclasses.replace(index, left_out=self.progress.left_out, shards=shards)
-        write_atomically(self.part / layout.INDEX_FILE, index.to_json(), sync=True)
         (self.part / PROGRESS_FILE).unlink(missing_ok=True)
-        with suppress(OSError):  # some systems sync no folders
-            sync_to_disk(self.part)
-        self.part.rename(self.folder)
-        with suppress(OSError):
-            sync_to_disk(self.folder.parent)
+        seal_folder(self.part, self.folder, layout.INDEX_FILE, index.to_json())
         return index
 
     def close(self) -> None:
@@ -187,7 +181,7 @@ class _OpenShard:
         self._dtypes = dtypes
         self.file_names = layout.shard_files(name, learned=len(dtypes) > 2)
         self._files: list[IO[bytes]] = [open_regular(folder / file, mode) for file in self.file_names]
-        self._sums = [hashlib.sha256() for _ in dtypes]
+        self._sums = [RunningSum() for _ in dtypes]
 
     @classmethod
     def reopen(cls, folder: Path, noted: ShardProgress, dtypes: "list[np.dtype[Any]]") -> "_OpenShard":
@@ -195,13 +189,12 @@ class _OpenShard:
         shard = cls(folder, noted.name, noted.split, dtypes, "r+b")
         shard.tokens, shard.documents = noted.tokens, noted.documents
         counts = (shard.tokens, shard.documents, shard.tokens)
-        for file, digest, count, dtype in zip(shard._files, shard._sums, counts, dtypes, strict=False):
+        for file, file_sum, count, dtype in zip(shard._files, shard._sums, counts, dtypes, strict=False):
             size = count * dtype.itemsize
             if os.fstat(file.fileno()).st_size < size:
                 raise ValueError(f"{file.name} is shorter than it was")
             file.truncate(size)
-            while block := file.read(layout.BLOCK_BYTES):
-                digest.update(block)
+            file_sum.read(file)
         if noted.closed:
             shard.close()
         return shard
@@ -209,10 +202,10 @@ class _OpenShard:
     def append(self, ids: NDArray[Any], stops: Tokens, learned: NDArray[Any] | None = None) -> None:
         """Add ids, the end of each document among these, and which ids are learned."""
         parts = [ids, stops + self.tokens, *([] if learned is None else [learned])]
-        for file, digest, dtype, values in zip(self._files, self._sums, self._dtypes, parts, strict=True):
+        for file, file_sum, dtype, values in zip(self._files, self._sums, self._dtypes, parts, strict=True):
             part = values.astype(dtype, copy=False)
             file.write(part.data)
-            digest.update(part.data)
+            file_sum.update(part.data)
         self.tokens += len(ids)
         self.documents += len(stops)
 
@@ -237,5 +230,5 @@ class _OpenShard:
         return ShardProgress(self.name, self.split, self.tokens, self.documents, self.closed)
 
     def entry(self) -> Shard:
-        sums = (digest.hexdigest() for digest in self._sums)
+        sums = (file_sum.result().sha256 for file_sum in self._sums)
         return Shard(self.name, self.split, self.tokens, self.documents, *sums)

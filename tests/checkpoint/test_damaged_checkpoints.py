@@ -1,6 +1,5 @@
 """Damaged, hostile and unfit checkpoints are skipped, or refused before any tensor is filled."""
 
-import hashlib
 import json
 import os
 import pickle
@@ -16,11 +15,11 @@ import torch
 from torch import Tensor
 
 from fsdptoys.checkpoint import CheckpointConfig, peek
-from fsdptoys.checkpoint.checksums import FileSum
 from fsdptoys.checkpoint.manifest import Manifest
 from fsdptoys.checkpoint.sharded_io import load_tensors, save_tensors
 from fsdptoys.checkpoint.storage import open_storage
 from fsdptoys.errors import ConfigError
+from fsdptoys.utils.sealed_folder import FileSum, sum_bytes
 from tests.checkpoint.folders import check, check_tensors, copied, resume
 from tests.checkpoint.test_damages import SENTENCES, Damage, Hostile, change_json, edit_bytes, edit_header, flip
 
@@ -46,13 +45,9 @@ def replace_by(content: bytes, file: str = "state.json") -> Damage:
 
     def damage(folder: Path) -> None:
         (folder / THREE / file).write_bytes(content)
-        forge(lambda files: files.update({file: file_sum(content)}))(folder)
+        forge(lambda files: files.update({file: sum_bytes(content)}))(folder)
 
     return damage
-
-
-def file_sum(content: bytes) -> FileSum:
-    return FileSum(len(content), hashlib.sha256(content).hexdigest())
 
 
 def link(path: str, content: bytes | None) -> Damage:
@@ -83,7 +78,7 @@ def rename_second(folder: Path) -> None:
 
 def list_pipe(folder: Path) -> None:
     os.mkfifo(folder / THREE / "x")
-    forge(lambda files: files.update({"x": file_sum(b"")}))(folder)
+    forge(lambda files: files.update({"x": sum_bytes(b"")}))(folder)
 
 
 def replace_by_folder(folder: Path) -> None:
@@ -114,6 +109,8 @@ DAMAGES: dict[str, Damage] = {
     "a manifest without the state": forge(lambda files: files.pop("state.json")),
     "a manifest that lists a pipe": list_pipe,
     "a state of another step": replace_by(b'{"step": 2}'),
+    "a state of a fractional step": replace_by(b'{"step": 3.0}'),
+    "a state of other ranks": replace_by(b'{"step": 3, "world_size": 2}'),
     "a state with invalid JSON": replace_by(b'{"step": NaN}'),
     "a deeply nested state": replace_by(b"[" * 100_000),
 }
@@ -258,13 +255,7 @@ SHARD_DAMAGES: dict[str, tuple[str, Damage]] = {
     "key not in file": (TENSORS, chunk(key="w@9,9")),
     "key of another chunk": (TENSORS, chunk(key="b")),
     "data missing": (TENSORS, lambda folder: (folder / TENSORS).unlink()),
-    "data empty": (TENSORS, edit_bytes(lambda content: b"", TENSORS)),
-    "data seven bytes": (TENSORS, edit_bytes(lambda content: content[:7], TENSORS)),
-    "data truncated in the header": (TENSORS, edit_bytes(lambda content: content[:40], TENSORS)),
     "data truncated": (TENSORS, edit_bytes(lambda content: content[:-1], TENSORS)),
-    "header without end": (TENSORS, edit_bytes(lambda content: b"\xff" * 8 + content[8:], TENSORS)),
-    "header not JSON": (TENSORS, edit_bytes(lambda content: content[:8] + b"x" + content[9:], TENSORS)),
-    "header as a list": (TENSORS, edit_header(lambda tree: [1], TENSORS)),
     **{
         f"{path}={value}": (TENSORS, edit_header(partial(set_value, path=path, value=value), TENSORS))
         for path, values in WRONG_IN_HEADER.items()

@@ -150,41 +150,33 @@ def prepare_and_stop(wanted: Request, after: int) -> list[int]:
     return seen
 
 
-@pytest.mark.parametrize("after", [0, 1, 7, 20])
+@pytest.mark.parametrize(
+    ("after", "changes", "leave"),
+    [
+        *((after, {}, None) for after in (0, 1, 7, 20)),
+        (20, {"eval_fraction": 0.5}, None),
+        (20, {}, lambda part: (part / "thumbnails").mkdir()),
+    ],
+    ids=["group 0", "group 1", "group 7", "group 20", "other request", "unremovable"],
+)
 @pytest.mark.usefixtures("small_groups")
-def test_interrupted_preparation_resumes_to_identical_bytes(tmp_path, after):
-    """Oracle: an uninterrupted run; the interrupted one leaves no folder under the final name."""
+def test_interrupted_preparation_ends_with_identical_bytes(tmp_path, after, changes, leave):
+    """Oracle: an uninterrupted run; the interrupted one leaves no folder under the final name.
+
+    Parts of another request are discarded, and so are parts beside which a folder lies that is no shard.
+    """
     lines = write_lines(tmp_path / "a.jsonl", documents(300))
     settings = {"shard_tokens": 3000, "eval_fraction": 0.2}
+    part, resumed = tmp_path / "out.part", []
     prepare_folder(request(tmp_path / "whole", lines, **settings))
-    seen = prepare_and_stop(request(tmp_path / "out", lines, **settings), after)
-    assert not (tmp_path / "out").exists() and not (tmp_path / "out.part" / "index.json").exists()
-    resumed = []
+    seen = prepare_and_stop(request(tmp_path / "out", lines, **settings | changes), after)
+    assert not (tmp_path / "out").exists() and not (part / "index.json").exists()
+    assert after < 7 or (part / "progress.json").exists()
+    if leave is not None:
+        leave(part)
     prepare_folder(request(tmp_path / "out", lines, **settings), lambda advance: resumed.append(advance.documents))
     assert contents(tmp_path / "out") == contents(tmp_path / "whole")
-    assert after < 7 or resumed[0] > seen[-5], "what was saved is not done again"
-
-
-@pytest.mark.usefixtures("small_groups")
-def test_partial_results_of_another_request_are_discarded(tmp_path):
-    """Oracle: a run in an empty folder; the interrupted one had another held-out share."""
-    write_lines(tmp_path / "a.jsonl", documents(100))
-    prepare_and_stop(request(tmp_path / "out", tmp_path / "a.jsonl", eval_fraction=0.5), 20)
-    assert (tmp_path / "out.part" / "progress.json").exists()
-    for out in ("out", "fresh"):
-        prepare_folder(request(tmp_path / out, tmp_path / "a.jsonl", eval_fraction=0.2))
-    assert contents(tmp_path / "out") == contents(tmp_path / "fresh")
-
-
-@pytest.mark.usefixtures("small_groups")
-def test_resume_with_unremovable_leftovers_gives_identical_bytes(tmp_path):
-    """Oracle: an uninterrupted run; a folder among the shards cannot be removed as a file."""
-    lines = write_lines(tmp_path / "a.jsonl", documents(100))
-    prepare_and_stop(request(tmp_path / "out", lines), 10)
-    (tmp_path / "out.part" / "thumbnails").mkdir()
-    for out in ("out", "fresh"):
-        prepare_folder(request(tmp_path / out, lines))
-    assert contents(tmp_path / "out") == contents(tmp_path / "fresh")
+    assert after < 7 or changes or leave or resumed[0] > seen[-5], "what was saved is not done again"
 
 
 def test_pickled_tokenizer_encodes_special_tokens_as_text(tmp_path):

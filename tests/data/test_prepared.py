@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from fsdptoys.data import IGNORE_INDEX, BatchStream, PreparedConfig, eval_batches, packing, read_index
+from fsdptoys.data import IGNORE_INDEX, PreparedConfig, eval_batches, packing, read_index
 from fsdptoys.data.hf import HFConfig
 from fsdptoys.data.mixture import BLOCK, MixedHeldOut, MixedSamples
 from fsdptoys.data.packing import Packing, best_fit, cut
@@ -18,7 +18,7 @@ from fsdptoys.data.prepare import prepare_folder
 from fsdptoys.errors import ConfigError
 from scripts.ranks import run_ranks
 from tests.data.test_prepare import contents, documents, read_split, request, write_lines
-from tests.data.test_sampler import SEQ_LEN, NumberedSamples, take_numbers
+from tests.data.test_sampler import SEQ_LEN, NumberedSamples
 from tests.data.test_sources import assert_windows
 
 
@@ -144,15 +144,6 @@ def test_every_source_has_its_own_epochs():
     assert [mixture([3, 1], seed=1).locate(place) for place in range(400)] != [samples.locate(p) for p in range(400)]
 
 
-def test_streams_of_a_mixture_take_its_samples_in_order():
-    """Oracle: the owner and number of each place; tests/data/test_sampler.py distributes such samples over ranks."""
-    samples = mixture([3, 1])
-    places = [samples.locate(place) for place in range(72)]
-    assert samples.endless
-    numbers = take_numbers(BatchStream(samples, 12, 1, range(1), 1, 0), 6)
-    assert numbers == [1000 * owner + number for owner, number in places]
-
-
 @pytest.mark.parametrize(
     ("weights", "sizes", "length"), [([3, 1], (7, 7), 9), ([1, 1], (4, 9), 8), ([2, 1], (1, 5), 2)]
 )
@@ -193,20 +184,6 @@ def test_weights_default_to_the_source_sizes(tmp_path):
     assert sizes[0] > 3 * sizes[1]
     shares = [count / len(train.pattern) for count in train.pattern.counts]
     assert shares == pytest.approx([size / sum(sizes) for size in sizes], abs=1 / BLOCK)
-
-
-def test_damaged_shard_is_reported_when_read(tmp_path):
-    """Oracle: the expected message of the reader of token files."""
-    folder = make(tmp_path / "out", eval_fraction=0.0)
-    tokens = np.fromfile(f"{folder}/shard-00000.bin", "<u2")
-    tokens[20] = 999
-    tokens.tofile(f"{folder}/shard-00000.bin")
-    samples = PreparedConfig(folder=folder).build(16, 256, 0).train
-    samples[0]
-    with pytest.raises(
-        ConfigError, match=r"shard-00000\.bin\] has token 999 at position 20, outside model\.vocab_size"
-    ):
-        samples[1]
 
 
 def plain_best_fit(lengths: list[int], capacity: int) -> list[list[int]]:

@@ -1,6 +1,5 @@
 """Token files, text and synthetic data, compared with ``np.fromfile``, the joined files and formulas."""
 
-import dataclasses
 import hashlib
 import math
 import os
@@ -10,14 +9,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import yaml
-from omegaconf import OmegaConf
 
 from fsdptoys.data import (
-    DATASETS,
     IGNORE_INDEX,
     BinConfig,
-    DataConfig,
     Samples,
     SyntheticConfig,
     TextConfig,
@@ -27,19 +22,6 @@ from fsdptoys.data import (
 )
 from fsdptoys.errors import ConfigError
 from fsdptoys.loss import objective
-
-CONFIGS = Path(__file__).parents[2] / "configs" / "data"
-
-
-@pytest.mark.parametrize("name", DATASETS)
-def test_yaml_lists_every_field_with_its_default(name):
-    """Oracle: the dataclass, through OmegaConf's structured configs as Hydra composes them."""
-    schema = DATASETS[name]
-    values = yaml.safe_load((CONFIGS / f"{name}.yaml").read_text())
-    assert values.pop("defaults") == [f"base_{name}", "_self_"]
-    assert set(values) == {field.name for field in dataclasses.fields(schema)}
-    composed = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(schema), values))
-    assert isinstance(composed, DataConfig) and composed == schema()
 
 
 def test_ignore_index_equals_that_of_the_loss():

@@ -17,10 +17,10 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
 
-from fsdptoys.checkpoint.checksums import FileSum
 from fsdptoys.checkpoint.save import Answer
 from fsdptoys.errors import ConfigError
 from fsdptoys.train.object_collectives import JsonReader, JsonWriter, WireError, use_json
+from fsdptoys.utils.sealed_folder import FileSum
 from scripts.ranks import run_ranks
 
 
