@@ -92,7 +92,7 @@ def warm(monkeypatch: pytest.MonkeyPatch) -> None:
 
     from tests.warm import WarmPopen
 
-    names = ["fsdptoys.launch.launch", "fsdptoys.train.run", "fsdptoys.metrics.plots", "matplotlib.figure"]
+    names = ["fsdptoys.launch.launch", "fsdptoys.train.run", "fsdptoys.metrics.figures", "matplotlib.figure"]
     names += ["fsdptoys.parallel.fsdp1", "fsdptoys.parallel.fsdp2", "fsdptoys.checkpoint.dcp_io"]
     for name in names:
         importlib.import_module(name)

@@ -31,7 +31,8 @@ from fsdptoys.config.saved import read_tree
 from fsdptoys.data import Display
 from fsdptoys.errors import ConfigError
 from fsdptoys.train.resume import FACTS
-from fsdptoys.utils.text import align_columns, near_miss, one_line, printable, size_text
+from fsdptoys.utils.tables import align_columns
+from fsdptoys.utils.text import near_miss, one_line, printable, size_text
 
 from .commands import check_count, parse, run_part
 

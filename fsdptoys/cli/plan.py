@@ -29,10 +29,11 @@ from fsdptoys.plan.calibrate import calibrate_command
 from fsdptoys.plan.estimate.estimate import fast_estimate
 from fsdptoys.plan.predict import doubts, hardware_of, predict, world_size_of
 from fsdptoys.plan.search.advice import advise
-from fsdptoys.plan.search.frontier_plot import check_picture, draw_frontier
+from fsdptoys.plan.search.frontier_plot import draw_frontier
 from fsdptoys.plan.search.search import search
 from fsdptoys.plan.search.switches import node_ranks_of, validate_switches
 from fsdptoys.plan.text_report import advice_to_dict, print_prediction, print_search, search_to_dict
+from fsdptoys.utils.atomic_write import check_output
 from fsdptoys.utils.text import near_miss
 
 from .commands import parse
@@ -147,7 +148,7 @@ def _search(words: Sequence[str]) -> int:
     run = compose_hypothetical(options.words, searches=True)
     picture = Path(options.png) if options.png is not None else None
     if picture is not None:
-        check_picture(picture)
+        check_output(picture, "--png", "plan.png", [".png"])
     result = search(
         run.config,
         run.words,

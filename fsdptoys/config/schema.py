@@ -24,7 +24,7 @@ from fsdptoys.parallel.precision import SumDType
 from fsdptoys.parallel.strategy import ReducingConfig
 from fsdptoys.patches import check_patches
 from fsdptoys.tune import TUNINGS, TuneConfig
-from fsdptoys.utils.options import check_declared, refuse_unused
+from fsdptoys.utils.options import check_declared, default_of, refuse_unused
 
 from .option_values import Option
 from .rules import RULES, Where, check_rules
@@ -137,6 +137,16 @@ class Config(Sections):
     def to_dict(self) -> dict[str, Any]:
         """The full tree as dicts, lists, strings and numbers."""
         return dict(_plain(self))
+
+    def defaults(self) -> dict[str, Any]:
+        """Return key → default of the chosen sections, as in :meth:`to_dict`."""
+        sections = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        return {
+            f"{name}.{option.name}": _plain(default_of(option))
+            for name, section in sections.items()
+            if dataclasses.is_dataclass(section)
+            for option in dataclasses.fields(section)
+        }
 
 
 def _plain(value: Any) -> Any:

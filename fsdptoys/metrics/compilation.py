@@ -14,6 +14,8 @@ from collections import Counter
 from dataclasses import dataclass
 from typing import Any
 
+from fsdptoys.utils.text import counted, one_line
+
 RECORDS = 10**6
 """Limit of PyTorch's compilation records; its default is 64."""
 MAX_REPORTED = 3
@@ -109,8 +111,7 @@ class CompilationWatch:
 def _reason(record: Any) -> str:
     """The failed guard on one line, without the compilation's number."""
     reason = getattr(record, "recompile_reason", None) or "a reason that PyTorch does not report"
-    line = re.sub(r"^\d+/\d+: ", "", reason.splitlines()[0]).strip()
-    return line if len(line) <= REASON_CHARS else line[: REASON_CHARS - 1] + "…"
+    return one_line(re.sub(r"^\d+/\d+: ", "", reason.splitlines()[0]), REASON_CHARS)
 
 
 def _records() -> list[Any]:
@@ -145,15 +146,15 @@ def compilation_line(compilation: Compilations) -> str:
     again = [each for each in compilation.recompilations if not each.at_limit]
     given_up = len(compilation.recompilations) - len(again)
     breaks = sum(compilation.graph_breaks.values())
-    line = f"compiled {compilation.compiled} function{'s' * (compilation.compiled != 1)} in {compilation.seconds:.1f} s"
+    line = f"compiled {counted(compilation.compiled, 'function')} in {compilation.seconds:.1f} s"
     if again:
         last = "s, the last" if len(again) > 1 else ""
         line += f" ({len(again)} recompilation{last} in {again[-1].phase}: {again[-1].reason})"
-    line += f", {breaks} graph break{'s' * (breaks != 1)}"
+    line += f", {counted(breaks, 'graph break')}"
     if breaks:
         line += f" ({max(compilation.graph_breaks, key=lambda reason: compilation.graph_breaks[reason])})"
     if given_up:
-        line += f"; reached the recompilation limit {given_up} time{'s' * (given_up != 1)}, and continued in eager mode"
+        line += f"; reached the recompilation limit {counted(given_up, 'time')}, and continued in eager mode"
     return line
 
 

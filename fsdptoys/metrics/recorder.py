@@ -2,7 +2,7 @@
 
 import json
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -10,7 +10,7 @@ from fsdptoys.utils.console_stream import lost_output
 from fsdptoys.utils.file_lock import FolderLock
 from fsdptoys.utils.text import print_status
 
-from . import plots
+from . import figures
 from .compilation import Compilations, compilation_line
 from .config import (
     COLLECTIVES_FILE,
@@ -47,6 +47,7 @@ class RunRecorder(AbstractContextManager["RunRecorder"]):
 
     Args:
         config_tree: all settings, as plain values.
+        defaults: key → default of settings that the summary leaves out at this value.
         environment: from :func:`~fsdptoys.metrics.run_environment.environment`.
         steps: configured number of optimizer steps.
         references: label → nats per token, shown with the loss.
@@ -68,7 +69,9 @@ class RunRecorder(AbstractContextManager["RunRecorder"]):
         make_room: Callable[[], bool] = lambda: False,
         prediction: Prediction | None = None,
         layout: Layout | None = None,
+        defaults: Mapping[str, Any] = {},
     ) -> None:
+        self._defaults = defaults
         self._prediction, self._layout, self._config, self._title = prediction, layout, config, title
         self._config_tree, self._environment = config_tree, environment
         self._planned_steps, self._references = steps, references
@@ -143,11 +146,11 @@ class RunRecorder(AbstractContextManager["RunRecorder"]):
         self._reporter.close()
         self._watch_console()
         with writing(self.run_dir):
-            plots.draw_loss(self.run_dir / LOSS_FILE, self._title, self._steps, self._references)
+            figures.draw_loss(self.run_dir / LOSS_FILE, self._title, self._steps, self._references)
         if self._last_counts:
             self._write_counts()
             with writing(self.run_dir):
-                plots.draw_experts(self.run_dir / EXPERTS_FILE, self._title, self._steps, self._last_counts)
+                figures.draw_experts(self.run_dir / EXPERTS_FILE, self._title, self._steps, self._last_counts)
         result = RunResult(
             title=self._title,
             status=status,
@@ -175,7 +178,7 @@ class RunRecorder(AbstractContextManager["RunRecorder"]):
         )
         self._directory.write(RESULT_FILE, result.to_json())
         # Last, since readers take a folder with a summary for a finished run.
-        self._directory.write(SUMMARY_FILE, render_summary(result))
+        self._directory.write(SUMMARY_FILE, render_summary(result, self._defaults))
         self._writers.each(lambda writer: writer.finish(results, stop_reason, self.run_dir / LOSS_FILE))
         self._writers.each(lambda writer: writer.close())
         if sample is not None:

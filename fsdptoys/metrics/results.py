@@ -41,6 +41,11 @@ class Spread:
     median: float
     p90: float
 
+    def text(self, factor: float, digits: int, unit: str) -> str:
+        """Return the values in a unit of 1/``factor``."""
+        p10, median, p90 = (f"{value * factor:,.{digits}f}" for value in (self.p10, self.median, self.p90))
+        return f"{median}{unit} (p10 {p10}, p90 {p90})"
+
 
 @dataclass(frozen=True)
 class RunResults:

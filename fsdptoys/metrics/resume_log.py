@@ -21,6 +21,7 @@ from fsdptoys.utils.bounds import at_least
 from fsdptoys.utils.foreign import MAX_YAML_BYTES, ForeignError, parse_json, parse_yaml
 from fsdptoys.utils.from_tree import LARGEST_INTEGER, build
 from fsdptoys.utils.regular_file import open_regular, read_regular
+from fsdptoys.utils.text import value_text
 
 from .config import CONFIG_FILE, ENVIRONMENT_FILE, METRICS_FILE, RESUMES_FILE, ROUTING_FILE, RUN_FILES
 from .step import StepMetrics
@@ -64,6 +65,24 @@ class Resume:
         """Check that each changed setting has two values."""
         if any(len(pair) != 2 for pair in (self.changed or {}).values()):
             raise ForeignError("a changed setting needs an old and a new value")
+
+
+RESUME_HEADINGS = ("time", "start", "checkpoint", "ranks", "changed settings", "earlier files moved to")
+
+
+def resume_row(resume: Resume) -> list[str]:
+    """Return the texts of a resume below ``RESUME_HEADINGS``."""
+    before = resume.world_size_before
+    ranks = str(resume.world_size)
+    changed = (f"{key}: {value_text(old)} → {value_text(new)}" for key, (old, new) in (resume.changed or {}).items())
+    return [
+        resume.time,
+        f"after step {resume.step:,}" if resume.step else "from the beginning",
+        resume.checkpoint or "",
+        ranks if before in (None, resume.world_size) else f"{before} → {ranks}",
+        "unknown" if resume.changed is None else "; ".join(changed),
+        f"{resume.moved_to}/" if resume.moved_to else "",
+    ]
 
 
 def truncate_or_move(folder: Path, resumed: ResumePoint) -> tuple[str | None, list[str]]:

@@ -15,6 +15,7 @@ import torch
 
 import fsdptoys
 from fsdptoys.device import GIB, Device, device_count
+from fsdptoys.utils.text import counted
 
 PACKAGES = ("numpy", "hydra-core", "omegaconf", "torch-npu", "torchao", "tokenizers")
 """Distributions with recorded versions, in addition to Python and PyTorch."""
@@ -75,7 +76,7 @@ def hardware_line(environment: dict[str, Any]) -> str:
     device, versions = environment["device"], environment.get("versions")
     ranks = int(environment["world_size"])
     torch_version = versions.get("torch") if isinstance(versions, dict) else None
-    where = f"{ranks} rank{'s' * (ranks != 1)} on {device['name']} ({device['type']})"
+    where = f"{counted(ranks, 'rank')} on {device['name']} ({device['type']})"
     backend = environment.get("attention_backend") if device["type"] == "cuda" else None
     parts = (where, torch_version and f"torch {torch_version}", backend and f"attention by {backend}")
     return ", ".join(part for part in parts if part)

@@ -1,23 +1,27 @@
-"""Rendering of ``summary.md``: settings and environment, results, and the definition of each number."""
+"""Rendering of ``summary.md``: results, the definition of each number, environment and settings."""
 
 import json
 import math
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from fsdptoys.utils.text import gib_text, size_text
+from fsdptoys.utils.tables import markdown_table
+from fsdptoys.utils.text import gib_text, size_text, value_text
 
 from .compilation import compilation_line, recompilation_rows
 from .layout import layout_rows
 from .prediction import prediction_rows
 from .results import Operator, ProfileResult, RunResult, RunResults, Spread
-from .resume_log import Resume, flatten
+from .resume_log import RESUME_HEADINGS, flatten, resume_row
 from .step import RoutingMetrics
 
+PREDICTION_HEADINGS = ("quantity", "predicted", "measured", "difference")
+DEFAULTS_LEFT_OUT = "Settings at their defaults are left out; `config.yaml` has all."
 
-def render_summary(run: RunResult) -> str:
-    """Render the results of a run as Markdown; a pure function."""
+
+def render_summary(run: RunResult, defaults: Mapping[str, Any] = {}) -> str:
+    """Render the results of a run as Markdown, without the settings at their ``defaults`` (key → value)."""
     results, resumes, compilation, routing = run.steps, run.resumes, run.compilation, run.steps.routing
     last, skipped, held_out = results.mean_last_steps, results.skipped_steps, results.eval_loss
     of_last_start = " of the last start" * bool(resumes)
@@ -33,11 +37,11 @@ def render_summary(run: RunResult) -> str:
         ("loss scale", _loss_scale(results)),
         ("loss spikes", str(results.spikes) if results.spikes else None),
         *([(f"held-out loss after step {results.eval_step}", _nats(held_out))] if held_out is not None else ()),
-        *((f"reference: {_line(label)}", _nats(nats)) for label, nats in run.references_nats.items()),
-        ("step time", _render_spread(results.step_time_seconds, 1e3, " ms")),
-        ("tokens/s, all ranks", _render_spread(results.tokens_per_second, digits=0)),
-        ("TFLOP/s per rank", _render_spread(results.tflops_per_second_per_rank, digits=3)),
-        ("MFU", _render_spread(results.mfu, 100, " %", digits=1) if results.mfu else None),
+        *((f"reference: {value_text(label)}", _nats(nats)) for label, nats in run.references_nats.items()),
+        ("step time", _spread(results.step_time_seconds, 1e3, " ms")),
+        ("tokens/s, all ranks", _spread(results.tokens_per_second, digits=0)),
+        ("TFLOP/s per rank", _spread(results.tflops_per_second_per_rank, digits=3)),
+        ("MFU", _spread(results.mfu, 100, " %", digits=1) if results.mfu else None),
         ("waiting for data", None if results.data_stall is None else f"{results.data_stall:.2%} of the step time"),
         ("peak device memory of rank 0", _peak(results)),
         ("device memory of rank 0 after the last step", _gib(results.memory_allocated_gib)),
@@ -45,27 +49,33 @@ def render_summary(run: RunResult) -> str:
         ("largest resident set of rank 0 after a step", _gib(results.resident_set_gib)),
         ("peak resident set of rank 0", _gib(results.resident_set_peak_gib)),
         *(_routing_rows(routing) if routing is not None else ()),
-        ("compiler, rank 0" + of_last_start, _line(compilation_line(compilation)) if compilation else None),
+        ("compiler, rank 0" + of_last_start, value_text(compilation_line(compilation)) if compilation else None),
         ("wall time" + of_last_start, f"{run.wall_seconds:.1f} s"),
     ]
-    prediction_head = ("quantity", "predicted", "measured", "difference")
-    recompilation_head = ("step", "phase", "function", "reason")
+    configuration = [*_flat_rows(run.environment), *_flat_rows(run.settings, defaults)]
     recompilations = recompilation_rows(compilation) if compilation else []
+    resume_rows = []
+    for resume in resumes:
+        time, start, checkpoint, ranks, *more = resume_row(resume)
+        resume_rows.append([time, start, _code(checkpoint), ranks, *map(_code, more)])
+    layout = layout_rows(run.layout) if run.layout is not None else []
+    files = [(f"`{name}`", content) for name, content in run.files.items()]
     parts = [
-        f"# {_line(run.title)}",
-        _section("Configuration", _table(("part", "value"), [*_flat_rows(run.environment), *_flat_rows(run.settings)])),
-        _section("Layout", _table(("part", "value"), layout_rows(run.layout))) if run.layout is not None else None,
-        _section("Results", _table(("result", "value"), [(name, text) for name, text in rows if text is not None])),
+        f"# {value_text(run.title)}",
+        _table("Results", ("result", "value"), [(name, text) for name, text in rows if text is not None]),
         run.lost_output,
         "![loss and gradient norm over the steps](loss.png)",
-        "![load of each expert, and the balance over the steps](experts.png)" if routing is not None else None,
-        _section("Predictions", _table(prediction_head, prediction_rows(run.prediction)) if run.prediction else None),
-        _section("Recompilations", _table(recompilation_head, recompilations) if recompilations else None),
-        _section("Resumes", _resumes_table(resumes) if resumes else None),
-        _section("Sample of the trained model", fence(run.sample) if run.sample is not None else None),
-        _section("Profile", profile_markdown(run.profile) if run.profile is not None else None),
-        _section("Files", _table(("file", "content"), [(f"`{name}`", content) for name, content in run.files.items()])),
+        "![load of each expert, and the balance over the steps](experts.png)" if routing else None,
+        _table("Predictions", PREDICTION_HEADINGS, prediction_rows(run.prediction)),
+        _table("Recompilations", ("step", "phase", "function", "reason"), recompilations),
+        _table("Resumes", RESUME_HEADINGS, resume_rows),
+        _section("Sample of the trained model", None if run.sample is None else fence(run.sample)),
+        _section("Profile", None if run.profile is None else profile_markdown(run.profile)),
+        _table("Layout", ("part", "value"), layout),
+        _table("Files", ("file", "content"), files),
         _section("How the numbers are measured", "\n".join(f"- {line}" for line in run.definitions)),
+        _table("Configuration", ("part", "value"), configuration),
+        DEFAULTS_LEFT_OUT,
     ]
     return "\n\n".join(filter(None, parts)) + "\n"
 
@@ -74,9 +84,13 @@ def _section(heading: str, body: str | None) -> str | None:
     return None if body is None else f"## {heading}\n\n{body}"
 
 
+def _table(heading: str, head: Sequence[str], rows: Sequence[Sequence[str]]) -> str | None:
+    return _section(heading, markdown_table([head, *rows]) if rows else None)
+
+
 def ending_line(run: RunResult) -> str:
     """Number of steps, and why the run ended."""
-    return f"{run.steps.steps} of {run.planned_steps}; {_line(run.stop_reason)}"
+    return f"{run.steps.steps} of {run.planned_steps}; {value_text(run.stop_reason)}"
 
 
 def profile_markdown(profile: ProfileResult) -> str:
@@ -90,7 +104,7 @@ def profile_markdown(profile: ProfileResult) -> str:
     if profile.operators:
         head, *rows = operator_rows(profile.operators)
         rows = [[f"`{name}`", *cells] for name, *cells in rows]
-        parts.append(_table(head, rows, ["---", *["---:"] * (len(head) - 1)]))
+        parts.append(markdown_table([head, *rows], range(1, len(head))))
     if profile.snapshot_files:
         pages = ", ".join(f"[profile/{name}](profile/{name})" for name in profile.snapshot_files)
         parts.append(f"Memory of rank {profile.rank}: {pages}.")
@@ -122,11 +136,10 @@ def fence(text: str) -> str:
     return f"{marks}text\n{text}\n{marks}"
 
 
-def _render_spread(spread: Spread | None, factor: float = 1, unit: str = "", digits: int = 2) -> str:
+def _spread(spread: Spread | None, factor: float = 1, unit: str = "", digits: int = 2) -> str:
     if spread is None:
         return "not measured: every step was a warm-up step"
-    p10, median, p90 = (f"{value * factor:,.{digits}f}" for value in (spread.p10, spread.median, spread.p90))
-    return f"{median}{unit} (p10 {p10}, p90 {p90})"
+    return spread.text(factor, digits, unit)
 
 
 def _routing_rows(routing: RoutingMetrics) -> list[tuple[str, str]]:
@@ -137,27 +150,6 @@ def _routing_rows(routing: RoutingMetrics) -> list[tuple[str, str]]:
         ("busiest expert, last step", f"{float(routing.max_load):.2f} times the mean"),
         ("idlest expert, last step", f"{float(routing.min_load):.2f} times the mean"),
     ]
-
-
-def _resumes_table(resumes: Sequence[Resume]) -> str:
-    rows = []
-    for resume in resumes:
-        start = f"after step {resume.step}" if resume.step else "from the beginning"
-        ranks = f"{_plain(resume.world_size_before)} → {_plain(resume.world_size)}"
-        if resume.world_size_before in (None, resume.world_size):
-            ranks = _plain(resume.world_size)
-        changed = [f"{key}: {_plain(old)} → {_plain(new)}" for key, (old, new) in (resume.changed or {}).items()]
-        rows.append(
-            (
-                resume.time,
-                start,
-                _code(resume.checkpoint) if resume.checkpoint else "",
-                ranks,
-                " ".join(map(_code, changed)) if resume.changed is not None else "unknown",
-                _code(f"{resume.moved_to}/") if resume.moved_to else "",
-            )
-        )
-    return _table(("time", "start", "checkpoint", "ranks", "changed settings", "earlier files moved to"), rows)
 
 
 def _number(value: float, unit: str = "") -> str:
@@ -182,12 +174,20 @@ def _peak(results: RunResults) -> str | None:
     return None if results.memory_peak_gib is None else f"{_gib(results.memory_peak_gib)}" + f" ({parts})" * bool(parts)
 
 
-def _flat_rows(tree: dict[str, Any]) -> list[tuple[str, str]]:
+def _flat_rows(tree: dict[str, Any], defaults: Mapping[str, Any] = {}) -> list[tuple[str, str]]:
     """One row per top-level entry, with its flattened subtree in one cell."""
     rows = []
     for name, value in tree.items():
-        settings = flatten(value) if isinstance(value, dict) else [("", value)]
-        rows.append((name, " ".join(_code(f"{key}={_plain(item)}" if key else _plain(item)) for key, item in settings)))
+        if isinstance(value, dict):
+            settings = [
+                _code(f"{key}={_plain(item)}")
+                for key, item in flatten(value)
+                if f"{name}.{key}" not in defaults or defaults[f"{name}.{key}"] != item
+            ]
+        else:
+            settings = [_code(_plain(value))]
+        if settings:
+            rows.append((name, " ".join(settings)))
     return rows
 
 
@@ -198,17 +198,8 @@ def _plain(value: Any) -> str:
 
 
 def _code(text: str) -> str:
-    """Inline code, with apostrophes in place of backticks."""
-    return f"`{text.replace('`', chr(39))}`"
-
-
-def _table(head: Sequence[str], rows: Sequence[Sequence[str]], rule: Sequence[str] | None = None) -> str:
-    lines = [head, rule or ["---"] * len(head), *rows]
-    return "\n".join("| " + " | ".join(cell.replace("|", chr(92) + "|") for cell in line) + " |" for line in lines)
-
-
-def _line(text: str) -> str:
-    return " ".join(text.split())
+    """Inline code, with apostrophes in place of backticks; nothing for empty text."""
+    return f"`{text.replace('`', chr(39))}`" if text else ""
 
 
 ROUTING_DEFINITIONS = (

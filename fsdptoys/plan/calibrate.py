@@ -23,15 +23,13 @@ from typing import NamedTuple
 
 import numpy as np
 from rich.console import Console
-from rich.table import Table
-from rich.text import Text
 
 from fsdptoys.config.schema import Config
 from fsdptoys.device.profile import Hardware, Quantity, dump_hardware, hardware_for, list_hardware, load_hardware
 from fsdptoys.errors import ConfigError
 from fsdptoys.metrics.prediction import Prediction
 from fsdptoys.train.recorded_run import RecordedRun, read_recorded_run
-from fsdptoys.utils.text import printable
+from fsdptoys.utils.tables import print_grid
 
 OPTIONS = ("hardware", "out")
 
@@ -327,16 +325,13 @@ def calibrate_command(words: Sequence[str], predict: Predict, console: Console) 
 
 def print_calibration(result: Calibration, console: Console) -> None:
     """Print errors before and after, and the changed rates."""
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    table.add_column("run", overflow="fold")
-    for column in ("measured", "before", "", "after", ""):
-        table.add_column(column, justify="right", no_wrap=True)
+    rows = [["run", "measured", "before", "", "after", ""]]
     for row in result.fitted:
         cells = [f"{row.measured_seconds:.3f} s"]
         for seconds in (row.before_seconds, row.after_seconds):
             cells += [f"{seconds:.3f} s", f"{error(row, seconds):+.1%}"]
-        table.add_row(Text(printable(row.name, console.file)), *cells)
-    console.print(table)
+        rows.append([row.name, *cells])
+    print_grid(rows, "lrrrrr", console, headed=True, wraps=[0])
     console.print()
     for field, (before, after) in result.changes.items():
         console.print(f"{field}: {before:.4g} is now {after:.4g}", highlight=False)

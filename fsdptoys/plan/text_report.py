@@ -5,7 +5,7 @@ A GiB is 2**30 bytes. Numbers are of one rank unless stated otherwise.
 
 from collections.abc import Sequence
 from dataclasses import asdict
-from typing import Any, Literal
+from typing import Any
 
 from rich.console import Console
 from rich.table import Table
@@ -21,9 +21,9 @@ from fsdptoys.plan.search.frontier_plot import spread_out
 from fsdptoys.plan.search.ranking import Candidate, frontier, layout, traits
 from fsdptoys.plan.search.search import SearchResult
 from fsdptoys.plan.search.switches import count_parameters, node_ranks_of
+from fsdptoys.utils.tables import GAP, print_grid
 
 BAR = 24  # Characters of the longest bar
-GAP = 2  # Spaces between columns
 MOST_ROWS_OF_FRONTIER = 12
 
 
@@ -150,7 +150,7 @@ def _print_memory(prediction: Prediction, hardware: Hardware, memory_bytes: floa
     if memory.host_bytes:
         ranks = min(prediction.world_size, round(hardware.devices_per_node.value))
         rows.append(("host", _gib(memory.host_bytes), f"{_gib(ranks * memory.host_bytes)} per node"))
-    _grid(rows, "lrl", console)
+    print_grid(rows, "lrl", console)
     _bars("At the peak", {category.value: size for category, size in memory.categories.items()}, console)
     _bars("Reserved by stream", memory.streams, console)
 
@@ -162,7 +162,7 @@ def _print_communication(time: TimePrediction, console: Console) -> None:
         rows.append((volume.collective, volume.axis, *counts, _gib(volume.bytes), _seconds(volume.seconds)))
     if time.volumes:
         _heading("Communication in a step", console)
-        _grid(rows, "llrrrr", console, headed=True)
+        print_grid(rows, "llrrrr", console, headed=True)
 
 
 def _print_time(prediction: Prediction, console: Console) -> None:
@@ -179,7 +179,7 @@ def _print_time(prediction: Prediction, console: Console) -> None:
     ]
     parts += [("waiting for other pipeline ranks", time.stage_seconds)] if stages else []
     rows = [(name, _seconds(seconds), f"{seconds / time.step_seconds:.1%}") for name, seconds in parts]
-    _grid(rows, "lrr", console)
+    print_grid(rows, "lrr", console)
     ranks = prediction.world_size
     mfu = f"; MFU {prediction.mfu:.1%}" if prediction.mfu is not None else "; MFU unknown: no peak for this dtype"
     each = f", {prediction.tokens_per_second / ranks:,.0f} per device" if ranks > 1 else ""
@@ -196,7 +196,7 @@ def _print_stages(prediction: Prediction, console: Console) -> None:
         rows.append((str(index), stage.layers, *memory, _seconds(stage.compute_seconds), *waits))
     if prediction.stages:
         _heading("Pipeline ranks", console)
-        _grid(rows, "llrrrrr", console, headed=True)
+        print_grid(rows, "llrrrrr", console, headed=True)
 
 
 def _print_advice(advice: Sequence[Advice], fits: bool, console: Console) -> None:
@@ -208,7 +208,7 @@ def _print_advice(advice: Sequence[Advice], fits: bool, console: Console) -> Non
     for one in advice:
         speed = f"{one.tokens_per_second:,.0f}", f"{one.speed_change:+.1%}"
         rows.append((_gib(one.reserved_bytes), *speed, " ".join(one.words)))
-    _grid(rows, "rrrl", console, headed=True)
+    print_grid(rows, "rrrl", console, headed=True)
 
 
 def _print_effects(found: Sequence[Effect], console: Console) -> None:
@@ -222,7 +222,7 @@ def _print_effects(found: Sequence[Effect], console: Console) -> None:
         step = signs[1] + _seconds(abs(one.added_seconds))
         other = one.instead_of if one.fits else f"{one.instead_of} (does not fit)"
         rows.append((signs[0] + _gib(abs(one.saved_bytes)), step, f"{one.speedup:+.1%}", one.setting, other))
-    _grid(rows, "rrrll", console, headed=True)
+    print_grid(rows, "rrrll", console, headed=True)
 
 
 def _print_caveats(sentences: Sequence[str], console: Console) -> None:
@@ -243,7 +243,7 @@ def _print_candidates(candidates: Sequence[Candidate], console: Console) -> None
         rows.append((f"{prediction.tokens_per_second:,.0f}", mfu, *memory, *setting))
     if all(row[3] == "-" for row in rows[1:]):
         rows = [(*row[:3], *row[4:]) for row in rows]
-    _grid(rows, "r" * (len(rows[0]) - 2) + "ll", console, headed=True)
+    print_grid(rows, "r" * (len(rows[0]) - 2) + "ll", console, headed=True)
 
 
 def _print_model(config: Config, console: Console) -> None:
@@ -306,17 +306,4 @@ def _bars(heading: str, sizes: dict[str, int], console: Console) -> None:
         (name, _gib(size), f"{size / total:.1%}", mark * round(longest * size / most))
         for name, size in sorted(sizes.items(), key=lambda item: -item[1])
     ]
-    _grid(rows, "lrrl", console)
-
-
-def _grid(rows: Sequence[Sequence[str]], justify: str, console: Console, headed: bool = False) -> None:
-    """Print columns two spaces apart; only the last one wraps."""
-    table = Table.grid(padding=(0, GAP, 0, 0), pad_edge=False)
-    for index, side in enumerate(justify):
-        last = index == len(justify) - 1
-        width = None if last else max(len(row[index]) for row in rows)
-        justified: Literal["left", "right"] = "right" if side == "r" else "left"
-        table.add_column(justify=justified, no_wrap=not last, overflow="fold", min_width=width)
-    for index, row in enumerate(rows):
-        table.add_row(*map(Text, row), style="dim" if headed and index == 0 else "")
-    console.print(table, highlight=False)
+    print_grid(rows, "lrrl", console)

@@ -9,7 +9,8 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
-from fsdptoys.utils.text import align_columns, size_text
+from fsdptoys.utils.tables import align_columns
+from fsdptoys.utils.text import size_text
 
 from .collectives import Call
 

@@ -9,16 +9,21 @@ Sizes are requested sizes, before the allocator rounds them.
 Source of the format: https://docs.pytorch.org/docs/stable/torch_cuda_memory.html
 """
 
+import base64
 import html
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import torch
 
-from fsdptoys.utils.text import size_text
+from fsdptoys.utils.figure_png import render_png
+from fsdptoys.utils.figures import Axis, Picture, Series, Shape, thin
+from fsdptoys.utils.text import fitting_unit, size_text
 
-POINTS = 2000  # Points of the timeline, each the highest of its events
+POINTS = 2000  # Points of the timeline
+OUT_OF_MEMORY_LOOK = 6  # A red cross
 HOLDERS = 30  # Stacks in the table of the peak
 LEAST_SHARE = 0.002  # Smallest share of a branch in the tree
 SIGNS = {"alloc": 1, "free_completed": -1, "oom": 0}  # Action of an event → sign of its size
@@ -112,8 +117,7 @@ def render_snapshot(
             f"<body><h1>Device memory: {html.escape(title)}</h1>",
             f"<p>Live tensors: {size_text(now)} at the end, {size_text(peak)} at the peak of the history. "
             f"Reserved by the allocator at the end: {size_text(reserved)}. Sizes are requested sizes.</p>",
-            f"<h2>Live bytes after each of {len(timeline.live_bytes) - 1:,} events</h2>",
-            _draw(timeline),
+            _image(timeline_picture(timeline)),
             f"<h2>Who held the memory at the peak</h2>{_holders_table(timeline, peak)}",
             "<h2>Who holds the memory at the end, from the outermost call inwards</h2>",
             _tree(own),
@@ -152,33 +156,31 @@ def _place(frames: Frames) -> str:
     return f"{frame['filename'].rsplit('/', 1)[-1]}:{frame['line']} {frame['name']}"
 
 
-def _draw(timeline: Timeline) -> str:
-    """The timeline as an SVG."""
-    values = timeline.live_bytes
-    stride = -(-len(values) // POINTS)
-    heights = [max(values[start : start + stride]) for start in range(0, len(values), stride)]
-    top = max(max(heights), 1)
-    width, height, left = 1000, 260, 90
-    across = (width - left) / max(len(heights) - 1, 1)
-    line = " ".join(f"{left + i * across:.1f},{height - value / top * height:.1f}" for i, value in enumerate(heights))
-    right = left + (len(heights) - 1) * across
-    marks = "".join(
-        f'<line x1="{left + index // stride * across:.1f}" x2="{left + index // stride * across:.1f}" y1="0" '
-        f'y2="{height}" stroke="#c00"><title>out of memory</title></line>'
-        for index in timeline.out_of_memory
+def timeline_picture(timeline: Timeline) -> Picture:
+    """Describe the live bytes, with a cross where memory ran out."""
+    unit, unit_bytes = fitting_unit(max(timeline.live_bytes))
+    sizes = np.array(timeline.live_bytes) / unit_bytes
+    x, (y,), window = thin(np.arange(len(sizes)), sizes, most=POINTS)
+    failures = timeline.out_of_memory
+    crosses = Series("memory ran out", Shape.points, failures, sizes[failures], OUT_OF_MEMORY_LOOK)
+    return Picture(
+        "timeline",
+        f"Live bytes after each of {len(sizes) - 1:,} events",
+        [],
+        "Live bytes after each event.",
+        Axis("events"),
+        Axis("live tensors", unit, from_zero=True),
+        (
+            Series("live tensors", Shape.area, x, y, 0, window=window),
+            *([crosses] if failures else []),
+        ),
     )
-    ticks = "".join(
-        f'<text x="{left - 6}" y="{height - share * height + 4:.0f}" text-anchor="end">'
-        f"{size_text(round(top * share))}</text>"
-        f'<line x1="{left}" x2="{width}" y1="{height - share * height:.0f}" y2="{height - share * height:.0f}" '
-        'stroke="#ddd"/>'
-        for share in (0, 0.25, 0.5, 0.75, 1)
-    )
-    return (
-        f'<svg viewBox="0 -10 {width} {height + 20}" role="img" aria-label="live bytes after each event">{ticks}'
-        f'<polygon points="{left},{height} {line} {right:.1f},{height}" fill="#4e79a7" fill-opacity="0.35" '
-        f'stroke="#4e79a7"/>{marks}</svg>' + ("<p>Red: memory ran out.</p>" if marks else "")
-    )
+
+
+def _image(picture: Picture) -> str:
+    """Embed a PNG."""
+    data = base64.b64encode(render_png(picture)).decode()
+    return f'<img src="data:image/png;base64,{data}" alt="{html.escape(picture.alt)}">'
 
 
 def _holders_table(timeline: Timeline, peak: int) -> str:
@@ -235,6 +237,6 @@ def _unfold(branch: Branch, least_bytes: int) -> str:
 _STYLE = (
     "body{font:15px/1.45 system-ui,sans-serif;max-width:1100px;margin:2em auto;padding:0 1em}"
     "table{border-collapse:collapse}td,th{padding:2px 12px 2px 0;text-align:left;vertical-align:top}"
-    "pre{overflow:auto;font-size:12px}svg{width:100%;font-size:11px}details,div{margin-left:1.2em}"
+    "pre{overflow:auto;font-size:12px}img{width:100%}details,div{margin-left:1.2em}"
     "td details{margin-left:0}summary{cursor:pointer}"
 )

@@ -13,7 +13,8 @@ import torch
 
 from fsdptoys.device import Device, highest_resident_set_bytes
 from fsdptoys.utils.causes import with_causes
-from fsdptoys.utils.text import UNITS, align_columns, size_text
+from fsdptoys.utils.tables import align_columns
+from fsdptoys.utils.text import UNITS, size_text
 
 from .live_bytes import LiveBytes
 from .oom_advice import Switches, device_savings, host_savings

@@ -10,9 +10,8 @@ from fsdptoys.device import GIB
 from fsdptoys.metrics.prediction import Category, TimePrediction
 from fsdptoys.plan.simulator.events import KernelKind
 from fsdptoys.train.recorded_run import RecordedRun
+from fsdptoys.utils.figures import Axis, Picture, Series, Shape
 from fsdptoys.utils.text import fitting_unit
-
-from .figures import Axis, Picture, Series, Shape
 
 LEAST_SHARE = 1e-6  # Share of the longest bar below which a part is dropped as rounding noise
 

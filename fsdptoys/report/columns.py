@@ -10,7 +10,8 @@ from fsdptoys.metrics.prediction import Prediction
 from fsdptoys.metrics.results import Spread
 from fsdptoys.sweep import JobStatus
 from fsdptoys.train.recorded_run import RecordedRun
-from fsdptoys.utils.text import fitting_unit, value_text
+from fsdptoys.utils.from_tree import look_up
+from fsdptoys.utils.text import counted, fitting_unit, value_text
 
 from .runs_table import Record
 from .setting_diff import HEADINGS, Settings, own_key
@@ -176,13 +177,13 @@ def loss_columns(records: Sequence[Record], step: int | None) -> list[TableColum
         losses = [
             next((metrics.loss for metrics in run.steps if metrics.step == step), None) if run else None for run in runs
         ]
-        heading = f"Loss after {step} step{'s' * (step != 1)}"
+        heading = f"Loss after {counted(step, 'step')}"
         columns.append(TableColumn("loss", heading, list(map(_loss_cell, losses)), True, 88))
     last = {max(losses) for losses in evaluated if losses}
     if len(last) <= 1:
         heading, held_out = "Held-out loss", [losses[max(losses)] if losses else None for losses in evaluated]
     elif (common := common_eval_step(records)) is not None:
-        heading = f"Held-out loss after {common} step{'s' * (common != 1)}"
+        heading = f"Held-out loss after {counted(common, 'step')}"
         held_out = [losses.get(common) for losses in evaluated]
     else:
         heading = f"Held-out loss (of steps {min(last)} to {max(last)})"
@@ -219,10 +220,8 @@ def measured_steps(run: RecordedRun) -> int:
 
 
 def _offloads(run: RecordedRun) -> bool:
-    memory = run.tree.get("memory")
-    return isinstance(memory, dict) and any(
-        memory.get(switch) is True for switch in ("cpu_offload", "optimizer_offload", "activation_offload")
-    )
+    switches = ("cpu_offload", "optimizer_offload", "activation_offload")
+    return any(look_up(run.tree, f"memory.{switch}") is True for switch in switches)
 
 
 def _number_column(

@@ -5,13 +5,13 @@ from collections.abc import Sequence
 from typing import Any
 
 from rich.console import Console
-from rich.table import Table as Grid
 
 from fsdptoys.utils.options import Effect
-from fsdptoys.utils.text import align_columns, value_text
+from fsdptoys.utils.tables import GAP, align_columns, print_grid
+from fsdptoys.utils.text import counted, value_text
 
 from .compare import Course, Difference, RunComparison
-from .table_terminal import GAP, print_line, terminal_text
+from .table_terminal import print_line
 
 REASONS = {
     Effect.training: "Settings that change the training",
@@ -47,7 +47,7 @@ def print_comparison(found: RunComparison, names: tuple[str, str], console: Cons
 
 def verdict(found: RunComparison) -> str:
     """Summarize the comparison in one sentence."""
-    steps = f"{found.courses[0].steps:,} step{'s' * (found.courses[0].steps != 1)}"
+    steps = counted(found.courses[0].steps, "step")
     how = f"within {found.tolerance:g} relative" if found.tolerance else "equal in every bit"
     first = found.first_difference
     if first is None:
@@ -130,10 +130,7 @@ def _print_changes(title: str, changes: Sequence[tuple[str, Any, Any]], console:
         return
     console.print()
     print_line(title, console, "bold")
-    rows = [("", "A", "B"), *(tuple(value_text(part) if part is not None else "-" for part in row) for row in changes)]
-    table = Grid.grid(padding=(0, GAP, 0, 0), pad_edge=False)
-    for _ in range(3):
-        table.add_column(overflow="fold")
-    for index, row in enumerate(rows):
-        table.add_row(*(terminal_text(text, console) for text in row), style="" if index else "dim")
-    console.print(table, highlight=False)
+    rows = [["", "A", "B"]]
+    for change in changes:
+        rows.append(["-" if value is None else value_text(value) for value in change])
+    print_grid(rows, "lll", console, headed=True, wraps=range(3))

@@ -1,19 +1,24 @@
 """Figures that compare runs: speed against memory, breakdowns, loss curves, and predictions against measurements."""
 
-import dataclasses
-import itertools
 from collections.abc import Sequence
 
 import numpy as np
 
 from fsdptoys.device import GIB
-from fsdptoys.metrics.plots import SMOOTH_FROM_STEPS
+from fsdptoys.metrics.figures import (
+    SMOOTH_FROM_STEPS,
+    STEP,
+    finite_values,
+    is_wide,
+    mean_loss_series,
+    step_series,
+)
 from fsdptoys.plan.search.ranking import unbeaten
+from fsdptoys.utils.figures import Axis, Picture, Series, Shape, label_points
 from fsdptoys.utils.text import fitting_unit
 
 from .breakdown_figures import PlottedRun, draw_memory_split, draw_time_split
-from .figures import Axis, Label, Picture, Series, Shape, place_labels
-from .run_figures import STEP, finite_values, is_wide, mean_loss_series, step_series, step_times
+from .run_figures import step_times
 
 SAME_WORK = 0.01  # Relative difference in tokens a step up to which step times are compared directly
 
@@ -105,32 +110,8 @@ def draw_tradeoff(runs: Sequence[PlottedRun]) -> Picture | None:
         Axis(memory_title, unit),
         (frontier, *points),
     )
-    return _with_labels(picture, set(names))
-
-
-def _with_labels(picture: Picture, important: set[str]) -> Picture:
-    """Label points where there is room, the important ones first."""
-    assert picture.ranges is not None
-    (left, right), (bottom, top) = picture.ranges
-    frontier, *points = picture.series
-
-    def place(x: float, y: object) -> tuple[float, float]:
-        return (x - left) / (right - left), (float(y) - bottom) / (top - bottom)  # type: ignore[arg-type]
-
-    places = [place(point.x[0], point.y[0]) for point in points]
-    obstacles = []
-    for point, (_, y) in zip(points, places, strict=True):
-        low, high = (place(end, 0)[0] for end in (point.low[0], point.high[0]))
-        obstacles.append((low, y - 0.008, high, y + 0.008))
-    corners = itertools.starmap(place, zip(frontier.x, frontier.y, strict=True))
-    for (x0, y0), (x1, y1) in itertools.pairwise(corners):
-        obstacles += [(x0, y0 - 0.008, x1, y0 + 0.008), (x1 - 0.004, y1, x1 + 0.004, y0)]
-    order = sorted(range(len(points)), key=lambda index: points[index].name not in important)
-    labels = place_labels(places, [(index, points[index].name) for index in order], obstacles)
-    return dataclasses.replace(
-        picture,
-        labels=tuple(Label(points[index].x[0], float(points[index].y[0]), text, side) for index, text, side in labels),
-    )
+    important = sorted(points, key=lambda point: point.name not in names)
+    return label_points(picture, [(point.x[0], float(point.y[0]), point.name) for point in important])
 
 
 def _losses(runs: Sequence[PlottedRun]) -> Picture | None:

@@ -9,12 +9,12 @@ from fsdptoys.errors import ConfigError
 from fsdptoys.plan.search.ranking import layout, traits
 from fsdptoys.sweep import JobStatus
 from fsdptoys.train.recorded_run import RecordedRun
+from fsdptoys.utils.figures import Picture
 from fsdptoys.utils.text import gib_text, value_text
 
 from .breakdown_figures import PlottedRun
 from .columns import TableCell
 from .comparison_figures import MEASURES, draw_comparison, measured_memory
-from .figures import Picture
 from .page_parts import (
     HtmlCell,
     Section,

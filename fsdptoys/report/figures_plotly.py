@@ -10,8 +10,7 @@ import math
 from typing import Any
 
 from fsdptoys.errors import ConfigError
-
-from .figures import Axis, Picture, Series, Shape
+from fsdptoys.utils.figures import Axis, Picture, Series, Shape
 
 HEIGHT, BAR_HEIGHT = 420, 30  # Pixels: height of a figure, and of each bar
 INK = "black"  # Placeholder that the page's script replaces with the text color

@@ -12,11 +12,12 @@ from pathlib import Path
 
 import fsdptoys
 from fsdptoys.errors import ConfigError
-from fsdptoys.utils.atomic_write import write_atomically
+from fsdptoys.utils.atomic_write import check_output, write_atomically
+from fsdptoys.utils.figure_png import draw_png
+from fsdptoys.utils.figures import Picture
+from fsdptoys.utils.from_tree import look_up
 
 from .comparison_page import comparison_page
-from .figures import Picture
-from .figures_matplotlib import draw_png
 from .figures_plotly import check_plotly, figure, plotly_script
 from .page_parts import Section, escape
 from .run_page import run_page
@@ -34,13 +35,7 @@ def check_page(path: Path, named: str = "--out") -> None:
     Raises:
         ConfigError: for another suffix than .html or .htm, a path that cannot be written, or missing plotly.
     """
-    if path.suffix.lower() not in (".html", ".htm"):
-        raise ConfigError(
-            f"{named} {path} must end in .html; write --out {path.name.partition('.')[0] or 'report'}.html"
-        )
-    if path.is_dir() or not path.absolute().parent.is_dir():
-        problem = "is a folder" if path.is_dir() else f"lies in {path.parent}, which is not a folder"
-        raise ConfigError(f"{named} {path} {problem}; write --out report.html")
+    check_output(path, "--out", "report.html", (".html", ".htm"), named)
     check_plotly()
 
 
@@ -72,7 +67,7 @@ def write_page(collection: Collection, path: Path, title: str | None = None) -> 
         for picture in pictures:
             folder.mkdir(exist_ok=True)
             written.append(folder / f"{picture.name}.png")
-            draw_png(picture, written[-1])
+            draw_png(written[-1], picture)
         write_atomically(path, page)
     except OSError as mistake:
         raise ConfigError(
@@ -123,7 +118,7 @@ def embed_json(value: object) -> str:
 def _subtitle(collection: Collection) -> str:
     runs = [record.run for record in collection.records if record.run is not None]
     devices = sorted({f"{run.device_name} ({run.device_type})" for run in runs})
-    models = sorted({str(model.get("name")) for run in runs if isinstance(model := run.tree.get("model"), dict)})
+    models = sorted({str(name) for run in runs if (name := look_up(run.tree, "model.name"))})
     started = sorted(str(run.environment.get("started_at", ""))[:10] for run in runs)
     dates = " to ".join(dict.fromkeys([started[0], started[-1]])) if started and started[0] else ""
     return " · ".join(filter(None, [", ".join(models), ", ".join(devices), dates]))

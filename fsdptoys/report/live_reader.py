@@ -28,6 +28,7 @@ from fsdptoys.metrics.results import RunResults, summarize
 from fsdptoys.metrics.resume_log import Resume, read_resumes, starts
 from fsdptoys.train.heartbeat import Heartbeat, format_ranks
 from fsdptoys.train.recorded_run import MOST_RANKS, is_written, newest_heartbeats, read_warmup
+from fsdptoys.utils.from_tree import look_up
 from fsdptoys.utils.regular_file import open_regular
 
 LARGEST_READ_BYTES = 2**26  # Bytes read at once, and the limit of a line's length
@@ -153,16 +154,15 @@ class FollowedRun:
 def _read_settings(path: Path) -> Settings:
     """Read settings from files that may be missing or half written; the next poll reads changed files again."""
     config, environment = _read_tree(path / CONFIG_FILE), _read_tree(path / ENVIRONMENT_FILE)
-    train, metrics = _below(config, "train"), _below(config, "metrics")
-    names = [_below(config, "model").get("name"), _below(config, "parallel").get("name")]
-    prediction, device = None, _below(environment, "device").get("name")
+    names = [look_up(config, "model.name"), look_up(config, "parallel.name")]
+    prediction, device = None, look_up(environment, "device.name")
     with contextlib.suppress(ValueError):  # another version, or missing
         prediction = Prediction.from_dict(read_tree(path / PREDICTION_FILE))
     return Settings(
         title="-".join(str(name) for name in names if name) or path.name,
-        planned_steps=_number(train.get("steps")),
+        planned_steps=_number(look_up(config, "train.steps")),
         warmup_steps=read_warmup(config),
-        log_every=_number(metrics.get("log_every")) or MetricsConfig().log_every,
+        log_every=_number(look_up(config, "metrics.log_every")) or MetricsConfig().log_every,
         world_size=_number(environment.get("world_size"), MOST_RANKS),
         device=device if isinstance(device, str) else None,
         prediction=prediction,
@@ -174,11 +174,6 @@ def _read_tree(path: Path) -> dict[str, Any]:
         return read_tree(path)
     except ConfigError:
         return {}
-
-
-def _below(tree: dict[str, Any], name: str) -> dict[str, Any]:
-    below = tree.get(name)
-    return below if isinstance(below, dict) else {}
 
 
 def _number(value: Any, most: int = MOST_STEPS) -> int | None:

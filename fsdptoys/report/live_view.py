@@ -15,7 +15,7 @@ from fsdptoys.metrics.live_console import metrics_table
 from fsdptoys.metrics.prediction import prediction_rows
 from fsdptoys.metrics.results import RunResults, Spread, prediction_errors
 from fsdptoys.train.heartbeat import Heartbeat, format_ranks
-from fsdptoys.utils.text import gib_text, printable
+from fsdptoys.utils.text import counted, gib_text, printable
 
 from .live_reader import FollowedRun, State
 
@@ -32,7 +32,7 @@ def draw_run(run: FollowedRun, state: State, console: Console, heading: str = ""
     def line(text: str, style: str = "") -> Text:
         return Text(printable(text, console.file), style=style, no_wrap=False)
 
-    where = f"{settings.world_size} rank{'s' * (settings.world_size != 1)}" if settings.world_size else ""
+    where = counted(settings.world_size, "rank") if settings.world_size else ""
     about = ", ".join(filter(None, [where, settings.device]))
     parts: list[RenderableType] = [
         Text.assemble(
@@ -125,12 +125,12 @@ def fact_rows(run: FollowedRun, results: RunResults) -> list[tuple[str, str]]:
         lowest = f", lowest {min(finite)[0]:.4f} after {min(finite)[1]}" if finite else ""
         rows.append(("held-out loss", f"{latest[0]:.4f} after step {latest[1]}{lowest}"))
     if count := results.skipped_steps:
-        rows.append(("skipped", f"{count} step{'s' * (count > 1)}"))
+        rows.append(("skipped", counted(count, "step")))
     spikes = [metrics for metrics in run.steps if metrics.loss_spike is not None]
     if spikes:
         rows.append(("spikes", f"{len(spikes)} of the loss, the latest in step {spikes[-1].step}"))
     if count := len(run.resumes):
-        rows.append(("resumed", f"{count} time{'s' * (count > 1)}, last after step {run.resumes[-1].step}"))
+        rows.append(("resumed", f"{counted(count, 'time')}, last after step {run.resumes[-1].step}"))
     if run.settings.prediction is not None:
         errors = prediction_errors(run.settings.prediction, results)
         for what, predicted, measured, difference in prediction_rows(errors):
@@ -162,5 +162,4 @@ def _places(signs: dict[int, Heartbeat], now: float) -> str:
 def _spread(spread: Spread | None, factor: float, digits: int, unit: str) -> str:
     if spread is None:
         return "only warm-up steps so far"
-    p10, median, p90 = (f"{value * factor:,.{digits}f}" for value in (spread.p10, spread.median, spread.p90))
-    return f"median {median}{unit} (p10 {p10}, p90 {p90})"
+    return f"median {spread.text(factor, digits, unit)}"

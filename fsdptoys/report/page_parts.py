@@ -5,13 +5,12 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from fsdptoys.metrics.prediction import FLAGGED
+from fsdptoys.metrics.prediction import prediction_rows
 from fsdptoys.metrics.resume_log import flatten
 from fsdptoys.metrics.summary import definitions
 from fsdptoys.train.recorded_run import RecordedRun
+from fsdptoys.utils.figures import Picture
 from fsdptoys.utils.text import printable
-
-from .figures import Picture
 
 NOT_PREDICTED = (
     "<p>There is no prediction: a run predicts its time and memory with plan.predict=true and a hardware profile, that "
@@ -158,11 +157,18 @@ def prediction_section(runs: Sequence[tuple[str, RecordedRun]], figures: str = "
     rows: list[list[HtmlCell | str]] = []
     several = len(runs) > 1
     for name, run in runs:
-        for each in run.prediction_errors():
-            over = f", over {FLAGGED:.0%}" * each.flagged
-            difference = HtmlCell(f"{each.difference:+.1%}{over}", each.difference, "warn" * each.flagged)
-            numbers = (_number(each.predicted, each.unit), _number(each.measured, each.unit))
-            rows.append([*([name] if several else []), each.quantity, *numbers, difference])
+        errors = run.prediction_errors()
+        for error, texts in zip(errors, prediction_rows(errors), strict=True):
+            quantity, predicted, measured, difference = texts
+            rows.append(
+                [
+                    *([name] if several else []),
+                    quantity,
+                    HtmlCell(predicted, error.predicted),
+                    HtmlCell(measured, error.measured),
+                    HtmlCell(difference.replace("*", ""), error.difference, "warn" * error.flagged),
+                ]
+            )
     body = NOT_PREDICTED
     if rows:
         methods = {
@@ -172,13 +178,6 @@ def prediction_section(runs: Sequence[tuple[str, RecordedRun]], figures: str = "
         headings = [*(["run"] if several else []), "measure", "predicted", "measured", "difference"]
         body = figures + table("predictions", caption, headings, rows, sortable=several)
     return Section("prediction", "Predicted and measured", body)
-
-
-def _number(value: float, unit: str) -> HtmlCell:
-    """Cell of a number with four significant digits, sorted by its exact value."""
-    if value != value:
-        return HtmlCell("not a number", mark="warn")
-    return HtmlCell(f"{value:,.0f} {unit}".strip() if abs(value) >= 1000 else f"{value:.4g} {unit}".strip(), value)
 
 
 def definitions_section(runs: Sequence[RecordedRun]) -> Section:

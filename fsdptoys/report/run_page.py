@@ -2,12 +2,13 @@
 
 from fsdptoys.errors import ConfigError
 from fsdptoys.metrics.config import PROFILE_FOLDER, RESUMES_FILE
-from fsdptoys.metrics.resume_log import Resume, flatten, read_resumes
+from fsdptoys.metrics.resume_log import RESUME_HEADINGS, flatten, read_resumes, resume_row
 from fsdptoys.metrics.run_environment import hardware_line
 from fsdptoys.train.recorded_run import RecordedRun
+from fsdptoys.utils.figures import Picture
+from fsdptoys.utils.from_tree import look_up
 from fsdptoys.utils.text import UNITS, gib_text, value_text
 
-from .figures import Picture
 from .memory_timeline import read_timeline
 from .page_parts import (
     HtmlCell,
@@ -133,34 +134,16 @@ def _size(text: str) -> float | str | None:
 
 def _starts(run: RecordedRun) -> str:
     html = "<p>The run had one start.</p>"
-    if rows := [_resume_row(resume) for resume in read_resumes(run.path / RESUMES_FILE)]:
+    if rows := [resume_row(resume) for resume in read_resumes(run.path / RESUMES_FILE)]:
         caption = "Each time that the run resumed, or restarted over earlier files."
-        headings = ("time", "resumed", "from", "ranks", "settings changed", "earlier files moved to")
-        html = table("resumes", caption, headings, rows)
-    checkpoint = run.tree.get("checkpoint")
-    if not isinstance(checkpoint, dict):
+        html = table("resumes", caption, RESUME_HEADINGS, rows)
+    every = look_up(run.tree, "checkpoint.every")
+    if not isinstance(every, int):
         return html
-    every = checkpoint.get("every")
-    if isinstance(every, int) and every:
-        return f"{html}<p>Checkpoints: every {every:,} steps, {escape(value_text(checkpoint.get('form')))}.</p>"
+    if every:
+        form = escape(value_text(look_up(run.tree, "checkpoint.form")))
+        return f"{html}<p>Checkpoints: every {every:,} steps, {form}.</p>"
     return f"{html}<p>Checkpoints: only on a signal (checkpoint.every=0).</p>"
-
-
-def _resume_row(resume: Resume) -> list[str]:
-    changed = "; ".join(
-        f"{key}: {value_text(old)} → {value_text(new)}" for key, (old, new) in (resume.changed or {}).items()
-    )
-    ranks = str(resume.world_size)
-    if resume.world_size_before not in (None, resume.world_size):
-        ranks = f"{resume.world_size_before} → {ranks}"
-    return [
-        resume.time,
-        f"after step {resume.step:,}" if resume.step else "from the start",
-        resume.checkpoint or "",
-        ranks,
-        changed if resume.changed is not None else "unknown",
-        resume.moved_to or "",
-    ]
 
 
 def _settings(run: RecordedRun) -> str:

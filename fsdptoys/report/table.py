@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from fsdptoys.sweep import JobStatus, Skipped
-from fsdptoys.utils.text import value_text
+from fsdptoys.utils.text import counted, value_text
 
 from .columns import (
     TableColumn,
@@ -148,7 +148,8 @@ def _definitions(
     elif runs:
         notes.append("No row has a step after its warm-up (metrics.warmup_steps), so there is no step time.")
     if "loss" in names or "Loss after" in same:
-        notes.append(f"The loss after {step} step{'s' * (step != 1)} is that of step {step}, before its update.")
+        assert step is not None
+        notes.append(f"The loss after {counted(step, 'step')} is that of step {step}, before its update.")
     ends = [record.run.steps[-1].step for record in records if record.run in runs and record.status is JobStatus.done]
     if len(set(ends)) > 1:
         notes.append(

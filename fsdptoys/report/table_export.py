@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from fsdptoys.train.recorded_run import RecordedRun
+from fsdptoys.utils.tables import markdown_table
 from fsdptoys.utils.text import printable, value_text
 
 from .columns import MEASURES, PREDICTED_MEASURES, TableColumn, measured_steps
@@ -74,11 +75,9 @@ def escape(text: str) -> str:
 
 
 def _rows(columns: Sequence[TableColumn]) -> str:
-    head = " | ".join(escape(column.heading) for column in columns)
-    rule = " | ".join("---:" if column.numeric else "---" for column in columns)
-    count = len(columns[0].cells)
-    lines = [" | ".join(escape(column.cells[row].text) for column in columns) for row in range(count)]
-    return "\n".join(f"| {line} |" for line in [head, rule, *lines])
+    texts = ([column.heading, *(cell.text for cell in column.cells)] for column in columns)
+    rows = list(zip(*(map(escape, column) for column in texts), strict=True))
+    return markdown_table(rows, [index for index, column in enumerate(columns) if column.numeric])
 
 
 def _flat_row(table: Table, index: int) -> dict[str, Any]:

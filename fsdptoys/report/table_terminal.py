@@ -8,13 +8,13 @@ from rich.console import Console
 from rich.table import Table as Grid
 from rich.text import Text
 
+from fsdptoys.utils.tables import GAP
 from fsdptoys.utils.text import encodable, printable, value_text
 
 from .columns import STAYS, TableCell, TableColumn
 from .setting_diff import as_word
 from .table import Table
 
-GAP = 2  # Spaces between columns
 LEAST_WORDS = 32  # Minimum width in characters of the merged column of settings, if its texts are that long
 WANTED = 70  # Columns of this weight or more are kept in preference to one column per setting
 SETTINGS = "settings"

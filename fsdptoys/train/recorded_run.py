@@ -30,7 +30,7 @@ from fsdptoys.metrics.results import RunResult, RunResults, prediction_errors, r
 from fsdptoys.metrics.resume_log import read_resumes, read_steps, starts
 from fsdptoys.utils.file_lock import is_locked
 from fsdptoys.utils.foreign import ForeignError
-from fsdptoys.utils.from_tree import typed
+from fsdptoys.utils.from_tree import look_up, typed
 from fsdptoys.utils.text import one_line
 
 from .heartbeat import HEARTBEATS_FOLDER, Heartbeat, read_heartbeats
@@ -147,8 +147,7 @@ def read_recorded_run(path: Path) -> RecordedRun:
 
 def read_warmup(tree: Mapping[str, Any]) -> int:
     """``metrics.warmup_steps`` of a run's settings, or its default if missing or invalid."""
-    metrics = tree.get("metrics")
-    warmup = metrics.get("warmup_steps") if isinstance(metrics, dict) else None
+    warmup = look_up(tree, "metrics.warmup_steps")
     return warmup if type(warmup) is int and 0 <= warmup <= MOST_STEPS else MetricsConfig().warmup_steps
 
 

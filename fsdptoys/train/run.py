@@ -245,6 +245,7 @@ class Run:
             dataclasses.replace(self.config.metrics, run_dir=str(self.run_dir)),
             title=self.title,
             config_tree=self.config.to_dict(),
+            defaults=self.config.defaults(),
             environment=environment(self.trainer.world.device, self.world_size, sys.argv)
             | {
                 "attention_backend": self.trainer.built.attention_backend,

@@ -28,6 +28,13 @@ class _Options(NamedTuple):
     complete: bool = False
 
 
+def look_up(tree: Any, key: str) -> Any:
+    """Return the value of a dotted key in nested dicts; None if it is missing."""
+    for name in key.split("."):
+        tree = tree.get(name) if isinstance(tree, dict) else None
+    return tree
+
+
 def build(
     kind: type[T],
     tree: Any,

@@ -96,16 +96,9 @@ def gib_text(gib: float) -> str:
     return size_text(round(gib * 2**30)) if math.isfinite(gib * 2**30) else f"{gib} GiB"
 
 
-def align_columns(rows: Sequence[Sequence[str]], right: Sequence[int] = (0,)) -> list[str]:
-    """Lines of a table with two spaces between columns; ``right`` lists the right-aligned columns."""
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return [
-        "  ".join(
-            cell.rjust(width) if column in right else cell.ljust(width)
-            for column, (cell, width) in enumerate(zip(row, widths, strict=True))
-        ).rstrip()
-        for row in rows
-    ]
+def counted(count: int, noun: str) -> str:
+    """Return ``1 step`` or ``2,000 steps``."""
+    return f"{count:,} {noun}" if count == 1 else f"{count:,} {noun}s"
 
 
 def printable(text: str, stream: "IO[str] | None" = None) -> str:

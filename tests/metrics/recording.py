@@ -1,5 +1,6 @@
 """Steps and recorders for the tests of this folder."""
 
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -23,9 +24,11 @@ def open_recorder(
     environment: dict[str, Any] = ENVIRONMENT,
     references: dict[str, float] | None = None,
     layout: Layout | None = None,
+    defaults: Mapping[str, Any] = {},
     **settings: Any,
 ) -> RunRecorder:
     """Open a recorder of a run of ``steps`` steps; ``settings`` are those of its ``MetricsConfig``."""
     settings = {"console": Console.none, "log_every": 10} | settings
     config = MetricsConfig(run_dir=None if run_dir is None else str(run_dir), **settings)
-    return RunRecorder(config, "tiny", tree, environment, steps, references or {}, resumed, layout=layout)
+    start = config, "tiny", tree, environment, steps, references or {}, resumed
+    return RunRecorder(*start, layout=layout, defaults=defaults)

@@ -5,6 +5,7 @@ import math
 import re
 import shutil
 import warnings
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,8 +16,8 @@ import pytest
 from fsdptoys.errors import ConfigError
 from fsdptoys.metrics import Console, RunRecorder, StepMetrics
 from fsdptoys.metrics.config import RUN_FILES
+from fsdptoys.metrics.figures import draw_experts, draw_loss
 from fsdptoys.metrics.layout import Layout, RankBytes, Unit
-from fsdptoys.metrics.plots import draw_experts, draw_loss
 from fsdptoys.metrics.recorder import closing_lines
 from fsdptoys.metrics.results import read_result, summarize
 from fsdptoys.metrics.summary import LAYOUT_DEFINITION, fence
@@ -56,9 +57,15 @@ def recorder_of(folder: Path, **options: Any) -> RunRecorder:
     return open_recorder(run_dir=folder / "run", tree=TREE, steps=20, references=REFERENCES, **options)
 
 
-def write_run(folder: Path, steps: list[StepMetrics], reason: str = "all done", **ending: Any) -> str:
+def write_run(
+    folder: Path,
+    steps: list[StepMetrics],
+    reason: str = "all done",
+    defaults: Mapping[str, Any] = {},
+    **ending: Any,
+) -> str:
     """Record a run of these steps; return its summary."""
-    with recorder_of(folder) as recorder:
+    with recorder_of(folder, defaults=defaults) as recorder:
         for metrics in steps:
             recorder.step(metrics)
         recorder.finish(reason, **ending)
@@ -156,7 +163,9 @@ def test_run_shorter_than_its_warmup_reports_no_medians(tmp_path, count):
 
 def test_summary_has_the_results(tmp_path):
     """Oracle: rows of the page, worked out by hand."""
-    page = write_run(tmp_path, run_of(15, GPU_STEP), sample="x\n````\n# not a heading")
+    defaults = {"train.seed": None, "train.sample_prompt": "", "model.dim": 64.5}
+    steps = run_of(15, GPU_STEP)
+    page = write_run(tmp_path, steps, defaults=defaults, sample="x\n````\n# not a heading")
     for row in (
         "# tiny",
         "| steps | 15 of 20; all done |",
@@ -171,11 +180,13 @@ def test_summary_has_the_results(tmp_path):
         "| largest resident set of rank 0 after a step | 512.00 MiB |",
         "| peak resident set of rank 0 | 768.00 MiB |",
         "| model | `dim=64` `norm.eps=1e-05` |",
-        "| train | `sample_prompt=\"a \\| 'b'\\n\"` `seed=null` |",
+        "| train | `sample_prompt=\"a \\| 'b'\\n\"` |",
         "`````text\nx\n````\n# not a heading\n`````",
     ):
         assert f"\n{row}\n" in f"\n{page}", row
     assert "exclude the first 2 steps" in page
+    headings = re.findall("^## (.*)", page, re.MULTILINE)
+    assert headings[0] == "Results" and headings[-1] == "Configuration"
     assert not [word for word in ("expert", "rout", "balanc", "entropy,") if word in page.lower()]
 
 
@@ -243,39 +254,39 @@ def test_sample_cannot_close_its_code_block(sample):
 
 
 LOSS_RUNS = {
-    "smoothed": run_of(120),
-    "few": run_of(8),
-    "one": run_of(1),
-    "none": [],
-    "not finite": [replace(step, loss=math.nan, grad_norm=math.inf) for step in run_of(60)],
-    "no gradient": [replace(step, grad_norm=0.0) for step in run_of(5)],
+    "smoothed": (run_of(120), 6.0),
+    "few": (run_of(8), 6.0),
+    "one": (run_of(1), 6.0),
+    "none": ([], 4.4),
+    "not finite": ([replace(step, loss=math.nan, grad_norm=math.inf) for step in run_of(60)], 4.4),
+    "no gradient": ([replace(step, grad_norm=0.0) for step in run_of(5)], 6.0),
+    "loss scale": (run_of(4, replace(STEP, loss_scale=2.0, skipped=True)), 7.3),
 }
 EXPERT_RUNS = {
     "2x8": (run_with_experts(40, layers=2, experts=8), 5.1),
     "10x20": (run_with_experts(3, layers=10, experts=20), 7.0),
     "48x128": (run_with_experts(3, layers=48, experts=128), 9.5),
     "one expert": (run_with_experts(1, layers=1, experts=1), 5.1),
-    "not finite": (run_with_experts(2, entropy=math.nan, max_load=math.inf), 5.1),
+    "not finite": (run_with_experts(2, entropy=math.nan, max_load=math.inf), 3.7),
 }
 
 
-@pytest.mark.parametrize("steps", LOSS_RUNS.values(), ids=LOSS_RUNS)
-def test_loss_plot_has_the_documented_size(tmp_path, steps):
-    """Oracle: matplotlib reads 9 by 6 inches at 150 dpi, without warnings."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        draw_loss(tmp_path / "loss.png", "a $title$ " * 20, steps, REFERENCES | {"_$x": 1.0})
-    assert matplotlib.image.imread(tmp_path / "loss.png").shape[:2] == (900, 1350)
-
-
-@pytest.mark.parametrize(("steps", "inches"), EXPERT_RUNS.values(), ids=EXPERT_RUNS)
-def test_expert_plot_height_follows_the_number_of_layers(tmp_path, steps, inches):
+@pytest.mark.parametrize(
+    ("steps", "inches"),
+    [*LOSS_RUNS.values(), *EXPERT_RUNS.values()],
+    ids=[*LOSS_RUNS, *EXPERT_RUNS],
+)
+def test_height_of_a_plot_follows_its_panels(tmp_path, steps, inches):
     """Oracle: matplotlib reads 9 inches by the expected height at 150 dpi, without warnings."""
-    counts = steps[-1].routing.counts
+    path, title = tmp_path / "plot.png", "a $title$ " * 20
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        draw_experts(tmp_path / "experts.png", "a $title$ " * 20, [step.without_counts() for step in steps], counts)
-    assert matplotlib.image.imread(tmp_path / "experts.png").shape[:2] == (round(inches * 150), 1350)
+        if steps and steps[-1].routing is not None:
+            plain = [step.without_counts() for step in steps]
+            draw_experts(path, title, plain, steps[-1].routing.counts)
+        else:
+            draw_loss(path, title, steps, REFERENCES | {"_$x": 1.0})
+    assert matplotlib.image.imread(path).shape[:2] == (round(inches * 150), 1350)
 
 
 def test_failed_run_keeps_its_steps(tmp_path, capsys):

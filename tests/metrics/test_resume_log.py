@@ -131,7 +131,7 @@ def test_each_resume_records_checkpoint_and_changed_settings(capsys):
         same | {"changed": {"optim.new": [None, None]}},
     ]
     page = SUMMARY.read_text()
-    assert "| after step 10 | `step-00000010` | 2 → 4 | `optim.lr: 0.1 → 0.2` " in page
+    assert "| after step 10 | `step-00000010` | 2 → 4 | `optim.lr: 0.1 → 0.2; optim.new: null → null` " in page
     assert "| after step 20 | `step-00000020` | 4 | " in page
     lines = capsys.readouterr().out.splitlines()
     assert lines[2] == "resuming after step 20 from step-00000020"

@@ -278,7 +278,7 @@ def test_a_run_resumed_on_other_layouts_has_the_bits_of_an_uninterrupted_one(
     chain: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Oracle: one process in one piece; the other run is resumed under each layout of the chain."""
-    monkeypatch.setattr("fsdptoys.metrics.plots.draw_loss", lambda *_: None)  # most of the time of such small runs
+    monkeypatch.setattr("fsdptoys.metrics.figures.draw_loss", lambda *_: None)  # most of the time of such small runs
     model, options, parts = CHAINS[chain]
     options = {"steps": 4, "eval_every": 2, "eval_batches": 1, **options}
 

@@ -22,7 +22,7 @@ import torch
 from fsdptoys.device import Device
 from fsdptoys.profiler import NPULevel, ProfileConfig, Profiler
 from fsdptoys.profiler.memory_snapshot import MAX_ENTRIES, Snapshot
-from fsdptoys.profiler.memory_snapshot_page import UNKNOWN, read_timeline, render_snapshot
+from fsdptoys.profiler.memory_snapshot_page import UNKNOWN, read_timeline, render_snapshot, timeline_picture
 from fsdptoys.profiler.trace import Trace
 from tests.profiler.snapshots import MIB, make_snapshot, summary_of
 
@@ -314,7 +314,7 @@ class Page(HTMLParser):
     def handle_starttag(self, tag, attrs):  # noqa: D102
         self.loads += [value for name, value in attrs if name == "src" or (name == "href" and tag != "a")]
         self.loads += [tag] if tag in ("script", "iframe", "object", "link") else []
-        if tag != "meta":
+        if tag not in ("meta", "img"):
             self.open_tags.append(tag)
 
     def handle_startendtag(self, tag, attrs):  # noqa: D102
@@ -331,7 +331,8 @@ def test_page_lists_holders_of_memory_and_loads_no_resources():
     """Oracle: the history made by hand, and PyTorch's own summary of it."""
     source = render_snapshot(make_snapshot(), 1, "steps 2 & 3", "memory-rank0.pickle", "memory-rank0-interactive.html")
     page = Page(source)
-    assert page.loads == [] and page.open_tags == [] and "url(" not in source and "@import" not in source
+    assert len(page.loads) == 1 and page.loads[0].startswith("data:image/png;base64,")
+    assert page.open_tags == [] and "url(" not in source and "@import" not in source
     assert "steps 2 & 3" in page.text
     assert "34.00 MiB at the peak" in page.text and "Reserved by the allocator at the end: 64.00 MiB" in page.text
     rows = re.findall(r"<tr><td>([^<]+)</td><td>([^<]+)</td>.*?<summary>([^<]+)</summary>", source)
@@ -342,7 +343,8 @@ def test_page_lists_holders_of_memory_and_loads_no_resources():
     ]
     assert "3.00 MiB stream_0 › trainer.py:180:_train_step2.00 MiB norm.py:9:forward" in page.text
     assert torch.cuda._memory_viz.segsum(make_snapshot()) in page.text
-    assert "Red: memory ran out." in page.text
+    (crosses,) = timeline_picture(read_timeline(make_snapshot(), 1)).series[1:]
+    assert crosses.name == "memory ran out" and len(crosses.x) == 1
 
 
 def test_thinning_of_many_events_keeps_the_peak():
@@ -351,10 +353,10 @@ def test_thinning_of_many_events_keeps_the_peak():
     for index in range(25_000):
         size = 2**30 if index == 12_345 else 512
         trace += [{"action": action, "addr": index, "size": size} for action in ("alloc", "free_completed")]
-    source = render_snapshot({"segments": [], "device_traces": [trace]}, 0, "many", "a", "b")
-    points = re.search(r'points="([^"]+)"', source)[1].split()
-    assert len(points) < 2100 and min(float(point.split(",")[1]) for point in points) == 0.0
-    assert "1.00 GiB at the peak" in source
+    picture = timeline_picture(read_timeline({"segments": [], "device_traces": [trace]}, 0))
+    heights = picture.series[0].y
+    assert len(heights) < 2100 and max(heights) == 1.0
+    assert picture.y.unit == "GiB"
 
 
 def test_snapshot_reads_the_given_device(tmp_path):

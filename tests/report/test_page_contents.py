@@ -9,11 +9,11 @@ import pytest
 
 from fsdptoys.errors import ConfigError
 from fsdptoys.report.comparison_page import short_names
-from fsdptoys.report.figures import Picture
-from fsdptoys.report.figures_matplotlib import draw_png
 from fsdptoys.report.html_page import check_page, embed_json, write_page
 from fsdptoys.report.runs_table import Collection, gather
 from fsdptoys.sweep import Job, JobStatus, Skipped, Sweep
+from fsdptoys.utils.figure_png import render_png
+from fsdptoys.utils.figures import Picture
 from tests.report.device_runs import device_prediction
 from tests.report.recorded_runs import GPU_STEP, STEP, record_of, run_of, write_run
 
@@ -21,7 +21,7 @@ from tests.report.recorded_runs import GPU_STEP, STEP, record_of, run_of, write_
 @pytest.fixture
 def without_pngs(monkeypatch: pytest.MonkeyPatch) -> None:
     """Skip the PNGs, for tests of the pages' text."""
-    monkeypatch.setattr("fsdptoys.report.html_page.draw_png", lambda picture, path: None)
+    monkeypatch.setattr("fsdptoys.report.html_page.draw_png", lambda path, picture: None)
 
 
 def test_pages_without_predictions_explain_missing_splits(tmp_path: Path, without_pngs: None) -> None:
@@ -42,7 +42,7 @@ ODD = "a`b` **c** $d$ <i>\udcff"
 
 def test_manipulated_runs_render(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Oracle: the defects written here; names appear in the page unchanged, except for control characters."""
-    monkeypatch.setattr("fsdptoys.report.html_page.draw_png", lambda picture, path: drawn.append(picture))
+    monkeypatch.setattr("fsdptoys.report.html_page.draw_png", lambda path, picture: drawn.append(picture))
     drawn: list[Picture] = []
     runs = tmp_path / "runs"
     write_run(runs / "a", run_of(6), {"model": None, "profile": {"enabled": True}}, {"versions": []})
@@ -56,7 +56,7 @@ def test_manipulated_runs_render(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     page = write_page(gather([runs]), tmp_path / "all.html", title=ODD)[0].read_text()
     assert "a`b` **c** $d$ &lt;i&gt;\\udcff" in page and "<strong>" not in page
     assert "Steps under the profiler are slower; medians include them: a." in page
-    draw_png(next(picture for picture in drawn if picture.name == "time_split"), tmp_path / "time_split.png")
+    render_png(next(picture for picture in drawn if picture.name == "time_split"))
     for name in ("a", "b"):
         own = write_page(gather([runs / name]), tmp_path / f"{name}.html")[0].read_text()
         assert ("with traced steps, which are slower" in own) is (name == "a")
@@ -130,7 +130,7 @@ def test_rows_without_steps_render(tmp_path: Path) -> None:
     ("name", "problem"),
     [
         ("report.pdf", r"report\.pdf must end in \.html; write --out report\.html"),
-        ("no/report.html", r"report\.html lies in .*no, which is not a folder; write --out report\.html"),
+        ("no/report.html", r"report\.html is in .*no, which is not a folder; write --out report\.html"),
         ("folder.html", r"folder\.html is a folder; write --out report\.html"),
     ],
 )

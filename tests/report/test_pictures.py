@@ -19,11 +19,8 @@ from fsdptoys.errors import ConfigError
 from fsdptoys.metrics.results import summarize
 from fsdptoys.plan.search.ranking import unbeaten
 from fsdptoys.profiler.memory_snapshot_page import read_timeline as read_events
-from fsdptoys.report import figures_matplotlib as png
 from fsdptoys.report.breakdown_figures import PlottedRun
 from fsdptoys.report.comparison_figures import draw_comparison, draw_tradeoff
-from fsdptoys.report.figures import COLORS, GRAY, Axis, Picture, Series, place_labels, thin
-from fsdptoys.report.figures_matplotlib import draw_png
 from fsdptoys.report.figures_plotly import figure
 from fsdptoys.report.memory_timeline import (
     Block,
@@ -38,6 +35,9 @@ from fsdptoys.report.memory_timeline import (
 )
 from fsdptoys.report.run_figures import draw_run
 from fsdptoys.train.recorded_run import read_recorded_run
+from fsdptoys.utils import figure_png as png
+from fsdptoys.utils.figure_png import draw_png
+from fsdptoys.utils.figures import COLORS, GRAY, Axis, Picture, Series, place_labels, thin
 from scripts.ranks import run_ranks
 from tests.profiler.snapshots import make_snapshot
 from tests.report.device_runs import JOBS, device_prediction, device_steps, write_device_run
@@ -178,7 +178,7 @@ def test_bars_beyond_the_height_of_a_png_are_cut_with_a_note(
     monkeypatch.setattr(png, "MOST_BARS", 3)
     for name, count in (("many", 6), ("few", 3)):
         picture = next(one for one in draw_comparison(shown[:count]) if one.name == "time_split")
-        draw_png(picture, tmp_path / f"{name}.png")
+        draw_png(tmp_path / f"{name}.png", picture)
     with Image.open(tmp_path / "many.png") as many, Image.open(tmp_path / "few.png") as few:
         assert many.height == few.height
     assert png._first_bars(picture) is picture

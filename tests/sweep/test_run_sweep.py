@@ -311,7 +311,7 @@ def ended(tmp_path_factory: pytest.TempPathFactory) -> Sweep:
     folder = tmp_path_factory.mktemp("end to end")
     path = folder / "mine.yaml"
     with pytest.MonkeyPatch.context() as patch:
-        for name in ("fsdptoys.launch.launch", "fsdptoys.train.run", "fsdptoys.metrics.plots", "matplotlib.figure"):
+        for name in ("fsdptoys.launch.launch", "fsdptoys.train.run", "fsdptoys.metrics.figures", "matplotlib.figure"):
             importlib.import_module(name)
         patch.setattr(subprocess, "Popen", WarmPopen)
         patch.setattr(subprocess_handler, "Popen", WarmPopen)

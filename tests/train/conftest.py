@@ -9,6 +9,6 @@ import pytest
 def without_pictures() -> Iterator[None]:
     """Skip the plots, which take most of the time of such small runs."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("fsdptoys.metrics.plots.draw_loss", lambda *_: None)
-        patch.setattr("fsdptoys.metrics.plots.draw_experts", lambda *_: None)
+        patch.setattr("fsdptoys.metrics.figures.draw_loss", lambda *_: None)
+        patch.setattr("fsdptoys.metrics.figures.draw_experts", lambda *_: None)
         yield

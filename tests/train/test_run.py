@@ -73,7 +73,8 @@ def test_every_strategy_writes_all_files_its_layout_and_the_same_sample(tmp_path
         lines = [json.loads(line) for line in (tmp_path / name / "metrics.jsonl").read_text().splitlines()]
         assert [line["step"] for line in lines] == [1, 2, 3]
         summary = (tmp_path / name / "summary.md").read_text()
-        samples.add(summary.split("## Sample of the trained model")[1].split("## Files")[0])
+        samples.add(summary.split("## Sample of the trained model")[1].split("## Layout")[0])
+        assert "`eval_batches=1`" in summary and "`grad_accum=1`" not in summary
         result = read_result(tmp_path / name)
         assert result is not None and result.layout is not None
         assert result.layout.mesh == {"one": {}, "ddp": {"replicate": 2}}.get(name, {"shard": 2})

@@ -1,9 +1,11 @@
-"""Renderer-independent description of a figure, drawn interactively by plotly and as a PNG by matplotlib.
+"""Description of a figure: axes, series, labels, captions and a text alternative.
 
-A :class:`Picture` has two axes, series, rules and bands that mark places, and a text alternative. Color, marker and
-dashes of a series follow from its number, so a run looks the same in every figure.
+:mod:`fsdptoys.utils.figure_png` draws it as a PNG, and the report's page interactively. Color, marker and dashes of a
+series follow from its number, so a run looks the same in every figure.
 """
 
+import dataclasses
+import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -34,6 +36,7 @@ class Shape(Enum):
     points = "points"
     bars = "bars"  # Horizontal; bars of one category are stacked
     area = "area"  # Stacked on the previous areas
+    cells = "cells"  # Colored cells of a map, in PNGs only
 
 
 @dataclass(frozen=True)
@@ -74,6 +77,7 @@ class Series:
     low: tuple[float, ...] = ()
     high: tuple[float, ...] = ()  # Ends of each point's spread along x
     faint: bool = False  # Whether it is background of a clearer series, as raw losses behind their running mean
+    cells: np.ndarray | None = None  # [len(y), len(x)] of a map, relative to 1
     ink: bool = False  # Whether it is drawn as diamonds in the text color
     window: int = 1  # Number of consecutive points of which two are drawn; see :func:`thin`
 
@@ -152,7 +156,7 @@ class Picture:
     @property
     def is_fixed(self) -> bool:
         """Whether the axes span exactly :attr:`ranges`; else the renderer chooses their limits."""
-        return self.ranges is not None and any(each.shape in (Shape.points, Shape.steps) for each in self.series)
+        return self.ranges is not None and all(each.shape in (Shape.points, Shape.steps) for each in self.series)
 
     @property
     def ranges(self) -> tuple[tuple[float, float], tuple[float, float]] | None:
@@ -160,7 +164,7 @@ class Picture:
         if self.y.categories:
             return None
         ends = []
-        across = [values for s in self.series for values in (s.x, s.low, s.high)]
+        across = [values for s in self.series for values in (s.x, s.low, s.high)] + list(self.bands)
         for axis, values in ((self.x, across), (self.y, [s.y for s in self.series])):
             numbers = [float(v) for each in values for v in each if math.isfinite(float(v)) and (v > 0 or not axis.log)]  # type: ignore[operator]
             if not numbers:
@@ -207,13 +211,35 @@ def thin(x: np.ndarray, *ys: np.ndarray, most: int = MOST_POINTS) -> tuple[np.nd
     return x[kept], [y[kept] for y in ys], width
 
 
-def thinned_line(name: str, x: np.ndarray, y: np.ndarray, look: int, faint: bool = False) -> Series:
+def thinned_line(name: str, x: np.ndarray, y: np.ndarray, look: int) -> Series:
     """Line of at most about ``MOST_POINTS`` points; see :func:`thin`."""
     x, (y,), window = thin(x, y)
-    return Series(name, Shape.line, x, y, look, faint=faint, window=window)
+    return Series(name, Shape.line, x, y, look, window=window)
 
 
 Box = tuple[float, float, float, float]  # Left, bottom, right and top
+
+
+def label_points(picture: Picture, texts: Sequence[tuple[float, float, str]]) -> Picture:
+    """Label points where there is room; ``texts`` are x, y and label, the most important first."""
+    assert picture.ranges is not None
+    (left, right), (bottom, top) = picture.ranges
+
+    def scaled(x: float, y: float) -> tuple[float, float]:
+        return (x - left) / (right - left), (y - bottom) / (top - bottom)
+
+    obstacles: list[Box] = []
+    for series in picture.series:
+        corners = [scaled(x, float(y)) for x, y in zip(series.x, series.y, strict=True)]
+        for low, high, (_, y) in zip(series.low, series.high, corners, strict=False):
+            obstacles.append((scaled(low, 0)[0], y - 0.008, scaled(high, 0)[0], y + 0.008))
+        if series.shape is Shape.steps:
+            for (x0, y0), (x1, y1) in itertools.pairwise(corners):
+                obstacles.append((x0, y0 - 0.008, x1, y0 + 0.008))
+                obstacles.append((x1 - 0.004, min(y0, y1), x1 + 0.004, max(y0, y1)))
+    points = [scaled(x, y) for x, y, _ in texts]
+    labels = place_labels(points, [(index, text) for index, (_, _, text) in enumerate(texts)], obstacles)
+    return dataclasses.replace(picture, labels=tuple(Label(*texts[index], side) for index, _, side in labels))
 
 
 def place_labels(
