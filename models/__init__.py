@@ -12,10 +12,10 @@ from .decoder import DecoderModel, ParameterCounts, use_context
 from .documents import attended_keys
 from .gpt2 import GPT2Config
 from .huggingface import HuggingFaceFormat, Piece, whole
-from .kernels import Kernels, choose_kernels, use_kernels
 from .llama import LlamaConfig
 from .llama4 import Llama4Config
 from .moe import MoEConfig, Router, routers
+from .ops import Ops, choose_ops, use_ops
 from .qwen3 import Qwen3Config
 from .qwen3_moe import Qwen3MoEConfig
 from .rotary import RotaryConfig
@@ -32,12 +32,12 @@ __all__ = [
     "FullSequences",
     "GPT2Config",
     "HuggingFaceFormat",
-    "Kernels",
     "KeyValueCache",
     "Llama4Config",
     "LlamaConfig",
     "MoEConfig",
     "ModelConfig",
+    "Ops",
     "ParameterCounts",
     "Piece",
     "Qwen3Config",
@@ -45,10 +45,10 @@ __all__ = [
     "RotaryConfig",
     "Router",
     "attended_keys",
-    "choose_kernels",
+    "choose_ops",
     "npu_kernels",
     "routers",
     "use_context",
-    "use_kernels",
+    "use_ops",
     "whole",
 ]

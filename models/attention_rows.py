@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from .context import FULL_SEQUENCES
-from .kernels import Kernels
+from .ops import Ops
 
 
 def attend_rows(
@@ -25,7 +25,7 @@ def attend_rows(
     k_BGTK: Tensor,
     v_BGTK: Tensor,
     start: int,
-    kernels: Kernels,
+    ops: Ops,
     chunk_len: int | None = None,
     seen: Tensor | None = None,
 ) -> Tensor:
@@ -36,31 +36,31 @@ def attend_rows(
         k_BGTK: keys of the full sequence, or of at least its first ``start + P`` tokens.
         v_BGTK: values of the same tokens.
         start: position of the first query.
-        kernels: of the attention; those of masks must take dense ones.
+        ops: of the attention; those of masks must take dense ones.
         chunk_len: length of the chunks within which tokens attend; None for the full sequence.
         seen: these rows of a dense mask (``kernels.dense_rows``), which has the chunks in it; None for one document.
     """
     end = start + q_BHPK.shape[2]
     if seen is not None:
-        return kernels.document_attention.attend(q_BHPK, k_BGTK[:, :, :end], v_BGTK[:, :, :end], seen)
+        return ops.document_attention.attend(q_BHPK, k_BGTK[:, :, :end], v_BGTK[:, :, :end], seen)
     first = 0 if chunk_len is None else start - start % chunk_len
     if start == first:
         k_BGPK, v_BGPK = k_BGTK[:, :, start:end], v_BGTK[:, :, start:end]
-        return FULL_SEQUENCES.attend(q_BHPK, k_BGPK, v_BGPK, kernels, chunk_len)
+        return FULL_SEQUENCES.attend(q_BHPK, k_BGPK, v_BGPK, ops, chunk_len)
     boundary = end if chunk_len is None else min(first + chunk_len, end)
     rows = boundary - start
     k_BGSK, v_BGSK = k_BGTK[:, :, first:boundary], v_BGTK[:, :, first:boundary]
-    out_BHPK = _attend_last_rows(q_BHPK[:, :, :rows], k_BGSK, v_BGSK, kernels)
+    out_BHPK = _attend_last_rows(q_BHPK[:, :, :rows], k_BGSK, v_BGSK, ops)
     if boundary == end:
         return out_BHPK
-    rest_BHPK = attend_rows(q_BHPK[:, :, rows:], k_BGTK, v_BGTK, boundary, kernels, chunk_len)
+    rest_BHPK = attend_rows(q_BHPK[:, :, rows:], k_BGTK, v_BGTK, boundary, ops, chunk_len)
     return torch.cat((out_BHPK, rest_BHPK), dim=2)
 
 
-def _attend_last_rows(q_BHPK: Tensor, k_BGSK: Tensor, v_BGSK: Tensor, kernels: Kernels) -> Tensor:
+def _attend_last_rows(q_BHPK: Tensor, k_BGSK: Tensor, v_BGSK: Tensor, ops: Ops) -> Tensor:
     """The last P rows of causal attention over S keys."""
     seen_PS = _kept_rows(q_BHPK.shape[2], k_BGSK.shape[2], q_BHPK.dtype, q_BHPK.device)
-    return kernels.document_attention.attend(q_BHPK, k_BGSK, v_BGSK, seen_PS)
+    return ops.document_attention.attend(q_BHPK, k_BGSK, v_BGSK, seen_PS)
 
 
 def last_rows(rows: int, keys: int, dtype: torch.dtype, device: torch.device) -> Tensor:

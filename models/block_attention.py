@@ -22,8 +22,9 @@ import torch
 from torch import Tensor
 
 from .attention import attention
-from .kernels import IMPLEMENTATIONS, Kernels
+from .kernels import IMPLEMENTATIONS
 from .linear import goes_through_float32
+from .ops import Ops
 
 TORCH = tuple(int(part) for part in torch.__version__.split(".")[:2])
 SHARES_HEADS = TORCH >= (2, 11)
@@ -133,9 +134,9 @@ class _Plain(BlockKernel):
 FLASH, PLAIN = _Flash(), _Plain()
 
 
-def flash_blocks(kernels: Kernels, q_BHPK: Tensor) -> BlockKernel | None:
+def flash_blocks(ops: Ops, q_BHPK: Tensor) -> BlockKernel | None:
     """The flash kernel where it takes the queries, and is among the backends that attention chooses from, else None."""
-    chosen = kernels.attention in (attention, IMPLEMENTATIONS["attention"]["flash"])
+    chosen = ops.attention in (attention, IMPLEMENTATIONS["attention"]["flash"])
     return FLASH if chosen and _takes(q_BHPK) else None
 
 

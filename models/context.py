@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .kernels import Kernels
+from .ops import Ops, leave_uncompiled
 
 
 class Context(ABC):
@@ -30,12 +30,12 @@ class Context(ABC):
         """This rank's part of a tensor whose ``dim`` has T elements, in the order of positions."""
 
     @abstractmethod
-    def mask(self, segments_BT: Tensor, kernels: Kernels, dtype: torch.dtype) -> Any:
+    def mask(self, segments_BT: Tensor, ops: Ops, dtype: torch.dtype) -> Any:
         """Mask with which ``attend`` keeps segments apart.
 
         Args:
             segments_BT: of the full sequences; a token sees earlier tokens of equal segment number.
-            kernels: of the attentions.
+            ops: of the attentions.
             dtype: of queries and keys.
         """
 
@@ -45,7 +45,7 @@ class Context(ABC):
         q_BHtK: Tensor,
         k_BGtK: Tensor,
         v_BGtK: Tensor,
-        kernels: Kernels,
+        ops: Ops,
         chunk_len: int | None = None,
         seen: Any = None,
     ) -> Tensor:
@@ -55,7 +55,7 @@ class Context(ABC):
             q_BHtK: queries of this rank's part.
             k_BGtK: keys of the same part.
             v_BGtK: values of the same part.
-            kernels: of the attention.
+            ops: of the attention.
             chunk_len: length of the chunks within which tokens attend; None for the full sequence.
             seen: result of ``mask``, which has the chunks in it; None for one document.
         """
@@ -70,30 +70,58 @@ class FullSequences(Context):
         """The tensor itself."""
         return full
 
-    def mask(self, segments_BT: Tensor, kernels: Kernels, dtype: torch.dtype) -> Any:
+    def mask(self, segments_BT: Tensor, ops: Ops, dtype: torch.dtype) -> Any:
         """The kernel's own mask."""
-        return kernels.document_attention.mask(segments_BT, dtype)
+        return ops.document_attention.mask(segments_BT, dtype)
 
     def attend(
         self,
         q_BHtK: Tensor,
         k_BGtK: Tensor,
         v_BGtK: Tensor,
-        kernels: Kernels,
+        ops: Ops,
         chunk_len: int | None = None,
         seen: Any = None,
     ) -> Tensor:
         """Attention without communication."""
         if seen is not None:
-            return kernels.document_attention.attend(q_BHtK, k_BGtK, v_BGtK, seen)
+            return ops.document_attention.attend(q_BHtK, k_BGtK, v_BGtK, seen)
         B, _, T, _ = q_BHtK.shape
         if chunk_len is None or chunk_len >= T:
-            return kernels.attention(q_BHtK, k_BGtK, v_BGtK)
-        out = kernels.attention(*(_fold_chunks(x, chunk_len) for x in (q_BHtK, k_BGtK, v_BGtK)))
+            return ops.attention(q_BHtK, k_BGtK, v_BGtK)
+        out = ops.attention(*(_fold_chunks(x, chunk_len) for x in (q_BHtK, k_BGtK, v_BGtK)))
         return out.unflatten(0, (B, -1)).transpose(1, 2).flatten(2, 3)[:, :, :T]
 
 
 FULL_SEQUENCES = FullSequences()
+
+
+class Wrapped(Context):
+    """Another context, whose attention a subclass changes."""
+
+    def __init__(self, inner: Context) -> None:
+        self.ranks, self.inner = inner.ranks, inner
+
+    def cut(self, full: Tensor, dim: int) -> Tensor:
+        """The inner context's part."""
+        return self.inner.cut(full, dim)
+
+    def mask(self, segments_BT: Tensor, ops: Ops, dtype: torch.dtype) -> Any:
+        """The inner context's mask."""
+        return self.inner.mask(segments_BT, ops, dtype)
+
+    def attend(self, *args: Any) -> Tensor:
+        """The inner context's attention."""
+        return self.inner.attend(*args)
+
+
+class Uncompiled(Wrapped):
+    """A context that the compiler does not see into."""
+
+    @leave_uncompiled
+    def attend(self, *args: Any) -> Tensor:
+        """The inner context's attention."""
+        return self.inner.attend(*args)
 
 
 def _fold_chunks(x_BHTK: Tensor, chunk_len: int) -> Tensor:

@@ -8,9 +8,9 @@ Shapes: B batch, T sequence, D width, V vocabulary, N = B·T tokens.
 
 import math
 from abc import ABC
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
@@ -19,9 +19,9 @@ from .cache import KeyValueCache
 from .config import ModelConfig
 from .context import FULL_SEQUENCES, Context
 from .documents import Documents, document_positions, mask_documents
-from .kernels import UsesKernels
-from .layers import Attention, Block, LMHead, LossFn, RMSNorm
-from .moe import MoE, Router
+from .layers import Attention, Block, Embedding, LMHead, LossFn, RMSNorm
+from .moe import MoE
+from .ops import Layer
 from .stages import Stage
 
 
@@ -43,7 +43,14 @@ class ParameterCounts:
         return self.total - self.embedding - self.experts
 
 
-class DecoderModel(UsesKernels, ABC):
+class Constant(Protocol):
+    """A table that a model computes with, beside its buffers."""
+
+    def put(self, device: torch.device) -> None:
+        """Make it on a device."""
+
+
+class DecoderModel(Layer, ABC):
     """A causal language model; on the meta device it takes no memory until a strategy materializes it."""
 
     embed_tokens: nn.Module
@@ -60,15 +67,15 @@ class DecoderModel(UsesKernels, ABC):
     """The id that ends every document, to keep documents apart (``documents``); None to attend across documents."""
     context: Context = FULL_SEQUENCES
     """Keeps this rank's part of the sequences."""
-    slices: Any = None
-    """Settings of sums over slices of features (``grain_slices``), and the kernels without slices; None for none."""
+    constants: Sequence["Constant"] = ()
+    """Tables that are made with the buffers."""
 
     def __init__(self, config: ModelConfig, blocks: Sequence[Block], norm: nn.Module) -> None:
         super().__init__()
         self.config = config
         attentions = (block.attn for block in blocks)
         self.chunk_lens = list(dict.fromkeys(attn.chunk_len for attn in attentions if isinstance(attn, Attention)))
-        self.embed_tokens = nn.Embedding(config.vocab_size, config.dim)
+        self.embed_tokens = Embedding(config.vocab_size, config.dim)
         self.layers = nn.ModuleList(blocks)
         self.norm = norm
         self.lm_head = LMHead(config.dim, config.vocab_size)
@@ -108,6 +115,7 @@ class DecoderModel(UsesKernels, ABC):
             logits_BTV in the parameters' dtype, or ``loss_fn``'s scalar if labels are given, of this rank's part of the
             sequences.
         """
+        self.exchange.begin(in_full=labels_BT is None)  # of one token there are no parts
         start, seq_len = 0 if cache is None else cache.length, tokens_BT.shape[1]
         context = self.context if cache is None else FULL_SEQUENCES
         positions_T = context.cut(torch.arange(start, start + seq_len, device=tokens_BT.device), 0)
@@ -122,7 +130,7 @@ class DecoderModel(UsesKernels, ABC):
             hidden_BTD = self.embed(tokens_BT, positions)
         assert hidden_BTD is not None
         if self.document_end is not None and cache is None:
-            masks = mask_documents(positions_BT, self.chunk_lens, context, self.kernels, hidden_BTD.dtype)
+            masks = mask_documents(positions_BT, self.chunk_lens, context, self.ops, hidden_BTD.dtype)
             documents = Documents(positions, masks)
         for layer in self.layers if stage is None else stage.blocks(self.layers):
             hidden_BTD = layer(hidden_BTD, rotations, cache, documents)
@@ -149,6 +157,8 @@ class DecoderModel(UsesKernels, ABC):
 
     def init_buffers(self, device: torch.device) -> None:
         """Compute the non-persistent buffers on ``device``; construction on the meta device leaves them empty."""
+        for constant in self.constants:
+            constant.put(device)
 
     def flops_per_token(self, seq_len: int) -> float:
         """FLOPs of forward and backward per token: 6 per weight of a matmul, attention over half the square.
@@ -159,22 +169,7 @@ class DecoderModel(UsesKernels, ABC):
         utilization by this number is model FLOPs utilization (arXiv:2204.02311, appendix B, with the causal half: on
         average a token attends to half of the sequence).
         """
-        weights = 0
-        for module in self.modules():
-            if isinstance(module, (nn.Linear, Router)):
-                size = (
-                    module.in_features * module.out_features if isinstance(module, nn.Linear) else module.weight.numel()
-                )
-                # A quantized weight has another shape, and is frozen.
-                trains = "weight" in module._parameters and module.weight.requires_grad
-                weights += size * (6 if trains else 4)
-        routed = sum(
-            module.active_expert_parameters * (6 if module.experts.down_proj.requires_grad else 4)
-            for module in self.modules()
-            if isinstance(module, MoE)
-        )
-        attention = sum(module.flops_per_token(seq_len) for module in self.modules() if isinstance(module, Attention))
-        return weights + routed + attention
+        return flops_per_token([self], seq_len)
 
     def flops_per_token_of_documents(self, seq_len: int, mean_keys: Mapping[int | None, float]) -> float:
         """FLOPs per token where documents are kept apart.
@@ -186,7 +181,7 @@ class DecoderModel(UsesKernels, ABC):
         flops = self.flops_per_token(seq_len)
         for module in self.modules():
             if isinstance(module, Attention):
-                flops += module.flops_per_key * mean_keys[module.chunk_len] - module.flops_per_token(seq_len)
+                flops += module.flops_per_key * mean_keys[module.chunk_len] - module.own_flops(seq_len)
         return flops
 
     def parameter_counts(self) -> ParameterCounts:
@@ -201,6 +196,12 @@ class DecoderModel(UsesKernels, ABC):
             experts=experts,
             active=total - experts + sum(moe.active_expert_parameters for moe in moes),
         )
+
+
+def flops_per_token(modules: Iterable[nn.Module], seq_len: int) -> float:
+    """FLOPs of forward and backward per token of modules and all that they contain."""
+    layers = (layer for module in modules for layer in module.modules())
+    return sum(layer.own_flops(seq_len) for layer in layers if isinstance(layer, Layer))
 
 
 def use_context(model: DecoderModel, context: Context) -> None:

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from .context import Context
-from .kernels import Kernels
+from .ops import Ops
 
 
 class Documents(NamedTuple):
@@ -31,7 +31,7 @@ class Documents(NamedTuple):
 
 
 def mask_documents(
-    positions_BT: Tensor, chunk_lens: Sequence[int | None], context: Context, kernels: Kernels, dtype: torch.dtype
+    positions_BT: Tensor, chunk_lens: Sequence[int | None], context: Context, ops: Ops, dtype: torch.dtype
 ) -> dict[int | None, Any]:
     """Make the masks that all attentions of a model share: chunk length → mask for ``Context.attend``.
 
@@ -39,13 +39,13 @@ def mask_documents(
         positions_BT: of each token of the full sequences in its document.
         chunk_lens: of the attentions; None for the full document.
         context: of the attentions.
-        kernels: of the attentions.
+        ops: of the attentions.
         dtype: of queries and keys.
     """
     seq_len = positions_BT.shape[1]
     places_T = torch.arange(seq_len, device=positions_BT.device)
     lengths = {chunk_len: _within(chunk_len, seq_len) for chunk_len in chunk_lens}
-    masks = {length: context.mask(places_T - positions_BT % length, kernels, dtype) for length in set(lengths.values())}
+    masks = {length: context.mask(places_T - positions_BT % length, ops, dtype) for length in set(lengths.values())}
     return {chunk_len: masks[length] for chunk_len, length in lengths.items()}
 
 

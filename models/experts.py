@@ -25,61 +25,13 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from .grouped import Grouped, Product, Segment
-from .kernels import UsesKernels
 
-
-def leave_uncompiled(function: Callable[..., Any]) -> Callable[..., Any]:
-    """``torch.compiler.disable`` without importing the compiler, which takes half as long as importing torch.
-
-    torch's own optimizers use the private form, which waits for the first call (seen in torch 2.7 and 2.13).
-    """
-    return getattr(torch, "_disable_dynamo", torch.compiler.disable)(function)
-
-
-class Experts(UsesKernels):
-    """Stacked gated feed-forwards."""
-
-    exchange: Callable[..., Tensor] | None = None
-    """In place of ``apply_experts`` where other ranks have some of the experts; same arguments."""
-
-    def __init__(self, dim: int, ffn_dim: int, n_experts: int) -> None:
-        super().__init__()
-        self.gate_up_proj = nn.Parameter(torch.empty(n_experts, 2 * ffn_dim, dim))
-        self.down_proj = nn.Parameter(torch.empty(n_experts, dim, ffn_dim))
-
-    @leave_uncompiled
-    def forward(
-        self, hidden_ND: Tensor, experts_NK: Tensor, weights_NK: Tensor, *, scale_input: bool = False
-    ) -> Tensor:
-        """Weighted sum of each token's experts: ``sum_k w_nk · down(silu(gate(x_n)) · up(x_n))``.
-
-        Args:
-            hidden_ND: input, in the dtype of the parameters.
-            experts_NK: ids of each token's experts, int64, distinct within a token.
-            weights_NK: their weights, in the dtype of ``hidden_ND``.
-            scale_input: scale an expert's input by its weight rather than its output (Llama 4).
-
-        Returns:
-            (N, D), in the dtype of ``hidden_ND`` even under autocast.
-
-        Raises:
-            ValueError: if dtypes differ, or an id is not below E.
-        """
-        if not hidden_ND.dtype == weights_NK.dtype == self.gate_up_proj.dtype == self.down_proj.dtype:
-            raise ValueError(
-                f"hidden_ND is {hidden_ND.dtype}, weights_NK {weights_NK.dtype}, the parameters of Experts "
-                f"{self.gate_up_proj.dtype} and {self.down_proj.dtype}; cast them to one dtype"
-            )
-        dim, ffn_dim = self.down_proj.shape[1:]
-        product = self.kernels.grouped_matmul(hidden_ND.device.type, hidden_ND.dtype, dim, ffn_dim)
-        apply = self.exchange or apply_experts
-        return apply(
-            hidden_ND, experts_NK, weights_NK, self.gate_up_proj, self.down_proj, product, scale_input=scale_input
-        )
+Dispatch = Callable[..., Tensor]
+"""In place of ``apply_experts`` where other ranks have some of the experts; same arguments."""
 
 
 def apply_experts(
@@ -92,7 +44,7 @@ def apply_experts(
     *,
     scale_input: bool = False,
 ) -> Tensor:
-    """``Experts.forward`` with given matrices and matmul implementation (H = 2F)."""
+    """``moe.Experts`` with given matrices and matmul implementation (H = 2F)."""
     routes = _sort(experts_NK, gate_up_EHD.shape[0], product)
     return _Experts.apply(
         hidden_ND.contiguous(), weights_NK, gate_up_EHD, down_EDF, routes, product, scale_input, torch.is_grad_enabled()

@@ -9,13 +9,13 @@ Shapes: D width, T sequence.
 from dataclasses import dataclass, field
 from typing import ClassVar
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from .checks import MOST_HIDDEN, at_least
 from .config import ModelConfig
 from .decoder import DecoderModel
 from .huggingface import HuggingFaceFormat, Piece, whole
-from .layers import Attention, Block, GELUFeedForward
+from .layers import Attention, Block, GELUFeedForward, LayerNorm, PositionEmbedding
 
 
 @dataclass(frozen=True)
@@ -115,8 +115,8 @@ class GPT2Model(DecoderModel):
     forward_order = ("embed_tokens", "embed_positions", "layers", "norm", "lm_head")
 
     def __init__(self, config: GPT2Config) -> None:
-        def norm() -> nn.LayerNorm:
-            return nn.LayerNorm(config.dim, config.norm_eps)
+        def norm() -> LayerNorm:
+            return LayerNorm(config.dim, config.norm_eps)
 
         def attention() -> Attention:
             head_dim = config.dim // config.n_heads
@@ -127,9 +127,9 @@ class GPT2Model(DecoderModel):
             Block(norm(), attention(), norm(), GELUFeedForward(config.dim, ffn_dim)) for _ in range(config.n_layers)
         ]
         super().__init__(config, blocks, norm())
-        self.embed_positions = nn.Embedding(config.max_seq_len, config.dim)
+        self.embed_positions = PositionEmbedding(config.max_seq_len, config.dim)
 
     def embed(self, tokens_BT: Tensor, positions: Tensor) -> Tensor:
         """Sum of token and position embeddings."""
-        hidden_BTD: Tensor = self.embed_tokens(tokens_BT) + self.embed_positions(positions)
-        return hidden_BTD
+        tokens_BTD: Tensor = self.embed_tokens(tokens_BT)
+        return tokens_BTD + self.embed_positions(self.ops.positions(positions, tokens_BT))

@@ -1,9 +1,8 @@
-"""Operations with more than one implementation, and the table of them.
+"""Implementations of operations that have more than one, and the table of them.
 
 ``torch`` is PyTorch's own operators, the reference for the others; ``compiled`` is the same function through
 ``torch.compile``; ``npu`` is torch_npu's fused kernel (``npu_kernels``); attention has PyTorch's backends by name
-(``attention``), and ``flex`` is its flex_attention. A layer uses the functions of its own ``kernels``, so recomputation
-in the backward uses the same ones.
+(``attention``), and ``flex`` is its flex_attention. A layer uses those of its ``Ops`` (``ops``).
 The choice for a run is made elsewhere (``fsdptoys.config.kernel_choice``): these functions know tensors, not devices.
 
 Not covered: LayerNorm and GELU (GPT-2); the experts' gate, which is part of their gradients (``experts``); the loss
@@ -14,18 +13,18 @@ head, F feed-forward width.
 """
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from . import npu_kernels
 from .attention import BACKENDS, attention, attention_by, masked_attention
-from .grouped import Product, choose_product, loop_alike
+from .grouped import choose_product, loop_alike
 
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask
@@ -185,41 +184,3 @@ IMPLEMENTATIONS: dict[str, dict[str, Any]] = {
     "grouped_matmul": {"torch": choose_product, "looped": loop_alike, "npu": npu_kernels.choose_product},
 }
 """Operation → name of an implementation → function; those of one operation share a signature."""
-
-
-@dataclass(frozen=True)
-class Kernels:
-    """One implementation of each operation."""
-
-    attention: Callable[[Tensor, Tensor, Tensor], Tensor] = attention
-    document_attention: DocumentAttention = IMPLEMENTATIONS["document_attention"]["torch"]
-    rms_norm: Callable[[Tensor, Tensor | None, float], Tensor] = rms_norm
-    rotary: Callable[[Tensor, Tensor, Tensor, Pairs], Tensor] = rotary
-    swiglu: Callable[[Tensor, Tensor], Tensor] = swiglu
-    grouped_matmul: Callable[..., Product] = choose_product
-    """``grouped_matmul(device_type, dtype, *widths)``: the experts' matmuls."""
-
-
-def choose_kernels(names: Mapping[str, str]) -> Kernels:
-    """Implementations by operation and name; PyTorch's own for the other operations."""
-    chosen = {operation: IMPLEMENTATIONS[operation][name] for operation, name in names.items()}
-    named = names.get("attention", "")
-    if named in BACKENDS and names.get("document_attention", "torch") == "torch":
-        attend = functools.partial(masked_attention, backends=(BACKENDS[named],))
-        chosen["document_attention"] = DocumentAttention(dense_mask, attend)
-    if named == "flex":
-        chosen["document_attention"] = IMPLEMENTATIONS["document_attention"]["flex"]
-    return Kernels(**chosen)
-
-
-class UsesKernels(nn.Module):
-    """A layer whose operations come from a ``Kernels``; PyTorch's own by default."""
-
-    kernels = Kernels()
-
-
-def use_kernels(model: nn.Module, kernels: Kernels) -> None:
-    """Set the implementations of all layers of a model."""
-    for module in model.modules():
-        if isinstance(module, UsesKernels):
-            module.kernels = kernels

@@ -9,22 +9,89 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .attention import masked_attention
 from .cache import KeyValueCache
 from .context import FULL_SEQUENCES, Context
 from .documents import Documents
-from .kernels import Pairs, UsesKernels
-from .linear import Linear
+from .exchange import Split
+from .kernels import Pairs
+from .ops import Layer
 
 LossFn = Callable[[Tensor, Tensor, Tensor], Tensor]
 """``loss_fn(hidden_ND, weight_VD, labels_N)``: the loss summed over valid labels, a float32 scalar."""
 
 
-class RMSNorm(UsesKernels):
+def matmul_flops(weight: Tensor | None, size: int | None = None) -> float:
+    """FLOPs of forward and backward per token: 6 per element, 4 if its gradient is not computed.
+
+    A quantized weight (None) is frozen.
+    """
+    trains = weight is not None and weight.requires_grad
+    elements = size if weight is None else weight.numel()
+    return (6 if trains else 4) * (elements or 0)
+
+
+class Linear(Layer, nn.Linear):
+    """``torch.nn.Linear``, one of the projections that begin or end a layer, or neither."""
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        bias: bool = True,
+        *,
+        split: Split | None = None,
+        device: torch.device | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__(in_features, out_features, bias, device, dtype)
+        self.split = split
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Multiply the last dim; any leading shape."""
+        return self.multiply(input)
+
+    def multiply(self, input: Tensor) -> Tensor:
+        """The product alone, which a subclass may add to."""
+        if self.split is Split.columns:
+            return self.ops.linear_columns(input, self.weight, self.bias)
+        if self.split is Split.rows:
+            return self.ops.linear_rows(input, self.weight, self.bias, self.exchange)
+        return self.ops.linear(input, self.weight, self.bias)
+
+    def own_flops(self, seq_len: int) -> float:
+        """FLOPs of its matmul."""
+        size = self.in_features * self.out_features
+        return matmul_flops(self._parameters.get("weight"), size)
+
+
+class Embedding(Layer, nn.Embedding):
+    """Vectors of token ids, of which ranks may have some classes."""
+
+    split: Split | None = Split.columns
+
+    def forward(self, ids_BT: Tensor) -> Tensor:
+        """Look up rows; any shape of ids."""
+        return self.exchange.embed(self.ops.embedding, ids_BT, self.weight)
+
+
+class PositionEmbedding(Embedding):
+    """Vectors of positions, which all ranks have for their tokens."""
+
+    split = Split.replicated
+
+    def forward(self, positions: Tensor) -> Tensor:
+        """Look up rows; positions (T,) or (B, T)."""
+        weight = self.exchange.sum_gradient(self.weight)
+        return self.ops.embedding(self.exchange.own_tokens(positions), weight)
+
+
+class RMSNorm(Layer):
     """Root-mean-square normalization over the last dim, accumulated in float32 (arXiv:1910.07467)."""
+
+    split = Split.replicated
 
     def __init__(self, dim: int, eps: float) -> None:
         super().__init__()
@@ -33,14 +100,20 @@ class RMSNorm(UsesKernels):
 
     def forward(self, hidden_BTD: Tensor) -> Tensor:
         """Normalize; any leading shape."""
+        weight = self.exchange.sum_gradient(self.weight)
         # A view's gradient has the dtype of the weight; FSDP2 of torch 2.15 accepts float32 for a bf16 weight itself.
-        return self.kernels.rms_norm(hidden_BTD, self.weight.view_as(self.weight), self.eps)
+        return self.ops.rms_norm(hidden_BTD, weight.view_as(weight), self.eps)
 
 
-def rope_tables(inv_freq: Tensor, positions_T: Tensor) -> tuple[Tensor, Tensor]:
-    """Cosines and sines of the rotary angles at integer positions, in float32, each of shape (T, K/2)."""
-    angles = torch.outer(positions_T.float(), inv_freq.float())
-    return angles.cos(), angles.sin()
+class LayerNorm(Layer, nn.LayerNorm):
+    """Normalization of mean and variance over the last dim (arXiv:1607.06450)."""
+
+    split = Split.replicated
+
+    def forward(self, hidden_BTD: Tensor) -> Tensor:
+        """Normalize; any leading shape."""
+        weight, bias = (self.exchange.sum_gradient(param) for param in (self.weight, self.bias))
+        return self.ops.layer_norm(hidden_BTD, weight, bias, self.eps)
 
 
 @dataclass(frozen=True)
@@ -57,7 +130,7 @@ class AttentionTemperature:
         return (torch.log1p((ordinals / self.floor).floor()) * self.scale + 1.0).unsqueeze(-1)
 
 
-class Attention(UsesKernels):
+class Attention(Layer):
     """Causal self-attention with grouped key/value heads (arXiv:2305.13245), for all families.
 
     Args:
@@ -94,12 +167,13 @@ class Attention(UsesKernels):
     ) -> None:
         super().__init__()
         self.n_heads, self.n_kv_heads, self.head_dim = n_heads, n_kv_heads, head_dim
+        columns, rows = Split.columns, Split.rows
         self.rotation, self.rotated_norm_eps = rotation, rotated_norm_eps
         self.temperature, self.chunk_len = temperature, chunk_len
-        self.q_proj = Linear(dim, n_heads * head_dim, bias=bias)
-        self.k_proj = Linear(dim, n_kv_heads * head_dim, bias=bias)
-        self.v_proj = Linear(dim, n_kv_heads * head_dim, bias=bias)
-        self.o_proj = Linear(n_heads * head_dim, dim, bias=bias)
+        self.q_proj = Linear(dim, n_heads * head_dim, bias, split=columns)
+        self.k_proj = Linear(dim, n_kv_heads * head_dim, bias, split=columns)
+        self.v_proj = Linear(dim, n_kv_heads * head_dim, bias, split=columns)
+        self.o_proj = Linear(n_heads * head_dim, dim, bias, split=rows)
         self.q_norm = nn.Identity() if qk_norm_eps is None else RMSNorm(head_dim, qk_norm_eps)
         self.k_norm = nn.Identity() if qk_norm_eps is None else RMSNorm(head_dim, qk_norm_eps)
 
@@ -114,17 +188,20 @@ class Attention(UsesKernels):
 
         With documents, only over positions of the same document.
         """
+        hidden_BTD = self.exchange.enter(hidden_BTD)
         B, T, _ = hidden_BTD.shape
-        q_BTHK = self.q_norm(self.q_proj(hidden_BTD).view(B, T, self.n_heads, self.head_dim))
-        k_BTGK = self.k_norm(self.k_proj(hidden_BTD).view(B, T, self.n_kv_heads, self.head_dim))
-        v_BTGK = self.v_proj(hidden_BTD).view(B, T, self.n_kv_heads, self.head_dim)
+        ranks = self.exchange.ranks
+        heads, kv_heads = self.n_heads // ranks, self.n_kv_heads // ranks
+        q_BTHK = self.q_norm(self.q_proj(hidden_BTD).view(B, T, heads, self.head_dim))
+        k_BTGK = self.k_norm(self.k_proj(hidden_BTD).view(B, T, kv_heads, self.head_dim))
+        v_BTGK = self.v_proj(hidden_BTD).view(B, T, kv_heads, self.head_dim)
         q_BHTK, k_BGTK, v_BGTK = (x.transpose(1, 2) for x in (q_BTHK, k_BTGK, v_BTGK))
         if self.rotation is not None:
             assert rotations is not None
-            q_BHTK, k_BGTK = (self.kernels.rotary(x, *rotations, self.rotation) for x in (q_BHTK, k_BGTK))
+            q_BHTK, k_BGTK = (self.ops.rotary(x, *rotations, self.rotation) for x in (q_BHTK, k_BGTK))
         if self.rotated_norm_eps is not None:
             q_BHTK, k_BGTK = (
-                self.kernels.rms_norm(x.float(), None, self.rotated_norm_eps).type_as(x) for x in (q_BHTK, k_BGTK)
+                self.ops.rms_norm(x.float(), None, self.rotated_norm_eps).type_as(x) for x in (q_BHTK, k_BGTK)
             )
         if self.temperature is not None:
             if documents is None:
@@ -133,10 +210,11 @@ class Attention(UsesKernels):
                 ordinals = context.cut(ordinals, 0)
             else:
                 ordinals = (documents.positions_BT.unsqueeze(1) + 1).float()
-            q_BHTK = (q_BHTK * self.temperature.factors(ordinals)).type_as(q_BHTK)
+            factors = self.ops.temperature(self.temperature.factors, ordinals)
+            q_BHTK = (q_BHTK * factors).type_as(q_BHTK)
         if cache is None:
             seen = None if documents is None else documents.seen[self.chunk_len]
-            out_BHTK = self.context.attend(q_BHTK, k_BGTK, v_BGTK, self.kernels, self.chunk_len, seen)
+            out_BHTK = self.context.attend(q_BHTK, k_BGTK, v_BGTK, self.ops, self.chunk_len, seen)
         else:
             out_BHTK = self._attend_cached(q_BHTK, k_BGTK, v_BGTK, cache)
         return self.o_proj(out_BHTK.transpose(1, 2).reshape(B, T, -1))
@@ -147,7 +225,7 @@ class Attention(UsesKernels):
         k_BGSK, v_BGSK = cache.extend(self, k_BGTK, v_BGTK)
         S = k_BGSK.shape[2]
         if start == 0:
-            out_BHTK = FULL_SEQUENCES.attend(q_BHTK, k_BGTK, v_BGTK, self.kernels, self.chunk_len)
+            out_BHTK = FULL_SEQUENCES.attend(q_BHTK, k_BGTK, v_BGTK, self.ops, self.chunk_len)
         elif T == 1:
             out_BHTK = masked_attention(q_BHTK, k_BGSK, v_BGSK, None)  # one token sees all kept keys
         else:
@@ -165,7 +243,7 @@ class Attention(UsesKernels):
         """FLOPs of forward and backward in scores and values, per key that a token sees."""
         return 12 * self.n_heads * self.head_dim
 
-    def flops_per_token(self, seq_len: int) -> float:
+    def own_flops(self, seq_len: int) -> float:
         """FLOPs of forward and backward per token in scores and values, over half the square of each chunk."""
         chunk_len = min(self.chunk_len or seq_len, seq_len)
         chunks, rest = divmod(seq_len, chunk_len)
@@ -173,31 +251,34 @@ class Attention(UsesKernels):
         return self.flops_per_key * keys
 
 
-class SwiGLU(UsesKernels):
+class SwiGLU(Layer):
     """Gated feed-forward: ``down(silu(gate(x)) * up(x))`` (arXiv:2002.05202)."""
 
     def __init__(self, dim: int, ffn_dim: int) -> None:
         super().__init__()
-        self.gate_proj = Linear(dim, ffn_dim, bias=False)
-        self.up_proj = Linear(dim, ffn_dim, bias=False)
-        self.down_proj = Linear(ffn_dim, dim, bias=False)
+        self.gate_proj = Linear(dim, ffn_dim, bias=False, split=Split.columns)
+        self.up_proj = Linear(dim, ffn_dim, bias=False, split=Split.columns)
+        self.down_proj = Linear(ffn_dim, dim, bias=False, split=Split.rows)
 
     def forward(self, hidden_BTD: Tensor) -> Tensor:
         """Apply to the last dim; any leading shape."""
-        return self.down_proj(self.kernels.swiglu(self.gate_proj(hidden_BTD), self.up_proj(hidden_BTD)))
+        hidden_BTD = self.exchange.enter(hidden_BTD)
+        gate, up = self.gate_proj(hidden_BTD), self.up_proj(hidden_BTD)
+        return self.down_proj(self.ops.swiglu(gate, up))
 
 
-class GELUFeedForward(nn.Module):
+class GELUFeedForward(Layer):
     """Feed-forward with the tanh form of GELU (arXiv:1606.08415), and biases."""
 
     def __init__(self, dim: int, ffn_dim: int) -> None:
         super().__init__()
-        self.up_proj = Linear(dim, ffn_dim)
-        self.down_proj = Linear(ffn_dim, dim)
+        self.up_proj = Linear(dim, ffn_dim, split=Split.columns)
+        self.down_proj = Linear(ffn_dim, dim, split=Split.rows)
 
     def forward(self, hidden_BTD: Tensor) -> Tensor:
         """Apply to the last dim; any leading shape."""
-        return self.down_proj(F.gelu(self.up_proj(hidden_BTD), approximate="tanh"))
+        up = self.up_proj(self.exchange.enter(hidden_BTD))
+        return self.down_proj(self.ops.gelu(up))
 
 
 class RunnableBlock(nn.Module):
@@ -248,12 +329,13 @@ class LMHead(Linear):
     """
 
     def __init__(self, dim: int, vocab_size: int) -> None:
-        super().__init__(dim, vocab_size, bias=False)
+        super().__init__(dim, vocab_size, bias=False, split=Split.columns)
 
     def forward(self, hidden_BTD: Tensor, labels_BT: Tensor | None = None, loss_fn: LossFn | None = None) -> Tensor:
         """Logits_BTV, or ``loss_fn(hidden_ND, weight_VD, labels_N)`` if labels are given."""
+        hidden_BTD = self.exchange.enter(hidden_BTD)
         if labels_BT is None:
-            return super().forward(hidden_BTD)
+            return self.exchange.gather_classes(self.multiply(hidden_BTD))
         if loss_fn is None:
             raise ValueError("labels were given without a loss_fn to compare them with")
         return loss_fn(hidden_BTD.flatten(0, 1), self.weight, labels_BT.flatten())

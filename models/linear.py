@@ -1,4 +1,4 @@
-"""Linear layers, and matmuls of bf16 and float16 on CPUs without instructions for them.
+"""Matmuls of linear layers, of bf16 and float16 on CPUs without instructions for them.
 
 There torch's own matmul is a loop without vectors: in bf16 on an AVX2 machine 1 to 23 GFLOP/s where float32 has 60 to
 85; in float16 0.8 to 6 where float32 has 28 to 32 (one core of an AMD EPYC with AVX512-BF16, torch 2.13.0). So operands
@@ -16,18 +16,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
-
-
-class Linear(nn.Linear):
-    """``torch.nn.Linear`` through :func:`linear`."""
-
-    def forward(self, input: Tensor) -> Tensor:
-        """Multiply the last dim; any leading shape."""
-        return self.multiply(input)
-
-    def multiply(self, input: Tensor) -> Tensor:
-        """The product alone, which a layer with more may add to; ``models.grains`` replaces it."""
-        return linear(input, self.weight, self.bias)
 
 
 def linear(input: Tensor, weight_OI: Tensor, bias_O: Tensor | None = None) -> Tensor:

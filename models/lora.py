@@ -18,7 +18,7 @@ from torch import Tensor
 
 from .context import FULL_SEQUENCES, Context
 from .decoder import DecoderModel
-from .linear import Linear
+from .layers import Linear
 
 BITS = 2**32 - 1
 
@@ -45,7 +45,7 @@ class LoRALinear(Linear):
     samples: Samples
 
     def forward(self, input: Tensor) -> Tensor:
-        """Multiply the last dim; any leading shape, with dropout (B, T)."""
+        """Multiply the last dim; any leading shape, with dropout (B, T) or (B·T)."""
         kept = input
         if self.training and self.dropout > 0:
             assert self.samples.numbers_B is not None, "dropout needs the numbers of the samples"
@@ -96,17 +96,18 @@ def is_adapter(name: str) -> bool:
     return ".lora_a." in name or ".lora_b." in name
 
 
-def drop(input_BTI: Tensor, share: float, samples: Samples, layer: Tensor | int) -> Tensor:
-    """Set a share of the elements to zero, and scale the others by 1/(1 - share)."""
+def drop(input: Tensor, share: float, samples: Samples, layer: Tensor | int) -> Tensor:
+    """Dropout with probability ``share`` of (B, T, I), or of (B·T, I)."""
     assert samples.numbers_B is not None
-    T, device = input_BTI.shape[1], input_BTI.device
+    B, I = len(samples.numbers_B), input.shape[-1]  # noqa: E741
+    T, device = input.numel() // (B * I), input.device
     positions_T = samples.context.cut(torch.arange(T * samples.context.ranks, device=device), 0)
     first_B = _mixed(_mixed(samples.numbers_B) + samples.seed * 0x9E3779B1 % 2**32 + layer * 0x27D4EB2F)
     hash_BT = _mixed(first_B.unsqueeze(1) + positions_T * 0x9E3779B9)
-    channels_I = torch.arange(input_BTI.shape[2], device=device)
+    channels_I = torch.arange(I, device=device)
     hash_BTI = _mixed(hash_BT.unsqueeze(2) + channels_I * 0x85EBCA6B)
     kept_BTI = hash_BTI >= int(share * (BITS + 1))
-    return input_BTI * kept_BTI.to(input_BTI.dtype) * (1 / (1 - share))
+    return input * kept_BTI.view_as(input).to(input.dtype) * (1 / (1 - share))
 
 
 def _mixed(number: Tensor) -> Tensor:

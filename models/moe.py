@@ -10,7 +10,7 @@ known, so nothing else leaves the block.
     z-loss (arXiv:2202.08906):                            mean of logsumexp(logits)²
 
 Not covered: capacity limits (no token is dropped), bias-based balancing. Experts may be split over ranks from outside
-(``Experts.exchange``).
+(``Experts.dispatch``).
 
 Shapes: N tokens, D width, E experts, K experts of a token.
 """
@@ -25,8 +25,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .checks import MOST_EXPERTS, MOST_HIDDEN, at_least
-from .experts import Experts
-from .layers import SwiGLU
+from .exchange import Split
+from .experts import Dispatch
+from .layers import SwiGLU, matmul_flops
+from .ops import Layer, leave_uncompiled
 
 
 class Scores(Enum):
@@ -40,7 +42,7 @@ class Scores(Enum):
     """Sigmoid of each logit; scales an expert's input rather than its output (Llama 4)."""
 
 
-class Router(nn.Module):
+class Router(Layer):
     """Chooses experts and their weights for each token.
 
     Args:
@@ -50,6 +52,7 @@ class Router(nn.Module):
         scores: weights as a function of logits.
     """
 
+    split = Split.replicated
     counts_E: Tensor
     """After a forward: tokens of each expert, int64."""
     sums: Tensor
@@ -64,15 +67,14 @@ class Router(nn.Module):
         self.top_k = top_k
         self.scores = scores
 
+    # Uncompiled: it gets its gradient between forward and backward. Compiled with a low budget, it
+    # would read the buffer's older value from the forward (torch 2.13).
+    @leave_uncompiled
     def forward(self, hidden_ND: Tensor) -> tuple[Tensor, Tensor]:
         """Return the chosen experts as experts_NK, int64, and their weights_NK in the dtype of the input."""
-        experts_NK, weights_NK, sums = self.choose(hidden_ND, self.weight)
+        weight_ED = self.exchange.sum_gradient(self.weight)
+        experts_NK, weights_NK, sums = self.ops.route(hidden_ND, weight_ED, self.score)
         return experts_NK, self.finish(experts_NK, weights_NK, sums).to(hidden_ND.dtype)
-
-    def choose(self, hidden_ND: Tensor, weight_ED: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Return experts_NK and their weights_NK by a given matrix, and the ``sums`` of these tokens, in float32."""
-        experts_NK, weights_NK, probabilities_NE, squares_N = self.score(F.linear(hidden_ND, weight_ED))
-        return experts_NK, weights_NK, torch.cat([probabilities_NE.sum(0), squares_N.sum().unsqueeze(0)])
 
     def score(self, logits_NE: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Return experts_NK, weights_NK, and the terms of each token in the ``sums``: (N, E) and (N), in float32."""
@@ -94,6 +96,10 @@ class Router(nn.Module):
         if torch.is_grad_enabled():
             weights_NK = _WithGradient.apply(weights_NK, sums, self.sums_grad)
         return weights_NK
+
+    def own_flops(self, seq_len: int) -> float:
+        """FLOPs of its matmul."""
+        return matmul_flops(self.weight)
 
     def renew_gradient(self) -> None:
         """Give the next forward a gradient of its own, where the backwards of earlier ones are yet to come."""
@@ -123,7 +129,47 @@ class _WithGradient(torch.autograd.Function):
         return grad, ctx.sums_grad.clone(), None
 
 
-class MoE(nn.Module):
+class Experts(Layer):
+    """Stacked gated feed-forwards (``experts``)."""
+
+    dispatch: Dispatch | None = None
+    """In place of ``apply_experts`` where other ranks have some of the experts."""
+
+    def __init__(self, dim: int, ffn_dim: int, n_experts: int) -> None:
+        super().__init__()
+        self.gate_up_proj = nn.Parameter(torch.empty(n_experts, 2 * ffn_dim, dim))
+        self.down_proj = nn.Parameter(torch.empty(n_experts, dim, ffn_dim))
+
+    @leave_uncompiled
+    def forward(
+        self, hidden_ND: Tensor, experts_NK: Tensor, weights_NK: Tensor, *, scale_input: bool = False
+    ) -> Tensor:
+        """Weighted sum of each token's experts: ``sum_k w_nk · down(silu(gate(x_n)) · up(x_n))``.
+
+        Args:
+            hidden_ND: input, in the dtype of the parameters.
+            experts_NK: ids of each token's experts, int64, distinct within a token.
+            weights_NK: their weights, in the dtype of ``hidden_ND``.
+            scale_input: scale an expert's input by its weight rather than its output (Llama 4).
+
+        Returns:
+            (N, D), in the dtype of ``hidden_ND`` even under autocast.
+
+        Raises:
+            ValueError: if dtypes differ, or an id is not below E.
+        """
+        return self.ops.experts(
+            hidden_ND,
+            experts_NK,
+            weights_NK,
+            self.gate_up_proj,
+            self.down_proj,
+            self.dispatch,
+            scale_input,
+        )
+
+
+class MoE(Layer):
     """A router, its experts, and optionally a shared expert.
 
     Args:
@@ -156,6 +202,10 @@ class MoE(nn.Module):
         if shared_ND is not None:
             out_ND = shared_ND + out_ND
         return out_ND.view_as(hidden_BTD)
+
+    def own_flops(self, seq_len: int) -> float:
+        """FLOPs of a token's routed experts."""
+        return (6 if self.experts.down_proj.requires_grad else 4) * self.active_expert_parameters
 
     @property
     def expert_parameters(self) -> int:

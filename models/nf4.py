@@ -15,8 +15,6 @@ Not covered: the second quantization, of the scales, which saves 0.37 bits an el
 Shapes: O and I outer and inner width, P columns of the packed row, N bytes.
 """
 
-import functools
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -24,8 +22,9 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from .decoder import DecoderModel
-from .linear import Linear, linear
-from .lora import is_adapter
+from .layers import Linear
+from .linear import linear
+from .lora import LoRALinear, is_adapter
 
 BLOCK = 64
 """Elements of a row that share a scale."""
@@ -129,6 +128,22 @@ class _Product(torch.autograd.Function):
         return grad_input, None, None, None
 
 
+class NF4Linear(Linear):
+    """A frozen linear layer with a packed weight; made by :func:`quantize_linears`."""
+
+    nf4: nn.Parameter
+    codebook: Codebook
+
+    def multiply(self, input: Tensor) -> Tensor:
+        """The product with the weight that ``nf4`` stands for."""
+        product: Tensor = _Product.apply(input, self.nf4, self.bias, self.codebook.pairs)
+        return product
+
+
+class NF4LoRALinear(NF4Linear, LoRALinear):
+    """The same beside an adapter."""
+
+
 def quantize_linears(model: DecoderModel) -> Codebook:
     """Replace the weights of the frozen linear layers of a model's blocks, on the meta device, by packed ones.
 
@@ -146,16 +161,8 @@ def quantize_linears(model: DecoderModel) -> Codebook:
             shape = module.out_features, packed_columns(module.in_features, weight.dtype)
             del module.weight
             module.nf4 = nn.Parameter(weight.new_empty(shape), requires_grad=False)
-            module.multiply = functools.partial(_multiply, module, codebook)  # type: ignore[method-assign]
-    model.init_buffers = functools.partial(_init_buffers, model.init_buffers, codebook)  # type: ignore[method-assign]
+            adapted = isinstance(module, LoRALinear)
+            module.__class__ = NF4LoRALinear if adapted else NF4Linear
+            module.codebook = codebook  # type: ignore[assignment]
+    model.constants = (*model.constants, codebook)
     return codebook
-
-
-def _multiply(module: Linear, codebook: Codebook, input: Tensor) -> Tensor:
-    product: Tensor = _Product.apply(input, module.nf4, module.bias, codebook.pairs)
-    return product
-
-
-def _init_buffers(init: Callable[[torch.device], None], codebook: Codebook, device: torch.device) -> None:
-    init(device)
-    codebook.put(device)

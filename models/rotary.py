@@ -17,7 +17,7 @@ from .checks import MOST_CHANNELS, MOST_HIDDEN, MOST_TOKENS, above, at_least, ch
 from .config import ModelConfig
 from .decoder import DecoderModel
 from .huggingface import HuggingFaceFormat
-from .layers import Block, rope_tables
+from .layers import Block
 
 
 @dataclass
@@ -127,10 +127,11 @@ class RotaryModel(DecoderModel):
 
     def rotations(self, positions_T: Tensor) -> tuple[Tensor, Tensor]:
         """Cosines and sines at these positions."""
-        return rope_tables(self.inv_freq, positions_T)
+        return self.ops.rope_tables(self.inv_freq, positions_T)
 
     def init_buffers(self, device: torch.device) -> None:
         """Compute the rotary frequencies on the CPU and move them to ``device``."""
+        super().init_buffers(device)
         config = self.config
         self.inv_freq = rope_inv_freq(config.head_width, config.rope_theta, config.rope_scaling).to(device)
 

@@ -10,9 +10,7 @@ from itertools import accumulate
 
 from torch import nn
 
-from .decoder import DecoderModel
-from .layers import Attention
-from .moe import MoE
+from .decoder import DecoderModel, flops_per_token
 from .stages import LAST, Stage
 
 
@@ -37,7 +35,7 @@ def split_model(model: DecoderModel, count: int, seq_len: int) -> list[Stage]:
     assert 1 <= count <= n_blocks, "the number of stages was not checked"
     parts = [[module for name, module in model.named_children() if name not in ("layers", *LAST)]]
     parts += [[block] for block in model.layers] + [[model.norm, model.lm_head]]
-    sizes = [[_parameters(part), _flops(part, seq_len)] for part in parts]
+    sizes = [[_parameters(part), flops_per_token(part, seq_len)] for part in parts]
     totals = [sum(size) for size in zip(*sizes, strict=True)]
     first, *costs, last = [sum(each / total for each, total in zip(size, totals, strict=True)) for size in sizes]
     costs[0] += first
@@ -82,16 +80,3 @@ def keep_stages(model: DecoderModel, stages: Sequence[Stage]) -> None:
 
 def _parameters(modules: Iterable[nn.Module]) -> int:
     return sum(param.numel() for module in modules for param in module.parameters())
-
-
-def _flops(modules: Iterable[nn.Module], seq_len: int) -> float:
-    """FLOPs per token of forward and backward: of tables none, of experts those of a token."""
-    flops = 0.0
-    for module in (inner for outer in modules for inner in outer.modules()):
-        if isinstance(module, Attention):
-            flops += module.flops_per_token(seq_len)
-        elif isinstance(module, nn.Linear):
-            flops += 6 * module.in_features * module.out_features
-        elif isinstance(module, MoE):
-            flops += 6 * module.active_expert_parameters
-    return flops

@@ -23,17 +23,15 @@ import torch
 import torch.distributed as dist
 from rich.console import Console
 from rich.table import Table
-from torch import Tensor, nn
+from torch import Tensor
 
 from fsdptoys.errors import ConfigError
+from fsdptoys.exact.slices import SlicedOps
 from fsdptoys.loss.objective import IGNORE_INDEX
 from fsdptoys.loss.vocabulary import Vocabulary
-from fsdptoys.models import grain_slices
 from fsdptoys.models.block_attention import Block, GradientsOfBlocks
 from fsdptoys.models.decoder import DecoderModel
-from fsdptoys.models.experts import Experts
-from fsdptoys.models.grain_slices import Slices, _Bias, _Rows
-from fsdptoys.models.moe import Router
+from fsdptoys.models.moe import Experts, Router
 from fsdptoys.models.rotary import RotaryModel
 from fsdptoys.parallel import gathered
 from fsdptoys.parallel.fsdp2 import FSDP2
@@ -208,13 +206,13 @@ def keep_gradients_of_own_tokens() -> Any:
 def add_biases_on_every_rank() -> Any:
     """Each rank adds the bias of rows to its partial sum, and its gradient, of all tokens, is summed over ranks."""
 
-    def rows_forward(module: nn.Linear, slices: Slices, exchange: TensorExchange, input: Tensor) -> Tensor:
-        sums = _Rows.apply(input.reshape(-1, input.shape[-1]), module.weight, slices).view(*input.shape[:-1], -1)
-        if module.bias is not None:
-            sums = _Bias.apply(sums.flatten(0, -2), exchange.sum_gradient(module.bias), slices.grain).view_as(sums)
-        return exchange.leave(sums)
+    def linear_rows(
+        self: SlicedOps, input: Tensor, weight: Tensor, bias: Tensor | None, exchange: TensorExchange
+    ) -> Tensor:
+        sums = self.sum_slices(input, weight)
+        return exchange.leave(sums if bias is None else self.add_bias(sums, exchange.sum_gradient(bias)))
 
-    return mock.patch.object(grain_slices, "_rows_forward", rows_forward)
+    return mock.patch.object(SlicedOps, "linear_rows", linear_rows)
 
 
 def divide_gradients_of_biases() -> Any:
@@ -225,12 +223,14 @@ def divide_gradients_of_biases() -> Any:
         bias = sum_gradient(self, param)
         return bias.detach() + (bias - bias.detach()) / self.ranks
 
-    def rows_forward(module: nn.Linear, slices: Slices, exchange: TensorExchange, input: Tensor) -> Tensor:
+    def linear_rows(
+        self: SlicedOps, input: Tensor, weight: Tensor, bias: Tensor | None, exchange: TensorExchange
+    ) -> Tensor:
         with mock.patch.object(TensorExchange, "sum_gradient", divided):
-            return right_forward(module, slices, exchange, input)
+            return right_rows(self, input, weight, bias, exchange)
 
-    right_forward = grain_slices._rows_forward
-    return mock.patch.object(grain_slices, "_rows_forward", rows_forward)
+    right_rows = SlicedOps.linear_rows
+    return mock.patch.object(SlicedOps, "linear_rows", linear_rows)
 
 
 @contextmanager

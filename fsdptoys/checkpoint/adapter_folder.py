@@ -25,7 +25,7 @@ from torch import Tensor
 
 from fsdptoys.errors import ConfigError
 from fsdptoys.models import DecoderModel, ModelConfig
-from fsdptoys.models.linear import Linear
+from fsdptoys.models.layers import Linear
 from fsdptoys.models.lora import is_adapter
 from fsdptoys.models.nf4 import NAME, Codebook, is_packed, unpack
 from fsdptoys.utils.dtensor import local_bounds, local_tensor

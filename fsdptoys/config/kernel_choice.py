@@ -20,7 +20,7 @@ from torch import Tensor
 
 from fsdptoys.device import available_device_type
 from fsdptoys.errors import ConfigError
-from fsdptoys.models import DecoderModel, choose_kernels, npu_kernels, use_kernels
+from fsdptoys.models import DecoderModel, choose_ops, npu_kernels, use_ops
 from fsdptoys.models.attention import BACKENDS, chosen_backend
 from fsdptoys.models.layers import Attention
 from fsdptoys.parallel.determinism import Deterministic
@@ -228,7 +228,7 @@ def put_kernels(model: DecoderModel, config: KernelConfig) -> None:
                 f"kernels.{operation}=npu needs torch_npu's {needed}, which is not installed here; install the "
                 f"torch_npu of this torch or set kernels.{operation}=torch"
             )
-    use_kernels(model, choose_kernels(config.names()))
+    use_ops(model, choose_ops(config.names()))
 
 
 def find_attention_backend(

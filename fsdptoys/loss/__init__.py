@@ -40,7 +40,7 @@ def build_loss(
         chunk_tokens: tokens per chunk; None for ``chunked.auto_chunk_tokens``.
         grad_dtype: float32 or bfloat16, in which the gradient of the head's weight is summed over chunks.
         objective: function of the logits to minimize.
-        grain: tokens of a grain, for a model with grains (``models.grains``): the loss is float64 then; else None.
+        grain: tokens of a grain, for a model with grains (``exact.ops``): the loss is float64 then; else None.
         vocabulary: ranks that split the classes, or one that adds over slices of them; None where each has all.
         slices: with ``grain`` and ``vocabulary``: of this rank's classes.
         dtype: with ``slices``: of the computation, as hidden states come in float64.

@@ -1,4 +1,4 @@
-"""The training loss grain by grain, so that neither it nor its gradients depend on the layout (``models.grains``).
+"""The training loss grain by grain, so that neither it nor its gradients depend on the layout (``exact.ops``).
 
 The plain loss keeps the logits of all tokens, once, in the compute dtype. The chunked loss keeps none: the backward
 makes them again, which is a fourth matmul. Both take several grains at a time; the rows of a softmax are padded until
@@ -15,8 +15,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from fsdptoys.models.grain_attention import on_grid, split_rows
-from fsdptoys.models.grain_products import LANES, add_weight_gradient, blocks_of, multiply
+from fsdptoys.exact.attention import on_grid, split_rows
+from fsdptoys.exact.products import LANES, add_weight_gradient, blocks_of, multiply
 
 from .objective import IGNORE_INDEX, Objective
 from .softmax import block_gradient_

@@ -1,4 +1,4 @@
-"""The training loss grain by grain, over fixed slices of the classes, which ranks may split (``models.grain_slices``).
+"""The training loss grain by grain, over fixed slices of the classes, which ranks may split (``exact.slices``).
 
 Largest logits are exact. Each slice's exponentials are added in float32, over slices and ranks in float64, on a grid of
 multiples of 2⁻³⁰ on which such sums are exact. The rest is as in ``grains``: products of one grain at a time, gradients
@@ -14,8 +14,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from fsdptoys.models.grain_attention import ACTIVATIONS, on_grid
-from fsdptoys.models.grain_products import LANES, add_weight_gradient, multiply
+from fsdptoys.exact.attention import ACTIVATIONS, on_grid
+from fsdptoys.exact.products import LANES, add_weight_gradient, multiply
 
 from .grains import LOSSES, chunk_tokens
 from .objective import IGNORE_INDEX, Objective

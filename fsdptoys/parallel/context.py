@@ -19,10 +19,10 @@ group must run the same layers in the same order.
 
 from enum import Enum
 
-import torch
 import torch.distributed as dist
 
 from fsdptoys.models import Context
+from fsdptoys.models.context import Uncompiled
 
 from .gathered import Gathered, HeadTail
 from .ring import Ring
@@ -59,6 +59,4 @@ def build_context(form: ContextForm, group: dist.ProcessGroup, *, compiles: bool
         ContextForm.ring: Ring,
     }
     context = contexts[form](group)
-    if compiles:
-        context.attend = torch.compiler.disable(context.attend)  # type: ignore[method-assign]
-    return context
+    return Uncompiled(context) if compiles else context

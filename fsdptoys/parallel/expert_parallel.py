@@ -32,8 +32,9 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from fsdptoys.errors import ConfigError
 from fsdptoys.models import DecoderModel, ModelConfig, MoEConfig
-from fsdptoys.models.experts import Experts, apply_experts, gather_sum
+from fsdptoys.models.experts import apply_experts, gather_sum
 from fsdptoys.models.grouped import Product
+from fsdptoys.models.moe import Experts
 from fsdptoys.utils.dtensor import is_dtensor
 
 from .mesh import Axes
@@ -107,7 +108,7 @@ class ExpertExchange:
         down_EDF: Tensor,
         multiply: Callable[[Tensor, Tensor, Tensor, list[list[list[int]]]], Tensor],
     ) -> Tensor:
-        """Multiply rows that are sorted by expert, and by grain within an expert (``grain_experts``). A collective.
+        """Multiply rows that are sorted by expert, and by grain within an expert (``exact.experts``). A collective.
 
         Args:
             rows_RD: of all experts.
@@ -228,7 +229,7 @@ def split_experts(model: DecoderModel, mesh: DeviceMesh, exchange: ExpertExchang
             local = stack.new_empty(stack.shape[0] // mesh.size(), *stack.shape[1:])
             part = DTensor.from_local(local, mesh, [Shard(0)], run_check=False)
             setattr(experts, name, nn.Parameter(part, stack.requires_grad))
-        experts.exchange = exchange
+        experts.dispatch = exchange
 
 
 def expert_placement(stack: nn.Parameter, ranks: int) -> "Shard":
@@ -260,13 +261,13 @@ def check_experts(model: ModelConfig, axes: Axes) -> None:
     width, hidden = model.dim, model.expert_ffn_dim
 
     def fits(ep: int) -> bool:
-        ranks = axes.copy // ep
+        ranks = axes.ranks_per_replica // ep
         divides = all(expert_dim(shape, ranks) is not None for shape in ((1, 2 * hidden, width), (1, width, hidden)))
-        return ep == 1 or (model.n_experts % ep == 0 and axes.copy % ep == 0 and divides)
+        return ep == 1 or (model.n_experts % ep == 0 and axes.ranks_per_replica % ep == 0 and divides)
 
     if fits(axes.ep):
         return
-    fix = f"set mesh.ep_size={max(ep for ep in range(1, axes.copy + 1) if fits(ep))}"
+    fix = f"set mesh.ep_size={max(ep for ep in range(1, axes.ranks_per_replica + 1) if fits(ep))}"
     if model.n_experts % axes.ep:
         raise ConfigError(f"mesh.ep_size={axes.ep} must divide model.n_experts={model.n_experts}; {fix}")
     raise ConfigError(

@@ -26,7 +26,7 @@ from torch import nn
 
 from fsdptoys.errors import ConfigError
 from fsdptoys.models import DecoderModel
-from fsdptoys.models.linear import Linear
+from fsdptoys.models.layers import Linear
 from fsdptoys.utils.torchao import torchao_fault
 
 MULTIPLE = 16

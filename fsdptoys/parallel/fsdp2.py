@@ -22,7 +22,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from fsdptoys.errors import ConfigError
 from fsdptoys.models import DecoderModel, MoEConfig
-from fsdptoys.models.experts import Experts
+from fsdptoys.models.moe import Experts
 from fsdptoys.utils.dtensor import full_tensor, is_dtensor, local_tensor, unwrapped
 from fsdptoys.utils.options import Effect, option
 
@@ -271,7 +271,7 @@ class FSDP2(Strategy):
 
     def spread(self, name: str, tensor: Tensor) -> Tensor:
         """A DTensor of the full parameter, where features are split."""
-        return tensor if self.features is None else self.features.spread(name, tensor)
+        return tensor if self.features is None else self.features.to_global_dtensor(name, tensor)
 
     def local_norms(self, grads: list[Tensor], map_parts: MapParts = map) -> list[Tensor]:
         """Count gradients that all ranks of tp have on the first of them."""

@@ -26,7 +26,8 @@ from fsdptoys.models.block_attention import (
     blocks_between,
     flash_blocks,
 )
-from fsdptoys.models.kernels import Kernels, dense_rows
+from fsdptoys.models.kernels import dense_rows
+from fsdptoys.models.ops import Ops
 
 # Renamed in torch 2.13, where the old names warn.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -53,7 +54,7 @@ class HeadTail(Context):
 class Gathered(HeadTail):
     """Each rank attends with its own queries over gathered keys and values."""
 
-    def mask(self, segments_BT: Tensor, kernels: Kernels, dtype: torch.dtype) -> Any:
+    def mask(self, segments_BT: Tensor, ops: Ops, dtype: torch.dtype) -> Any:
         """The rows of both pieces."""
         size = segments_BT.shape[1] // (2 * self.ranks)
         return [dense_rows(segments_BT, start, start + size, dtype) for start in self.starts(segments_BT.shape[1])]
@@ -63,21 +64,21 @@ class Gathered(HeadTail):
         q_BHtK: Tensor,
         k_BGtK: Tensor,
         v_BGtK: Tensor,
-        kernels: Kernels,
+        ops: Ops,
         chunk_len: int | None = None,
         seen: Any = None,
     ) -> Tensor:
         """Gather keys and values, and attend with each piece of the queries."""
         part, t = torch.stack((k_BGtK, v_BGtK)), q_BHtK.shape[2]
         starts = self.starts(t * self.ranks)
-        flash = flash_blocks(kernels, q_BHtK) if seen is None else None
+        flash = flash_blocks(ops, q_BHtK) if seen is None else None
         if flash is not None:
             blocks = blocks_between(starts, [0], t // 2, t * self.ranks, chunk_len)
             attended: Tensor = _GatheredBlocks.apply(q_BHtK, part, flash, blocks, self._group)
             return attended
         k_BGTK, v_BGTK = _GatherSequence.apply(part, self._group)
         pieces = [
-            attend_rows(q_BHcK, k_BGTK, v_BGTK, start, kernels, chunk_len, rows)
+            attend_rows(q_BHcK, k_BGTK, v_BGTK, start, ops, chunk_len, rows)
             for q_BHcK, start, rows in zip(q_BHtK.chunk(2, 2), starts, seen or (None, None), strict=True)
         ]
         return torch.cat(pieces, dim=2)

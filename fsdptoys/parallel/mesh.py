@@ -196,7 +196,7 @@ class Axes:
     @property
     def stage_ranks(self) -> int:
         """Ranks that have the same layers; those of another stage at the same place have the same sequences."""
-        return self.replicate * self.copy
+        return self.replicate * self.ranks_per_replica
 
     @property
     def data_ranks(self) -> int:
@@ -215,14 +215,14 @@ class Axes:
         return dense | {CONTEXT_AXIS: self.cp, TENSOR_AXIS: self.tp, EXPERT_AXIS: self.ep}
 
     @property
-    def copy(self) -> int:
+    def ranks_per_replica(self) -> int:
         """Ranks that share one copy of the parameters."""
         return self.shard * self.tp
 
     @property
     def efsdp(self) -> int:
         """Ranks that have the same experts, and shard them, in each copy of the parameters."""
-        return self.copy // self.ep
+        return self.ranks_per_replica // self.ep
 
 
 def straddling(shard_ranks: int, world_size: int, node_ranks: int) -> str | None:

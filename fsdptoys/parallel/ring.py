@@ -26,7 +26,7 @@ from fsdptoys.models.block_attention import (
     blocks_between,
     flash_blocks,
 )
-from fsdptoys.models.kernels import Kernels
+from fsdptoys.models.ops import Ops
 
 from .gathered import HeadTail
 
@@ -34,7 +34,7 @@ from .gathered import HeadTail
 class Ring(HeadTail):
     """Each rank attends with its own queries over keys and values that pass by, without masks."""
 
-    def mask(self, segments_BT: Tensor, kernels: Kernels, dtype: torch.dtype) -> Any:
+    def mask(self, segments_BT: Tensor, ops: Ops, dtype: torch.dtype) -> Any:
         """Not computed: settings with masks are refused before the launch."""
         raise NotImplementedError("ring attention has no masks")
 
@@ -43,13 +43,13 @@ class Ring(HeadTail):
         q_BHtK: Tensor,
         k_BGtK: Tensor,
         v_BGtK: Tensor,
-        kernels: Kernels,
+        ops: Ops,
         chunk_len: int | None = None,
         seen: Any = None,
     ) -> Tensor:
         """Pass keys and values round, and merge the results."""
         assert seen is None
-        kernel = flash_blocks(kernels, q_BHtK) or PLAIN
+        kernel = flash_blocks(ops, q_BHtK) or PLAIN
         steps = [self._blocks(step, q_BHtK.shape[2], chunk_len) for step in range(self.ranks)]
         attended: Tensor = _Ring.apply(q_BHtK, torch.stack((k_BGtK, v_BGtK)), kernel, steps, self._group)
         return attended

@@ -15,7 +15,7 @@ multiplies the loss by the number of ranks (``train.gradient_scale``).
 
 In the deterministic mode gradients are reduced after every micro-batch in float64, rounded to float32, and added up in
 float32: the bits then depend neither on the layout nor on the order in which a collective adds. With
-``train.deterministic=layout`` models compute by grains (``models.grains``) from float64 parameters; gradients are
+``train.deterministic=layout`` models compute by grains (``exact.ops``) from float64 parameters; gradients are
 summed over micro-batches and ranks in float64, never averaged, and rounded to float32 once a step.
 """
 

@@ -16,9 +16,10 @@ takes the rank's own tokens, and their stacks are sharded over all ranks of a co
 
 Why not ``parallelize_module``: its styles make DTensors of activations, whose dispatch costs host time around every
 collective, which the kernels and the sums of ``train.deterministic=layout`` would have to unwrap, and whose parallel
-loss cannot be chunked. Here parameters are plain tensors of a rank's features, which FSDP2 shards as usual, and layers
-get collectives as wrappers of their forwards. Full parameters (checkpoints, initial values) are DTensors that
-``FeatureSplit.spread`` makes of the shards.
+loss cannot be chunked. Here parameters are plain tensors of a rank's features, which FSDP2 shards
+as usual. Layers declare how they are split, and call the collectives as their ``exchange``
+(``models.exchange``). Full parameters (checkpoints, initial values) are DTensors that
+``FeatureSplit.to_global_dtensor`` makes of the shards.
 
 Memory: a layer's gathered input is kept for the backward, once for all of its projections; activation checkpointing
 drops it. Not covered: overlap of collectives and matmuls; key heads that N does not divide; experts split by features.
@@ -26,9 +27,7 @@ drops it. Not covered: overlap of collectives and matmuls; key heads that N does
 Shapes: B batch, T tokens of a sequence (or of this rank's part under context parallelism), t = T/N, D width, V classes.
 """
 
-import functools
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -37,11 +36,10 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.distributed.device_mesh import DeviceMesh
 
-from fsdptoys.models import DecoderModel, Router
-from fsdptoys.models.experts import Experts, leave_uncompiled
-from fsdptoys.models.grain_slices import use_slices
-from fsdptoys.models.layers import Attention, GELUFeedForward, LMHead, RMSNorm, SwiGLU
-from fsdptoys.models.linear import linear
+from fsdptoys.models import DecoderModel
+from fsdptoys.models.exchange import Exchange
+from fsdptoys.models.moe import Experts
+from fsdptoys.models.ops import Layer, leave_uncompiled, use_exchange, use_ops
 from fsdptoys.utils.dtensor import is_dtensor, local_tensor, sharded_like
 
 from .mesh import SHARD_AXIS, TENSOR_AXIS
@@ -50,19 +48,8 @@ from .mesh import SHARD_AXIS, TENSOR_AXIS
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
-COLUMNS, ROWS = 0, 1
-"""Dims of a weight (out, in) along which it is split."""
-PLAN: dict[type[nn.Module], dict[str, int]] = {
-    Attention: {"q_proj": COLUMNS, "k_proj": COLUMNS, "v_proj": COLUMNS, "o_proj": ROWS},
-    SwiGLU: {"gate_proj": COLUMNS, "up_proj": COLUMNS, "down_proj": ROWS},
-    GELUFeedForward: {"up_proj": COLUMNS, "down_proj": ROWS},
-}
-"""Layer → its projections and how they are split, in every family that has the layer."""
-REPLICATED = (RMSNorm, nn.LayerNorm, Router)
-"""Modules that have all of their parameters on every rank, and see its tokens."""
 
-
-class TensorExchange:
+class TensorExchange(Exchange):
     """Collectives of the ranks that split features; tokens are the last dim but one.
 
     The compiler skips them, as compiled backwards may order collectives otherwise than FSDP's on each rank.
@@ -71,7 +58,7 @@ class TensorExchange:
     def __init__(self, group: dist.ProcessGroup) -> None:
         self.group, self.ranks, self.rank = group, group.size(), group.rank()
         self.dtype: torch.dtype | None = None
-        """Compute dtype where layers get and give float64 (``models.grain_slices``); None where they use their own."""
+        """Compute dtype where layers get and give float64 (``exact.slices``); None where they use their own."""
         self.in_full = False
         """Whether every rank has all tokens, as in generation, where one token cannot be split."""
 
@@ -91,31 +78,43 @@ class TensorExchange:
         _reduce_scatter(received, sent, group=self.group)
         return received
 
-    def own_tokens(self, full: Tensor) -> Tensor:
-        """This rank's part of a tensor whose last dim are tokens."""
+    def begin(self, in_full: bool) -> None:
+        """See ``Exchange``."""
+        self.in_full = in_full
+
+    def own_tokens(self, positions: Tensor) -> Tensor:
+        """See ``Exchange``."""
         if self.in_full:
-            return full
-        size = full.shape[-1] // self.ranks
-        return full.narrow(-1, self.rank * size, size)
+            return positions
+        size = positions.shape[-1] // self.ranks
+        return positions.narrow(-1, self.rank * size, size)
+
+    def embed(self, embedding: Callable[[Tensor, Tensor], Tensor], ids_BT: Tensor, table_VD: Tensor) -> Tensor:
+        """One rank has a token's row; zeros of the others leave it exact. A collective."""
+        classes = table_VD.shape[0]
+        local_BT = ids_BT - self.rank * classes
+        outside_BT = (local_BT < 0) | (local_BT >= classes)
+        rows_BTD = embedding(local_BT.clamp(0, classes - 1), table_VD)
+        return self.leave(rows_BTD.masked_fill(outside_BT.unsqueeze(-1), 0.0))
 
     @leave_uncompiled
-    def enter(self, part_BtD: Tensor) -> Tensor:
+    def enter(self, hidden: Tensor) -> Tensor:
         """Begin a layer: all tokens, whose gradients are summed over ranks. A collective, in forward and backward."""
         if self.in_full:
-            return part_BtD if self.dtype is None else part_BtD.double()
-        part_3 = part_BtD if part_BtD.ndim == 3 else part_BtD.unsqueeze(0)
-        full: Tensor = _Enter.apply(part_3, self)
-        return full if part_BtD.ndim == 3 else full.squeeze(0)
+            return hidden if self.dtype is None else hidden.double()
+        part_BtD = hidden if hidden.ndim == 3 else hidden.unsqueeze(0)
+        full_BTD: Tensor = _Enter.apply(part_BtD, self)
+        return full_BTD if hidden.ndim == 3 else full_BTD.squeeze(0)
 
     @leave_uncompiled
-    def leave(self, partial_BTD: Tensor) -> Tensor:
+    def leave(self, partial: Tensor) -> Tensor:
         """End a layer: this rank's tokens of the sum over ranks. A collective, in forward and backward."""
         if self.in_full:
-            dist.all_reduce(partial_BTD, group=self.group)
-            return partial_BTD if self.dtype is None else partial_BTD.to(self.dtype)
-        partial_3 = partial_BTD if partial_BTD.ndim == 3 else partial_BTD.unsqueeze(0)
-        own: Tensor = _Leave.apply(partial_3, self)
-        return own if partial_BTD.ndim == 3 else own.squeeze(0)
+            dist.all_reduce(partial, group=self.group)
+            return partial if self.dtype is None else partial.to(self.dtype)
+        partial_BTD = partial if partial.ndim == 3 else partial.unsqueeze(0)
+        own_BtD: Tensor = _Leave.apply(partial_BTD, self)
+        return own_BtD if partial.ndim == 3 else own_BtD.squeeze(0)
 
     @leave_uncompiled
     def sum_gradient(self, param: Tensor) -> Tensor:
@@ -172,7 +171,7 @@ class _SumGradient(torch.autograd.Function):
 
 
 class FeatureSplit:
-    """A model of which each rank has some features, and its full parameters as DTensors.
+    """Shard the features of a model over ranks; expose full parameters as DTensors.
 
     Args:
         exchange: of the ranks.
@@ -186,33 +185,33 @@ class FeatureSplit:
         """Name of a parameter → the dim along which it is split, None where all ranks have it; not of experts."""
 
     def apply(self, model: DecoderModel) -> None:
-        """Leave this rank its features of a model on the meta device, and wrap the forwards of its layers."""
+        """Split the parameters of a model on the meta device as its layers declare, and set their exchange."""
         names = {param: name for name, param in model.named_parameters()}
         shapes = {name: param.shape for param, name in names.items()}
         split: dict[nn.Parameter, nn.Parameter] = {}  # tied weights stay one
-        for module in list(model.modules()):
-            if isinstance(module, (LMHead, nn.Embedding)) and module is not getattr(model, "embed_positions", None):
-                self._split(module, COLUMNS, names, split)
-            for name, dim in PLAN.get(type(module), {}).items():
-                self._split(module.get_submodule(name), dim, names, split)
-            if isinstance(module, Attention):
-                module.n_heads, module.n_kv_heads = (
-                    heads // self.exchange.ranks for heads in (module.n_heads, module.n_kv_heads)
-                )
-            if isinstance(module, REPLICATED) or module is getattr(model, "embed_positions", None):
-                self.dims |= {names[param]: None for param in module.parameters(recurse=False)}
-        experts = [module for module in model.modules() if isinstance(module, Experts)]
-        of_experts = {param for module in experts for param in module.parameters()}
-        missing = [name for param, name in names.items() if name not in self.dims and param not in of_experts]
-        assert not missing, f"tensor parallelism has no plan for {missing}"
+        elsewhere: set[nn.Parameter] = set()
+        for module in model.modules():
+            if isinstance(module, Layer) and module.split is not None:
+                self._split(module, module.split.value, names, split)
+            if isinstance(module, Experts):
+                elsewhere |= set(module.parameters())
+        missing = [name for param, name in names.items() if name not in self.dims and param not in elsewhere]
+        assert not missing, f"layers declare no split of {missing}"
         self._shapes = {name: shapes[name] for name in self.dims}
-        self._wrap(model)
+        self.exchange.dtype = model.ops.exchanged_dtype
+        use_exchange(model, self.exchange)
+        use_ops(model, model.ops.split_features(self.exchange.ranks))
 
     def _split(
-        self, module: nn.Module, dim: int, names: dict[nn.Parameter, str], split: dict[nn.Parameter, nn.Parameter]
+        self,
+        module: Layer,
+        dim: int | None,
+        names: dict[nn.Parameter, str],
+        split: dict[nn.Parameter, nn.Parameter],
     ) -> None:
         for attribute, param in list(module.named_parameters(recurse=False)):
-            cut = dim if param.ndim > dim else None  # the bias of rows is added after their sum
+            # The bias of rows is added after their sum.
+            cut = dim if dim is not None and param.ndim > dim else None
             self.dims.setdefault(names.get(param, ""), cut)
             if param not in split and cut is not None:
                 assert param.is_meta and param.shape[cut] % self.exchange.ranks == 0, "the sizes were not checked"
@@ -220,34 +219,7 @@ class FeatureSplit:
                 split[param] = nn.Parameter(param.new_empty(shape))
             setattr(module, attribute, split.get(param, param))
 
-    def _wrap(self, model: DecoderModel) -> None:
-        exchange, by_slices = self.exchange, model.slices is not None
-        if by_slices:
-            slices = model.slices[0]
-            exchange.dtype = slices.dtype
-            use_slices(model, slices._replace(number=slices.number // exchange.ranks), exchange)
-        model.forward = functools.partial(_model_forward, model.forward, exchange)  # type: ignore[method-assign]
-        for module in model.modules():
-            wrapped: Callable[..., Tensor] | None = None
-            if by_slices and isinstance(module, (LMHead, *PLAN)):
-                continue
-            if isinstance(module, LMHead):
-                wrapped = functools.partial(_head_forward, module.forward, exchange)
-            elif isinstance(module, tuple(PLAN)):
-                wrapped = functools.partial(_layer_forward, module.forward, exchange)
-                for name, dim in PLAN[type(module)].items():
-                    if dim == ROWS:
-                        rows: Any = module.get_submodule(name)
-                        rows.forward = functools.partial(_rows_forward, rows, exchange)
-            elif isinstance(module, nn.Embedding):
-                of_embedding = _vocabulary_forward if module is model.embed_tokens else _positions_forward
-                wrapped = functools.partial(of_embedding, module, module.forward, exchange)
-            elif isinstance(module, REPLICATED):
-                wrapped = functools.partial(_replicated_forward, module, module.forward, exchange)
-            if wrapped is not None:
-                module.forward = wrapped
-
-    def spread(self, name: str, tensor: Tensor) -> Tensor:
+    def to_global_dtensor(self, name: str, tensor: Tensor) -> Tensor:
         """A shard of a parameter, or of a tensor of its shape, as a DTensor of the full one that shares its memory."""
         if name not in self.dims or not is_dtensor(tensor):
             return tensor
@@ -273,77 +245,4 @@ class FeatureSplit:
 
     def in_every_part(self, named: Iterator[tuple[str, nn.Parameter]]) -> Iterator[nn.Parameter]:
         """Parameters that all ranks have."""
-        return (param for name, param in named if self.dims.get(name, COLUMNS) is None)
-
-
-def _model_forward(
-    forward: Callable[..., Tensor],
-    exchange: TensorExchange,
-    tokens_BT: Tensor,
-    labels_BT: Tensor | None = None,
-    *args: Any,
-    **options: Any,
-) -> Tensor:
-    """Without labels every rank computes all tokens: of one token there are no parts."""
-    exchange.in_full = labels_BT is None
-    return forward(tokens_BT, labels_BT, *args, **options)
-
-
-def _layer_forward(
-    forward: Callable[..., Tensor], exchange: TensorExchange, hidden: Tensor, *args: Any, **options: Any
-) -> Tensor:
-    return forward(exchange.enter(hidden), *args, **options)
-
-
-def _rows_forward(module: nn.Linear, exchange: TensorExchange, input: Tensor) -> Tensor:
-    out = exchange.leave(linear(input, module.weight))
-    return out if module.bias is None else out + exchange.sum_gradient(module.bias)
-
-
-def _head_forward(
-    forward: Callable[..., Tensor],
-    exchange: TensorExchange,
-    hidden_BtD: Tensor,
-    labels_BT: Tensor | None = None,
-    loss_fn: Any = None,
-) -> Tensor:
-    if labels_BT is None:
-        return exchange.gather_classes(forward(hidden_BtD))
-    return forward(exchange.enter(hidden_BtD), labels_BT, loss_fn)
-
-
-def _vocabulary_forward(
-    module: nn.Embedding, forward: Callable[..., Tensor], exchange: TensorExchange, tokens_BT: Tensor
-) -> Tensor:
-    """One rank has a token's row; zeros of the others leave it exact."""
-    classes = module.weight.shape[0]
-    local_BT = tokens_BT - exchange.rank * classes
-    outside_BT = (local_BT < 0) | (local_BT >= classes)
-    rows_BTD = forward(local_BT.clamp(0, classes - 1))
-    return exchange.leave(rows_BTD.masked_fill(outside_BT.unsqueeze(-1), 0.0))
-
-
-def _positions_forward(
-    module: nn.Module, forward: Callable[..., Tensor], exchange: TensorExchange, positions: Tensor
-) -> Tensor:
-    with _summed_parameters(module, exchange):
-        return forward(exchange.own_tokens(positions))
-
-
-def _replicated_forward(
-    module: nn.Module, forward: Callable[..., Any], exchange: TensorExchange, *args: Any, **options: Any
-) -> Any:
-    with _summed_parameters(module, exchange):
-        return forward(*args, **options)
-
-
-@contextmanager
-def _summed_parameters(module: nn.Module, exchange: TensorExchange) -> Iterator[None]:
-    """Let a module find parameters whose gradients are summed: an attribute shadows a registered parameter."""
-    shadows = {name: exchange.sum_gradient(param) for name, param in module.named_parameters(recurse=False)}
-    module.__dict__.update(shadows)
-    try:
-        yield
-    finally:
-        for name in shadows:
-            del module.__dict__[name]
+        return (param for name, param in named if self.dims.get(name, 0) is None)

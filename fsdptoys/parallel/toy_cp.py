@@ -14,7 +14,7 @@ from torch import Tensor
 
 from fsdptoys.models import Context
 from fsdptoys.models.context import FULL_SEQUENCES
-from fsdptoys.models.kernels import Kernels
+from fsdptoys.models.ops import Ops
 from fsdptoys.toys.cp import RingAttention, own_positions, ulysses_attention
 
 from .context import ContextForm
@@ -32,17 +32,17 @@ class ToyContext(Context):
         own = own_positions(full.shape[dim], self.ranks, self._group.rank(), self._is_ring)
         return full.index_select(dim, own.to(full.device))
 
-    def mask(self, segments_BT: Tensor, kernels: Kernels, dtype: torch.dtype) -> Any:
+    def mask(self, segments_BT: Tensor, ops: Ops, dtype: torch.dtype) -> Any:
         """The kernel's own mask; a ring takes none."""
         assert not self._is_ring
-        return FULL_SEQUENCES.mask(segments_BT, kernels, dtype)
+        return FULL_SEQUENCES.mask(segments_BT, ops, dtype)
 
     def attend(
         self,
         q_BHtK: Tensor,
         k_BGtK: Tensor,
         v_BGtK: Tensor,
-        kernels: Kernels,
+        ops: Ops,
         chunk_len: int | None = None,
         seen: Any = None,
     ) -> Tensor:
@@ -50,7 +50,7 @@ class ToyContext(Context):
         if self._is_ring:
             out: Tensor = RingAttention.apply(q_BHtK, k_BGtK, v_BGtK, self._group, True)
             return out
-        some_heads = partial(FULL_SEQUENCES.attend, kernels=kernels, chunk_len=chunk_len, seen=seen)
+        some_heads = partial(FULL_SEQUENCES.attend, ops=ops, chunk_len=chunk_len, seen=seen)
         return ulysses_attention(q_BHtK, k_BGtK, v_BGtK, self._group, some_heads)
 
 

@@ -17,7 +17,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from fsdptoys.models import DecoderModel
-from fsdptoys.models.experts import Experts, apply_experts
+from fsdptoys.models.experts import apply_experts
+from fsdptoys.models.grouped import Product
+from fsdptoys.models.moe import Experts
 from fsdptoys.toys.ep import apply_elsewhere
 
 from .gradient_norms import MapParts
@@ -55,7 +57,7 @@ class ToyEP(ToyDDP):
                     stacks[f"{name}.{kind}"] = stack.shape
                     part = stack.detach().chunk(self.expert_ranks)[0]
                     setattr(module, kind, nn.Parameter(part, stack.requires_grad))
-                module.forward = partial(_forward, module, self.together)  # type: ignore[method-assign]
+                module.dispatch = partial(_apply, self.together)
         self._stacks = stacks
 
     def shard(self, model: DecoderModel, param_init: ParamInit) -> None:
@@ -145,24 +147,24 @@ class SplitState(State):
         return tensors
 
 
-def _forward(
-    experts: Experts,
+def _apply(
     group: dist.ProcessGroup,
     hidden_ND: Tensor,
     experts_NK: Tensor,
     weights_NK: Tensor,
+    gate_up_EHD: Tensor,
+    down_EDF: Tensor,
+    product: Product,
     *,
     scale_input: bool = False,
 ) -> Tensor:
-    """In place of ``Experts.forward``, with the same arguments."""
-    dim, ffn_dim = experts.down_proj.shape[1:]
-    product = experts.kernels.grouped_matmul(hidden_ND.device.type, hidden_ND.dtype, dim, ffn_dim)
+    """In place of ``apply_experts``, with the same arguments."""
 
     def compute(rows_RD: Tensor, local_R: Tensor) -> Tensor:
         ones_R1 = rows_RD.new_ones(len(rows_RD), 1)
-        return apply_experts(rows_RD, local_R[:, None], ones_R1, experts.gate_up_proj, experts.down_proj, product)
+        return apply_experts(rows_RD, local_R[:, None], ones_R1, gate_up_EHD, down_EDF, product)
 
-    local = len(experts.down_proj)
+    local = len(down_EDF)
     if scale_input:  # each pair is a token of its own
         pairs_PD = (hidden_ND.unsqueeze(1) * weights_NK.unsqueeze(-1)).flatten(0, 1)
         pairs_NKD = apply_elsewhere(pairs_PD, experts_NK.reshape(-1, 1), local, group, compute)

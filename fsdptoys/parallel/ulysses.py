@@ -22,7 +22,7 @@ from torch.autograd.function import once_differentiable
 
 from fsdptoys.models import Context
 from fsdptoys.models.context import FULL_SEQUENCES
-from fsdptoys.models.kernels import Kernels
+from fsdptoys.models.ops import Ops
 
 
 class Ulysses(Context):
@@ -36,16 +36,16 @@ class Ulysses(Context):
         size = full.shape[dim] // self.ranks
         return full.narrow(dim, self._rank * size, size)
 
-    def mask(self, segments_BT: Tensor, kernels: Kernels, dtype: torch.dtype) -> Any:
+    def mask(self, segments_BT: Tensor, ops: Ops, dtype: torch.dtype) -> Any:
         """The kernel's own mask, of full sequences."""
-        return FULL_SEQUENCES.mask(segments_BT, kernels, dtype)
+        return FULL_SEQUENCES.mask(segments_BT, ops, dtype)
 
     def attend(
         self,
         q_BHtK: Tensor,
         k_BGtK: Tensor,
         v_BGtK: Tensor,
-        kernels: Kernels,
+        ops: Ops,
         chunk_len: int | None = None,
         seen: Any = None,
     ) -> Tensor:
@@ -55,7 +55,7 @@ class Ulysses(Context):
         if copies > 1:
             k_BGtK, v_BGtK = (x.repeat_interleave(copies, dim=1) for x in (k_BGtK, v_BGtK))
         q_BhTK, k_BhTK, v_BhTK = self._gather_sequence(q_BHtK, k_BGtK, v_BGtK)
-        out_BhTK = FULL_SEQUENCES.attend(q_BhTK, k_BhTK, v_BhTK, kernels, chunk_len, seen)
+        out_BhTK = FULL_SEQUENCES.attend(q_BhTK, k_BhTK, v_BhTK, ops, chunk_len, seen)
         return self._gather_heads(out_BhTK)
 
     def _gather_sequence(self, *xs_BHtK: Tensor) -> tuple[Tensor, ...]:

@@ -25,7 +25,7 @@ from torch import nn
 
 from fsdptoys.errors import ConfigError
 from fsdptoys.models import DecoderModel
-from fsdptoys.models.experts import Experts
+from fsdptoys.models.moe import Experts
 from fsdptoys.utils.text import near_miss, value_text
 
 UnitParams = tuple[nn.Module, list[nn.Parameter]]

@@ -72,10 +72,6 @@ def compile_blocks(
     """
     for block in blocks:
         assert isinstance(block, RunnableBlock), "another module would not be compiled"
-        # Routers receive gradients between forward and backward. Compiled with a low budget, they read the buffer's
-        # older value from the forward (torch 2.13).
-        for router in routers(block):
-            router.forward = torch.compiler.disable(router.forward)  # type: ignore[method-assign]
         recompute = block.recompute
         function: Callable[..., Any] = block.compute
         if isinstance(recompute, Recomputation):

@@ -13,10 +13,9 @@ import torch
 from fsdptoys.config.kernel_choice import find_attention_backend, put_kernels
 from fsdptoys.config.schema import Config
 from fsdptoys.device import Device
+from fsdptoys.exact import Float64Context, use_exact_ops
 from fsdptoys.memory import ActivationOffload, checkpoint_blocks
 from fsdptoys.models import DecoderModel, use_context
-from fsdptoys.models.grain_attention import Float64Context
-from fsdptoys.models.grains import use_grains
 from fsdptoys.models.lora import Samples
 from fsdptoys.parallel import ParamInit, Strategy, World
 from fsdptoys.parallel.float8 import convert_to_float8
@@ -96,7 +95,7 @@ def parallelize(
     convert_to_float8(model, train.float8, train.float8_all_gather, device.type)
     quantize_base(model, config)
     if train.grain_tokens is not None:
-        use_grains(model, train.grain_tokens, config.parallel.param_dtype.torch, train.slices)
+        use_exact_ops(model, train.grain_tokens, config.parallel.param_dtype.torch, train.slices)
 
     # 2. Blocks: recomputed in the backward, then compiled.
     run_blocks(model, config, device)

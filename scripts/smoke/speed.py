@@ -42,7 +42,7 @@ ROWS = {
     "single fused compiled": ["parallel=single", "optim.implementation=fused", "train.compile=true"],
 }
 KERNELS = 40
-"""Kernels listed by name, those of the most time."""
+"""Ops listed by name, those of the most time."""
 IDLE_GAP_MICROSECONDS = 20.0
 """Shorter gaps between kernels are not listed."""
 
@@ -142,7 +142,7 @@ def _counted_waits(waits: Counter[str]) -> Iterator[None]:
 
 
 GRADIENT_NORM = re.compile("NormTwoOps|LpNorm")
-"""Kernels of ``torch.linalg.vector_norm`` and ``torch._foreach_norm``, by the functors in their names."""
+"""Ops of ``torch.linalg.vector_norm`` and ``torch._foreach_norm``, by the functors in their names."""
 
 
 def idle_time(kernels: list[tuple[float, float, str]]) -> dict[str, Any]:

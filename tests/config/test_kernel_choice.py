@@ -11,7 +11,8 @@ from fsdptoys.config.compose import compose_config
 from fsdptoys.config.kernel_choice import AttentionKernel, Kernel, KernelConfig, find_attention_backend, put_kernels
 from fsdptoys.errors import ConfigError
 from fsdptoys.memory import GradientCheckpointing, MemoryConfig
-from fsdptoys.models.kernels import IMPLEMENTATIONS, UsesKernels
+from fsdptoys.models.kernels import IMPLEMENTATIONS
+from fsdptoys.models.ops import Layer
 from fsdptoys.parallel import FSDP2Config, ParallelConfig, SingleConfig
 from fsdptoys.train.trainer import Trainer
 from scripts.parity import train_all
@@ -138,17 +139,18 @@ def _kernels_of_trainer() -> list[Any]:
     memory = MemoryConfig(gradient_checkpointing=GradientCheckpointing.full)
     trainer = Trainer(make_config(SingleConfig(), 1, kernels=COMPILED, memory=memory))
     return [
-        (layer.kernels.rms_norm is IMPLEMENTATIONS["rms_norm"]["compiled"], layer.kernels.attention.__name__)
+        (layer.ops.rms_norm is IMPLEMENTATIONS["rms_norm"]["compiled"], layer.ops.attention.__name__)
         for layer in trainer.strategy.model.modules()
-        if isinstance(layer, UsesKernels)
+        if isinstance(layer, Layer)
     ]
 
 
 def test_trainer_sets_the_configured_kernels_in_every_layer() -> None:
     """Oracle: the table's own functions, in all layers of a checkpointed model."""
     found = run_ranks(1, _kernels_of_trainer)[0]
-    # Two norms, attention and feed-forward a block, the norm before the head, and the model, which makes masks.
-    assert len(found) == 3 * 4 + 2
+    # A block: two norms, attention with four projections, feed-forward with three. Beside the blocks:
+    # embedding, norm, head, and the model, which makes masks.
+    assert len(found) == 3 * (2 + 5 + 4) + 4
     assert set(found) == {(True, "attention")}
 
 

@@ -17,10 +17,10 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from fsdptoys.memory import GradientCheckpointing, checkpoint_blocks
-from fsdptoys.models import choose_kernels, kernels, use_kernels
+from fsdptoys.models import Ops, choose_ops, kernels, use_ops
 from fsdptoys.models.attention import BACKENDS, _own_heads, attention, attention_by, chosen_backend, masked_attention
 from fsdptoys.models.kernels import Pairs, block_mask, dense_mask, rotary, turn
-from fsdptoys.models.layers import Attention, rope_tables
+from fsdptoys.models.layers import Attention
 from tests.checkpoint.folders import build
 from tests.models.families import SMALL
 
@@ -79,7 +79,7 @@ def test_backends_of_a_cpu_have_the_values_and_gradients_of_the_default(name: st
     """Oracle: PyTorch's own choice, bitwise for flash, which it is."""
     torch.manual_seed(0)
     leaves = _qkv(4, 2)
-    plain, forced = choose_kernels({}), choose_kernels({"attention": name})
+    plain, forced = choose_ops({}), choose_ops({"attention": name})
     if masks:
         added = dense_mask(torch.arange(33).div(9, rounding_mode="floor").expand(2, 33), torch.float32)
         both = [lambda q, k, v, each=each: each.document_attention.attend(q, k, v, added) for each in (plain, forced)]
@@ -102,7 +102,7 @@ def test_recomputation_uses_the_backend_of_the_forward(
     model, tokens_BT = build(SMALL["llama2"]), torch.arange(40).view(2, 20)
     expected = model(tokens_BT).sum().item()
     calls.clear()
-    use_kernels(model, choose_kernels({"attention": "math"}))
+    use_ops(model, choose_ops({"attention": "math"}))
     checkpoint_blocks(model.layers, mode)
     if compiles:
         for layer in model.layers:
@@ -154,7 +154,7 @@ def test_generation_on_cuda_never_uses_cudnn(calls: list[Any]) -> None:
         q, k, v = _qkv(4, 2, torch.bfloat16, "cuda")
         masked_attention(q.narrow(2, 0, 1), k, v, None)
         masked_attention(q.narrow(2, 0, 5), k, v, torch.ones(5, 33, dtype=torch.bool, device="cuda"))
-        choose_kernels({}).attention(q, k, v)
+        choose_ops({}).attention(q, k, v)
     assert [enabled for enabled, *_ in calls] == [EVERY - {"cudnn"}] * 3
 
 
@@ -186,7 +186,7 @@ def test_pytorch_names_the_backend_that_it_chooses() -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_rotary_keeps_strides_on_cuda_and_rounds_alike_in_both_layouts(pairs: Pairs, dtype: torch.dtype) -> None:
     """Oracle: the contiguous layout of a CPU, bitwise, values and gradients; strides of the input on CUDA."""
-    cos, sin = rope_tables(torch.logspace(0, -3, 8), torch.arange(33))
+    cos, sin = Ops().rope_tables(torch.logspace(0, -3, 8), torch.arange(33))
     leaf = _qkv(4, 2, dtype)[0]
     expected = _values_and_gradients(lambda x: rotary(x, cos, sin, pairs), [leaf])
 

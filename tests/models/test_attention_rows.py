@@ -18,7 +18,8 @@ from fsdptoys.models.block_attention import (
     RowsOfBlocks,
     blocks_between,
 )
-from fsdptoys.models.kernels import Kernels, choose_kernels, dense_mask, dense_rows
+from fsdptoys.models.kernels import dense_mask, dense_rows
+from fsdptoys.models.ops import Ops, choose_ops
 
 T, H, G, K = 24, 6, 2, 4
 CHUNKS = (None, 10, 4, 24)
@@ -53,8 +54,8 @@ def cases() -> Iterator[tuple[int | None, bool, int, int]]:
                 yield chunk_len, documents, start, rows
 
 
-@pytest.mark.parametrize("kernels", [Kernels(), choose_kernels({"attention": "math"})], ids=["torch", "math"])
-def test_rows_are_those_of_attention_over_the_full_sequence(kernels: Kernels) -> None:
+@pytest.mark.parametrize("kernels", [Ops(), choose_ops({"attention": "math"})], ids=["torch", "math"])
+def test_rows_are_those_of_attention_over_the_full_sequence(kernels: Ops) -> None:
     """Oracle: a masked softmax over all scores in float64, values and gradients."""
     for chunk_len, documents, start, rows in cases():
         leaves = [x.requires_grad_() for x in inputs()]
@@ -84,7 +85,7 @@ def test_rows_pass_through_selective_checkpointing() -> None:
     contexts = functools.partial(create_selective_checkpoint_contexts, saved)
 
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return attend_rows(q[:, :, 7:18], k, v, 7, Kernels(), 10)
+        return attend_rows(q[:, :, 7:18], k, v, 7, Ops(), 10)
 
     q, k, v, upstream = (x.requires_grad_() for x in inputs(torch.float32))
     plain = torch.autograd.grad(attend(q, k, v), (q, k, v), upstream[:, :, 7:18])

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from fsdptoys.models import Kernels, attended_keys, choose_kernels, use_kernels
+from fsdptoys.models import Ops, attended_keys, choose_ops, use_ops
 from fsdptoys.models.documents import document_positions
 from fsdptoys.models.kernels import causal_flex_attention, dense_mask
 from tests.checkpoint.folders import build
@@ -89,7 +89,7 @@ def test_flex_attention_equals_the_dense_mask(heads: int) -> None:
     tokens_BT = packed(20)
     segments_BT = torch.arange(tokens_BT.shape[1]) - document_positions(tokens_BT, END)
     q, k, v = (torch.randn(2, n, tokens_BT.shape[1], 16) for n in (4, heads, heads))
-    dense, flex = (choose_kernels({"document_attention": name}).document_attention for name in ("torch", "flex"))
+    dense, flex = (choose_ops({"document_attention": name}).document_attention for name in ("torch", "flex"))
     mask = flex.mask(segments_BT, q.dtype)
     expected = dense.attend(q, k, v, dense.mask(segments_BT, q.dtype))
     torch.testing.assert_close(flex.attend(q, k, v, mask), expected, rtol=1e-5, atol=1e-6)
@@ -104,9 +104,9 @@ def test_model_uses_flex_attention_if_configured(operation: str, documents: bool
     model.document_end = END if documents else None
     tokens_BT = packed(model.config.vocab_size)
     expected = model(tokens_BT)
-    use_kernels(model, choose_kernels({operation: "flex"}))
-    assert (model.kernels.attention is causal_flex_attention) is (operation == "attention")
-    assert model.kernels.document_attention is not Kernels().document_attention
+    use_ops(model, choose_ops({operation: "flex"}))
+    assert (model.ops.attention is causal_flex_attention) is (operation == "attention")
+    assert model.ops.document_attention is not Ops().document_attention
     torch.testing.assert_close(model(tokens_BT), expected, rtol=1e-5, atol=1e-5)
 
 

@@ -6,8 +6,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fsdptoys.models import grouped
-from fsdptoys.models.experts import Experts, apply_experts
+from fsdptoys.models.experts import apply_experts
 from fsdptoys.models.grouped import Grouped, Looped, LoopedAlike, LoopedOneDNN, Product, choose_product, works
+from fsdptoys.models.moe import Experts
 
 DIM, FFN_DIM = 16, 8
 PRODUCTS = {

@@ -11,7 +11,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from fsdptoys.loss import cross_entropy_sum
-from fsdptoys.models import MODELS, Llama4Config, ModelConfig, RotaryConfig, choose_kernels, use_kernels
+from fsdptoys.models import MODELS, Llama4Config, ModelConfig, RotaryConfig, choose_ops, use_ops
 from fsdptoys.models.grouped import Looped
 from fsdptoys.models.layers import Attention
 from tests.checkpoint.folders import build, load
@@ -84,11 +84,11 @@ def test_flops_per_token_match_torchs_counter(case: str) -> None:
     """Oracle: torch's FlopCounterMode to 1%, which counts the full square of attention: twice our count."""
     # The counter supports torch's own matmuls only, and counts padding rows of other implementations.
     model, seq_len = build(SMALL[case]), 96  # four whole chunks
-    use_kernels(model, replace(choose_kernels({}), grouped_matmul=lambda *_: Looped()))
+    use_ops(model, replace(choose_ops({}), grouped_matmul=lambda *_: Looped()))
     tokens_BT = torch.randint(0, 96, (2, seq_len))
     with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):
         model(tokens_BT, tokens_BT, cross_entropy_sum).backward()
-    other_half = sum(module.flops_per_token(seq_len) for module in model.modules() if isinstance(module, Attention))
+    other_half = sum(module.own_flops(seq_len) for module in model.modules() if isinstance(module, Attention))
     per_token = counter.get_total_flops() / tokens_BT.numel()
     assert model.flops_per_token(seq_len) + other_half == pytest.approx(per_token, rel=0.01)
 
@@ -99,7 +99,7 @@ def test_chunked_attention_flops_count_pairs_within_the_chunk() -> None:
     for seq_len in (10, 24, 65, 128):
         pairs = sum(token % 24 + 1 for token in range(seq_len))
         diagonal = seq_len / 2
-        assert attention.flops_per_token(seq_len) == pytest.approx(12 * 2 * 4 * (pairs - diagonal) / seq_len)
+        assert attention.own_flops(seq_len) == pytest.approx(12 * 2 * 4 * (pairs - diagonal) / seq_len)
 
 
 @pytest.mark.parametrize("case", SMALL)

@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from fsdptoys.models import grain_products
-from fsdptoys.models.grain_attention import GRADIENTS, on_grid
+from fsdptoys.exact import products
+from fsdptoys.exact.attention import GRADIENTS, on_grid
 from fsdptoys.parallel import SingleConfig
 from fsdptoys.parallel.determinism import Deterministic
 from fsdptoys.parallel.precision import DType
@@ -64,7 +64,7 @@ def compare_calls(family: str, dtype: DType) -> tuple[list[float], list[float], 
     """Losses with a CPU's calls, with an accelerator's, and of its micro-batches; whether these keep its parameters."""
     whole, parts = {"batch_size": 4, "grad_accum": 1}, {"batch_size": 2, "grad_accum": 2}
     expected, _ = trained(MODELS[family], dtype, **whole)
-    with mock.patch.object(grain_products, "CPU_BLOCKS", grain_products.DEVICE_BLOCKS):
+    with mock.patch.object(products, "CPU_BLOCKS", products.DEVICE_BLOCKS):
         losses, params = trained(MODELS[family], dtype, **whole)
         halves, split = trained(MODELS[family], dtype, **parts)
     return expected, losses, halves, all(map(torch.equal, params, split))

@@ -20,10 +20,9 @@ from torch.autograd.graph import saved_tensors_hooks
 from fsdptoys.loss import cross_entropy_sum
 from fsdptoys.memory import GradientCheckpointing, checkpoint_blocks
 from fsdptoys.memory.activation_checkpointing import SAVED_OPERATORS
-from fsdptoys.models import choose_kernels, kernels, npu_kernels, use_kernels
+from fsdptoys.models import Ops, choose_ops, kernels, npu_kernels, use_ops
 from fsdptoys.models.grouped import Looped, works
 from fsdptoys.models.kernels import IMPLEMENTATIONS, Pairs
-from fsdptoys.models.layers import rope_tables
 from tests.checkpoint.folders import build
 from tests.models.families import SMALL
 from tests.npu_stand_ins import CALLS, DEVICE, npu_operators
@@ -40,7 +39,7 @@ def stand_ins() -> Iterator[None]:
 
 
 def _tables(length: int, width: int) -> tuple[Tensor, Tensor]:
-    return rope_tables(torch.logspace(0, -3, width // 2), torch.arange(length))
+    return Ops().rope_tables(torch.logspace(0, -3, width // 2), torch.arange(length))
 
 
 def _qkv(batch: int, heads: int, groups: int, length: int, width: int) -> list[Tensor]:
@@ -167,7 +166,7 @@ def _loss_and_gradients(case: str, names: dict[str, str], dtype: torch.dtype, mo
     for name, param in model.named_parameters():
         torch.nn.init.normal_(param, 1.0 if name.endswith("norm.weight") else 0.0, 0.2)
     model.to(DEVICE)
-    use_kernels(model, choose_kernels(names))
+    use_ops(model, choose_ops(names))
     checkpoint_blocks(model.layers, mode)
     tokens_BT = torch.randint(0, 96, (2, 41), generator=torch.Generator().manual_seed(1)).to(DEVICE)
     loss = model(tokens_BT, tokens_BT.roll(-1, 1), cross_entropy_sum)
@@ -247,7 +246,7 @@ def test_layers_of_two_models_have_their_own_kernels() -> None:
     """Oracle: the stand-ins' calls: one model's kernels do not change the other's, and can be removed."""
     tokens_BT = torch.zeros(1, 8, dtype=torch.int64, device=DEVICE)
     one, other = (build(SMALL["qwen3"]).to(DEVICE) for _ in range(2))
-    use_kernels(one, choose_kernels(NPU))
+    use_ops(one, choose_ops(NPU))
     CALLS.clear()
     other(tokens_BT)
     assert not CALLS
@@ -259,7 +258,7 @@ def test_layers_of_two_models_have_their_own_kernels() -> None:
         "npu_rotary_mul": 2 * layers,
         "npu_swiglu": layers,
     }
-    use_kernels(one, choose_kernels({}))
+    use_ops(one, choose_ops({}))
     CALLS.clear()
     one(tokens_BT)
     assert not CALLS
@@ -271,7 +270,7 @@ def test_compiled_kernels_join_the_graph_of_a_compiled_block() -> None:
     tokens_BT = torch.zeros(1, 8, dtype=torch.int64)
     hidden, rotations = model.embed(tokens_BT, torch.arange(8)), model.rotations(torch.arange(8))
     expected = model.layers[0](hidden, rotations)
-    use_kernels(model, choose_kernels(COMPILED))
+    use_ops(model, choose_ops(COMPILED))
     counter = CompileCounterWithBackend("aot_eager")
     found = torch.compile(model.layers[0], backend=counter, fullgraph=True)(hidden, rotations)
     assert counter.frame_count == 1

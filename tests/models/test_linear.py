@@ -6,8 +6,7 @@ import torch
 from fsdptoys.loss import build_loss
 from fsdptoys.models import linear as linear_module
 from fsdptoys.models.grouped import LoopedFloat32, works
-from fsdptoys.models.layers import Attention
-from fsdptoys.models.linear import Linear
+from fsdptoys.models.layers import Attention, Linear
 
 
 @pytest.fixture

@@ -50,6 +50,22 @@ def test_an_adapter_adds_its_product() -> None:
     torch.testing.assert_close(layer(input_NI), input_NI @ whole.t())
 
 
+@pytest.mark.parametrize("family", FAMILIES)
+def test_dropout_has_a_sample_of_every_token(family: str) -> None:
+    """Oracle: each sample in a batch of its own, also in experts that all tokens share."""
+    model = adapted(family, dropout=0.25)
+    samples = next(module.samples for module in model.modules() if isinstance(module, LoRALinear))
+    for module in model.modules():
+        if isinstance(module, LoRALinear):
+            nn.init.normal_(module.lora_b.weight, std=0.1)
+    tokens = torch.randint(0, 30, (2, 24), generator=torch.Generator().manual_seed(0))
+    samples.numbers_B = torch.tensor([3, 8])
+    both = model(tokens)
+    for row, number in enumerate((3, 8)):
+        samples.numbers_B = torch.tensor([number])
+        torch.testing.assert_close(model(tokens[row : row + 1]), both[row : row + 1])
+
+
 def dropped(numbers: list[int], tokens: int, layer: int = 0, seed: int = 1, share: float = 0.25) -> Tensor:
     samples = Samples(seed)
     samples.numbers_B = torch.tensor(numbers)

@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from fsdptoys.models.linear import Linear
-from fsdptoys.models.nf4 import CODEBOOK, Codebook, pack, packed_columns, quantize_linears, unpack
+from fsdptoys.models.layers import Linear
+from fsdptoys.models.nf4 import CODEBOOK, Codebook, NF4Linear, pack, packed_columns, quantize_linears, unpack
 from fsdptoys.utils.torchao import torchao_fault
 from tests.models.families import SMALL
 
@@ -85,7 +85,7 @@ def test_layers_multiply_by_the_dequantized_weight(dtype: torch.dtype) -> None:
     quantize_linears(model)
     model.init_buffers(torch.device("cpu"))
     layer = model.layers[0].attn.o_proj
-    assert type(layer) is Linear and not hasattr(layer, "weight")
+    assert isinstance(layer, NF4Linear) and not hasattr(layer, "weight")
     weight = torch.randn(64, 64, generator=torch.Generator().manual_seed(0))
     layer.nf4 = torch.nn.Parameter(packed(weight, dtype), requires_grad=False)
     layer.bias = torch.nn.Parameter(torch.randn(64, dtype=dtype), requires_grad=False)

@@ -33,7 +33,7 @@ PLAIN_KERNELS = KernelConfig(
     swiglu=Kernel.torch,
     grouped_matmul=GroupedKernel.looped,
 )
-"""Kernels that every device has, with the same arithmetic on all of them; simulated NPUs lack torch_npu's."""
+"""Ops that every device has, with the same arithmetic on all of them; simulated NPUs lack torch_npu's."""
 
 
 Row = TypeVar("Row")

@@ -15,7 +15,7 @@ from fsdptoys.memory import ActivationOffload, GradientCheckpointing, MemoryConf
 from fsdptoys.models import Context, use_context
 from fsdptoys.models.context import FULL_SEQUENCES
 from fsdptoys.models.generate import Draw, generate
-from fsdptoys.models.kernels import Kernels, choose_kernels
+from fsdptoys.models.ops import Ops, choose_ops
 from fsdptoys.parallel import STRATEGIES, FSDP2Config, SingleConfig, ToyCPConfig
 from fsdptoys.parallel.capabilities import CAPABILITIES
 from fsdptoys.parallel.context import ContextForm, build_context
@@ -158,9 +158,7 @@ def test_strategies_agree_in_every_bit_in_the_deterministic_mode(ranks: int) -> 
     assert [kind.name for kind, other in zip(parallels[1:], others, strict=True) if other != first] == []
 
 
-def attend(
-    context: Context, full: list[Tensor], kernels: Kernels, chunk_len: int | None, segments: Tensor | None
-) -> Any:
+def attend(context: Context, full: list[Tensor], kernels: Ops, chunk_len: int | None, segments: Tensor | None) -> Any:
     """Attention of a rank's part, and gradients of queries, keys and values, for the part of an upstream gradient."""
     *leaves, upstream = (context.cut(x, 2).clone().requires_grad_() for x in full)
     q, k, v = leaves
@@ -175,7 +173,7 @@ def differences(cases: list[tuple[ContextForm, int, int, torch.dtype, str]]) -> 
     assert group is not None
     for form, n_heads, n_kv_heads, dtype, attention in cases:
         context = build_context(form, group, compiles=False)
-        kernels = choose_kernels({"attention": attention})
+        kernels = choose_ops({"attention": attention})
         worst = 0.0
         generator = torch.Generator().manual_seed(0)
         shapes = [(2, heads, 48, 8) for heads in (n_heads, n_kv_heads, n_kv_heads, n_heads)]

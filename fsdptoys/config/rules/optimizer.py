@@ -111,8 +111,8 @@ def shards_end_between_blocks(config: Sections, where: Where) -> str | None:
             fix = "optim.state_dtype=bfloat16"
             if axes.ep == 1:
                 fix = f"a mesh.fsdp_size that divides {param.shape[0]} or {fix}"
-            elif model.n_experts % axes.copy == 0:
-                fix = f"mesh.ep_size={axes.copy} or {fix}"
+            elif model.n_experts % axes.ranks_per_replica == 0:
+                fix = f"mesh.ep_size={axes.ranks_per_replica} or {fix}"
             return (
                 f"optim.state_dtype={format} keeps a scale for {block} numbers of a row, and "
                 f"mesh.fsdp_size={config.mesh.fsdp_size} cuts rows of {name} into {cut}; set {fix}"

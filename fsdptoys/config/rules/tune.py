@@ -8,7 +8,7 @@ from fsdptoys.checkpoint.adapter_folder import AdapterFolder
 from fsdptoys.config.sections import Sections
 from fsdptoys.errors import ConfigError
 from fsdptoys.models import DecoderModel
-from fsdptoys.models.linear import Linear
+from fsdptoys.models.layers import Linear
 from fsdptoys.models.nf4 import BLOCK
 from fsdptoys.tune import LoRAConfig, TuneConfig
 from fsdptoys.utils.text import short_text

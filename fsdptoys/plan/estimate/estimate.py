@@ -24,7 +24,7 @@ from fsdptoys.device.profile import Hardware
 from fsdptoys.memory import GradientCheckpointing
 from fsdptoys.metrics.prediction import Category, MemoryPrediction, Prediction, StagePrediction, TimePrediction
 from fsdptoys.models import DecoderModel, npu_kernels
-from fsdptoys.models.experts import Experts
+from fsdptoys.models.moe import Experts
 from fsdptoys.parallel import FSDPConfig, SingleConfig
 from fsdptoys.parallel.expert_parallel import ExpertExchange, Route
 from fsdptoys.parallel.mesh import EXPERT_AXIS, TENSOR_AXIS
@@ -186,7 +186,7 @@ def _built(key: str, config: Uncached[Config], experts_over: int = 1, features_o
         if isinstance(experts, Experts):
             for name, stack in list(experts.named_parameters()):
                 setattr(experts, name, nn.Parameter(stack.new_empty(len(stack) // experts_over, *stack.shape[1:])))
-            experts.exchange = _Exchange(cast(Any, PlannedGroup(EXPERT_AXIS, experts_over)))
+            experts.dispatch = _Exchange(cast(Any, PlannedGroup(EXPERT_AXIS, experts_over)))
     return model
 
 

@@ -24,7 +24,7 @@ from fsdptoys.device.profile import Hardware
 from fsdptoys.memory import GradientCheckpointing
 from fsdptoys.models import DecoderModel
 from fsdptoys.models.stages import Stage
-from fsdptoys.parallel import DDPConfig, gradient_norms, tensor_parallel
+from fsdptoys.parallel import DDPConfig, gradient_norms
 from fsdptoys.parallel.determinism import Deterministic
 from fsdptoys.parallel.pipeline import Pipeline
 from fsdptoys.parallel.strategy import ReducingConfig
@@ -65,8 +65,7 @@ def trace_skeleton(config: Config, hardware: Hardware, attention: Any, layouts: 
     def program(recorder: OpRecorder) -> None:
         segments = _Segments(config, recorder, layouts)
         whole = (gradient_norms, "CPU_NORM_ELEMENTS", 2**62)  # one of the host's norms rather than hundreds
-        exchanges = (tensor_parallel.FeatureSplit, "_wrap", lambda *_: None)  # are among the contents
-        with replaced(whole, exchanges):
+        with replaced(whole):
             trainer_program(config, hardware, stand_ins=segments)(recorder)
 
     return record(program, attention=attention)

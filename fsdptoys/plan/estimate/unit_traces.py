@@ -28,7 +28,7 @@ from fsdptoys.loss.vocabulary import Vocabulary
 from fsdptoys.memory import GradientCheckpointing, checkpoint_blocks
 from fsdptoys.memory.activation_offload import MIN_BYTES
 from fsdptoys.metrics.prediction import Category
-from fsdptoys.models import DecoderModel, choose_kernels, npu_kernels, use_kernels
+from fsdptoys.models import DecoderModel, choose_ops, npu_kernels, use_ops
 from fsdptoys.models.layers import Attention, RunnableBlock
 from fsdptoys.parallel.context import ContextForm, build_context
 from fsdptoys.parallel.mesh import CONTEXT_AXIS, TENSOR_AXIS
@@ -296,7 +296,7 @@ def _trace_unit(
 
     anchor = torch.empty((), device="meta", requires_grad=True)
     with kernels_of(common.attention), fake_exchanges(recorder, common.imbalance), recorder.watch():
-        use_kernels(module, choose_kernels(dict(common.kernels)))
+        use_ops(module, choose_ops(dict(common.kernels)))
         for tensor in (anchor, *module.parameters(), *others, npu_kernels.causal_mask(anchor.device)):
             recorder.see(tensor.detach())
         hidden = (

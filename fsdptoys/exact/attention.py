@@ -1,4 +1,4 @@
-"""Attention whose bits do not depend on the layout (``grains``).
+"""Attention whose bits do not depend on the layout (``exact.ops``).
 
 Queries attend grain by grain: the rows of one grain over the keys up to its last token. Each head of a sequence is an
 entry of a batch of its own, with the strides and the alignment that it has in every other batch. Gradients of keys and
@@ -22,9 +22,10 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from .attention_rows import last_rows
-from .context import Context
-from .kernels import DocumentAttention, Kernels
+from fsdptoys.models.attention_rows import last_rows
+from fsdptoys.models.context import Wrapped
+from fsdptoys.models.kernels import DocumentAttention
+from fsdptoys.models.ops import Ops
 
 ALIGNMENT = 64
 """Bytes: matmuls may round by the alignment of their operands, and on accelerators choose kernels by it."""
@@ -62,9 +63,9 @@ def on_grid(part: Tensor, shift: float) -> Tensor:
     return part.to(torch.float64, copy=True).add_(shift).sub_(shift)
 
 
-def attention_kernels(kernels: Kernels, grain: int, dtype: torch.dtype) -> dict[str, Any]:
+def attention_kernels(ops: Ops, grain: int, dtype: torch.dtype) -> dict[str, Any]:
     """The attentions of a table, grain by grain in ``dtype``, for a table of kernels."""
-    documents = kernels.document_attention
+    documents = ops.document_attention
 
     def attend(q_BHTK: Tensor, k_BGTK: Tensor, v_BGTK: Tensor) -> Tensor:
         return attend_grains(documents.attend, q_BHTK, k_BGTK, v_BGTK, None, grain, dtype)
@@ -179,32 +180,13 @@ def _padding(rows: int, width: int, dtype: torch.dtype) -> int:
     return -rows % (ALIGNMENT // math.gcd(ALIGNMENT, width * dtype.itemsize))
 
 
-class Float64Context(Context):
+class Float64Context(Wrapped):
     """Ranks exchange queries, keys and values, and their gradients, in float64.
 
     Gradients of copies and of parts then add up before they are rounded; the price is two to four times the bytes.
     """
 
-    def __init__(self, inner: Context) -> None:
-        self.ranks, self._inner = inner.ranks, inner
-
-    def cut(self, full: Tensor, dim: int) -> Tensor:
-        """The inner context's part."""
-        return self._inner.cut(full, dim)
-
-    def mask(self, segments_BT: Tensor, kernels: Kernels, dtype: torch.dtype) -> Any:
-        """The inner context's mask."""
-        return self._inner.mask(segments_BT, kernels, dtype)
-
-    def attend(
-        self,
-        q_BHtK: Tensor,
-        k_BGtK: Tensor,
-        v_BGtK: Tensor,
-        kernels: Kernels,
-        chunk_len: int | None = None,
-        seen: Any = None,
-    ) -> Tensor:
+    def attend(self, q_BHtK: Tensor, k_BGtK: Tensor, v_BGtK: Tensor, *args: Any) -> Tensor:
         """The inner context's attention."""
-        q, k, v = (x.double() for x in (q_BHtK, k_BGtK, v_BGtK))
-        return self._inner.attend(q, k, v, kernels, chunk_len, seen).to(q_BHtK.dtype)
+        wide = (x.double() for x in (q_BHtK, k_BGtK, v_BGtK))
+        return super().attend(*wide, *args).to(q_BHtK.dtype)

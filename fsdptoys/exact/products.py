@@ -1,4 +1,4 @@
-"""Products, and sums over tokens, of many grains in few calls, with the bits of one grain at a time (``grains``).
+"""Products, and sums over tokens, of many grains in few calls, with the bits of one grain at a time (``exact.ops``).
 
 A small model spends its time in calls rather than in arithmetic. So the products of all grains are one ``bmm`` where
 they are small, on one CPU thread and with every grain's rows aligned: it multiplies its matrices one by one, each as if
@@ -21,8 +21,9 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from .grain_attention import ALIGNMENT, GRADIENTS, aligned, on_grid, split_rows
-from .linear import goes_through_float32, linear
+from fsdptoys.models.linear import goes_through_float32, linear
+
+from .attention import ALIGNMENT, GRADIENTS, aligned, on_grid, split_rows
 
 JOINED_ELEMENTS = 2**15
 """Elements of a weight up to which products of grains are one call."""

@@ -1,8 +1,8 @@
-"""Routers and experts whose sums over tokens do not depend on the layout (``grains``).
+"""Routers and experts whose sums over tokens do not depend on the layout (``exact.ops``).
 
 The rows of each expert are split by grain too, so that a matmul has the rows of one grain and one expert, wherever both
 are: other ranks may have the expert. The price: grains × experts small matmuls in a Python loop, or, for small experts,
-rows padded for one call of all (``grain_products``); and one device sync a layer.
+rows padded for one call of all (``products``); and one device sync a layer.
 
 Shapes: N tokens, D width, E experts, K experts of a token, F width of an expert's hidden layer, R = N·K rows, M rows of
 a group.
@@ -14,14 +14,15 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from .experts import Experts
-from .grain_attention import GRADIENTS, aligned, on_grid, split_rows
-from .grain_products import LANES, add_weight_gradient, blocks_of, joins, multiply, sum_grains
-from .linear import linear
-from .moe import Router
+from fsdptoys.models.experts import Dispatch
+from fsdptoys.models.linear import linear
+from fsdptoys.models.ops import Score
+
+from .attention import GRADIENTS, aligned, on_grid, split_rows
+from .products import LANES, add_weight_gradient, blocks_of, joins, multiply, sum_grains
 
 
 class Group(NamedTuple):
@@ -31,42 +32,39 @@ class Group(NamedTuple):
     rows: slice
 
 
-def use_grain_experts(model: nn.Module, grain: int) -> None:
-    """Replace the forwards of routers and experts."""
-    for module in model.modules():
-        if isinstance(module, Router):
-            module.forward = functools.partial(_router_forward, module, grain)  # type: ignore[method-assign]
-        elif isinstance(module, Experts):
-            module.forward = functools.partial(_experts_forward, module, grain)  # type: ignore[method-assign]
+def route(hidden_ND: Tensor, weight_ED: Tensor, score: Score, grain: int) -> tuple[Tensor, Tensor, Tensor]:
+    """See ``Ops.route``."""
+    experts_NK, weights_NK, sums = _Routing.apply(hidden_ND, weight_ED, score, grain)
+    return experts_NK, weights_NK, sums
 
 
 class _Routing(torch.autograd.Function):
-    """``Router.choose``, with the sums over tokens by grains, and over grains in float64."""
+    """``Ops.route``, with the sums over tokens by grains, and over grains in float64."""
 
     @staticmethod
     def forward(
-        ctx: Any, hidden_ND: Tensor, weight_ED: Tensor, router: Router, grain: int
+        ctx: Any, hidden_ND: Tensor, weight_ED: Tensor, score: Score, grain: int
     ) -> tuple[Tensor, Tensor, Tensor]:
         logits_NE = multiply(hidden_ND, weight_ED.to(hidden_ND.dtype), None, grain)
-        parts = [router.score(padded_RE) for padded_RE, _ in _padded(logits_NE)]
+        parts = [score(padded_RE) for padded_RE, _ in _padded(logits_NE)]
         experts_NK, weights_NK, probabilities_NE, squares_N = (
             torch.cat(each)[: len(logits_NE)] for each in zip(*parts, strict=True)
         )
         ctx.mark_non_differentiable(experts_NK)
         ctx.save_for_backward(hidden_ND, weight_ED, logits_NE)
-        ctx.settings = router, grain
+        ctx.settings = score, grain
         terms = torch.cat([probabilities_NE, squares_N[:, None]], 1)
         return experts_NK, weights_NK, sum_grains(terms, grain).double().sum(0)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, _: None, grad_NK: Tensor, grad_sums: Tensor) -> tuple[Tensor | None, ...]:
-        (hidden_ND, weight_ED, logits_NE), (router, grain) = ctx.saved_tensors, ctx.settings
+        (hidden_ND, weight_ED, logits_NE), (score, grain) = ctx.saved_tensors, ctx.settings
         grad_NE = torch.empty_like(logits_NE)
         for padded_RE, rows in _padded(logits_NE):
             leaf_RE = padded_RE.detach().requires_grad_()
             with torch.enable_grad():
-                _, *outputs = router.score(leaf_RE)
+                _, *outputs = score(leaf_RE)
             given_RK, of_sums = torch.zeros_like(outputs[0]), grad_sums.to(outputs[1].dtype)
             given_RK[: rows.stop - rows.start] = grad_NK[rows]
             given = [given_RK, of_sums[:-1].expand_as(outputs[1]), of_sums[-1].expand_as(outputs[2])]
@@ -83,11 +81,6 @@ def _padded(logits_NE: Tensor) -> Iterator[tuple[Tensor, slice]]:
         len(logits_NE), LANES * max(1, blocks_of(logits_NE).call_elements // (LANES * logits_NE.shape[1]))
     ):
         yield F.pad(logits_NE[rows], (0, 0, 0, -(rows.stop - rows.start) % LANES)), rows
-
-
-def _router_forward(router: Router, grain: int, hidden_ND: Tensor) -> tuple[Tensor, Tensor]:
-    experts_NK, weights_NK, sums = _Routing.apply(hidden_ND, router.weight, router, grain)
-    return experts_NK, router.finish(experts_NK, weights_NK, sums).to(hidden_ND.dtype)
 
 
 class Routes(NamedTuple):
@@ -269,26 +262,29 @@ class _GroupProducts(torch.autograd.Function):
         return grad_input_RD, grad_gate_up_EHD, grad_down_EDF, None
 
 
-def _experts_forward(
-    experts: Experts,
-    grain: int,
+def apply_experts(
     hidden_ND: Tensor,
     experts_NK: Tensor,
     weights_NK: Tensor,
-    *,
-    scale_input: bool = False,
+    gate_up_EHD: Tensor,
+    down_EDF: Tensor,
+    dispatch: Dispatch | None,
+    scale_input: bool,
+    grain: int,
 ) -> Tensor:
-    routes = sort_rows(experts_NK, experts.gate_up_proj.shape[0], grain)
+    """See ``Ops.experts``; ``dispatch`` has a method for groups of rows."""
+    routes = sort_rows(experts_NK, gate_up_EHD.shape[0], grain)
     weights_R1 = weights_NK.flatten()[routes.pairs_R, None]
     rows_RD = _Gather.apply(hidden_ND, routes)
     if scale_input:
         rows_RD = rows_RD * weights_R1
-    stacks = experts.gate_up_proj, experts.down_proj
-    if experts.exchange is None:
+    stacks = gate_up_EHD, down_EDF
+    if dispatch is None:
         out_RD = _multiply(grain, rows_RD, *stacks, [routes.counts_EG.tolist()])  # one device sync
     else:
-        exchange: Any = experts.exchange
-        out_RD = exchange.multiply_groups(rows_RD, routes.counts_EG, *stacks, functools.partial(_multiply, grain))
+        exchange: Any = dispatch
+        multiply_rows = functools.partial(_multiply, grain)
+        out_RD = exchange.multiply_groups(rows_RD, routes.counts_EG, *stacks, multiply_rows)
     if not scale_input:
         out_RD = out_RD * weights_R1
     out_ND: Tensor = _Combine.apply(out_RD, routes)

@@ -1,4 +1,4 @@
-"""Norms whose weights' gradients are added grain by grain (``grains``).
+"""Norms whose weights' gradients are added grain by grain (``exact.ops``).
 
 Each row is normalized by itself, with operations that round alike wherever an element lies. So rows are taken many at a
 time, as many as fit in a cache; only the sums over tokens need the borders of grains.
@@ -9,14 +9,14 @@ Shapes: N rows, R rows at a time, D width.
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from .grain_products import chunk_rows, reduce_rows, sum_rows
+from .products import chunk_rows, reduce_rows, sum_rows
 
 
 class RMSNorm(torch.autograd.Function):
-    """``kernels.rms_norm`` in float32, with a float64 weight."""
+    """``Ops.rms_norm`` in float32, with a float64 weight."""
 
     @staticmethod
     def forward(ctx: Any, hidden_ND: Tensor, weight_D: Tensor, eps: float, grain: int) -> Tensor:
@@ -57,14 +57,11 @@ class LayerNorm(torch.autograd.Function):
     """``torch.nn.functional.layer_norm`` with float64 weight and bias."""
 
     @staticmethod
-    def forward(
-        ctx: Any, hidden_ND: Tensor, weight_D: Tensor, bias_D: Tensor, norm: nn.LayerNorm, grain: int
-    ) -> Tensor:
-        """``norm`` has the width and the smallest variance."""
-        shape, params = list(norm.normalized_shape), [each.to(hidden_ND.dtype) for each in (weight_D, bias_D)]
-        out_ND, mean_N1, factor_N1 = torch.native_layer_norm(
-            hidden_ND.contiguous(), shape, params[0], params[1], norm.eps
-        )
+    def forward(ctx: Any, hidden_ND: Tensor, weight_D: Tensor, bias_D: Tensor, eps: float, grain: int) -> Tensor:
+        """Rows by PyTorch's kernel."""
+        shape = list(weight_D.shape)
+        params = [param.to(hidden_ND.dtype) for param in (weight_D, bias_D)]
+        out_ND, mean_N1, factor_N1 = torch.native_layer_norm(hidden_ND.contiguous(), shape, params[0], params[1], eps)
         ctx.save_for_backward(hidden_ND, weight_D, bias_D, mean_N1, factor_N1)
         ctx.settings = shape, grain
         return out_ND
