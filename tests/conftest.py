@@ -2,9 +2,7 @@
 
 import contextlib
 import gc
-import importlib
 import os
-import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -88,13 +86,6 @@ def unmeasured() -> Iterator[None]:
 @pytest.fixture
 def warm(monkeypatch: pytest.MonkeyPatch) -> None:
     """Replace ``python -m`` processes of the test and of its launchers by forks with the imports already done."""
-    from torch.distributed.elastic.multiprocessing.subprocess_handler import subprocess_handler
+    from tests.warm import start_warm
 
-    from tests.warm import WarmPopen
-
-    names = ["fsdptoys.launch.launch", "fsdptoys.train.run", "fsdptoys.metrics.figures", "matplotlib.figure"]
-    names += ["fsdptoys.parallel.fsdp1", "fsdptoys.parallel.fsdp2", "fsdptoys.checkpoint.dcp_io"]
-    for name in names:
-        importlib.import_module(name)
-    monkeypatch.setattr(subprocess, "Popen", WarmPopen)
-    monkeypatch.setattr(subprocess_handler, "Popen", WarmPopen)
+    start_warm(monkeypatch)

@@ -5,6 +5,7 @@ arguments, variables, streams, session and signals of a new interpreter, and exi
 are the imported modules. Other commands start as usual.
 """
 
+import importlib
 import inspect
 import multiprocessing
 import multiprocessing.process
@@ -15,12 +16,27 @@ import threading
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import pytest
+from torch.distributed.elastic.multiprocessing.subprocess_handler import subprocess_handler
+
 from fsdptoys.launch.forked_process import MOST_FILES, become_interpreter, run_module
 
 PIPES = ("p2cread", "p2cwrite", "c2pread", "c2pwrite", "errread", "errwrite")
 COLD = {"fsdptoys.plan.trace.tracing_process"}
 """Modules that install a fake device, for which autograd's engine, in use in this process, has no queue."""
+SLOW_IMPORTS = (
+    *("fsdptoys.launch.launch", "fsdptoys.train.run", "fsdptoys.metrics.figures", "matplotlib.figure"),
+    *("fsdptoys.parallel.fsdp1", "fsdptoys.parallel.fsdp2", "fsdptoys.checkpoint.dcp_io"),
+)
 _parameters = list(inspect.signature(subprocess.Popen._execute_child).parameters)[1:]  # type: ignore[attr-defined]
+
+
+def start_warm(patch: pytest.MonkeyPatch) -> None:
+    """Replace ``python -m`` processes of this process and of its launchers by forks with the imports already done."""
+    for name in SLOW_IMPORTS:
+        importlib.import_module(name)
+    patch.setattr(subprocess, "Popen", WarmPopen)
+    patch.setattr(subprocess_handler, "Popen", WarmPopen)
 
 
 class WarmPopen(subprocess.Popen):

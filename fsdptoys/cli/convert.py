@@ -1,7 +1,8 @@
-"""``fsdptoys convert``: write weights in Hugging Face format, or print the command that trains from such a folder.
+"""``fsdptoys convert``: write weights in Hugging Face format, or print the command that trains from
+such a folder.
 
-``from-hf`` writes nothing, since training reads these folders directly. It reads every file to check the folder and
-prints the command.
+``from-hf`` writes nothing, since training reads these folders directly. It reads every file to
+check the folder and prints the command.
 """
 
 import re
@@ -27,9 +28,12 @@ from fsdptoys.errors import ConfigError
 from fsdptoys.models import ModelConfig
 from fsdptoys.train.pretrained import DTYPES, TrainedModel, open_weights
 from fsdptoys.utils.sealed_folder import check_new_folder
-from fsdptoys.utils.text import near_miss, printable, value_text
+from fsdptoys.utils.text import printable, suggestion, value_text
 
-TO_HF = "fsdptoys convert to-hf RUN OUT_DIR [dtype=float32|bfloat16|float16] [tokenizer=DIR] [adapter=DIR]"
+TO_HF = (
+    "fsdptoys convert to-hf RUN OUT_DIR [dtype=float32|bfloat16|float16] [tokenizer=DIR] "
+    "[adapter=DIR]"
+)
 FROM_HF = "fsdptoys convert from-hf DIR"
 
 
@@ -40,11 +44,14 @@ def convert_command(words: list[str]) -> int:
         _to_hf(rest)
     elif direction == "from-hf":
         if len(rest) != 1 or rest[0].startswith("-"):
-            raise ConfigError(f"fsdptoys convert from-hf takes one folder, not {_joined(rest)}; write {FROM_HF}")
+            raise ConfigError(
+                f"fsdptoys convert from-hf takes one folder, not {_joined(rest)}; write {FROM_HF}"
+            )
         _from_hf(rest[0])
     else:
-        near = near_miss(direction, ["to-hf", "from-hf"])
-        fix = f"did you mean fsdptoys convert {near}?" if near else f"write {TO_HF} or {FROM_HF}"
+        fix = suggestion(
+            direction, ["to-hf", "from-hf"], f"write {TO_HF} or {FROM_HF}", "fsdptoys convert "
+        )
         raise ConfigError(f"{direction} is not a command of fsdptoys convert; {fix}")
     return 0
 
@@ -53,33 +60,46 @@ def _to_hf(words: list[str]) -> None:
     options = [word for word in words if re.match(r"\w+=", word)]
     paths = [word for word in words if word not in options]
     if len(paths) != 2 or any(path.startswith("-") for path in paths):
-        raise ConfigError(f"fsdptoys convert to-hf takes a run and a new folder, not {_joined(paths)}; write {TO_HF}")
-    chosen = {"dtype": "float32", "tokenizer": "", "adapter": ""}
+        raise ConfigError(
+            f"fsdptoys convert to-hf takes a run and a new folder, not {_joined(paths)}; write "
+            f"{TO_HF}"
+        )
+    settings = {"dtype": "float32", "tokenizer": "", "adapter": ""}
     for word in options:
         key, _, value = word.partition("=")
-        if key not in chosen:
+        if key not in settings:
             raise ConfigError(f"{word} is not a setting of fsdptoys convert to-hf; write {TO_HF}")
         if key == "dtype" and value not in DTYPES:
             raise ConfigError(f"{word} must be one of {', '.join(DTYPES)}; set dtype=float32")
         same = [other for other in options if other.startswith(f"{key}=")]
         if len(same) > 1:
             raise ConfigError(f"{' and '.join(same)} exclude each other; keep one of them")
-        chosen[key] = value
-    out_dir, dtype = Path(paths[1]).expanduser(), DTYPES[chosen["dtype"]]
-    tokenizer = read_tokenizer_files(chosen["tokenizer"], "tokenizer") if chosen["tokenizer"] else {}
+        settings[key] = value
+    out_dir = Path(paths[1]).expanduser()
+    dtype = DTYPES[settings["dtype"]]
+    tokenizer = (
+        read_tokenizer_files(settings["tokenizer"], "tokenizer") if settings["tokenizer"] else {}
+    )
     check_new_folder(out_dir)
-    adapter = chosen["adapter"]
+    adapter = settings["adapter"]
     weights = TrainedModel(paths[0], adapter=adapter) if adapter else open_weights(paths[0])
-    ids = find_token_ids(Path(chosen["tokenizer"]).expanduser()) if tokenizer else {}
-    for origin in filter(None, (weights.config.init_from, paths[0])):  # the model that was trained on
+    ids = find_token_ids(Path(settings["tokenizer"]).expanduser()) if tokenizer else {}
+    # the model that was trained on
+    for origin in filter(None, (weights.config.init_from, paths[0])):
         ids = ids or read_token_ids(Path(origin).expanduser())
-    written = write_hugging_face(out_dir, weights.config, weights.read, dtype, tokenizer=tokenizer, token_ids=ids)
+    written = write_hugging_face(
+        out_dir, weights.config, weights.read, dtype, tokenizer=tokenizer, token_ids=ids
+    )
     files = f"{len(written.files)} files" if len(written.files) > 1 else written.files[0]
     print(
         f"wrote {out_dir}: {files} with {written.parameters:,} parameters in {dtype_name(dtype)}, "
         f"{written.tensor_bytes:,} bytes\n"
         f"load it with transformers.AutoModelForCausalLM.from_pretrained({str(out_dir)!r}); "
-        + (f"its tokenizer is that of {chosen['tokenizer']}" if tokenizer else "a tokenizer is not in it")
+        + (
+            f"its tokenizer is that of {settings['tokenizer']}"
+            if tokenizer
+            else "a tokenizer is not in it"
+        )
     )
 
 
@@ -92,7 +112,9 @@ def _from_hf(path: str) -> None:
     words = training_words(config, path)
     verified = verify_checksums(folder.path)
     folder.check_values()
-    checksums = f"no {CHECKSUMS_FILE}" if verified is None else f"{verified} files match {CHECKSUMS_FILE}"
+    checksums = (
+        f"no {CHECKSUMS_FILE}" if verified is None else f"{verified} files match {CHECKSUMS_FILE}"
+    )
     facts = {
         "family": config.family,
         "parameters": f"{model.parameter_counts().total:,}",
@@ -106,7 +128,8 @@ def _from_hf(path: str) -> None:
 
 
 def training_words(config: ModelConfig, path: str) -> list[str]:
-    """Return the words that train from a folder, based on the preset with the fewest differing keys.
+    """Return the words that train from a folder, based on the preset with the fewest differing
+    keys.
 
     Args:
         config: the folder's model.
@@ -115,16 +138,24 @@ def training_words(config: ModelConfig, path: str) -> list[str]:
     Raises:
         ConfigError: if the family has no preset.
     """
-    names = [name for name in list_choices()["model"] if schema_name("model", name) == config.family]
+    names = [
+        name for name in list_choices()["model"] if schema_name("model", name) == config.family
+    ]
     presets = dict(zip(names, compose_presets(names), strict=True))
     changes = {name: differences(preset, config) for name, preset in presets.items()}
     if not changes:
         raise ConfigError(
-            f"{path} holds a {config.family} model, and configs/model has no preset of that family; add one"
+            f"{path} holds a {config.family} model, and configs/model has no preset of that "
+            "family; add one"
         )
     preset = min(changes, key=lambda name: (len(changes[name]), name))
-    settings = [f"model.{key}={value_text(wanted, quote=True)}" for key, (_, wanted) in changes[preset].items()]
-    quoted = value_text(path, quote=True) if "'" not in path else "'" + path.replace("'", "\\'") + "'"
+    settings = [
+        f"model.{key}={value_text(value, quote=True)}"
+        for key, (_, value) in changes[preset].items()
+    ]
+    quoted = (
+        value_text(path, quote=True) if "'" not in path else "'" + path.replace("'", "\\'") + "'"
+    )
     return ["fsdptoys", "train", f"model={preset}", *settings, f"model.init_from={quoted}"]
 
 

@@ -1,4 +1,5 @@
-"""``fsdptoys data``: tokenize text or conversations into a folder, and check or describe such folders.
+"""``fsdptoys data``: tokenize text or conversations into a folder, and check or describe such
+folders.
 
 fsdptoys data prepare corpus/*.jsonl.gz --out tokens --tokenizer tokenizer.json --eval-fraction 0.01
 fsdptoys data prepare rows.jsonl --chat --out conversations --tokenizer MODEL
@@ -31,7 +32,14 @@ from fsdptoys.data import (
 )
 from fsdptoys.data.chat_encoder import ChatEncoder, ShownRow, losing
 from fsdptoys.data.chat_rows import ChatRow
-from fsdptoys.data.dataset_index import SPLITS, TOKENIZER_FILE, Index, check_folder, files_of, read_index
+from fsdptoys.data.dataset_index import (
+    SPLITS,
+    TOKENIZER_FILE,
+    Index,
+    check_folder,
+    files_of,
+    read_index,
+)
 from fsdptoys.data.document_reader import read_documents
 from fsdptoys.data.text_encoder import Encoder
 from fsdptoys.device import available_cores
@@ -49,16 +57,26 @@ def data_command(words: Sequence[str]) -> int:
 def _prepare(words: Sequence[str]) -> int:
     options = parse("data prepare", words)
     if not options.words:
-        raise ConfigError("fsdptoys data prepare has nothing to read; write fsdptoys data prepare FILE ... --out DIR")
+        raise ConfigError(
+            "fsdptoys data prepare has nothing to read; write fsdptoys data prepare FILE ... "
+            "--out DIR"
+        )
     if options.out is None:
         raise ConfigError("fsdptoys data prepare needs --out; write --out DIR")
     if options.tokenizer is None:
-        raise ConfigError("fsdptoys data prepare needs --tokenizer; write --tokenizer bytes, or a tokenizer.json")
+        raise ConfigError(
+            "fsdptoys data prepare needs --tokenizer; write --tokenizer bytes, or a tokenizer.json"
+        )
     if options.eval_fraction == 1:
-        raise ConfigError("--eval-fraction 1 leaves nothing to train on; write --eval-fraction 0.01")
+        raise ConfigError(
+            "--eval-fraction 1 leaves nothing to train on; write --eval-fraction 0.01"
+        )
     processes = options.processes or min(available_cores(), MOST_PROCESSES)
     if processes > MOST_PROCESSES:
-        raise ConfigError(f"--processes {processes} is over {MOST_PROCESSES}; write --processes {available_cores()}")
+        raise ConfigError(
+            f"--processes {processes} is over {MOST_PROCESSES}; write --processes "
+            f"{available_cores()}"
+        )
     choice = options.tokenizer
     ends = options.document_end, f"--tokenizer {choice}", "--document-end"
     chat = _open_chat(options) if options.chat else None
@@ -97,13 +115,18 @@ def _prepare(words: Sequence[str]) -> int:
 
 
 def _open_chat(options: Any) -> ChatEncoder:
-    owner, end_owner = f"--tokenizer {options.tokenizer}", "--document-end"
-    return open_chat_encoder(options.tokenizer, options.template, options.document_end, owner, "--template", end_owner)
+    owner = f"--tokenizer {options.tokenizer}"
+    end_owner = "--document-end"
+    return open_chat_encoder(
+        options.tokenizer, options.template, options.document_end, owner, "--template", end_owner
+    )
 
 
 def _conversations(request: Request) -> Iterator[ChatRow]:
     for source in request.sources:
-        for row, _ in read_documents(request.key, source, request.field, records=request.encoder.records):
+        for row, _ in read_documents(
+            request.key, source, request.field, records=request.encoder.records
+        ):
             yield row
 
 
@@ -116,7 +139,9 @@ def _print_row(row: ShownRow) -> None:
             text = f"[[{text}]]"
         console.print(text, style="bold green" if learned else "", end="")
     how = "in [[brackets]]" if console.color_system is None else "in green"
-    console.print(f"\n{row.where}: {row.tokens:,} tokens, of which {row.learned:,} are learned, {how}")
+    console.print(
+        f"\n{row.where}: {row.tokens:,} tokens, of which {row.learned:,} are learned, {how}"
+    )
     if row.lost:
         console.print(f"the row {losing(row.lost)}")
 
@@ -124,7 +149,8 @@ def _print_row(row: ShownRow) -> None:
 def _check(words: Sequence[str]) -> int:
     folders = _folders("check", parse("data check", words).words)
     total = sum(size for folder in folders for _, size in files_of(read_index(folder, folder)))
-    damaged, done = False, 0.0
+    damaged = False
+    done = 0.0
     with Display("checking") as display:
 
         def advance(count: int) -> None:
@@ -140,7 +166,10 @@ def _check(words: Sequence[str]) -> int:
             if not damages:
                 several = "s" * (len(index.shards) != 1)
                 tokenizer = f" and {TOKENIZER_FILE}" if index.tokenizer_file_sha256 else ""
-                print(f"{folder}: {len(index.shards):,} shard{several}{tokenizer}, every byte as it was written")
+                print(
+                    f"{folder}: {len(index.shards):,} shard{several}{tokenizer}, every byte as "
+                    "it was written"
+                )
     return int(damaged)
 
 
@@ -148,14 +177,24 @@ def _show(words: Sequence[str]) -> int:
     options = parse("data show", words)
     if options.chat:
         return _show_row(options)
-    given = [name for name in ("tokenizer", "template", "document_end", "field", "row") if getattr(options, name)]
-    if given:
-        raise ConfigError(f"--{given[0].replace('_', '-')} is for conversations; add --chat, or leave it out")
+    chat_options = [
+        name
+        for name in ("tokenizer", "template", "document_end", "field", "row")
+        if getattr(options, name)
+    ]
+    if chat_options:
+        raise ConfigError(
+            f"--{chat_options[0].replace('_', '-')} is for conversations; add --chat, or leave "
+            "it out"
+        )
     indexes = {folder: read_index(folder, folder) for folder in _folders("show", options.words)}
     if options.json:
         trees = []
         for folder, index in indexes.items():
-            splits = {name: {"documents": index.documents(name), "tokens": index.tokens(name)} for name in SPLITS}
+            splits = {
+                name: {"documents": index.documents(name), "tokens": index.tokens(name)}
+                for name in SPLITS
+            }
             trees.append({"folder": folder} | dataclasses.asdict(index) | {"splits": splits})
         print(json.dumps(trees, indent=2))
     else:
@@ -166,42 +205,53 @@ def _show(words: Sequence[str]) -> int:
 def _show_row(options: Any) -> int:
     if options.tokenizer is None:
         raise ConfigError(
-            "fsdptoys data show --chat needs --tokenizer; write --tokenizer bytes, or a chat model's folder"
+            "fsdptoys data show --chat needs --tokenizer; write --tokenizer bytes, or a chat "
+            "model's folder"
         )
     if options.json:
         raise ConfigError("--json is for the index of a folder; leave it out with --chat")
-    encoder, wanted = _open_chat(options), options.row or 1
-    request = Request("ROWS", find_sources("ROWS", options.words), encoder, Path(), options.field or "messages")
-    row = next(itertools.islice(_conversations(request), wanted - 1, None), None)
+    encoder = _open_chat(options)
+    number = options.row or 1
+    request = Request(
+        "ROWS", find_sources("ROWS", options.words), encoder, Path(), options.field or "messages"
+    )
+    row = next(itertools.islice(_conversations(request), number - 1, None), None)
     if row is None:
-        raise ConfigError(f"--row {wanted} is not among the conversations; write --row 1")
+        raise ConfigError(f"--row {number} is not among the conversations; write --row 1")
     _print_row(encoder.shown(row))
     return 0
 
 
 def _folders(command: str, words: list[str]) -> list[str]:
     if not words:
-        raise ConfigError(f"fsdptoys data {command} needs a folder; write fsdptoys data {command} DIR")
+        raise ConfigError(
+            f"fsdptoys data {command} needs a folder; write fsdptoys data {command} DIR"
+        )
     return words
 
 
 def _describe(folder: str, index: Index) -> str:
     facts = {"folder": folder}
     for split in SPLITS:
-        documents, tokens, shards = index.documents(split), index.tokens(split), len(index.of(split))
+        documents = index.documents(split)
+        tokens = index.tokens(split)
+        shards = len(index.of(split))
         several = "s" * (shards != 1)
-        held = f"{documents:,} documents, {tokens:,} tokens in {shards:,} shard{several} of {index.dtype}"
-        facts[split] = held if shards else "nothing"
+        content = (
+            f"{documents:,} documents, {tokens:,} tokens in {shards:,} shard{several} of "
+            f"{index.dtype}"
+        )
+        facts[split] = content if shards else "nothing"
     source_bytes = sum(source.bytes for source in index.sources)
     tokens = sum(map(index.tokens, SPLITS))
     facts["sources"] = (
-        f"{len(index.sources):,} file{'s' * (len(index.sources) != 1)}, {source_bytes:,} bytes as they lie there, "
-        f"{source_bytes / tokens:.2f} a token"
+        f"{len(index.sources):,} file{'s' * (len(index.sources) != 1)}, {source_bytes:,} bytes "
+        f"as they lie there, {source_bytes / tokens:.2f} a token"
     )
     facts["tokenizer"] = (
         f"{index.tokenizer}, {index.vocab_size:,} ids, {index.document_end} ends a document; "
-        f"SHA-256 {index.tokenizer_sha256[:12]}…" + ("; kept in the folder" if index.tokenizer_file_sha256 else "")
-    )
+        f"SHA-256 {index.tokenizer_sha256[:12]}…"
+    ) + ("; kept in the folder" if index.tokenizer_file_sha256 else "")
     if index.left_out:
         facts["left out"] = f"{index.left_out:,} documents without text"
     return "\n".join(f"{label:<11}{value}" for label, value in facts.items())

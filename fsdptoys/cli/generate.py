@@ -24,35 +24,43 @@ from .commands import check_count, parse
 def generate_command(words: Sequence[str]) -> int:
     """Run the command; return the exit status: 1 if the model's logits were not finite."""
     options = parse("generate", words)
-    places, prompts = options.words, options.prompt
-    check_count("generate", places, 1, "one run or folder", "runs/NAME --prompt TEXT")
+    sources = options.words
+    prompts = options.prompt
+    check_count("generate", sources, 1, "one run or folder", "runs/NAME --prompt TEXT")
     if not prompts:
-        raise ConfigError(f"there is no prompt to continue; write fsdptoys generate {places[0]} --prompt TEXT")
+        raise ConfigError(
+            f"there is no prompt to continue; write fsdptoys generate {sources[0]} --prompt TEXT"
+        )
     for name in ("top_k", "top_p", "seed"):
         if options.temperature == 0 and getattr(options, name) is not None:
             raise ConfigError(
-                f"--{name.replace('_', '-')} {getattr(options, name)} is for sampling, and --temperature 0 takes "
-                "the most likely token; leave out one of them"
+                f"--{name.replace('_', '-')} {getattr(options, name)} is for sampling, and "
+                "--temperature 0 takes the most likely token; leave out one of them"
             )
     top_p = 1.0 if options.top_p is None else options.top_p
     draw = Draw(options.temperature, options.top_k, top_p, options.seed or 0)
     if options.system is not None and not options.chat:
         raise ConfigError(
-            f"--system {options.system!r:.40} is a message of a conversation; add --chat, or leave it out"
+            f"--system {options.system!r:.40} is a message of a conversation; add --chat, or "
+            "leave it out"
         )
     device, dtype = read_device(options.device, options.dtype)
 
-    trained = TrainedModel(places[0], say=print_status, adapter=options.adapter)
+    trained = TrainedModel(sources[0], say=print_status, adapter=options.adapter)
     context = trained.choose_context(options.context)
     tokenizer = trained.tokenizer(options.tokenizer)
-    ends, closing = trained.ends(), ""
+    ends = trained.ends()
+    closing = ""
     if options.chat:
         if tokenizer.encode_chat is None:
             raise ConfigError(
-                "--chat needs text, and --tokenizer ids has none; name the folder of the model's tokenizer"
+                "--chat needs text, and --tokenizer ids has none; name the folder of the model's "
+                "tokenizer"
             )
         template = trained.chat_template(options.tokenizer)
-        encoded, closing = _encode_messages(template, tokenizer.encode_chat, prompts, options.system)
+        encoded, closing = _encode_messages(
+            template, tokenizer.encode_chat, prompts, options.system
+        )
         if len(end := tokenizer.encode_chat(closing)) == 1:
             ends |= set(end)
     else:
@@ -61,19 +69,31 @@ def generate_command(words: Sequence[str]) -> int:
     for prompt, ids in zip(prompts, encoded, strict=True):
         option = f"--prompt {prompt!r:.40}"
         if not ids:
-            raise ConfigError(f"{option} encodes to no token, and the model needs one; write a longer prompt")
+            raise ConfigError(
+                f"{option} encodes to no token, and the model needs one; write a longer prompt"
+            )
         check_ids(ids, trained.config.vocab_size, option)
         if len(ids) > context:
-            fix = f"or write --context {min(len(ids), longest)}" if context < longest else "as model.max_seq_len allows"
-            raise ConfigError(f"{option} has {len(ids)} tokens, and the model sees {context}; shorten it, {fix}")
+            fix = (
+                f"or write --context {min(len(ids), longest)}"
+                if context < longest
+                else "as model.max_seq_len allows"
+            )
+            raise ConfigError(
+                f"{option} has {len(ids)} tokens, and the model sees {context}; shorten it, {fix}"
+            )
     model = trained.load(device, dtype)
 
-    made, broken, results = 0, False, []
+    count = 0
+    broken = False
+    results = []
     started = time.perf_counter()
     for prompt, ids in zip(prompts, encoded, strict=True):
         tokens_T = torch.tensor(ids, device=device.torch_device)
-        written = generate(model, tokens_T, options.tokens, context, draw, ends)[len(ids) :].tolist()
-        made += len(written)
+        written = generate(model, tokens_T, options.tokens, context, draw, ends)[
+            len(ids) :
+        ].tolist()
+        count += len(written)
         broken |= len(written) < options.tokens and not (written and written[-1] in ends)
         if options.chat:
             text = tokenizer.decode([token for token in written if token not in ends])
@@ -87,24 +107,39 @@ def generate_command(words: Sequence[str]) -> int:
     if options.json:
         print(json.dumps(results, indent=2))
     kind = options.dtype
-    print_status(f"{made} tokens in {seconds:.2f} s, {made / seconds:.1f} a second, on {device.type} in {kind}")
+    print_status(
+        f"{count} tokens in {seconds:.2f} s, {count / seconds:.1f} a second, on {device.type} in "
+        f"{kind}"
+    )
     if broken:
-        print_status("the model's logits were not finite; its training diverged, or another --dtype is needed")
+        print_status(
+            "the model's logits were not finite; its training diverged, or another --dtype is "
+            "needed"
+        )
     return int(broken)
 
 
 def _encode_messages(
-    template: ChatTemplate, encode: Callable[[str], list[int]], prompts: Sequence[str], system: str | None
+    template: ChatTemplate,
+    encode: Callable[[str], list[int]],
+    prompts: Sequence[str],
+    system: str | None,
 ) -> tuple[list[list[int]], str]:
-    """Ids with which a model answers each message after the system's, and the text that closes an answer."""
-    encoded, closing = [], ""
+    """Return the ids with which a model answers each message after the system's, and the text that
+    closes an answer."""
+    encoded = []
+    closing = ""
     for prompt in prompts:
         try:
             text, closing = template.turn(prompt, system)
             if system is not None and template.turn(prompt)[0] == text:
-                raise ConfigError(f"--system {system!r:.40} is left out by the chat template; leave out --system")
+                raise ConfigError(
+                    f"--system {system!r:.40} is left out by the chat template; leave out --system"
+                )
         except BadRowError as error:
-            option = f"--prompt {prompt!r:.40}" + ("" if system is None else f" after --system {system!r:.40}")
+            option = f"--prompt {prompt!r:.40}" + (
+                "" if system is None else f" after --system {system!r:.40}"
+            )
             fix = "write another, or leave out --chat" if system is None else "leave out --system"
             raise ConfigError(f"{option} {error}; {fix}") from error
         encoded.append(encode(text))

@@ -1,4 +1,5 @@
-"""Parts of the help pages read from the YAML files and the source of the config dataclasses, without torch."""
+"""Parts of the help pages read from the YAML files and the source of the config dataclasses,
+without torch."""
 
 import re
 import textwrap
@@ -12,8 +13,10 @@ PACKAGE = Path(__file__).parents[1]
 
 
 def plan_settings() -> str:
-    """The keys that only ``fsdptoys plan`` reads."""
-    hardware = ", ".join(sorted(path.stem for path in (PACKAGE / "configs" / "hardware").glob("*.yaml")))
+    """Return the keys that only ``fsdptoys plan`` reads."""
+    hardware = ", ".join(
+        sorted(path.stem for path in (PACKAGE / "configs" / "hardware").glob("*.yaml"))
+    )
     return f"""\
 settings:
   plan.hardware=NAME      {hardware}, or a YAML file like those of
@@ -25,8 +28,11 @@ settings:
 
 
 def sweep_lines() -> str:
-    """The names and descriptions of the shipped sweeps."""
-    lines = ["NAME, one of these or a YAML file like those of configs/sweep; settings after it override its own:"]
+    """Return the names and descriptions of the shipped sweeps."""
+    lines = [
+        "NAME, one of these or a YAML file like those of configs/sweep; settings after it "
+        "override its own:"
+    ]
     for path in sorted((PACKAGE / "configs" / "sweep").glob("*.yaml")):
         description = parse_yaml(path.read_text(encoding="utf-8"))["description"]
         text = f"{path.stem:<14} {' '.join(description.split())}"
@@ -36,11 +42,15 @@ def sweep_lines() -> str:
 
 def train_keys() -> str:
     """All groups, choices and keys, for ``fsdptoys train --help``."""
-    return "\n".join(["Groups (the default is marked with *):", *_groups(), "", "Keys:", *_keys()]) + "\n"
+    return (
+        "\n".join(["Groups (the default is marked with *):", *_groups(), "", "Keys:", *_keys()])
+        + "\n"
+    )
 
 
 def _groups() -> list[str]:
-    choices, defaults = list_choices(), list_defaults()
+    choices = list_choices()
+    defaults = list_defaults()
     lines = []
     for group, default in defaults.items():
         names = [f"{name}*" if name == default else name for name in choices[group]]
@@ -51,7 +61,8 @@ def _groups() -> list[str]:
 
 
 def _keys() -> list[str]:
-    classes, choices = read_classes(PACKAGE), list_choices()
+    classes = read_classes(PACKAGE)
+    choices = list_choices()
     lines = []
     roots = []
     for section, annotation, default in classes["Sections"].fields:
@@ -60,39 +71,52 @@ def _keys() -> list[str]:
             continue
         base = classes[annotation]
         lines += ["", f"{section}: {base.doc}", *_fields(classes, annotation, section)]
-        for name in sorted(classes, key=lambda name: name if name.startswith("Toy") else ""):  # a file has several
-            found = classes[name]
+        # a file has several
+        for name in sorted(classes, key=lambda name: name if name.startswith("Toy") else ""):
+            declaration = classes[name]
             if annotation not in ancestors(classes, name):
                 continue
             # parallel=fsdp1 selects FSDP1Config, parallel=toy_fsdp ToyFSDPConfig.
             choice = re.sub(r"^toy", "toy_", name.removesuffix("Config").lower())
-            if found.family:
-                presets = ", ".join(each for each in choices[section] if schema_name(section, each) == found.family)
-                heading = f"a {found.family} model" + (f" ({presets})" if presets else "")
+            if declaration.family:
+                presets = ", ".join(
+                    preset
+                    for preset in choices[section]
+                    if schema_name(section, preset) == declaration.family
+                )
+                heading = f"a {declaration.family} model" + (f" ({presets})" if presets else "")
             elif choice in choices.get(section, ()):
                 heading = f"{section}={choice}"
             else:
                 continue
-            own = _fields(classes, name, section, without=annotation)
-            lines += [f" with {heading}: {found.doc}", *own] if own else []
+            fields = _fields(classes, name, section, without=annotation)
+            lines += [f" with {heading}: {declaration.doc}", *fields] if fields else []
     return ["", *roots, *lines] if roots else lines
 
 
-def _fields(classes: dict[str, Declaration], name: str, prefix: str, without: str | None = None) -> list[str]:
-    """Return lines for a class's keys, including inherited ones, without those identical in class ``without``."""
-    shown = collect_keys(classes, without) if without else {}
+def _fields(
+    classes: dict[str, Declaration], name: str, prefix: str, without: str | None = None
+) -> list[str]:
+    """Return lines for a class's keys, including inherited ones, without those identical in class
+    ``without``."""
+    inherited = collect_keys(classes, without) if without else {}
     lines = []
-    for key, found in collect_keys(classes, name).items():
-        if shown.get(key) == found:
+    for key, field in collect_keys(classes, name).items():
+        if inherited.get(key) == field:
             continue
-        annotation, doc = found.annotation, found.doc
-        if annotation in classes and classes[annotation].fields and "Enum" not in classes[annotation].bases:
+        annotation = field.annotation
+        doc = field.doc
+        if (
+            annotation in classes
+            and classes[annotation].fields
+            and "Enum" not in classes[annotation].bases
+        ):
             lines += _fields(classes, annotation, f"{prefix}.{key}")
             continue
         if annotation in classes:
             members = ", ".join(member for member, _, _ in classes[annotation].fields)
             doc = f"{doc} [{members}]"
-        elif found.bounds:
-            doc = f"{doc} [{found.bounds}]"
-        lines.append(f"  {f'{prefix}.{key}={found.default}':<42} {doc}")
+        elif field.bounds:
+            doc = f"{doc} [{field.bounds}]"
+        lines.append(f"  {f'{prefix}.{key}={field.default}':<42} {doc}")
     return lines

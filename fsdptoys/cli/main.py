@@ -1,6 +1,7 @@
 """The command line: ``fsdptoys``, ``python -m fsdptoys`` and ``torchrun -m fsdptoys``.
 
-Every user mistake ends with one sentence on stderr and status 2. Imports are deferred so that help is fast.
+Every user mistake ends with one sentence on stderr and status 2. Imports are deferred so that help
+is fast.
 """
 
 import importlib
@@ -15,7 +16,12 @@ from fsdptoys.launch.exit_record import ExitRecord, write_exit_record
 from fsdptoys.utils.console_stream import install_streams, let_stdout_end, lost_output
 from fsdptoys.utils.text import near_miss, print_status
 
-from .system_errors import check_current_folder, check_log_level, explain_autoload, explain_environment
+from .system_errors import (
+    check_current_folder,
+    check_log_level,
+    explain_autoload,
+    explain_environment,
+)
 
 BROKEN_PIPE = 141
 """Exit status when the reader has closed the pipe, the same as for SIGPIPE."""
@@ -37,7 +43,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     words = list(sys.argv[1:] if argv is None else argv)
     worker = "RANK" in os.environ and "WORLD_SIZE" in os.environ
     if worker:
-        # Die of Ctrl-C at once, even inside a collective; the launcher waits for it and prints the message.
+        # Die of Ctrl-C at once, even inside a collective; the launcher waits for it and prints the
+        # message.
         signal.signal(signal.SIGINT, signal.SIG_DFL)
     try:
         check_log_level(os.environ)
@@ -59,7 +66,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         if sentence is None:
             raise
         # A full disk or memory is a failure (1); a wrong environment variable is a mistake (2).
-        passes = isinstance(error, (OSError, MemoryError)) and not isinstance(error, FileNotFoundError)
+        passes = isinstance(error, (OSError, MemoryError)) and not isinstance(
+            error, FileNotFoundError
+        )
         return _report_mistake(sentence, worker, 1 if passes else 2)
     except KeyboardInterrupt:
         print("fsdptoys: stopped by SIGINT", file=sys.stderr)
@@ -77,12 +86,16 @@ def _report_mistake(sentence: str, worker: bool, status: int = 2) -> int:
 
 def _explain_missing_command(word: str, later: list[str]) -> str:
     """Return the message for a first argument that is not a command, with the line to type."""
-    from .commands import command_names, make_parsers
+    from .command_table import make_parsers
+    from .commands import command_names
 
     key, equals, value = word.partition("=")
     option = key if key.startswith("-") else None
     if option in ("-c", "--cfg", *MULTIRUN):
-        return f"{word} is an option of fsdptoys train; write fsdptoys train {' '.join([word, *later])}"
+        return (
+            f"{word} is an option of fsdptoys train; write fsdptoys train "
+            f"{' '.join([word, *later])}"
+        )
     if word == "version":
         return f"{word} is not a command; write fsdptoys --version"
     if option is None and not equals and (near := near_miss(word, command_names())):
@@ -96,7 +109,10 @@ def _explain_missing_command(word: str, later: list[str]) -> str:
     fix = find_fix(key.lstrip("-"), value if equals else None, choices, {})
     takers = [name for name, parser in make_parsers()[1].items() if option in parser.examples]
     if fix is None and takers:
-        return f"{word} is an option of fsdptoys {takers[0]}; write fsdptoys {takers[0]} {' '.join([word, *later])}"
+        return (
+            f"{word} is an option of fsdptoys {takers[0]}; write fsdptoys {takers[0]} "
+            f"{' '.join([word, *later])}"
+        )
     if option is not None:
         return without_dashes(word, later, choices, {}, "fsdptoys train ")
     if fix is None or (not equals and fix.verb):
@@ -113,17 +129,23 @@ def _run(words: list[str]) -> int:
     if not words or words[0] in ("-h", "--help", "help"):
         print(help_page(), end="")
         return 0
-    command, words = words[0], words[1:]
+    command = words[0]
+    words = words[1:]
     if command not in command_names():
         raise ConfigError(_explain_missing_command(command, words))
     if command == "sweep" or (command == "train" and any(word in MULTIRUN for word in words)):
-        command, words = "sweep", [word for word in words if word not in MULTIRUN]
-    if any(word in ("-h", "--help") for word in words) or not (words or command in ("train", "plan", "models")):
+        command = "sweep"
+        words = [word for word in words if word not in MULTIRUN]
+    if any(word in ("-h", "--help") for word in words) or not (
+        words or command in ("train", "plan", "models")
+    ):
         print(help_page(command), end="")
         return 0
     check_current_folder()  # PyTorch cannot be imported without one
     if command == "sweep":
         let_stdout_end()
-    module = importlib.import_module(f".{'report' if command == 'compare' else command}", __package__)
+    module = importlib.import_module(
+        f".{'report' if command == 'compare' else command}", __package__
+    )
     status: int = getattr(module, f"{command}_command")(words)
     return status

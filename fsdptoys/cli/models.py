@@ -1,4 +1,5 @@
-"""``fsdptoys models``: size and FLOPs of the model presets, counted on models built on the meta device."""
+"""``fsdptoys models``: size and FLOPs of the model presets, counted on models built on the meta
+device."""
 
 import json
 from collections.abc import Sequence
@@ -13,7 +14,7 @@ from fsdptoys.config.compose import compose_presets
 from fsdptoys.config.overrides import list_choices
 from fsdptoys.errors import ConfigError
 from fsdptoys.models import ModelConfig
-from fsdptoys.utils.text import near_miss
+from fsdptoys.utils.text import suggestion
 
 from .commands import parse
 
@@ -57,11 +58,12 @@ class _Column:
 
 
 NOTES = (
-    "Parameters: a weight that is shared counts once. Active: those that one token meets, all but the experts that it "
-    "is not sent to. Embedding: look-ups of tokens and positions, and the head where it shares their weight.\n"
-    "FLOPs: forward and backward of one token in a sequence of the whole context, 6 for each weight of a matrix "
-    "product (of experts only the active), and attention over half of the square, since it is causal. Look-ups count "
-    "nothing, nor does recomputation."
+    "Parameters: a weight that is shared counts once. Active: those that one token meets, all "
+    "but the experts that it is not sent to. Embedding: look-ups of tokens and positions, and "
+    "the head where it shares their weight.\nFLOPs: forward and backward of one token in a "
+    "sequence of the whole context, 6 for each weight of a matrix product (of experts only the "
+    "active), and attention over half of the square, since it is causal. Look-ups count nothing, "
+    "nor does recomputation."
 )
 """Explanation below the table."""
 
@@ -70,14 +72,15 @@ def models_command(words: Sequence[str]) -> int:
     """Run ``fsdptoys models``; return the exit status."""
     options = parse("models", words)
     presets = list_choices()["model"]
-    chosen = list(dict.fromkeys(options.words))
-    for name in chosen:
+    names = list(dict.fromkeys(options.words))
+    for name in names:
         if name not in presets:
-            near = near_miss(name, presets)
-            fix = f"did you mean fsdptoys models {near}?" if near else "write fsdptoys models for all of them"
+            fix = suggestion(
+                name, presets, "write fsdptoys models for all of them", "fsdptoys models "
+            )
             raise ConfigError(f"{name} is not a model preset; {fix}")
-    facts = [measure(config) for config in compose_presets(chosen or presets)]
-    if not chosen:
+    facts = [measure(config) for config in compose_presets(names or presets)]
+    if not names:
         facts.sort(key=lambda fact: (fact.family, fact.parameters))
     if options.json:
         print(json.dumps([asdict(fact) for fact in facts], indent=2))
@@ -128,13 +131,18 @@ def print_table(facts: Sequence[ModelFacts], console: Console) -> None:
     table = Table.grid(padding=(0, GAP, 0, 0), pad_edge=False)
     for column in columns:
         table.add_column(justify=column.justify, no_wrap=True, min_width=column.width)
-    for number, row in enumerate(zip(*((*column.heading, *column.cells) for column in columns), strict=True)):
+    for number, row in enumerate(
+        zip(*((*column.heading, *column.cells) for column in columns), strict=True)
+    ):
         if any(row):
             table.add_row(*row, style="dim" if number < 2 else None)
     console.print(table, highlight=False)
     console.print()
     if left_out:
-        console.print(f"Left out for want of width: {', '.join(left_out)}; --json has all numbers.", highlight=False)
+        console.print(
+            f"Left out for want of width: {', '.join(left_out)}; --json has all numbers.",
+            highlight=False,
+        )
     console.print(NOTES, highlight=False, markup=False)
 
 

@@ -1,6 +1,7 @@
 """An ``argparse`` parser whose mistakes are sentences with the closest valid option.
 
-Commands take dashed options; the settings of a run are ``key=value`` words without dashes, which stay in order.
+Commands take dashed options; the settings of a run are ``key=value`` words without dashes, which
+stay in order.
 """
 
 import argparse
@@ -11,7 +12,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
 from fsdptoys.errors import ConfigError
-from fsdptoys.utils.text import near_miss
+from fsdptoys.utils.text import suggestion
 
 
 class Parser(argparse.ArgumentParser):
@@ -22,13 +23,18 @@ class Parser(argparse.ArgumentParser):
         strict: refuse unknown options; otherwise they stay in ``words``.
     """
 
-    def __init__(self, page: Callable[[], str] | None = None, strict: bool = True, **settings: Any) -> None:
-        self.page, self.strict = page, strict
+    def __init__(
+        self, page: Callable[[], str] | None = None, strict: bool = True, **settings: Any
+    ) -> None:
+        self.page = page
+        self.strict = strict
         self.examples: dict[str, str] = {}
         self.any_text: set[str] = set()
         """Options whose values may be empty, or begin with dashes after an equals sign."""
         super().__init__(
-            formatter_class=functools.partial(argparse.RawDescriptionHelpFormatter, width=120, max_help_position=30),
+            formatter_class=functools.partial(
+                argparse.RawDescriptionHelpFormatter, width=120, max_help_position=30
+            ),
             allow_abbrev=False,
             add_help=False,
             **settings,
@@ -40,9 +46,11 @@ class Parser(argparse.ArgumentParser):
         self.add_argument(option, action="store_true", help=text)
 
     def value(self, form: str, text: str, example: str = "", **settings: Any) -> None:
-        """Add an option with a value, ``form`` being ``--option METAVAR``; messages show the example of a value.
+        """Add an option with a value, ``form`` being ``--option METAVAR``; messages show the
+        example of a value.
 
-        ``settings`` are those of ``add_argument``, except that ``type`` takes the option and the typed value.
+        ``settings`` are those of ``add_argument``, except that ``type`` takes the option and the
+        typed value.
         """
         option, _, metavar = form.partition(" ")
         self.examples[option] = example or metavar
@@ -68,27 +76,32 @@ class Parser(argparse.ArgumentParser):
         for word in rest if self.strict else ():
             name, equals, value = word.partition("=")
             if word.startswith("-"):
-                near = near_miss(name, list(self.examples))
-                fix = f"did you mean {near}?" if near else f"see {self.prog} --help"
+                fix = suggestion(name, list(self.examples), f"see {self.prog} --help")
                 raise ConfigError(f"{word} is not an option of {self.prog}; {fix}")
             if equals and f"--{name}" in self.examples:
                 raise ConfigError(f"{word} lacks its dashes; write --{name} {value}")
         return options
 
     def _join_values(self, words: Sequence[str]) -> list[str]:
-        """Write each value as ``--option=value``; alone, argparse would take a value like -x for an option."""
-        joined, queue = [], list(words)
+        """Write each value as ``--option=value``; alone, argparse would take a value like -x for an
+        option."""
+        joined = []
+        queue = list(words)
         while queue:
             word = queue.pop(0)
             option, equals, value = word.partition("=")
             example = self.examples.get(option)
             if example == "" and equals:
-                raise ConfigError(f"{word} gives a value to {option}, which takes none; write {option}")
+                raise ConfigError(
+                    f"{word} gives a value to {option}, which takes none; write {option}"
+                )
             if example:
                 missing = not equals and (not queue or queue[0].startswith("--"))
                 if not equals and not missing:
                     value = queue.pop(0)
-                if missing or (option not in self.any_text and (not value or value.startswith("--"))):
+                if missing or (
+                    option not in self.any_text and (not value or value.startswith("--"))
+                ):
                     raise ConfigError(f"{option} has no value; write {option} {example}")
                 word = f"{option}={value}"
             joined.append(word)
@@ -98,7 +111,11 @@ class Parser(argparse.ArgumentParser):
         """Raise argparse's message, after the name of the argument, as a ``ConfigError``."""
         option, _, reason = message.removeprefix("argument ").partition(": ")
         other = reason.removeprefix("not allowed with argument ")
-        raise ConfigError(f"{other} and {option} exclude each other; keep one of them" if other != reason else reason)
+        raise ConfigError(
+            f"{other} and {option} exclude each other; keep one of them"
+            if other != reason
+            else reason
+        )
 
     def format_help(self) -> str:
         """Return the help page."""
@@ -112,7 +129,9 @@ def integer(fix: int, least: int = 1) -> Callable[[str, str], int]:
 
     def read(option: str, typed: str) -> int:
         if not re.fullmatch(r"-?\d{1,18}", typed) or int(typed) < least:
-            fault = f"{option} {typed} must be a whole number of at least {least}; write {option} {fix}"
+            fault = (
+                f"{option} {typed} must be a whole number of at least {least}; write {option} {fix}"
+            )
             raise argparse.ArgumentTypeError(fault)
         return int(typed)
 
@@ -128,7 +147,9 @@ def number(bounds: str, fix: str, allowed: Callable[[float], bool]) -> Callable[
         except ValueError:
             value = math.nan
         if not (math.isfinite(value) and allowed(value)):
-            raise argparse.ArgumentTypeError(f"{option} {typed} must be a {bounds}; write {option} {fix}")
+            raise argparse.ArgumentTypeError(
+                f"{option} {typed} must be a {bounds}; write {option} {fix}"
+            )
         return value
 
     return read

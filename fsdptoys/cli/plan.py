@@ -4,7 +4,8 @@
     fsdptoys plan search model=llama3_8b plan.hardware=h100 plan.world_size=64
     fsdptoys plan calibrate runs/a runs/b hardware=h100 out=mine.yaml
 
-The words are those of ``fsdptoys train`` on that hardware, which also chooses the same experiment if they name none.
+The words are those of ``fsdptoys train`` on that hardware, which also chooses the same experiment
+if they name none.
 """
 
 import copy
@@ -34,7 +35,8 @@ from fsdptoys.plan.search.search import search
 from fsdptoys.plan.search.switches import node_ranks_of, validate_switches
 from fsdptoys.plan.text_report import advice_to_dict, print_prediction, print_search, search_to_dict
 from fsdptoys.utils.atomic_write import check_output
-from fsdptoys.utils.text import near_miss
+from fsdptoys.utils.signal_handlers import handle_signals
+from fsdptoys.utils.text import suggestion
 
 from .commands import parse
 from .planned import AUTO_MEMORY, fastest_switches, with_margin
@@ -58,7 +60,9 @@ def compose_hypothetical(words: Sequence[str], *, searches: bool) -> Hypothetica
     """Compose a run for the hardware named by its words; a search chooses the strategy itself."""
     words = list(words)
     named = names_training(words)
-    config = compose_config([word for word in words if named or re.match(r"plan\.|launch\.|parallel=", word)])
+    config = compose_config(
+        [word for word in words if named or re.match(r"plan\.|launch\.|parallel=", word)]
+    )
     hardware = hardware_of(config)
     world_size = world_size_of(config, hardware)
     _check_launch(config, hardware, world_size)
@@ -73,36 +77,39 @@ def compose_hypothetical(words: Sequence[str], *, searches: bool) -> Hypothetica
     if searches:  # a search chooses the switches by itself
         words = [word for word in words if word != AUTO_MEMORY]
     elif AUTO_MEMORY in words and hardware.device_type != "cpu":
-        words += fastest_switches(words, config, with_margin(hardware, memory_bytes), world_size, stdout=False)
+        words += fastest_switches(
+            words, config, with_margin(hardware, memory_bytes), world_size, stdout=False
+        )
         config = compose_config(words)
     return HypotheticalRun(config, hardware, world_size, memory_bytes, words)
 
 
 def _check_launch(config: Config, hardware: Hardware, world_size: int) -> None:
     """Reject launch settings that contradict the hypothetical hardware."""
-    launch, on_a_machine = config.launch, config.launch.nproc_per_node
+    launch = config.launch
+    on_a_machine = config.launch.nproc_per_node
     if launch.device.value not in ("auto", hardware.device_type):
         raise ConfigError(
-            f"launch.device={launch.device.value} differs from the type of plan.hardware={hardware.name}, "
-            f"{hardware.device_type}; leave it out"
+            f"launch.device={launch.device.value} differs from the type of "
+            f"plan.hardware={hardware.name}, {hardware.device_type}; leave it out"
         )
-    started = launch.nnodes * (on_a_machine if on_a_machine != -1 else int(hardware.devices_per_node.value))
+    started = launch.nnodes * (
+        on_a_machine if on_a_machine != -1 else int(hardware.devices_per_node.value)
+    )
     is_set = launch.nnodes != 1 or on_a_machine != -1
     if is_set and config.plan.world_size is not None and started != world_size:
         raise ConfigError(
-            f"plan.world_size={world_size} is not the {started} ranks of launch.nnodes={launch.nnodes} and "
-            f"launch.nproc_per_node={on_a_machine}; leave out plan.world_size, or both of these"
+            f"plan.world_size={world_size} is not the {started} ranks of "
+            f"launch.nnodes={launch.nnodes} and launch.nproc_per_node={on_a_machine}; leave out "
+            "plan.world_size, or both of these"
         )
 
 
 def plan_command(words: Sequence[str]) -> int:
     """Run ``fsdptoys plan``; return the exit status."""
     # SIGTERM raises, so that the tracing subprocess is ended too.
-    before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
-    try:
+    with handle_signals({signal.SIGTERM: lambda *_: sys.exit(128 + signal.SIGTERM)}):
         return _run(words)
-    finally:
-        signal.signal(signal.SIGTERM, before)
 
 
 def _run(words: Sequence[str]) -> int:
@@ -111,25 +118,32 @@ def _run(words: Sequence[str]) -> int:
     if words and words[0] == "search":
         return _search(words[1:])
     if words and "=" not in words[0] and not words[0].startswith("-"):
-        near = near_miss(words[0], ("search", "calibrate"))
-        fix = f"did you mean fsdptoys plan {near}?" if near else "write fsdptoys plan --help"
+        fix = suggestion(
+            words[0], ("search", "calibrate"), "write fsdptoys plan --help", "fsdptoys plan "
+        )
         raise ConfigError(f"{words[0]} is not a command of fsdptoys plan; {fix}")
     options = parse("plan", words)
     words = options.words
     _refuse(words, "plan.predict", "plan.rows")
     if any(word.partition("=")[0] == "--png" for word in words):
-        raise ConfigError("--png draws the result of a search; write fsdptoys plan search --png FILE")
+        raise ConfigError(
+            "--png draws the result of a search; write fsdptoys plan search --png FILE"
+        )
     run = compose_hypothetical(words, searches=False)
-    config, hardware, world_size = copy.deepcopy(run.config), run.hardware, run.world_size
+    config = copy.deepcopy(run.config)
+    hardware = run.hardware
+    world_size = run.world_size
     node_ranks = node_ranks_of(config, hardware, world_size)
     try:
         validate_switches(config, world_size, hardware.device_type, node_ranks)
     except ConfigError as mistake:  # plan.world_size sets the number of hypothetical ranks
-        raise ConfigError(str(mistake).replace("launch.nproc_per_node=", "plan.world_size=")) from mistake
+        raise ConfigError(
+            str(mistake).replace("launch.nproc_per_node=", "plan.world_size=")
+        ) from mistake
     if config.plan.expert_imbalance != 1 and config.mesh.ep_size == 1:
         raise ConfigError(
-            f"plan.expert_imbalance={config.plan.expert_imbalance:g} is a load of ranks that split experts, of which "
-            "mesh.ep_size=1 has none; leave it out or set mesh.ep_size"
+            f"plan.expert_imbalance={config.plan.expert_imbalance:g} is a load of ranks that "
+            "split experts, of which mesh.ep_size=1 has none; leave it out or set mesh.ep_size"
         )
     prediction = predict(config, hardware, world_size)
     estimate = functools.partial(fast_estimate, hardware=hardware, world_size=world_size)

@@ -1,8 +1,9 @@
-"""Model and memory switches that the planner chooses for a run on accelerators with a hardware profile.
+"""Model and memory switches that the planner chooses for a run on accelerators with a hardware
+profile.
 
-A command line without overrides trains the largest preset that fits. One with ``memory=auto`` takes the fastest
-switches of ``memory`` that fit. A margin stays free: ``MARGIN`` of the device's memory, or
-``MEASURED_MARGIN`` once the profile's ``outside_allocator_bytes`` is measured.
+A command line without overrides trains the largest preset that fits. One with ``memory=auto`` takes
+the fastest switches of ``memory`` that fit. A margin stays free: ``MARGIN`` of the device's memory,
+or ``MEASURED_MARGIN`` once the profile's ``outside_allocator_bytes`` is measured.
 """
 
 import dataclasses
@@ -30,10 +31,11 @@ MEASURED_MARGIN = 0.02  # growth of reserved memory after the two steps of a pre
 
 @dataclass(frozen=True)
 class DeviceMemory:
-    """Memory of each device for a run."""
+    """Return the memory of each device for a run."""
 
     hardware: Hardware
-    available_bytes: float  # to PyTorch's allocator: free at the start, and at most as in the profile
+    available_bytes: float
+    """To PyTorch's allocator: free at the start, and at most as in the profile."""
     margin: float  # share of the device's memory to be left free
 
     @property
@@ -42,39 +44,50 @@ class DeviceMemory:
         return self.available_bytes - self.margin * self.hardware.memory_bytes.value
 
     def describe(self, reserved_bytes: float) -> str:
-        """Memory needed, memory available and margin."""
+        """Describe the memory needed, memory available and margin."""
         margin_gib = self.margin * self.hardware.memory_bytes.value / GIB
-        reason = f" until outside_allocator_bytes of {self.hardware.name} is measured" if self.margin == MARGIN else ""
+        reason = (
+            f" until outside_allocator_bytes of {self.hardware.name} is measured"
+            if self.margin == MARGIN
+            else ""
+        )
         return (
-            f"predicted to need {reserved_bytes / GIB:.1f} GiB of {self.available_bytes / GIB:.1f} GiB available on "
-            f"each device, with a margin of {margin_gib:.1f} GiB ({self.margin:.0%} of its memory{reason})"
+            f"predicted to need {reserved_bytes / GIB:.1f} GiB of "
+            f"{self.available_bytes / GIB:.1f} GiB available on each device, with a margin of "
+            f"{margin_gib:.1f} GiB ({self.margin:.0%} of its memory{reason})"
         )
 
 
 def device_memory(device_type: str, devices: int, profile: str = "auto") -> DeviceMemory | None:
-    """Memory of this machine's first devices; None without a hardware profile, which ``profile`` can name.
+    """Return the memory of this machine's first devices; None without a hardware profile, which
+    ``profile`` can name.
 
-    Under another launcher every rank asks, and all must agree: they take the profile's memory, not the free one.
+    Under another launcher every rank asks, and all must agree: they take the profile's memory, not
+    the free one.
     """
     if device_type == "cpu":
         return None
-    found = profile_of_this_machine() if profile == "auto" else profile
-    if found is None:
+    name = profile_of_this_machine() if profile == "auto" else profile
+    if name is None:
         return None
-    hardware = load_hardware(found)
+    hardware = load_hardware(name)
     free_bytes = None if "RANK" in os.environ else least_free_bytes(device_type, devices)
     return with_margin(hardware, hardware.usable_bytes if free_bytes is None else free_bytes)
 
 
 def with_margin(hardware: Hardware, available_bytes: float) -> DeviceMemory:
-    """Memory for a run on devices with ``available_bytes`` free, and the share of it that stays free."""
+    """Return the memory for a run on devices with ``available_bytes`` free, and the share of it
+    that stays free."""
     is_assumed = hardware.outside_allocator_bytes.source.startswith("assumed")
     available_bytes = min(hardware.usable_bytes, available_bytes)
     return DeviceMemory(hardware, available_bytes, MARGIN if is_assumed else MEASURED_MARGIN)
 
 
-def choose_largest(experiment: str, device_type: str, world_size: int, *, stdout: bool = True) -> list[str]:
-    """Return the overrides of the largest preset predicted to fit, on an accelerator with a known profile.
+def choose_largest(
+    experiment: str, device_type: str, world_size: int, *, stdout: bool = True
+) -> list[str]:
+    """Return the overrides of the largest preset predicted to fit, on an accelerator with a known
+    profile.
 
     Args:
         experiment: the override returned alone on other devices.
@@ -89,18 +102,31 @@ def choose_largest(experiment: str, device_type: str, world_size: int, *, stdout
     from fsdptoys.plan.estimate.estimate import fast_estimate
     from fsdptoys.plan.search.search import largest_preset
 
-    presets = [preset for preset in compose_presets(list_choices()["model"]) if not preset.name.endswith("_debug")]
+    presets = [
+        preset
+        for preset in compose_presets(list_choices()["model"])
+        if not preset.name.endswith("_debug")
+    ]
     base = compose_config([experiment])
     limit = memory.limit_bytes
-    best = largest_preset(presets, base, [experiment], memory.hardware, world_size, limit, fast_estimate)
+    best = largest_preset(
+        presets, base, [experiment], memory.hardware, world_size, limit, fast_estimate
+    )
     _say(f"{' '.join(best.words)} is {memory.describe(best.reserved_bytes)}", stdout)
     return list(best.words)
 
 
 def choose_switches(
-    words: Sequence[str], base: Config, device_type: str, world_size: int, local_ranks: int, *, stdout: bool = True
+    words: Sequence[str],
+    base: Config,
+    device_type: str,
+    world_size: int,
+    local_ranks: int,
+    *,
+    stdout: bool = True,
 ) -> list[str]:
-    """Return overrides of ``memory``, to append to those with ``memory=auto``, with which a run is fastest and fits.
+    """Return overrides of ``memory``, to append to those with ``memory=auto``, with which a run is
+    fastest and fits.
 
     Empty if nothing fits or the run has no prediction, which a printed sentence explains.
 
@@ -121,7 +147,12 @@ def choose_switches(
 
 
 def fastest_switches(
-    words: Sequence[str], base: Config, memory: DeviceMemory, world_size: int, *, stdout: bool = True
+    words: Sequence[str],
+    base: Config,
+    memory: DeviceMemory,
+    world_size: int,
+    *,
+    stdout: bool = True,
 ) -> list[str]:
     """Return the overrides of :func:`choose_switches` for devices with the given memory."""
     from fsdptoys.plan.estimate.estimate import fast_estimate
@@ -129,24 +160,34 @@ def fastest_switches(
     from fsdptoys.plan.search.switches import SENSIBLE, check_strategy
 
     started = time.perf_counter()
-    own: dict[str, Any] = {name: (getattr(base.parallel, key),) for name, key in OWN if hasattr(base.parallel, key)}
-    space = dataclasses.replace(SENSIBLE, strategies=(base.parallel.name,), **own)
+    strategy_values: dict[str, Any] = {
+        name: (getattr(base.parallel, key),) for name, key in OWN if hasattr(base.parallel, key)
+    }
+    space = dataclasses.replace(SENSIBLE, strategies=(base.parallel.name,), **strategy_values)
     # Batch and mesh stay as the files have them.
-    given = [word for word in words if word != AUTO_MEMORY]
-    given += [f"train.batch_size={base.train.batch_size}"]
-    given += [f"mesh.{name}={value_text(value)}" for name, value in vars(base.mesh).items()]
+    overrides = [word for word in words if word != AUTO_MEMORY]
+    overrides += [f"train.batch_size={base.train.batch_size}"]
+    overrides += [f"mesh.{name}={value_text(value)}" for name, value in vars(base.mesh).items()]
     try:
         check_strategy(base)
-        best = search(base, given, memory.hardware, world_size, memory.limit_bytes, fast_estimate, space=space).best
+        best = search(
+            base,
+            overrides,
+            memory.hardware,
+            world_size,
+            memory.limit_bytes,
+            fast_estimate,
+            space=space,
+        ).best
     except ConfigError as error:
         _say(f"memory=auto leaves the switches off: {error}", stdout)
         return []
-    changed = [word for word in best.words if word not in given]
+    changed = [word for word in best.words if word not in overrides]
     seconds = time.perf_counter() - started
     _say(
-        f"memory=auto: {' '.join(changed) or 'the switches as they are'}, the fastest of those that fit, "
-        f"{memory.describe(best.reserved_bytes)}; {best.tokens_per_second:,.0f} tokens/s predicted, chosen in "
-        f"{seconds:.1f} s",
+        f"memory=auto: {' '.join(changed) or 'the switches as they are'}, the fastest of those "
+        f"that fit, {memory.describe(best.reserved_bytes)}; {best.tokens_per_second:,.0f} "
+        f"tokens/s predicted, chosen in {seconds:.1f} s",
         stdout,
     )
     return changed

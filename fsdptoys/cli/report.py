@@ -28,7 +28,8 @@ WIDEST = 10_000
 def report_command(words: Sequence[str]) -> int:
     """Run ``fsdptoys report``; return the exit status."""
     options = parse("report", words)
-    paths, form = options.words, options.form
+    paths = options.words
+    form = options.form
     _check_names(paths)
     if options.live:
         return _follow(paths, form or ("--out" if options.out is not None else None))
@@ -36,10 +37,11 @@ def report_command(words: Sequence[str]) -> int:
         raise ConfigError("fsdptoys report needs a run or a sweep; write fsdptoys report runs/NAME")
     if form and options.out is not None:
         raise ConfigError(
-            f"--out names the page, and {form} prints to the terminal; leave one of them out, or write "
-            f"fsdptoys report {paths[0]} {form} > FILE"
+            f"--out names the page, and {form} prints to the terminal; leave one of them out, or "
+            f"write fsdptoys report {paths[0]} {form} > FILE"
         )
-    page = Path(paths[0] if len(paths) == 1 else "", PAGE)  # in the reported folder, or in the current one
+    # in the reported folder, or in the current one
+    page = Path(paths[0] if len(paths) == 1 else "", PAGE)
     if options.out is not None:
         page = Path(os.path.expanduser(options.out))
     if not form:
@@ -72,7 +74,8 @@ def report_command(words: Sequence[str]) -> int:
 
 
 def compare_command(words: Sequence[str]) -> int:
-    """Run ``fsdptoys compare``; return 0 if the runs are the same, 1 if they differ or are incomplete."""
+    """Run ``fsdptoys compare``; return 0 if the runs are the same, 1 if they differ or are
+    incomplete."""
     options = parse("compare", words)
     paths = options.words
     _check_names(paths)
@@ -82,15 +85,17 @@ def compare_command(words: Sequence[str]) -> int:
     from fsdptoys.report.compare_text import print_comparison
 
     try:
-        found = compare_runs(open_run(Path(first)), open_run(Path(second)), options.tolerance)
-        print_comparison(found, (first, second), _console())
+        comparison = compare_runs(open_run(Path(first)), open_run(Path(second)), options.tolerance)
+        print_comparison(comparison, (first, second), _console())
     except (ConfigError, BrokenPipeError):
         raise
     except Exception as mistake:
         # A traceback would exit with status 1, which means that the runs differ.
         reason = one_line(f"{type(mistake).__name__}: {mistake}")
-        raise ConfigError(f"{first} and {second} cannot be compared ({reason}); check the files of both") from mistake
-    return 0 if found.same else 1
+        raise ConfigError(
+            f"{first} and {second} cannot be compared ({reason}); check the files of both"
+        ) from mistake
+    return 0 if comparison.same else 1
 
 
 def _check_names(paths: Sequence[str]) -> None:
@@ -101,7 +106,9 @@ def _check_names(paths: Sequence[str]) -> None:
         except (FileNotFoundError, NotADirectoryError):
             continue
         except (OSError, ValueError) as mistake:
-            raise ConfigError(f"{one_line(path)} cannot be read ({one_line(mistake)}); name a run") from mistake
+            raise ConfigError(
+                f"{one_line(path)} cannot be read ({one_line(mistake)}); name a run"
+            ) from mistake
 
 
 def _follow(paths: Sequence[str], other: str | None) -> int:
@@ -123,11 +130,14 @@ def _check_page(page: Path, typed: bool) -> None:
     if typed or folder.is_dir():  # a missing run is reported later
         check_page(page, "--out" if typed else "the page")
     if folder.is_dir() and not os.access(folder, os.W_OK | os.X_OK):
-        raise ConfigError(f"the page would go into {folder}, where this user may not write; write --out {PAGE}")
+        raise ConfigError(
+            f"the page would go into {folder}, where this user may not write; write --out {PAGE}"
+        )
 
 
 def _console() -> Console:
-    """Return a console as wide as the terminal or ``COLUMNS``; without either, lines are not wrapped."""
+    """Return a console as wide as the terminal or ``COLUMNS``; without either, lines are not
+    wrapped."""
     if sys.stdout.isatty() or "COLUMNS" in os.environ:
         return Console(width=shutil.get_terminal_size().columns)
     return Console(width=WIDEST, soft_wrap=True)

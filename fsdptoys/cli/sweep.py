@@ -1,6 +1,5 @@
 """``fsdptoys sweep``: parse its arguments, run it, and keep its tables up to date."""
 
-import contextlib
 import dataclasses
 import os
 import re
@@ -17,7 +16,7 @@ from fsdptoys.report.table_export import to_csv, to_json, to_markdown
 from fsdptoys.report.table_terminal import print_table
 from fsdptoys.sweep.definition import is_file_name
 from fsdptoys.sweep.run_sweep import SweepArguments, run_sweep, split_words
-from fsdptoys.sweep.runner import TRAIN, print_status
+from fsdptoys.sweep.runner import TRAIN, print_line
 from fsdptoys.utils.atomic_write import write_atomically
 from fsdptoys.utils.text import near_miss
 
@@ -30,9 +29,9 @@ def sweep_command(words: Sequence[str], train: Sequence[str] = TRAIN) -> int:
     """Run ``fsdptoys sweep``; return the exit status of ``run_sweep``."""
     if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
         raise ConfigError(
-            "fsdptoys sweep starts the ranks of each job itself, and here torchrun has started it as one of several; "
-            f"write {shlex.join(['fsdptoys', 'sweep', *words])} launch.nproc_per_node={os.environ['WORLD_SIZE']}, "
-            "without torchrun"
+            "fsdptoys sweep starts the ranks of each job itself, and here torchrun has started "
+            f"it as one of several; write {shlex.join(['fsdptoys', 'sweep', *words])} "
+            f"launch.nproc_per_node={os.environ['WORLD_SIZE']}, without torchrun"
         )
     return run_sweep(read_words(words), make_tables, train)
 
@@ -45,16 +44,19 @@ def read_words(words: Sequence[str]) -> SweepArguments:
     """
     options = parse("sweep", _join_resume(words))
     for word in options.words:
-        known = near_miss(word.partition("=")[0], SWEEP_OPTIONS) if word.startswith("--") else None
-        if known:
-            raise ConfigError(f"{word} is not an option of fsdptoys sweep; did you mean {known}?")
+        near = near_miss(word.partition("=")[0], SWEEP_OPTIONS)
+        if near and word.startswith("--"):
+            raise ConfigError(f"{word} is not an option of fsdptoys sweep; did you mean {near}?")
     resume = options.resume or options.resume_dir is not None
     if resume and options.out is not None:
         raise ConfigError(
-            f"--out {options.out} names a new folder, and --resume continues in an old one; leave out one of them"
+            f"--out {options.out} names a new folder, and --resume continues in an old one; "
+            "leave out one of them"
         )
     if options.retry and not resume:
-        raise ConfigError("--retry repeats failed jobs, which a new sweep does not have; add --resume")
+        raise ConfigError(
+            "--retry repeats failed jobs, which a new sweep does not have; add --resume"
+        )
     return dataclasses.replace(
         split_words(options.words),
         command=shlex.join(["fsdptoys", "sweep", *words]),
@@ -68,13 +70,16 @@ def read_words(words: Sequence[str]) -> SweepArguments:
 
 
 def _join_resume(words: Sequence[str]) -> list[str]:
-    """Write ``--resume`` with its folder as ``--resume-dir=DIR``; a sweep's name after ``--resume`` is no folder."""
-    joined, queue = [], list(words)
+    """Write ``--resume`` with its folder as ``--resume-dir=DIR``; a sweep's name after ``--resume``
+    is no folder."""
+    joined = []
+    queue = list(words)
     while queue:
         word = queue.pop(0)
         if word == "--resume=":
             raise ConfigError(
-                "--resume= has no value; write --resume=DIR, or --resume for the newest with the same words"
+                "--resume= has no value; write --resume=DIR, or --resume for the newest with the "
+                "same words"
             )
         after = queue[0] if word == "--resume" and queue else "-"
         is_path = "/" in after or Path(after).is_dir()
@@ -85,7 +90,8 @@ def _join_resume(words: Sequence[str]) -> list[str]:
 
 
 def make_tables(path: Path, console: Console | None = None) -> None:
-    """Write ``table.md``, ``table.csv`` and ``table.json`` for the current state of a sweep's folder.
+    """Write ``table.md``, ``table.csv`` and ``table.json`` for the current state of a sweep's
+    folder.
 
     A write error is printed, not raised, so that the remaining jobs still run.
 
@@ -95,10 +101,15 @@ def make_tables(path: Path, console: Console | None = None) -> None:
     """
     table = make_table(gather([path]))
     try:
-        for name, export in {"table.md": to_markdown, "table.csv": to_csv, "table.json": to_json}.items():
+        for name, export in {
+            "table.md": to_markdown,
+            "table.csv": to_csv,
+            "table.json": to_json,
+        }.items():
             write_atomically(path / name, export(table))
     except OSError as problem:
-        print_status(f"fsdptoys: the tables in {path} could not be written ({problem.strerror or problem})")
+        print_line(
+            f"fsdptoys: the tables in {path} could not be written ({problem.strerror or problem})"
+        )
     if console is not None:
-        with contextlib.suppress(OSError):  # a closed terminal
-            print_table(table, console)
+        print_table(table, console)

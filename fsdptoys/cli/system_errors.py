@@ -1,7 +1,9 @@
-"""One-sentence messages for errors of the system and of ``import torch`` itself; nothing here imports torch.
+"""One-sentence messages for errors of the system and of ``import torch`` itself; nothing here
+imports torch.
 
-PyTorch imports every installed distribution with an entry point in the group ``torch.backends``, such as torch_npu;
-without CANN's libraries the import ends in a traceback. So does an import with an invalid ``LOGLEVEL``.
+PyTorch imports every installed distribution with an entry point in the group ``torch.backends``,
+such as torch_npu; without CANN's libraries the import ends in a traceback. So does an import with
+an invalid ``LOGLEVEL``.
 """
 
 import errno
@@ -40,28 +42,40 @@ def check_current_folder() -> None:
         os.getcwd()
     except OSError as error:
         raise ConfigError(
-            f"the current folder cannot be used ({error.strerror}), as after it was deleted; change to another one"
+            f"the current folder cannot be used ({error.strerror}), as after it was deleted; "
+            "change to another one"
         ) from error
 
 
 def explain_environment(error: Exception) -> str | None:
-    """Return one sentence for an error caused by the machine or environment; None for others, which are bugs."""
+    """Return one sentence for an error caused by the machine or environment; None for others, which
+    are bugs."""
     if isinstance(error, MemoryError):
         reason = one_line(error) or "no reason given"
         return f"host memory ran out ({reason}); end other programs, or use a machine with more"
     if isinstance(error, OSError) and error.errno in FIXES:
-        place = f" for {one_line(os.fsdecode(error.filename))}" if isinstance(error.filename, (str, bytes)) else ""
-        return f"the system refuses{place}: {error.strerror}; {FIXES[error.errno]}"
+        target = (
+            f" for {one_line(os.fsdecode(error.filename))}"
+            if isinstance(error.filename, (str, bytes))
+            else ""
+        )
+        return f"the system refuses{target}: {error.strerror}; {FIXES[error.errno]}"
     if isinstance(error, FileNotFoundError) and "temporary directory" in str(error):  # tempfile's
         return f"{error.strerror}; set TMPDIR to a folder that can be written"
     if isinstance(error, ValueError) and "TORCH_DISTRIBUTED_DEBUG" in str(error):
         value = os.environ.get("TORCH_DISTRIBUTED_DEBUG", "")
-        return f"TORCH_DISTRIBUTED_DEBUG={one_line(value)} in the environment must be OFF, INFO or DETAIL; unset it"
+        return (
+            f"TORCH_DISTRIBUTED_DEBUG={one_line(value)} in the environment must be OFF, INFO or "
+            "DETAIL; unset it"
+        )
     if isinstance(error, ValueError) and str(error).strip().startswith("Invalid log settings"):
         value = os.environ.get("TORCH_LOGS", "")
         return f"TORCH_LOGS={one_line(value)} in the environment names no log of PyTorch; unset it"
     if isinstance(error, RuntimeError) and "determine home directory" in str(error):  # pathlib's
-        return "the home folder is unknown, so ~ cannot be expanded; set HOME, or write the path without ~"
+        return (
+            "the home folder is unknown, so ~ cannot be expanded; set HOME, or write the path "
+            "without ~"
+        )
     return None
 
 
@@ -74,8 +88,8 @@ def check_log_level(environment: Mapping[str, str]) -> None:
     level = environment.get("LOGLEVEL")
     if level is not None and not isinstance(logging.getLevelName(level), int):
         raise ConfigError(
-            f"LOGLEVEL={one_line(level)} in the environment is no level; set it to DEBUG, INFO, WARNING or ERROR, or "
-            "unset it"
+            f"LOGLEVEL={one_line(level)} in the environment is no level; set it to DEBUG, INFO, "
+            "WARNING or ERROR, or unset it"
         )
 
 
@@ -86,12 +100,13 @@ def explain_autoload(error: BaseException) -> str | None:
         return None
     backend = named[1]
     reason = (str(error.__cause__).strip().splitlines() or [type(error.__cause__).__name__])[0]
-    wanted, missing = "to do without it", "the CANN that it is made for and source its set_env.sh"
+    choice = "to do without it"
+    missing = "the CANN that it is made for and source its set_env.sh"
     if "npu" in backend:
         # torch_npu rejects a CUDA build of PyTorch before it looks for CANN.
         missing = "PyTorch's build for CPUs" if "Two accelerators" in reason else missing
-        wanted = f"to use NPUs install {missing}, and to do without them"
+        choice = f"to use NPUs install {missing}, and to do without them"
     return (
-        f"PyTorch cannot be imported, since the installed {backend} cannot be loaded [{reason}]; {wanted} set "
-        "TORCH_DEVICE_BACKEND_AUTOLOAD=0 in the environment"
+        f"PyTorch cannot be imported, since the installed {backend} cannot be loaded [{reason}]; "
+        f"{choice} set TORCH_DEVICE_BACKEND_AUTOLOAD=0 in the environment"
     )

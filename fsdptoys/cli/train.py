@@ -1,4 +1,5 @@
-"""``fsdptoys train``: resolve the run, check its folders, weights and data, and start or be its ranks."""
+"""``fsdptoys train``: resolve the run, check its folders, weights and data, and start or be its
+ranks."""
 
 import functools
 import os
@@ -21,24 +22,34 @@ from .planned import choose_largest, choose_switches
 
 def train_command(words: list[str]) -> int:
     """Run ``fsdptoys train``, or one of its ranks; return the exit status."""
-    # -c is Hydra's short form of --cfg; as an argparse option, it would take every word that begins with -c.
+    # -c is Hydra's short form of --cfg; as an argparse option, it would take every word that begins
+    # with -c.
     options = parse("train", [re.sub("^-c(?==|$)", "--cfg", word) for word in words])
     try:
         return _train(options.words, options.cfg)
     except SeveralValuesError as error:
         words = [error.corrected if word == error.word else word for word in options.words]
-        raise ConfigError(f"{error}, or fsdptoys sweep {shlex.join(words)} to train with each") from error
+        raise ConfigError(
+            f"{error}, or fsdptoys sweep {shlex.join(words)} to train with each"
+        ) from error
 
 
 def _train(words: list[str], cfg: str | None) -> int:
     if cfg is not None:
         # The choices are printed to stderr: stdout is the configuration.
-        choosers = [functools.partial(choose, stdout=False) for choose in (choose_largest, choose_switches)]
+        choosers = [
+            functools.partial(choose, stdout=False) for choose in (choose_largest, choose_switches)
+        ]
         run = resolve_run(words, os.environ, *choosers)
         _check_places(run.composition.config)
-        chosen = " ".join(f"{group}={name or 'null'}" for group, name in run.composition.choices.items())
-        print(f"# {chosen}\n# validated for {run.world_size} ranks on {run.hardware.device_type}")
-        print(yaml.safe_dump(run.composition.config.to_dict(), sort_keys=False, allow_unicode=True), end="")
+        choices = " ".join(
+            f"{group}={name or 'null'}" for group, name in run.composition.choices.items()
+        )
+        print(f"# {choices}\n# validated for {run.world_size} ranks on {run.hardware.device_type}")
+        print(
+            yaml.safe_dump(run.composition.config.to_dict(), sort_keys=False, allow_unicode=True),
+            end="",
+        )
         return 0
     let_stdout_end()
     if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
@@ -64,7 +75,8 @@ def _work(words: list[str]) -> None:
     from fsdptoys.launch.worker import read_request
     from fsdptoys.train.run import train
 
-    request, run = read_request(), None
+    request = read_request()
+    run = None
     if request is None:
         run = resolve_run(words, os.environ, choose_largest, choose_switches)
         check_master(os.environ)
@@ -73,12 +85,13 @@ def _work(words: list[str]) -> None:
         _prepare_data(request.config, request.world_size, request.local_ranks)
     elif int(os.environ["WORLD_SIZE"]) != request.world_size:
         raise ConfigError(
-            f"launch.nnodes={request.config.launch.nnodes} machines of {request.local_ranks} ranks were expected, and "
-            f"{os.environ['WORLD_SIZE']} ranks have come; set launch.nproc_per_node to the same on each"
+            f"launch.nnodes={request.config.launch.nnodes} machines of {request.local_ranks} "
+            f"ranks were expected, and {os.environ['WORLD_SIZE']} ranks have come; set "
+            "launch.nproc_per_node to the same on each"
         )
     config = request.config
-    # torchrun has not set these. OpenMP reads its own at import, which for forks was in the launcher, so the threads
-    # are set again below.
+    # torchrun has not set these. OpenMP reads its own at import, which for forks was in the
+    # launcher, so the threads are set again below.
     environment |= request.environment()
     os.environ.update(environment)
     threads = os.environ["OMP_NUM_THREADS"].partition(",")[0]  # the others are for nested regions
@@ -100,9 +113,10 @@ def _work(words: list[str]) -> None:
                 print_status(prediction_line(prediction, profile.usable_bytes), stdout=True)
         elif request.hardware.device_type != "cpu" and config.plan.predict:
             print_status(
-                f"no forecast, and no choice of model or memory switches: no hardware profile matches "
-                f"{request.hardware.name}; write one from a copy of a file in configs/hardware, correct it with "
-                "fsdptoys plan calibrate, and set plan.hardware to it",
+                "no forecast, and no choice of model or memory switches: no hardware profile "
+                f"matches {request.hardware.name}; write one from a copy of a file in "
+                "configs/hardware, correct it with fsdptoys plan calibrate, and set "
+                "plan.hardware to it",
                 stdout=True,
             )
     train(config, prediction)
@@ -120,7 +134,8 @@ def _check_places(config: Config) -> None:
 
 
 def _verify_weights(config: Config) -> None:
-    """Verify the checksums of the initial weights, if any, before a worker starts, and an adapter's values."""
+    """Verify the checksums of the initial weights, if any, before a worker starts, and an adapter's
+    values."""
     from fsdptoys.checkpoint import HuggingFaceFolder, verify_checksums
     from fsdptoys.checkpoint.adapter_folder import AdapterFolder
     from fsdptoys.tune import LoRAConfig

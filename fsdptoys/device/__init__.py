@@ -1,4 +1,5 @@
-"""One interface to CUDA, NPU and CPU: collectives, streams, memory, random states, environment and peak FLOP/s."""
+"""One interface to CUDA, NPU and CPU: collectives, streams, memory, random states, environment and
+peak FLOP/s."""
 
 from .allocations import (
     REST,
@@ -9,8 +10,22 @@ from .allocations import (
     in_host_place,
     profiler_is_on,
 )
-from .device import Device, Event, MemoryStats, Stream, Streams, device_name, is_accelerator, peak_flops
-from .environment import DETERMINISTIC, allocator_environment, check_allocator_settings, device_environment
+from .device import (
+    Device,
+    Event,
+    MemoryStats,
+    Stream,
+    Streams,
+    device_name,
+    is_accelerator,
+    peak_flops,
+)
+from .environment import (
+    DETERMINISTIC,
+    allocator_environment,
+    check_allocator_settings,
+    device_environment,
+)
 from .host import available_cores, highest_resident_set_bytes, resident_set_bytes
 from .kinds import (
     DEVICE_TYPES,

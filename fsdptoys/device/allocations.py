@@ -1,26 +1,29 @@
 """Bytes that tensors hold on a CPU, counted block by block over one step.
 
-PyTorch's allocator for CPUs keeps no statistics, but reports each block to a profiler that asks for memory. Such a
-profiler without any operator in its scopes costs a fraction of a microsecond a block while the step runs, and several
-microseconds a block afterwards, when its records are read: cheap enough for some steps, not for every one
-(``train.step_memory`` chooses the steps). It sees the allocations of this thread and of those that work for it with its
-thread-local state (autograd, gloo), within kernels and compiled code too. A dispatch mode would see tensors only at the
-borders of operators and none of compiled code, and slows the step itself; glibc's ``mallinfo2`` counts Python's memory
-too, and has no peak.
+PyTorch's allocator for CPUs keeps no statistics, but reports each block to a profiler that asks for
+memory. Such a profiler without any operator in its scopes costs a fraction of a microsecond a block
+while the step runs, and several microseconds a block afterwards, when its records are read: cheap
+enough for some steps, not for every one (``train.step_memory`` chooses the steps). It sees the
+allocations of this thread and of those that work for it with its thread-local state (autograd,
+gloo), within kernels and compiled code too. A dispatch mode would see tensors only at the borders
+of operators and none of compiled code, and slows the step itself; glibc's ``mallinfo2`` counts
+Python's memory too, and has no peak.
 
-Blocks from before the step are those of the storages that the garbage collector finds and that PyTorch allocated: those
-with a purpose, and others whose size can change, which ends for ever with a NumPy array of the tensor. The allocator
-does not report their end, so a weak reference to each allocates a *mark*: a block whose place among the records says
-when. Sizes are the requested ones, not rounded up.
+Blocks from before the step are those of the storages that the garbage collector finds and that
+PyTorch allocated: those with a purpose, and others whose size can change, which ends for ever with
+a NumPy array of the tensor. The allocator does not report their end, so a weak reference to each
+allocates a *mark*: a block whose place among the records says when. Sizes are the requested ones,
+not rounded up.
 
-On a CPU the device and the host are the same memory. Tensors that offloading keeps in the host's place are counted
-apart, so that ``allocated`` has the bytes that a device would hold.
+On a CPU the device and the host are the same memory. Tensors that offloading keeps in the host's
+place are counted apart, so that ``allocated`` has the bytes that a device would hold.
 
-A block that an unrecorded thread frees (gloo's may hold the last reference to a buffer of a collective) counts until
-its address is reused or the count ends.
+A block that an unrecorded thread frees (gloo's may hold the last reference to a buffer of a
+collective) counts until its address is reused or the count ends.
 
-Not counted: blocks that other threads allocate (loading of batches, optimizer workers), which are the host's on a
-device too; tensors that no Python object held when the step began; scratch memory of oneDNN and MKL.
+Not counted: blocks that other threads allocate (loading of batches, optimizer workers), which are
+the host's on a device too; tensors that no Python object held when the step began; scratch memory
+of oneDNN and MKL.
 """
 
 import ctypes
@@ -62,13 +65,14 @@ def in_host_place(tensor: Tensor) -> Tensor:
 
 
 class HostMemory(TorchDispatchMode):
-    """Counts the CPU tensors that this thread makes as host memory: those of a background save, libraries' too."""
+    """Counts the CPU tensors that this thread makes as host memory: those of a background save,
+    libraries' too."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        for each in tree_leaves(result):
-            if type(each) is Tensor and each.device.type == "cpu":
-                in_host_place(each)
+        for leaf in tree_leaves(result):
+            if type(leaf) is Tensor and leaf.device.type == "cpu":
+                in_host_place(leaf)
         return result
 
 
@@ -100,7 +104,8 @@ class _Block:
 
 
 class AllocationCount:
-    """Counts the blocks of this thread from construction to ``finish``; one at a time, and not under a profiler.
+    """Counts the blocks of this thread from construction to ``finish``; one at a time, and not
+    under a profiler.
 
     Args:
         labels: purpose → tensors that have it now.
@@ -110,7 +115,9 @@ class AllocationCount:
         UncountableError: if this PyTorch cannot record blocks.
     """
 
-    def __init__(self, labels: Mapping[str, Iterable[Tensor]], host_purposes: Iterable[str] = ()) -> None:
+    def __init__(
+        self, labels: Mapping[str, Iterable[Tensor]], host_purposes: Iterable[str] = ()
+    ) -> None:
         self._host_purposes = frozenset(host_purposes)
         self._marks: dict[int, Callable[[], None]] = {}
         self._kept: list[torch.UntypedStorage] = []
@@ -136,13 +143,14 @@ class AllocationCount:
             self._replay(record.ptr, record.alloc_size)
         self._label_now(_addresses(labels))
         before = sum(block.size for block in self._before if not block.on_host)
-        held = peak = before
+        current = peak = before
         at_peak = 0
         for index, (block, begins) in enumerate(self._changes):
             if not block.on_host:
-                held += block.size if begins else -block.size
-                if held > peak:
-                    peak, at_peak = held, index + 1
+                current += block.size if begins else -block.size
+                if current > peak:
+                    peak = current
+                    at_peak = index + 1
         blocks = dict.fromkeys(self._before)
         for block, begins in self._changes[:at_peak]:
             if begins:
@@ -154,7 +162,7 @@ class AllocationCount:
             if not block.on_host:
                 purposes[block.purpose] = purposes.get(block.purpose, 0) + block.size
         on_host = sum(block.size for block in self._live.values() if block.on_host)
-        return CountedBytes(before, held, peak, purposes, on_host)
+        return CountedBytes(before, current, peak, purposes, on_host)
 
     def cancel(self) -> list[Any]:
         """Stop recording; returns the records."""
@@ -180,7 +188,7 @@ class AllocationCount:
             self._end(address)  # a thread that is not recorded freed the block that was here
             block = self._live[address] = _Block(size, recorded=True)
             self._changes.append((block, True))
-        elif (found := self._live.get(address)) is not None and found.recorded:
+        elif (live := self._live.get(address)) is not None and live.recorded:
             self._end(address)
 
     def _end(self, address: int) -> None:
@@ -188,8 +196,8 @@ class AllocationCount:
             self._changes.append((block, False))
 
     def _label_now(self, addresses: Mapping[str, Iterable[int]]) -> None:
-        for purpose, each in addresses.items():
-            for address in each:
+        for purpose, of_purpose in addresses.items():
+            for address in of_purpose:
                 block = self._live.get(address)
                 if block is not None and block.purpose == REST:
                     block.purpose = purpose
@@ -213,34 +221,47 @@ def _addresses(labels: Mapping[str, Iterable[Tensor]]) -> dict[str, list[int]]:
 
 
 def _live_storages() -> dict[int, torch.UntypedStorage]:
-    """Address → storage, of all that Python objects hold and PyTorch's allocator for CPUs made."""
-    found: dict[int, torch.UntypedStorage] = {}
-    for each in gc.get_objects():
+    """Return address → storage, of all that Python objects hold and PyTorch's allocator for CPUs
+    made."""
+    storages: dict[int, torch.UntypedStorage] = {}
+    for object_ in gc.get_objects():
         # Not isinstance, which asks objects for a class of their own making.
-        if not issubclass(type(each), Tensor) or is_traceable_wrapper_subclass(each) or each.layout != torch.strided:
+        if (
+            not issubclass(type(object_), Tensor)
+            or is_traceable_wrapper_subclass(object_)
+            or object_.layout != torch.strided
+        ):
             continue
-        storage = each.untyped_storage()
-        own = storage in _with_purpose or storage.resizable()  # not NumPy's memory, nor a file
-        if storage.device.type == "cpu" and storage.nbytes() and own:
-            found[storage.data_ptr()] = storage
-    return found
+        storage = object_.untyped_storage()
+        is_ours = storage in _with_purpose or storage.resizable()  # not NumPy's memory, nor a file
+        if storage.device.type == "cpu" and storage.nbytes() and is_ours:
+            storages[storage.data_ptr()] = storage
+    return storages
 
 
 def profiler_is_on() -> bool:
-    """Whether torch.profiler records this thread, within which nothing can be counted."""
+    """Return whether torch.profiler records this thread, within which nothing can be counted."""
     return torch._C._autograd._profiler_enabled()
 
 
 def _start_recording() -> Callable[[], None]:
-    """Record the blocks of this thread; returns the function that ends the silence of the allocator.
+    """Record the blocks of this thread; returns the function that ends the silence of the
+    allocator.
 
-    Private functions of torch.profiler, whose public class records operators too; tried with torch 2.13.
+    Private functions of torch.profiler, whose public class records operators too; tried with torch
+    2.13.
     """
-    os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # read once; else each start and stop prints a line
-    shapes, memory, stacks, flops, modules = False, True, False, False, False
+    # read once; else each start and stop prints a line
+    os.environ.setdefault("KINETO_LOG_LEVEL", "6")
+    shapes = False
+    memory = True
+    stacks = False
+    flops = False
+    modules = False
     restore = _silence_allocator()
     try:
-        private, autograd = torch._C._profiler, torch._C._autograd
+        private = torch._C._profiler
+        autograd = torch._C._autograd
         options: Any = (shapes, memory, stacks, flops, modules, private._ExperimentalConfig())
         config = private.ProfilerConfig(private.ProfilerState.KINETO, *options)
         activities = {private.ProfilerActivity.CPU}
@@ -253,7 +274,9 @@ def _start_recording() -> Callable[[], None]:
         enable(config, activities, scopes)
     except (AttributeError, TypeError, RuntimeError) as error:
         restore()
-        raise UncountableError(f"torch {torch.__version__} does not record the blocks of its allocator") from error
+        raise UncountableError(
+            f"torch {torch.__version__} does not record the blocks of its allocator"
+        ) from error
     return restore
 
 
@@ -263,14 +286,19 @@ def _stop_recording() -> list[Any]:
     from torch._C._profiler import _ExtraFields_Allocation
 
     fields = [event.extra_fields for event in _disable_profiler().experimental_event_tree()]
-    return [each for each in fields if isinstance(each, _ExtraFields_Allocation) and each.device.type == "cpu"]
+    return [
+        record
+        for record in fields
+        if isinstance(record, _ExtraFields_Allocation) and record.device.type == "cpu"
+    ]
 
 
 @contextmanager
 def _discarded_stderr() -> Iterator[None]:
-    """Discard stderr, to which the first preparation writes if another thread than this one has imported torch."""
+    """Discard stderr, to which the first preparation writes if another thread than this one has
+    imported torch."""
     try:
-        kept = os.dup(2)
+        stderr = os.dup(2)
     except OSError:  # closed
         yield
         return
@@ -279,12 +307,13 @@ def _discarded_stderr() -> Iterator[None]:
     try:
         yield
     finally:
-        os.dup2(kept, 2)
-        os.close(kept)
+        os.dup2(stderr, 2)
+        os.close(stderr)
 
 
 def _silence_allocator() -> Callable[[], None]:
-    """Silence the warning about blocks from before a recording, where libc10 has its switch; returns the undoing."""
+    """Silence the warning about blocks from before a recording, where libc10 has its switch;
+    returns the undoing."""
     try:
         library = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libc10.so"))
         level = ctypes.c_int.in_dll(library, "FLAGS_caffe2_log_level")

@@ -1,7 +1,8 @@
 """The device of this process, its streams and events, and peak FLOP/s by device name.
 
-Extends ``torch.accelerator``, which serves CUDA and NPU, so that no other package asks for the type of hardware. On a
-CPU device memory is the bytes of tensors, which ``allocations`` counts in some steps.
+Extends ``torch.accelerator``, which serves CUDA and NPU, so that no other package asks for the type
+of hardware. On a CPU device memory is the bytes of tensors, which ``allocations`` counts in some
+steps.
 """
 
 import re
@@ -21,7 +22,8 @@ Stream = Any  # A stream of the device's module; CUDA's and NPU's have the same 
 Event = Any  # An event of the device's module; None for nothing to wait for
 
 PEAK_FLOPS = {
-    # Dense bf16 FLOP/s with float32 accumulation, from NVIDIA's data sheets (2:1 sparsity taken out).
+    # Dense bf16 FLOP/s with float32 accumulation, from NVIDIA's data sheets (2:1 sparsity taken
+    # out).
     "H200": 989e12,
     "H200 NVL": 835e12,
     "H100 PCIe": 756e12,
@@ -40,8 +42,8 @@ PEAK_FLOPS = {
     "A10G": 70e12,
     "RTX 4090": 165e12,
     "RTX 3090": 71e12,
-    # Huawei's figure (jdc.huawei.com, viewthread 1175654): 20 cores × 8,192 FLOP a cycle × 1.91 GHz. The other variants
-    # of the 910B differ in cores and clock and have no published figure.
+    # Huawei's figure (jdc.huawei.com, viewthread 1175654): 20 cores × 8,192 FLOP a cycle × 1.91
+    # GHz. The other variants of the 910B differ in cores and clock and have no published figure.
     "Ascend910B3": 313e12,
 }
 """Part of the device's name → peak; the longest match counts."""
@@ -54,7 +56,8 @@ class MemoryStats(NamedTuple):
     peak_bytes: int  # Highest allocated since the last ``reset_peak_memory``
     reserved_bytes: int | None  # None on a CPU, whose allocator keeps no free memory
     at_peak: dict[str, int] | None = None  # Purpose → bytes at the peak; None on an accelerator
-    host_bytes: int | None = None  # Held for offloading in place of a host's memory; None on an accelerator
+    host_bytes: int | None = None
+    """Held for offloading in place of a host's memory; None on an accelerator."""
 
 
 class Streams:
@@ -65,15 +68,16 @@ class Streams:
         self._module: Any = torch.get_device_module(device)
 
     def new(self) -> Stream:
-        """A new stream; create few and keep them, since each has its own pool in the allocator."""
+        """Return a new stream; create few and keep them, since each has its own pool in the
+        allocator."""
         return self._module.Stream(device=self._device)
 
     def event(self, timing: bool = False) -> Event:
-        """An event, with timing if its ``elapsed_time`` is read."""
+        """Return an event, with timing if its ``elapsed_time`` is read."""
         return self._module.Event(enable_timing=True) if timing else self._module.Event()
 
     def current(self) -> Stream:
-        """This thread's current stream."""
+        """Return this thread's current stream."""
         return self._module.current_stream(self._device)
 
     def on(self, stream: Stream) -> AbstractContextManager[Any]:
@@ -82,7 +86,8 @@ class Streams:
 
 
 class Device:
-    """The device of this process, with ``local_rank`` as index; a ConfigError if this node has none."""
+    """The device of this process, with ``local_rank`` as index; a ConfigError if this node has
+    none."""
 
     def __init__(self, device_type: str, local_rank: int = 0) -> None:
         self.type = device_type
@@ -92,10 +97,12 @@ class Device:
                 raise missing_device(device_type)
             if local_rank >= devices:
                 raise ConfigError(
-                    f"local rank {local_rank} needs its own {device_type} device, this machine has {devices}; "
-                    f"set launch.nproc_per_node={devices}"
+                    f"local rank {local_rank} needs its own {device_type} device, this machine "
+                    f"has {devices}; set launch.nproc_per_node={devices}"
                 )
-        self.torch_device = torch.device("cpu") if device_type == "cpu" else torch.device(device_type, local_rank)
+        self.torch_device = (
+            torch.device("cpu") if device_type == "cpu" else torch.device(device_type, local_rank)
+        )
         self.backend = KINDS[device_type].backend
         self._counted: MemoryStats | None = None
         self.make_current()
@@ -107,7 +114,8 @@ class Device:
 
     @property
     def _module(self) -> Any:
-        # torch.accelerator has memory statistics from torch 2.9 on only; torch.cuda and torch.npu always had them.
+        # torch.accelerator has memory statistics from torch 2.9 on only; torch.cuda and torch.npu
+        # always had them.
         return torch.get_device_module(self.type)
 
     @property
@@ -117,19 +125,21 @@ class Device:
 
     @property
     def peak_flops(self) -> float | None:
-        """Peak dense bf16 FLOP/s; None if unknown."""
+        """Return the peak dense bf16 FLOP/s; None if unknown."""
         return peak_flops(self.name) if self.is_accelerator else None
 
     def supports_bfloat16(self) -> bool:
-        """Whether the device computes in bfloat16, even if slowly."""
-        asked = getattr(self._module, "is_bf16_supported", None)
-        return asked is None or bool(asked())
+        """Return whether the device computes in bfloat16, even if slowly."""
+        query = getattr(self._module, "is_bf16_supported", None)
+        return query is None or bool(query())
 
     @property
     def bound_device(self) -> torch.device | None:
-        """The device for ``init_process_group``, so that the group connects at once and can be split.
+        """The device for ``init_process_group``, so that the group connects at once and can be
+        split.
 
-        None for HCCL, which cannot split: PyTorch 2.13 would refuse a mesh of two axes, and gloo's checkpoint group.
+        None for HCCL, which cannot split: PyTorch 2.13 would refuse a mesh of two axes, and gloo's
+        checkpoint group.
         """
         return self.torch_device if KINDS[self.type].splits_groups else None
 
@@ -145,15 +155,18 @@ class Device:
         """Streams and events of an accelerator."""
         return Streams(self.torch_device)
 
-    pins_memory = is_accelerator  # pinned memory lets copies from and to the host overlap with computation
+    # pinned memory lets copies from and to the host overlap with computation
+    pins_memory = is_accelerator
 
     def make_current(self) -> None:
-        """Make this the thread's current device; a thread starts with device 0, maybe another rank's."""
+        """Make this the thread's current device; a thread starts with device 0, maybe another
+        rank's."""
         if self.is_accelerator:
             torch.accelerator.set_device_index(self.torch_device.index)
 
     def synchronize(self) -> None:
-        """Wait for the compute stream, if any; copies on other streams continue, unless it waits for them."""
+        """Wait for the compute stream, if any; copies on other streams continue, unless it waits
+        for them."""
         if self.is_accelerator:
             self.streams.current().synchronize()
 
@@ -170,13 +183,15 @@ class Device:
         """
         if not self.is_accelerator:
             return tensor
-        return torch.empty_like(tensor, device="cpu", pin_memory=True).copy_(tensor, non_blocking=True)
+        return torch.empty_like(tensor, device="cpu", pin_memory=True).copy_(
+            tensor, non_blocking=True
+        )
 
     # Memory.
 
     @property
     def total_memory_bytes(self) -> int:
-        """Memory of the device, or of the node for a CPU."""
+        """Return the memory of the device, or of the node for a CPU."""
         if self.is_accelerator:
             return int(self._module.get_device_properties(self.torch_device).total_memory)
         return host_memory_bytes()
@@ -187,7 +202,8 @@ class Device:
         return self._module.memory
 
     def reset_peak_memory(self) -> None:
-        """Reset the peak to the memory in use; a CPU's memory is unknown until it is counted again."""
+        """Reset the peak to the memory in use; a CPU's memory is unknown until it is counted
+        again."""
         if self.is_accelerator:
             self._module.reset_peak_memory_stats()
         self._counted = None
@@ -199,22 +215,28 @@ class Device:
 
     def record(self, counted: CountedBytes) -> None:
         """Record the count of a step on a CPU."""
-        peak, at_peak = counted.peak_bytes, counted.at_peak
+        peak = counted.peak_bytes
+        at_peak = counted.at_peak
         if self._counted is not None and self._counted.peak_bytes > peak:
-            peak, at_peak = self._counted.peak_bytes, self._counted.at_peak or {}
+            peak = self._counted.peak_bytes
+            at_peak = self._counted.at_peak or {}
         self._counted = MemoryStats(counted.end_bytes, peak, None, at_peak, counted.host_bytes)
 
     def memory(self) -> MemoryStats | None:
-        """Memory of the device; None on a CPU on which nothing was counted since the last reset."""
+        """Return the memory of the device; None on a CPU on which nothing was counted since the
+        last reset."""
         if not self.is_accelerator:
             return self._counted
         module = self._module
-        return MemoryStats(module.memory_allocated(), module.max_memory_allocated(), module.memory_reserved())
+        return MemoryStats(
+            module.memory_allocated(), module.max_memory_allocated(), module.memory_reserved()
+        )
 
     # Random numbers; ``torch.manual_seed`` seeds the generators of all devices.
 
     def rng_state(self) -> torch.Tensor | None:
-        """State of the device's generator, in host memory; None for a CPU, which has PyTorch's default one."""
+        """Return the state of the device's generator, in host memory; None for a CPU, which has
+        PyTorch's default one."""
         return self._module.get_rng_state() if self.is_accelerator else None
 
     def restore_rng_state(self, state: torch.Tensor | None) -> None:
@@ -224,20 +246,22 @@ class Device:
 
 
 def device_name(device_type: str, index: int = 0) -> str:
-    """The maker's name of a device, without making it current."""
+    """Return the maker's name of a device, without making it current."""
     if device_type == "cpu":
         return cpu_name()
     return str(torch.get_device_module(device_type).get_device_name(index))
 
 
 def peak_flops(device_name: str) -> float | None:
-    """Peak dense bf16 FLOP/s of a device; None if unknown."""
+    """Return the peak dense bf16 FLOP/s of a device; None if unknown."""
     if re.search(r"\b(MIG|Laptop)\b", device_name):
         return None
-    known = sorted((words for words in PEAK_FLOPS if re.search(rf"\b{words}\b", device_name)), key=len)
-    return PEAK_FLOPS[known[-1]] if known else None
+    matches = sorted(
+        (words for words in PEAK_FLOPS if re.search(rf"\b{words}\b", device_name)), key=len
+    )
+    return PEAK_FLOPS[matches[-1]] if matches else None
 
 
 def is_accelerator(device: torch.device) -> bool:
-    """Whether a device has streams and memory of its own."""
+    """Return whether a device has streams and memory of its own."""
     return device.type != "cpu"

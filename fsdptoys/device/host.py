@@ -7,7 +7,8 @@ from pathlib import Path
 
 
 def available_cores() -> int:
-    """Physical cores available to this process, by affinity and the container's quota; hyper-threads count once."""
+    """Physical cores available to this process, by affinity and the container's quota;
+    hyper-threads count once."""
     if not hasattr(os, "sched_getaffinity"):
         return os.cpu_count() or 1
     cores = set()
@@ -22,19 +23,20 @@ def available_cores() -> int:
 
 
 def host_memory_bytes() -> int:
-    """Memory of the node."""
+    """Return the memory of the node."""
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 def resident_set_bytes() -> int:
-    """Resident memory of this process; 0 without ``/proc``."""
+    """Return the resident memory of this process; 0 without ``/proc``."""
     with contextlib.suppress(OSError), open("/proc/self/statm") as statm:
         return int(statm.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
     return 0
 
 
 def highest_resident_set_bytes() -> int | None:
-    """Peak of ``resident_set_bytes`` since the process started; None without ``/proc``."""
+    """Return the peak of ``resident_set_bytes`` since the process started; None without
+    ``/proc``."""
     with contextlib.suppress(OSError), open("/proc/self/status") as status:
         for line in status:
             if line.startswith("VmHWM:"):
@@ -43,7 +45,7 @@ def highest_resident_set_bytes() -> int | None:
 
 
 def cpu_name() -> str:
-    """The maker's name of the processor."""
+    """Return the maker's name of the processor."""
     with contextlib.suppress(OSError), open("/proc/cpuinfo") as cpuinfo:
         for line in cpuinfo:
             if line.startswith("model name"):

@@ -36,10 +36,11 @@ class Watcher(Protocol):
         """Workers have started, with these process ids by rank."""
 
     def before_close(self) -> None:
-        """The remaining workers are about to be terminated."""
+        """Return the remaining workers are about to be terminated."""
 
     def after_failure(self, failures: dict[int, ProcessFailure]) -> None:
-        """All workers have ended, after these failures by rank; ``EndedError`` prevents a restart."""
+        """All workers have ended, after these failures by rank; ``EndedError`` prevents a
+        restart."""
 
     def bounded_wait(self) -> AbstractContextManager[None]:
         """Context of a call that may wait for workers to end."""
@@ -48,12 +49,16 @@ class Watcher(Protocol):
 class Agent(LocalElasticAgent):
     """Torch's agent with callbacks to a watcher.
 
-    With ``forks``, workers are forks of this process instead of new interpreters; their arguments start with ``-m``.
+    With ``forks``, workers are forks of this process instead of new interpreters; their arguments
+    start with ``-m``.
     """
 
-    def __init__(self, watcher: Watcher, spec: WorkerSpec, logs_specs: DefaultLogsSpecs, forks: bool) -> None:
+    def __init__(
+        self, watcher: Watcher, spec: WorkerSpec, logs_specs: DefaultLogsSpecs, forks: bool
+    ) -> None:
         super().__init__(spec, logs_specs)
-        self._watcher, self._forks = watcher, forks
+        self._watcher = watcher
+        self._forks = forks
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
         self._watcher.before_start()
@@ -68,7 +73,9 @@ class Agent(LocalElasticAgent):
 
         # The workers' context terminates the others in the same call that finds a failed one.
         self._pcontext.close = noted_close  # type: ignore[method-assign]
-        self._watcher.after_start({worker.global_rank: pids[worker.local_rank] for worker in worker_group.workers})
+        self._watcher.after_start(
+            {worker.global_rank: pids[worker.local_rank] for worker in worker_group.workers}
+        )
         return pids
 
     def _assign_worker_ranks(self, *args: Any, **options: Any) -> list[Any]:
@@ -76,7 +83,9 @@ class Agent(LocalElasticAgent):
             return super()._assign_worker_ranks(*args, **options)
         except (ValueError, LookupError, TypeError) as error:
             # It reads values that other machines, or strangers, have put into the store.
-            raise RendezvousStateError("the numbers of the ranks in the store are not those of this run") from error
+            raise RendezvousStateError(
+                "the numbers of the ranks in the store are not those of this run"
+            ) from error
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
         with self._watcher.bounded_wait():
@@ -110,7 +119,8 @@ def _forked_workers() -> Iterator[None]:
 
 
 def group_runs(group: int) -> bool:
-    """Whether a process group has any process left; a leader counts until the agent has reaped it."""
+    """Return whether a process group has any process left; a leader counts until the agent has
+    reaped it."""
     try:
         os.killpg(group, 0)
     except (ProcessLookupError, PermissionError):  # PermissionError: macOS, for a dead leader
@@ -119,7 +129,7 @@ def group_runs(group: int) -> bool:
 
 
 def runs(pid: int) -> bool:
-    """Whether a child process still runs; leaves reaping it to the agent."""
+    """Return whether a child process still runs; leaves reaping it to the agent."""
     try:
         return os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None
     except ChildProcessError:
@@ -127,9 +137,10 @@ def runs(pid: int) -> bool:
 
 
 def import_environment(present: Mapping[str, str]) -> dict[str, str]:
-    """Return variables with which workers import this package, whatever the current directory holds."""
+    """Return variables with which workers import this package, whatever the current directory
+    holds."""
     root = str(Path(__file__).resolve().parents[2])
-    wanted = {"PYTHONSAFEPATH": "1"}  # Python 3.10 ignores it
+    environment = {"PYTHONSAFEPATH": "1"}  # Python 3.10 ignores it
     if root not in (sysconfig.get_path("purelib"), sysconfig.get_path("platlib")):
-        wanted["PYTHONPATH"] = os.pathsep.join(filter(None, [root, present.get("PYTHONPATH")]))
-    return wanted
+        environment["PYTHONPATH"] = os.pathsep.join(filter(None, [root, present.get("PYTHONPATH")]))
+    return environment

@@ -1,4 +1,5 @@
-"""Machine-readable record of a run, written by the launcher if the environment names a file for it."""
+"""Machine-readable record of a run, written by the launcher if the environment names a file for
+it."""
 
 import contextlib
 import dataclasses
@@ -22,8 +23,10 @@ class ExitRecord:
 
     status: int  # Exit status
     reason: str | None = None  # The failure, in one line
-    out_of_memory: bool = False  # Whether a rank ran out of memory, or got SIGKILL as from the kernel's OOM killer
-    stopped_by: str | None = None  # The signal that asked the run to stop, even if it then ended with status 0
+    out_of_memory: bool = False
+    """Whether a rank ran out of memory, or got SIGKILL as from the kernel's OOM killer."""
+    stopped_by: str | None = None
+    """The signal that asked the run to stop, even if it then ended with status 0."""
 
 
 def write_exit_record(record: ExitRecord) -> None:

@@ -1,8 +1,9 @@
-"""``python -m MODULE WORDS`` as a fork of this process, which saves the seconds of importing torch again.
+"""``python -m MODULE WORDS`` as a fork of this process, which saves the seconds of importing torch
+again.
 
-The fork gets the arguments, variables, session and signals of a new interpreter, plus the modules already imported.
-The parent must not have computed with several threads: OpenMP's do not survive a fork
-(https://github.com/pytorch/pytorch/issues/17199).
+The fork gets the arguments, variables, session and signals of a new interpreter, plus the modules
+already imported. The parent must not have computed with several threads: OpenMP's do not survive a
+fork (https://github.com/pytorch/pytorch/issues/17199).
 """
 
 import contextlib
@@ -24,7 +25,8 @@ MOST_FILES = 4096  # upper bound of the parent's open file descriptors
 
 
 class ForkedProcess:
-    """A module run in a fork, with the part of ``subprocess.Popen``'s interface that torch's agent uses."""
+    """A module run in a fork, with the part of ``subprocess.Popen``'s interface that torch's agent
+    uses."""
 
     def __init__(self, module: str, words: Sequence[str], environment: Mapping[str, str]) -> None:
         def body() -> None:
@@ -42,7 +44,8 @@ class ForkedProcess:
         ready, started = os.pipe()
         self._process = multiprocessing.get_context("fork").Process(target=body)
         self._process.start()
-        multiprocessing.process._children.discard(self._process)  # type: ignore[attr-defined]  # waited for only here
+        # Only ``wait`` may wait for it.
+        multiprocessing.process._children.discard(self._process)  # type: ignore[attr-defined]
         os.close(started)
         os.read(ready, 1)  # its process group exists from here on
         os.close(ready)
@@ -59,7 +62,8 @@ class ForkedProcess:
         return self._process.exitcode
 
     def wait(self, timeout: float | None = None) -> int:
-        """Wait up to ``timeout`` seconds for the process to end, or raise TimeoutExpired; return ``returncode``."""
+        """Wait up to ``timeout`` seconds for the process to end, or raise TimeoutExpired; return
+        ``returncode``."""
         self._process.join(timeout)
         status = self._process.exitcode
         if status is None:
@@ -69,12 +73,15 @@ class ForkedProcess:
 
 def become_interpreter(environment: Mapping[str, str]) -> None:
     """Reset variables, signals, streams and log handlers to those of a new interpreter."""
-    # Never collect the parent's objects: a collected file would close its descriptor, which is another file's now.
+    # Never collect the parent's objects: a collected file would close its descriptor, which is
+    # another file's now.
     gc.freeze()
     for number in signal.valid_signals():
         handler = signal.getsignal(number)
         if callable(handler) and not isinstance(handler, signal.Handlers):
-            signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
+            signal.signal(
+                number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL
+            )
     faulthandler.disable()
     logging.getLogger().handlers.clear()
     reopen_streams()
@@ -84,7 +91,9 @@ def become_interpreter(environment: Mapping[str, str]) -> None:
 
 def run_module(name: str, words: Sequence[str]) -> None:
     """Run a module as ``python -m name words`` does."""
-    sys.path[:0] = [folder for folder in os.environ.get("PYTHONPATH", "").split(os.pathsep) if folder]
+    sys.path[:0] = [
+        folder for folder in os.environ.get("PYTHONPATH", "").split(os.pathsep) if folder
+    ]
     sys.argv = [name, *words]
     sys.modules.pop(f"{name}.__main__", None)  # runpy warns of a second copy
     runpy.run_module(name, run_name="__main__", alter_sys=True)

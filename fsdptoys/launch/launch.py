@@ -1,4 +1,5 @@
-"""From one command to N ranks: compose the run for this machine's hardware and start its workers."""
+"""From one command to N ranks: compose the run for this machine's hardware and start its
+workers."""
 
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -23,13 +24,14 @@ from .worker import WorkerRequest
 
 CPU_RANKS = 2  # on a machine without an accelerator: the smallest number that shards
 MOST_RANKS_PER_CORE = 32
-MOST_THREADS = 1024  # above any machine's core count; OpenMP ends a process whose threads it cannot create
+MOST_THREADS = 1024
+"""Above any machine's core count; OpenMP ends a process whose threads it cannot create."""
 MOST_RANKS = 2**24
 SINGLE = "parallel=single"
 AUTO = "auto"  # The file of ``memory`` whose switches the planner chooses
 NAMES_TRAINING = re.compile(r"[+~]*((experiment|model|data|tune)=|(model|data|tune)\.)")
-"""Overrides that name an experiment, or a part of one: an experiment chosen by the hardware would make the rest another
-training on other hardware."""
+"""Overrides that name an experiment, or a part of one: an experiment chosen by the hardware would
+make the rest another training on other hardware."""
 
 AS_TORCHRUN = "start the ranks with torchrun, or unset RANK and WORLD_SIZE"
 
@@ -48,13 +50,17 @@ class ResolvedRun:
 
     def request(self) -> WorkerRequest:
         """Return the run for its workers."""
-        return WorkerRequest(self.composition.config, self.hardware, self.local_ranks, self.world_size)
+        return WorkerRequest(
+            self.composition.config, self.hardware, self.local_ranks, self.world_size
+        )
 
 
 def resolve_run(
     words: Sequence[str],
     present: Mapping[str, str],
-    choose_preset: Callable[[str, str, int], list[str]] = lambda experiment, device_type, world_size: [experiment],
+    choose_preset: Callable[
+        [str, str, int], list[str]
+    ] = lambda experiment, device_type, world_size: [experiment],
     choose_switches: Callable[[Sequence[str], Config, str, int, int], list[str]] = lambda *_: [],
 ) -> ResolvedRun:
     """Compose and validate the run of a command line on this machine's hardware.
@@ -62,17 +68,21 @@ def resolve_run(
     ConfigError for the first mistake.
 
     Args:
-        words: overrides as typed; the hardware decides the experiment if none of them names a part of one.
+        words: overrides as typed; the hardware decides the experiment if none of them names a part
+            of one.
         present: the environment; torchrun's variables set the number of ranks where present.
-        choose_preset: returns the overrides of a command line without any, given an experiment's override, a device
-            type and the number of ranks; the CLI passes the planner's choice.
-        choose_switches: returns overrides to append to those with ``memory=auto``, given all overrides, the
-            configuration composed from them, the device type, and the numbers of ranks in all and on this machine.
+        choose_preset: returns the overrides of a command line without any, given an experiment's
+            override, a device type and the number of ranks; the CLI passes the planner's choice.
+        choose_switches: returns overrides to append to those with ``memory=auto``, given all
+            overrides, the configuration composed from them, the device type, and the numbers of
+            ranks in all and on this machine.
     """
-    words, composition = list(words), None
+    words = list(words)
+    composition = None
     if names_training(words):
         composition = compose(words)
-        launch, single_process = composition.config.launch, composition.config.parallel.capabilities.single_process
+        launch = composition.config.launch
+        single_process = composition.config.parallel.capabilities.single_process
     else:  # the number of ranks decides the experiment
         launch, single_process = read_launch(words)
     hardware = find_hardware(launch.device)
@@ -80,19 +90,31 @@ def resolve_run(
     if "RANK" in present and "WORLD_SIZE" in present:
         world_size, local_ranks = _read_ranks(present)
     else:
-        local_ranks = _ranks_on_this_machine(launch, hardware, single_process)
+        local_ranks = ranks_on_this_machine(launch, hardware, single_process)
         world_size = local_ranks * launch.nnodes
-    typed, by_hardware = bool(words), composition is None
+    typed = bool(words)
+    by_hardware = composition is None
     if composition is None:
         experiment = f"experiment={choose_experiment(hardware.device_type, world_size)}"
-        words = [experiment, *words] if typed else choose_preset(experiment, hardware.device_type, world_size)
+        words = (
+            [experiment, *words]
+            if typed
+            else choose_preset(experiment, hardware.device_type, world_size)
+        )
         composition = compose(words)
     # A preset is chosen together with its strategy.
-    single = choose_single(words, hardware.device_type) if typed and hardware.devices and world_size == 1 else None
+    single = (
+        choose_single(words, hardware.device_type)
+        if typed and hardware.devices and world_size == 1
+        else None
+    )
     if single is not None:
-        words, composition = [*words, SINGLE], single
+        words = [*words, SINGLE]
+        composition = single
     if composition.choices["memory"] == AUTO:
-        more = choose_switches(words, composition.config, hardware.device_type, world_size, local_ranks)
+        more = choose_switches(
+            words, composition.config, hardware.device_type, world_size, local_ranks
+        )
         if more:
             words, composition = [*words, *more], compose([*words, *more])
     words.append(f"launch.device={hardware.device_type}")
@@ -104,18 +126,23 @@ def resolve_run(
     check_plan_settings(composition.config.plan, hardware.device_type)
     composition.config.validate(world_size, hardware.device_type, local_ranks)
     check_float8_here(composition.config.train.float8, hardware.device_type)
-    return ResolvedRun(composition, hardware, local_ranks, world_size, words, single is not None, by_hardware)
+    return ResolvedRun(
+        composition, hardware, local_ranks, world_size, words, single is not None, by_hardware
+    )
 
 
 def names_training(words: Sequence[str]) -> bool:
-    """Whether a command line names its experiment or a part of it, so that the hardware does not choose one."""
+    """Return whether a command line names its experiment or a part of it, so that the hardware does
+    not choose one."""
     return any(map(NAMES_TRAINING.match, words))
 
 
 def choose_single(words: Sequence[str], device_type: str) -> Composition | None:
-    """Compose the run of one rank without sharding; None if ``words`` name a strategy or need another one.
+    """Compose the run of one rank without sharding; None if ``words`` name a strategy or need
+    another one.
 
-    FSDP2 would copy every parameter in the forward and in the backward, and every gradient, on the compute stream.
+    FSDP2 would copy every parameter in the forward and in the backward, and every gradient, on the
+    compute stream.
     """
     if any(word.startswith("parallel=") for word in words):
         return None
@@ -128,41 +155,47 @@ def choose_single(words: Sequence[str], device_type: str) -> Composition | None:
 
 
 def check_plan_settings(plan: PlanConfig, device_type: str) -> None:
-    """Reject settings that only ``fsdptoys plan`` reads, and a hardware profile of another device type."""
+    """Reject settings that only ``fsdptoys plan`` reads, and a hardware profile of another device
+    type."""
     if plan.hardware != "auto":
         if not plan.predict:
             raise ConfigError(
-                f"plan.hardware={plan.hardware} does nothing with plan.predict=false; leave out one of them"
+                f"plan.hardware={plan.hardware} does nothing with plan.predict=false; leave out "
+                "one of them"
             )
         if (imagined := load_hardware(plan.hardware).device_type) != device_type:
             raise ConfigError(
-                f"plan.hardware={plan.hardware} is of type {imagined}, and this run is on {device_type}; leave it out, "
-                "or ask fsdptoys plan"
+                f"plan.hardware={plan.hardware} is of type {imagined}, and this run is on "
+                f"{device_type}; leave it out, or ask fsdptoys plan"
             )
     for name in ("world_size", "memory_gib", "rows"):
-        value, default = getattr(plan, name), getattr(PlanConfig(), name)
+        value = getattr(plan, name)
+        default = getattr(PlanConfig(), name)
         if value != default:
             raise ConfigError(
-                f"plan.{name}={value_text(value, quote=True)} is for fsdptoys plan and does nothing in a run; leave "
-                "it out"
+                f"plan.{name}={value_text(value, quote=True)} is for fsdptoys plan and does "
+                "nothing in a run; leave it out"
             )
 
 
 def check_threads(present: Mapping[str, str]) -> None:
-    """Check that OMP_NUM_THREADS lists numbers above 0; PyTorch would reject others only in the ranks."""
+    """Check that OMP_NUM_THREADS lists numbers above 0; PyTorch would reject others only in the
+    ranks."""
     value = present.get("OMP_NUM_THREADS", "").strip()
     levels = [level.strip() for level in value.split(",")]
     if value and not all(
-        re.fullmatch(r"0*[1-9]\d{0,3}", level, re.ASCII) and int(level) <= MOST_THREADS for level in levels
+        re.fullmatch(r"0*[1-9]\d{0,3}", level, re.ASCII) and int(level) <= MOST_THREADS
+        for level in levels
     ):
         raise ConfigError(
-            f"OMP_NUM_THREADS={one_line(value)} in the environment must be a number of threads, 1 to {MOST_THREADS}; "
-            "unset it, which gives each rank its share of the cores"
+            f"OMP_NUM_THREADS={one_line(value)} in the environment must be a number of threads, "
+            f"1 to {MOST_THREADS}; unset it, which gives each rank its share of the cores"
         )
 
 
 def _read_ranks(present: Mapping[str, str]) -> tuple[int, int]:
-    """Return the launcher's number of ranks on all nodes and on this one; wrong ones would wait forever."""
+    """Return the launcher's number of ranks on all nodes and on this one; wrong ones would wait
+    forever."""
     world_size = _read_rank_variable(present, "WORLD_SIZE", 1, MOST_RANKS)
     of_world = f" with WORLD_SIZE={world_size}"
     local_ranks = world_size
@@ -170,7 +203,9 @@ def _read_ranks(present: Mapping[str, str]) -> tuple[int, int]:
         local_ranks = _read_rank_variable(present, "LOCAL_WORLD_SIZE", 1, world_size, of_world)
     _read_rank_variable(present, "RANK", 0, world_size - 1, of_world)
     if world_size > 1 or "LOCAL_RANK" in present:
-        _read_rank_variable(present, "LOCAL_RANK", 0, local_ranks - 1, f" with {local_ranks} ranks on this machine")
+        _read_rank_variable(
+            present, "LOCAL_RANK", 0, local_ranks - 1, f" with {local_ranks} ranks on this machine"
+        )
     return world_size, local_ranks
 
 
@@ -179,7 +214,9 @@ def check_master(present: Mapping[str, str]) -> None:
     if present.get("WORLD_SIZE", "1") == "1":
         return
     if not present.get("MASTER_ADDR", "").strip():
-        raise ConfigError(f"MASTER_ADDR=nothing in the environment must name the machine of rank 0; {AS_TORCHRUN}")
+        raise ConfigError(
+            f"MASTER_ADDR=nothing in the environment must name the machine of rank 0; {AS_TORCHRUN}"
+        )
     _read_rank_variable(present, "MASTER_PORT", 1, 2**16 - 1)
 
 
@@ -201,18 +238,20 @@ def _check_machines(present: Mapping[str, str], size: str) -> None:
         return
     if "LOCAL_WORLD_SIZE" not in present:
         raise ConfigError(
-            f"mesh.fsdp_size={size} needs to know the ranks of each machine, and LOCAL_WORLD_SIZE is not set with "
-            "WORLD_SIZE; start the ranks with torchrun, or set mesh.fsdp_size to a number"
+            f"mesh.fsdp_size={size} needs to know the ranks of each machine, and "
+            "LOCAL_WORLD_SIZE is not set with WORLD_SIZE; start the ranks with torchrun, or set "
+            "mesh.fsdp_size to a number"
         )
     if "GROUP_WORLD_SIZE" in present:  # torchrun's number of machines
         machines, here, all_ranks = (
-            _read_rank_variable(present, name) for name in ("GROUP_WORLD_SIZE", "LOCAL_WORLD_SIZE", "WORLD_SIZE")
+            _read_rank_variable(present, name)
+            for name in ("GROUP_WORLD_SIZE", "LOCAL_WORLD_SIZE", "WORLD_SIZE")
         )
         if machines * here != all_ranks:
             raise ConfigError(
-                f"mesh.fsdp_size={size} needs equally many ranks on each machine, and {machines} machines, this one "
-                f"with {here} ranks, have {all_ranks} together; give torchrun the same --nproc-per-node on each, or "
-                "set mesh.fsdp_size=-1"
+                f"mesh.fsdp_size={size} needs equally many ranks on each machine, and {machines} "
+                f"machines, this one with {here} ranks, have {all_ranks} together; give torchrun "
+                "the same --nproc-per-node on each, or set mesh.fsdp_size=-1"
             )
 
 
@@ -221,57 +260,70 @@ def choose_experiment(device_type: str, world_size: int) -> str:
     return "cpu_text" if device_type == "cpu" else "llama2_7b" if world_size >= 8 else "llama3_1b"
 
 
-def _ranks_on_this_machine(launch: LaunchConfig, hardware: FoundHardware, single: bool) -> int:
+def ranks_on_this_machine(launch: LaunchConfig, hardware: FoundHardware, single: bool) -> int:
+    """Return the ranks to start here; ConfigError for more than the devices or cores carry."""
     ranks = launch.nproc_per_node
     if ranks == -1:
         return 1 if single else hardware.devices or CPU_RANKS
     if hardware.devices and ranks > hardware.devices:
         raise ConfigError(
-            f"launch.nproc_per_node={ranks} is over the number of {hardware.device_type} devices of this machine, "
-            f"{hardware.devices}; set launch.nproc_per_node={hardware.devices}"
+            f"launch.nproc_per_node={ranks} is over the number of {hardware.device_type} devices "
+            f"of this machine, {hardware.devices}; set launch.nproc_per_node={hardware.devices}"
         )
     if not hardware.devices and ranks > MOST_RANKS_PER_CORE * hardware.cores:
         raise ConfigError(
-            f"launch.nproc_per_node={ranks} is over {MOST_RANKS_PER_CORE} for each of {hardware.cores} cores; "
-            f"set launch.nproc_per_node={hardware.cores}"
+            f"launch.nproc_per_node={ranks} is over {MOST_RANKS_PER_CORE} for each of "
+            f"{hardware.cores} cores; set launch.nproc_per_node={hardware.cores}"
         )
     return ranks
 
 
 def describe_run(run: ResolvedRun, environment: Mapping[str, str]) -> str:
-    """Describe the found hardware and the run in one line, with what decided each setting that nobody typed."""
-    hardware, choices = run.hardware, run.composition.choices
+    """Describe the found hardware and the run in one line, with what decided each setting that
+    nobody typed."""
+    hardware = run.hardware
+    choices = run.composition.choices
     cores = f"{hardware.cores} core{'s' * (hardware.cores != 1)}"
     if hardware.devices:
-        found = f"found {hardware.devices} × {hardware.name}, {cores}"
+        devices = f"found {hardware.devices} × {hardware.name}, {cores}"
     else:
-        reason = "found no accelerator" if available_device_type() == "cpu" else "using the CPU as set"
-        found = f"{reason}, {cores} ({hardware.name})"
+        reason = (
+            "found no accelerator" if available_device_type() == "cpu" else "using the CPU as set"
+        )
+        devices = f"{reason}, {cores} ({hardware.name})"
     experiment = f"experiment={choices['experiment']} " if choices["experiment"] else ""
     ranks = f"{run.world_size} rank{'s' * (run.world_size != 1)}"
     defaults = list_defaults()
-    others = "".join(f"{name}={choices[name]} " for name in ("memory", "mesh") if choices[name] != defaults[name])
+    others = "".join(
+        f"{name}={choices[name]} " for name in ("memory", "mesh") if choices[name] != defaults[name]
+    )
     running = (
-        f"running {experiment}model={choices['model']} data={choices['data']} {others}with {choices['parallel']} on "
-        f"{ranks}"
+        f"running {experiment}model={choices['model']} data={choices['data']} {others}with "
+        f"{choices['parallel']} on {ranks}"
     )
     running = ", ".join([running, *(f"{name}={value}" for name, value in environment.items())])
-    return "; ".join([found, running, *describe_choices(run)])
+    return "; ".join([devices, running, *describe_choices(run)])
 
 
 def print_run(run: ResolvedRun, environment: Mapping[str, str]) -> None:
     """Print the found hardware and the chosen run."""
-    for sentence in filter(None, (describe_run(run, environment), strategy_note(run), straddling_note(run))):
+    for sentence in filter(
+        None, (describe_run(run, environment), strategy_note(run), straddling_note(run))
+    ):
         print_status(sentence, stdout=True)
 
 
 def describe_choices(run: ResolvedRun) -> list[str]:
     """Describe the settings that the command line left open, with what decided them."""
-    config, choices = run.composition.config, run.composition.choices
+    config = run.composition.config
+    choices = run.composition.choices
     if run.by_hardware:
         devices = "an accelerator" if run.world_size == 1 else f"{run.world_size} devices"
         where = "without an accelerator" if run.hardware.device_type == "cpu" else f"with {devices}"
-        return [f"experiment={choices['experiment']}: the default {where}, since neither model nor data are named"]
+        return [
+            f"experiment={choices['experiment']}: the default {where}, since neither model nor "
+            "data are named"
+        ]
     if choices["experiment"]:
         return []
     parts = []
@@ -279,14 +331,18 @@ def describe_choices(run: ResolvedRun) -> list[str]:
         parts.append(f"seq_len {config.train.seq_len:,}: {reason}")
     named = {word.lstrip("+").partition("=")[0] for word in run.words}
     # A run that tunes a model has another sentence on the steps, which are counted from its data.
-    values: dict[str, Any] = {"steps": config.train.steps} if "train.steps" in run.composition.reasons else {}
+    values: dict[str, Any] = (
+        {"steps": config.train.steps} if "train.steps" in run.composition.reasons else {}
+    )
     others = (("train", "batch_size"), ("optim", "lr"), ("parallel", "param_dtype"))
     values |= {
-        key: getattr(getattr(config, section), key) for section, key in others if f"{section}.{key}" not in named
+        key: getattr(getattr(config, section), key)
+        for section, key in others
+        if f"{section}.{key}" not in named
     }
     if values:
-        found = ", ".join(f"{key} {value_text(value)}" for key, value in values.items())
-        parts.append(f"{found}: the default{'s' * (len(values) > 1)} on every machine")
+        settings = ", ".join(f"{key} {value_text(value)}" for key, value in values.items())
+        parts.append(f"{settings}: the default{'s' * (len(values) > 1)} on every machine")
     if "param_dtype" in values and run.hardware.device_type != "cpu":
         parts.append("parallel.param_dtype=bfloat16 is usually faster on an accelerator")
     return parts
@@ -310,7 +366,10 @@ def straddling_note(run: ResolvedRun) -> str | None:
 def launch(run: ResolvedRun) -> int:
     """Print the run, start its workers and wait for them; return an exit status."""
     request = run.request()
-    environment, forks = request.environment(), run.hardware.device_type == "cpu"
+    environment = request.environment()
+    forks = run.hardware.device_type == "cpu"
     print_run(run, environment)
     words = ["train", *run.words]
-    return run_workers("fsdptoys", words, run.local_ranks, request.config.launch, environment, request, forks)
+    return run_workers(
+        "fsdptoys", words, run.local_ranks, request.config.launch, environment, request, forks
+    )

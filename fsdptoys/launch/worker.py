@@ -1,10 +1,10 @@
 """A launched worker process: its input from the launcher, its error file, and its exit.
 
-A worker's exception goes into the error file named by the launcher, in the format of torch's elastic launcher plus the
-exact time and whether a restart could help. Data that must survive a restart is in the launcher's folder.
+A worker's exception goes into the error file named by the launcher, in the format of torch's
+elastic launcher plus the exact time and whether a restart could help. Data that must survive a
+restart is in the launcher's folder.
 """
 
-import ctypes
 import json
 import os
 import pickle
@@ -24,18 +24,19 @@ from fsdptoys.errors import ConfigError, GivenUpError, LostRanksError, LostWorke
 from fsdptoys.profiler import ExplainedOutOfMemoryError, is_out_of_memory
 from fsdptoys.train.launch_env import LAUNCHED, launch_folder
 from fsdptoys.utils.atomic_write import write_atomically
+from fsdptoys.utils.parent_death import end_with_parent
 from fsdptoys.utils.text import one_line, printable
 
 from .hardware import FoundHardware, hardware_environment
 from .launch_folder import LaunchFolder
 
 REQUEST_FILE = "request"  # in the launcher's folder, with the composed run
-PR_SET_PDEATHSIG = 1
 
 
 @dataclass(frozen=True)
 class WorkerRequest:
-    """A validated run, passed from the launcher to its workers; composing it again would take each a second."""
+    """A validated run, passed from the launcher to its workers; composing it again would take each
+    a second."""
 
     config: Config
     hardware: FoundHardware
@@ -43,14 +44,20 @@ class WorkerRequest:
     world_size: int
 
     def environment(self) -> dict[str, str]:
-        """Return the variables, not in the environment yet, that this machine's hardware needs in a worker."""
-        device_type, cores, timeout = self.hardware.device_type, self.hardware.cores, self.config.launch.timeout_seconds
+        """Return the variables, not in the environment yet, that this machine's hardware needs in a
+        worker."""
+        device_type = self.hardware.device_type
+        cores = self.hardware.cores
+        timeout = self.config.launch.timeout_seconds
         deterministic = bool(self.config.train.deterministic)
-        return hardware_environment(device_type, self.local_ranks, cores, deterministic, os.environ, timeout)
+        return hardware_environment(
+            device_type, self.local_ranks, cores, deterministic, os.environ, timeout
+        )
 
 
 def make_launch_folder(request: WorkerRequest | None) -> LaunchFolder:
-    """Make the launcher's folder, with the run for the workers; ConfigError if it cannot be written."""
+    """Make the launcher's folder, with the run for the workers; ConfigError if it cannot be
+    written."""
     folder = None
     try:
         folder = LaunchFolder()
@@ -60,16 +67,21 @@ def make_launch_folder(request: WorkerRequest | None) -> LaunchFolder:
         if folder is not None:
             folder.remove()
         raise ConfigError(
-            f"the launcher cannot write its temporary folder ({error.strerror or error}); set TMPDIR to a folder that "
-            "can be written, on a disk with room"
+            f"the launcher cannot write its temporary folder ({error.strerror or error}); set "
+            "TMPDIR to a folder that can be written, on a disk with room"
         ) from error
     return folder
 
 
 def read_request() -> WorkerRequest | None:
-    """Read the run that our launcher has passed to this process; None if the parent is not our launcher."""
+    """Read the run that our launcher has passed to this process; None if the parent is not our
+    launcher."""
     folder = launch_folder()
-    if os.environ.get(LAUNCHED) != str(os.getppid()) or folder is None or not (folder / REQUEST_FILE).exists():
+    if (
+        os.environ.get(LAUNCHED) != str(os.getppid())
+        or folder is None
+        or not (folder / REQUEST_FILE).exists()
+    ):
         return None
     request = pickle.loads((folder / REQUEST_FILE).read_bytes())
     assert isinstance(request, WorkerRequest)
@@ -77,7 +89,8 @@ def read_request() -> WorkerRequest | None:
 
 
 def run_as_worker(work: Callable[[], None]) -> int:
-    """Do the work of one rank and return 0; record its exception in the launcher's error file, or print it.
+    """Do the work of one rank and return 0; record its exception in the launcher's error file, or
+    print it.
 
     A failure ends the process here, since leaving the interpreter may wait for other ranks.
     """
@@ -90,13 +103,15 @@ def run_as_worker(work: Callable[[], None]) -> int:
         # The messages of these name the phase of the run.
         explained = isinstance(error, (ExplainedOutOfMemoryError, LostRanksError, LostWorkerError))
         alone = isinstance(error, (ConfigError, GivenUpError))
-        message = f"fsdptoys: {error}" if alone else str(error) if explained else traceback.format_exc()
+        message = (
+            f"fsdptoys: {error}" if alone else str(error) if explained else traceback.format_exc()
+        )
         rank = os.environ.get("RANK", "0")
         try:
             _record(Path(os.environ["TORCHELASTIC_ERROR_FILE"]), int(rank), error, message)
         except (KeyError, OSError):  # without our launcher or torchrun, or with a full disk
-            shown = message if alone else f"fsdptoys: rank {rank} failed:\n{message}"
-            print(printable(shown, sys.stderr), file=sys.stderr)
+            sentence = message if alone else f"fsdptoys: rank {rank} failed:\n{message}"
+            print(printable(sentence, sys.stderr), file=sys.stderr)
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(2 if isinstance(error, ConfigError) else 1)
@@ -104,7 +119,8 @@ def run_as_worker(work: Callable[[], None]) -> int:
 
 
 def explain_elsewhere(error: Exception) -> Exception:
-    """Return an out-of-memory error that no phase has explained as one sentence; return others unchanged."""
+    """Return an out-of-memory error that no phase has explained as one sentence; return others
+    unchanged."""
     if isinstance(error, ExplainedOutOfMemoryError) or not is_out_of_memory(error):
         return error
     on_host = isinstance(error, MemoryError) or not isinstance(error, torch.OutOfMemoryError)
@@ -112,16 +128,23 @@ def explain_elsewhere(error: Exception) -> Exception:
     where = f" in {last[0].name}" if last else ""
     reason = one_line(error) or "no reason given"
     explained = ExplainedOutOfMemoryError(
-        f"{'host' if on_host else 'device'} memory ran out{where} ({reason}); set fewer ranks on this machine, a "
-        "smaller model, train.batch_size or train.seq_len, or data that takes less memory"
+        f"{'host' if on_host else 'device'} memory ran out{where} ({reason}); set fewer ranks on "
+        "this machine, a smaller model, train.batch_size or train.seq_len, or data that takes "
+        "less memory"
     )
     return explained.with_traceback(error.__traceback__)
 
 
 def _record(path: Path, rank: int, error: Exception, message: str) -> None:
-    """Write ``ErrorHandler``'s record with nanoseconds; separate fields for messages shown without a rank."""
+    """Write ``ErrorHandler``'s record with nanoseconds; separate fields for messages shown without
+    a rank."""
     now_ns = time.time_ns()
-    extra = {"py_callstack": message, "timestamp": str(now_ns // 10**9), "time_ns": now_ns, "rank": rank}
+    extra = {
+        "py_callstack": message,
+        "timestamp": str(now_ns // 10**9),
+        "time_ns": now_ns,
+        "rank": rank,
+    }
     extra |= {"config_error": str(error) if isinstance(error, ConfigError) else None}
     extra |= {"given_up": str(error) if isinstance(error, GivenUpError) else None}
     # These repeat after a restart.
@@ -132,13 +155,9 @@ def _record(path: Path, rank: int, error: Exception, message: str) -> None:
 
 
 def _end_with_launcher() -> None:
-    """Have the kernel kill this process when our launcher dies; Linux only."""
     launcher = os.environ.get(LAUNCHED, "")
-    if sys.platform != "linux" or not launcher.isdecimal():
+    if not launcher.isdecimal():
         return
-    try:
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-    except (OSError, AttributeError):
-        return
-    if os.getppid() != int(launcher):  # the launcher died before prctl
-        os._exit(1)
+    ask_the_kernel = end_with_parent(int(launcher), signal.SIGKILL)
+    if ask_the_kernel is not None:
+        ask_the_kernel()

@@ -1,4 +1,5 @@
-"""A sweep: one configuration after another, each in new processes, with the outcome of each in a folder."""
+"""A sweep: one configuration after another, each in new processes, with the outcome of each in a
+folder."""
 
 from .folder import Job, JobStatus, Skipped, Sweep, is_sweep_dir, read_sweep
 

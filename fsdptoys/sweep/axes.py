@@ -1,8 +1,9 @@
-"""Parse overrides with several values, in Hydra's sweep syntax, into axes, and expand these into combinations.
+"""Parse overrides with several values, in Hydra's sweep syntax, into axes, and expand these into
+combinations.
 
-``a=1,2``, ``a=choice(1,2)``, ``a=range(1,4)`` and ``parallel=glob(fsdp*)`` give several values; quoted text and lists
-are one value, including commas. ``interval`` is rejected, since it has no discrete values. The user's values of a key
-replace those of the sweep's file.
+``a=1,2``, ``a=choice(1,2)``, ``a=range(1,4)`` and ``parallel=glob(fsdp*)`` give several values;
+quoted text and lists are one value, including commas. ``interval`` is rejected, since it has no
+discrete values. The user's values of a key replace those of the sweep's file.
 """
 
 import contextlib
@@ -63,9 +64,11 @@ class Combination:
         return [word.partition("=")[0].lstrip("+") for word in self.words]
 
     def without(self, key: str) -> "Combination":
-        """The combination without the words of a key."""
+        """Return the combination without the words of a key."""
         words = (word for word, other in zip(self.words, self.keys, strict=True) if other != key)
-        return Combination(tuple(words), {name: v for name, v in self.varied.items() if name.lstrip("+") != key})
+        return Combination(
+            tuple(words), {name: v for name, v in self.varied.items() if name.lstrip("+") != key}
+        )
 
 
 def read_axes(words: Sequence[str], choices: Choices) -> list[Axis]:
@@ -82,21 +85,26 @@ def read_axes(words: Sequence[str], choices: Choices) -> list[Axis]:
     for index, word in enumerate(words):
         key, _, value = word.partition("=")
         if key.lstrip("+") == "sweep":
-            raise ConfigError(f"{word} names a sweep as if it were a setting; write fsdptoys sweep {value or 'NAME'}")
+            raise ConfigError(
+                f"{word} names a sweep as if it were a setting; write fsdptoys sweep "
+                f"{value or 'NAME'}"
+            )
         axis = _read_axis(word, words[index + 1 :], choices)
         for other in axes:
             if other.key == axis.key and other != axis:
                 both = ",".join([*other.values, *axis.values])
                 raise ConfigError(
-                    f"{axis.key} is given twice, as {other.key}={','.join(other.values)} and as {word}; "
-                    f"write {axis.key}={both} for all of these"
+                    f"{axis.key} is given twice, as {other.key}={','.join(other.values)} and as "
+                    f"{word}; write {axis.key}={both} for all of these"
                 )
         if axis not in axes:
             axes.append(axis)
     return axes
 
 
-def read_base(definition: SweepDefinition, where: str, choices: Choices) -> tuple[list[Axis], list[tuple[Axis, ...]]]:
+def read_base(
+    definition: SweepDefinition, where: str, choices: Choices
+) -> tuple[list[Axis], list[tuple[Axis, ...]]]:
     """Parse the axes and rows of a sweep's file, named ``where`` in messages.
 
     Raises:
@@ -105,13 +113,17 @@ def read_base(definition: SweepDefinition, where: str, choices: Choices) -> tupl
     try:
         base = read_axes(definition.base, choices)
         grid = [
-            Axis(key, tuple(value for text in values for value in _one_value(f"{key}={text}", choices)))
+            Axis(
+                key,
+                tuple(value for text in values for value in _one_value(f"{key}={text}", choices)),
+            )
             for key, values in definition.grid.items()
         ]
         rows = [tuple(read_axes(row, choices)) for row in definition.rows]
         if several := [axis for axes in (base, *rows) for axis in axes if len(axis.values) > 1]:
             raise ConfigError(
-                f"{several[0].key}={','.join(several[0].values)} gives several values; write them under grid"
+                f"{several[0].key}={','.join(several[0].values)} gives several values; write "
+                "them under grid"
             )
         if twice := [axis.key for axis in base if axis.key in definition.grid]:
             raise ConfigError(f"{twice[0]} is set in base and in grid; keep one of them")
@@ -125,7 +137,8 @@ def _one_value(word: str, choices: Choices) -> tuple[str, ...]:
     if len(axis.values) > 1:
         text = word.partition("=")[2]
         raise ConfigError(
-            f"{word} gives several values where one is expected; write them one by one, or '\"{text}\"' for one text"
+            f"{word} gives several values where one is expected; write them one by one, or "
+            f"'\"{text}\"' for one text"
         )
     return axis.values
 
@@ -136,15 +149,17 @@ def _read_axis(word: str, later: Sequence[str], choices: Choices) -> Axis:
     with contextlib.suppress(HydraException):  # parse_overrides reports it
         override = OverridesParser.create().parse_override(word) if equals else None
     if override is None and re.search(r"=\s*,|,\s*(,|$)", word):
-        raise ConfigError(f"{word} has an empty value; leave out the comma, or write '' for an empty text")
+        raise ConfigError(
+            f"{word} has an empty value; leave out the comma, or write '' for an empty text"
+        )
     if override is None or not override.is_sweep_override():
         # The words after a word without a value show the intended one.
         parse_overrides([word] if value else [word, *later[:2]], choices)
         axis = Axis(key, (value,))
     else:
         axis = Axis(key, tuple(_values(override, key, word, choices)))
-        for one in axis.words:
-            parse_overrides([one], choices)
+        for single in axis.words:
+            parse_overrides([single], choices)
     if reason := SET_BY_SWEEP.get(key.lstrip("+")):
         raise ConfigError(f"{word} is not for a sweep, since {reason}; leave it out")
     return axis
@@ -159,13 +174,19 @@ def _values(override: Override, key: str, word: str, choices: Choices) -> list[s
         return [str(name) for name in names]
     if not override.is_discrete_sweep():
         raise ConfigError(
-            f"{word} has no values that could be counted; write {key}=range(START,STOP,STEP) or {key}=VALUE,VALUE"
+            f"{word} has no values that could be counted; write {key}=range(START,STOP,STEP) or "
+            f"{key}=VALUE,VALUE"
         )
     if isinstance(typed, RangeSweep):
         if not typed.step:
-            raise ConfigError(f"{word} has steps of 0, which never end; write {key}=range(START,STOP)")
+            raise ConfigError(
+                f"{word} has steps of 0, which never end; write {key}=range(START,STOP)"
+            )
         # Counted first, since shuffling a range materializes it.
-        if sum(1 for _ in itertools.islice(typed.range(), MOST_COMBINATIONS + 1)) > MOST_COMBINATIONS:
+        if (
+            sum(1 for _ in itertools.islice(typed.range(), MOST_COMBINATIONS + 1))
+            > MOST_COMBINATIONS
+        ):
             raise ConfigError(
                 f"{word} has more than the {MOST_COMBINATIONS} values that a sweep may have; write "
                 f"{key}=range(START,STOP,STEP) with fewer"
@@ -184,7 +205,9 @@ def _as_typed(value: Any) -> str:
     return str(Transformer.str(value))
 
 
-def combine(base: Sequence[Axis], rows: Sequence[Sequence[Axis]], typed: Sequence[Axis]) -> list[Combination]:
+def combine(
+    base: Sequence[Axis], rows: Sequence[Sequence[Axis]], typed: Sequence[Axis]
+) -> list[Combination]:
     """Expand a sweep into its combinations.
 
     Args:
@@ -193,22 +216,26 @@ def combine(base: Sequence[Axis], rows: Sequence[Sequence[Axis]], typed: Sequenc
         typed: the user's keys, which replace those of the file.
 
     Returns:
-        The combinations, the last key varying fastest. Words are in the file's order, then the user's.
+        The combinations, the last key varying fastest. Words are in the file's order, then the
+        user's.
 
     Raises:
         ConfigError: for more than ``MOST_COMBINATIONS``.
     """
-    own = {axis.key: axis for axis in typed}
-    kept_rows = [[axis for axis in row if axis.key not in own] for row in rows] or [[]]
+    by_key = {axis.key: axis for axis in typed}
+    kept_rows = [[axis for axis in row if axis.key not in by_key] for row in rows] or [[]]
     in_rows = {axis.key for row in kept_rows for axis in row}
-    shared = [*(own.pop(axis.key, axis) for axis in base if axis.key not in in_rows), *own.values()]
+    shared = [
+        *(by_key.pop(axis.key, axis) for axis in base if axis.key not in in_rows),
+        *by_key.values(),
+    ]
     in_base = {axis.key: axis for axis in base if axis.key in in_rows}
     count = len(kept_rows) * math.prod(len(axis.values) for axis in shared)
     if count > MOST_COMBINATIONS:
         longest = max(shared, key=lambda axis: len(axis.values), default=Axis("rows", ()))
         raise ConfigError(
-            f"the sweep has {count} combinations, {len(longest.values)} of them by {longest.key} alone, and may have "
-            f"{MOST_COMBINATIONS}; give fewer values of {longest.key}"
+            f"the sweep has {count} combinations, {len(longest.values)} of them by {longest.key} "
+            f"alone, and may have {MOST_COMBINATIONS}; give fewer values of {longest.key}"
         )
     combinations = []
     for row in kept_rows:

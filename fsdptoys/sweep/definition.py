@@ -1,6 +1,8 @@
-"""A named sweep: a YAML file of ``configs/sweep`` or of the user, read into one dataclass and checked.
+"""A named sweep: a YAML file of ``configs/sweep`` or of the user, read into one dataclass and
+checked.
 
-It is not a Hydra config group: it describes variations between runs and is not part of any run's configuration.
+It is not a Hydra config group: it describes variations between runs and is not part of any run's
+configuration.
 """
 
 import dataclasses
@@ -11,7 +13,7 @@ from typing import Any
 from fsdptoys.errors import ConfigError
 from fsdptoys.utils.foreign import parse_yaml
 from fsdptoys.utils.regular_file import read_regular
-from fsdptoys.utils.text import near_miss, one_line
+from fsdptoys.utils.text import one_line, suggestion
 
 SWEEPS = Path(__file__).parents[1] / "configs" / "sweep"
 LARGEST_FILE_BYTES = 2**20
@@ -37,11 +39,13 @@ class SweepDefinition:
 
 def list_sweeps() -> dict[str, str]:
     """Return the name and description of each sweep of the package."""
-    return {path.stem: read_definition(path.stem).description for path in sorted(SWEEPS.glob("*.yaml"))}
+    return {
+        path.stem: read_definition(path.stem).description for path in sorted(SWEEPS.glob("*.yaml"))
+    }
 
 
 def is_file_name(name: str) -> bool:
-    """Whether a sweep's name is the path of a user's file."""
+    """Return whether a sweep's name is the path of a user's file."""
     return name.endswith((".yaml", ".yml"))
 
 
@@ -58,37 +62,46 @@ def read_definition(name: str) -> SweepDefinition:
     if is_file_name(name):
         path = Path(name)
         if not path.is_file():
-            raise ConfigError(f"{name} does not exist; name a YAML file like those of configs/sweep")
+            raise ConfigError(
+                f"{name} does not exist; name a YAML file like those of configs/sweep"
+            )
     elif "/" in name or not path.is_file():
-        names = sorted(each.stem for each in SWEEPS.glob("*.yaml"))
-        near = near_miss(name, names)
-        fix = f"did you mean fsdptoys sweep {near}?" if near else f"name one of {', '.join(names)}, or a YAML file"
+        names = sorted(file.stem for file in SWEEPS.glob("*.yaml"))
+        fix = suggestion(
+            name, names, f"name one of {', '.join(names)}, or a YAML file", "fsdptoys sweep "
+        )
         raise ConfigError(f"{name} is neither a sweep nor KEY=VALUE; {fix}")
     try:
         tree = parse_yaml(read_regular(path, LARGEST_FILE_BYTES), unique_keys=True)
     except (OSError, ValueError) as mistake:
         raise ConfigError(f"{path} cannot be read ({one_line(mistake)}); correct it") from mistake
     if not isinstance(tree, dict):
-        raise ConfigError(f"{path} must be a mapping with grid or rows; see configs/sweep/debug.yaml for an example")
+        raise ConfigError(
+            f"{path} must be a mapping with grid or rows; see configs/sweep/debug.yaml for an "
+            "example"
+        )
     return _build(tree, path)
 
 
 def _build(tree: dict[str, Any], path: Path) -> SweepDefinition:
-    names = [each.name for each in dataclasses.fields(SweepDefinition)]
+    names = [field.name for field in dataclasses.fields(SweepDefinition)]
     for key in tree:
         if key not in names:
-            near = near_miss(str(key), names)
-            fix = f"did you mean {near}?" if near else f"it may have {', '.join(names)}"
+            fix = suggestion(str(key), names, f"it may have {', '.join(names)}")
             raise ConfigError(f"{path} says {key}, which no sweep has; {fix}")
     if ("grid" in tree) == ("rows" in tree):
-        found = "both" if "grid" in tree else "neither"
-        raise ConfigError(f"{path} has {found} of grid and rows; give it one of them")
+        number = "both" if "grid" in tree else "neither"
+        raise ConfigError(f"{path} has {number} of grid and rows; give it one of them")
     for key in ("title", "description"):
         if key in tree and not isinstance(tree[key], str):
-            raise ConfigError(f"{path} says {key}={tree[key]}, which must be text; put quotes around it")
+            raise ConfigError(
+                f"{path} says {key}={tree[key]}, which must be text; put quotes around it"
+            )
     limit = tree.get("time_limit_seconds")
     if limit is not None and not (type(limit) in (int, float) and 0 < limit < float("inf")):
-        raise ConfigError(f"{path} says time_limit_seconds={limit}, which must be a number above 0; set it to 600")
+        raise ConfigError(
+            f"{path} says time_limit_seconds={limit}, which must be a number above 0; set it to 600"
+        )
     return SweepDefinition(
         title=tree.get("title", path.stem),
         description=" ".join(tree.get("description", "").split()),
@@ -102,27 +115,36 @@ def _build(tree: dict[str, Any], path: Path) -> SweepDefinition:
 def _rows(rows: Any, path: Path) -> tuple[tuple[str, ...], ...]:
     if not isinstance(rows, list) or not rows:
         raise ConfigError(
-            f"{path} says rows={rows}, which must be a list of lists of words; write one list for each job"
+            f"{path} says rows={rows}, which must be a list of lists of words; write one list "
+            "for each job"
         )
     return tuple(_words(row, path, f"rows[{index}]") for index, row in enumerate(rows))
 
 
 def _words(words: Any, path: Path, where: str) -> tuple[str, ...]:
     if not isinstance(words, list):
-        raise ConfigError(f"{path} says {where}={words}, which must be a list of words; write [KEY=VALUE, …]")
+        raise ConfigError(
+            f"{path} says {where}={words}, which must be a list of words; write [KEY=VALUE, …]"
+        )
     for word in words:
         if not isinstance(word, str) or "=" not in word:
-            raise ConfigError(f"{path} says {word} in {where}, which must be a word KEY=VALUE; correct it")
+            raise ConfigError(
+                f"{path} says {word} in {where}, which must be a word KEY=VALUE; correct it"
+            )
     return tuple(words)
 
 
 def _grid(grid: Any, path: Path) -> dict[str, list[str]]:
     if not isinstance(grid, dict) or not grid:
-        raise ConfigError(f"{path} says grid={grid}, which must map keys to lists of values; write KEY: [VALUE, …]")
+        raise ConfigError(
+            f"{path} says grid={grid}, which must map keys to lists of values; write KEY: "
+            "[VALUE, …]"
+        )
     for key, values in grid.items():
         if not isinstance(key, str) or not isinstance(values, list) or not values:
             raise ConfigError(
-                f"{path} says {key}={values} in grid, which must be a list of values; write {key}: [VALUE, …]"
+                f"{path} says {key}={values} in grid, which must be a list of values; write "
+                f"{key}: [VALUE, …]"
             )
     return {key: [_as_typed(value, path, key) for value in values] for key, values in grid.items()}
 
@@ -132,7 +154,9 @@ def _as_typed(value: Any, path: Path, key: str) -> str:
     if value is None or isinstance(value, bool):
         return {None: "null", True: "true", False: "false"}[value]
     if isinstance(value, list):
-        return f"[{','.join(_as_typed(each, path, key) for each in value)}]"
+        return f"[{','.join(_as_typed(element, path, key) for element in value)}]"
     if isinstance(value, (int, float, str)):
         return str(value)
-    raise ConfigError(f"{path} says {key}={value} in grid, which must be a word, a number or a list; correct it")
+    raise ConfigError(
+        f"{path} says {key}={value} in grid, which must be a word, a number or a list; correct it"
+    )

@@ -7,7 +7,8 @@
       jobs/01/run/          its run directory
       table.md, table.csv, table.json
 
-A job's file is replaced atomically at each change, so that a sweep killed at any moment can be resumed.
+A job's file is replaced atomically at each change, so that a sweep killed at any moment can be
+resumed.
 """
 
 import dataclasses
@@ -115,7 +116,8 @@ class Sweep:
     time_limit_seconds: float | None
     """Time limit of one job."""
     words: tuple[str, ...] = ()
-    """Arguments as typed, without dashed options: a sweep's name, overrides and launcher settings."""
+    """Arguments as typed, without dashed options: a sweep's name, overrides and launcher
+    settings."""
 
     def job_folder(self, job: Job) -> Path:
         """Return a job's folder."""
@@ -132,7 +134,9 @@ class Sweep:
             if not (self.job_folder(job) / JOB_FILE).exists():
                 write_job(self.job_folder(job), job)
         jobs = [job.name for job in self.jobs]
-        content = _SweepFile(self.title, self.command, self.time_limit_seconds, jobs, self.skipped, self.words)
+        content = _SweepFile(
+            self.title, self.command, self.time_limit_seconds, jobs, self.skipped, self.words
+        )
         text = json.dumps(dataclasses.asdict(content), indent=2, ensure_ascii=False)
         write_atomically(self.path / SWEEP_FILE, text + "\n")
 
@@ -150,7 +154,7 @@ class _SweepFile:
 
 
 def is_sweep_dir(path: Path) -> bool:
-    """Whether a folder is a sweep's."""
+    """Return whether a folder is a sweep's."""
     return (path / SWEEP_FILE).is_file()
 
 
@@ -162,27 +166,40 @@ def read_sweep(path: Path) -> Sweep:
     """
     tree = _read(path / SWEEP_FILE)
     try:
-        asked = build(_SweepFile, tree)
-        if asked.time_limit_seconds is not None and asked.time_limit_seconds <= 0:
-            raise ForeignError(f"time_limit_seconds is {asked.time_limit_seconds:g}")
-        for name in asked.jobs:
+        definition = build(_SweepFile, tree)
+        if definition.time_limit_seconds is not None and definition.time_limit_seconds <= 0:
+            raise ForeignError(f"time_limit_seconds is {definition.time_limit_seconds:g}")
+        for name in definition.jobs:
             _check_name(name)
-        if len(set(asked.jobs)) < len(asked.jobs):
+        if len(set(definition.jobs)) < len(definition.jobs):
             raise ForeignError("it names a job twice")
     except ForeignError as mistake:
         raise ConfigError(
             f"{path / SWEEP_FILE} was not written by fsdptoys sweep ({mistake}); name another"
         ) from mistake
-    folders = [path / JOBS_FOLDER / name for name in asked.jobs]
+    folders = [path / JOBS_FOLDER / name for name in definition.jobs]
     for folder in (path / JOBS_FOLDER, *folders):
         if folder.is_symlink():
-            raise ConfigError(f"{folder} is a link, through which a sweep would write elsewhere; put the folder here")
+            raise ConfigError(
+                f"{folder} is a link, through which a sweep would write elsewhere; put the "
+                "folder here"
+            )
     jobs = list(map(read_job, folders))
-    for job, name in zip(jobs, asked.jobs, strict=True):
+    for job, name in zip(jobs, definition.jobs, strict=True):
         if job.name != name:
             file = path / JOBS_FOLDER / name / JOB_FILE
-            raise ConfigError(f"{file} is the file of job {job.name}; remove the folder {file.parent}")
-    return Sweep(path, asked.title, asked.command, jobs, asked.skipped, asked.time_limit_seconds, asked.words)
+            raise ConfigError(
+                f"{file} is the file of job {job.name}; remove the folder {file.parent}"
+            )
+    return Sweep(
+        path,
+        definition.title,
+        definition.command,
+        jobs,
+        definition.skipped,
+        definition.time_limit_seconds,
+        definition.words,
+    )
 
 
 def read_job(folder: Path) -> Job:
@@ -200,7 +217,8 @@ def read_job(folder: Path) -> Job:
         return job
     except ForeignError as mistake:
         raise ConfigError(
-            f"{folder / JOB_FILE} was not written by fsdptoys sweep ({mistake}); remove the folder {folder}"
+            f"{folder / JOB_FILE} was not written by fsdptoys sweep ({mistake}); remove the "
+            f"folder {folder}"
         ) from mistake
 
 
@@ -224,7 +242,8 @@ def _read(path: Path) -> dict[str, Any]:
         except (OSError, ValueError) as mistake:
             if not left or isinstance(mistake, ValueError):
                 raise ConfigError(
-                    f"{path} cannot be read ({one_line(mistake)}); give a folder that fsdptoys sweep has written"
+                    f"{path} cannot be read ({one_line(mistake)}); give a folder that fsdptoys "
+                    "sweep has written"
                 ) from mistake
         time.sleep(READ_AGAIN_SECONDS)
     if not isinstance(tree, dict):

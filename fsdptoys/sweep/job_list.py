@@ -1,7 +1,7 @@
 """Match combinations with the jobs already in a sweep's folder, and number new jobs.
 
-Jobs with equal fingerprints are the same run. If only the words are equal, the code, PyTorch or the machine has
-changed, so the earlier result is moved aside and the job runs again.
+Jobs with equal fingerprints are the same run. If only the words are equal, the code, PyTorch or the
+machine has changed, so the earlier result is moved aside and the job runs again.
 """
 
 import dataclasses
@@ -29,7 +29,7 @@ class Arrangement:
 
 
 def arrange(
-    asked: Sequence[tuple[Combination, str]],
+    combinations: Sequence[tuple[Combination, str]],
     refused: Sequence[Skipped],
     before: Sweep | None = None,
     *,
@@ -39,26 +39,29 @@ def arrange(
     """Number jobs, skip duplicates, and reuse the jobs of a folder.
 
     Args:
-        asked: combinations with their fingerprints, in order.
+        combinations: with their fingerprints, in order.
         refused: combinations that cannot run.
         before: the folder's sweep; its other jobs are kept if they have started or are queued.
         retry: whether failed jobs run again.
         queued: names of jobs in a batch queue.
     """
-    held = before.jobs if before is not None else []
-    by_fingerprint = {job.fingerprint: job for job in held}
-    wanted = {number for _, number in asked}
-    by_words = {job.words: job for job in held if job.fingerprint not in wanted}
-    found = Arrangement([], [*refused], [], [], [])
+    earlier = before.jobs if before is not None else []
+    by_fingerprint = {job.fingerprint: job for job in earlier}
+    fingerprints = {number for _, number in combinations}
+    by_words = {job.words: job for job in earlier if job.fingerprint not in fingerprints}
+    result = Arrangement([], [*refused], [], [], [])
     jobs: dict[str, Job] = {}
     # Dropped jobs have folders, too.
     folders = (before.path / JOBS_FOLDER).glob("*") if before is not None else ()
-    taken = max((int(path.name) for path in folders if path.name.isdecimal()), default=0)
-    for combination, number in asked:
+    last_number = max((int(path.name) for path in folders if path.name.isdecimal()), default=0)
+    for combination, number in combinations:
         if number in jobs:
-            found.skipped.append(Skipped(combination.varied, f"it is the same run as {jobs[number].name}"))
+            result.skipped.append(
+                Skipped(combination.varied, f"it is the same run as {jobs[number].name}")
+            )
             continue
-        old, done = by_fingerprint.get(number), False
+        old = by_fingerprint.get(number)
+        done = False
         if old is not None:
             done = old.status.ended and not (retry and old.status is not JobStatus.done)
             # A job to run takes the validated words, not those recorded in the folder.
@@ -66,23 +69,25 @@ def arrange(
             job = dataclasses.replace(old, words=words, varied=combination.varied)
         else:
             old = by_words.pop(combination.words, None)
-            taken += old is None
-            name = f"{taken:02d}" if old is None else old.name
+            last_number += old is None
+            name = f"{last_number:02d}" if old is None else old.name
             job = Job(name, combination.words, combination.varied, number)
             if old is not None and old.status is not JobStatus.waiting:
-                found.changed.append(old)
+                result.changed.append(old)
         jobs[number] = job
-        (found.kept if done else found.to_run).append(job)
+        (result.kept if done else result.to_run).append(job)
     names = {job.name for job in jobs.values()}
-    others = (job for job in held if job.status is not JobStatus.waiting or job.name in queued)
+    others = (job for job in earlier if job.status is not JobStatus.waiting or job.name in queued)
     every = [*jobs.values(), *(job for job in others if job.name not in names)]
-    found.jobs.extend(sorted(every, key=lambda job: int(job.name)))
-    return found
+    result.jobs.extend(sorted(every, key=lambda job: int(job.name)))
+    return result
 
 
 def still_running(sweep: Sweep, job: Job) -> ConfigError:
-    """The mistake of resuming a sweep while one of its jobs runs."""
-    return ConfigError(f"job {job.name} of {sweep.path} is still running; wait for its end, or end it, then resume")
+    """Return the mistake of resuming a sweep while one of its jobs runs."""
+    return ConfigError(
+        f"job {job.name} of {sweep.path} is still running; wait for its end, or end it, then resume"
+    )
 
 
 def write_arrangement(sweep: Sweep, arrangement: Arrangement, queued: Collection[str] = ()) -> None:

@@ -1,4 +1,5 @@
-"""``fsdptoys sweep``: run one configuration after another, each in new processes, and tabulate the results.
+"""``fsdptoys sweep``: run one configuration after another, each in new processes, and tabulate the
+results.
 
 fsdptoys sweep parallel=fsdp1,fsdp2 memory.gradient_checkpointing=none,full
 fsdptoys sweep debug train.steps=5
@@ -28,10 +29,17 @@ from .axes import Combination, combine, read_axes, read_base
 from .definition import is_file_name, list_sweeps, read_definition
 from .folder import SWEEP_FILE, Job, JobStatus, Skipped, Sweep, is_sweep_dir, read_sweep
 from .job_list import Arrangement, arrange, still_running, write_arrangement
-from .runner import TRAIN, duration, print_status, run_jobs
+from .runner import TRAIN, duration, print_line, run_jobs
 from .slurm_queue import jobs_in_queue
 from .slurm_settings import refuse_commands, split_launcher_words
-from .validate import NO_TIME_LIMIT, BatchQueue, InvalidJob, LocalMachine, ValidJob, validate_combinations
+from .validate import (
+    NO_TIME_LIMIT,
+    BatchQueue,
+    InvalidJob,
+    LocalMachine,
+    ValidJob,
+    validate_combinations,
+)
 
 SWEEPS_FOLDER = Path("sweeps")
 """Default parent of sweep folders, below the current directory."""
@@ -45,7 +53,8 @@ class SweepArguments:
     """What to run, where, and in which folder."""
 
     words: tuple[str, ...]
-    """Arguments without dashed options; a sweep's file as an absolute path, valid from any folder."""
+    """Arguments without dashed options; a sweep's file as an absolute path, valid from any
+    folder."""
     name: str | None
     """Name or file of a sweep."""
     settings: list[str]
@@ -68,25 +77,35 @@ def split_words(words: Sequence[str]) -> SweepArguments:
         ConfigError: for a misplaced name.
     """
     settings, launcher_words = split_launcher_words(words)
-    name = settings.pop(0) if settings and "=" not in settings[0] and not settings[0].startswith("-") else None
+    name = (
+        settings.pop(0)
+        if settings and "=" not in settings[0] and not settings[0].startswith("-")
+        else None
+    )
     if name is not None and settings and settings[0].startswith("="):
         value = settings[0][1:] or "".join(settings[1:2]) or "VALUE"
         raise ConfigError(f"{name} has no value; write {name}={value} without spaces")
     for word in settings:
         if "=" not in word and (is_file_name(word) or word in list_sweeps()):
             raise ConfigError(f"{word} names a sweep; put it first, and only one")
-    absolute = [os.path.abspath(word) if word == name and is_file_name(word) else word for word in words]
+    absolute = [
+        os.path.abspath(word) if word == name and is_file_name(word) else word for word in words
+    ]
     return SweepArguments(tuple(absolute), name, settings, launcher_words)
 
 
 def with_recorded_words(arguments: SweepArguments, sweep: Sweep) -> SweepArguments:
-    """Return the arguments with the words of the resumed folder; a typed launcher replaces the recorded one.
+    """Return the arguments with the words of the resumed folder; a typed launcher replaces the
+    recorded one.
 
     Raises:
         ConfigError: if the folder has no words, or its launcher words may run commands.
     """
     if not sweep.words:
-        raise ConfigError(f"{sweep.path / SWEEP_FILE} does not say its words; give them after --resume {sweep.path}")
+        raise ConfigError(
+            f"{sweep.path / SWEEP_FILE} does not say its words; give them after --resume "
+            f"{sweep.path}"
+        )
     old = split_words(sweep.words)
     if not arguments.launcher_words:
         refuse_commands(old.launcher_words, sweep.path)
@@ -97,11 +116,13 @@ def with_recorded_words(arguments: SweepArguments, sweep: Sweep) -> SweepArgumen
     )
 
 
-def run_sweep(asked: SweepArguments, make_tables: MakeTables, train: Sequence[str] = TRAIN) -> int:
+def run_sweep(
+    arguments: SweepArguments, make_tables: MakeTables, train: Sequence[str] = TRAIN
+) -> int:
     """Run a sweep.
 
     Args:
-        asked: the arguments.
+        arguments: from the command line.
         make_tables: called after each job.
         train: the command of a job on this machine, before its words.
 
@@ -109,30 +130,53 @@ def run_sweep(asked: SweepArguments, make_tables: MakeTables, train: Sequence[st
         Exit status: 0 if all jobs are done, 1 if one is not, 128 + number after a signal.
 
     Raises:
-        ConfigError: for the first mistake, before anything starts; later if the folder can no longer be written.
+        ConfigError: for the first mistake, before anything starts; later if the folder can no
+            longer be written.
     """
-    before = _before(asked)
-    if before is not None and asked.name is None and not asked.settings:
-        asked = with_recorded_words(asked, before)
-    title, combinations, limit = _combinations(asked)
-    time_limit_seconds = asked.time_limit_seconds or (limit if before is None else before.time_limit_seconds)
-    where = BatchQueue(asked.launcher_words, time_limit_seconds) if asked.launcher_words else LocalMachine()
+    before = _before(arguments)
+    if before is not None and arguments.name is None and not arguments.settings:
+        arguments = with_recorded_words(arguments, before)
+    title, combinations, limit = _combinations(arguments)
+    time_limit_seconds = arguments.time_limit_seconds or (
+        limit if before is None else before.time_limit_seconds
+    )
+    where = (
+        BatchQueue(arguments.launcher_words, time_limit_seconds)
+        if arguments.launcher_words
+        else LocalMachine()
+    )
     validated = validate_combinations(combinations, where)
-    valid = [(one.combination, one.fingerprint) for one in validated if isinstance(one, ValidJob)]
-    refused = [Skipped(one.combination.varied, one.reason) for one in validated if isinstance(one, InvalidJob)]
-    command = asked.command if before is None else before.command
+    valid = [
+        (entry.combination, entry.fingerprint) for entry in validated if isinstance(entry, ValidJob)
+    ]
+    refused = [
+        Skipped(entry.combination.varied, entry.reason)
+        for entry in validated
+        if isinstance(entry, InvalidJob)
+    ]
+    command = arguments.command if before is None else before.command
 
-    def arranged(path: Path, before: Sweep | None, queued: Collection[str] = ()) -> tuple[Sweep, Arrangement]:
-        made = arrange(valid, refused, before, retry=asked.retry, queued=queued)
-        return Sweep(path, title, command, made.jobs, made.skipped, time_limit_seconds, asked.words), made
+    def arranged(
+        path: Path, before: Sweep | None, queued: Collection[str] = ()
+    ) -> tuple[Sweep, Arrangement]:
+        arrangement = arrange(valid, refused, before, retry=arguments.retry, queued=queued)
+        return Sweep(
+            path,
+            title,
+            command,
+            arrangement.jobs,
+            arrangement.skipped,
+            time_limit_seconds,
+            arguments.words,
+        ), arrangement
 
-    if asked.dry_run:
-        if before is None and asked.out is not None:
-            _refuse_used(asked.out)
-        path = before.path if before is not None else asked.out or SWEEPS_FOLDER
+    if arguments.dry_run:
+        if before is None and arguments.out is not None:
+            _refuse_used(arguments.out)
+        path = before.path if before is not None else arguments.out or SWEEPS_FOLDER
         _print_plan(*arranged(path, before))
         return 0
-    path = before.path if before is not None else _new_folder(asked.out, title)
+    path = before.path if before is not None else _new_folder(arguments.out, title)
     lock = _lock(path)
     try:
         queued: Collection[str] = ()
@@ -140,80 +184,93 @@ def run_sweep(asked: SweepArguments, make_tables: MakeTables, train: Sequence[st
             before = read_sweep(path)  # another process may have changed it before we took the lock
             queued = jobs_in_queue(before)
             for job in before.jobs:
-                watched = asked.launcher_words and job.name in queued
-                if job.status is JobStatus.running and not watched and is_locked(before.run_dir(job)):
+                watched = arguments.launcher_words and job.name in queued
+                if (
+                    job.status is JobStatus.running
+                    and not watched
+                    and is_locked(before.run_dir(job))
+                ):
                     raise still_running(before, job)
         sweep, arrangement = arranged(path, before, queued)
-        for job in arrangement.to_run if not asked.launcher_words else ():
+        for job in arrangement.to_run if not arguments.launcher_words else ():
             if job.name in queued:
                 raise ConfigError(
-                    f"job {job.name} of {path} is still a batch queue's; wait for its end, cancel it there, or "
-                    "continue with the same hydra/launcher="
+                    f"job {job.name} of {path} is still a batch queue's; wait for its end, "
+                    "cancel it there, or continue with the same hydra/launcher="
                 )
         write_arrangement(sweep, arrangement, queued)
         _print_plan(sweep, arrangement, briefly=True)
-        return _run(sweep, arrangement.to_run, asked.launcher_words, make_tables, train)
+        return _run(sweep, arrangement.to_run, arguments.launcher_words, make_tables, train)
     except OSError as error:
         raise ConfigError(
-            f"{path} cannot be written ({error.strerror or error}); make room, and continue with fsdptoys sweep "
-            f"--resume {shlex.quote(str(path))}"
+            f"{path} cannot be written ({error.strerror or error}); make room, and continue with "
+            f"fsdptoys sweep --resume {shlex.quote(str(path))}"
         ) from error
     finally:
         lock.release()
 
 
-def _before(asked: SweepArguments) -> Sweep | None:
-    """Return the sweep to resume, of several with the same words the newest; None for a new sweep."""
-    if not asked.resume:
+def _before(arguments: SweepArguments) -> Sweep | None:
+    """Return the sweep to resume, of several with the same words the newest; None for a new
+    sweep."""
+    if not arguments.resume:
         return None
-    if asked.resume_dir is not None:
-        if not is_sweep_dir(asked.resume_dir):
+    if arguments.resume_dir is not None:
+        if not is_sweep_dir(arguments.resume_dir):
             raise ConfigError(
-                f"--resume {asked.resume_dir} is not a sweep's folder, which has a {SWEEP_FILE}; name one, or leave "
-                "the folder out to continue the newest sweep with the same arguments"
+                f"--resume {arguments.resume_dir} is not a sweep's folder, which has a "
+                f"{SWEEP_FILE}; name one, or leave the folder out to continue the newest sweep "
+                "with the same arguments"
             )
-        return read_sweep(asked.resume_dir)
-    if not asked.words:
+        return read_sweep(arguments.resume_dir)
+    if not arguments.words:
         raise ConfigError(
-            "--resume names neither a folder nor the words of the sweep; write fsdptoys sweep --resume sweeps/NAME"
+            "--resume names neither a folder nor the words of the sweep; write fsdptoys sweep "
+            "--resume sweeps/NAME"
         )
-    found = []
+    folders = []
     for file in filter(Path.is_file, SWEEPS_FOLDER.glob(f"*/{SWEEP_FILE}")):
         with contextlib.suppress(ConfigError):
-            if read_sweep(file.parent).words == asked.words:
-                found.append((file.stat().st_mtime, file.parent))
-    if not found:
+            if read_sweep(file.parent).words == arguments.words:
+                folders.append((file.stat().st_mtime, file.parent))
+    if not folders:
         raise ConfigError(
-            f"--resume finds no sweep below {SWEEPS_FOLDER} that was started with {shlex.join(asked.words)}; leave "
-            f"--resume out to start it, or write --resume {SWEEPS_FOLDER}/NAME"
+            f"--resume finds no sweep below {SWEEPS_FOLDER} that was started with "
+            f"{shlex.join(arguments.words)}; leave --resume out to start it, or write --resume "
+            f"{SWEEPS_FOLDER}/NAME"
         )
-    return read_sweep(max(found)[1])
+    return read_sweep(max(folders)[1])
 
 
-def _combinations(asked: SweepArguments) -> tuple[str, list[Combination], float | None]:
+def _combinations(arguments: SweepArguments) -> tuple[str, list[Combination], float | None]:
     """Return the title, the combinations, and the time limit of the sweep's file."""
-    if asked.name is None and not asked.settings:
-        raise ConfigError("fsdptoys sweep has neither a name nor keys to vary; write fsdptoys sweep debug")
+    if arguments.name is None and not arguments.settings:
+        raise ConfigError(
+            "fsdptoys sweep has neither a name nor keys to vary; write fsdptoys sweep debug"
+        )
     choices = list_choices()
-    typed = read_axes(asked.settings, choices)
-    if asked.name is None:
+    typed = read_axes(arguments.settings, choices)
+    if arguments.name is None:
         keys = [axis.key.rpartition(".")[2] for axis in typed if len(axis.values) > 1]
         return "-".join(keys) or "one-job", combine([], [], typed), None
-    definition = read_definition(asked.name)
-    base, rows = read_base(definition, asked.name, choices)
+    definition = read_definition(arguments.name)
+    base, rows = read_base(definition, arguments.name, choices)
     return definition.title, combine(base, rows, typed), definition.time_limit_seconds
 
 
 def _refuse_used(out: Path) -> None:
     if out.exists() and not (out.is_dir() and not any(out.iterdir())):
-        raise ConfigError(f"--out {out} already exists; name a new folder, or continue it with --resume {out}")
+        raise ConfigError(
+            f"--out {out} already exists; name a new folder, or continue it with --resume {out}"
+        )
 
 
 def _new_folder(out: Path | None, title: str) -> Path:
     """Make the folder of a new sweep."""
     slug = re.sub(r"[^A-Za-z0-9._]+", "-", title).strip("-.")[:60] or "sweep"
     name = f"{datetime.now():%Y%m%d-%H%M%S}-{slug}"
-    path, number = out or SWEEPS_FOLDER / name, 1
+    path = out or SWEEPS_FOLDER / name
+    number = 1
     try:
         if out is not None:
             _refuse_used(out)
@@ -228,7 +285,8 @@ def _new_folder(out: Path | None, title: str) -> Path:
                 path = SWEEPS_FOLDER / f"{name}-{number}"
     except OSError as error:
         raise ConfigError(
-            f"--out {path} cannot be made ({error.strerror or error}); name a folder that can be written"
+            f"--out {path} cannot be made ({error.strerror or error}); name a folder that can be "
+            "written"
         ) from error
 
 
@@ -245,7 +303,9 @@ def _lock(path: Path) -> FolderLock:
             "another with --out DIR"
         ) from None
     except NotRegularFileError as error:
-        raise ConfigError(f"{error.sentence}; remove it, or name another folder with --out DIR") from error
+        raise ConfigError(
+            f"{error.sentence}; remove it, or name another folder with --out DIR"
+        ) from error
     except OSError as error:
         raise ConfigError(
             f"{path} cannot be written ({error.strerror or error}); name another with --out DIR"
@@ -254,33 +314,46 @@ def _lock(path: Path) -> FolderLock:
 
 def _print_plan(sweep: Sweep, arrangement: Arrangement, briefly: bool = False) -> None:
     """Print the jobs to run and the skipped combinations."""
-    jobs, to_run = len(arrangement.jobs), len(arrangement.to_run)
+    jobs = len(arrangement.jobs)
+    to_run = len(arrangement.to_run)
     count = f"{jobs} job{'s' * (jobs != 1)}"
     if arrangement.kept:
         count += f", {len(arrangement.kept)} of which have ended already"
-    limit = f", each for {duration(sweep.time_limit_seconds)} at most" if sweep.time_limit_seconds is not None else ""
+    limit = (
+        f", each for {duration(sweep.time_limit_seconds)} at most"
+        if sweep.time_limit_seconds is not None
+        else ""
+    )
     where = f" in {sweep.path}" if briefly else ""
-    print_status(f"fsdptoys: {sweep.title}: {count}, {to_run} to run{where}{limit}")
+    print_line(f"fsdptoys: {sweep.title}: {count}, {to_run} to run{where}{limit}")
     if not briefly:
         waiting = {job.name for job in arrangement.to_run}
         for job in arrangement.jobs:
-            print_status(f"  {job.name} {job.label}" + ("" if job.name in waiting else f" ({job.status.value})"))
+            print_line(
+                f"  {job.name} {job.label}"
+                + ("" if job.name in waiting else f" ({job.status.value})")
+            )
     if any(NO_TIME_LIMIT in job.words for job in arrangement.to_run):
-        print_status(
-            f"  with {NO_TIME_LIMIT}, so that all jobs run the same steps; type train.max_seconds to limit them"
+        print_line(
+            f"  with {NO_TIME_LIMIT}, so that all jobs run the same steps; type "
+            "train.max_seconds to limit them"
         )
     for job in arrangement.changed:
-        print_status(
-            f"  {job.name} {job.label} runs again, since FSDPToys, PyTorch, a preset or the machine has changed; "
-            "its files are kept as an attempt"
+        print_line(
+            f"  {job.name} {job.label} runs again, since FSDPToys, PyTorch, a preset or the "
+            "machine has changed; its files are kept as an attempt"
         )
-    for one in arrangement.skipped:
-        label = " ".join(f"{key}={value}" for key, value in one.varied.items()) or "as it is"
-        print_status(f"  skipped {label}: {one.reason}")
+    for skipped in arrangement.skipped:
+        label = " ".join(f"{key}={value}" for key, value in skipped.varied.items()) or "as it is"
+        print_line(f"  skipped {label}: {skipped.reason}")
 
 
 def _run(
-    sweep: Sweep, to_run: Sequence[Job], launcher_words: Sequence[str], make_tables: MakeTables, train: Sequence[str]
+    sweep: Sweep,
+    to_run: Sequence[Job],
+    launcher_words: Sequence[str],
+    make_tables: MakeTables,
+    train: Sequence[str],
 ) -> int:
     """Run jobs, keep the tables up to date, and print the last one."""
     after_job = functools.partial(make_tables, sweep.path, None)
@@ -298,9 +371,12 @@ def _run(
     jobs = read_sweep(sweep.path).jobs
     resume = f"fsdptoys sweep --resume {shlex.quote(str(sweep.path))}"
     if number is not None:
-        print_status(f"fsdptoys: stopped by {signal.Signals(number).name}; {resume} continues it")
+        print_line(f"fsdptoys: stopped by {signal.Signals(number).name}; {resume} continues it")
         return 128 + number
     bad = [job for job in jobs if job.status is not JobStatus.done]
     if bad:
-        print_status(f"fsdptoys: {len(bad)} of {len(jobs)} jobs are not done; {resume} --retry runs them again")
+        print_line(
+            f"fsdptoys: {len(bad)} of {len(jobs)} jobs are not done; {resume} --retry runs them "
+            "again"
+        )
     return 1 if bad else 0

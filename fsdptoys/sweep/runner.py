@@ -1,17 +1,16 @@
-"""Run jobs of a sweep on this machine, each in its own processes, so that no failure of a job ends the sweep.
+"""Run jobs of a sweep on this machine, each in its own processes, so that no failure of a job ends
+the sweep.
 
-A job is a ``fsdptoys train`` in its own session, so that Ctrl-C reaches only the sweep. The sweep ends a job by
-SIGHUP, on which a launcher ends all its ranks at once, then by SIGKILL. If the sweep itself is killed, Linux sends
-SIGHUP to the job.
+A job is a ``fsdptoys train`` in its own session, so that Ctrl-C reaches only the sweep. The sweep
+ends a job by SIGHUP, on which a launcher ends all its ranks at once, then by SIGKILL. If the sweep
+itself is killed, Linux sends SIGHUP to the job.
 
-Signal handlers (Ctrl-C, a batch system, a closed terminal) only record the request, which the sweep polls: an exception
-raised in a handler could interrupt a file being written.
+Signal handlers (Ctrl-C, a batch system, a closed terminal) only record the request, which the sweep
+polls: an exception raised in a handler could interrupt a file being written.
 """
 
 import contextlib
-import ctypes
 import dataclasses
-import errno
 import itertools
 import os
 import shutil
@@ -19,37 +18,29 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from datetime import datetime, timezone
 from pathlib import Path
 from types import FrameType
-from typing import IO, Any
+from typing import IO
 
 from fsdptoys.errors import ConfigError
 from fsdptoys.launch.exit_record import EXIT_RECORD_VARIABLE, ExitRecord, read_exit_record
 from fsdptoys.train.recorded_run import is_run_dir, read_recorded_run
 from fsdptoys.train.stop import SAME_REQUEST_SECONDS
+from fsdptoys.utils.parent_death import end_with_parent
 from fsdptoys.utils.regular_file import open_regular
+from fsdptoys.utils.signal_handlers import handle_signals
 from fsdptoys.utils.text import gib_text, printable
 
 from .folder import JOB_FILE, LOG_FILE, RUN_FOLDER, Job, JobStatus, Sweep, read_job, write_job
 
-END_SIGNALS = tuple(getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name))
-
-
-@contextlib.contextmanager
-def handle_signals(handlers: Mapping[int, Any]) -> Iterator[None]:
-    """Install signal handlers (number → handler) for the block; main thread only."""
-    before = {number: signal.signal(number, handler) for number, handler in handlers.items()}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+END_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 def heeded_signals() -> list[int]:
-    """Return the stop signals, without those ignored since the start: by nohup, or a shell for background jobs."""
+    """Return the stop signals, without those ignored since the start: by nohup, or a shell for
+    background jobs."""
     return [number for number in END_SIGNALS if signal.getsignal(number) is not signal.SIG_IGN]
 
 
@@ -77,7 +68,8 @@ class Interruption(contextlib.ExitStack):
     def _note(self, number: int, frame: FrameType | None) -> None:
         now = time.monotonic()
         if self.number is None:
-            self.number, self._first = number, now
+            self.number = number
+            self._first = now
         elif number == signal.SIGINT or now - self._first >= SAME_REQUEST_SECONDS:
             self.at_once = True  # sooner: one request forwarded by several processes
 
@@ -88,17 +80,21 @@ OUTCOME_FILE = "outcome.json"
 """File in a job's folder with the launcher's own account of its outcome."""
 
 END_JOB = signal.SIGHUP
-"""Ends a launcher and all its ranks at once, without a last checkpoint. No terminal sends it to a job's session."""
+"""Ends a launcher and all its ranks at once, without a last checkpoint. No terminal sends it to a
+job's session."""
 
 GRACE_SECONDS = 15.0
 """A launcher still running so long after ``END_JOB`` is killed; it gives its ranks 5 seconds."""
 
 POLL_SECONDS = 0.1
-PR_SET_PDEATHSIG = 1
 
 
 def run_jobs(
-    sweep: Sweep, jobs: Sequence[Job], after_job: Callable[[], None], *, train: Sequence[str] = TRAIN
+    sweep: Sweep,
+    jobs: Sequence[Job],
+    after_job: Callable[[], None],
+    *,
+    train: Sequence[str] = TRAIN,
 ) -> int | None:
     """Run jobs of a sweep until all have ended or a signal interrupts.
 
@@ -114,7 +110,7 @@ def run_jobs(
     seconds: list[float] = []
     with Interruption() as interruption:
         for index, job in enumerate(jobs, start=1):
-            print_status(f"[{index}/{len(jobs)}] {job.name} {job.label}")
+            print_line(f"[{index}/{len(jobs)}] {job.name} {job.label}")
             folder = sweep.job_folder(job)
             job = run_job(folder, sweep.time_limit_seconds, interruption=interruption, train=train)
             after_job()
@@ -123,7 +119,7 @@ def run_jobs(
             left = len(jobs) - index
             if left and interruption.number is None:
                 message += f"; about {duration(left * sum(seconds) / len(seconds))} left"
-            print_status(f"[{index}/{len(jobs)}] {job.name} {message}")
+            print_line(f"[{index}/{len(jobs)}] {job.name} {message}")
             if interruption.number is not None:
                 break
     return interruption.number
@@ -141,17 +137,21 @@ def run_job(
     Args:
         folder: the job's folder, with its ``job.json``.
         time_limit_seconds: the job is ended after this time; None for no limit.
-        interruption: polled for a request to end the job; None where an exception requests it instead.
+        interruption: polled for a request to end the job; None where an exception requests it
+            instead.
         train: the command, before the job's words.
 
     Returns:
         The ended job.
     """
-    folder, interruption = folder.absolute(), interruption or Interruption()
+    folder = folder.absolute()
+    interruption = interruption or Interruption()
     set_aside(folder)
     started = time.monotonic()
     now = datetime.now(timezone.utc).isoformat(timespec="seconds")
-    job = dataclasses.replace(read_job(folder).restarted(), status=JobStatus.running, started_at=now)
+    job = dataclasses.replace(
+        read_job(folder).restarted(), status=JobStatus.running, started_at=now
+    )
     write_job(folder, job)
     with open_regular(folder / LOG_FILE, "wb") as log:
         process = start_launcher(folder, [*train, *job.words], folder / OUTCOME_FILE, log)
@@ -161,7 +161,10 @@ def run_job(
             ended_for, exit_status = _wait(process, deadline, interruption)
         except BaseException:
             end_launcher(process)
-            write_job(folder, _closed(job, started, process.returncode, JobStatus.stopped, "the sweep was ended"))
+            write_job(
+                folder,
+                _closed(job, started, process.returncode, JobStatus.stopped, "the sweep was ended"),
+            )
             raise
         finally:
             interruption.process = None
@@ -175,8 +178,11 @@ def run_job(
     return job
 
 
-def start_launcher(folder: Path, words: Sequence[str], exit_record: Path, log: IO[bytes]) -> "subprocess.Popen[bytes]":
-    """Start the launcher of the job in a (absolute) folder, with its output in ``log``, in its own session."""
+def start_launcher(
+    folder: Path, words: Sequence[str], exit_record: Path, log: IO[bytes]
+) -> "subprocess.Popen[bytes]":
+    """Start the launcher of the job in a (absolute) folder, with its output in ``log``, in its own
+    session."""
     return subprocess.Popen(
         [*words, f"metrics.run_dir={quote(str(folder / RUN_FOLDER))}"],
         stdin=subprocess.DEVNULL,
@@ -184,18 +190,22 @@ def start_launcher(folder: Path, words: Sequence[str], exit_record: Path, log: I
         stderr=subprocess.STDOUT,
         env={**os.environ, EXIT_RECORD_VARIABLE: str(exit_record)},
         start_new_session=True,
-        preexec_fn=_interrupted_with_parent(),
+        preexec_fn=_ended_with_parent(),
     )
 
 
 def _judge(exit_status: int, outcome: ExitRecord | None) -> tuple[JobStatus, str]:
-    """Return the status and reason of a job not ended by the sweep, from its launcher's exit status and record."""
+    """Return the status and reason of a job not ended by the sweep, from its launcher's exit status
+    and record."""
     if outcome is not None and outcome.stopped_by is not None:
         return JobStatus.stopped, f"{outcome.stopped_by} requested the end"
     if exit_status == 0:
         return JobStatus.done, ""
     if exit_status == -signal.SIGKILL:
-        return JobStatus.out_of_memory, "its launcher was killed, as by the system when host memory runs out"
+        return (
+            JobStatus.out_of_memory,
+            "its launcher was killed, as by the system when host memory runs out",
+        )
     if exit_status < 0:
         return JobStatus.failed, f"its launcher was ended by {signal.Signals(-exit_status).name}"
     if outcome is None or outcome.reason is None:
@@ -204,7 +214,8 @@ def _judge(exit_status: int, outcome: ExitRecord | None) -> tuple[JobStatus, str
 
 
 def set_aside(folder: Path) -> None:
-    """Move the files of a job's earlier attempt into the next free ``attempt-1``, ``attempt-2``, …."""
+    """Move the files of a job's earlier attempt into the next free ``attempt-1``, ``attempt-2``,
+    …."""
     left = [name for name in (LOG_FILE, RUN_FOLDER, OUTCOME_FILE) if os.path.lexists(folder / name)]
     if not left:
         return
@@ -222,15 +233,20 @@ def quote(value: str) -> str:
     return f"'{text}'"
 
 
-def _closed(job: Job, started: float, exit_status: int | None, status: JobStatus, reason: str) -> Job:
+def _closed(
+    job: Job, started: float, exit_status: int | None, status: JobStatus, reason: str
+) -> Job:
     seconds = round(time.monotonic() - started, 3)
-    return dataclasses.replace(job, status=status, exit_status=exit_status, reason=reason or None, seconds=seconds)
+    return dataclasses.replace(
+        job, status=status, exit_status=exit_status, reason=reason or None, seconds=seconds
+    )
 
 
 def _wait(
     process: "subprocess.Popen[bytes]", deadline: float, interruption: Interruption
 ) -> tuple[JobStatus | None, int]:
-    """Wait for a launcher, or end it; return the status if it was ended here, and its exit status."""
+    """Wait for a launcher, or end it; return the status if it was ended here, and its exit
+    status."""
     while True:
         with contextlib.suppress(subprocess.TimeoutExpired):
             return None, process.wait(POLL_SECONDS)
@@ -240,12 +256,19 @@ def _wait(
             return JobStatus.timed_out if late else JobStatus.stopped, process.returncode
 
 
-def end_launcher(process: "subprocess.Popen[bytes]", interruption: Interruption | None = None) -> None:
-    """End a launcher and its ranks: ``END_JOB``, then SIGKILL after ``GRACE_SECONDS`` or a second request."""
+def end_launcher(
+    process: "subprocess.Popen[bytes]", interruption: Interruption | None = None
+) -> None:
+    """End a launcher and its ranks: ``END_JOB``, then SIGKILL after ``GRACE_SECONDS`` or a second
+    request."""
     try:
         process.send_signal(END_JOB)
         deadline = time.monotonic() + GRACE_SECONDS
-        while process.poll() is None and time.monotonic() < deadline and not (interruption and interruption.at_once):
+        while (
+            process.poll() is None
+            and time.monotonic() < deadline
+            and not (interruption and interruption.at_once)
+        ):
             time.sleep(POLL_SECONDS / 2)
     finally:
         # Its ranks are in other process groups, and end with it.
@@ -254,31 +277,25 @@ def end_launcher(process: "subprocess.Popen[bytes]", interruption: Interruption 
         process.wait()
 
 
-def _interrupted_with_parent() -> Callable[[], None] | None:
-    """Return a ``preexec_fn`` that has Linux send ``END_JOB`` to the child when this process dies; None elsewhere."""
-    if sys.platform != "linux":
+def _ended_with_parent() -> Callable[[], None] | None:
+    """Return a ``preexec_fn`` with which the death of this process ends the child by
+    ``END_JOB``."""
+    ask_the_kernel = end_with_parent(os.getpid(), END_JOB)
+    if ask_the_kernel is None:
         return None
-    parent, libc = os.getpid(), ctypes.CDLL(None)
 
-    def ask_the_system() -> None:
-        # Under nohup it is ignored, and children inherit that.
+    def prepare() -> None:
+        # nohup ignores SIGHUP, and children inherit that.
         signal.signal(END_JOB, signal.SIG_DFL)
-        libc.prctl(PR_SET_PDEATHSIG, END_JOB, 0, 0, 0)
-        if os.getppid() != parent:
-            os._exit(1)
+        ask_the_kernel()
 
-    return ask_the_system
+    return prepare
 
 
-def print_status(text: str) -> None:
-    """Print a line; a closed terminal is ignored, so that jobs and tables continue."""
-    try:
-        print(printable(text, sys.stdout), flush=True)
-    except OSError as error:
-        if error.errno in (errno.EIO, errno.EPIPE):
-            # Otherwise Python flushes the stream again at exit, and exits with status 120.
-            with contextlib.suppress(OSError), open(os.devnull, "wb") as nowhere:
-                os.dup2(nowhere.fileno(), sys.stdout.fileno())
+def print_line(text: str) -> None:
+    """Print a line, escaped; ``console_stream`` ignores a closed terminal, so that jobs
+    continue."""
+    print(printable(text, sys.stdout), flush=True)
 
 
 def describe_end(sweep: Sweep, job: Job) -> str:

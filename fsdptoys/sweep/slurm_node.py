@@ -1,11 +1,12 @@
 """One node's task of a job in a batch queue.
 
-The first node runs the job as a sweep on one machine does and records its outcome. Every other node starts the same
-launcher, which joins the first one's, with its own log and outcome file in the job's folder.
+The first node runs the job as a sweep on one machine does and records its outcome. Every other node
+starts the same launcher, which joins the first one's, with its own log and outcome file in the
+job's folder.
 
-The queue's signals (SIGUSR1 before its time limit, SIGTERM before it reclaims the nodes) ask the launcher to stop: the
-run finishes its step, and the job counts as timed out or stopped. Most queues also signal the launcher directly; it
-treats signals within a second as one request.
+The queue's signals (SIGUSR1 before its time limit, SIGTERM before it reclaims the nodes) ask the
+launcher to stop: the run finishes its step, and the job counts as timed out or stopped. Most queues
+also signal the launcher directly; it treats signals within a second as one request.
 
 Not covered: resuming from a checkpoint when the queue restarts a job; it starts from the beginning.
 """
@@ -26,9 +27,10 @@ from fsdptoys.launch.exit_record import ExitRecord, read_exit_record
 from fsdptoys.train.heartbeat import LOST_PEER, TIMED_OUT
 from fsdptoys.utils.file_lock import FolderLock
 from fsdptoys.utils.regular_file import open_regular
+from fsdptoys.utils.signal_handlers import handle_signals
 
 from .folder import Job, JobStatus, read_job, read_sweep, write_job
-from .runner import TRAIN, Interruption, end_launcher, handle_signals, run_job, start_launcher
+from .runner import TRAIN, Interruption, end_launcher, run_job, start_launcher
 
 FIRST_PORT, PORTS = 20000, 10000
 """Range of rendezvous ports, below the ephemeral ports of the system."""
@@ -37,7 +39,8 @@ LAUNCHERS_SECONDS = 30.0
 """A launcher still running so long after the first node's is ended."""
 
 FIRST_NODE_SECONDS = 60.0
-"""Time for the first node to notice another's failure; afterwards that task fails, and the queue ends the job."""
+"""Time for the first node to notice another's failure; afterwards that task fails, and the queue
+ends the job."""
 
 REASONS_SECONDS = 10.0
 """Time for other nodes to write their outcome."""
@@ -76,12 +79,14 @@ class QueueRequest(Interruption):
     def _forward(self, number: int) -> None:
         if self.process is not None:
             # A launcher handles SIGUSR1, not SIGUSR2.
-            asked = signal.SIGUSR1 if number in LIMIT_SIGNALS else number
+            signum = signal.SIGUSR1 if number in LIMIT_SIGNALS else number
             with contextlib.suppress(ProcessLookupError):
-                os.kill(self.process, asked)
+                os.kill(self.process, signum)
 
 
-def run_on_node(folder: Path, node: int, hosts: Sequence[str], job_number: int, train: Sequence[str] = TRAIN) -> None:
+def run_on_node(
+    folder: Path, node: int, hosts: Sequence[str], job_number: int, train: Sequence[str] = TRAIN
+) -> None:
     """Run a node's task of a job.
 
     Args:
@@ -121,43 +126,68 @@ def _lead(folder: Path, request: QueueRequest, train: Sequence[str], start: str 
         if read_job(folder).status.ended:
             print(f"{folder} has been run in the meantime", flush=True)
             return
-        job = run_job(folder, read_sweep(folder.parents[1]).time_limit_seconds, interruption=request, train=train)
+        job = run_job(
+            folder,
+            read_sweep(folder.parents[1]).time_limit_seconds,
+            interruption=request,
+            train=train,
+        )
         write_job(folder, _refine_outcome(folder, job, request.received, start))
     finally:
         lock.release()
 
 
-def _refine_outcome(folder: Path, job: Job, received: signal.Signals | None, start: str | None) -> Job:
-    """Return the job with its outcome refined by the queue's signals and the other nodes' outcomes."""
+def _refine_outcome(
+    folder: Path, job: Job, received: signal.Signals | None, start: str | None
+) -> Job:
+    """Return the job with its outcome refined by the queue's signals and the other nodes'
+    outcomes."""
     if job.status is JobStatus.stopped and received is not None:
         if received in LIMIT_SIGNALS:
-            reason = f"the queue asked it to end ({received.name}), as it does before its own time limit"
+            reason = (
+                f"the queue asked it to end ({received.name}), as it does before its own time limit"
+            )
             return dataclasses.replace(job, status=JobStatus.timed_out, reason=reason)
         return dataclasses.replace(job, reason=f"the queue ended it ({received.name})")
     if start is not None and job.status is JobStatus.failed and _is_second_hand(job.reason):
         for node, outcome in _outcomes_elsewhere(folder, start):
             if not _is_second_hand(outcome.reason):
                 status = JobStatus.out_of_memory if outcome.out_of_memory else job.status
-                return dataclasses.replace(job, status=status, reason=f"node {node}: {outcome.reason}")
+                return dataclasses.replace(
+                    job, status=status, reason=f"node {node}: {outcome.reason}"
+                )
     return job
 
 
 def _is_second_hand(reason: str | None) -> bool:
-    """Whether a launcher's reason only reports a failure on another node."""
-    return reason is None or ENDED_ELSEWHERE in reason or bool(LOST_PEER.search(reason) or TIMED_OUT.search(reason))
+    """Return whether a launcher's reason only reports a failure on another node."""
+    return (
+        reason is None
+        or ENDED_ELSEWHERE in reason
+        or bool(LOST_PEER.search(reason) or TIMED_OUT.search(reason))
+    )
 
 
 def _outcomes_elsewhere(folder: Path, start: str) -> list[tuple[int, ExitRecord]]:
     deadline = time.monotonic() + REASONS_SECONDS
     while True:
-        found = {path: read_exit_record(path) for path in sorted(folder.glob(_outcome_file(folder, "*", start).name))}
-        outcomes = [(int(path.stem.split("-")[1][4:]), outcome) for path, outcome in found.items() if outcome]
+        records = {
+            path: read_exit_record(path)
+            for path in sorted(folder.glob(_outcome_file(folder, "*", start).name))
+        }
+        outcomes = [
+            (int(path.stem.split("-")[1][4:]), outcome)
+            for path, outcome in records.items()
+            if outcome
+        ]
         if outcomes or time.monotonic() > deadline:
             return outcomes
         time.sleep(POLL_SECONDS)
 
 
-def _follow(folder: Path, node: int, request: QueueRequest, train: Sequence[str], start: str) -> None:
+def _follow(
+    folder: Path, node: int, request: QueueRequest, train: Sequence[str], start: str
+) -> None:
     """Run the launcher of a node other than the first until the run ends.
 
     Raises:
@@ -168,12 +198,17 @@ def _follow(folder: Path, node: int, request: QueueRequest, train: Sequence[str]
     with open_regular(folder / f"log-node{node}-{start}.txt", "ab") as log:
         process = start_launcher(folder.absolute(), [*train, *words], outcome, log)
     request.process = process.pid
-    ran, deadline = False, math.inf
+    ran = False
+    deadline = math.inf
     try:
         while process.poll() is None and time.monotonic() < deadline:
             running = read_job(folder).status is JobStatus.running
             ran = ran or running
-            deadline = math.inf if running or not ran else min(deadline, time.monotonic() + LAUNCHERS_SECONDS)
+            deadline = (
+                math.inf
+                if running or not ran
+                else min(deadline, time.monotonic() + LAUNCHERS_SECONDS)
+            )
             time.sleep(POLL_SECONDS)
     finally:
         request.process = None
@@ -182,6 +217,7 @@ def _follow(folder: Path, node: int, request: QueueRequest, train: Sequence[str]
     while process.returncode and read_job(folder).status is JobStatus.running:
         if time.monotonic() > deadline:
             raise RuntimeError(
-                f"node {node}: its launcher ended with status {process.returncode}; the first node continues"
+                f"node {node}: its launcher ended with status {process.returncode}; the first "
+                "node continues"
             )
         time.sleep(POLL_SECONDS)

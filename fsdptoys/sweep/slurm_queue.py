@@ -4,9 +4,10 @@
     queue/1/123_0/…              submitit's files of its first job, under the queue's id
     queue/1/123_0/123_0_0_log.err
 
-Ids are read from submitit's folder names, which exist as soon as the queue has accepted the jobs, so that a submitting
-command may be killed at any moment. States come from ``squeue``, which needs no accounting database; it forgets a job
-some minutes after its end (``MinJobAge``), so a forgotten job has ended.
+Ids are read from submitit's folder names, which exist as soon as the queue has accepted the jobs,
+so that a submitting command may be killed at any moment. States come from ``squeue``, which needs
+no accounting database; it forgets a job some minutes after its end (``MinJobAge``), so a forgotten
+job has ended.
 
 Not covered: other schedulers. For submitit's local processes the lock on a job's folder is enough.
 """
@@ -76,16 +77,21 @@ class Submission:
 
     def ids(self) -> dict[str, str]:
         """Return job → queue id of the accepted jobs."""
-        found: dict[str, str] = {}
+        ids: dict[str, str] = {}
         for path in self.folder.glob("*/*_submitted.pkl"):
             identity, _, index = path.parent.name.partition("_")
             position = int(index) if index else 0
-            if path.name == f"{path.parent.name}_submitted.pkl" and identity.isdecimal() and position < len(self.jobs):
-                found[self.jobs[position]] = path.parent.name
-        return dict(sorted(found.items(), key=lambda pair: self.jobs.index(pair[0])))
+            if (
+                path.name == f"{path.parent.name}_submitted.pkl"
+                and identity.isdecimal()
+                and position < len(self.jobs)
+            ):
+                ids[self.jobs[position]] = path.parent.name
+        return dict(sorted(ids.items(), key=lambda pair: self.jobs.index(pair[0])))
 
     def log(self, job: str) -> Path:
-        """Return the stderr log of a job's first task, or the submission's folder if the job has no id."""
+        """Return the stderr log of a job's first task, or the submission's folder if the job has no
+        id."""
         identity = self.ids().get(job)
         return self.folder / identity / f"{identity}_0_log.err" if identity else self.folder
 
@@ -98,7 +104,9 @@ def begin_submission(sweep: Sweep, launcher: str, jobs: Sequence[Job]) -> Submis
     folder.mkdir(parents=True)
     submission = Submission(launcher, tuple(job.name for job in jobs))
     submission.folder = folder
-    write_atomically(folder / SUBMISSION_FILE, json.dumps({"launcher": launcher, "jobs": submission.jobs}) + "\n")
+    write_atomically(
+        folder / SUBMISSION_FILE, json.dumps({"launcher": launcher, "jobs": submission.jobs}) + "\n"
+    )
     return submission
 
 
@@ -108,15 +116,21 @@ def read_submissions(sweep: Sweep) -> list[Submission]:
     Raises:
         ConfigError: if a file cannot be read.
     """
-    files = [path for path in (sweep.path / QUEUE_FOLDER).glob(f"*/{SUBMISSION_FILE}") if path.parent.name.isdecimal()]
+    files = [
+        path
+        for path in (sweep.path / QUEUE_FOLDER).glob(f"*/{SUBMISSION_FILE}")
+        if path.parent.name.isdecimal()
+    ]
     submissions = []
     for path in sorted(files, key=lambda path: int(path.parent.name)):
         try:
-            submissions.append(build(Submission, parse_json(read_regular(path, LARGEST_FILE_BYTES))))
+            submissions.append(
+                build(Submission, parse_json(read_regular(path, LARGEST_FILE_BYTES)))
+            )
         except (OSError, ValueError) as mistake:
             raise ConfigError(
-                f"{path} cannot be read ({one_line(mistake)}), and lists jobs that a queue may still run; remove "
-                f"{path.parent} when none of them runs"
+                f"{path} cannot be read ({one_line(mistake)}), and lists jobs that a queue may "
+                f"still run; remove {path.parent} when none of them runs"
             ) from mistake
         submissions[-1].folder = path.parent
     return submissions
@@ -130,12 +144,18 @@ def jobs_in_queue(sweep: Sweep) -> dict[str, str]:
     Raises:
         ConfigError: if SLURM was given jobs that have not ended, and ``squeue`` does not answer.
     """
-    submissions = (one for one in read_submissions(sweep) if one.launcher == SLURM)
-    ids = {name: identity for one in submissions for name, identity in one.ids().items()}
-    held = {job.name: "" for job in sweep.jobs if is_locked(sweep.job_folder(job))}
-    pending = {job.name: ids[job.name] for job in sweep.jobs if job.name in ids and not job.status.ended}
+    submissions = (
+        submission for submission in read_submissions(sweep) if submission.launcher == SLURM
+    )
+    ids = {
+        name: identity for submission in submissions for name, identity in submission.ids().items()
+    }
+    locked = {job.name: "" for job in sweep.jobs if is_locked(sweep.job_folder(job))}
+    pending = {
+        job.name: ids[job.name] for job in sweep.jobs if job.name in ids and not job.status.ended
+    }
     if not pending:
-        return held
+        return locked
     states = ask_queue(pending.values())
     if states is None:
         names = ", ".join(pending)
@@ -143,11 +163,13 @@ def jobs_in_queue(sweep: Sweep) -> dict[str, str]:
             f"{sweep.path} has jobs submitted to SLURM that may still run ({names}), and squeue "
             "does not answer here; resume on a login node of that cluster"
         )
-    return held | {name: identity for name, identity in pending.items() if in_queue(states, identity)}
+    return locked | {
+        name: identity for name, identity in pending.items() if in_queue(states, identity)
+    }
 
 
 def in_queue(states: dict[str, str], identity: str) -> bool:
-    """Whether a job is queued or running."""
+    """Return whether a job is queued or running."""
     return identity in states and states[identity] not in ENDED_STATES
 
 
@@ -160,9 +182,13 @@ def ask_queue(ids: Iterable[str]) -> dict[str, str] | None:
     base = ["squeue", "--noheader", "--states=all", "--array", "--format=%i %T"]
     for which in (f"--jobs={','.join(arrays)}", "--me"):
         with contextlib.suppress(OSError, subprocess.SubprocessError):
-            answer = subprocess.check_output([*base, which], stderr=subprocess.PIPE, text=True, timeout=ANSWER_SECONDS)
+            answer = subprocess.check_output(
+                [*base, which], stderr=subprocess.PIPE, text=True, timeout=ANSWER_SECONDS
+            )
             pairs = (line.split() for line in answer.splitlines())
-            return {pair[0]: pair[1] for pair in pairs if len(pair) == 2 and re.match(r"\d", pair[0])}
+            return {
+                pair[0]: pair[1] for pair in pairs if len(pair) == 2 and re.match(r"\d", pair[0])
+            }
     return None
 
 
@@ -183,7 +209,9 @@ class WatchedSubmission:
     @property
     def ids(self) -> dict[str, str]:
         """Job → id of the watched jobs."""
-        return {name: identity for name, identity in self.submission.ids().items() if name in self.jobs}
+        return {
+            name: identity for name, identity in self.submission.ids().items() if name in self.jobs
+        }
 
     @property
     def is_over(self) -> bool:
@@ -202,44 +230,70 @@ class WatchedSubmission:
 
 
 def still_queued(sweep: Sweep, queued: Mapping[str, str]) -> list[WatchedSubmission]:
-    """Return earlier commands' submissions with jobs still ``queued``, the result of :func:`jobs_in_queue`."""
+    """Return earlier commands' submissions with jobs still ``queued``, the result of
+    :func:`jobs_in_queue`."""
     watched = [
-        WatchedSubmission(one, tuple(name for name, identity in one.ids().items() if queued.get(name) == identity))
-        for one in read_submissions(sweep)
+        WatchedSubmission(
+            submission,
+            tuple(
+                name for name, identity in submission.ids().items() if queued.get(name) == identity
+            ),
+        )
+        for submission in read_submissions(sweep)
     ]
-    return [one for one in watched if one.jobs]
+    return [submission for submission in watched if submission.jobs]
 
 
-def watch_jobs(sweep: Sweep, submissions: Sequence[WatchedSubmission], after_job: Callable[[], None]) -> None:
-    """Watch jobs through their folders until all have ended; record an outcome for jobs that wrote none."""
+def watch_jobs(
+    sweep: Sweep, submissions: Sequence[WatchedSubmission], after_job: Callable[[], None]
+) -> None:
+    """Watch jobs through their folders until all have ended; record an outcome for jobs that wrote
+    none."""
     watched = {job.name: job for job in sweep.jobs}
-    open_jobs = {name: one for one in submissions for name in one.jobs}
-    shown = dict.fromkeys(open_jobs, JobStatus.waiting)
-    missed = dict.fromkeys(open_jobs, 0)
+    open_jobs = {name: submission for submission in submissions for name in submission.jobs}
+    printed = dict.fromkeys(open_jobs, JobStatus.waiting)
+    absences = dict.fromkeys(open_jobs, 0)
     states: dict[str, str] = {}
     asked_at = time.monotonic()
     while open_jobs:
-        hurry = any(one.is_over for one in open_jobs.values())
+        hurry = any(submission.is_over for submission in open_jobs.values())
         ask = time.monotonic() - asked_at > (HURRY_SECONDS if hurry else ASK_EVERY_SECONDS)
-        if ask and any(one.submission.launcher == SLURM for one in open_jobs.values()):
+        if ask and any(
+            submission.submission.launcher == SLURM for submission in open_jobs.values()
+        ):
             asked_at = time.monotonic()
-            answer = ask_queue(identity for one in open_jobs.values() for identity in one.ids.values())
+            answer = ask_queue(
+                identity
+                for submission in open_jobs.values()
+                for identity in submission.ids.values()
+            )
             if answer is not None:
                 states = answer
-                for name, one in open_jobs.items():
-                    missed[name] = 0 if in_queue(states, one.ids.get(name, "")) else missed[name] + 1
-        for name, one in list(open_jobs.items()):
+                for name, submission in open_jobs.items():
+                    absences[name] = (
+                        0 if in_queue(states, submission.ids.get(name, "")) else absences[name] + 1
+                    )
+        for name, submission in list(open_jobs.items()):
             # A node's files may appear here with a delay, so the queue is asked twice.
-            gone = missed[name] >= 2 if one.submission.launcher == SLURM else one.is_over
+            gone = (
+                absences[name] >= 2
+                if submission.submission.launcher == SLURM
+                else submission.is_over
+            )
             folder = sweep.job_folder(watched[name])
             job = read_job(folder)
             if gone and job.status in (JobStatus.waiting, JobStatus.running):
-                job = _close(sweep, job, states.get(one.ids.get(name, "")), one)
-            # While its node holds the lock, the reason may still change with the other nodes' outcomes.
+                job = _close(sweep, job, states.get(submission.ids.get(name, "")), submission)
+            # While its node holds the lock, the reason may still change with the other nodes'
+            # outcomes.
             settled = job.status.ended and not is_locked(folder)
-            if job.status is not shown[name] and (settled or not job.status.ended):
-                shown[name] = job.status
-                what = f"runs {job.label}" if job.status is JobStatus.running else describe_end(sweep, job)
+            if job.status is not printed[name] and (settled or not job.status.ended):
+                printed[name] = job.status
+                what = (
+                    f"runs {job.label}"
+                    if job.status is JobStatus.running
+                    else describe_end(sweep, job)
+                )
                 print(printable(f"{name} {what}"), flush=True)
             if settled or gone:
                 del open_jobs[name]
@@ -248,11 +302,18 @@ def watch_jobs(sweep: Sweep, submissions: Sequence[WatchedSubmission], after_job
             time.sleep(POLL_SECONDS)
 
 
-def _close(sweep: Sweep, job: Job, state: str | None, one: WatchedSubmission) -> Job:
+def _close(sweep: Sweep, job: Job, state: str | None, submission: WatchedSubmission) -> Job:
     """Record the outcome of a job that left the queue without recording one."""
-    how = f"SLURM says {state}" if state else one.error_of(job.name) or "it has left the queue"
-    status = ENDED_STATES.get(state or "", JobStatus.stopped if one.submission.launcher == SLURM else JobStatus.failed)
-    reason = f"it ended without recording an outcome ({how}); see {one.submission.log(job.name)}"
+    how = (
+        f"SLURM says {state}" if state else submission.error_of(job.name) or "it has left the queue"
+    )
+    status = ENDED_STATES.get(
+        state or "",
+        JobStatus.stopped if submission.submission.launcher == SLURM else JobStatus.failed,
+    )
+    reason = (
+        f"it ended without recording an outcome ({how}); see {submission.submission.log(job.name)}"
+    )
     closed = dataclasses.replace(job, status=status, exit_status=None, reason=reason)
     write_job(sweep.job_folder(job), closed)
     return closed

@@ -2,12 +2,14 @@
 
     hydra/launcher=submitit_slurm hydra.launcher.partition=gpu hydra.launcher.timeout_min=60
 
-A job's resources follow from its run: nodes from ``launch.nnodes``, GPUs from ``launch.nproc_per_node``, cores from
-the number of CPU ranks, time from the sweep's limit. Typed ``hydra.launcher`` options take precedence; contradictions
-are rejected before anything is submitted.
+A job's resources follow from its run: nodes from ``launch.nnodes``, GPUs from
+``launch.nproc_per_node``, cores from the number of CPU ranks, time from the sweep's limit. Typed
+``hydra.launcher`` options take precedence; contradictions are rejected before anything is
+submitted.
 
-Limits: jobs are validated for hardware that this machine may lack, so the device and the number of ranks must be given.
-Accelerators other than CUDA need ``hydra.launcher.gres=…``, since their names differ between clusters.
+Limits: jobs are validated for hardware that this machine may lack, so the device and the number of
+ranks must be given. Accelerators other than CUDA need ``hydra.launcher.gres=…``, since their names
+differ between clusters.
 """
 
 import functools
@@ -31,7 +33,7 @@ from fsdptoys.config.compose import CONFIG_MODULE, compose_config
 from fsdptoys.config.launch_config import DeviceChoice
 from fsdptoys.errors import ConfigError
 from fsdptoys.launch.hardware import find_hardware
-from fsdptoys.utils.text import near_miss, one_line
+from fsdptoys.utils.text import one_line, suggestion
 
 from .slurm_queue import SLURM, first_line
 
@@ -44,9 +46,9 @@ UNKNOWN_ENDPOINT = "launch.rdzv_endpoint=chosen-by-the-queue"
 """Placeholder with which a run on several nodes is validated."""
 
 HARMLESS_OPTION = re.compile(
-    "account|array_parallelism|comment|constraint|cpus_per_gpu|cpus_per_task|exclude|gpus_per_node|gpus_per_task|gres|"
-    "max_num_timeout|mem_gb|mem_per_cpu|mem_per_gpu|name|nodes|partition|qos|signal_delay_s|stderr_to_stdout|"
-    "tasks_per_node|timeout_min"
+    "account|array_parallelism|comment|constraint|cpus_per_gpu|cpus_per_task|exclude|gpus_per_node|"
+    "gpus_per_task|gres|max_num_timeout|mem_gb|mem_per_cpu|mem_per_gpu|name|nodes|partition|qos|"
+    "signal_delay_s|stderr_to_stdout|tasks_per_node|timeout_min"
 )
 """The plugin's options that request resources and cannot run a command."""
 
@@ -55,7 +57,10 @@ HARMLESS_VALUE = re.compile(r"[\w.:,@%+/=&|*()\[\]'\" -]*")
 
 FIXED_OPTIONS: dict[str, tuple[tuple[int, ...], str]] = {
     "tasks_per_node": ((1,), "one task on a node starts its launch.nproc_per_node ranks"),
-    "max_num_timeout": ((0,), "a job of a sweep restarts from the beginning and would run out of time again"),
+    "max_num_timeout": (
+        (0,),
+        "a job of a sweep restarts from the beginning and would run out of time again",
+    ),
     "submitit_folder": ((), "ids and logs are read from the sweep's own folder"),
 }
 """Option → allowed values and the reason."""
@@ -114,52 +119,74 @@ def read_launcher(words: tuple[str, ...]) -> QueueLauncher:
         try:
             parsed.append(OverridesParser.create().parse_override(word))
         except HydraException as error:
-            raise ConfigError(f"{word} cannot be read ({first_line(error)}); put quotes around the value") from error
+            raise ConfigError(
+                f"{word} cannot be read ({first_line(error)}); put quotes around the value"
+            ) from error
     if several := [override.input_line for override in parsed if override.is_sweep_override()]:
-        raise ConfigError(f"{several[0]} gives several values, but all jobs go to one launcher; keep one of them")
-    chosen = [override for override in parsed if override.key_or_group == LAUNCHER_GROUP]
-    if not chosen:
-        raise ConfigError(f"{words[0]} is of no use without a launcher; add {LAUNCHER_GROUP}={SLURM}")
-    if len(chosen) > 1:
-        launchers = " ".join(str(override.input_line) for override in chosen)
-        raise ConfigError(f"{launchers} names {len(chosen)} launchers, but all jobs go to one; keep one of them")
-    name = str(chosen[0].value())
+        raise ConfigError(
+            f"{several[0]} gives several values, but all jobs go to one launcher; keep one of them"
+        )
+    selections = [override for override in parsed if override.key_or_group == LAUNCHER_GROUP]
+    if not selections:
+        raise ConfigError(
+            f"{words[0]} is of no use without a launcher; add {LAUNCHER_GROUP}={SLURM}"
+        )
+    if len(selections) > 1:
+        launchers = " ".join(str(override.input_line) for override in selections)
+        raise ConfigError(
+            f"{launchers} names {len(selections)} launchers, but all jobs go to one; keep one of "
+            "them"
+        )
+    name = str(selections[0].value())
     if name not in (SLURM, LOCAL):
-        near = near_miss(name, (SLURM, LOCAL))
-        fix = f"did you mean {near}?" if near else "leave it out to run the jobs here, one after another"
+        fix = suggestion(
+            name, (SLURM, LOCAL), "leave it out to run the jobs here, one after another"
+        )
         raise ConfigError(f"{LAUNCHER_GROUP}={name} must be {SLURM} or {LOCAL}; {fix}")
     try:
         installed = importlib.util.find_spec("hydra_plugins.hydra_submitit_launcher") is not None
     except ModuleNotFoundError:
         installed = False
     if not installed:
-        raise ConfigError(f"{LAUNCHER_GROUP}={name} needs Hydra's submitit launcher; pip install -e '.[slurm]'")
+        raise ConfigError(
+            f"{LAUNCHER_GROUP}={name} needs Hydra's submitit launcher; pip install -e '.[slurm]'"
+        )
     missing = [command for command in SLURM_COMMANDS if shutil.which(command) is None]
     if name == SLURM and missing:
         raise ConfigError(
-            f"{LAUNCHER_GROUP}={SLURM} needs {missing[0]}, which is not on this machine; submit from a login node of "
-            f"the cluster, or leave {LAUNCHER_GROUP} out to run the jobs here"
+            f"{LAUNCHER_GROUP}={SLURM} needs {missing[0]}, which is not on this machine; submit "
+            f"from a login node of the cluster, or leave {LAUNCHER_GROUP} out to run the jobs "
+            "here"
         )
-    known = set(_compose_launcher((f"{LAUNCHER_GROUP}={name}",)))
+    plugin_keys = set(_compose_launcher((f"{LAUNCHER_GROUP}={name}",)))
     typed: dict[str, Any] = {}
     for override in parsed:
         key = override.key_or_group.removeprefix(LAUNCHER_SECTION)
-        if override in chosen:
+        if override in selections:
             continue
-        if key.partition(".")[0] not in known:
-            near = near_miss(key, sorted(known))
-            fix = f"did you mean {LAUNCHER_SECTION}{near}?" if near else "hydra-submitit-launcher lists its options"
-            raise ConfigError(f"{override.input_line} is no option of {LAUNCHER_GROUP}={name}; {fix}")
+        if key.partition(".")[0] not in plugin_keys:
+            fix = suggestion(
+                key,
+                sorted(plugin_keys),
+                "hydra-submitit-launcher lists its options",
+                LAUNCHER_SECTION,
+            )
+            raise ConfigError(
+                f"{override.input_line} is no option of {LAUNCHER_GROUP}={name}; {fix}"
+            )
         typed[key] = override.value()
     options = _compose_launcher(words)
     for key, (allowed, why) in FIXED_OPTIONS.items():
         if key in typed and typed[key] not in allowed:
-            raise ConfigError(f"{LAUNCHER_SECTION}{key}={typed[key]} cannot be set, since {why}; leave it out")
+            raise ConfigError(
+                f"{LAUNCHER_SECTION}{key}={typed[key]} cannot be set, since {why}; leave it out"
+            )
     return QueueLauncher(name, words, typed, options)
 
 
 def refuse_commands(words: Sequence[str], folder: Path) -> None:
-    """Reject launcher words from a sweep's folder that may run commands: the folder may come from someone else.
+    """Reject launcher words from a sweep's folder that may run commands: the folder may come from
+    someone else.
 
     Raises:
         ConfigError: showing the words, so that the user can type them if wanted.
@@ -173,8 +200,9 @@ def refuse_commands(words: Sequence[str], folder: Path) -> None:
         if not (HARMLESS_OPTION.fullmatch(option) and HARMLESS_VALUE.fullmatch(value)):
             command = shlex.join(["fsdptoys", "sweep", "--resume", str(folder), *words])
             raise ConfigError(
-                f"the folder {folder} says {one_line(word, longest=None)}, which may run commands on the nodes and is "
-                f"not taken from a folder; if it is meant, write {one_line(command, longest=None)}"
+                f"the folder {folder} says {one_line(word, longest=None)}, which may run "
+                "commands on the nodes and is not taken from a folder; if it is meant, write "
+                f"{one_line(command, longest=None)}"
             )
 
 
@@ -192,34 +220,41 @@ def find_needs(words: tuple[str, ...], launcher_name: str) -> SlurmNeeds:
     """
     for word in words:
         if word.startswith("launch.rdzv_endpoint="):
-            raise ConfigError(f"{word} is for machines that are known before; leave it out, the queue chooses them")
+            raise ConfigError(
+                f"{word} is for machines that are known before; leave it out, the queue chooses "
+                "them"
+            )
     settings = compose_config([*words, UNKNOWN_ENDPOINT])
     launch = settings.launch
     ranks = (
-        1 if launch.nproc_per_node == -1 and settings.parallel.capabilities.single_process else launch.nproc_per_node
+        1
+        if launch.nproc_per_node == -1 and settings.parallel.capabilities.single_process
+        else launch.nproc_per_node
     )
     if launcher_name == LOCAL:
         if launch.nnodes > 1:
             raise ConfigError(
-                f"launch.nnodes={launch.nnodes} needs other machines, and {LAUNCHER_GROUP}={LOCAL} has this one alone; "
-                f"set {LAUNCHER_GROUP}={SLURM}"
+                f"launch.nnodes={launch.nnodes} needs other machines, and "
+                f"{LAUNCHER_GROUP}={LOCAL} has this one alone; set {LAUNCHER_GROUP}={SLURM}"
             )
-        found = find_hardware(launch.device)
-        return SlurmNeeds(1, ranks if ranks > 0 else max(1, found.devices), found.device_type)
+        hardware = find_hardware(launch.device)
+        return SlurmNeeds(1, ranks if ranks > 0 else max(1, hardware.devices), hardware.device_type)
     if launch.device is DeviceChoice.auto:
         raise ConfigError(
-            f"{LAUNCHER_GROUP}={SLURM} runs jobs on machines that are not looked at before, so their devices must be "
-            "named; add launch.device=cuda (or npu, or cpu)"
+            f"{LAUNCHER_GROUP}={SLURM} runs jobs on machines that are not looked at before, so "
+            "their devices must be named; add launch.device=cuda (or npu, or cpu)"
         )
     if ranks == -1:
         raise ConfigError(
-            f"{LAUNCHER_GROUP}={SLURM} runs jobs on machines that are not looked at before, so the ranks on each must "
-            "be named; add launch.nproc_per_node=8"
+            f"{LAUNCHER_GROUP}={SLURM} runs jobs on machines that are not looked at before, so "
+            "the ranks on each must be named; add launch.nproc_per_node=8"
         )
     return SlurmNeeds(launch.nnodes, ranks, launch.device.value)
 
 
-def plugin_options(needs: SlurmNeeds, launcher: QueueLauncher, time_limit_seconds: float | None) -> dict[str, Any]:
+def plugin_options(
+    needs: SlurmNeeds, launcher: QueueLauncher, time_limit_seconds: float | None
+) -> dict[str, Any]:
     """Return the plugin's options derived from a run's settings, without typed ones.
 
     Raises:
@@ -228,37 +263,41 @@ def plugin_options(needs: SlurmNeeds, launcher: QueueLauncher, time_limit_second
     typed = launcher.typed
     if typed.get("nodes", needs.nodes) != needs.nodes:
         raise ConfigError(
-            f"{LAUNCHER_SECTION}nodes={typed['nodes']} and launch.nnodes={needs.nodes} contradict each other; "
-            f"leave out {LAUNCHER_SECTION}nodes"
+            f"{LAUNCHER_SECTION}nodes={typed['nodes']} and launch.nnodes={needs.nodes} "
+            f"contradict each other; leave out {LAUNCHER_SECTION}nodes"
         )
     accelerated = needs.device_type != "cpu"
     if accelerated and (typed.get("gpus_per_node") or needs.ranks) < needs.ranks:
         raise ConfigError(
-            f"{LAUNCHER_SECTION}gpus_per_node={typed['gpus_per_node']} is under launch.nproc_per_node={needs.ranks}; "
-            f"leave out {LAUNCHER_SECTION}gpus_per_node"
+            f"{LAUNCHER_SECTION}gpus_per_node={typed['gpus_per_node']} is under "
+            f"launch.nproc_per_node={needs.ranks}; leave out {LAUNCHER_SECTION}gpus_per_node"
         )
-    asked: dict[str, Any] = {"nodes": needs.nodes, "tasks_per_node": 1}
+    options: dict[str, Any] = {"nodes": needs.nodes, "tasks_per_node": 1}
     if needs.device_type == "cuda" and not any(typed.get(key) for key in ("gpus_per_task", "gres")):
-        asked["gpus_per_node"] = needs.ranks
+        options["gpus_per_node"] = needs.ranks
     if not accelerated:
-        asked["cpus_per_task"] = needs.ranks
+        options["cpus_per_task"] = needs.ranks
     # The queue's signal precedes its limit by this much, which lets a run save and stop.
     signal_seconds = int(launcher.options.get("signal_delay_s", 30))
     if time_limit_seconds is not None:
         needed = math.ceil((time_limit_seconds + START_SECONDS + signal_seconds) / 60)
         if typed.get("timeout_min", needed) * 60 < time_limit_seconds:
             raise ConfigError(
-                f"{LAUNCHER_SECTION}timeout_min={typed['timeout_min']} ends jobs before their own limit of "
-                f"{time_limit_seconds:g} s; set {LAUNCHER_SECTION}timeout_min={needed}"
+                f"{LAUNCHER_SECTION}timeout_min={typed['timeout_min']} ends jobs before their "
+                f"own limit of {time_limit_seconds:g} s; set "
+                f"{LAUNCHER_SECTION}timeout_min={needed}"
             )
-        asked["timeout_min"] = needed
+        options["timeout_min"] = needed
     if launcher.name == SLURM:
-        asked["setup"] = [*SLURM_SETUP, *(launcher.options.get("setup") or [])]
+        options["setup"] = [*SLURM_SETUP, *(launcher.options.get("setup") or [])]
         # submitit's default, SIGUSR2, kills a run; SIGUSR1 asks it to finish its step.
         signals = {"signal": f"USR1@{signal_seconds}"}
-        asked["additional_parameters"] = {**signals, **(launcher.options.get("additional_parameters") or {})}
-    kept = ("setup", "additional_parameters")
-    return {key: value for key, value in asked.items() if key in kept or typed.get(key) is None}
+        options["additional_parameters"] = {
+            **signals,
+            **(launcher.options.get("additional_parameters") or {}),
+        }
+    merged = ("setup", "additional_parameters")
+    return {key: value for key, value in options.items() if key in merged or typed.get(key) is None}
 
 
 def _compose_launcher(words: tuple[str, ...]) -> dict[str, Any]:
@@ -267,7 +306,8 @@ def _compose_launcher(words: tuple[str, ...]) -> dict[str, Any]:
             tree = hydra.compose(None, list(words), return_hydra_config=True).hydra.launcher
     except (HydraException, OmegaConfBaseException) as error:
         raise ConfigError(
-            f"{' '.join(words)} cannot be composed ({first_line(error)}); hydra-submitit-launcher lists its options"
+            f"{' '.join(words)} cannot be composed ({first_line(error)}); "
+            "hydra-submitit-launcher lists its options"
         ) from error
     options = OmegaConf.to_container(tree, resolve=True)
     assert isinstance(options, dict)

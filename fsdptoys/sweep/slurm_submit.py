@@ -1,11 +1,14 @@
-"""Submit a sweep's jobs to a batch queue through Hydra's submitit launcher: one queue job per configuration.
+"""Submit a sweep's jobs to a batch queue through Hydra's submitit launcher: one queue job per
+configuration.
 
-The plugin writes the batch scripts, so its options (``hydra.launcher.partition=gpu``) work as documented. In each job,
-one task per node starts the same run as a local sweep (``slurm_node``) and records its outcome in the sweep's folder.
-The submitting command only watches: interrupting it leaves SLURM's jobs running, but ends a local one. Jobs with
-different resources (``slurm_settings``) are submitted separately.
+The plugin writes the batch scripts, so its options (``hydra.launcher.partition=gpu``) work as
+documented. In each job, one task per node starts the same run as a local sweep (``slurm_node``) and
+records its outcome in the sweep's folder. The submitting command only watches: interrupting it
+leaves SLURM's jobs running, but ends a local one. Jobs with different resources
+(``slurm_settings``) are submitted separately.
 
-Not covered: resuming from a checkpoint after the queue's time limit; a sweep's job starts from the beginning.
+Not covered: resuming from a checkpoint after the queue's time limit; a sweep's job starts from the
+beginning.
 """
 
 import contextlib
@@ -35,17 +38,35 @@ from fsdptoys.config.compose import CONFIG_MODULE
 from fsdptoys.errors import ConfigError
 from fsdptoys.utils.file_lock import LOCK_FILE, is_locked
 from fsdptoys.utils.regular_file import read_regular
+from fsdptoys.utils.signal_handlers import handle_signals
 from fsdptoys.utils.text import print_status
 
 from .folder import JOBS_FOLDER, RUN_FOLDER, Job, JobStatus, Sweep, read_job, write_job
 from .job_list import still_running
-from .runner import handle_signals, heeded_signals, quote, set_aside
+from .runner import heeded_signals, quote, set_aside
 from .slurm_node import run_on_node
-from .slurm_queue import SLURM, WatchedSubmission, begin_submission, first_line, jobs_in_queue, still_queued, watch_jobs
-from .slurm_settings import LOCAL, QueueLauncher, SlurmNeeds, find_needs, launching_words, plugin_options, read_launcher
+from .slurm_queue import (
+    SLURM,
+    WatchedSubmission,
+    begin_submission,
+    first_line,
+    jobs_in_queue,
+    still_queued,
+    watch_jobs,
+)
+from .slurm_settings import (
+    LOCAL,
+    QueueLauncher,
+    SlurmNeeds,
+    find_needs,
+    launching_words,
+    plugin_options,
+    read_launcher,
+)
 
 GRACE_SECONDS = 15.0
-"""A local job still running so long after SIGTERM gets SIGINT; after three times as long it is left running."""
+"""A local job still running so long after SIGTERM gets SIGINT; after three times as long it is left
+running."""
 
 POLL_SECONDS = 0.1
 
@@ -59,7 +80,10 @@ class EndRequest(KeyboardInterrupt):
 
 
 def submit(
-    sweep: Sweep, jobs: Sequence[Job], launcher_words: Sequence[str], after_job: Callable[[], None] = lambda: None
+    sweep: Sweep,
+    jobs: Sequence[Job],
+    launcher_words: Sequence[str],
+    after_job: Callable[[], None] = lambda: None,
 ) -> None:
     """Submit jobs and watch until all have ended, printing a line when each begins and ends.
 
@@ -73,8 +97,8 @@ def submit(
 
     Raises:
         ConfigError: for a mistake, or if the queue rejects the jobs.
-        KeyboardInterrupt: for Ctrl-C, or SIGTERM and SIGHUP as EndRequest, after a message about SLURM's remaining
-            jobs and ending a local one.
+        KeyboardInterrupt: for Ctrl-C, or SIGTERM and SIGHUP as EndRequest, after a message about
+            SLURM's remaining jobs and ending a local one.
     """
     launcher = read_launcher(tuple(launcher_words))
     queued = jobs_in_queue(sweep)
@@ -98,27 +122,36 @@ def submit(
     watcher.update = lambda: None
     watched = still_queued(sweep, queued)
     try:
-        with handle_signals({number: _leave for number in heeded_signals() if number != signal.SIGINT}):
-            for one in watched:
-                _print_ids(one)
-            for members, asked in batches:
-                _submit_jobs(sweep, members, launcher, asked, watched)
+        with handle_signals(
+            {number: _leave for number in heeded_signals() if number != signal.SIGINT}
+        ):
+            for item in watched:
+                _print_ids(item)
+            for members, options in batches:
+                _submit_jobs(sweep, members, launcher, options, watched)
                 if launcher.name == SLURM:
                     _print_ids(watched[-1])
                 else:
                     watch_jobs(sweep, watched[-1:], after_job)
-            watch_jobs(sweep, [one for one in watched if one.submission.launcher == SLURM], after_job)
+            watch_jobs(
+                sweep, [item for item in watched if item.submission.launcher == SLURM], after_job
+            )
     except KeyboardInterrupt:
-        ids = [identity for one in watched if one.submission.launcher == SLURM for identity in one.ids.values()]
+        ids = [
+            identity
+            for item in watched
+            if item.submission.launcher == SLURM
+            for identity in item.ids.values()
+        ]
         if ids:
             numbers = sorted({identity.partition("_")[0] for identity in ids})
             print_status(
-                f"the jobs in the queue continue; scancel {' '.join(numbers)} ends them, and fsdptoys sweep --resume "
-                f"{shlex.quote(str(sweep.path))} collects finished ones"
+                f"the jobs in the queue continue; scancel {' '.join(numbers)} ends them, and "
+                f"fsdptoys sweep --resume {shlex.quote(str(sweep.path))} collects finished ones"
             )
-        for one in watched:
-            if one.submission.launcher == LOCAL:
-                _end_local(sweep, one)
+        for item in watched:
+            if item.submission.launcher == LOCAL:
+                _end_local(sweep, item)
         raise
 
 
@@ -130,27 +163,37 @@ def _end_local(sweep: Sweep, watched: WatchedSubmission) -> None:
     """End a local launcher's job, and record that it was stopped if its process could not."""
     (name,) = watched.jobs
     folder = sweep.path / JOBS_FOLDER / name
-    began, sent = time.monotonic(), None
+    began = time.monotonic()
+    last_request = None
     while True:
-        held = is_locked(folder)
+        locked = is_locked(folder)
         controller = 0 if watched.is_over else int(watched.ids.get(name, 0))
-        if not held and not is_locked(folder / RUN_FOLDER) and (watched.is_over or _has_ended(controller)):
+        if (
+            not locked
+            and not is_locked(folder / RUN_FOLDER)
+            and (watched.is_over or _has_ended(controller))
+        ):
             break
         waited = time.monotonic() - began
-        # SIGTERM has the training finish its step; SIGINT ends it, or the process about to start it, at once.
-        process = _holder(folder) if held else controller
-        asked = process, signal.SIGTERM if held and waited < GRACE_SECONDS else signal.SIGINT
-        if process and asked != sent:
-            sent = asked
+        # SIGTERM has the training finish its step; SIGINT ends it, or the process about to start
+        # it, at once.
+        process = _holder(folder) if locked else controller
+        request = process, signal.SIGTERM if locked and waited < GRACE_SECONDS else signal.SIGINT
+        if process and request != last_request:
+            last_request = request
             with contextlib.suppress(ProcessLookupError):
-                os.kill(*asked)
+                os.kill(*request)
         if waited > 3 * GRACE_SECONDS:
-            print_status(f"job {name} has not ended" + (f"; kill -9 {process} ends it" if process else ""))
+            print_status(
+                f"job {name} has not ended" + (f"; kill -9 {process} ends it" if process else "")
+            )
             return
         time.sleep(POLL_SECONDS)
     job = read_job(folder)
     if job.status is JobStatus.running:
-        write_job(folder, dataclasses.replace(job, status=JobStatus.stopped, reason="the sweep was ended"))
+        write_job(
+            folder, dataclasses.replace(job, status=JobStatus.stopped, reason="the sweep was ended")
+        )
 
 
 def _holder(folder: Path) -> int:
@@ -162,7 +205,7 @@ def _holder(folder: Path) -> int:
 
 
 def _has_ended(process: int) -> bool:
-    """Whether a process has ended; False for an id not known yet (0)."""
+    """Return whether a process has ended; False for an id not known yet (0)."""
     try:
         os.kill(process, 0)
     except ProcessLookupError:
@@ -172,13 +215,21 @@ def _has_ended(process: int) -> bool:
 
 def _print_ids(watched: WatchedSubmission) -> None:
     ids = ", ".join(f"{name} as {identity}" for name, identity in watched.ids.items())
-    print(f"fsdptoys: SLURM has the jobs {ids}; their files are in {watched.submission.folder}", flush=True)
+    print(
+        f"fsdptoys: SLURM has the jobs {ids}; their files are in {watched.submission.folder}",
+        flush=True,
+    )
 
 
 def _submit_jobs(
-    sweep: Sweep, jobs: Sequence[Job], launcher: QueueLauncher, asked: Mapping[str, Any], every: list[WatchedSubmission]
+    sweep: Sweep,
+    jobs: Sequence[Job],
+    launcher: QueueLauncher,
+    options: Mapping[str, Any],
+    every: list[WatchedSubmission],
 ) -> None:
-    """Submit jobs through the plugin; append them to ``every`` at once, so that an interrupted caller knows them.
+    """Submit jobs through the plugin; append them to ``every`` at once, so that an interrupted
+    caller knows them.
 
     Raises:
         ConfigError: if the queue accepts none of them.
@@ -188,7 +239,9 @@ def _submit_jobs(
             set_aside(sweep.job_folder(job))
             write_job(sweep.job_folder(job), job.restarted())
     submission = begin_submission(sweep, launcher.name, jobs)
-    plugin = _make_launcher(sweep, launcher, {**asked, "submitit_folder": str(submission.folder / "%j")})
+    plugin = _make_launcher(
+        sweep, launcher, {**options, "submitit_folder": str(submission.folder / "%j")}
+    )
     overrides = [[f"hydra.sweep.subdir={JOBS_FOLDER}/{job.name}"] for job in jobs]
     watched = WatchedSubmission(submission, submission.jobs)
 
@@ -198,8 +251,8 @@ def _submit_jobs(
         except BaseException as error:
             watched.error = error
 
-    # The plugin blocks until its jobs end, and fails for all of them if one has no result. So it runs in a thread, and
-    # the jobs are watched through their folders.
+    # The plugin blocks until its jobs end, and fails for all of them if one has no result. So it
+    # runs in a thread, and the jobs are watched through their folders.
     watched.thread = threading.Thread(target=launch, daemon=True)
     every.append(watched)
     with contextlib.redirect_stderr(io.StringIO()):  # sbatch's error is reported below
@@ -208,16 +261,24 @@ def _submit_jobs(
             time.sleep(0.05)
     if not watched.ids:
         message = first_line(watched.error) if watched.error is not None else "it took none of them"
-        raise ConfigError(f"hydra/launcher={launcher.name} refuses the jobs ({message}); change hydra.launcher.KEY")
+        raise ConfigError(
+            f"hydra/launcher={launcher.name} refuses the jobs ({message}); change "
+            "hydra.launcher.KEY"
+        )
 
 
-def _make_launcher(sweep: Sweep, launcher: QueueLauncher, asked: Mapping[str, Any]) -> Any:
-    """Instantiate the plugin's launcher through Hydra, with the options derived from a run's settings."""
+def _make_launcher(sweep: Sweep, launcher: QueueLauncher, options: Mapping[str, Any]) -> Any:
+    """Instantiate the plugin's launcher through Hydra, with the options derived from a run's
+    settings."""
     root = str(Path(__file__).resolve().parents[1])
     paths = os.environ.get("PYTHONPATH", "").split(os.pathsep)
     if root not in paths:  # a checkout need not be installed
         os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [root, *paths]))
-    words = [*launcher.words, f"hydra.sweep.dir={quote(str(sweep.path.absolute()))}", "hydra.output_subdir=null"]
+    words = [
+        *launcher.words,
+        f"hydra.sweep.dir={quote(str(sweep.path.absolute()))}",
+        "hydra.output_subdir=null",
+    ]
     words += ["hydra.job.chdir=false", "hydra/job_logging=none", "hydra/hydra_logging=none"]
     with hydra.initialize_config_module(CONFIG_MODULE, version_base="1.3"):
         tree = hydra.compose(None, words, return_hydra_config=True)
@@ -226,9 +287,11 @@ def _make_launcher(sweep: Sweep, launcher: QueueLauncher, asked: Mapping[str, An
     with open_dict(tree):
         if "name" not in launcher.typed:
             tree.hydra.launcher.name = f"fsdptoys-{title}"
-        tree.hydra.launcher.update(asked)
+        tree.hydra.launcher.update(options)
     context = HydraContext(config_loader=loader, callbacks=Callbacks())
-    return Plugins.instance().instantiate_launcher(hydra_context=context, task_function=run_in_job, config=tree)
+    return Plugins.instance().instantiate_launcher(
+        hydra_context=context, task_function=run_in_job, config=tree
+    )
 
 
 def run_in_job(_: DictConfig) -> None:

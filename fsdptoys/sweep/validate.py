@@ -1,10 +1,11 @@
 """Compose and validate each combination of a sweep before anything starts.
 
-A word invalid in every combination is the user's mistake and stops the sweep. Keys that do nothing in a combination, as
-``memory.offload_schedule`` without optimizer offload, are dropped from it if another combination uses them: all their
-values leave one baseline. A combination with contradictory words, or one that does not fit this machine or number of
-ranks, is skipped with the reason. Combinations with equal fingerprints are the same run; environment variables and
-machine load are not part of it.
+A word invalid in every combination is the user's mistake and stops the sweep. Keys that do nothing
+in a combination, as ``memory.offload_schedule`` without optimizer offload, are dropped from it if
+another combination uses them: all their values leave one baseline. A combination with contradictory
+words, or one that does not fit this machine or number of ranks, is skipped with the reason.
+Combinations with equal fingerprints are the same run; environment variables and machine load are
+not part of it.
 """
 
 import functools
@@ -26,21 +27,27 @@ from fsdptoys.errors import ConfigError, UnusedKeyError
 from fsdptoys.launch.hardware import find_hardware
 from fsdptoys.launch.launch import (
     AUTO,
-    CPU_RANKS,
-    MOST_RANKS_PER_CORE,
     check_plan_settings,
     choose_experiment,
     names_training,
-    resolve_run,
+    ranks_on_this_machine,
 )
 from fsdptoys.metrics.preflight import check_writers
 from fsdptoys.metrics.run_environment import checkout_commit
 
 from .axes import Combination
-from .slurm_settings import SLURM, UNKNOWN_ENDPOINT, find_needs, launching_words, plugin_options, read_launcher
+from .slurm_settings import (
+    SLURM,
+    UNKNOWN_ENDPOINT,
+    find_needs,
+    launching_words,
+    plugin_options,
+    read_launcher,
+)
 
 NO_TIME_LIMIT = "train.max_seconds=null"
-"""Added to jobs whose experiment limits the time: they would end at different steps, and so with other losses."""
+"""Added to jobs whose experiment limits the time: they would end at different steps, and so with
+other losses."""
 
 WITHOUT_EFFECT = {
     "metrics": ("run_dir", "console"),
@@ -58,8 +65,6 @@ class JobHardware:
     world_size: int
     node_ranks: int
     """Ranks of one node."""
-    unusual: bool = False
-    """Whether the number of ranks exceeds the usual limit, so that the launcher's own check must run."""
 
 
 class LocalMachine:
@@ -75,16 +80,12 @@ class LocalMachine:
             words: the job's words that decide them.
             settings: composed from these words.
         """
-        launch, ranks = settings.launch, settings.launch.nproc_per_node
+        launch = settings.launch
         hardware = find_hardware(launch.device)
-        unusual = ranks > (hardware.devices or MOST_RANKS_PER_CORE * hardware.cores)
-        if ranks == -1:
-            ranks = 1 if settings.parallel.capabilities.single_process else hardware.devices or CPU_RANKS
-        return JobHardware(hardware.device_type, hardware.name, ranks * launch.nnodes, ranks, unusual)
-
-    def check(self, words: Sequence[str], config: Config) -> None:
-        """Check a job, composed to ``config``, as its start would."""
-        resolve_run(words, {})
+        ranks = ranks_on_this_machine(
+            launch, hardware, settings.parallel.capabilities.single_process
+        )
+        return JobHardware(hardware.device_type, hardware.name, ranks * launch.nnodes, ranks)
 
 
 class BatchQueue(LocalMachine):
@@ -93,22 +94,25 @@ class BatchQueue(LocalMachine):
     extra_words = (UNKNOWN_ENDPOINT,)
 
     def __init__(self, launcher_words: Sequence[str], time_limit_seconds: float | None) -> None:
-        self._launcher, self._limit = read_launcher(tuple(launcher_words)), time_limit_seconds
+        self._launcher = read_launcher(tuple(launcher_words))
+        self._limit = time_limit_seconds
 
     def find(self, words: Sequence[str], settings: Config) -> JobHardware:
         """Return the devices and ranks that a job requests from the queue."""
-        place, typed = find_needs(launching_words(words), self._launcher.name), self._launcher.typed
-        plugin_options(place, self._launcher, self._limit)
+        needs = find_needs(launching_words(words), self._launcher.name)
+        plugin_options(needs, self._launcher, self._limit)
         if self._launcher.name != SLURM:
             return super().find(words, settings)
-        chosen = [f"{key}={typed[key]}" for key in ("partition", "constraint", "gres") if typed.get(key)]
-        return JobHardware(place.device_type, " ".join([SLURM, *chosen]), place.nodes * place.ranks, place.ranks)
-
-    def check(self, words: Sequence[str], config: Config) -> None:
-        """Check a job as its start would, on hardware that this machine may lack."""
-        if self._launcher.name != SLURM:
-            return super().check(words, config)
-        check_plan_settings(config.plan, find_needs(launching_words(words), SLURM).device_type)
+        typed = self._launcher.typed
+        constraints = [
+            f"{key}={typed[key]}" for key in ("partition", "constraint", "gres") if typed.get(key)
+        ]
+        return JobHardware(
+            needs.device_type,
+            " ".join([SLURM, *constraints]),
+            needs.nodes * needs.ranks,
+            needs.ranks,
+        )
 
 
 @dataclass(frozen=True)
@@ -143,79 +147,85 @@ def validate_combinations(
     Raises:
         ConfigError: for a word invalid by itself, or if no combination can run.
     """
-    found: dict[tuple[str, ...], JobHardware] = {}
-    checked: set[tuple[str, ...]] = set()
-    validate = functools.partial(_validate, where=where or LocalMachine(), found=found, checked=checked)
+    hardware: dict[tuple[str, ...], JobHardware] = {}
+    validate = functools.partial(_validate, where=where or LocalMachine(), hardware=hardware)
     validated = _drop_unused(list(map(validate, combinations)), validate)
     _refuse_mistakes(validated)
-    refused = [one for one in validated if isinstance(one, InvalidJob)]
+    refused = [entry for entry in validated if isinstance(entry, InvalidJob)]
     if len(refused) == len(validated):
-        first, reasons = refused[0].reason, len({one.reason for one in refused})
-        of = f", of which the first is refused for this, and others for {reasons - 1} more reasons" * (reasons > 1)
-        count = f"none of the {len(refused)} combinations can be run{of}: " if len(refused) > 1 else ""
+        first = refused[0].reason
+        reasons = len({entry.reason for entry in refused})
+        of = (
+            f", of which the first is refused for this, and others for {reasons - 1} more reasons"
+            * (reasons > 1)
+        )
+        count = (
+            f"none of the {len(refused)} combinations can be run{of}: " if len(refused) > 1 else ""
+        )
         raise ConfigError(count + first)
     return validated
 
 
 def _drop_unused(
-    validated: Sequence[ValidJob | InvalidJob], validate: Callable[[Combination], ValidJob | InvalidJob]
+    validated: Sequence[ValidJob | InvalidJob],
+    validate: Callable[[Combination], ValidJob | InvalidJob],
 ) -> list[ValidJob | InvalidJob]:
-    """Validate again without the keys that do nothing; leave out those that become the run of another combination."""
-    valid = [one for one in validated if isinstance(one, ValidJob)]
-    used = {key for one in valid for key in one.combination.keys}
-    seen: set[object] = {one.fingerprint for one in valid}
-    kept: list[ValidJob | InvalidJob] = []
-    for one in validated:
-        shorter = one
+    """Validate again without the keys that do nothing; leave out those that become the run of
+    another combination."""
+    valid = [entry for entry in validated if isinstance(entry, ValidJob)]
+    used = {key for entry in valid for key in entry.combination.keys}
+    seen: set[object] = {entry.fingerprint for entry in valid}
+    jobs: list[ValidJob | InvalidJob] = []
+    for entry in validated:
+        shorter = entry
         # A key that a group's file sets is among no words, and stays.
-        while isinstance(shorter, InvalidJob) and shorter.unused_key in used.intersection(shorter.combination.keys):
+        while isinstance(shorter, InvalidJob) and shorter.unused_key in used.intersection(
+            shorter.combination.keys
+        ):
             shorter = validate(shorter.combination.without(shorter.unused_key))
         run = shorter.fingerprint if isinstance(shorter, ValidJob) else shorter.combination.words
-        if shorter is one or run not in seen:
-            kept.append(shorter)
+        if shorter is entry or run not in seen:
+            jobs.append(shorter)
         seen.add(run)
-    return kept
+    return jobs
 
 
 def _validate(
     combination: Combination,
     where: LocalMachine,
-    found: dict[tuple[str, ...], JobHardware],
-    checked: set[tuple[str, ...]],
+    hardware: dict[tuple[str, ...], JobHardware],
 ) -> ValidJob | InvalidJob:
-    """Compose and validate a combination; ``found`` and ``checked`` are caches by words."""
-    words, launching = [*combination.words, *where.extra_words], launching_words(combination.words)
+    """Compose and validate a combination; ``hardware`` is a cache by words."""
+    words = [*combination.words, *where.extra_words]
+    launching = launching_words(combination.words)
     by_composition = True
     try:
-        if launching not in found:
+        if launching not in hardware:
             settings = compose_config([*launching, *where.extra_words])
             by_composition = False
-            found[launching] = where.find(launching, settings)
+            hardware[launching] = where.find(launching, settings)
             by_composition = True
-        place = found[launching]
+        job = hardware[launching]
         if not names_training(words):
-            words.insert(0, f"experiment={choose_experiment(place.device_type, place.world_size)}")
+            words.insert(0, f"experiment={choose_experiment(job.device_type, job.world_size)}")
         composition = compose(words)
         config = composition.config
         if composition.choices["memory"] == AUTO:
             by_composition = False
             raise ConfigError(
-                "memory=auto is chosen for one run on its devices, and a sweep compares settings that it names; name "
-                "files, such as memory=checkpointing,lean, or ask fsdptoys plan search"
+                "memory=auto is chosen for one run on its devices, and a sweep compares settings "
+                "that it names; name files, such as memory=checkpointing,lean, or ask fsdptoys "
+                "plan search"
             )
         if config.train.max_seconds is not None and "train.max_seconds" not in combination.keys:
             combination = Combination((*combination.words, NO_TIME_LIMIT), combination.varied)
             config = compose_config([*words, NO_TIME_LIMIT])
         by_composition = False
-        # The checks that only the launcher makes.
-        key = tuple(word for word in combination.words if word.startswith("plan."))
-        if place.unusual or (key and key not in checked):
-            where.check(combination.words, config)
-            checked.add(key)
-        config.validate(place.world_size, place.device_type, place.node_ranks)
+        check_plan_settings(config.plan, job.device_type)
+        config.validate(job.world_size, job.device_type, job.node_ranks)
         check_writers(config.metrics, os.environ)
-        number = fingerprint(config, place.world_size, place.device_name)
-        return ValidJob(combination, config, place.world_size, number)
+        number = fingerprint(config, job.world_size, job.device_name)
+        return ValidJob(combination, config, job.world_size, number)
     except ConfigError as reason:
         unused = reason.key if isinstance(reason, UnusedKeyError) else None
         return InvalidJob(combination, str(reason), tuple(words), by_composition, unused)
@@ -227,15 +237,20 @@ def _refuse_mistakes(validated: Sequence[ValidJob | InvalidJob]) -> None:
     Raises:
         ConfigError: with the message for that word alone.
     """
-    broken = [one for one in validated if isinstance(one, InvalidJob) and one.by_composition]
-    valid = (one for one in validated if not (isinstance(one, InvalidJob) and one.by_composition))
-    fine = {word for one in valid for word in one.combination.words}
-    choices, fine_alone = list_choices(), set()
-    for one in broken:
-        groups = [word for word in one.words if word.partition("=")[0] in choices]
-        for word in one.combination.words:
+    broken = [
+        entry for entry in validated if isinstance(entry, InvalidJob) and entry.by_composition
+    ]
+    valid = (
+        entry for entry in validated if not (isinstance(entry, InvalidJob) and entry.by_composition)
+    )
+    fine = {word for entry in valid for word in entry.combination.words}
+    choices = list_choices()
+    fine_alone = set()
+    for entry in broken:
+        groups = [word for word in entry.words if word.partition("=")[0] in choices]
+        for word in entry.combination.words:
             key = word.partition("=")[0]
-            if word in fine or key.lstrip("+") not in one.reason:
+            if word in fine or key.lstrip("+") not in entry.reason:
                 continue
             alone = (word,) if key in choices else (*groups, word)
             if alone not in fine_alone:
@@ -267,14 +282,18 @@ def fingerprint(config: Config, world_size: int, device_name: str) -> str:
 
 @functools.cache
 def code_version() -> str:
-    """Return the package's version, the commit of a checkout, and for a modified one a hash of its files."""
+    """Return the package's version, the commit of a checkout, and for a modified one a hash of its
+    files."""
     package = Path(fsdptoys.__file__).resolve().parent
     commit = checkout_commit(package.parent)
     version = f"{fsdptoys.__version__} {commit or ''}".strip()
     if commit is None or not commit.endswith("-dirty"):
         return version
     sums = hashlib.sha256()
-    for pattern in ("*.py", "*/*.py"):
-        for path in sorted(package.glob(pattern)):
-            sums.update(path.relative_to(package).as_posix().encode() + b"\0" + path.read_bytes() + b"\0")
+    # ``models`` and ``patches`` are links in a checkout, which ``rglob`` does not follow.
+    for folder, _, names in sorted(os.walk(package, followlinks=True)):
+        for path in sorted(Path(folder, name) for name in names if name.endswith(".py")):
+            sums.update(
+                path.relative_to(package).as_posix().encode() + b"\0" + path.read_bytes() + b"\0"
+            )
     return f"{version} {sums.hexdigest()}"

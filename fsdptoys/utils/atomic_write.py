@@ -1,4 +1,5 @@
-"""Durable writes: sync to the disk, and atomic replacement, in which readers see the old content or the new one."""
+"""Durable writes: sync to the disk, and atomic replacement, in which readers see the old content or
+the new one."""
 
 import contextlib
 import os
@@ -10,7 +11,9 @@ from fsdptoys.errors import ConfigError
 from .regular_file import open_regular
 
 
-def check_output(path: Path, option: str, usual: str, suffixes: Sequence[str], named: str | None = None) -> None:
+def check_output(
+    path: Path, option: str, usual: str, suffixes: Sequence[str], named: str | None = None
+) -> None:
     """Check before a long computation that a file can be written.
 
     Args:
@@ -24,17 +27,22 @@ def check_output(path: Path, option: str, usual: str, suffixes: Sequence[str], n
     named = named or option
     if path.suffix.lower() not in suffixes:
         name = path.name.partition(".")[0] or Path(usual).stem
-        raise ConfigError(f"{named} {path} must end in {suffixes[0]}; write {option} {name}{suffixes[0]}")
+        raise ConfigError(
+            f"{named} {path} must end in {suffixes[0]}; write {option} {name}{suffixes[0]}"
+        )
     if path.is_dir() or not path.absolute().parent.is_dir():
         problem = "is a folder" if path.is_dir() else f"is in {path.parent}, which is not a folder"
         raise ConfigError(f"{named} {path} {problem}; write {option} {usual}")
 
 
-def write_atomically(path: "str | os.PathLike[str]", content: "str | bytes", *, sync: bool = False) -> None:
+def write_atomically(
+    path: "str | os.PathLike[str]", content: "str | bytes", *, sync: bool = False
+) -> None:
     """Write a new file under a hidden name in the same folder and rename it to ``path``.
 
-    Text is written as UTF-8; a symbolic link at ``path`` is replaced, not its target; ``sync`` flushes the content to
-    the disk before the rename. After an OSError the old file stays, without a part of the new one.
+    Text is written as UTF-8; a symbolic link at ``path`` is replaced, not its target; ``sync``
+    flushes the content to the disk before the rename. After an OSError the old file stays, without
+    a part of the new one.
     """
     path = Path(path)
     data = content.encode("utf-8") if isinstance(content, str) else content

@@ -1,7 +1,9 @@
-"""Checks of settings: ranges, declared as ``field(default=4, metadata=at_least(1))``, and valid text and paths.
+"""Checks of settings: ranges, declared as ``field(default=4, metadata=at_least(1))``, and valid
+text and paths.
 
-``check_bounds`` checks a section of the configuration, ``from_tree.build`` a file. Upper bounds of settings exceed any
-real run, and exclude values that overflow an index, exhaust the memory or hang before the first message.
+``check_bounds`` checks a section of the configuration, ``from_tree.build`` a file. Upper bounds of
+settings exceed any real run, and exclude values that overflow an index, exhaust the memory or hang
+before the first message.
 """
 
 import dataclasses
@@ -14,7 +16,8 @@ from fsdptoys.errors import ConfigError
 from .text import printable, value_text
 
 MOST_STEPS = 10**12  # upper bound of step counts
-MOST_SECONDS = 30 * 24 * 3600  # upper bound of a collective's timeout, which timers store as an integer
+MOST_SECONDS = 30 * 24 * 3600
+"""Upper bound of a collective's timeout, which timers store as an integer."""
 MOST_RANKS = 10**6  # upper bound of ranks, and of nodes
 MOST_TOKENS = 2**30  # upper bound of the tokens of one sequence
 GUARD = 2**16  # upper bounds from here on only guard against overflow; documentation omits them
@@ -32,20 +35,29 @@ class Bounds(NamedTuple):
     other: float | None = None  # a valid value outside of the range
 
     def holds(self, value: float) -> bool:
-        """Whether a number is finite and within the range; False for nan."""
+        """Return whether a number is finite and within the range; False for nan."""
         low = value > self.least if self.above else self.least <= value
         high = value < self.most if self.below else value <= self.most
         return (low and high and -math.inf < value < math.inf) or value == self.other
 
     def __str__(self) -> str:
-        low = f"{'above' if self.above else 'at least'} {self.least}" if self.least > -math.inf else ""
+        low = (
+            f"{'above' if self.above else 'at least'} {self.least}"
+            if self.least > -math.inf
+            else ""
+        )
         high = f"{'below' if self.below else 'at most'} {self.most}" if self.most < GUARD else ""
         if low and high and not (self.above or self.below):
-            low, high = f"between {self.least}", f"{self.most}"
-        return " and ".join(filter(None, (low, high))) + ("" if self.other is None else f", or {self.other}")
+            low = f"between {self.least}"
+            high = f"{self.most}"
+        return " and ".join(filter(None, (low, high))) + (
+            "" if self.other is None else f", or {self.other}"
+        )
 
 
-def at_least(least: float, most: float = math.inf, *, other: float | None = None) -> dict[str, Bounds]:
+def at_least(
+    least: float, most: float = math.inf, *, other: float | None = None
+) -> dict[str, Bounds]:
     """Field metadata: each number is finite and at least ``least``, or ``other``."""
     return {"bounds": Bounds(least, most, other=other)}
 
@@ -60,8 +72,11 @@ def open_between(least: float, most: float) -> dict[str, Bounds]:
     return {"bounds": Bounds(least, most, above=True, below=True)}
 
 
-def between(least: float, most: float, longest: float = math.inf, *, below: bool = False) -> dict[str, Bounds]:
-    """Field metadata: each number is from ``least`` to ``most``; a list has at most ``longest`` numbers."""
+def between(
+    least: float, most: float, longest: float = math.inf, *, below: bool = False
+) -> dict[str, Bounds]:
+    """Field metadata: each number is from ``least`` to ``most``; a list has at most ``longest``
+    numbers."""
     return {"bounds": Bounds(least, most, longest, below=below)}
 
 
@@ -71,14 +86,16 @@ def max_length(longest: int) -> dict[str, Bounds]:
 
 
 def bounds_of(field: "dataclasses.Field[Any]") -> Bounds:
-    """The bounds in a field's metadata."""
+    """Return the bounds in a field's metadata."""
     return Bounds(*field.metadata.get("bounds", ()))
 
 
 def check_bounds(section: str, config: Any) -> None:
     """Check a section of the configuration against the bounds of its fields; None passes."""
     for field in dataclasses.fields(config):
-        bounds, value, key = bounds_of(field), getattr(config, field.name), f"{section}.{field.name}"
+        bounds = bounds_of(field)
+        value = getattr(config, field.name)
+        key = f"{section}.{field.name}"
         if "bounds" not in field.metadata or value is None or bounds.holds(value):
             continue
         if GUARD <= bounds.most < value < math.inf:
@@ -90,21 +107,27 @@ def check_bounds(section: str, config: Any) -> None:
 
 
 def check_text(key: str, text: str) -> None:
-    """Check that text is valid UTF-8 without NUL characters; invalid bytes of the command line are surrogates in it."""
-    shown = f"{key}={printable(text)}" if key else printable(text)
+    """Check that text is valid UTF-8 without NUL characters; invalid bytes of the command line are
+    surrogates in it."""
+    setting = f"{key}={printable(text)}" if key else printable(text)
     try:
         text.encode("utf-8")
     except UnicodeEncodeError:
-        raise ConfigError(f"{shown} is not valid UTF-8, as a run's config.yaml is; use another name") from None
+        raise ConfigError(
+            f"{setting} is not valid UTF-8, as a run's config.yaml is; use another name"
+        ) from None
     if "\0" in text:
-        raise ConfigError(f"{shown} holds a NUL character, which no path may have; leave it out")
+        raise ConfigError(f"{setting} holds a NUL character, which no path may have; leave it out")
 
 
 def check_home(key: str, path: str) -> None:
     """Check that a path's leading ``~`` or ``~user``, if any, can be expanded."""
     if path.startswith("~") and os.path.expanduser(path) == path:
         user = path.partition("/")[0]
-        raise ConfigError(f"{key}={path} starts with {user}, whose home folder is not known; write the folder's path")
+        raise ConfigError(
+            f"{key}={path} starts with {user}, whose home folder is not known; write the "
+            "folder's path"
+        )
 
 
 def check_length(key: str, path: str | os.PathLike[str], directory: str | os.PathLike[str]) -> None:
@@ -115,15 +138,18 @@ def check_length(key: str, path: str | os.PathLike[str], directory: str | os.Pat
         path: absolute; need not exist.
         directory: the nearest existing parent.
     """
-    longest_name, longest_path = os.pathconf(directory, "PC_NAME_MAX"), os.pathconf(directory, "PC_PATH_MAX")
+    longest_name = os.pathconf(directory, "PC_NAME_MAX")
+    longest_path = os.pathconf(directory, "PC_PATH_MAX")
     encoded = os.fsencode(path)
     longest = max(map(len, encoded.split(b"/")))
     if longest > longest_name:
         raise ConfigError(
-            f"{key} has a name of {longest} bytes, and the file system takes {longest_name} at most; use a shorter one"
+            f"{key} has a name of {longest} bytes, and the file system takes {longest_name} at "
+            "most; use a shorter one"
         )
     most = longest_path - 1 - FILE_BYTES
     if len(encoded) > most:
         raise ConfigError(
-            f"{key} is a path of {len(encoded)} bytes, and a run directory may have {most} at most; use a shorter one"
+            f"{key} is a path of {len(encoded)} bytes, and a run directory may have {most} at "
+            "most; use a shorter one"
         )

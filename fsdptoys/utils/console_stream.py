@@ -1,9 +1,12 @@
-"""Standard output and error whose failures do not end the program: a full disk, a broken pipe, a closed stream.
+"""Standard output and error whose failures do not end the program: a full disk, a broken pipe, a
+closed stream.
 
-A training run must not lose the steps since the last checkpoint for a failed print. So the raw descriptor below each
-stream's buffer drops failed writes and remembers the first reason. This covers ``print``, rich and its thread,
-warnings, logging, tracebacks, and the flush at the interpreter's exit, whose failure would change the exit status to
-120. Commands whose output is their result (``report``, ``plan``, ``--cfg job``) keep the exceptions of stdout.
+A training run must not lose the steps since the last checkpoint for a failed print. So the raw
+descriptor below each stream's buffer drops failed writes and remembers the first reason. This
+covers ``print``, rich and its thread, warnings, logging, tracebacks, and the flush at the
+interpreter's exit, whose failure would change the exit status to
+120. Commands whose output is their result (``report``, ``plan``, ``--cfg job``) keep the exceptions
+     of stdout.
 """
 
 import errno
@@ -13,28 +16,32 @@ import select
 import sys
 from typing import Any
 
-STDIN, STDOUT, STDERR = 0, 1, 2
+STDIN = 0
+STDOUT = 1
+STDERR = 2
 
 NAMES = {STDOUT: "stdout", STDERR: "stderr"}
 
 _lost: dict[int, int] = {}  # descriptor → number of the first error
 
-_replaced_streams: list[Any] = []  # kept alive, since garbage collection of a stream may close its descriptor
+_replaced_streams: list[Any] = []
+"""Kept alive, since garbage collection of a stream may close its descriptor."""
 
 _stdout_may_end = False
 
 
 def install_streams() -> None:
-    """Replace ``sys.stdout`` and ``sys.stderr``, and occupy descriptors 0 to 2 where they are closed.
+    """Replace ``sys.stdout`` and ``sys.stderr``, and occupy descriptors 0 to 2 where they are
+    closed.
 
-    Otherwise the next opened file would get the descriptor of a closed stream, and its output. Streams of a test runner
-    or a notebook stay.
+    Otherwise the next opened file would get the descriptor of a closed stream, and its output.
+    Streams of a test runner or a notebook stay.
     """
     global _stdout_may_end
     _stdout_may_end = False
-    held = hold_descriptors()
-    sys.stdout = _replaced(sys.stdout, STDOUT, held)
-    sys.stderr = _replaced(sys.stderr, STDERR, held)
+    closed = hold_descriptors()
+    sys.stdout = _replaced(sys.stdout, STDOUT, closed)
+    sys.stderr = _replaced(sys.stderr, STDERR, closed)
 
 
 def reopen_streams() -> None:
@@ -43,7 +50,8 @@ def reopen_streams() -> None:
     hold_descriptors()
     # multiprocessing has put another file in place of a fork's stdin.
     sys.stdin = os.fdopen(STDIN, closefd=False)
-    sys.stdout, sys.stderr = os.fdopen(STDOUT, "w", closefd=False), os.fdopen(STDERR, "w", closefd=False)
+    sys.stdout = os.fdopen(STDOUT, "w", closefd=False)
+    sys.stderr = os.fdopen(STDERR, "w", closefd=False)
 
 
 def let_stdout_end() -> None:
@@ -53,9 +61,12 @@ def let_stdout_end() -> None:
 
 
 def lost_output() -> dict[str, str]:
-    """Name of each stream with lost output → the first reason, in the system's words."""
+    """Return the name of each stream with lost output → the first reason, in the system's words."""
     lost = sorted(_lost.items())  # a copy: threads may lose more output meanwhile
-    return {NAMES[number]: "it is closed" if code == errno.EBADF else os.strerror(code) for number, code in lost}
+    return {
+        NAMES[number]: "it is closed" if code == errno.EBADF else os.strerror(code)
+        for number, code in lost
+    }
 
 
 def hold_descriptors() -> set[int]:
@@ -63,7 +74,7 @@ def hold_descriptors() -> set[int]:
 
     It is opened for reading only, so that a child process still sees that it cannot print.
     """
-    held = set()
+    closed = set()
     for number in range(3):
         try:
             os.fstat(number)
@@ -73,8 +84,8 @@ def hold_descriptors() -> set[int]:
                 os.dup2(opened, number)
                 os.close(opened)
             os.set_inheritable(number, True)
-            held.add(number)
-    return held
+            closed.add(number)
+    return closed
 
 
 class _Descriptor(io.FileIO):
@@ -100,10 +111,14 @@ class _Descriptor(io.FileIO):
         return len(data)
 
 
-def _replaced(stream: Any, number: int, held: set[int]) -> Any:
+def _replaced(stream: Any, number: int, closed: set[int]) -> Any:
     if stream is None:  # its descriptor was closed when the interpreter started
-        place: Any = _Descriptor(number) if number in held else open(os.devnull, "wb", buffering=0)  # noqa: SIM115
-        return io.TextIOWrapper(io.BufferedWriter(place), "utf-8", "backslashreplace", line_buffering=True)
+        target: Any = _Descriptor(number)
+        if number not in closed:
+            target = open(os.devnull, "wb", buffering=0)  # noqa: SIM115
+        return io.TextIOWrapper(
+            io.BufferedWriter(target), "utf-8", "backslashreplace", line_buffering=True
+        )
     if type(stream) is not io.TextIOWrapper or _number_of(stream) != number:
         return stream
     if isinstance(getattr(stream.buffer, "raw", stream.buffer), _Descriptor):

@@ -12,35 +12,40 @@ if TYPE_CHECKING:
 
 
 def is_dtensor(tensor: Tensor) -> TypeGuard["DTensor"]:
-    """Whether a tensor is a DTensor."""
-    module = sys.modules.get("torch.distributed.tensor")  # takes a second to import; loaded if a DTensor exists
+    """Return whether a tensor is a DTensor."""
+    # takes a second to import; loaded if a DTensor exists
+    module = sys.modules.get("torch.distributed.tensor")
     return module is not None and isinstance(tensor, module.DTensor)
 
 
 def local_tensor(tensor: Tensor) -> Tensor:
-    """This rank's local tensor, sharing memory with ``tensor``."""
+    """Return this rank's local tensor, sharing memory with ``tensor``."""
     with torch.no_grad():  # else the local tensor would be a view in the autograd graph
-        held = tensor.to_local() if is_dtensor(tensor) else tensor.detach()
-        inner: Tensor = held._tensor.detach() if is_wrapped(held) else held  # type: ignore[attr-defined]
-        return inner
+        local = tensor.to_local() if is_dtensor(tensor) else tensor.detach()
+        if is_wrapped(local):
+            local = local._tensor.detach()  # type: ignore[attr-defined]
+        return local
 
 
 def local_tensors(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """This rank's local tensors, sharing memory with ``tensors``; parameters stay parameters. Takes less host time."""
+    """Return this rank's local tensors, sharing memory with ``tensors``; parameters stay
+    parameters. Takes less host time."""
     module = sys.modules.get("torch.distributed.tensor")
     kind = module.DTensor if module is not None else ()
     with torch.no_grad():
-        held: list[Tensor] = [each.to_local() if isinstance(each, kind) else each for each in tensors]
-        return [local_tensor(each) if is_wrapped(each) else each for each in held]
+        locals_: list[Tensor] = [
+            tensor.to_local() if isinstance(tensor, kind) else tensor for tensor in tensors
+        ]
+        return [local_tensor(tensor) if is_wrapped(tensor) else tensor for tensor in locals_]
 
 
 def is_wrapped(tensor: Tensor) -> bool:
-    """Whether a tensor is torchao's wrapper, which FSDP2 all-gathers in float8."""
+    """Return whether a tensor is torchao's wrapper, which FSDP2 all-gathers in float8."""
     return type(tensor).__name__ == "WeightWithDynamicFloat8CastTensor"
 
 
 def unwrapped(tensor: Tensor) -> Tensor:
-    """The tensor or DTensor without torchao's wrapper, sharing its memory."""
+    """Return the tensor or DTensor without torchao's wrapper, sharing its memory."""
     tensor = tensor.detach()
     if not is_dtensor(tensor) or not is_wrapped(tensor.to_local()):
         return tensor
@@ -56,7 +61,7 @@ def unwrapped(tensor: Tensor) -> Tensor:
 
 @torch.no_grad()
 def full_tensor(tensor: "DTensor") -> Tensor:
-    """The full tensor, gathered along one mesh axis after the other. A collective.
+    """Return the full tensor, gathered along one mesh axis after the other. A collective.
 
     DTensor's own ``full_tensor`` warns of several all-gathers where two axes shard one dim.
     """
@@ -72,21 +77,26 @@ def full_tensor(tensor: "DTensor") -> Tensor:
 
 @torch.no_grad()
 def sharded_like(param: Tensor, local: Tensor) -> Tensor:
-    """``local``, or for a DTensor ``param``, a DTensor with its placements whose local tensor is ``local``.
+    """``local``, or for a DTensor ``param``, a DTensor with its placements whose local tensor is
+    ``local``.
 
     ``DTensor.from_local`` would move it to the mesh's device.
     """
     if not is_dtensor(param):
         return local
-    made = torch.empty_like(unwrapped(param), dtype=local.dtype, device=local.device)
-    assert is_dtensor(made)
-    made.to_local().set_(local)  # type: ignore[call-overload]
-    assert made.to_local().data_ptr() == local.data_ptr() and made.to_local().device == local.device
-    return made
+    sharded = torch.empty_like(unwrapped(param), dtype=local.dtype, device=local.device)
+    assert is_dtensor(sharded)
+    sharded.to_local().set_(local)  # type: ignore[call-overload]
+    assert (
+        sharded.to_local().data_ptr() == local.data_ptr()
+        and sharded.to_local().device == local.device
+    )
+    return sharded
 
 
 def sharded_rows(param: Tensor, rows: Tensor) -> Tensor:
-    """``rows``, or for a DTensor ``param``, a DTensor with its placements and this rank's rows of another length."""
+    """``rows``, or for a DTensor ``param``, a DTensor with its placements and this rank's rows of
+    another length."""
     if not is_dtensor(param):
         return rows
     shape = torch.Size([*param.shape[:-1], rows.shape[-1]])
@@ -101,10 +111,11 @@ def sharded_rows(param: Tensor, rows: Tensor) -> Tensor:
 
 
 def local_bounds(param: Tensor) -> tuple[tuple[int, int], ...]:
-    """Start and stop index of this rank's shard in each dim of the full tensor, which must be one block of it.
+    """Return the start and stop index of this rank's shard in each dim of the full tensor, which
+    must be one block of it.
 
-    DTensors may have placements ``Shard`` (as by ``torch.chunk``), ``Replicate``, or the strided ones of FSDP2 where
-    another axis shards the same dim.
+    DTensors may have placements ``Shard`` (as by ``torch.chunk``), ``Replicate``, or the strided
+    ones of FSDP2 where another axis shards the same dim.
     """
     bounds = [(0, size) for size in param.shape]
     if is_dtensor(param):
@@ -124,8 +135,11 @@ def local_bounds(param: Tensor) -> tuple[tuple[int, int], ...]:
 
 
 def _strided_bounds(param: "DTensor") -> tuple[tuple[int, int], ...]:
-    """``local_bounds`` by DTensor's own arithmetic: private, tried with torch 2.7.1, 2.11, 2.13 and 2.15."""
+    """``local_bounds`` by DTensor's own arithmetic: private, tried with torch 2.7.1, 2.11, 2.13 and
+    2.15."""
     from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-    lengths, starts = compute_local_shape_and_global_offset(param.shape, param.device_mesh, param.placements)
+    lengths, starts = compute_local_shape_and_global_offset(
+        param.shape, param.device_mesh, param.placements
+    )
     return tuple((start, start + length) for start, length in zip(starts, lengths, strict=True))

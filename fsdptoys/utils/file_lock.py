@@ -1,8 +1,8 @@
 """Advisory locks (flock) on files and folders, released by the system when their process ends.
 
-Deletion of the file loses the lock, so ``FolderLock`` locks the folder itself, too; the file names the holder, and
-works on network file systems that lock no folders. Without flock, ``FolderLock`` locks nothing, and ``hold_lock``
-raises an error.
+Deletion of the file loses the lock, so ``FolderLock`` locks the folder itself, too; the file names
+the holder, and works on network file systems that lock no folders. Without flock, ``FolderLock``
+locks nothing, and ``hold_lock`` raises an error.
 """
 
 import contextlib
@@ -43,7 +43,8 @@ class NoLocksError(Exception):
 class FolderLock:
     """Exclusive lock of a folder for its writer, until ``release`` or the end of the process.
 
-    ConfigError if another process holds the lock, NotRegularFileError if the lock file is a link, a pipe or a folder.
+    ConfigError if another process holds the lock, NotRegularFileError if the lock file is a link, a
+    pipe or a folder.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -55,8 +56,9 @@ class FolderLock:
             except HeldError as error:
                 if attempt == ATTEMPTS:
                     raise ConfigError(
-                        f"metrics.run_dir={folder} is being written by another run (pid {error.holder}); wait for its "
-                        "end, or set metrics.run_dir to another folder"
+                        f"metrics.run_dir={folder} is being written by another run (pid "
+                        f"{error.holder}); wait for its end, or set metrics.run_dir to another "
+                        "folder"
                     ) from None
             time.sleep(ATTEMPT_SECONDS)
 
@@ -75,7 +77,8 @@ class FolderLock:
 
 
 def is_locked(folder: Path) -> bool:
-    """Whether another process holds a ``FolderLock``, on this node or one with shared locks."""
+    """Return whether another process holds a ``FolderLock``, on this node or one with shared
+    locks."""
     return is_held(folder / LOCK_FILE) or is_held(folder)
 
 
@@ -83,8 +86,9 @@ def is_locked(folder: Path) -> bool:
 def hold_lock(path: Path, owner: str, wait: Callable[[str], object] | None) -> Iterator[None]:
     """Hold a lock file, removed at the end; ``owner`` is the locked folder in messages.
 
-    ``wait`` is called once with the holder's process id before waiting for its end; None to raise an error instead.
-    ConfigError if another process holds it, the file system has no locks, or the path is no regular file.
+    ``wait`` is called once with the holder's process id before waiting for its end; None to raise
+    an error instead. ConfigError if another process holds it, the file system has no locks, or the
+    path is no regular file.
     """
     descriptor = None
     while descriptor is None:
@@ -93,17 +97,20 @@ def hold_lock(path: Path, owner: str, wait: Callable[[str], object] | None) -> I
         except HeldError as error:
             if wait is None:
                 raise ConfigError(
-                    f"{owner} is being written by another process (pid {error.holder}); wait for its end"
+                    f"{owner} is being written by another process (pid {error.holder}); wait for "
+                    "its end"
                 ) from None
             wait(error.holder)
             wait = lambda holder: None  # noqa: E731
             time.sleep(WAIT_SECONDS)
         except NotRegularFileError as error:
-            raise ConfigError(f"{owner} is locked by a file, and {error.sentence}; remove it") from error
+            raise ConfigError(
+                f"{owner} is locked by a file, and {error.sentence}; remove it"
+            ) from error
         except NoLocksError as error:
             raise ConfigError(
-                f"{owner} lies on a file system without locks ({error}), so that two processes could write it at once; "
-                "name a folder on another"
+                f"{owner} lies on a file system without locks ({error}), so that two processes "
+                "could write it at once; name a folder on another"
             ) from error
     try:
         yield
@@ -112,7 +119,8 @@ def hold_lock(path: Path, owner: str, wait: Callable[[str], object] | None) -> I
 
 
 def lock_file(path: Path) -> int:
-    """Lock a file, created if missing, and write this process's id into it; return the descriptor for ``unlock_file``.
+    """Lock a file, created if missing, and write this process's id into it; return the descriptor
+    for ``unlock_file``.
 
     HeldError if another process holds it, NoLocksError if the file system has no locks.
     """
@@ -141,7 +149,8 @@ def unlock_file(path: Path, descriptor: int) -> None:
 
 
 def lock_folder(path: Path) -> int | None:
-    """Lock a folder itself until the returned descriptor is closed; None without flock for folders, as on NFS."""
+    """Lock a folder itself until the returned descriptor is closed; None without flock for folders,
+    as on NFS."""
     if fcntl is None:
         return None
     descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
@@ -154,12 +163,17 @@ def lock_folder(path: Path) -> int | None:
 
 
 def is_held(path: Path) -> bool:
-    """Whether another process holds the lock of a file or folder; takes a shared lock for an instant."""
+    """Return whether another process holds the lock of a file or folder; takes a shared lock for an
+    instant."""
     if fcntl is None:
         return False
     try:
         folder = path.is_dir()
-        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC) if folder else open_descriptor(path, os.O_RDONLY)
+        descriptor = (
+            os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+            if folder
+            else open_descriptor(path, os.O_RDONLY)
+        )
     except OSError:
         return False
     try:

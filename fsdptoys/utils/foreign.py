@@ -1,7 +1,8 @@
 """Parsers of foreign JSON and YAML, bounded in depth and size, with one error class.
 
-With Python's json and PyYAML's safe loader, a file of 1 KB can exhaust the memory (nested aliases), a number of 600 KB
-takes minutes (``1:59:59:…``, base 60), and deep nesting ends in a ``RecursionError``, maybe in later code.
+With Python's json and PyYAML's safe loader, a file of 1 KB can exhaust the memory (nested aliases),
+a number of 600 KB takes minutes (``1:59:59:…``, base 60), and deep nesting ends in a
+``RecursionError``, maybe in later code.
 """
 
 import itertools
@@ -14,10 +15,12 @@ import yaml
 
 from .text import one_line
 
-MAX_DEPTH = 50  # maximum nesting of mappings and lists; a configuration of this project has five levels
+MAX_DEPTH = 50
+"""Maximum nesting of mappings and lists; a configuration of this project has five levels."""
 
 MAX_YAML_BYTES = 2**20
-"""Maximum size; PyYAML parses about 0.3 MB/s in Python and 3 MB/s with libyaml. A run's config.yaml has 10 KB."""
+"""Maximum size; PyYAML parses about 0.3 MB/s in Python and 3 MB/s with libyaml. A run's config.yaml
+has 10 KB."""
 
 _SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
 
@@ -82,13 +85,15 @@ def parse_yaml(text: "str | bytes", *, unique_keys: bool = False) -> Any:
         unique_keys: reject repeated keys instead of keeping the last.
 
     Raises:
-        ForeignError: for invalid YAML, tags, aliases, or more than ``MAX_DEPTH`` levels or ``MAX_YAML_BYTES``.
+        ForeignError: for invalid YAML, tags, aliases, or more than ``MAX_DEPTH`` levels or
+            ``MAX_YAML_BYTES``.
     """
     if len(text) > MAX_YAML_BYTES:
         raise ForeignError(f"it is longer than {MAX_YAML_BYTES} bytes")
     depth = 0
     try:
-        # Events are checked first, since libyaml's composer recurses and expands aliases without limit.
+        # Events are checked first, since libyaml's composer recurses and expands aliases without
+        # limit.
         for event in yaml.parse(text, Loader=_LibYaml):
             if isinstance(event, yaml.AliasEvent):
                 raise ForeignError(f"it has an alias (*{event.anchor}) in line {_line_of(event)}")
@@ -107,23 +112,37 @@ def parse_yaml(text: "str | bytes", *, unique_keys: bool = False) -> Any:
     except ForeignError:
         raise
     # ValueError: invalid numbers and dates; TypeError: unhashable keys; OverflowError: years
-    except (yaml.YAMLError, ValueError, TypeError, OverflowError, RecursionError, AttributeError, LookupError) as error:
+    except (
+        yaml.YAMLError,
+        ValueError,
+        TypeError,
+        OverflowError,
+        RecursionError,
+        AttributeError,
+        LookupError,
+    ) as error:
         raise ForeignError(one_line(error)) from None
 
 
 def check_depth(tree: Any, max_depth: int = MAX_DEPTH) -> None:
-    """Check that a tree of dicts and lists has at most ``max_depth`` levels, so that recursion is safe."""
+    """Check that a tree of dicts and lists has at most ``max_depth`` levels, so that recursion is
+    safe."""
     level = [tree]
     for _ in range(max_depth + 1):
         level = [node for node in level if isinstance(node, (dict, list))]
         if not level:
             return
-        level = list(itertools.chain.from_iterable(node.values() if isinstance(node, dict) else node for node in level))
+        level = list(
+            itertools.chain.from_iterable(
+                node.values() if isinstance(node, dict) else node for node in level
+            )
+        )
     raise ForeignError(f"it is nested more than {max_depth} deep")
 
 
 def _check_numbers(tree: Any, non_finite: bool) -> None:
-    """Reject integers beyond a float's range, which fail in divisions, and optionally non-finite floats."""
+    """Reject integers beyond a float's range, which fail in divisions, and optionally non-finite
+    floats."""
     level = [tree]
     while level:
         children: list[Any] = []
@@ -166,10 +185,14 @@ class _UniqueLoader(_Loader):
         for key, _ in node.value:
             if isinstance(key, yaml.ScalarNode):
                 if key.value in keys:
-                    raise ForeignError(one_line(f"{key.value} occurs twice in one mapping, which keeps one of them"))
+                    raise ForeignError(
+                        one_line(
+                            f"{key.value} occurs twice in one mapping, which keeps one of them"
+                        )
+                    )
                 keys.add(key.value)
-        made: dict[Any, Any] = super().construct_mapping(node, deep=deep)
-        return made
+        mapping: dict[Any, Any] = super().construct_mapping(node, deep=deep)
+        return mapping
 
 
 def _without_base_60(construct: Any) -> Any:
@@ -177,6 +200,10 @@ def _without_base_60(construct: Any) -> Any:
     return lambda loader, node: node.value if ":" in node.value else construct(loader, node)
 
 
-_Loader.add_constructor("tag:yaml.org,2002:int", _without_base_60(yaml.SafeLoader.construct_yaml_int))
-_Loader.add_constructor("tag:yaml.org,2002:float", _without_base_60(yaml.SafeLoader.construct_yaml_float))
+_Loader.add_constructor(
+    "tag:yaml.org,2002:int", _without_base_60(yaml.SafeLoader.construct_yaml_int)
+)
+_Loader.add_constructor(
+    "tag:yaml.org,2002:float", _without_base_60(yaml.SafeLoader.construct_yaml_float)
+)
 _Loader.add_constructor("tag:yaml.org,2002:timestamp", lambda loader, node: node.value)

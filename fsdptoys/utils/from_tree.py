@@ -1,8 +1,10 @@
-"""Dataclasses built from foreign plain values (JSON, YAML), checked against annotations and ``bounds`` metadata.
+"""Dataclasses built from foreign plain values (JSON, YAML), checked against annotations and
+``bounds`` metadata.
 
-Supported annotations: ``bool``, ``int``, ``float``, ``str``, ``Any``, enums by value, dataclasses, ``X | None``, lists,
-tuples of one type and dicts. Integers have 64 bits and floats are finite, so that arithmetic on them cannot overflow.
-Checks across fields belong in ``__post_init__`` of the dataclass or in the caller.
+Supported annotations: ``bool``, ``int``, ``float``, ``str``, ``Any``, enums by value, dataclasses,
+``X | None``, lists, tuples of one type and dicts. Integers have 64 bits and floats are finite, so
+that arithmetic on them cannot overflow. Checks across fields belong in ``__post_init__`` of the
+dataclass or in the caller.
 """
 
 import dataclasses
@@ -51,64 +53,89 @@ def build(
         tree: field → plain value.
         name: the mapping's name in messages.
         names: fields' names in messages, if others.
-        skip_unknown: ignore unknown keys, which a later version may have added, instead of raising an error.
+        skip_unknown: ignore unknown keys, which a later version may have added, instead of raising
+            an error.
         complete: require fields with defaults, too.
 
     Raises:
-        ForeignError: if ``tree`` is no mapping, lacks a required field, or has an unknown key or a value of the wrong
-            type or out of range.
+        ForeignError: if ``tree`` is no mapping, lacks a required field, or has an unknown key or a
+            value of the wrong type or out of range.
     """
     if not isinstance(tree, dict):
         raise ForeignError(f"{name or 'it'} is {short_text(tree)}, not a mapping")
-    fields = {field.name: field for field in dataclasses.fields(kind) if field.init}  # type: ignore[arg-type]
+    all_fields = dataclasses.fields(kind)  # type: ignore[arg-type]
+    fields = {field.name: field for field in all_fields if field.init}
     unknown = next((key for key in tree if key not in fields), None)
     if unknown is not None and not skip_unknown:
-        raise ForeignError(f"{name or 'it'} has the key {short_text(unknown)}, which this version does not read")
+        raise ForeignError(
+            f"{name or 'it'} has the key {short_text(unknown)}, which this version does not read"
+        )
     values, hints = {}, _hints(kind)  # type: ignore[arg-type]  # a class has a hash
     for key, field in fields.items():
-        shown = names.get(key, key) if names else key
-        full_name = f"{name}.{shown}" if name else shown
+        label = names.get(key, key) if names else key
+        full_name = f"{name}.{label}" if name else label
         if key in tree:
-            values[key] = _typed(hints[key], tree[key], full_name, bounds_of(field), _Options(skip_unknown, complete))
-        elif complete or (field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING):
+            values[key] = _typed(
+                hints[key], tree[key], full_name, bounds_of(field), _Options(skip_unknown, complete)
+            )
+        elif complete or (
+            field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
+        ):
             raise ForeignError(f"{full_name} is missing")
     return kind(**values)
 
 
 def typed(kind: Any, value: Any, name: str) -> Any:
-    """Convert a value to an annotation's type; lists may become tuples, and integers floats. ForeignError otherwise."""
+    """Convert a value to an annotation's type; lists may become tuples, and integers floats.
+    ForeignError otherwise."""
     return _typed(kind, value, name, Bounds(), _Options())
 
 
 def _typed(kind: Any, value: Any, name: str, bounds: Bounds, options: _Options) -> Any:
     inner = functools.partial(_typed, bounds=bounds._replace(longest=math.inf), options=options)
-    origin, arguments = typing.get_origin(kind), typing.get_args(kind)
+    origin = typing.get_origin(kind)
+    arguments = typing.get_args(kind)
     if kind is Any:
         return value
     if origin in (typing.Union, types.UnionType):
         if value is None and type(None) in arguments:
             return None
-        others = [each for each in arguments if each is not type(None)]
-        for each in others[:-1]:
+        others = [element for element in arguments if element is not type(None)]
+        for element in others[:-1]:
             try:
-                return _typed(each, value, name, bounds, options)
+                return _typed(element, value, name, bounds, options)
             except ForeignError:
                 continue
         return _typed(others[-1], value, name, bounds, options)
-    if origin in (list, tuple) and isinstance(value, (list, tuple)) and len(value) <= bounds.longest:
-        parts = [inner(arguments[0], each, f"{name}[{index}]") for index, each in enumerate(value)]
+    if (
+        origin in (list, tuple)
+        and isinstance(value, (list, tuple))
+        and len(value) <= bounds.longest
+    ):
+        parts = [
+            inner(arguments[0], element, f"{name}[{index}]") for index, element in enumerate(value)
+        ]
         return parts if origin is list else tuple(parts)
     if origin in (dict, Mapping) and isinstance(value, dict) and len(value) <= bounds.longest:
         return {
-            typed(arguments[0], key, f"a key of {name}"): inner(arguments[1], each, f"{name}.{key}")
-            for key, each in value.items()
+            typed(arguments[0], key, f"a key of {name}"): inner(
+                arguments[1], element, f"{name}.{key}"
+            )
+            for key, element in value.items()
         }
     if dataclasses.is_dataclass(kind) and isinstance(kind, type):
         return value if isinstance(value, kind) else build(kind, value, name, **options._asdict())
     if origin is None and issubclass(kind, Enum):
-        found = next((each for each in kind if each.value == value and type(each.value) is type(value)), None)
-        if found is not None:
-            return found
+        member = next(
+            (
+                element
+                for element in kind
+                if element.value == value and type(element.value) is type(value)
+            ),
+            None,
+        )
+        if member is not None:
+            return member
     elif kind is int and _is_integer(value) and bounds.holds(value):
         return value
     elif kind is float and (math.isfinite(value) if type(value) is float else _is_integer(value)):
@@ -123,7 +150,7 @@ def _typed(kind: Any, value: Any, name: str, bounds: Bounds, options: _Options) 
 
 
 def _describe(kind: Any, bounds: Bounds) -> str:
-    """Description of the values allowed by an annotation and its bounds."""
+    """Return a description of the values allowed by an annotation and its bounds."""
     most = "" if bounds.longest == math.inf else f" of at most {bounds.longest}"
     origin = typing.get_origin(kind) or kind
     if origin in (list, tuple):
@@ -135,7 +162,7 @@ def _describe(kind: Any, bounds: Bounds) -> str:
     if kind is bool:
         return "true or false"
     if issubclass(kind, Enum):
-        return " | ".join(str(each.value) for each in kind)
+        return " | ".join(str(member.value) for member in kind)
     noun = "an integer" if kind is int else "a finite number"
     if bounds.above or bounds.below or bounds.other is not None:
         return f"{noun} {bounds}"

@@ -1,10 +1,12 @@
-"""Declare an option of the configuration once, beside its default: bounds, effect on numbers, switch, familiar names.
+"""Declare an option of the configuration once, beside its default: bounds, effect on numbers,
+switch, familiar names.
 
     grains: int = option(8, at_least(1), effect=Effect.rounding, needs="train.deterministic=layout")
 
-Everything that says something on options derives it from these declarations: checks, reports, sweeps, the planner's
-search, ``docs/options.md`` and the YAML files. The effect has no default, and a section with an option that lacks one
-fails at import of ``config.schema``: a comparison of two runs would blame the wrong setting.
+Everything that says something on options derives it from these declarations: checks, reports,
+sweeps, the planner's search, ``docs/options.md`` and the YAML files. The effect has no default, and
+a section with an option that lacks one fails at import of ``config.schema``: a comparison of two
+runs would blame the wrong setting.
 """
 
 import copy
@@ -70,8 +72,9 @@ def option(
         bounds: of its numbers, such as ``at_least(1)``.
         effect: of changing it.
         acts: first stage of a step that it changes.
-        needs: switches without which it has no effect, one of which is enough: ``"memory.chunk_loss"`` is on with any
-            other value than its default, ``"train.deterministic=layout"`` with this value.
+        needs: switches without which it has no effect, one of which is enough:
+            ``"memory.chunk_loss"`` is on with any other value than its default,
+            ``"train.deterministic=layout"`` with this value.
         alias: names in other frameworks, separated by spaces.
     """
     switches = (needs,) if isinstance(needs, str) else needs
@@ -94,7 +97,9 @@ def check_declared(section: Any) -> None:
     """
     for field in dataclasses.fields(section) if dataclasses.is_dataclass(section) else ():
         if declared_of(field) is None:
-            raise TypeError(f"{section.__name__}.{field.name} must be declared as option(…, effect=…)")
+            raise TypeError(
+                f"{section.__name__}.{field.name} must be declared as option(…, effect=…)"
+            )
 
 
 def default_of(field: "dataclasses.Field[Any]") -> Any:
@@ -113,29 +118,33 @@ def check_options(section: str, config: Any) -> None:
 
 
 def refuse_unused(sections: Mapping[str, Any], section: str) -> None:
-    """Refuse the options of a section whose switches are off; a switch of a section that is not given counts as on.
+    """Refuse the options of a section whose switches are off; a switch of a section that is not
+    given counts as on.
 
     Raises:
         UnusedKeyError: naming key, value and switch.
     """
     for field in dataclasses.fields(sections[section]):
-        declared, value = declared_of(field), getattr(sections[section], field.name)
+        declared = declared_of(field)
+        value = getattr(sections[section], field.name)
         if declared is None or not declared.needs or value == default_of(field):
             continue
         switches = [Switch.find(need, sections) for need in declared.needs]
         if all(switch.is_off for switch in switches):
             raise UnusedKeyError(
                 f"{section}.{field.name}={value_text(value)} has no effect unless "
-                f"{' or '.join(switch.condition for switch in switches)}; set {switches[0].fix} or leave it out"
+                f"{' or '.join(switch.condition for switch in switches)}; set {switches[0].fix} "
+                "or leave it out"
             )
 
 
 def is_on(need: str, value: Any, default: Any) -> bool:
-    """Return whether a switch, as declared by ``needs``, is on; a list is if it contains the named element."""
-    wanted = need.partition("=")[2]
-    if not wanted:
+    """Return whether a switch, as declared by ``needs``, is on; a list is if it contains the named
+    element."""
+    element = need.partition("=")[2]
+    if not element:
         return value_text(value) not in ("false", value_text(default))
-    return wanted in value if isinstance(value, list) else value_text(value) == wanted
+    return element in value if isinstance(value, list) else value_text(value) == element
 
 
 class Switch(NamedTuple):
@@ -150,18 +159,20 @@ class Switch(NamedTuple):
     @classmethod
     def find(cls, need: str, sections: Mapping[str, Any]) -> "Switch":
         """Find the switch that ``needs`` declares; it counts as on if its section is not given."""
-        key, _, wanted = need.partition("=")
+        key, _, value = need.partition("=")
         section, _, name = key.partition(".")
         if section not in sections:
             return cls(False, "", "")
         default = default_of(sections[section].__dataclass_fields__[name])
         is_off = not is_on(need, getattr(sections[section], name), default)
         if isinstance(default, list):
-            wanted = f"[{wanted}]"
+            value = f"[{value}]"
         elif isinstance(default, Enum):
-            wanted = wanted or next(value_text(member) for member in type(default) if member is not default)
+            value = value or next(
+                value_text(member) for member in type(default) if member is not default
+            )
         elif isinstance(default, bool):
-            wanted = "true"
+            value = "true"
         else:
             return cls(is_off, f"{key} is above {default}", f"{key}={default + 1}")
-        return cls(is_off, f"{key}={wanted}", f"{key}={wanted}")
+        return cls(is_off, f"{key}={value}", f"{key}={value}")

@@ -1,9 +1,9 @@
 """Open regular files only: no named pipes, no devices, and no symbolic links for writing.
 
-A run directory may have another author: ``open`` blocks on a FIFO, and writing follows a link to any file of the user.
-So files are opened with ``O_NONBLOCK`` (no effect on regular files) and, for writing, ``O_NOFOLLOW``, and checked
-through the open descriptor to avoid a race. Links are followed for reading, as in the Hugging Face hub's cache, and in
-parent folders.
+A run directory may have another author: ``open`` blocks on a FIFO, and writing follows a link to
+any file of the user. So files are opened with ``O_NONBLOCK`` (no effect on regular files) and, for
+writing, ``O_NOFOLLOW``, and checked through the open descriptor to avoid a race. Links are followed
+for reading, as in the Hugging Face hub's cache, and in parent folders.
 """
 
 import errno
@@ -40,7 +40,8 @@ class NotRegularFileError(OSError):
 
 
 def open_regular(path: "str | os.PathLike[str]", mode: str = "rb", **options: Any) -> IO[Any]:
-    """``open`` for regular files, else NotRegularFileError; modes that write refuse a symbolic link at ``path``."""
+    """``open`` for regular files, else NotRegularFileError; modes that write refuse a symbolic link
+    at ``path``."""
     writes = any(letter in mode for letter in "wax+")
     return open(path, mode, opener=partial(open_descriptor, follow=not writes), **options)
 
@@ -61,7 +62,8 @@ def open_descriptor(
     try:
         descriptor = os.open(path, flags, permissions)
     except OSError as error:
-        # ELOOP: a link; ENXIO: a pipe without reader, or a socket; EISDIR: a folder opened for writing
+        # ELOOP: a link; ENXIO: a pipe without reader, or a socket; EISDIR: a folder opened for
+        # writing
         if error.errno in (errno.ELOOP, errno.ENXIO, errno.EISDIR, errno.EMLINK):
             kind = _mode_of(path)
             if kind is not None and not stat.S_ISREG(kind):
@@ -75,7 +77,7 @@ def open_descriptor(
 
 
 def read_regular(path: "str | os.PathLike[str]", largest_bytes: int) -> bytes:
-    """The content of a regular file; ValueError if it is larger than ``largest_bytes``."""
+    """Return the content of a regular file; ValueError if it is larger than ``largest_bytes``."""
     with open_regular(path, "rb") as file:
         content: bytes = file.read(largest_bytes + 1)
     if len(content) > largest_bytes:
@@ -84,14 +86,16 @@ def read_regular(path: "str | os.PathLike[str]", largest_bytes: int) -> bytes:
 
 
 def check_regular(path: "str | os.PathLike[str]") -> None:
-    """NotRegularFileError unless a path is a regular file or does not exist; links are not followed."""
+    """NotRegularFileError unless a path is a regular file or does not exist; links are not
+    followed."""
     mode = _mode_of(path)
     if mode is not None and not stat.S_ISREG(mode):
         raise NotRegularFileError(path, mode)
 
 
 def kind_of(path: "str | os.PathLike[str]") -> str | None:
-    """Type of a file, with an article; None if it does not exist. Links are not followed."""
+    """Return the type of a file, with an article; None if it does not exist. Links are not
+    followed."""
     mode = _mode_of(path)
     return None if mode is None else KINDS.get(stat.S_IFMT(mode), "something else")
 

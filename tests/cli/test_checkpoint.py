@@ -66,9 +66,21 @@ def edit_state(folder: Path, edit: Callable[[dict[str, Any]], object]) -> None:
 
 DAMAGES: dict[str, tuple[Callable[[Path], object], str, str]] = {
     "a flipped byte": (flip_byte, "damaged", r"the SHA-256 of tensors-00001\.safetensors"),
-    "a missing file": (lambda folder: (folder / "rank-00001.json").unlink(), "damaged", "rank-00001.json is missing"),
-    "a shorter index": (lambda folder: (folder / "tensors.json").write_text("{}"), "damaged", "tensors.json holds 2"),
-    "no manifest": (lambda folder: (folder / "manifest.json").unlink(), "incomplete", "it has no manifest.json"),
+    "a missing file": (
+        lambda folder: (folder / "rank-00001.json").unlink(),
+        "damaged",
+        "rank-00001.json is missing",
+    ),
+    "a shorter index": (
+        lambda folder: (folder / "tensors.json").write_text("{}"),
+        "damaged",
+        "tensors.json holds 2",
+    ),
+    "no manifest": (
+        lambda folder: (folder / "manifest.json").unlink(),
+        "incomplete",
+        "it has no manifest.json",
+    ),
     "facts of another version": (
         lambda folder: edit_state(folder, lambda tree: tree.update(data=3)),
         "damaged",
@@ -91,7 +103,9 @@ def test_list_names_the_damage_and_the_checkpoint_that_auto_resumes_from(
     assert newest["condition"] == condition and re.search(problem, newest["problem"])
     assert not newest["checksums_hold"]
     config = CheckpointConfig(resume="auto")
-    resumed = Checkpointer(config, str(folder), None, message=lambda text: None, schema=FACTS).resume()
+    resumed = Checkpointer(
+        config, str(folder), None, message=lambda text: None, schema=FACTS
+    ).resume()
     assert resumed is not None and found["auto"] == resumed.name == NAMES[1]
     main(["checkpoint", "ls", str(run_dir)])
     lines = capsys.readouterr().out.splitlines()
@@ -101,8 +115,11 @@ def test_list_names_the_damage_and_the_checkpoint_that_auto_resumes_from(
     assert any(line.startswith(f"{NEWEST} ") and re.search(problem, line) for line in lines)
 
 
-def test_list_has_the_numbers_of_the_files(run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Oracle: sizes and times of the files, and the index; folders that are never loaded are named."""
+def test_list_has_the_numbers_of_the_files(
+    run_dir: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Oracle: sizes and times of the files, and the index; folders that are never loaded are
+    named."""
     folder = run_dir / "checkpoints"
     (folder / f".{NEWEST}.partial").mkdir()
     (folder / "step-00000002.damaged-1").mkdir()
@@ -111,9 +128,16 @@ def test_list_has_the_numbers_of_the_files(run_dir: Path, capsys: pytest.Capture
     for each in found["checkpoints"]:
         place = folder / each["name"]
         sizes = [path.stat().st_size for path in place.iterdir() if path.name != "manifest.json"]
-        assert (each["bytes"], each["saved_at"]) == (sum(sizes), (place / "manifest.json").stat().st_mtime)
+        assert (each["bytes"], each["saved_at"]) == (
+            sum(sizes),
+            (place / "manifest.json").stat().st_mtime,
+        )
         assert each["tensors"] == len(json.loads((place / "tensors.json").read_text())["tensors"])
-        assert (each["layout"], each["ranks"], each["checksums_hold"]) == ("fsdp2, 2 ranks", 2, True)
+        assert (each["layout"], each["ranks"], each["checksums_hold"]) == (
+            "fsdp2, 2 ranks",
+            2,
+            True,
+        )
     alone = listed(capsys, "ls", str(folder / NAMES[1]))
     assert alone["checkpoints"] == [found["checkpoints"][1]] and alone["auto"] is None
 
@@ -127,7 +151,10 @@ def test_large_checkpoints_are_verified_only_if_asked(
     assert main(["checkpoint", "ls", str(run_dir)]) == 0
     text = capsys.readouterr().out
     assert text.count("not read") == 4 and "--verify reads " in text
-    assert text.splitlines()[-1] == f"checkpoint.resume=auto resumes from {NEWEST}, if its checksums hold"
+    assert (
+        text.splitlines()[-1]
+        == f"checkpoint.resume=auto resumes from {NEWEST}, if its checksums hold"
+    )
     assert listed(capsys, "ls", str(run_dir), "--verify", status=1)["auto"] == NAMES[1]
     assert main(["checkpoint", "show", str(run_dir)]) == 0
     assert "checksums not read" in capsys.readouterr().out
@@ -146,7 +173,10 @@ def test_a_folder_that_the_system_refuses_to_read_stops_auto(
 
     monkeypatch.setattr(LocalStorage, "reading", refuse)
     monkeypatch.setattr("fsdptoys.checkpoint.manifest.RETRY_PAUSES_SECONDS", ())
-    assert describe(LocalStorage(str(run_dir / "checkpoints")), NEWEST).condition is Condition.unreadable
+    assert (
+        describe(LocalStorage(str(run_dir / "checkpoints")), NEWEST).condition
+        is Condition.unreadable
+    )
     assert main(["checkpoint", "ls", str(run_dir)]) == 0
     text = capsys.readouterr().out
     assert f"{NEWEST} cannot be read (state.json: Permission denied)" in text
@@ -154,7 +184,9 @@ def test_a_folder_that_the_system_refuses_to_read_stops_auto(
     assert listed(capsys, "ls", str(run_dir))["auto"] is None
 
 
-def test_show_prints_tensors_states_and_totals(run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_show_prints_tensors_states_and_totals(
+    run_dir: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """Oracle: the index, and AdamW's two moments and counter of every parameter."""
     index = json.loads((run_dir / "checkpoints" / NEWEST / "tensors.json").read_text())["tensors"]
     params = {name: each for name, each in index.items() if name.startswith("model.")}
@@ -163,35 +195,56 @@ def test_show_prints_tensors_states_and_totals(run_dir: Path, capsys: pytest.Cap
     text = capsys.readouterr().out
     facts = dict(re.split(r"  +", line, maxsplit=1) for line in text.splitlines()[1:9])
     assert facts["layout"] == "fsdp2, 2 ranks" and facts["data"] == "12 sequences seen, 4 a step"
-    assert facts["model"] == "tiny, optimizer adamw" and facts["random states"].startswith("of 2 ranks, ")
+    assert facts["model"] == "tiny, optimizer adamw" and facts["random states"].startswith(
+        "of 2 ranks, "
+    )
     rows = [line.split() for line in text.splitlines() if line.startswith("model.")]
     assert [row[0] for row in rows] == sorted(params)
     weight = params["model.layers.0.mlp.up_proj.weight"]
-    assert ["model.layers.0.mlp.up_proj.weight", "F32", "50", "×", "36", "2"] in [row[:6] for row in rows]
+    assert ["model.layers.0.mlp.up_proj.weight", "F32", "50", "×", "36", "2"] in [
+        row[:6] for row in rows
+    ]
     assert weight["shape"] == [50, 36] and len(weight["chunks"]) == 2
-    totals = {line.rpartition(f"{len(params)} tensors")[0].strip(): line for line in text.splitlines()[-5:]}
+    totals = {
+        line.rpartition(f"{len(params)} tensors")[0].strip(): line
+        for line in text.splitlines()[-5:]
+    }
     for label in ("parameters", "optimizer state exp_avg", "optimizer state exp_avg_sq"):
         assert re.search(rf"{len(params)} tensors +{elements:,} elements", totals[label])
     assert re.search(rf"{len(params)} elements", totals["optimizer state step"])
     shown = listed(capsys, "show", str(run_dir / "checkpoints" / NAMES[2]), "optim.*.exp_avg")
     assert shown["step"] == 1 and shown["state"]["data"]["samples"] == 4
-    assert set(shown["contents"]) == {f"optim.{name.removeprefix('model.')}.exp_avg" for name in params}
-    assert shown["contents"]["optim.norm.weight.exp_avg"] == {"dtype": "F32", "shape": [36], "bytes": 144, "shards": 2}
+    assert set(shown["contents"]) == {
+        f"optim.{name.removeprefix('model.')}.exp_avg" for name in params
+    }
+    assert shown["contents"]["optim.norm.weight.exp_avg"] == {
+        "dtype": "F32",
+        "shape": [36],
+        "bytes": 144,
+        "shards": 2,
+    }
 
 
-def test_show_refuses_a_run_without_a_complete_checkpoint(run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_show_refuses_a_run_without_a_complete_checkpoint(
+    run_dir: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """Oracle: the reason of each, in one sentence; the list says that a run starts from scratch."""
     for name in NAMES[:2]:
         (run_dir / "checkpoints" / name / "manifest.json").unlink()
     flip_byte(run_dir / "checkpoints" / NAMES[2])
     assert main(["checkpoint", "show", str(run_dir)]) == 2
     said = capsys.readouterr().err
-    assert said.count("is incomplete: it has no manifest.json; ") == 2 and f"{NAMES[2]} is damaged: the SHA-256" in said
+    assert (
+        said.count("is incomplete: it has no manifest.json; ") == 2
+        and f"{NAMES[2]} is damaged: the SHA-256" in said
+    )
     assert main(["checkpoint", "ls", str(run_dir)]) == 1
     assert "checkpoint.resume=auto finds no complete checkpoint" in capsys.readouterr().out
 
 
-def test_names_of_a_hostile_checkpoint_control_no_terminal(run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_names_of_a_hostile_checkpoint_control_no_terminal(
+    run_dir: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """Oracle: the escape sequence as text, on one line."""
     folder = run_dir / "checkpoints" / NEWEST
     edit_state(folder, lambda tree: tree["config"]["parallel"].update(name="a\x1b[2J\nb"))
@@ -202,7 +255,9 @@ def test_names_of_a_hostile_checkpoint_control_no_terminal(run_dir: Path, capsys
         assert "\x1b" not in text and "a\\x1b[2J b, 2 ranks" in text
 
 
-def test_checkpoints_at_a_url_are_listed_like_local_ones(run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_checkpoints_at_a_url_are_listed_like_local_ones(
+    run_dir: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """Oracle: the list of the local folder; checksums at a URL are read only if asked."""
     local = listed(capsys, "ls", str(run_dir / "checkpoints"))
     files = fsspec.filesystem("memory")
@@ -218,7 +273,12 @@ def test_checkpoints_at_a_url_are_listed_like_local_ones(run_dir: Path, capsys: 
 
 @pytest.mark.parametrize(
     ("size", "expected"),
-    [(2, "fsdp2, 4 ranks in 2 copies"), (-1, "fsdp2, 4 ranks"), (4, "fsdp2, 4 ranks"), ("x", "fsdp2, 4 ranks")],
+    [
+        (2, "fsdp2, 4 ranks in 2 copies"),
+        (-1, "fsdp2, 4 ranks"),
+        (4, "fsdp2, 4 ranks"),
+        ("x", "fsdp2, 4 ranks"),
+    ],
 )
 def test_layout_counts_the_copies_of_hybrid_sharding(size: Any, expected: str) -> None:
     """Oracle: four ranks in shards of two are two copies."""

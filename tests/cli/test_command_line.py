@@ -1,4 +1,5 @@
-"""The command line, compared with the dataclasses and the YAML folder. Mistakes are in ``tests/messages``."""
+"""The command line, compared with the dataclasses and the YAML folder. Mistakes are in
+``tests/messages``."""
 
 import contextlib
 import io
@@ -24,14 +25,28 @@ from fsdptoys.config.train_config import TrainConfig
 from fsdptoys.models import MODELS
 from fsdptoys.profiler import DebugConfig, ProfileConfig
 from fsdptoys.utils.text import value_text
+from tests.harness.levels import by_level
 
 ROOT = Path(__file__).parents[2]
 
-HELP = ["", "--version", "--help", "models --help", "plan --help", "plan search -h", "convert", "convert to-hf -h"]
+HELP = [
+    "",
+    "--version",
+    "--help",
+    "models --help",
+    "plan --help",
+    "plan search -h",
+    "convert",
+    "convert to-hf -h",
+]
 HELP += ["generate", "evaluate -h", "data prepare --help", "train --help"]
 PLAN = "train --cfg job launch.device=cpu"
 """A command line that stops before the launcher starts its workers."""
-SLOW = ["torch", "sympy", *(f"torch.distributed.{name}" for name in ("tensor", "fsdp", "checkpoint"))]
+SLOW = [
+    "torch",
+    "sympy",
+    *(f"torch.distributed.{name}" for name in ("tensor", "fsdp", "checkpoint")),
+]
 
 
 @pytest.fixture(scope="module")
@@ -46,7 +61,11 @@ for line in {[*HELP, PLAN]}:
     print("loaded", line, *(name for name in {SLOW} if name in sys.modules), sep="|")
 """
     # without coverage, since other tests run the same lines
-    present = {name: value for name, value in os.environ.items() if not name.startswith("COVERAGE_PROCESS_")}
+    present = {
+        name: value
+        for name, value in os.environ.items()
+        if not name.startswith("COVERAGE_PROCESS_")
+    }
     done = subprocess.run(
         [sys.executable, "-c", code],
         cwd=tmp_path_factory.mktemp("interpreter"),
@@ -91,7 +110,9 @@ def test_help_lists_every_command(capsys: pytest.CaptureFixture[str]) -> None:
         ("compare --help", "compare "),
     ],
 )
-def test_help_of_a_command_begins_with_its_usage(typed: str, usage: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_help_of_a_command_begins_with_its_usage(
+    typed: str, usage: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     """Oracle: the usage line; the page fits 120 columns."""
     assert main(typed.split()) == 0
     page = capsys.readouterr().out
@@ -115,18 +136,26 @@ def page() -> str:
 def test_help_lists_every_key_with_its_default(page: str) -> None:
     """Oracle: the dataclasses themselves, where the help reads their source."""
     schemas = [(group, schema) for group, named in SCHEMAS.items() for schema in named.values()]
-    sections = [("train", TrainConfig), ("profile", ProfileConfig), ("debug", DebugConfig), ("launch", LaunchConfig)]
+    sections = [
+        ("train", TrainConfig),
+        ("profile", ProfileConfig),
+        ("debug", DebugConfig),
+        ("launch", LaunchConfig),
+    ]
     sections.append(("kernels", KernelConfig))
     for section, schema in [*schemas, *sections]:
         for key, option in list_options(schema, section).items():
             long = key in ("data.files", "tune.targets") and option.default
             value = "[...]" if long else value_text(option.default, quote=True)
             lines = [line for line in page.splitlines() if line.startswith(f"  {key}={value} ")]
-            assert lines and all(len(line.split(maxsplit=1)) == 2 for line in lines), f"{key}={value}"
+            assert lines and all(len(line.split(maxsplit=1)) == 2 for line in lines), (
+                f"{key}={value}"
+            )
 
 
 def test_help_lists_each_model_family_with_its_presets_and_each_key_once(page: str) -> None:
-    """Oracle: the dataclasses of the families, and the configurations that the presets compose to."""
+    """Oracle: the dataclasses of the families, and the configurations that the presets compose
+    to."""
     section = page.partition("\nmodel: ")[2].partition("\n\n")[0]
     base, *parts = section.split("\n with a ")
     presets = {config.name: config.family for config in compose_presets(list_choices()["model"])}
@@ -139,7 +168,8 @@ def test_help_lists_each_model_family_with_its_presets_and_each_key_once(page: s
         shown = dict(line.split()[0].split("=") for line in lines)
         assert len(shown) == len(lines)
         options = {
-            key: value_text(option.default, quote=True) for key, option in list_options(MODELS[family], "model").items()
+            key: value_text(option.default, quote=True)
+            for key, option in list_options(MODELS[family], "model").items()
         }
         assert dict(line.split()[0].split("=") for line in base.splitlines()[1:]) | shown == options
 
@@ -150,14 +180,16 @@ def test_help_lists_every_choice(page: str) -> None:
     for group, names in list_choices().items():
         (line,) = [line for line in shown if line.startswith(f"  {group}= ")]
         assert set(names) <= set(line.split())
-    own = [line.split()[1].partition("=")[2].rstrip(":") for line in shown if line.startswith(" with parallel=")]
+    own = [
+        line.split()[1].partition("=")[2].rstrip(":")
+        for line in shown
+        if line.startswith(" with parallel=")
+    ]
     assert own == list_choices()["parallel"]
 
 
 @pytest.mark.usefixtures("unmeasured")
-@pytest.mark.parametrize(
-    "parallel", ["fsdp2", *(pytest.param(name, marks=pytest.mark.extended) for name in ("single", "ddp", "fsdp1"))]
-)
+@pytest.mark.parametrize("parallel", by_level(("fsdp2", "single", "ddp", "fsdp1"), ["fsdp2"]))
 @pytest.mark.parametrize("experiment", list_choices()["experiment"])
 def test_every_experiment_is_accepted_by_every_strategy(experiment: str, parallel: str) -> None:
     """Oracle: ``Config.validate``, for the hardware that the experiment is for."""
@@ -168,9 +200,16 @@ def test_every_experiment_is_accepted_by_every_strategy(experiment: str, paralle
 
 
 @pytest.mark.parametrize("spelling", [["--cfg", "job"], ["--cfg=job"], ["-c", "job"]])
-def test_cfg_prints_the_resolved_configuration(spelling: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+def test_cfg_prints_the_resolved_configuration(
+    spelling: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
     """Oracle: the same arguments composed and validated in this process."""
-    words = ["experiment=null", "train.steps=7", "train.seed=3", "optim.warmup_steps=${train.grad_accum}"]
+    words = [
+        "experiment=null",
+        "train.steps=7",
+        "train.seed=3",
+        "optim.warmup_steps=${train.grad_accum}",
+    ]
     assert main(["train", *words, *spelling, "launch.device=cpu"]) == 0
     config = compose_config([*words, "launch.device=cpu"])
     config.validate(2, "cpu")
@@ -185,21 +224,40 @@ def test_rank_of_an_external_launcher_reports_its_mistake(
     asked: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """Oracle: torchrun's contract: exit status, and errors in the file that it names."""
-    rank = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "localhost", "MASTER_PORT": "0"}
-    for name, value in (rank | ({"TORCHELASTIC_ERROR_FILE": str(tmp_path / "error.json")} if asked else {})).items():
+    rank = {
+        "RANK": "0",
+        "LOCAL_RANK": "0",
+        "WORLD_SIZE": "1",
+        "MASTER_ADDR": "localhost",
+        "MASTER_PORT": "0",
+    }
+    for name, value in (
+        rank | ({"TORCHELASTIC_ERROR_FILE": str(tmp_path / "error.json")} if asked else {})
+    ).items():
         monkeypatch.setenv(name, value)
-    process = multiprocessing.get_context("fork").Process(target=main, args=(["train", "train.steps=0"],))
+    process = multiprocessing.get_context("fork").Process(
+        target=main, args=(["train", "train.steps=0"],)
+    )
     process.start()
     process.join()
     assert process.exitcode == 2
     written = (tmp_path / "error.json").read_text() if asked else capfd.readouterr().err
-    assert "train.steps=0 must be at least 1, or -1; set train.steps=1" in written and "Traceback" not in written
+    assert (
+        "train.steps=0 must be at least 1, or -1; set train.steps=1" in written
+        and "Traceback" not in written
+    )
 
 
 LINES = {
-    "memory=lean": "memory.chunk_loss=true memory.gradient_checkpointing=full memory.cpu_offload=false",
-    "memory=lean memory.chunk_loss=false": "memory.chunk_loss=false memory.gradient_checkpointing=full",
-    "memory.chunk_loss=false memory=lean": "memory.chunk_loss=false memory.gradient_checkpointing=full",
+    "memory=lean": (
+        "memory.chunk_loss=true memory.gradient_checkpointing=full memory.cpu_offload=false"
+    ),
+    "memory=lean memory.chunk_loss=false": (
+        "memory.chunk_loss=false memory.gradient_checkpointing=full"
+    ),
+    "memory.chunk_loss=false memory=lean": (
+        "memory.chunk_loss=false memory.gradient_checkpointing=full"
+    ),
     "memory=cpu_offload memory=lean": "memory.chunk_loss=true memory.cpu_offload=false",
     "memory=cpu_offload": "memory.cpu_offload=true",
     "memory=optimizer_offload": "memory.optimizer_offload=true",

@@ -11,7 +11,13 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from fsdptoys.checkpoint import HuggingFaceFolder, RunWeights, check_same, differences, verify_checksums
+from fsdptoys.checkpoint import (
+    HuggingFaceFolder,
+    RunWeights,
+    check_same,
+    differences,
+    verify_checksums,
+)
 from fsdptoys.cli.convert import convert_command
 from fsdptoys.config.compose import compose_config
 from fsdptoys.config.overrides import list_choices
@@ -20,6 +26,7 @@ from fsdptoys.models import ModelConfig, whole
 from tests.checkpoint.folders import build, load, write
 from tests.checkpoint.test_weights import save_run
 from tests.data.chat_files import CONVERSATIONS, GENERATED, save_chat_tokenizer
+from tests.harness.levels import by_level
 from tests.models.families import SMALL
 from tests.oracle import import_transformers
 
@@ -57,14 +64,18 @@ def test_run_converts_to_a_hugging_face_folder(case: str, tmp_path: Path) -> Non
 
 
 def test_output_describes_the_written_files(tmp_path: Path) -> None:
-    """Oracle: the exact text; ``weights`` may be given instead of the run, and the files have the dtype."""
+    """Oracle: the exact text; ``weights`` may be given instead of the run, and the files have the
+    dtype."""
     save_run(tmp_path / "run", SMALL["llama2"])
     out = tmp_path / "out" / "folder"
     assert output_of("to-hf", str(tmp_path / "run" / "weights"), str(out), "dtype=bfloat16") == (
-        f"wrote {out}: model.safetensors with 88,384 parameters in bfloat16, 176,768 bytes\n"
-        f"load it with transformers.AutoModelForCausalLM.from_pretrained('{out}'); a tokenizer is not in it\n"
+        f"wrote {out}: model.safetensors with 88,384 parameters in bfloat16, 176,768 bytes\nload "
+        f"it with transformers.AutoModelForCausalLM.from_pretrained('{out}'); a tokenizer is not "
+        "in it\n"
     )
-    assert {tensor.dtype for tensor in load_file(out / "model.safetensors").values()} == {torch.bfloat16}
+    assert {tensor.dtype for tensor in load_file(out / "model.safetensors").values()} == {
+        torch.bfloat16
+    }
     assert sorted(file.name for file in out.iterdir()) == [
         "checksums.json",
         "config.json",
@@ -76,7 +87,8 @@ def test_output_describes_the_written_files(tmp_path: Path) -> None:
 @pytest.mark.oracle
 @pytest.mark.parametrize("named", [True, False])
 def test_tokenizer_is_copied_with_its_chat_template_and_end(named: bool, tmp_path: Path) -> None:
-    """Oracle: transformers' ids of a conversation with the original folder; the checksums cover the copies.
+    """Oracle: transformers' ids of a conversation with the original folder; the checksums cover the
+    copies.
 
     The ids that end a text are the folder's, or else those of its tokenizer.
     """
@@ -85,7 +97,9 @@ def test_tokenizer_is_copied_with_its_chat_template_and_end(named: bool, tmp_pat
     if named:
         (original / "generation_config.json").write_text('{"eos_token_id": 7}')
     save_run(tmp_path / "run", SMALL["llama2"])
-    output = output_of("to-hf", str(tmp_path / "run"), str(tmp_path / "folder"), f"tokenizer={original}")
+    output = output_of(
+        "to-hf", str(tmp_path / "run"), str(tmp_path / "folder"), f"tokenizer={original}"
+    )
     assert output.endswith(f"; its tokenizer is that of {original}\n")
     ids = [
         transformers.AutoTokenizer.from_pretrained(folder).apply_chat_template(CONVERSATIONS[0])
@@ -102,24 +116,29 @@ def test_tokenizer_is_copied_with_its_chat_template_and_end(named: bool, tmp_pat
 @pytest.mark.usefixtures("unmeasured")
 @pytest.mark.parametrize(
     "name",
-    [pytest.param(name, marks=pytest.mark.extended if name != "llama_debug" else ()) for name in DEBUG_PRESETS],
+    by_level(DEBUG_PRESETS, ["llama_debug"]),
 )
 def test_preset_is_recognized(name: str, tmp_path: Path) -> None:
-    """Oracle: the command for a folder that a preset's model was written to names the preset and nothing else."""
+    """Oracle: the command for a folder that a preset's model was written to names the preset and
+    nothing else."""
     folder = tmp_path / "folder"
     write(folder, build(preset(name)))
     output = output_of("from-hf", str(folder))
     assert command(output) == [f"model={name}", f"model.init_from={folder}"]
-    assert f"family      {preset(name).family}\n" in output and "3 files match checksums.json" in output
+    assert (
+        f"family      {preset(name).family}\n" in output
+        and "3 files match checksums.json" in output
+    )
 
 
 @pytest.mark.usefixtures("unmeasured")
 @pytest.mark.parametrize(
     "case",
-    [pytest.param(case, marks=pytest.mark.extended if case not in ("llama2", "qwen3_moe") else ()) for case in SMALL],
+    by_level(SMALL, ("llama2", "qwen3_moe")),
 )
 def test_printed_command_composes_to_the_model_of_the_folder(case: str, tmp_path: Path) -> None:
-    """Oracle: the composed configuration, compared with the folder's; removing one key leaves a difference."""
+    """Oracle: the composed configuration, compared with the folder's; removing one key leaves a
+    difference."""
     folder = tmp_path / "a folder's, name"
     config = SMALL[case]
     write(folder, build(config))
@@ -135,7 +154,12 @@ def test_printed_command_composes_to_the_model_of_the_folder(case: str, tmp_path
 def test_closest_preset_is_chosen(tmp_path: Path) -> None:
     """Oracle: the text, for a model that differs from llama_debug in one key."""
     folder = tmp_path / "folder"
-    write(folder, build(dataclasses.replace(preset("llama_debug"), ffn_dim=100)), torch.bfloat16, max_file_bytes=50_000)
+    write(
+        folder,
+        build(dataclasses.replace(preset("llama_debug"), ffn_dim=100)),
+        torch.bfloat16,
+        max_file_bytes=50_000,
+    )
     (folder / "checksums.json").unlink()
     files = len(list(folder.glob("*.safetensors")))
     assert output_of("from-hf", str(folder)) == (
@@ -165,7 +189,9 @@ def test_damaged_weights_are_refused_in_both_directions(tmp_path: Path) -> None:
     with torch.no_grad():
         model.get_parameter("norm.weight")[3] = torch.nan
     write(tmp_path / "folder", model)
-    with pytest.raises(ConfigError, match=r"holds model.norm.weight with values that are not finite"):
+    with pytest.raises(
+        ConfigError, match=r"holds model.norm.weight with values that are not finite"
+    ):
         convert_command(["from-hf", str(tmp_path / "folder")])
 
 
@@ -184,7 +210,9 @@ def test_values_too_large_for_the_dtype_are_refused(tmp_path: Path) -> None:
     )
     assert sorted(file.name for file in tmp_path.iterdir()) == ["run"]
     output_of("to-hf", str(tmp_path / "run"), str(tmp_path / "folder"), "dtype=bfloat16")
-    assert load(tmp_path / "folder").get_parameter("norm.weight")[0] == torch.tensor(-1e5).bfloat16()
+    assert (
+        load(tmp_path / "folder").get_parameter("norm.weight")[0] == torch.tensor(-1e5).bfloat16()
+    )
 
 
 def test_folder_round_trips_through_a_run_byte_for_byte(tmp_path: Path) -> None:
@@ -195,7 +223,9 @@ def test_folder_round_trips_through_a_run_byte_for_byte(tmp_path: Path) -> None:
     parameters = save_run(tmp_path / "run", SMALL["qwen3_moe"])
     for name, param in again.named_parameters():
         assert torch.equal(parameters[name], param)
-        assert torch.equal(RunWeights(tmp_path / "run").read(name, whole(tuple(param.shape))), param)
+        assert torch.equal(
+            RunWeights(tmp_path / "run").read(name, whole(tuple(param.shape))), param
+        )
     output_of("to-hf", str(tmp_path / "run"), str(tmp_path / "second"))
     for name in ("config.json", "model.safetensors", "checksums.json"):
         assert (tmp_path / "first" / name).read_bytes() == (tmp_path / "second" / name).read_bytes()
@@ -210,13 +240,19 @@ def test_attention_chunk_length_round_trips(chunk_len: int | None, tmp_path: Pat
     wanted = HuggingFaceFolder(tmp_path / "folder").model_config()
     assert differences(config, wanted) == {}
     longer = dataclasses.replace(config, max_seq_len=4096)
-    with contextlib.nullcontext() if chunk_len else pytest.raises(ConfigError, match=r"set model\.max_seq_len=128"):
+    with (
+        contextlib.nullcontext()
+        if chunk_len
+        else pytest.raises(ConfigError, match=r"set model\.max_seq_len=128")
+    ):
         check_same(longer, wanted, "the folder", "nobody")
 
 
 @pytest.mark.parametrize("case", SMALL)
 @pytest.mark.parametrize("key", ["n_layers", "dim", "vocab_size"])
-def test_absurd_model_sizes_are_refused_before_modules_are_built(case: str, key: str, tmp_path: Path) -> None:
+def test_absurd_model_sizes_are_refused_before_modules_are_built(
+    case: str, key: str, tmp_path: Path
+) -> None:
     """Oracle: one sentence with the key and the value; building 10**12 layers would take days."""
     write(tmp_path / "folder", build(SMALL[case]))
     path = tmp_path / "folder" / "config.json"
@@ -226,5 +262,7 @@ def test_absurd_model_sizes_are_refused_before_modules_are_built(case: str, key:
     assert name in holder
     holder[name] = 10**12
     path.write_text(json.dumps(tree))
-    with pytest.raises(ConfigError, match=r"^[^\n]*1000000000000(, not an integer from| must be at most) [^\n]*$"):
+    with pytest.raises(
+        ConfigError, match=r"^[^\n]*1000000000000(, not an integer from| must be at most) [^\n]*$"
+    ):
         convert_command(["from-hf", str(tmp_path / "folder")])

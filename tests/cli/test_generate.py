@@ -1,4 +1,5 @@
-"""``fsdptoys generate``: output and error messages; and adapters in all commands that use weights."""
+"""``fsdptoys generate``: output and error messages; and adapters in all commands that use
+weights."""
 
 import dataclasses
 import json
@@ -25,7 +26,8 @@ from tests.oracle import import_transformers
 
 @pytest.fixture
 def places(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder with a run, whose ``train.seq_len`` is 16, and the same weights in Hugging Face format."""
+    """A folder with a run, whose ``train.seq_len`` is 16, and the same weights in Hugging Face
+    format."""
     save_model(tmp_path)
     monkeypatch.chdir(tmp_path)
     return tmp_path
@@ -38,7 +40,9 @@ def made(capsys: pytest.CaptureFixture[str], *words: str) -> list[list[int]]:
 
 
 def expected(prompt: list[int], count: int, context: int, draw: Draw) -> list[int]:
-    return generate(build(BYTES), torch.tensor(prompt), count, context, draw)[len(prompt) :].tolist()
+    return generate(build(BYTES), torch.tensor(prompt), count, context, draw)[
+        len(prompt) :
+    ].tolist()
 
 
 @pytest.mark.parametrize("source", ["run", "run/weights", "folder"])
@@ -46,13 +50,24 @@ def test_every_source_generates_the_text_of_its_weights(
     source: str, places: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Oracle: the loop of ``sampling`` with the saved model, one prompt at a time."""
-    words = ["--prompt", "ab", "--prompt=--c", "--tokens", "8", "--context", "16", "--temperature", "0"]
+    words = [
+        "--prompt",
+        "ab",
+        "--prompt=--c",
+        "--tokens",
+        "8",
+        "--context",
+        "16",
+        "--temperature",
+        "0",
+    ]
     found = made(capsys, source, *words, "--tokenizer", "bytes")
     assert found == [expected(list(text), 8, 16, Draw(0.0)) for text in (b"ab", b"--c")]
 
 
 def test_each_option_has_its_effect(places: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Oracle: the loop of ``sampling`` with the same settings, each of which gives different text."""
+    """Oracle: the loop of ``sampling`` with the same settings, each of which gives different
+    text."""
     seen = set()
     for words, context, draw in [
         ([], 16, Draw()),  # the run's train.seq_len
@@ -62,37 +77,81 @@ def test_each_option_has_its_effect(places: Path, capsys: pytest.CaptureFixture[
         (["--top-p", "0.4"], 16, Draw(top_p=0.4)),
         (["--seed", "7"], 16, Draw(seed=7)),
     ]:
-        (found,) = made(capsys, "run", "--prompt", "97 98", "--tokenizer", "ids", "--tokens", "20", *words)
+        (found,) = made(
+            capsys, "run", "--prompt", "97 98", "--tokenizer", "ids", "--tokens", "20", *words
+        )
         assert found == expected([97, 98], 20, context, draw), words
         seen.add(tuple(found))
     assert len(seen) == 6
 
 
-def test_generation_runs_in_the_requested_dtype(places: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_generation_runs_in_the_requested_dtype(
+    places: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """Oracle: the loop with the model cast to bfloat16, except its rotary frequencies."""
-    words = ["folder", "--prompt", "97 98", "--tokenizer", "ids", "--tokens", "12", "--dtype", "bfloat16"]
+    words = [
+        "folder",
+        "--prompt",
+        "97 98",
+        "--tokenizer",
+        "ids",
+        "--tokens",
+        "12",
+        "--dtype",
+        "bfloat16",
+    ]
     model = build(BYTES).to(torch.bfloat16)
     model.init_buffers(torch.device("cpu"))
     tokens_T = generate(model, torch.tensor([97, 98]), 12, 64, Draw())
     assert made(capsys, *words) == [tokens_T[2:].tolist()]
 
 
-def test_texts_are_printed_with_their_prompts(places: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_texts_are_printed_with_their_prompts(
+    places: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """Oracle: the ids, as the tokenizer of ids writes them; without the speed."""
-    words = ["generate", "run", "--prompt", "1 2", "--prompt", "3", "--tokens", "4", "--tokenizer", "ids"]
+    words = [
+        "generate",
+        "run",
+        "--prompt",
+        "1 2",
+        "--prompt",
+        "3",
+        "--tokens",
+        "4",
+        "--tokenizer",
+        "ids",
+    ]
     assert main([*words, "--device", "cpu"]) == 0
     printed = capsys.readouterr()
     lines = [" ".join(map(str, [*ids, *expected(ids, 4, 16, Draw())])) for ids in ([1, 2], [3])]
     assert printed.out == "\n\n".join(lines) + "\n"
-    assert printed.err.startswith("fsdptoys: 8 tokens in ") and printed.err.endswith(" a second, on cpu in float32\n")
+    assert printed.err.startswith("fsdptoys: 8 tokens in ") and printed.err.endswith(
+        " a second, on cpu in float32\n"
+    )
 
 
-def test_text_ends_at_the_end_token_of_the_folder(places: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Oracle: the same text cut after its third token, which the folder declares as the end token."""
-    words = ["folder", "--prompt", "ab", "--tokenizer", "bytes", "--tokens", "8", "--temperature", "0"]
+def test_text_ends_at_the_end_token_of_the_folder(
+    places: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Oracle: the same text cut after its third token, which the folder declares as the end
+    token."""
+    words = [
+        "folder",
+        "--prompt",
+        "ab",
+        "--tokenizer",
+        "bytes",
+        "--tokens",
+        "8",
+        "--temperature",
+        "0",
+    ]
     (whole,) = made(capsys, *words)
     (places / "folder" / "checksums.json").unlink()
-    (places / "folder" / "generation_config.json").write_text(json.dumps({"eos_token_id": [whole[2]]}))
+    (places / "folder" / "generation_config.json").write_text(
+        json.dumps({"eos_token_id": [whole[2]]})
+    )
     assert made(capsys, *words) == [whole[: whole.index(whole[2]) + 1]]
 
 
@@ -102,34 +161,52 @@ def test_diverged_model_is_reported(places: Path, capsys: pytest.CaptureFixture[
     with torch.no_grad():
         model.get_parameter("norm.weight").fill_(3e38)
     write(places / "broken", model)
-    assert generate_command(["broken", "--prompt", "1", "--tokenizer", "ids", "--device", "cpu"]) == 1
+    assert (
+        generate_command(["broken", "--prompt", "1", "--tokenizer", "ids", "--device", "cpu"]) == 1
+    )
     printed = capsys.readouterr()
     assert printed.out == "1\n" and "the model's logits were not finite" in printed.err
 
 
 @pytest.mark.oracle
 @pytest.mark.parametrize("case", ["llama3 scaled tied", "qwen3", "qwen3_moe", "gpt2"])
-def test_greedy_text_equals_transformers(case: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_greedy_text_equals_transformers(
+    case: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """Oracle: transformers' own generation, with its own cache, from the same folder."""
     transformers = import_transformers()
     write(tmp_path / "folder", build(SMALL[case]))
     ids = [5, 17, 80, 3, 44]
-    found = made(
-        capsys, str(tmp_path / "folder"), "--prompt", "5 17 80 3 44", "--tokenizer", "ids", "--tokens", "40",
-        "--temperature", "0",
-    )  # fmt: skip
+    words = [
+        "--prompt",
+        "5 17 80 3 44",
+        "--tokenizer",
+        "ids",
+        "--tokens",
+        "40",
+        "--temperature",
+        "0",
+    ]
+    found = made(capsys, str(tmp_path / "folder"), *words)
     oracle = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "folder")
-    assert found == [oracle.generate(torch.tensor([ids]), max_new_tokens=40, do_sample=False)[0, 5:].tolist()]
+    assert found == [
+        oracle.generate(torch.tensor([ids]), max_new_tokens=40, do_sample=False)[0, 5:].tolist()
+    ]
 
 
 def test_ids_need_no_data_of_the_run(places: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Oracle: the run as it was; its data have a name that this version does not know."""
     expected = made(capsys, "run", "--prompt", "1 2", "--tokenizer", "ids", "--temperature", "0")
     edit_settings(places / "run", "data", {"name": "of another version"})
-    assert made(capsys, "run", "--prompt", "1 2", "--tokenizer", "ids", "--temperature", "0") == expected
+    assert (
+        made(capsys, "run", "--prompt", "1 2", "--tokenizer", "ids", "--temperature", "0")
+        == expected
+    )
 
 
-def test_tokenizer_of_the_folder_is_the_default(places: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_tokenizer_of_the_folder_is_the_default(
+    places: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """Oracle: the ids of the words, by hand; a run may be given the same one."""
     save_tokenizer(places / "folder")
     (places / "folder" / "checksums.json").unlink()
@@ -144,7 +221,8 @@ def test_tokenizer_of_the_folder_is_the_default(places: Path, capsys: pytest.Cap
 def test_chat_prompt_is_that_of_transformers(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], system: str | None
 ) -> None:
-    """Oracle: ids of ``apply_chat_template`` with the prompt of an answer, continued by the loop of ``sampling``."""
+    """Oracle: ids of ``apply_chat_template`` with the prompt of an answer, continued by the loop of
+    ``sampling``."""
     transformers = import_transformers()
     config = dataclasses.replace(BYTES, vocab_size=320)
     model = build(config)
@@ -156,7 +234,16 @@ def test_chat_prompt_is_that_of_transformers(
     prompt = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
     end = frozenset([tokenizer.convert_tokens_to_ids("<|im_end|>")])
     wanted = generate(model, torch.tensor(prompt), 12, 64, Draw(0.0), end)[len(prompt) :].tolist()
-    words = [str(tmp_path / "folder"), "--chat", "--prompt", "hello é", "--tokens", "12", "--temperature", "0"]
+    words = [
+        str(tmp_path / "folder"),
+        "--chat",
+        "--prompt",
+        "hello é",
+        "--tokens",
+        "12",
+        "--temperature",
+        "0",
+    ]
     words += ["--system", system] if system is not None else []
     assert made(capsys, *words) == [wanted]
 
@@ -164,11 +251,19 @@ def test_chat_prompt_is_that_of_transformers(
 @pytest.mark.parametrize(
     ("template", "message"),
     [
-        ("{{ raise_exception('no system') if messages[0].role == 'system' }}a", r"after --system 'Hi' .*no system"),
-        ("{% for m in messages %}{{ m.content if m.role == 'user' }}{% endfor %}", r"--system 'Hi' is left out by"),
+        (
+            "{{ raise_exception('no system') if messages[0].role == 'system' }}a",
+            r"after --system 'Hi' .*no system",
+        ),
+        (
+            "{% for m in messages %}{{ m.content if m.role == 'user' }}{% endfor %}",
+            r"--system 'Hi' is left out by",
+        ),
     ],
 )
-def test_system_message_that_no_model_would_see_is_refused(tmp_path: Path, template: str, message: str) -> None:
+def test_system_message_that_no_model_would_see_is_refused(
+    tmp_path: Path, template: str, message: str
+) -> None:
     """Oracle: templates by hand."""
     pytest.importorskip("tokenizers")
     write(tmp_path / "folder", build(dataclasses.replace(BYTES, vocab_size=320)))
@@ -178,18 +273,31 @@ def test_system_message_that_no_model_would_see_is_refused(tmp_path: Path, templ
 
 
 @pytest.mark.parametrize("kind", ["folder", "second folder", "files", "cache"])
-def test_tokenizer_of_the_run_is_the_default(kind: str, places: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Oracle: the ids of the words, by hand: all four, though the file would cut after three, and none special."""
+def test_tokenizer_of_the_run_is_the_default(
+    kind: str, places: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Oracle: the ids of the words, by hand: all four, though the file would cut after three, and
+    none special."""
     pytest.importorskip("tokenizers")
     tokenizer = Path(prepared.save_tokenizer(places / "tokenizer", None))
     prepared.write_lines(places / "a.jsonl", ["one two"])
-    data: DataConfig = HFConfig(files=["a.jsonl"], tokenizer=str(tokenizer), cache="cache", processes=1)
+    data: DataConfig = HFConfig(
+        files=["a.jsonl"], tokenizer=str(tokenizer), cache="cache", processes=1
+    )
     if "folder" in kind:
         for name in ("out", "other"):
-            prepared.prepare_folder(prepared.request(places / name, "a.jsonl", tokenizer=str(tokenizer)))
-        data = PreparedConfig(folder="out") if kind == "folder" else PreparedConfig(sources=["other", "out"])
+            prepared.prepare_folder(
+                prepared.request(places / name, "a.jsonl", tokenizer=str(tokenizer))
+            )
+        data = (
+            PreparedConfig(folder="out")
+            if kind == "folder"
+            else PreparedConfig(sources=["other", "out"])
+        )
         tree = json.loads((places / "other" / "index.json").read_text())
-        (places / "other" / "index.json").write_text(json.dumps(tree | {"tokenizer_file_sha256": None}))
+        (places / "other" / "index.json").write_text(
+            json.dumps(tree | {"tokenizer_file_sha256": None})
+        )
     elif kind == "cache":
         data.prepare(1, 256)
     if kind != "files":
@@ -200,7 +308,9 @@ def test_tokenizer_of_the_run_is_the_default(kind: str, places: Path, capsys: py
     assert made(capsys, *words, "one two one <|endoftext|>") == made(capsys, *plain)
 
 
-def test_runs_trained_on_bytes_default_to_bytes(places: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_runs_trained_on_bytes_default_to_bytes(
+    places: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """Oracle: the same command with an explicit tokenizer, for every kind of byte data."""
     prepared.write_lines(places / "a.jsonl", ["one two"])
     prepared.prepare_folder(prepared.request(places / "out", "a.jsonl"))
@@ -232,10 +342,14 @@ def test_adapters_are_added_to_converted_weights(source: str, places: Path) -> N
     model = adapted(build(BYTES))
     draw_adapters(model)
     assert main(["convert", "to-hf", source, "merged", "adapter=adapter"]) == 0
-    torch.testing.assert_close(load(places / "merged")(tokens_BT), model(tokens_BT), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(
+        load(places / "merged")(tokens_BT), model(tokens_BT), rtol=1e-5, atol=1e-5
+    )
 
 
-@pytest.mark.parametrize("line", ["generate SOURCE --prompt ab --tokens 8", "evaluate SOURCE --text text"])
+@pytest.mark.parametrize(
+    "line", ["generate SOURCE --prompt ab --tokens 8", "evaluate SOURCE --text text"]
+)
 @pytest.mark.usefixtures("adapter")
 def test_adapters_are_added_to_the_weights_of_a_command(
     line: str, places: Path, capsys: pytest.CaptureFixture[str]
@@ -246,17 +360,25 @@ def test_adapters_are_added_to_the_weights_of_a_command(
     capsys.readouterr()
     answers = []
     for source in ("folder", "folder --adapter adapter", "merged"):
-        words = f"{line.replace('SOURCE', source)} --device cpu --tokenizer bytes --context 16 --json"
+        words = (
+            f"{line.replace('SOURCE', source)} --device cpu --tokenizer bytes --context 16 --json"
+        )
         assert main(words.split()) == 0
         answers.append(json.loads(capsys.readouterr().out))
     assert answers[1] == answers[2] != answers[0]
 
 
 @pytest.mark.usefixtures("adapter")
-def test_adapters_of_another_model_are_refused(places: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_adapters_of_another_model_are_refused(
+    places: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """Oracle: status 2 and the message."""
     write(places / "wide", build(LlamaConfig(**vars(BYTES) | {"dim": 64, "head_dim": 8})))
-    assert main(["generate", "wide", "--adapter", "adapter", "--prompt", "a", "--tokenizer", "bytes"]) == 2
-    assert "lora_A.weight in the shape 4×32, and the adapter of a llama model as configured needs 4×64" in (
-        capsys.readouterr().err
+    assert (
+        main(["generate", "wide", "--adapter", "adapter", "--prompt", "a", "--tokenizer", "bytes"])
+        == 2
+    )
+    assert (
+        "lora_A.weight in the shape 4×32, and the adapter of a llama model as configured needs 4×64"
+        in (capsys.readouterr().err)
     )

@@ -17,6 +17,7 @@ from fsdptoys.config.compose import compose_config
 from fsdptoys.errors import ConfigError
 from fsdptoys.launch.worker import WorkerRequest, make_launch_folder
 from fsdptoys.metrics import check_run_dir
+from tests.harness.levels import extended
 
 ROOT = Path(__file__).parents[2]
 
@@ -26,15 +27,28 @@ NOT_UTF_8 = os.fsdecode(b"bad\xff")
 @pytest.mark.parametrize(
     ("text", "shown", "fault"),
     [
-        (NOT_UTF_8, r"bad\\udcff", "is not valid UTF-8, as a run's config.yaml is; use another name"),
-        ("${oc.env:ODD}", r"bad\\udcff", "is not valid UTF-8, as a run's config.yaml is; use another name"),
+        (
+            NOT_UTF_8,
+            r"bad\\udcff",
+            "is not valid UTF-8, as a run's config.yaml is; use another name",
+        ),
+        (
+            "${oc.env:ODD}",
+            r"bad\\udcff",
+            "is not valid UTF-8, as a run's config.yaml is; use another name",
+        ),
         ("a\0b", r"[^\n\0]*", "holds a NUL character, which no path may have; leave it out"),
     ],
     ids=["typed", "variable", "NUL"],
 )
 @pytest.mark.parametrize(
     "line",
-    ["metrics.run_dir=TEXT", "model.name=TEXT", "data=text data.files=[TEXT]", "launch.rdzv_endpoint=TEXT"],
+    [
+        "metrics.run_dir=TEXT",
+        "model.name=TEXT",
+        "data=text data.files=[TEXT]",
+        "launch.rdzv_endpoint=TEXT",
+    ],
 )
 def test_text_that_is_no_name_is_rejected(
     line: str, text: str, shown: str, fault: str, monkeypatch: pytest.MonkeyPatch
@@ -49,10 +63,25 @@ def test_text_that_is_no_name_is_rejected(
 @pytest.mark.parametrize(
     ("path", "sentence"),
     [
-        ("a" * 256, "has a name of 256 bytes, and the file system takes 255 at most; use a shorter one"),
-        ("new/" + "é" * 128, "has a name of 256 bytes, and the file system takes 255 at most; use a shorter one"),
-        ("/x" * 2500, "is a path of 5000 bytes, and a run directory may have 3895 at most; use a shorter one"),
-        ("loop/x", "cannot be used (Too many levels of symbolic links); set metrics.run_dir to another folder"),
+        (
+            "a" * 256,
+            "has a name of 256 bytes, and the file system takes 255 at most; use a shorter one",
+        ),
+        (
+            "new/" + "é" * 128,
+            "has a name of 256 bytes, and the file system takes 255 at most; use a shorter one",
+        ),
+        (
+            "/x" * 2500,
+            "is a path of 5000 bytes, and a run directory may have 3895 at most; use a shorter one",
+        ),
+        (
+            "loop/x",
+            (
+                "cannot be used (Too many levels of symbolic links); set metrics.run_dir to "
+                "another folder"
+            ),
+        ),
     ],
 )
 def test_run_directory_with_an_impossible_path_is_rejected(
@@ -97,26 +126,37 @@ def test_run_directory_below_an_inaccessible_folder_is_rejected(below: str, tmp_
         check_run_dir(config)
     closed.chmod(0o700)
     assert str(caught.value) == (
-        f"metrics.run_dir={closed / below} cannot be used (Permission denied); set metrics.run_dir to another folder"
+        f"metrics.run_dir={closed / below} cannot be used (Permission denied); set "
+        "metrics.run_dir to another folder"
     )
 
 
 @pytest.mark.launcher
-@pytest.mark.parametrize(
-    "words", [["train", "train.steps=1"], pytest.param(["report", "runs"], marks=pytest.mark.extended)]
-)
-def test_deleted_current_folder_is_reported_in_one_sentence(words: list[str], tmp_path: Path) -> None:
+@pytest.mark.parametrize("words", [["train", "train.steps=1"], extended(["report", "runs"])])
+def test_deleted_current_folder_is_reported_in_one_sentence(
+    words: list[str], tmp_path: Path
+) -> None:
     """Oracle: full stderr of the real command; help needs no folder."""
     env = os.environ | {"PYTHONPATH": str(ROOT)}
-    gone = ["sh", "-c", f'mkdir "{tmp_path}/gone" && cd "{tmp_path}/gone" && rmdir "{tmp_path}/gone" && exec "$0" "$@"']
-    done = subprocess.run([*gone, sys.executable, "-m", "fsdptoys", *words], env=env, capture_output=True, text=True)
+    folder = f'"{tmp_path}/gone"'
+    gone = ["sh", "-c", f'mkdir {folder} && cd {folder} && rmdir {folder} && exec "$0" "$@"']
+    done = subprocess.run(
+        [*gone, sys.executable, "-m", "fsdptoys", *words], env=env, capture_output=True, text=True
+    )
     assert (done.returncode, done.stdout, done.stderr) == (
         2,
         "",
-        "fsdptoys: the current folder cannot be used (No such file or directory), as after it was deleted; change to "
-        "another one\n",
+        (
+            "fsdptoys: the current folder cannot be used (No such file or directory), as after it "
+            "was deleted; change to another one\n"
+        ),
     )
-    assert subprocess.run([*gone, sys.executable, "-m", "fsdptoys", "train", "--help"], env=env).returncode == 0
+    assert (
+        subprocess.run(
+            [*gone, sys.executable, "-m", "fsdptoys", "train", "--help"], env=env
+        ).returncode
+        == 0
+    )
 
 
 def fail_with(error: Exception, monkeypatch: pytest.MonkeyPatch) -> int:
@@ -132,29 +172,52 @@ def fail_with(error: Exception, monkeypatch: pytest.MonkeyPatch) -> int:
 @pytest.mark.parametrize(
     ("error", "sentence"),
     [
-        (OSError(errno.EMFILE, "Too many open files", "a\x1bb"), "the system refuses for a\\x1bb: Too many open files; "
-         "raise the limit with ulimit -n"),
+        (
+            OSError(errno.EMFILE, "Too many open files", "a\x1bb"),
+            "the system refuses for a\\x1bb: Too many open files; raise the limit with ulimit -n",
+        ),
         (ConfigError("x=a\nb\x1b is wrong"), "x=a\\nb\\x1b is wrong"),
-        (OSError(errno.ENAMETOOLONG, "File name too long", 400 * "a"), f"the system refuses for {299 * 'a'}…: File "
-         "name too long; use a shorter path"),
-        (OSError(errno.ENOSPC, "No space left on device"), "the system refuses: No space left on device; make room on "
-         "that disk"),
-        (MemoryError("Unable to allocate 1.00 PiB"), "host memory ran out (Unable to allocate 1.00 PiB); end other "
-         "programs, or use a machine with more"),
-        (FileNotFoundError(errno.ENOENT, "No usable temporary directory found in ['/tmp']"),
-         "No usable temporary directory found in ['/tmp']; set TMPDIR to a folder that can be written"),
-        (ValueError("The value of TORCH_DISTRIBUTED_DEBUG must be OFF, INFO, or DETAIL."),
-         "TORCH_DISTRIBUTED_DEBUG=odd in the environment must be OFF, INFO or DETAIL; unset it"),
-        (ValueError("\nInvalid log settings: odd, must be a comma"), "TORCH_LOGS=odd in the environment names no log "
-         "of PyTorch; unset it"),
-        (RuntimeError("Could not determine home directory."), "the home folder is unknown, so ~ cannot be expanded; "
-         "set HOME, or write the path without ~"),
+        (
+            OSError(errno.ENAMETOOLONG, "File name too long", 400 * "a"),
+            f"the system refuses for {299 * 'a'}…: File name too long; use a shorter path",
+        ),
+        (
+            OSError(errno.ENOSPC, "No space left on device"),
+            "the system refuses: No space left on device; make room on that disk",
+        ),
+        (
+            MemoryError("Unable to allocate 1.00 PiB"),
+            "host memory ran out (Unable to allocate 1.00 PiB); end other programs, or use a "
+            "machine with more",
+        ),
+        (
+            FileNotFoundError(errno.ENOENT, "No usable temporary directory found in ['/tmp']"),
+            "No usable temporary directory found in ['/tmp']; set TMPDIR to a folder that can be "
+            "written",
+        ),
+        (
+            ValueError("The value of TORCH_DISTRIBUTED_DEBUG must be OFF, INFO, or DETAIL."),
+            "TORCH_DISTRIBUTED_DEBUG=odd in the environment must be OFF, INFO or DETAIL; unset it",
+        ),
+        (
+            ValueError("\nInvalid log settings: odd, must be a comma"),
+            "TORCH_LOGS=odd in the environment names no log of PyTorch; unset it",
+        ),
+        (
+            RuntimeError("Could not determine home directory."),
+            "the home folder is unknown, so ~ cannot be expanded; set HOME, or write the path "
+            "without ~",
+        ),
     ],
-)  # fmt: skip
+)
 def test_system_error_is_reported_in_one_sentence(
-    error: Exception, sentence: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    error: Exception,
+    sentence: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """Oracle: the message, wherever in a command the error comes from; status 1 for a state that may pass, else 2."""
+    """Oracle: the message, wherever in a command the error comes from; status 1 for a state that
+    may pass, else 2."""
     monkeypatch.setenv("TORCH_DISTRIBUTED_DEBUG", "odd")
     monkeypatch.setenv("TORCH_LOGS", "odd")
     passes = isinstance(error, (OSError, MemoryError)) and not isinstance(error, FileNotFoundError)
@@ -170,7 +233,9 @@ def test_system_error_is_reported_in_one_sentence(
         ValueError("Failed to load the backend extension: torch_npu. You can"),
     ],
 )
-def test_internal_errors_keep_their_traceback(error: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_internal_errors_keep_their_traceback(
+    error: Exception, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Oracle: the same object."""
     with pytest.raises(type(error)) as caught:
         fail_with(error, monkeypatch)
@@ -180,12 +245,15 @@ def test_internal_errors_keep_their_traceback(error: Exception, monkeypatch: pyt
 def test_unwritable_temporary_folder_is_reported_in_one_sentence(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Oracle: the messages, for no folder at all and for one on a full disk, of which nothing is left behind."""
+    """Oracle: the messages, for no folder at all and for one on a full disk, of which nothing is
+    left behind."""
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "none"))
     with pytest.raises(ConfigError) as caught:
         make_launch_folder(None)
     fix = "set TMPDIR to a folder that can be written, on a disk with room"
-    assert str(caught.value) == (f"the launcher cannot write its temporary folder (No such file or directory); {fix}")
+    assert str(caught.value) == (
+        f"the launcher cannot write its temporary folder (No such file or directory); {fix}"
+    )
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
 
     def full(path: Path, content: bytes) -> int:
@@ -194,7 +262,10 @@ def test_unwritable_temporary_folder_is_reported_in_one_sentence(
     monkeypatch.setattr(Path, "write_bytes", full)
     with pytest.raises(ConfigError) as caught:
         make_launch_folder(WorkerRequest(None, None, 1, 1))
-    assert str(caught.value) == f"the launcher cannot write its temporary folder (No space left on device); {fix}"
+    assert (
+        str(caught.value)
+        == f"the launcher cannot write its temporary folder (No space left on device); {fix}"
+    )
     assert list(tmp_path.iterdir()) == []
 
 
@@ -204,12 +275,15 @@ MESSAGE = "libhccl.so: cannot open shared object file: No such file or directory
 
 @pytest.fixture
 def broken_backend(tmp_path: Path) -> Path:
-    """A folder with a distribution like torch_npu's, whose entry point fails as it does without CANN."""
+    """A folder with a distribution like torch_npu's, whose entry point fails as it does without
+    CANN."""
     (tmp_path / "torch_npu.py").write_text(f"raise ImportError({MESSAGE!r})\n")
     described = tmp_path / "torch_npu-2.13.0.dist-info"
     described.mkdir()
     (described / "METADATA").write_text("Metadata-Version: 2.1\nName: torch_npu\nVersion: 2.13.0\n")
-    (described / "entry_points.txt").write_text("[torch.backends]\ntorch_npu = torch_npu:_autoload\n")
+    (described / "entry_points.txt").write_text(
+        "[torch.backends]\ntorch_npu = torch_npu:_autoload\n"
+    )
     return tmp_path
 
 
@@ -217,35 +291,42 @@ def broken_backend(tmp_path: Path) -> Path:
     ("line", "autoload", "status"),
     [
         ("models", "1", 2),
-        pytest.param("train launch.device=cpu --cfg job", "1", 2, marks=pytest.mark.extended),
-        pytest.param("plan model=llama_debug", "1", 2, marks=pytest.mark.extended),
-        pytest.param("train --help", "1", 0, marks=pytest.mark.extended),
-        pytest.param("train launch.device=cpu --cfg job", "0", 0, marks=pytest.mark.extended),
+        extended("train launch.device=cpu --cfg job", "1", 2),
+        extended("plan model=llama_debug", "1", 2),
+        extended("train --help", "1", 0),
+        extended("train launch.device=cpu --cfg job", "0", 0),
     ],
 )
 def test_backend_that_fails_to_load_is_reported_in_one_sentence_where_it_is_needed(
     line: str, autoload: str, status: int, broken_backend: Path
 ) -> None:
-    """Oracle: PyTorch's error with torch_npu's reason; help needs no PyTorch, and the suggested variable helps."""
+    """Oracle: PyTorch's error with torch_npu's reason; help needs no PyTorch, and the suggested
+    variable helps."""
     done = subprocess.run(
         [sys.executable, "-m", "fsdptoys", *line.split()],
         cwd=broken_backend,
-        env=os.environ | {"PYTHONPATH": f"{broken_backend}:{ROOT}", "TORCH_DEVICE_BACKEND_AUTOLOAD": autoload},
+        env=os.environ
+        | {"PYTHONPATH": f"{broken_backend}:{ROOT}", "TORCH_DEVICE_BACKEND_AUTOLOAD": autoload},
         capture_output=True,
         text=True,
     )
     assert (done.returncode, done.stdout == "") == (status, status == 2)
     assert status == 0 or done.stderr == (
-        f"fsdptoys: PyTorch cannot be imported, since the installed torch_npu cannot be loaded [{MESSAGE}]; to use "
-        "NPUs install the CANN that it is made for and source its set_env.sh, and to do without them set "
-        "TORCH_DEVICE_BACKEND_AUTOLOAD=0 in the environment\n"
+        "fsdptoys: PyTorch cannot be imported, since the installed torch_npu cannot be loaded "
+        f"[{MESSAGE}]; to use NPUs install the CANN that it is made for and source its "
+        "set_env.sh, and to do without them set TORCH_DEVICE_BACKEND_AUTOLOAD=0 in the "
+        "environment\n"
     )
 
 
 def test_torch_npu_with_a_cuda_build_of_pytorch_asks_for_the_cpu_build() -> None:
     """Oracle: the error of torch_npu 2.13.0's ``_check_device_conflict``."""
-    error = RuntimeError("Failed to load the backend extension: torch_npu. You can disable extension auto-loading")
-    error.__cause__ = RuntimeError("Two accelerators cannot be used at the same time in PyTorch: npu and cuda. You can")
+    error = RuntimeError(
+        "Failed to load the backend extension: torch_npu. You can disable extension auto-loading"
+    )
+    error.__cause__ = RuntimeError(
+        "Two accelerators cannot be used at the same time in PyTorch: npu and cuda. You can"
+    )
     sentence = explain_autoload(error)
     assert (
         sentence is not None

@@ -22,7 +22,17 @@ from tests.report.recorded_runs import run_of, write_run
 
 PRESETS = list_choices()["model"]
 LLAMA2_7B = ModelFacts(
-    "llama2_7b", "llama", 6738415616, 6738415616, 131072000, 0, 6607343616, 32, 4096, 4096, 42863689728.0
+    "llama2_7b",
+    "llama",
+    6738415616,
+    6738415616,
+    131072000,
+    0,
+    6607343616,
+    32,
+    4096,
+    4096,
+    42863689728.0,
 )
 LARGE = ModelFacts(
     "a_model_with_a_long_name",
@@ -40,7 +50,9 @@ LARGE = ModelFacts(
 
 
 def lines_at(width: int, facts: list[ModelFacts]) -> list[str]:
-    console = rich.console.Console(file=io.StringIO(), width=width, force_terminal=False, legacy_windows=False)
+    console = rich.console.Console(
+        file=io.StringIO(), width=width, force_terminal=False, legacy_windows=False
+    )
     print_table(facts, console)
     assert isinstance(console.file, io.StringIO)
     return [line.rstrip() for line in console.file.getvalue().splitlines()]
@@ -55,8 +67,8 @@ def test_presets_composed_together_equal_those_composed_alone() -> None:
 
 
 def test_numbers_of_llama2_7b_equal_the_published_ones_and_the_formula() -> None:
-    """Oracle: 6,738,415,616 parameters are published; 6 FLOPs a weight but the embedding's and the norms', and
-    12·heads·width of a head·T/2 in each of the 32 layers."""
+    """Oracle: 6,738,415,616 parameters are published; 6 FLOPs a weight but the embedding's and the
+    norms', and 12·heads·width of a head·T/2 in each of the 32 layers."""
     (config,) = compose_presets(["llama2_7b"])
     facts = measure(config)
     assert facts == LLAMA2_7B
@@ -65,7 +77,8 @@ def test_numbers_of_llama2_7b_equal_the_published_ones_and_the_formula() -> None
 
 
 def test_active_parameters_count_only_the_experts_of_a_token() -> None:
-    """Oracle: Scout's 24·2 layers of 16 experts with three matrices of 5120·8192, one of which is used."""
+    """Oracle: Scout's 24·2 layers of 16 experts with three matrices of 5120·8192, one of which is
+    used."""
     (config,) = compose_presets(["llama4_scout"])
     facts = measure(config)
     expert = 3 * 5120 * 8192
@@ -98,15 +111,27 @@ def test_counts_have_three_figures_and_a_unit(count: float, text: str) -> None:
 
 @pytest.mark.parametrize("width", [24, 40, 60, 80, 100, 120, 200])
 def test_table_omits_columns_rather_than_truncate_numbers(width: int) -> None:
-    """Oracle: the lines: none wider than the terminal, one a model, with complete cells; omitted columns are named."""
+    """Oracle: the lines: none wider than the terminal, one a model, with complete cells; omitted
+    columns are named."""
     lines = lines_at(width, [LLAMA2_7B, LARGE])
-    table, notes = lines[: lines.index("")], " ".join(lines[lines.index("") :])
+    table = lines[: lines.index("")]
+    notes = " ".join(lines[lines.index("") :])
     assert all(cell_len(line) <= width for line in lines)
     *_, heading, first, second = table
     headings = heading.split()
     assert first.split()[0] == "llama2_7b" and "\u2026" not in "".join(table)
     assert len(re.split(r" {2,}", second.strip())) == len(headings) - ("token" in headings)
-    every = ["family", "parameters", "active", "embedding", "experts", "layers", "width", "context", "token"]
+    every = [
+        "family",
+        "parameters",
+        "active",
+        "embedding",
+        "experts",
+        "layers",
+        "width",
+        "context",
+        "token",
+    ]
     missing = [name for name in every if name not in headings]
     assert ("Left out" in notes) == bool(missing)
     left_out = notes.partition("want of width: ")[2].partition(";")[0]
@@ -138,7 +163,9 @@ def test_json_is_exact(capsys: pytest.CaptureFixture[str]) -> None:
     assert ModelFacts(**some[1]) == LLAMA2_7B
 
 
-def test_requested_presets_have_one_row_each_with_explained_numbers(capsys: pytest.CaptureFixture[str]) -> None:
+def test_requested_presets_have_one_row_each_with_explained_numbers(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     """Oracle: the output."""
     assert main(["models", "gpt2", "qwen3_moe_debug"]) == 0
     shown = capsys.readouterr().out
@@ -153,18 +180,27 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     write_run(Path("a"), run_of(4))
     steps = run_of(4)
     slow = replace(steps[3], step_time_seconds=0.2)
-    write_run(Path("b"), [*steps[:2], replace(steps[2], loss=steps[2].loss + 1e-5), slow], {"optim.lr": 0.02})
+    write_run(
+        Path("b"),
+        [*steps[:2], replace(steps[2], loss=steps[2].loss + 1e-5), slow],
+        {"optim.lr": 0.02},
+    )
     return tmp_path
 
 
-def test_tables_are_printed_in_each_format(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_tables_are_printed_in_each_format(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """Oracle: the table itself; both runs are found by their folders and by the one above."""
     table = make_table(gather([Path("a"), Path("b")]))
     for form, wanted in {"--markdown": to_markdown, "--csv": to_csv, "--json": to_json}.items():
         assert main(["report", "a", "b", form]) == 0
         assert capsys.readouterr().out == wanted(table)
     assert main(["report", form := "--csv", "."]) == 0 and form
-    assert [row["run"] for row in csv.DictReader(io.StringIO(capsys.readouterr().out))] == ["a", "b"]
+    assert [row["run"] for row in csv.DictReader(io.StringIO(capsys.readouterr().out))] == [
+        "a",
+        "b",
+    ]
     assert main(["report", "a", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["rows"][0]["path"] == "a"
 
@@ -187,13 +223,17 @@ def test_table_fits_the_terminal_and_is_full_in_a_pipe(
     assert not brief or max(map(len, text.splitlines())) <= 25
 
 
-def test_compare_reports_differences_by_its_exit_status(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_compare_reports_differences_by_its_exit_status(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """Oracle: the one loss that differs by 1e-5 of 4.7, and by no more than a tolerance of 1e-5."""
     assert main(["compare", "a", "a"]) == 0
     assert capsys.readouterr().out.startswith("Same: 4 steps, equal in every bit.")
     assert main(["compare", "a", "b"]) == 1
     text = capsys.readouterr().out
-    assert text.startswith("They differ from step 3 on, first in the loss: 4.7 and 4.70001, 1e-05 apart")
+    assert text.startswith(
+        "They differ from step 3 on, first in the loss: 4.7 and 4.70001, 1e-05 apart"
+    )
     assert "optim.lr  0.01  0.02" in text
     assert main(["compare", "a", "b", "--tolerance", "1e-5"]) == 0
     assert main(["compare", "a", "b", "--tolerance=1e-6"]) == 1
@@ -211,18 +251,25 @@ def test_comparison_error_is_a_mistake_not_a_difference(
     assert main(["compare", "a", "b"]) == 2
     assert capsys.readouterr() == (
         "",
-        "fsdptoys: a and b cannot be compared (TypeError: '<' not supported); check the files of both\n",
+        (
+            "fsdptoys: a and b cannot be compared (TypeError: '<' not supported); check the "
+            "files of both\n"
+        ),
     )
 
 
 @pytest.mark.parametrize("encoding", ["ascii", "latin-1", "utf-8"])
-@pytest.mark.parametrize("typed", ["report é a b --table", "report é a b --markdown", "report é a b --csv",
-                                   "report é a b --json", "compare a é"])  # fmt: skip
+@pytest.mark.parametrize(
+    "typed",
+    [f"report é a b --{form}" for form in ("table", "markdown", "csv", "json")] + ["compare a é"],
+)
 def test_output_fits_the_encoding_of_its_stream(
     folder: Path, monkeypatch: pytest.MonkeyPatch, typed: str, encoding: str
 ) -> None:
     """Oracle: the encoding itself, which rejects unsupported characters; JSON is lossless."""
-    write_run(Path("é"), [replace(step, loss=step.loss * 1.1) for step in run_of(4)], {"data.files": "≠…"})
+    write_run(
+        Path("é"), [replace(step, loss=step.loss * 1.1) for step in run_of(4)], {"data.files": "≠…"}
+    )
     stream = io.TextIOWrapper(io.BytesIO(), encoding=encoding)
     monkeypatch.setattr("sys.stdout", stream)
     assert main(typed.split(" ")) in (0, 1)

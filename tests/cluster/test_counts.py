@@ -1,8 +1,9 @@
-"""A rank's work in a step does not depend on the world size: counted for 8 and for about 1000 ranks.
+"""A rank's work in a step does not depend on the world size: counted for 8 and for about 1000
+ranks.
 
-Ranks of large worlds are alone here, in a process group whose collectives do nothing (``scripts/counted.py``). Not
-covered so: DDP, whose reducer wants an answer; and FSDP1 over all ranks on a CPU, where PyTorch itself gathers with a
-list of tensors, one a rank.
+Ranks of large worlds are alone here, in a process group whose collectives do nothing
+(``scripts/counted.py``). Not covered so: DDP, whose reducer wants an answer; and FSDP1 over all
+ranks on a CPU, where PyTorch itself gathers with a list of tensors, one a rank.
 """
 
 import os
@@ -23,9 +24,19 @@ from scripts import bench_scaling
 from scripts.counted import configured, count_step
 from scripts.ranks import run_ranks
 
-SMALL = ["model=llama_debug", "train.batch_size=1", "train.seq_len=16", "optim.implementation=foreach"]
+SMALL = [
+    "model=llama_debug",
+    "train.batch_size=1",
+    "train.seq_len=16",
+    "optim.implementation=foreach",
+]
 HYBRID = ["mesh.fsdp_size=node", *SMALL]
-OFFLOAD = ["train.deterministic=true", "train.grad_accum=2", "memory.optimizer_offload=true", "memory.chunk_loss=true"]
+OFFLOAD = [
+    "train.deterministic=true",
+    "train.grad_accum=2",
+    "memory.optimizer_offload=true",
+    "memory.chunk_loss=true",
+]
 EXPERTS = ["mesh.fsdp_size=node", "model=qwen3_moe_debug", *SMALL[1:-1], "optim=muon", SMALL[-1]]
 
 STEPS = {
@@ -40,28 +51,40 @@ STEPS = {
 """Name → overrides, and two world sizes with equal shards per rank."""
 
 
-def numbers_of_a_step(words: Sequence[str], world_size: int) -> tuple[dict[str, int], dict[str, int], list[Any]]:
+def numbers_of_a_step(
+    words: Sequence[str], world_size: int
+) -> tuple[dict[str, int], dict[str, int], list[Any]]:
     counted, collectives, _ = count_step(words, world_size)
     listed = [(call.phase, call.collective, call.size_bytes) for call in collectives]
     return dict(counted.lines), dict(counted.calls), listed
 
 
-def differences(some: dict[str, int], others: dict[str, int]) -> dict[str, tuple[int | None, int | None]]:
-    return {key: (some.get(key), others.get(key)) for key in some | others if some.get(key) != others.get(key)}
+def differences(
+    some: dict[str, int], others: dict[str, int]
+) -> dict[str, tuple[int | None, int | None]]:
+    return {
+        key: (some.get(key), others.get(key))
+        for key in some | others
+        if some.get(key) != others.get(key)
+    }
 
 
 @pytest.mark.usefixtures("unmeasured")
 @pytest.mark.parametrize("name", STEPS)
 def test_work_of_a_step_does_not_depend_on_the_world_size(name: str) -> None:
-    """Oracle: the smaller world: lines of ours that ran, function by function, calls of any Python function, and the
-    collectives with their sizes."""
+    """Oracle: the smaller world: lines of ours that ran, function by function, calls of any Python
+    function, and the collectives with their sizes."""
     words, small, large = STEPS[name]
     ((few, calls, collectives),) = run_ranks(1, numbers_of_a_step, words, small)
     ((many, more_calls, more_collectives),) = run_ranks(1, numbers_of_a_step, words, large)
     assert differences(few, many) == differences(calls, more_calls) == {}
     assert sum(calls.values()) > 1000 and sum(few.values()) > 500
-    if "mesh.fsdp_size=node" not in words:  # parameters are padded to a multiple of the number of ranks
-        collectives, more_collectives = ([each[:2] for each in listed] for listed in (collectives, more_collectives))
+    if (
+        "mesh.fsdp_size=node" not in words
+    ):  # parameters are padded to a multiple of the number of ranks
+        collectives, more_collectives = (
+            [each[:2] for each in listed] for listed in (collectives, more_collectives)
+        )
     assert collectives == more_collectives
     assert len(collectives) > 2
 
@@ -69,7 +92,9 @@ def test_work_of_a_step_does_not_depend_on_the_world_size(name: str) -> None:
 def numbers_of_a_save(config: Config) -> tuple[list[str], list[str]]:
     """Collectives of a rank's second save, and the files that it opens, without its own number."""
     run = Run(Trainer(config))
-    save, opened, calls = run._save, [], []
+    save = run._save
+    opened = []
+    calls = []
     watching = False
 
     def hook(event: str, args: tuple[Any, ...]) -> None:
@@ -96,13 +121,21 @@ def numbers_of_a_save(config: Config) -> tuple[list[str], list[str]]:
 
 
 def test_work_of_a_save_does_not_depend_on_the_world_size(tmp_path: Path) -> None:
-    """Oracle: the other world size, separately for rank 0, which handles the common files, and for the other ranks."""
+    """Oracle: the other world size, separately for rank 0, which handles the common files, and for
+    the other ranks."""
     found = {}
     for ranks in (2, 4):
-        words = [*SMALL, "mesh.fsdp_size=2", "train.steps=3", "checkpoint.every=1", "metrics.console=none"]
+        words = [
+            *SMALL,
+            "mesh.fsdp_size=2",
+            "train.steps=3",
+            "checkpoint.every=1",
+            "metrics.console=none",
+        ]
         config = configured([*words, f"metrics.run_dir={tmp_path / str(ranks)}"], ranks, ranks)
         found[ranks] = run_ranks(ranks, numbers_of_a_save, config)
-    first, others = found[4][0], found[4][1:]
+    first = found[4][0]
+    others = found[4][1:]
     assert found[2][0] == first and len(first[0]) > 3 and len(first[1]) > 4
     assert all(Counter(other[0]) == Counter(found[2][1][0]) for other in others)
     assert all(set(other[1]) <= set(found[2][1][1]) for other in others)
@@ -114,15 +147,31 @@ def cells(line: str) -> list[str]:
 
 @pytest.mark.extended
 @pytest.mark.usefixtures("unmeasured", "warm")
-def test_script_lists_every_world_size_in_its_three_tables(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Oracle: the requested worlds, costs above nothing, counts that do not grow, and the planner's own table
-    of a rank's bytes; the file equals the output."""
-    words = ["--ranks", "2", "--steps", "7", "--counted", "16", "1024", "--planned", "8", "--model", "llama3_1b"]
+def test_script_lists_every_world_size_in_its_three_tables(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Oracle: the requested worlds, costs above nothing, counts that do not grow, and the planner's
+    own table of a rank's bytes; the file equals the output."""
+    words = [
+        "--ranks",
+        "2",
+        "--steps",
+        "7",
+        "--counted",
+        "16",
+        "1024",
+        "--planned",
+        "8",
+        "--model",
+        "llama3_1b",
+    ]
     assert bench_scaling.main([*words, "--write", str(tmp_path / "scaling.md")]) == 0
     text = capsys.readouterr().out
     assert (tmp_path / "scaling.md").read_text() == text
     assert " ".join(words) in text
-    rows = [cells(line) for line in text.splitlines() if line.startswith("| ") and line[2].isdigit()]
+    rows = [
+        cells(line) for line in text.splitlines() if line.startswith("| ") and line[2].isdigit()
+    ]
     assert [row[0] for row in rows] == ["2", "16", "1,024", "8"]
     assert all(float(part) > 0 for cell in rows[0][1:] for part in cell.split(" / "))
     assert rows[1][1:4] == rows[2][1:4] and float(rows[1][4]) < float(rows[2][4])
@@ -131,5 +180,8 @@ def test_script_lists_every_world_size_in_its_three_tables(tmp_path: Path, capsy
 
 def test_message_counts_follow_the_ring_algorithms() -> None:
     """Oracle: computed by hand: a gather of 8 takes 7 of each rank, an all-reduce of 4 twice 3."""
-    volumes = (Volume("all_gather", "shard", 8, 10, 1, 1.0), Volume("all_reduce", "replicate", 4, 2, 1, 1.0))
+    volumes = (
+        Volume("all_gather", "shard", 8, 10, 1, 1.0),
+        Volume("all_reduce", "replicate", 4, 2, 1, 1.0),
+    )
     assert bench_scaling.messages(volumes) == 10 * 7 + 2 * 2 * 3

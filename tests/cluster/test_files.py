@@ -1,7 +1,8 @@
 """The files of scripts/cluster, read as a scheduler reads them, and the batch script.
 
-SLURM and Kubernetes are not needed. The batch script runs with stand-ins of SLURM's commands on PATH; the manifest is
-read by the models that Kubeflow generates from the definitions of its resources.
+SLURM and Kubernetes are not needed. The batch script runs with stand-ins of SLURM's commands on
+PATH; the manifest is read by the models that Kubeflow generates from the definitions of its
+resources.
 """
 
 import os
@@ -36,13 +37,15 @@ COMMANDS = {
     "scancel": 'echo "scancel $*" >> log; kill -USR1 "$(cat step)"',
     "srun": 'echo "srun $SRUN_CPUS_PER_TASK" >> log; echo $$ > step; shift; exec "$@"',
     # A run that is requested to stop, or ends.
-    "python": 'printf "%s\\n" "$@" > words; trap "exit ${ASKED:-0}" USR1; [ -n "$ENDS" ] && exit "$ENDS"\n'
+    "python": 'printf "%s\\n" "$@" > words; trap "exit ${ASKED:-0}" USR1\n'
+    '[ -n "$ENDS" ] && exit "$ENDS"\n'
     "echo > runs; while :; do sleep 0.02; done",
 }
 
 
 def test_sbatch_options_are_documented() -> None:
-    """Oracle: the manual's options; the shell, which reads the rest. Behind the first command none is read."""
+    """Oracle: the manual's options; the shell, which reads the rest. Behind the first command none
+    is read."""
     assert subprocess.run(["bash", "-n", SBATCH]).returncode == 0
     head, _, body = SBATCH.read_text().partition("\npython=")
     lines = re.findall(r"^#SBATCH (.*)$", head, re.M)
@@ -62,14 +65,23 @@ class Job:
             path.parent.mkdir(exist_ok=True)
             path.write_text(f"#!/bin/bash\n{text}\n")
             path.chmod(0o755)
-        slurm = {"JOB_ID": "123456", "JOB_NAME": "fsdptoys", "JOB_NODELIST": "node[7-8]", "NNODES": "2"}
+        slurm = {
+            "JOB_ID": "123456",
+            "JOB_NAME": "fsdptoys",
+            "JOB_NODELIST": "node[7-8]",
+            "NNODES": "2",
+        }
         slurm |= {"GPUS_ON_NODE": "4", "CPUS_PER_TASK": "16"}
         present = {
             "PATH": f"{folder}/bin:{os.environ['PATH']}",
             **{f"SLURM_{key}": each for key, each in slurm.items()},
         }
         self.process = subprocess.Popen(
-            ["bash", SBATCH, *words], cwd=folder, env=present | environment, stdout=subprocess.PIPE, text=True
+            ["bash", SBATCH, *words],
+            cwd=folder,
+            env=present | environment,
+            stdout=subprocess.PIPE,
+            text=True,
         )
 
     def signal(self) -> None:
@@ -84,15 +96,30 @@ class Job:
 
 
 @pytest.mark.parametrize("status", [0, 1])
-def test_every_node_starts_the_run_with_the_first_node_as_rendezvous(status: int, tmp_path: Path) -> None:
-    """Oracle: the expected arguments, which the launcher accepts; the port changes after a requeue. A run that ends by
-    itself is not requeued, even if it failed."""
-    job = Job(tmp_path, "model=llama_debug", "train.steps=3", ENDS=str(status), SLURM_RESTART_COUNT="2")
+def test_every_node_starts_the_run_with_the_first_node_as_rendezvous(
+    status: int, tmp_path: Path
+) -> None:
+    """Oracle: the expected arguments, which the launcher accepts; the port changes after a requeue.
+    A run that ends by itself is not requeued, even if it failed."""
+    job = Job(
+        tmp_path, "model=llama_debug", "train.steps=3", ENDS=str(status), SLURM_RESTART_COUNT="2"
+    )
     assert job.end() == (status, ["scontrol show hostnames node[7-8]", "srun 16"])
     words = (tmp_path / "words").read_text().split()
     assert words == [
-        *("-m", "fsdptoys", "train", "launch.nnodes=2", "launch.nproc_per_node=4", "launch.rdzv_endpoint=node7:25298"),
-        *("metrics.run_dir=runs/fsdptoys-123456", "checkpoint.resume=auto", "metrics.console=plain"),
+        *(
+            "-m",
+            "fsdptoys",
+            "train",
+            "launch.nnodes=2",
+            "launch.nproc_per_node=4",
+            "launch.rdzv_endpoint=node7:25298",
+        ),
+        *(
+            "metrics.run_dir=runs/fsdptoys-123456",
+            "checkpoint.resume=auto",
+            "metrics.console=plain",
+        ),
         *("model=llama_debug", "train.steps=3"),
     ]
     assert resolve_run([*words[3:], "launch.device=cpu"], {}).world_size == 8
@@ -100,11 +127,18 @@ def test_every_node_starts_the_run_with_the_first_node_as_rendezvous(status: int
 
 @pytest.mark.parametrize(
     "asked, requeued",
-    [(0, True), *((128 + number, True) for number in (signal.SIGUSR1, signal.SIGTERM, signal.SIGKILL)), (1, False)],
+    [
+        (0, True),
+        *((128 + number, True) for number in (signal.SIGUSR1, signal.SIGTERM, signal.SIGKILL)),
+        (1, False),
+    ],
 )
-def test_run_at_its_time_limit_saves_and_is_requeued(asked: int, requeued: bool, tmp_path: Path) -> None:
-    """Oracle: the calls, in order: the step is asked to stop, and the job requeued when it has ended well, or before
-    its first step, where one node's end may be another's SIGTERM or SIGKILL."""
+def test_run_at_its_time_limit_saves_and_is_requeued(
+    asked: int, requeued: bool, tmp_path: Path
+) -> None:
+    """Oracle: the calls, in order: the step is asked to stop, and the job requeued when it has
+    ended well, or before its first step, where one node's end may be another's SIGTERM or
+    SIGKILL."""
     job = Job(tmp_path, ASKED=str(asked))
     job.signal()
     status, log = job.end()
@@ -117,23 +151,38 @@ def test_ranks_that_share_cores_are_reported(cores: str, message: bool, tmp_path
     """Oracle: the expected message, where SLURM gives a node fewer cores than it has ranks."""
     job = Job(tmp_path, ENDS="0", SLURM_CPUS_ON_NODE=cores)
     assert job.end()[0] == 0
-    assert ("4 ranks share 1 core(s) on each node; sbatch --cpus-per-task=N gives more" in job.output) == message
+    assert (
+        "4 ranks share 1 core(s) on each node; sbatch --cpus-per-task=N gives more" in job.output
+    ) == message
 
 
 def test_manifest_is_valid_for_kubeflow_trainer() -> None:
-    """Oracle: models generated from the resources' definitions, which drop unknown keys; overrides that train."""
+    """Oracle: models generated from the resources' definitions, which drop unknown keys; overrides
+    that train."""
     models = pytest.importorskip("kubeflow_trainer_api.models")
     runtime, job = yaml.safe_load_all((FILES / "trainjob.yaml").read_text())
-    for manifest, kind in ((runtime, models.TrainerV1alpha1TrainingRuntime), (job, models.TrainerV1alpha1TrainJob)):
-        assert manifest["apiVersion"] == "trainer.kubeflow.org/v1alpha1" and kind.__name__.endswith(manifest["kind"])
+    for manifest, kind in (
+        (runtime, models.TrainerV1alpha1TrainingRuntime),
+        (job, models.TrainerV1alpha1TrainJob),
+    ):
+        assert manifest["apiVersion"] == "trainer.kubeflow.org/v1alpha1" and kind.__name__.endswith(
+            manifest["kind"]
+        )
         assert kind.from_dict(manifest).to_dict() == manifest
-    reference, trainer = job["spec"]["runtimeRef"], job["spec"]["trainer"]
+    reference = job["spec"]["runtimeRef"]
+    trainer = job["spec"]["trainer"]
     assert (reference["kind"], reference["name"]) == (runtime["kind"], runtime["metadata"]["name"])
     (node,) = runtime["spec"]["template"]["spec"]["replicatedJobs"]
     pod = node["template"]["spec"]["template"]["spec"]
     (container,) = pod["containers"]
-    assert {each["name"] for each in container["volumeMounts"]} == {each["name"] for each in pod["volumes"]}
-    assert container["command"] == ["torchrun"] and trainer["args"][:3] == ["-m", "fsdptoys", "train"]
+    assert {each["name"] for each in container["volumeMounts"]} == {
+        each["name"] for each in pod["volumes"]
+    }
+    assert container["command"] == ["torchrun"] and trainer["args"][:3] == [
+        "-m",
+        "fsdptoys",
+        "train",
+    ]
     ranks = 8 * trainer["numNodes"]
     torchrun = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": f"{ranks}", "LOCAL_WORLD_SIZE": "8"}
     config = resolve_run([*trainer["args"][3:], "launch.device=cpu"], torchrun).composition.config
@@ -153,5 +202,7 @@ def test_documented_torchx_command_builds_a_job() -> None:
     component = words[words.index("dist.ddp") + 1 :]
     with get_runner() as runner:
         request = str(runner.dryrun_component("dist.ddp", component, "slurm", {"partition": "gpu"}))
-    assert "torchrun" in request and "-m fsdptoys train model=llama3_8b mesh.fsdp_size=node" in request
+    assert (
+        "torchrun" in request and "-m fsdptoys train model=llama3_8b mesh.fsdp_size=node" in request
+    )
     assert "--nnodes 2 --nproc_per_node 8" in request

@@ -1,9 +1,11 @@
-"""Training over two machines made of Linux namespaces: each has its own name, address and network card, on one switch.
+"""Training over two machines made of Linux namespaces: each has its own name, address and network
+card, on one switch.
 
-A host is a network namespace whose card ends in a bridge in another namespace, so that the network of
-the machine that this runs on is not touched. Processes enter a host after the fork, with its name (UTS namespace) and
-its /etc/hosts (mount namespace). Hosts share memory, cores, process numbers and disks, which is a shared file
-system of the best kind; different clocks and late packets are not simulated.
+A host is a network namespace whose card ends in a bridge in another namespace, so that the network
+of the machine that this runs on is not touched. Processes enter a host after the fork, with its
+name (UTS namespace) and its /etc/hosts (mount namespace). Hosts share memory, cores, process
+numbers and disks, which is a shared file system of the best kind; different clocks and late packets
+are not simulated.
 
 Needs root; where the system allows no new networks, all of this is skipped with the reason.
 """
@@ -33,8 +35,12 @@ from scripts.ranks import run_ranks
 from tests.harness.processes import load_factor
 from tests.launch.training import Training, training, wait_while_running
 
-CLONE_NEWNS, CLONE_NEWUTS, CLONE_NEWNET = 0x00020000, 0x04000000, 0x40000000
-MS_BIND, MS_REC, MS_PRIVATE = 0x1000, 0x4000, 0x40000
+CLONE_NEWNS = 0x00020000
+CLONE_NEWUTS = 0x04000000
+CLONE_NEWNET = 0x40000000
+MS_BIND = 0x1000
+MS_REC = 0x4000
+MS_PRIVATE = 0x40000
 
 CARD = "card0"
 """Each host's network interface."""
@@ -100,7 +106,9 @@ def connected_hosts(count: int, folder: Path) -> Iterator[list[Host]]:
     switch = f"fsdptoys-{os.getpid()}-switch"
     addresses = {f"node{index}": f"10.77.0.{index + 1}" for index in range(count)}
     names = folder / "hosts"
-    names.write_text("127.0.0.1 localhost\n" + "".join(f"{each} {name}\n" for name, each in addresses.items()))
+    names.write_text(
+        "127.0.0.1 localhost\n" + "".join(f"{each} {name}\n" for name, each in addresses.items())
+    )
     hosts = [
         Host(name, address, f"fsdptoys-{os.getpid()}-{name}", switch, f"port{index}", names)
         for index, (name, address) in enumerate(addresses.items())
@@ -111,7 +119,20 @@ def connected_hosts(count: int, folder: Path) -> Iterator[list[Host]]:
         _ip("-n", switch, "link", "add", "bridge", "type", "bridge")
         _ip("-n", switch, "link", "set", "bridge", "up")
         for host in hosts:
-            _ip("-n", host.network, "link", "add", CARD, "type", "veth", "peer", "name", host.port, "netns", switch)
+            _ip(
+                "-n",
+                host.network,
+                "link",
+                "add",
+                CARD,
+                "type",
+                "veth",
+                "peer",
+                "name",
+                host.port,
+                "netns",
+                switch,
+            )
             _ip("-n", switch, "link", "set", host.port, "master", "bridge", "up")
             _ip("-n", host.network, "address", "add", f"{host.address}/24", "dev", CARD)
             _ip("-n", host.network, "link", "set", CARD, "up")
@@ -150,7 +171,13 @@ GATE = 13
 PORT = 29400
 
 WORDS = [
-    *("experiment=null", "model=llama_debug", "train.batch_size=1", "train.seq_len=32", f"train.steps={STEPS}"),
+    *(
+        "experiment=null",
+        "model=llama_debug",
+        "train.batch_size=1",
+        "train.seq_len=32",
+        f"train.steps={STEPS}",
+    ),
     *("parallel=fsdp2", "mesh.fsdp_size=node", "train.deterministic=true", "launch.device=cpu"),
     *(f"checkpoint.every={EVERY}", "checkpoint.final_weights=true", "metrics.console=none"),
 ]
@@ -207,39 +234,57 @@ def on_hosts(
     with contextlib.ExitStack() as stack:
         options = {"env": os.environ | environment}
         yield [
-            stack.enter_context(training(words, folder / host.name, preexec_fn=host.enter, **options)) for host in hosts
+            stack.enter_context(
+                training(words, folder / host.name, preexec_fn=host.enter, **options)
+            )
+            for host in hosts
         ]
 
 
 def wait_for_gate(runs: Sequence[Training], folder: Path) -> None:
     """Wait until all ranks wait at the gate."""
-    wait_while_running(runs, lambda: len(list(folder.glob("waits*"))) == 2 * RANKS, "all ranks at the gate")
+    wait_while_running(
+        runs, lambda: len(list(folder.glob("waits*"))) == 2 * RANKS, "all ranks at the gate"
+    )
 
 
 def launcher(port: int, timeout_seconds: float, *words: str) -> list[str]:
     """Return the command of a host's launcher."""
     return [
         *("fsdptoys", "train", f"launch.nproc_per_node={RANKS}", "launch.nnodes=2"),
-        *(f"launch.rdzv_endpoint=node0:{port}", f"launch.timeout_seconds={timeout_seconds}", *words),
+        *(
+            f"launch.rdzv_endpoint=node0:{port}",
+            f"launch.timeout_seconds={timeout_seconds}",
+            *words,
+        ),
     ]
 
 
 @pytest.fixture
 def timeout_seconds() -> float:
-    """Timeout of collectives: the ranks of a loaded machine must not lose each other by themselves."""
+    """Timeout of collectives: the ranks of a loaded machine must not lose each other by
+    themselves."""
     return float(round(15 + 15 * load_factor()))
 
 
 def test_two_hosts_under_torchrun_match_one_host_bitwise(
     hosts: list[Host], whole: Path, open_gate: Callable[[], None], tmp_path: Path
 ) -> None:
-    """Oracle: the same ranks on one host; steps and final weights bitwise. Each host's ranks share a copy of the
-    parameters, and have the host's name."""
-    command = ["torch.distributed.run", "--nnodes=2", f"--nproc-per-node={RANKS}", "--rdzv-backend=c10d"]
+    """Oracle: the same ranks on one host; steps and final weights bitwise. Each host's ranks share
+    a copy of the parameters, and have the host's name."""
+    command = [
+        "torch.distributed.run",
+        "--nnodes=2",
+        f"--nproc-per-node={RANKS}",
+        "--rdzv-backend=c10d",
+    ]
     command += [f"--rdzv-endpoint={hosts[0].address}:{PORT}", "-m", "fsdptoys", "train"]
     with on_hosts(hosts, command, tmp_path, GLOO_SOCKET_IFNAME=CARD) as runs:
         wait_for_gate(runs, tmp_path)
-        seen = {(sign.rank, sign.host) for sign in read_heartbeats(tmp_path / "run" / "heartbeats").values()}
+        seen = {
+            (sign.rank, sign.host)
+            for sign in read_heartbeats(tmp_path / "run" / "heartbeats").values()
+        }
         open_gate()
         results = [run.result() for run in runs]
     assert [status for status, _ in results] == [0, 0], results
@@ -249,18 +294,31 @@ def test_two_hosts_under_torchrun_match_one_host_bitwise(
 
 
 def test_run_survives_a_temporary_network_loss_of_a_host(
-    hosts: list[Host], whole: Path, open_gate: Callable[[], None], timeout_seconds: float, tmp_path: Path
+    hosts: list[Host],
+    whole: Path,
+    open_gate: Callable[[], None],
+    timeout_seconds: float,
+    tmp_path: Path,
 ) -> None:
-    """Oracle: the undisturbed run, bitwise. The second host's packets vanish before a step, until the ranks of both
-    have given up a collective of that step after launch.timeout_seconds, and then come again."""
-    with on_hosts(hosts, launcher(PORT + 1, timeout_seconds, "launch.max_restarts=2"), tmp_path) as runs:
+    """Oracle: the undisturbed run, bitwise. The second host's packets vanish before a step, until
+    the ranks of both have given up a collective of that step after launch.timeout_seconds, and then
+    come again."""
+    with on_hosts(
+        hosts, launcher(PORT + 1, timeout_seconds, "launch.max_restarts=2"), tmp_path
+    ) as runs:
         wait_for_gate(runs, tmp_path)
         with hosts[1].cut_off():
             open_gate()
-            wait_while_running(runs, lambda: all("restarting (1 of 2)" in run.output for run in runs), "two restarts")
+            wait_while_running(
+                runs,
+                lambda: all("restarting (1 of 2)" in run.output for run in runs),
+                "two restarts",
+            )
         results = [run.result() for run in runs]
     assert [status for status, _ in results] == [0, 0], results
-    assert any(f"timed out (launch.timeout_seconds={timeout_seconds:g})" in output for _, output in results)
+    assert any(
+        f"timed out (launch.timeout_seconds={timeout_seconds:g})" in output for _, output in results
+    )
     assert [line["step"] for line in read_resumes(tmp_path / "run")] == [EVERY]
     assert count_wrong(whole, tmp_path / "run", STEPS) == 0
 
@@ -268,13 +326,19 @@ def test_run_survives_a_temporary_network_loss_of_a_host(
 def test_permanent_network_loss_ends_the_run_with_the_reason(
     hosts: list[Host], open_gate: Callable[[], None], timeout_seconds: float, tmp_path: Path
 ) -> None:
-    """Oracle: without restarts both end with status 1 and the reason, also the one that cannot reach the other."""
+    """Oracle: without restarts both end with status 1 and the reason, also the one that cannot
+    reach the other."""
     with on_hosts(hosts, launcher(PORT + 2, timeout_seconds), tmp_path) as runs:
         wait_for_gate(runs, tmp_path)
         with hosts[1].cut_off():
             open_gate()
             results = [run.result() for run in runs]
     assert [status for status, _ in results] == [1, 1], results
-    assert any(f"timed out (launch.timeout_seconds={timeout_seconds:g})" in output for _, output in results)
+    assert any(
+        f"timed out (launch.timeout_seconds={timeout_seconds:g})" in output for _, output in results
+    )
     for _, output in results:
-        assert re.search(r"^fsdptoys: rank \d failed:", output, re.M) or "another machine ended" in output
+        assert (
+            re.search(r"^fsdptoys: rank \d failed:", output, re.M)
+            or "another machine ended" in output
+        )

@@ -27,7 +27,6 @@ from fsdptoys.device import (
     peak_flops,
     resident_set_bytes,
 )
-from fsdptoys.device.allocations import _live_storages
 from fsdptoys.errors import ConfigError
 from fsdptoys.train.distributed import device_of
 from fsdptoys.train.random_states import random_states, restore_random_states
@@ -63,14 +62,21 @@ def test_peak_flops_are_found_by_name(name: str, expected: float | None) -> None
     assert peak_flops(name) == expected
 
 
-def test_cpu_device_has_no_known_peak() -> None:
-    """Oracle: the operating system's own numbers."""
+def test_cpu_device_is_the_system() -> None:
+    """Oracle: the operating system's own numbers; PyTorch's own generator is the CPU's."""
     device = Device("cpu")
-    assert (device.backend, device.torch_device, device.is_accelerator) == ("gloo", torch.device("cpu"), False)
-    assert device.name and device.peak_flops is None
+    assert (device.backend, device.torch_device, device.is_accelerator) == (
+        "gloo",
+        torch.device("cpu"),
+        False,
+    )
+    assert (device.bound_device, device.barrier_devices, device.pins_memory) == (None, None, False)
+    assert device.name and device.peak_flops is None and device.supports_bfloat16()
     device.synchronize()
     device.reset_peak_memory()
     assert device.total_memory_bytes == os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    assert device.rng_state() is None
+    device.restore_rng_state(torch.zeros(16, dtype=torch.uint8))
 
 
 def test_resident_set_grows_by_the_touched_memory() -> None:
@@ -87,7 +93,9 @@ WITHOUT = pytest.mark.skipif(available_device_type() != "cpu", reason="has an ac
 def test_missing_device_is_a_config_error() -> None:
     """Oracle: the expected message."""
     assert device_count("cuda") == 0 and device_count("cpu") == 1
-    with pytest.raises(ConfigError, match=r"^launch.device=cuda finds no such device.*; set launch.device=cpu$"):
+    with pytest.raises(
+        ConfigError, match=r"^launch.device=cuda finds no such device.*; set launch.device=cpu$"
+    ):
         Device("cuda", 0)
 
 
@@ -96,15 +104,22 @@ def test_missing_device_is_a_config_error() -> None:
 def test_missing_torch_npu_names_the_package_to_install() -> None:
     """Oracle: torch_npu's wheels, each of which requires the PyTorch of its own version."""
     release = torch.__version__.partition("+")[0]
-    sentence = rf"^launch.device=npu needs torch_npu, which is not installed; pip install 'torch_npu=={release}\.\*'"
+    needs = "^launch.device=npu needs torch_npu, which is not installed; pip install "
+    sentence = rf"{needs}'torch_npu=={release}\.\*'"
     with pytest.raises(ConfigError, match=sentence):
         Device("npu")
 
 
-BROKEN_PACKAGE = "raise ImportError('libhccl.so: cannot open shared object file: No such file or directory')"
-NOT_IMPORTED = r"installed but cannot be imported \[libhccl.so: cannot open.*\]; install CANN and source its set_env.sh"
+BROKEN_PACKAGE = (
+    "raise ImportError('libhccl.so: cannot open shared object file: No such file or directory')"
+)
+NOT_IMPORTED = (
+    r"installed but cannot be imported \[libhccl.so: cannot open.*\]; "
+    "install CANN and source its set_env.sh"
+)
 NO_DEVICE = (
-    r"finds no device, although torch_npu is loaded: does npu-smi info list one, was CANN's set_env.sh sourced, does "
+    "finds no device, although torch_npu is loaded: does npu-smi info list one, was CANN's "
+    "set_env.sh sourced, does "
     r"ASCEND_RT_VISIBLE_DEVICES=5 name an existing device\? Or set launch.device=cpu$"
 )
 
@@ -112,12 +127,16 @@ NO_DEVICE = (
 @WITHOUT
 @pytest.mark.parametrize(
     "source, sentence",
-    [(BROKEN_PACKAGE, NOT_IMPORTED), ("import torch, types; torch.npu = types.SimpleNamespace()", NO_DEVICE)],
+    [
+        (BROKEN_PACKAGE, NOT_IMPORTED),
+        ("import torch, types; torch.npu = types.SimpleNamespace()", NO_DEVICE),
+    ],
 )
 def test_failed_torch_npu_import_or_missing_npus_are_reported(
     source: str, sentence: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Oracle: the expected message, for a package of that name that fails to import or finds no device."""
+    """Oracle: the expected message, for a package of that name that fails to import or finds no
+    device."""
     (tmp_path / "torch_npu.py").write_text(source)
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.setenv("ASCEND_RT_VISIBLE_DEVICES", "5")
@@ -147,7 +166,9 @@ def fake_npus(monkeypatch: pytest.MonkeyPatch) -> types.SimpleNamespace:
     monkeypatch.setattr(torch, "npu", module, raising=False)
     monkeypatch.setattr(torch, "accelerator", accelerator)
     monkeypatch.setattr(torch, "get_device_module", lambda device: module)
-    monkeypatch.setattr(torch, "device", lambda kind, index=None: types.SimpleNamespace(type=kind, index=index))
+    monkeypatch.setattr(
+        torch, "device", lambda kind, index=None: types.SimpleNamespace(type=kind, index=index)
+    )
     return module
 
 
@@ -156,23 +177,21 @@ def test_npu_uses_hccl_without_a_bound_device(fake_npus: types.SimpleNamespace) 
     device = Device("npu", 1)
     assert (device.backend, device.bound_device, device.barrier_devices) == ("hccl", None, [1])
     assert device.is_accelerator and device.pins_memory and not float64_collectives("npu")
-    with pytest.raises(ConfigError, match=r"local rank 2 needs its own npu device, this machine has 2; set launch"):
+    with pytest.raises(
+        ConfigError, match=r"local rank 2 needs its own npu device, this machine has 2; set launch"
+    ):
         Device("npu", 2)
-
-
-def test_cpu_uses_gloo_and_has_no_device_generator() -> None:
-    """Oracle: PyTorch's own generator is the CPU's."""
-    device = Device("cpu")
-    assert (device.backend, device.bound_device, device.barrier_devices) == ("gloo", None, None)
-    assert not device.pins_memory
-    assert device.rng_state() is None and device.supports_bfloat16()
-    device.restore_rng_state(torch.zeros(16, dtype=torch.uint8))
 
 
 def test_bfloat16_is_refused_on_devices_without_support(fake_npus: types.SimpleNamespace) -> None:
     """Oracle: the device's own answer."""
-    config = compose_config(["launch.device=npu", "parallel=fsdp2", "parallel.param_dtype=bfloat16"])
-    with pytest.raises(ConfigError, match=r"=bfloat16 cannot run on Ascend910A number 0, which has no bfloat16; set"):
+    config = compose_config(
+        ["launch.device=npu", "parallel=fsdp2", "parallel.param_dtype=bfloat16"]
+    )
+    with pytest.raises(
+        ConfigError,
+        match=r"=bfloat16 cannot run on Ascend910A number 0, which has no bfloat16; set",
+    ):
         device_of(config)
     fake_npus.bf16 = True
     assert device_of(config).type == "npu"
@@ -192,7 +211,8 @@ def kib(count: int) -> Tensor:
 
 
 def test_peak_and_split_are_those_counted_by_hand() -> None:
-    """Oracle: 8 + 4 before; +16, −16, +5 (a gradient), −4 (from before), +7, −7: the highest sum is 8 + 4 + 16."""
+    """Oracle: 8 + 4 before; +16, −16, +5 (a gradient), −4 (from before), +7, −7: the highest sum is
+    8 + 4 + 16."""
     parameters = [kib(8)]
     old = [kib(4)]
     count = AllocationCount({"parameters": parameters})
@@ -209,7 +229,8 @@ def test_peak_and_split_are_those_counted_by_hand() -> None:
 
 
 def test_ends_of_earlier_blocks_lower_later_peaks() -> None:
-    """Oracle: by hand: a block of 32 from before ends first, so that 20 more stay below the start."""
+    """Oracle: by hand: a block of 32 from before ends first, so that 20 more stay below the
+    start."""
     blocks = [kib(32)]
     count = AllocationCount({})
     blocks.clear()
@@ -222,15 +243,19 @@ def test_ends_of_earlier_blocks_lower_later_peaks() -> None:
 def test_host_copies_are_counted_apart() -> None:
     """Oracle: by hand: 24 and 40 in the host's place, of which 40 by their purpose."""
     offloaded = in_host_place(kib(24))
-    states, parameters = kib(40), kib(8)
-    count = AllocationCount({"states": [states], "parameters": [parameters]}, host_purposes=["states"])
+    states = kib(40)
+    parameters = kib(8)
+    count = AllocationCount(
+        {"states": [states], "parameters": [parameters]}, host_purposes=["states"]
+    )
     counted = count.finish({})
     assert counted.host_bytes == offloaded.nbytes + states.nbytes
     assert counted.at_peak["parameters"] == parameters.nbytes and "states" not in counted.at_peak
 
 
 def test_backward_and_views_are_counted_once(capfd: pytest.CaptureFixture[str]) -> None:
-    """Oracle: gradients of two matrices by hand, both views of one buffer; no warning is printed."""
+    """Oracle: gradients of two matrices by hand, both views of one buffer; no warning is
+    printed."""
     buffer = torch.zeros(2, 64, 64)
     weights = [torch.randn(64, 64, requires_grad=True) for _ in range(2)]
     for weight, view in zip(weights, buffer, strict=True):
@@ -242,7 +267,8 @@ def test_backward_and_views_are_counted_once(capfd: pytest.CaptureFixture[str]) 
     assert counted.at_peak["gradients"] == buffer.nbytes
     assert counted.at_peak["parameters"] == 2 * 64 * 64 * 4
     assert counted.end_bytes == counted.before_bytes
-    # The forward keeps the product and its relu; the backward has the scalar's gradient spread over 64 × 64.
+    # The forward keeps the product and its relu; the backward has the scalar's gradient spread over
+    # 64 × 64.
     assert counted.peak_bytes - counted.before_bytes >= 3 * 64 * 64 * 4
     # Kineto reads its level once: if another test has used it before, its own lines remain.
     assert all(line.startswith("USDT:") for line in capfd.readouterr().err.splitlines())
@@ -263,13 +289,13 @@ def test_buffers_of_collectives_are_seen() -> None:
         assert counted.peak_bytes - counted.before_bytes >= max(whole, 3 * 4000)
 
 
-def test_found_storages_are_those_that_pytorch_allocated() -> None:
-    """Oracle: tensors on NumPy's memory, without memory, and a second view."""
-    mine = kib(3)
-    foreign, empty = torch.from_numpy(np.zeros(9)), torch.empty(0)
-    found = _live_storages()
-    assert found[mine.data_ptr()].nbytes() == 3 * KIB
-    assert foreign.data_ptr() not in found and empty.data_ptr() not in found
+def test_only_memory_that_pytorch_allocated_is_counted() -> None:
+    """Oracle: 3 KiB of PyTorch's, beside a tensor on NumPy's memory, one without memory, and a
+    second view."""
+    before = AllocationCount({}).finish({}).before_bytes
+    tensors = [kib(3), torch.from_numpy(np.zeros(9)), torch.empty(0)]
+    tensors.append(tensors[0].view(3, KIB))
+    assert AllocationCount({}).finish({}).before_bytes - before == 3 * KIB
 
 
 def test_a_cpu_has_memory_once_counted() -> None:

@@ -1,4 +1,5 @@
-"""Hardware profiles: those of the repository are complete with sources; mistakes are reported in one sentence."""
+"""Hardware profiles: those of the repository are complete with sources; mistakes are reported in
+one sentence."""
 
 import dataclasses
 import re
@@ -23,7 +24,9 @@ from fsdptoys.errors import ConfigError
 def quantities(hardware: Hardware) -> dict[str, Quantity]:
     found = {field.name: getattr(hardware, field.name) for field in dataclasses.fields(hardware)}
     found |= {f"peak_flops.{dtype}": peak for dtype, peak in hardware.peak_flops.items()}
-    found |= {f"{backend}_efficiency": share for backend, share in hardware.attention_backends.items()}
+    found |= {
+        f"{backend}_efficiency": share for backend, share in hardware.attention_backends.items()
+    }
     return {name: value for name, value in found.items() if isinstance(value, Quantity)}
 
 
@@ -34,7 +37,8 @@ def test_list_of_profiles_is_as_documented() -> None:
 
 @pytest.mark.parametrize("name", list_hardware())
 def test_every_number_has_a_source(name: str) -> None:
-    """Oracle: a source is a measurement, a derivation, an assumption that calls itself one, or names a document."""
+    """Oracle: a source is a measurement, a derivation, an assumption that calls itself one, or
+    names a document."""
     hardware = load_hardware(name)
     assert hardware.name == name and "bfloat16" in hardware.peak_flops
     for key, quantity in quantities(hardware).items():
@@ -75,20 +79,31 @@ def test_profiles_round_trip(name: str, tmp_path: Path) -> None:
         ("AMD EPYC 9654 96-Core Processor", "cpu", None),
     ],
 )
-def test_profile_is_found_by_device_name(device_name: str, device_type: str, profile: str | None) -> None:
-    """Oracle: names as the drivers give them; forms that differ in speed or memory have no profile."""
+def test_profile_is_found_by_device_name(
+    device_name: str, device_type: str, profile: str | None
+) -> None:
+    """Oracle: names as the drivers give them; forms that differ in speed or memory have no
+    profile."""
     assert hardware_for(device_name, device_type) == profile
 
 
-MISTAKES = yaml.safe_load(Path(__file__).with_name("profile_mistakes.yaml").read_text(encoding="utf-8"))
+MISTAKES = yaml.safe_load(
+    Path(__file__).with_name("profile_mistakes.yaml").read_text(encoding="utf-8")
+)
 
 
-@pytest.mark.parametrize("mistake", MISTAKES, ids=[mistake["says"].split(";")[0] for mistake in MISTAKES])
-def test_mistakes_in_a_profile_are_reported_in_one_sentence(tmp_path: Path, mistake: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    "mistake", MISTAKES, ids=[mistake["says"].split(";")[0] for mistake in MISTAKES]
+)
+def test_mistakes_in_a_profile_are_reported_in_one_sentence(
+    tmp_path: Path, mistake: dict[str, Any]
+) -> None:
     """Oracle: the exact message: it names file, key, value and fix."""
     tree = yaml.safe_load((PROFILES / "h100.yaml").read_text(encoding="utf-8")) | mistake["changes"]
     path = tmp_path / "mine.yaml"
-    path.write_text(yaml.safe_dump({key: value for key, value in tree.items() if value is not None}))
+    path.write_text(
+        yaml.safe_dump({key: value for key, value in tree.items() if value is not None})
+    )
     with pytest.raises(ConfigError) as caught:
         load_hardware(str(path))
     assert str(caught.value) == f"the hardware profile {path} {mistake['says']}"
@@ -96,9 +111,15 @@ def test_mistakes_in_a_profile_are_reported_in_one_sentence(tmp_path: Path, mist
 
 def test_unknown_and_missing_profiles_are_refused(tmp_path: Path) -> None:
     """Oracle: the exact messages."""
-    with pytest.raises(ConfigError, match=r"^plan.hardware=h1000 is not a profile; did you mean plan.hardware=h100\?$"):
+    with pytest.raises(
+        ConfigError,
+        match=r"^plan.hardware=h1000 is not a profile; did you mean plan.hardware=h100\?$",
+    ):
         load_hardware("h1000")
-    with pytest.raises(ConfigError, match=r"^plan.hardware=xyz is not a profile; set plan.hardware=4090 \| a100 \| "):
+    with pytest.raises(
+        ConfigError,
+        match=r"^plan.hardware=xyz is not a profile; set plan.hardware=4090 \| a100 \| ",
+    ):
         load_hardware("xyz")
     path = tmp_path / "mine.yaml"
     message = r"mine.yaml cannot be read \(No such file or directory\); set plan.hardware to"

@@ -13,13 +13,16 @@ from tests.launch.launchers import Launched, launch
 
 @pytest.fixture
 def launched(tmp_path: Path) -> Iterator[Any]:
-    """Start ``run_workers`` in a separate process and a new folder; its remains are killed at the end."""
+    """Start ``run_workers`` in a separate process and a new folder; its remains are killed at the
+    end."""
     processes: list[Any] = []
 
     def start(how: str, ranks: int = 2, **options: Any) -> Launched:
         folder = tmp_path / f"launcher{len(processes)}"
         folder.mkdir()
-        process = multiprocessing.get_context("fork").Process(target=launch, args=(folder, how, ranks, options))
+        process = multiprocessing.get_context("fork").Process(
+            target=launch, args=(folder, how, ranks, options)
+        )
         process.start()
         processes.append(process)
         return Launched(process, folder, ranks)

@@ -36,8 +36,10 @@ def nothing():
     pass
 
 def environment():
-    print(os.environ["OMP_NUM_THREADS"], rank, os.getsid(0) == os.getpid(), sys.argv[1:], flush=True)
-    print([signal.getsignal(number).name for number in (signal.SIGTERM, signal.SIGUSR1)], flush=True)
+    leads = os.getsid(0) == os.getpid()
+    print(os.environ["OMP_NUM_THREADS"], rank, leads, sys.argv[1:], flush=True)
+    numbers = (signal.SIGTERM, signal.SIGUSR1)
+    print([signal.getsignal(number).name for number in numbers], flush=True)
     print([Path(name).name for name in os.listdir("/proc/self/fd") if int(name) > 3], flush=True)
     print("" in sys.path, os.getcwd() in sys.path, __name__, sys.stdin.fileno(), flush=True)
 
@@ -57,7 +59,8 @@ def group():
     import torch.distributed as dist
     from fsdptoys.train.launch_env import open_rank_store
     world_size = int(os.environ["WORLD_SIZE"])
-    dist.init_process_group("gloo", store=open_rank_store(world_size), rank=rank, world_size=world_size)
+    store = open_rank_store(world_size)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
     return dist
 
 def use(beats, dist):
@@ -213,7 +216,9 @@ class Launched:
         """Wait until every rank has left a file of this name, and return their contents."""
         paths = [self.folder / f"{name}{rank}" for rank in range(self.ranks)]
         wait_until(
-            lambda: all(path.exists() for path in paths) or not self.process.is_alive(), f"{name} of all", [self.pid]
+            lambda: all(path.exists() for path in paths) or not self.process.is_alive(),
+            f"{name} of all",
+            [self.pid],
         )
         assert all(path.exists() for path in paths), (self.folder / "stderr").read_text()
         return [path.read_text() for path in paths]
@@ -236,10 +241,13 @@ def launch(folder: Path, how: str, ranks: int, options: dict[str, Any]) -> None:
     sys.stdout, sys.stderr = os.fdopen(1, "w"), os.fdopen(2, "w")  # not pytest's
     os.chdir(folder)
     os.environ["PYTHONPATH"] = str(folder)
-    for name in [name for name in os.environ if how in INTERPRETERS and name.startswith("COVERAGE_PROCESS_")]:
+    for name in [
+        name for name in os.environ if how in INTERPRETERS and name.startswith("COVERAGE_PROCESS_")
+    ]:
         del os.environ[name]  # they run no measured line
     forks = options.pop("forks", how not in INTERPRETERS)
-    settings, environment = LaunchConfig(**options), {"OMP_NUM_THREADS": "1"}
+    settings = LaunchConfig(**options)
+    environment = {"OMP_NUM_THREADS": "1"}
     os._exit(run_workers("toy_worker", [how], ranks, settings, environment, forks=forks))
 
 

@@ -1,4 +1,5 @@
-"""A stranger on the network of a run: finds its listening sockets, and writes pickles into every store behind them."""
+"""A stranger on the network of a run: finds its listening sockets, and writes pickles into every
+store behind them."""
 
 import base64
 import os
@@ -9,7 +10,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-from fsdptoys.launch.rendezvous_state import KEY
+from fsdptoys.launch.rendezvous.signed_state import KEY
 from tests.harness.processes import descendants
 
 LISTENING = "0A"
@@ -26,7 +27,8 @@ class Touches:
 
 
 def listening_sockets(root: int) -> set[tuple[str, int]]:
-    """Addresses, as the kernel writes them (``0100007F`` is 127.0.0.1), and ports of a process and its children."""
+    """Addresses, as the kernel writes them (``0100007F`` is 127.0.0.1), and ports of a process and
+    its children."""
     inodes = set()
     for process in descendants(root):
         with suppress(OSError):  # it has ended
@@ -47,13 +49,18 @@ def _all_listening(root: int) -> Iterator[tuple[str, str, int]]:
 
 
 def attack(host: str, port: int, path: str) -> int:
-    """Overwrite every key of a store with a pickle, raw and in base64; returns how many keys there were."""
+    """Overwrite every key of a store with a pickle, raw and in base64; returns how many keys there
+    were."""
     from torch.distributed import TCPStore
 
     try:
-        store = TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=1))
+        store = TCPStore(
+            host, port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=1)
+        )
         # Older versions of torch do not list them.
-        keys = store.list_keys() if hasattr(store, "list_keys") else [KEY, "torch.rendezvous.fsdptoys"]
+        keys = (
+            store.list_keys() if hasattr(store, "list_keys") else [KEY, "torch.rendezvous.fsdptoys"]
+        )
     except Exception:
         return 0  # it is no store
     pickled = pickle.dumps(Touches(path))

@@ -12,8 +12,9 @@ from fsdptoys.metrics.config import METRICS_FILE
 from tests.launch.training import training, wait_while_running
 
 WORDS = (
-    "fsdptoys train experiment=null model=llama_debug data=synthetic train.batch_size=1 train.seq_len=32 "
-    "launch.nproc_per_node=2 launch.device=cpu metrics.console=plain optim.schedule=constant metrics.run_dir="
+    "fsdptoys train experiment=null model=llama_debug data=synthetic train.batch_size=1 "
+    "train.seq_len=32 launch.nproc_per_node=2 launch.device=cpu metrics.console=plain "
+    "optim.schedule=constant metrics.run_dir="
 )
 
 
@@ -24,7 +25,9 @@ def test_interrupted_run_saves_says_how_to_go_on_and_continues(tmp_path: Path) -
     words = f"{WORDS}{folder} train.steps=100000".split()
     with training(words, tmp_path / "first.txt") as run:
         rows = folder / METRICS_FILE
-        wait_while_running([run], lambda: rows.exists() and len(rows.read_text().splitlines()) >= 3, "three steps")
+        wait_while_running(
+            [run], lambda: rows.exists() and len(rows.read_text().splitlines()) >= 3, "three steps"
+        )
         os.killpg(run.process.pid, signal.SIGINT)  # as a terminal sends it
         status, output = run.result()
     assert status == 130, output
@@ -39,4 +42,6 @@ def test_interrupted_run_saves_says_how_to_go_on_and_continues(tmp_path: Path) -
     with training([*words, "checkpoint.resume=auto"], tmp_path / "second.txt") as run:
         status, output = run.result()
     assert status == 0, output
-    assert [json.loads(line)["step"] for line in rows.read_text().splitlines()] == list(range(1, last + 3))
+    assert [json.loads(line)["step"] for line in rows.read_text().splitlines()] == list(
+        range(1, last + 3)
+    )

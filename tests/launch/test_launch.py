@@ -24,13 +24,21 @@ from fsdptoys.launch.worker import WorkerRequest
 
 @pytest.mark.parametrize(
     "device_type, world_size, experiment",
-    [("cpu", 64, "cpu_text"), ("cuda", 8, "llama2_7b"), ("npu", 16, "llama2_7b"), ("cuda", 7, "llama3_1b")],
+    [
+        ("cpu", 64, "cpu_text"),
+        ("cuda", 8, "llama2_7b"),
+        ("npu", 16, "llama2_7b"),
+        ("cuda", 7, "llama3_1b"),
+    ],
 )
-def test_hardware_determines_the_default_experiment(device_type: str, world_size: int, experiment: str) -> None:
+def test_hardware_determines_the_default_experiment(
+    device_type: str, world_size: int, experiment: str
+) -> None:
     """Oracle: the table."""
     assert choose_experiment(device_type, world_size) == experiment
 
 
+TWO_NODES = ["launch.nproc_per_node=3", "launch.nnodes=2", "launch.rdzv_endpoint=x:1"]
 TORCHRUN = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2"}
 
 
@@ -40,7 +48,7 @@ TORCHRUN = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "4", "LOCAL_WORLD_SIZE
         ([], {}, 2, 2),
         (["parallel=single"], {}, 1, 1),
         (["launch.nproc_per_node=3"], {}, 3, 3),
-        (["launch.nproc_per_node=3", "launch.nnodes=2", "launch.rdzv_endpoint=x:1"], {}, 6, 3),
+        (TWO_NODES, {}, 6, 3),
         (["launch.nproc_per_node=3"], TORCHRUN, 4, 2),
         (["launch.nproc_per_node=${train.grad_accum}"], {}, 1, 1),
         (["launch.nproc_per_node=${launch.nnodes}"], {}, 1, 1),
@@ -48,32 +56,44 @@ TORCHRUN = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "4", "LOCAL_WORLD_SIZE
     ],
 )
 def test_world_size_follows_device_settings_and_torchrun(
-    words: list[str], present: dict[str, str], world_size: int, local_ranks: int, monkeypatch: pytest.MonkeyPatch
+    words: list[str],
+    present: dict[str, str],
+    world_size: int,
+    local_ranks: int,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Oracle: two ranks on a CPU, one for ``single``, the configured number, or what it refers to, and torchrun's
-    numbers first of all."""
+    """Oracle: two ranks on a CPU, one for ``single``, the configured number, or what it refers to,
+    and torchrun's numbers first of all."""
     monkeypatch.setenv("FSDPTOYS_TEST_DEVICE", "cpu")
     run = resolve_run(["launch.device=cpu", *words], present)
-    assert (run.hardware.device_type, run.world_size, run.local_ranks) == ("cpu", world_size, local_ranks)
+    assert (run.hardware.device_type, run.world_size, run.local_ranks) == (
+        "cpu",
+        world_size,
+        local_ranks,
+    )
 
 
 @pytest.mark.parametrize("words", [[], ["experiment=cpu_text"]])
 def test_reference_to_the_device_has_its_final_value(words: list[str]) -> None:
     """Oracle: the device of the run."""
-    run = resolve_run([*words, "metrics.run_dir=runs/${launch.device}", "launch.nproc_per_node=1"], {})
+    run = resolve_run(
+        [*words, "metrics.run_dir=runs/${launch.device}", "launch.nproc_per_node=1"], {}
+    )
     assert run.composition.config.metrics.run_dir == f"runs/DeviceChoice.{run.hardware.device_type}"
 
 
 @pytest.mark.parametrize(
     "words, present, size",
     [
-        (["launch.nproc_per_node=3", "launch.nnodes=2", "launch.rdzv_endpoint=x:1"], {}, 3),
+        (TWO_NODES, {}, 3),
         (["launch.nproc_per_node=3"], {}, 3),
         ([], TORCHRUN, 2),
         ([], TORCHRUN | {"GROUP_WORLD_SIZE": "2"}, 2),
     ],
 )
-def test_node_fsdp_size_equals_the_ranks_per_node(words: list[str], present: dict[str, str], size: int) -> None:
+def test_node_fsdp_size_equals_the_ranks_per_node(
+    words: list[str], present: dict[str, str], size: int
+) -> None:
     """Oracle: the ranks of a machine, as the settings or torchrun have them."""
     run = resolve_run(["mesh.fsdp_size=node", "launch.device=cpu", *words], present)
     assert run.composition.config.mesh.fsdp_size == size and straddling_note(run) is None
@@ -85,14 +105,14 @@ def test_shard_groups_across_nodes_are_reported(
 ) -> None:
     """Oracle: the expected message after the hardware line."""
     size = 2 if parallel == "fsdp2" else -1
-    where = ["launch.nproc_per_node=3", "launch.nnodes=2", "launch.rdzv_endpoint=x:1", "launch.device=cpu"]
-    print_run(resolve_run([f"parallel={parallel}", f"mesh.fsdp_size={size}", *where], {}), {})
-    assert ("mesh.fsdp_size=2 on nodes of 3 ranks has groups that lie" in capsys.readouterr().out) == printed
+    words = [f"parallel={parallel}", f"mesh.fsdp_size={size}", "launch.device=cpu", *TWO_NODES]
+    print_run(resolve_run(words, {}), {})
+    sentence = "mesh.fsdp_size=2 on nodes of 3 ranks has groups that lie"
+    assert (sentence in capsys.readouterr().out) == printed
 
 
 FROM_MANY = "in the environment must be"
 THREADS = f"{FROM_MANY} a number of threads, 1 to 1024; "
-PLANNER = "is for fsdptoys plan and does nothing in a run; leave it out$"
 REFUSED = {
     "WORLD_SIZE=y": f"WORLD_SIZE=y {FROM_MANY} a number",
     "WORLD_SIZE=٤": f"WORLD_SIZE=٤ {FROM_MANY} a number",
@@ -104,69 +124,90 @@ REFUSED = {
     "LOCAL_RANK=2": f"LOCAL_RANK=2 {FROM_MANY} from 0 to 1 with 2 ranks on this ",
     "LOCAL_WORLD_SIZE=5": f"LOCAL_WORLD_SIZE=5 {FROM_MANY} from 1 to 4 with WORLD_",
     "RANK=0 WORLD_SIZE=1 LOCAL_WORLD_SIZE=1 LOCAL_RANK=x": f"LOCAL_RANK=x {FROM_MANY} a number",
-    "OMP_NUM_THREADS=0": f"OMP_NUM_THREADS=0 {THREADS}",
-    "OMP_NUM_THREADS=-1": f"OMP_NUM_THREADS=-1 {THREADS}",
-    "OMP_NUM_THREADS=abc": f"OMP_NUM_THREADS=abc {THREADS}",
-    "OMP_NUM_THREADS=4,0": f"OMP_NUM_THREADS=4,0 {THREADS}",
-    "OMP_NUM_THREADS=99999": f"OMP_NUM_THREADS=99999 {THREADS}",
-    "mesh.fsdp_size=node LOCAL_WORLD_SIZE=-": "mesh.fsdp_size=node needs to know the ranks of each machine, and LOCAL_",
-    "mesh.fsdp_size=node GROUP_WORLD_SIZE=3": "mesh.fsdp_size=node needs equally many ranks on each machine, and 3 "
-    "machines, this one with 2 ranks, have 4 together; give torchrun the same",
-    "plan.world_size=64": f"plan.world_size=64 {PLANNER}",
-    "plan.memory_gib=80.0": f"plan.memory_gib=80.0 {PLANNER}",
-    "plan.rows=3": f"plan.rows=3 {PLANNER}",
-    "plan.hardware=h100": "plan.hardware=h100 is of type cuda, and this run is on cpu; leave it out, or ask fsdptoys "
-    "plan$",
-    "plan.hardware=cpu plan.predict=false": "plan.hardware=cpu does nothing with plan.predict=false; leave out one of "
-    "them$",
-    "launch.nproc_per_node=100000 RANK=-": r"launch.nproc_per_node=100000 is over 32 for each of \d+ cores; set",
+    **{
+        f"OMP_NUM_THREADS={value}": f"OMP_NUM_THREADS={value} {THREADS}"
+        for value in ("0", "-1", "abc", "4,0", "99999")
+    },
+    "mesh.fsdp_size=node LOCAL_WORLD_SIZE=-": (
+        "mesh.fsdp_size=node needs to know the ranks of each machine, and LOCAL_"
+    ),
+    "mesh.fsdp_size=node GROUP_WORLD_SIZE=3": (
+        "mesh.fsdp_size=node needs equally many ranks on each machine, and 3 machines, this one "
+        "with 2 ranks, have 4 together; give torchrun the same"
+    ),
+    **{
+        setting: f"{setting} is for fsdptoys plan and does nothing in a run; leave it out$"
+        for setting in ("plan.world_size=64", "plan.memory_gib=80.0", "plan.rows=3")
+    },
+    "plan.hardware=h100": (
+        "plan.hardware=h100 is of type cuda, and this run is on cpu; leave it out, or ask "
+        "fsdptoys plan$"
+    ),
+    "plan.hardware=cpu plan.predict=false": (
+        "plan.hardware=cpu does nothing with plan.predict=false; leave out one of them$"
+    ),
+    "launch.nproc_per_node=100000 RANK=-": (
+        r"launch.nproc_per_node=100000 is over 32 for each of \d+ cores; set"
+    ),
 }
 """Overrides and variables, in addition to torchrun's (a dash removes one) → the message."""
 
 
 @pytest.mark.parametrize("given", REFUSED, ids=lambda given: given[:50])
 def test_invalid_settings_and_variables_are_refused(given: str) -> None:
-    """Oracle: the expected message; without LOCAL_RANK every rank would take the first device, and ranks that cut the
-    mesh differently would wait for each other."""
+    """Oracle: the expected message; without LOCAL_RANK every rank would take the first device, and
+    ranks that cut the mesh differently would wait for each other."""
     assignments = [tuple(word.split("=")) for word in given.split()]
     variables = TORCHRUN | {name: value for name, value in assignments if name.isupper()}
     words = [f"{name}={value}" for name, value in assignments if not name.isupper()]
     with pytest.raises(ConfigError, match=f"^{REFUSED[given]}"):
-        resolve_run([*words, "launch.device=cpu"], {name: value for name, value in variables.items() if value != "-"})
+        resolve_run(
+            [*words, "launch.device=cpu"],
+            {name: value for name, value in variables.items() if value != "-"},
+        )
 
 
 @pytest.mark.parametrize("threads", ["1", " 8 ", "4,2", "", "016"])
 def test_valid_openmp_thread_counts_are_accepted(threads: str) -> None:
-    """Oracle: the specification of OMP_NUM_THREADS, a list of positive numbers; empty counts as unset."""
+    """Oracle: the specification of OMP_NUM_THREADS, a list of positive numbers; empty counts as
+    unset."""
     check_threads({"OMP_NUM_THREADS": threads})
 
 
 @pytest.mark.parametrize(
     ("present", "sentence"),
     [
-        ({}, "MASTER_ADDR=nothing in the environment must name the machine of rank 0; start the ranks with torchrun"),
-        ({"MASTER_ADDR": "here"}, "MASTER_PORT=nothing in the environment must be a number, as torchrun sets it"),
-        ({"MASTER_ADDR": "here", "MASTER_PORT": "0"}, "MASTER_PORT=0 in the environment must be from 1 to 65535; "),
-        ({"MASTER_ADDR": "here", "MASTER_PORT": "65536"}, "MASTER_PORT=65536 in the environment must be from 1 to "),
+        (
+            "",
+            "MASTER_ADDR=nothing in the environment must name the machine of rank 0; start the "
+            "ranks with torchrun",
+        ),
+        ("MASTER_ADDR=x", f"MASTER_PORT=nothing {FROM_MANY} a number, as torchrun sets it"),
+        ("MASTER_ADDR=x MASTER_PORT=0", f"MASTER_PORT=0 {FROM_MANY} from 1 to 65535; "),
+        ("MASTER_ADDR=x MASTER_PORT=65536", f"MASTER_PORT=65536 {FROM_MANY} from 1 to 65535; "),
     ],
 )
-def test_invalid_master_address_or_port_is_refused(present: dict[str, str], sentence: str) -> None:
+def test_invalid_master_address_or_port_is_refused(present: str, sentence: str) -> None:
     """Oracle: the expected message; one rank needs no place to meet."""
+    variables = dict(word.split("=") for word in present.split())
     with pytest.raises(ConfigError, match=f"^{sentence}"):
-        check_master(TORCHRUN | present)
-    check_master({"WORLD_SIZE": "1"} | present)
+        check_master(TORCHRUN | variables)
+    check_master({"WORLD_SIZE": "1"} | variables)
 
 
 @pytest.mark.parametrize(
-    "words", [[], ["model=llama_debug", "launch.nproc_per_node=3"], ["experiment=cpu_text"], ["experiment=null"]]
+    "line",
+    ["", "model=llama_debug launch.nproc_per_node=3", "experiment=cpu_text", "experiment=null"],
 )
-def test_launch_composes_the_config_once(words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_launch_composes_the_config_once(line: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Oracle: the calls of ``hydra.compose``."""
     calls = []
     original = hydra.compose
-    monkeypatch.setattr(hydra, "compose", lambda *args, **kwargs: calls.append(args) or original(*args, **kwargs))
+    monkeypatch.setattr(
+        hydra, "compose", lambda *args, **kwargs: calls.append(args) or original(*args, **kwargs)
+    )
     _compose_groups.cache_clear()
-    resolve_run([*words, "launch.device=cpu"], {})
+    resolve_run([*line.split(), "launch.device=cpu"], {})
     assert len(calls) == 1
 
 
@@ -180,7 +221,9 @@ def test_launch_composes_the_config_once(words: list[str], monkeypatch: pytest.M
         (["experiment=llama3_1b"], "llama3_1b", "llama3_1b"),
     ],
 )
-def test_overrides_precede_the_experiment(words: list[str], experiment: str | None, model: str) -> None:
+def test_overrides_precede_the_experiment(
+    words: list[str], experiment: str | None, model: str
+) -> None:
     """Oracle: the table."""
     choices = resolve_run([*words, "launch.device=cpu"], {}).composition.choices
     assert (choices["experiment"], choices["model"]) == (experiment, model)
@@ -196,12 +239,18 @@ def test_run_description_names_hardware_and_choices() -> None:
         by_hardware=True,
     )
     assert describe_run(made_up, {"OMP_NUM_THREADS": "8"}) == (  # type: ignore[arg-type]
-        "found 2 × NVIDIA H200, 16 cores; running experiment=cpu_text model=llama_bytes data=text with fsdp1 on "
-        "2 ranks, OMP_NUM_THREADS=8; experiment=cpu_text: the default with 2 devices, since neither model nor data are "
-        "named"
+        "found 2 × NVIDIA H200, 16 cores; running experiment=cpu_text model=llama_bytes "
+        "data=text with fsdp1 on 2 ranks, OMP_NUM_THREADS=8; experiment=cpu_text: the default "
+        "with 2 devices, since neither model nor data are named"
     )
     chosen = resolve_run(["memory=lean", "mesh=hsdp", "launch.device=cpu"], {})
     assert "data=text memory=lean mesh=hsdp with fsdp2 on 2 ranks" in describe_run(chosen, {})
+
+
+def have(monkeypatch: pytest.MonkeyPatch, devices: int) -> None:
+    """Be a machine with so many GPUs, or with a CPU alone."""
+    found = FoundHardware("cuda" if devices else "cpu", devices, "NVIDIA H200", 16)
+    monkeypatch.setattr("fsdptoys.launch.launch.find_hardware", lambda choice: found)
 
 
 @pytest.mark.parametrize(
@@ -218,16 +267,22 @@ def test_run_description_names_hardware_and_choices() -> None:
     ],
 )
 def test_one_accelerator_trains_without_sharding_unless_the_words_ask_for_it(
-    words: list[str], devices: int, name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    words: list[str],
+    devices: int,
+    name: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """Oracle: the table; the first lines give the reason, and a preset chosen by the planner keeps its strategy."""
-    found = FoundHardware("cuda", devices, "NVIDIA H200", 16)
-    monkeypatch.setattr("fsdptoys.launch.launch.find_hardware", lambda choice: found)
+    """Oracle: the table; the first lines give the reason, and a preset chosen by the planner keeps
+    its strategy."""
+    have(monkeypatch, devices)
     run = resolve_run(words, {})
     assert run.composition.config.parallel.name == name
     assert ("parallel=single" in run.words) is (name == "single")
     print_run(run, {})
-    reason = "parallel=single since one rank has no ranks to shard over; type parallel=fsdp2 for FSDP2"
+    reason = (
+        "parallel=single since one rank has no ranks to shard over; type parallel=fsdp2 for FSDP2"
+    )
     assert (reason in capsys.readouterr().out) is (name == "single")
 
 
@@ -251,11 +306,11 @@ TRAINING = ("model", "data", "optim", "tune", "train", "memory", "mesh")
 def test_command_that_names_a_part_of_an_experiment_trains_the_same_on_every_machine(
     words: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Oracle: the run without an accelerator; only device and strategy of one accelerator differ."""
+    """Oracle: the run without an accelerator; only device and strategy of one accelerator
+    differ."""
 
     def settings(devices: int) -> dict[str, Any]:
-        found = FoundHardware("cuda", devices, "NVIDIA H200", 16) if devices else FoundHardware("cpu", 0, "a CPU", 16)
-        monkeypatch.setattr("fsdptoys.launch.launch.find_hardware", lambda choice: found)
+        have(monkeypatch, devices)
         run = resolve_run(words, {})
         tree = run.composition.config.to_dict()
         one = devices == 1 and tree["parallel"]["name"] == "single"
@@ -270,24 +325,36 @@ def test_command_that_names_a_part_of_an_experiment_trains_the_same_on_every_mac
         assert settings(devices).items() <= expected.items(), devices
 
 
+SET = ("train.batch_size=4", "optim.lr=1e-3")
+
+
 @pytest.mark.parametrize(
     ("words", "device_type", "said"),
     [
-        (["model=llama_debug"], "cpu", "seq_len 512: the model's maximum; steps 10, batch_size 1, lr 0.0003, "
-         "param_dtype float32: the defaults on every machine"),
-        (["model=llama3_8b", "train.batch_size=4", "optim.lr=1e-3", "parallel.param_dtype=bfloat16"], "cuda",
-         "seq_len 4,096: the model's is 131,072; steps 10: the default on every machine"),
-        (["model=llama_debug", "train.seq_len=64", "train.steps=3", "train.batch_size=1", "optim.lr=1e-3"], "cuda",
-         "param_dtype float32: the default on every machine; parallel.param_dtype=bfloat16 is usually faster on an "
-         "accelerator"),
+        (
+            ["model=llama_debug"],
+            "cpu",
+            "seq_len 512: the model's maximum; steps 10, batch_size 1, lr 0.0003, "
+            "param_dtype float32: the defaults on every machine",
+        ),
+        (
+            ["model=llama3_8b", *SET, "parallel.param_dtype=bfloat16"],
+            "cuda",
+            "seq_len 4,096: the model's is 131,072; steps 10: the default on every machine",
+        ),
+        (
+            ["model=llama_debug", *SET, "train.seq_len=64", "train.steps=3"],
+            "cuda",
+            "param_dtype float32: the default on every machine; parallel.param_dtype=bfloat16 is "
+            "usually faster on an accelerator",
+        ),
     ],
-)  # fmt: skip
+)
 def test_first_line_names_each_default_with_what_decided_it(
     words: list[str], device_type: str, said: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Oracle: the end of the line, word for word."""
-    found = FoundHardware(device_type, 2 * (device_type != "cpu"), "NVIDIA H200", 16)
-    monkeypatch.setattr("fsdptoys.launch.launch.find_hardware", lambda choice: found)
+    have(monkeypatch, 2 if device_type == "cuda" else 0)
     assert describe_run(resolve_run(words, {}), {}).endswith(f" with fsdp2 on 2 ranks; {said}")
 
 
@@ -304,16 +371,22 @@ def test_memory_switches_are_chosen_only_where_the_words_ask_for_it(
     words: list[str], chosen: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Oracle: the table; the stand-in for the planner chooses a value that no file has."""
-    found = FoundHardware("cuda", 2, "NVIDIA H200", 16)
-    monkeypatch.setattr("fsdptoys.launch.launch.find_hardware", lambda choice: found)
-    run = resolve_run(words, {}, choose_switches=lambda *_: ["memory.chunk_loss=true", "memory.chunk_tokens=77"])
+    have(monkeypatch, 2)
+    run = resolve_run(
+        words, {}, choose_switches=lambda *_: ["memory.chunk_loss=true", "memory.chunk_tokens=77"]
+    )
     assert (run.composition.config.memory.chunk_tokens == "77") is chosen
     assert ("memory.chunk_tokens=77" in run.words) is chosen
 
 
 def test_unexpected_world_size_across_nodes_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """Oracle: the expected message; a launcher assumes equal numbers of ranks on all machines."""
-    words = ["launch.nproc_per_node=2", "launch.nnodes=2", "launch.rdzv_endpoint=x:1", "launch.device=cpu"]
+    words = [
+        "launch.nproc_per_node=2",
+        "launch.nnodes=2",
+        "launch.rdzv_endpoint=x:1",
+        "launch.device=cpu",
+    ]
     run = resolve_run(words, {})
     request = WorkerRequest(run.composition.config, run.hardware, run.local_ranks, run.world_size)
     monkeypatch.setattr("fsdptoys.launch.worker.read_request", lambda: request)
@@ -321,6 +394,6 @@ def test_unexpected_world_size_across_nodes_is_refused(monkeypatch: pytest.Monke
     with pytest.raises(ConfigError) as caught:
         _work(words)
     assert str(caught.value) == (
-        "launch.nnodes=2 machines of 2 ranks were expected, and 3 ranks have come; set launch.nproc_per_node to the "
-        "same on each"
+        "launch.nnodes=2 machines of 2 ranks were expected, and 3 ranks have come; set "
+        "launch.nproc_per_node to the same on each"
     )

@@ -9,11 +9,13 @@ from pathlib import Path
 import pytest
 
 from fsdptoys.metrics.config import METRICS_FILE
+from tests.harness.levels import extended
 from tests.launch.streams import REASONS, ROOT, run_with
 
 WORDS = (
-    "train experiment=null model=llama_debug train.batch_size=1 train.seq_len=32 train.steps=4 checkpoint.every=2 "
-    "launch.nproc_per_node=2 launch.device=cpu metrics.console=plain metrics.log_every=1 metrics.run_dir="
+    "train experiment=null model=llama_debug train.batch_size=1 train.seq_len=32 train.steps=4 "
+    "checkpoint.every=2 launch.nproc_per_node=2 launch.device=cpu metrics.console=plain "
+    "metrics.log_every=1 metrics.run_dir="
 )
 
 
@@ -22,16 +24,22 @@ WORDS = (
     ("stdout", "stderr"),
     [
         ("full", "fine"),
-        pytest.param("broken", "closed", marks=pytest.mark.extended),
-        pytest.param("closed", "full", marks=pytest.mark.extended),
+        extended("broken", "closed"),
+        extended("closed", "full"),
     ],
 )
 def test_run_survives_a_lost_console(stdout: str, stderr: str, tmp_path: Path) -> None:
-    """Oracle: status 0, every step, the last checkpoint, and one sentence in the summary, of two ranks."""
+    """Oracle: status 0, every step, the last checkpoint, and one sentence in the summary, of two
+    ranks."""
     run = tmp_path / "run"
     done = run_with(stdout, stderr, ["-m", "fsdptoys", *f"{WORDS}{run}".split()])
     assert done.returncode == 0, done.stderr
-    assert [json.loads(line)["step"] for line in (run / METRICS_FILE).read_text().splitlines()] == [1, 2, 3, 4]
+    assert [json.loads(line)["step"] for line in (run / METRICS_FILE).read_text().splitlines()] == [
+        1,
+        2,
+        3,
+        4,
+    ]
     assert (run / "checkpoints/step-00000004/manifest.json").is_file()
     sentence = f"Console output was lost before the first step (stdout: {REASONS[stdout]}"
     assert (run / "summary.md").read_text().count(f"\n{sentence}") == 1
@@ -76,25 +84,37 @@ sys.exit(3)
 """
 
 
-UNBUFFERED = pytest.mark.parametrize("unbuffered", ["", pytest.param("1", marks=pytest.mark.extended)])
+UNBUFFERED = pytest.mark.parametrize("unbuffered", ["", extended("1")])
 
 
 @UNBUFFERED
 @pytest.mark.parametrize(
-    "streams", ["fine fine", "full fine", "fine full", "broken broken", "closed broken", "full closed"]
+    "streams",
+    ["fine fine", "full fine", "fine full", "broken broken", "closed broken", "full closed"],
 )
-def test_printing_to_lost_streams_never_fails(streams: str, unbuffered: str, tmp_path: Path) -> None:
-    """Oracle: the program's own exit status; a file that it opens is no stream, and the loss is known."""
+def test_printing_to_lost_streams_never_fails(
+    streams: str, unbuffered: str, tmp_path: Path
+) -> None:
+    """Oracle: the program's own exit status; a file that it opens is no stream, and the loss is
+    known."""
     stdout, stderr = streams.split()
     words = ["-c", PROGRAM, str(tmp_path / "opened")]
     done = run_with(stdout, stderr, words, PYTHONUNBUFFERED=unbuffered)
     assert done.returncode == 3, done.stderr
-    lost = {name: REASONS[how] for name, how in (("stdout", stdout), ("stderr", stderr)) if how != "fine"}
+    lost = {
+        name: REASONS[how]
+        for name, how in (("stdout", stdout), ("stderr", stderr))
+        if how != "fine"
+    }
     assert json.loads((tmp_path / "opened").read_text()) == lost
     if stdout == "fine":
         assert "step 1/2" in done.stdout and done.stdout.endswith("stays in the buffer")
     if stderr == "fine":
-        assert "a warning" in done.stderr and "ZeroDivisionError" in done.stderr and "OSError" not in done.stderr
+        assert (
+            "a warning" in done.stderr
+            and "ZeroDivisionError" in done.stderr
+            and "OSError" not in done.stderr
+        )
 
 
 @pytest.mark.parametrize(
@@ -103,11 +123,19 @@ def test_printing_to_lost_streams_never_fails(streams: str, unbuffered: str, tmp
         ("fine", 0, ""),
         ("broken", 141, ""),
         ("closed", 0, ""),
-        ("full", 1, "fsdptoys: stdout cannot be written (No space left on device); the output is incomplete\n"),
+        (
+            "full",
+            1,
+            (
+                "fsdptoys: stdout cannot be written (No space left on device); the output is "
+                "incomplete\n"
+            ),
+        ),
     ],
 )
 def test_command_reports_incomplete_output(stdout: str, status: int, message: str) -> None:
-    """Oracle: the status of a program that SIGPIPE ends, without a word, as after ``| head``; 1 for a full disk."""
+    """Oracle: the status of a program that SIGPIPE ends, without a word, as after ``| head``; 1 for
+    a full disk."""
     done = run_with(stdout, "fine", ["-m", "fsdptoys", "--help"])
     assert (done.returncode, done.stderr) == (status, message)
 
@@ -130,7 +158,9 @@ print("third", flush=True)
 def test_later_lines_are_written_once_there_is_space(tmp_path: Path) -> None:
     """Oracle: the file, with a limit on its size for a while, which fails as a full disk does."""
     with open(tmp_path / "log", "wb") as log:
-        done = subprocess.run([sys.executable, "-c", RESUMES_LATER], stdout=log, cwd=ROOT, check=False)
+        done = subprocess.run(
+            [sys.executable, "-c", RESUMES_LATER], stdout=log, cwd=ROOT, check=False
+        )
     assert done.returncode == 0
     assert (tmp_path / "log").read_text() == "first\nthird\n"
 
@@ -139,8 +169,8 @@ def test_later_lines_are_written_once_there_is_space(tmp_path: Path) -> None:
 def test_non_blocking_pipe_loses_no_output(unbuffered: str) -> None:
     """Oracle: 200 kB through a pipe that another process has made non-blocking, read late."""
     program = (
-        "import os, sys; from fsdptoys.utils.console_stream import install_streams; install_streams(); "
-        "os.set_blocking(1, False); print('x' * 200_000); sys.exit(3)"
+        "import os, sys; from fsdptoys.utils.console_stream import install_streams; "
+        "install_streams(); os.set_blocking(1, False); print('x' * 200_000); sys.exit(3)"
     )
     environment = os.environ | {"PYTHONUNBUFFERED": unbuffered}
     command = [sys.executable, "-c", program]
@@ -158,7 +188,8 @@ from fsdptoys.utils.console_stream import install_streams
 
 install_streams()
 Path("worker.py").write_text(
-    "import os; from fsdptoys.utils.console_stream import install_streams, let_stdout_end, lost_output\\n"
+    "import os\\n"
+    "from fsdptoys.utils.console_stream import install_streams, let_stdout_end, lost_output\\n"
     "install_streams(); let_stdout_end(); opened = os.open('own', os.O_WRONLY | os.O_CREAT)\\n"
     "print('lost', flush=True); os.write(opened, str(lost_output()).encode())\\n"
 )
@@ -168,7 +199,8 @@ sys.exit(ForkedProcess("worker", [], {**os.environ, "PYTHONPATH": folders}).wait
 
 
 def test_fork_without_streams_does_not_print_into_its_files(tmp_path: Path) -> None:
-    """Oracle: the first file that the fork of a launcher without streams opens, to which it prints nothing."""
+    """Oracle: the first file that the fork of a launcher without streams opens, to which it prints
+    nothing."""
     done = run_with("closed", "fine", ["-c", FORKS, str(ROOT)], tmp_path, PYTHONPATH=str(ROOT))
     assert (done.returncode, done.stderr) == (0, "")
     assert (tmp_path / "own").read_text() == "{'stdout': 'it is closed'}"

@@ -15,13 +15,21 @@ import pytest
 from fsdptoys.errors import ConfigError
 from fsdptoys.launch.launch_folder import PREFIX, LaunchFolder
 from fsdptoys.train import launch_env
+from tests.harness.levels import extended
 from tests.harness.processes import wait_until
 from tests.launch.launchers import free_port
 from tests.launch.stranger import attack, listening_sockets
 from tests.launch.training import training, wait_while_running
 
 WORDS = [
-    *("fsdptoys", "train", "experiment=null", "model=llama_debug", "parallel=fsdp2", "launch.device=cpu"),
+    *(
+        "fsdptoys",
+        "train",
+        "experiment=null",
+        "model=llama_debug",
+        "parallel=fsdp2",
+        "launch.device=cpu",
+    ),
     *("train.batch_size=1", "train.seq_len=32", "train.steps=60", "metrics.console=none"),
     "launch.timeout_seconds=120",
 ]
@@ -30,7 +38,9 @@ TOKEN = b"0123456789abcdef"
 LOOPBACK = {"0100007F", "00000000000000000000000001000000"}
 """127.0.0.1 and ::1, as /proc/net has them."""
 
-on_linux = pytest.mark.skipif(not Path("/proc/net/tcp").exists(), reason="sockets are listed by Linux alone")
+on_linux = pytest.mark.skipif(
+    not Path("/proc/net/tcp").exists(), reason="sockets are listed by Linux alone"
+)
 
 
 def token_file(folder: Path, token: bytes) -> str:
@@ -44,9 +54,10 @@ def token_file(folder: Path, token: bytes) -> str:
 @on_linux
 @pytest.mark.usefixtures("unmeasured", "warm")
 def test_single_node_run_listens_on_loopback_only_and_unpickles_nothing(tmp_path: Path) -> None:
-    """Oracle: the kernel's list of all sockets of the run's processes from their start to their end; a file that each
-    pickle would make, put into every store behind them."""
-    pwned, folder = tmp_path / "pwned", tmp_path / "run"
+    """Oracle: the kernel's list of all sockets of the run's processes from their start to their
+    end; a file that each pickle would make, put into every store behind them."""
+    pwned = tmp_path / "pwned"
+    folder = tmp_path / "run"
     found: set[tuple[str, int]] = set()
     attacked: set[int] = set()
     words = [*WORDS, "launch.nproc_per_node=2", "checkpoint.every=20", f"metrics.run_dir={folder}"]
@@ -65,21 +76,27 @@ def test_single_node_run_listens_on_loopback_only_and_unpickles_nothing(tmp_path
 
 @on_linux
 @pytest.mark.usefixtures("unmeasured", "warm")
-@pytest.mark.parametrize(
-    "token", [pytest.param(None, marks=pytest.mark.extended), TOKEN], ids=["without token", "with token"]
-)
+@pytest.mark.parametrize("token", [extended(None), TOKEN], ids=["without token", "with token"])
 def test_multi_node_store_unpickles_nothing_and_listens_on_its_address_only(
     token: bytes | None, tmp_path: Path
 ) -> None:
-    """Oracle: a file that the pickles would make, in every key of the store at the endpoint; both launchers, on one
-    machine here, end in the ways of a run, and without a traceback of their own."""
-    pwned, folder, port = tmp_path / "pwned", tmp_path / "run", free_port()
+    """Oracle: a file that the pickles would make, in every key of the store at the endpoint;
+    both launchers, on one machine here, end in the ways of a run, and without a traceback of
+    their own."""
+    pwned = tmp_path / "pwned"
+    folder = tmp_path / "run"
+    port = free_port()
     words = [*TWO_NODES, f"launch.rdzv_endpoint=127.0.0.1:{port}", f"metrics.run_dir={folder}"]
     if token is not None:
         words.append(token_file(tmp_path, token))
-    with training(words, tmp_path / "output0") as first, training(words, tmp_path / "output1") as second:
+    with (
+        training(words, tmp_path / "output0") as first,
+        training(words, tmp_path / "output1") as second,
+    ):
         metrics = folder / "metrics.jsonl"
-        wait_while_running([first], lambda: metrics.exists() and metrics.read_text().count("\n") > 1, "two steps")
+        wait_while_running(
+            [first], lambda: metrics.exists() and metrics.read_text().count("\n") > 1, "two steps"
+        )
         listening = listening_sockets(first.process.pid) | listening_sockets(second.process.pid)
         assert {address for address, place in listening if place == port} == {"0100007F"}
         assert attack("127.0.0.1", port, str(pwned)) > 0
@@ -87,7 +104,10 @@ def test_multi_node_store_unpickles_nothing_and_listens_on_its_address_only(
     assert not pwned.exists()
     assert all(status in (0, 1, 2) for status, _ in results), results
     assert all("Traceback" not in output for _, output in results), results
-    assert all(("any machine of this network can join" in output) == (token is None) for _, output in results)
+    assert all(
+        ("any machine of this network can join" in output) == (token is None)
+        for _, output in results
+    )
     files = [path.read_text(errors="replace") for path in folder.rglob("*") if path.is_file()]
     contents = "".join([output for _, output in results] + files)
     assert TOKEN.decode() not in contents.replace(str(tmp_path / TOKEN.decode()), "")
@@ -100,7 +120,9 @@ def test_launcher_with_a_different_token_exits_with_one_sentence(tmp_path: Path)
     words = [*TWO_NODES, f"launch.rdzv_endpoint={endpoint}"]
     with (
         training([*words, token_file(tmp_path, TOKEN)], tmp_path / "output0") as first,
-        training([*words, token_file(tmp_path, b"another token...")], tmp_path / "output1") as second,
+        training(
+            [*words, token_file(tmp_path, b"another token...")], tmp_path / "output1"
+        ) as second,
     ):
         pids = [first.process.pid, second.process.pid]
         wait_until(lambda: first.ended() or second.ended(), "the refusal of one", pids)
@@ -108,19 +130,21 @@ def test_launcher_with_a_different_token_exits_with_one_sentence(tmp_path: Path)
     line, *message = output.splitlines()
     assert status == 2 and line.startswith("fsdptoys: found ")
     assert message == [
-        f"fsdptoys: another machine at launch.rdzv_endpoint={endpoint} has another token than this one; give "
-        "launch.rdzv_token_file the same content on each machine"
+        f"fsdptoys: another machine at launch.rdzv_endpoint={endpoint} has another token than "
+        "this one; give launch.rdzv_token_file the same content on each machine"
     ]
 
 
 def test_missing_network_interface_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Oracle: the expected message, with the interfaces of this machine; an existing one is none."""
+    """Oracle: the expected message, with the interfaces of this machine; an existing one is
+    none."""
     present = [name for _, name in socket.if_nameindex()]
     monkeypatch.setenv(launch_env.GLOO_INTERFACE, present[0])
     launch_env.check_interface()
     monkeypatch.setenv(launch_env.GLOO_INTERFACE, "nope0")
     message = (
-        f"GLOO_SOCKET_IFNAME=nope0 names no network interface of this machine; set it to one of {', '.join(present)}"
+        "GLOO_SOCKET_IFNAME=nope0 names no network interface of this machine; set it to one of "
+        f"{', '.join(present)}"
     )
     with pytest.raises(ConfigError, match=re.escape(message)):
         launch_env.check_interface()
@@ -157,23 +181,35 @@ def test_low_open_file_limit_is_refused(files: int, tmp_path: Path) -> None:
         text=True,
         env=os.environ | {"PYTHONPATH": str(tmp_path)},
     )
-    message = f"ulimit -n is {files}, which is too few open files for a run; set it higher, as with: ulimit -n 1024\n"
+    message = (
+        f"ulimit -n is {files}, which is too few open files for a run; set it higher, as with: "
+        "ulimit -n 1024\n"
+    )
     assert (done.stdout, done.stderr) == (message, "")
 
 
 def test_invalid_log_level_is_refused() -> None:
     """Oracle: the full stderr; the import of torch itself would end with a traceback."""
     command = [sys.executable, "-m", "fsdptoys", "train"]
-    done = subprocess.run(command, env={**os.environ, "LOGLEVEL": "NOPE"}, capture_output=True, text=True)
-    message = "LOGLEVEL=NOPE in the environment is no level; set it to DEBUG, INFO, WARNING or ERROR, or unset it"
+    done = subprocess.run(
+        command, env={**os.environ, "LOGLEVEL": "NOPE"}, capture_output=True, text=True
+    )
+    message = (
+        "LOGLEVEL=NOPE in the environment is no level; set it to DEBUG, INFO, WARNING or ERROR, "
+        "or unset it"
+    )
     assert (done.returncode, done.stderr) == (2, f"fsdptoys: {message}\n")
 
 
-def test_only_folders_of_killed_launchers_are_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Oracle: a folder without a lock goes; a living launcher's, a link, a file and other folders stay."""
+def test_only_folders_of_killed_launchers_are_removed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Oracle: a folder without a lock goes; a living launcher's, a link, a file and other folders
+    stay."""
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     living = LaunchFolder()
-    stale, elsewhere = tmp_path / f"{PREFIX}stale", tmp_path / "elsewhere"
+    stale = tmp_path / f"{PREFIX}stale"
+    elsewhere = tmp_path / "elsewhere"
     for folder in (stale, elsewhere, tmp_path / "fsdptoys-other"):
         folder.mkdir()
         (folder / "request").write_text("x")
@@ -182,7 +218,14 @@ def test_only_folders_of_killed_launchers_are_removed(tmp_path: Path, monkeypatc
     made = LaunchFolder()
     assert stat.S_IMODE(made.path.stat().st_mode) == 0o700
     left = {path.name for path in tmp_path.iterdir()}
-    assert left == {living.path.name, made.path.name, "elsewhere", "fsdptoys-other", f"{PREFIX}link", f"{PREFIX}file"}
+    assert left == {
+        living.path.name,
+        made.path.name,
+        "elsewhere",
+        "fsdptoys-other",
+        f"{PREFIX}link",
+        f"{PREFIX}file",
+    }
     assert (elsewhere / "request").exists()
     living.remove()
     made.remove()

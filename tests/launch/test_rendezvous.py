@@ -1,4 +1,5 @@
-"""The signed state of a rendezvous, the file of its token, and the server: one address, one launcher that serves."""
+"""The signed state of a rendezvous, the file of its token, and the server: one address, one
+launcher that serves."""
 
 import contextlib
 import errno
@@ -21,22 +22,33 @@ from torch.distributed.elastic.rendezvous import RendezvousConnectionError
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import _NodeDesc, _RendezvousState
 
 from fsdptoys.errors import ConfigError
-from fsdptoys.launch import rendezvous_server
-from fsdptoys.launch.rendezvous_server import RendezvousEndpoint
-from fsdptoys.launch.rendezvous_state import KEY, ForeignStateError, SignedBackend, open_state, read_token
+from fsdptoys.launch.rendezvous import endpoint as endpoint_module
+from fsdptoys.launch.rendezvous.endpoint import RendezvousEndpoint
+from fsdptoys.launch.rendezvous.signed_state import (
+    KEY,
+    ForeignStateError,
+    SignedBackend,
+    open_state,
+    read_token,
+)
 from tests.launch.launchers import free_port
-from tests.launch.stranger import Touches, listening_sockets
+from tests.launch.stranger import listening_sockets
 
 TOKEN = b"0123456789abcdef"
-WITH_AND_WITHOUT = pytest.mark.parametrize("token", [None, TOKEN], ids=["without token", "with token"])
+WITH_AND_WITHOUT = pytest.mark.parametrize(
+    "token", [None, TOKEN], ids=["without token", "with token"]
+)
 
 
 def state() -> Any:
     """A state with two nodes, one of which waits."""
     made = _RendezvousState()
-    node, other = _NodeDesc("node0", 1, 0), _NodeDesc("node1", 2, 0)
-    made.round, made.complete = 3, True
-    made.participants, made.wait_list = {node: 0}, {other}
+    node = _NodeDesc("node0", 1, 0)
+    other = _NodeDesc("node1", 2, 0)
+    made.round = 3
+    made.complete = True
+    made.participants = {node: 0}
+    made.wait_list = {other}
     made.last_heartbeats = {node: datetime.fromtimestamp(1.5e9 + 0.25, timezone.utc)}
     return made
 
@@ -58,8 +70,10 @@ def backend(store: Any, token: bytes | None = None) -> SignedBackend:
 
 @WITH_AND_WITHOUT
 def test_state_round_trips_and_stale_writers_are_fenced(store: Any, token: bytes | None) -> None:
-    """Oracle: the state itself; torch's rule that only a machine that knows the latest state can replace it."""
-    first, other = backend(store, token), backend(store, token)
+    """Oracle: the state itself; torch's rule that only a machine that knows the latest state can
+    replace it."""
+    first = backend(store, token)
+    other = backend(store, token)
     assert first.get_state() is None
     by_first = first.set_state(STATE)
     assert by_first is not None and by_first[2]
@@ -89,12 +103,27 @@ def test_token_mismatch_is_refused(store: Any, writes: Any, reads: Any, message:
         backend(store, reads).get_state()
 
 
-FOREIGN_STATES = ["", "[]", "{}", "[" * 100_000, '{"message": 1, "hmac": null}', '{"message": "[]", "hmac": null}']
+FOREIGN_STATES = [
+    "",
+    "[]",
+    "{}",
+    "[" * 100_000,
+    '{"message": 1, "hmac": null}',
+    '{"message": "[]", "hmac": null}',
+]
 CHANGES = [
-    *(('1, \\"state', 'null, \\"state'), ('1, \\"state', '-1, \\"state'), ('round\\": 3', 'round\\": 1e999')),
-    *(('round\\": 3', 'round\\": true'), ('complete\\": true', 'complete\\": 1'), ("1500000000.25", "1e30")),
-    *(("1500000000.25", "NaN"), ('"node1\\"', '"\\\\u001b[2J\\"'), ('"node1\\", 2, 0', '"node1\\", 2')),
-    *(('closed\\"', 'close\\"'), ('wait_list\\": [[', 'wait_list\\": [[[], [')),
+    ('1, \\"state', 'null, \\"state'),
+    ('1, \\"state', '-1, \\"state'),
+    ('round\\": 3', 'round\\": 1e999'),
+    ('round\\": 3', 'round\\": true'),
+    ('complete\\": true', 'complete\\": 1'),
+    ("1500000000.25", "1e30"),
+    ("1500000000.25", "NaN"),
+    ('"node1\\"', '"\\\\u001b[2J\\"'),
+    ('pid\\": 2', 'pid\\": -2'),
+    (', \\"pid\\": 2', ""),
+    ('closed\\"', 'close\\"'),
+    ('wait_list\\": [{', 'wait_list\\": [[], {'),
 ]
 
 
@@ -102,7 +131,9 @@ CHANGES = [
 def test_malformed_state_is_refused(store: Any, text: str) -> None:
     """Oracle: one kind of error, which names the endpoint."""
     store.set(KEY, text)
-    with pytest.raises(ForeignStateError, match=r"launch\.rdzv_endpoint=node0:29400 cannot be trusted"):
+    with pytest.raises(
+        ForeignStateError, match=r"launch\.rdzv_endpoint=node0:29400 cannot be trusted"
+    ):
         backend(store).get_state()
 
 
@@ -130,44 +161,36 @@ def test_older_or_removed_state_is_refused(store: Any) -> None:
     store.set(KEY, "nothing")
     with pytest.raises(ForeignStateError, match="its state was removed"):
         node.get_state()
-    store.delete_key(KEY)  # a query of a missing key would wait for the store's timeout, and all others with it
+    store.delete_key(
+        KEY
+    )  # a query of a missing key would wait for the store's timeout, and all others with it
     with pytest.raises(ForeignStateError, match="its state was removed"):
         node.get_state()
-
-
-def test_pickle_in_place_of_the_state_is_not_executed(store: Any, tmp_path: Path) -> None:
-    """Oracle: a file that the pickle would make, as it does with torch's backend."""
-    store.set(KEY, pickle.dumps(Touches(str(tmp_path / "pwned"))).decode("latin-1"))
-    with pytest.raises(ForeignStateError):
-        backend(store).get_state()
-    assert not (tmp_path / "pwned").exists()
 
 
 @pytest.mark.parametrize(
     "content, mode, message",
     [
+        (TOKEN + b"\n", 0o400, None),
         (None, 0o600, "cannot be read (No such file or directory)"),
         (TOKEN, 0o640, "has mode 0640, with which others may read the token; set it to 0600"),
         (b"short\n", 0o600, "holds 5 bytes and must hold 16 to 4096"),
         (b"x" * 5000, 0o600, "and must hold 16 to 4096"),
     ],
 )
-def test_invalid_token_file_is_refused(content: bytes | None, mode: int, message: str, tmp_path: Path) -> None:
-    """Oracle: the expected message."""
+def test_token_is_the_content_of_a_private_file(
+    content: bytes | None, mode: int, message: str | None, tmp_path: Path
+) -> None:
+    """Oracle: the content without white space, or the expected message."""
     path = tmp_path / "token"
     if content is not None:
         path.write_bytes(content)
         path.chmod(mode)
+    if message is None:
+        assert (read_token(str(path)), read_token(None)) == (TOKEN, None)
+        return
     with pytest.raises(ConfigError, match=re.escape(message)):
         read_token(str(path))
-
-
-def test_token_is_the_file_content_without_whitespace(tmp_path: Path) -> None:
-    """Oracle: the content."""
-    path = tmp_path / "token"
-    path.write_bytes(TOKEN + b"\n")
-    path.chmod(0o400)
-    assert (read_token(str(path)), read_token(None)) == (TOKEN, None)
 
 
 def refuse(*_: Any) -> None:
@@ -179,12 +202,16 @@ def open_store(**options: Any) -> TCPStore:
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "localhost"])
-def test_first_launcher_opens_the_store_and_the_others_join(host: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Oracle: a value written by one and read by the other; a free address is bound before any service is asked."""
+def test_first_launcher_opens_the_store_and_the_others_join(
+    host: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Oracle: a value written by one and read by the other; a free address is bound before any
+    service is asked."""
     endpoint = f"{host}:{free_port()}"
-    first, second = RendezvousEndpoint(endpoint), RendezvousEndpoint(endpoint)
+    first = RendezvousEndpoint(endpoint)
+    second = RendezvousEndpoint(endpoint)
     with monkeypatch.context() as patch:
-        patch.setattr(rendezvous_server, "_is_store", refuse)
+        patch.setattr(endpoint_module, "_is_store", refuse)
         store = first.connect()
     joined = second.connect()
     store.set("key", "value")
@@ -201,7 +228,8 @@ def test_every_server_of_torch_is_recognized(use_libuv: bool) -> None:
 
 
 def test_store_is_joined_once_its_node_has_marked_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Oracle: the key that the serving node sets between two queries of the joining one, which never creates it."""
+    """Oracle: the key that the serving node sets between two queries of the joining one, which
+    never creates it."""
     store = open_store()
     seen = []
 
@@ -209,7 +237,9 @@ def test_store_is_joined_once_its_node_has_marked_it(monkeypatch: pytest.MonkeyP
         seen.append(store.num_keys())
         open_state(store)
 
-    monkeypatch.setattr(rendezvous_server, "time", SimpleNamespace(monotonic=time.monotonic, sleep=open_later))
+    monkeypatch.setattr(
+        endpoint_module, "time", SimpleNamespace(monotonic=time.monotonic, sleep=open_later)
+    )
     RendezvousEndpoint(f"127.0.0.1:{store.port}").connect()
     assert len(seen) == 1
 
@@ -217,23 +247,29 @@ def test_store_is_joined_once_its_node_has_marked_it(monkeypatch: pytest.MonkeyP
 def test_node_without_the_address_waits_for_the_first_node(monkeypatch: pytest.MonkeyPatch) -> None:
     """Oracle: a store that opens after the first refused connection."""
     endpoint = f"127.0.0.1:{free_port()}"
-    first, other = RendezvousEndpoint(endpoint), RendezvousEndpoint(endpoint)
+    first = RendezvousEndpoint(endpoint)
+    other = RendezvousEndpoint(endpoint)
     listen = RendezvousEndpoint._listen
     monkeypatch.setattr(RendezvousEndpoint, "_listen", lambda self, *where: listen(first, *where))
-    monkeypatch.setattr(other, "_addresses", [(socket.AF_INET, ("192.0.2.1", first.port))])  # of no machine
+    monkeypatch.setattr(
+        other, "_addresses", [(socket.AF_INET, ("192.0.2.1", first.port))]
+    )  # of no machine
     assert other._serve() is None
     monkeypatch.setattr(other, "_addresses", first._addresses)
     monkeypatch.setattr(other, "_tried_to_serve", True)
     opened = []
-    clock = SimpleNamespace(monotonic=time.monotonic, sleep=lambda _: opened.append(first.connect()))
-    monkeypatch.setattr(rendezvous_server, "time", clock)
+    clock = SimpleNamespace(
+        monotonic=time.monotonic, sleep=lambda _: opened.append(first.connect())
+    )
+    monkeypatch.setattr(endpoint_module, "time", clock)
     assert other.connect().num_keys() >= 1
     assert len(opened) == 1
 
 
 @contextlib.contextmanager
 def service(answer: bytes | None) -> Iterator[int]:
-    """Port of a service that answers every connection, or stays silent with None, or closes it with b""."""
+    """Port of a service that answers every connection, or stays silent with None, or closes it with
+    b""."""
     with socket.create_server(("127.0.0.1", 0)) as listening:
         connections = []
 
@@ -250,33 +286,44 @@ def service(answer: bytes | None) -> Iterator[int]:
 
 
 @pytest.mark.parametrize(
-    ("answer", "seconds"), [(None, 0.2), (b"", 3600.0), (b"HTTP/1.1 400 Bad Request", 3600.0), (b"\0", 0.2)]
+    ("answer", "seconds"),
+    [(None, 0.2), (b"", 3600.0), (b"HTTP/1.1 400 Bad Request", 3600.0), (b"\0", 0.2)],
 )
 def test_service_that_is_no_store_is_refused(
     answer: bytes | None, seconds: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Oracle: the message; only silence and half an answer take until the limit, which may be an hour."""
-    monkeypatch.setattr(rendezvous_server, "ANSWER_SECONDS", seconds)
-    monkeypatch.setattr(os, "getpid", lambda: 256)  # the number that the store returns starts with a zero
-    with service(answer) as port, pytest.raises(RendezvousConnectionError, match=r"^something else has that port$"):
+    """Oracle: the message; only silence and half an answer take until the limit, which may be an
+    hour."""
+    monkeypatch.setattr(endpoint_module, "ANSWER_SECONDS", seconds)
+    monkeypatch.setattr(
+        os, "getpid", lambda: 256
+    )  # the number that the store returns starts with a zero
+    with (
+        service(answer) as port,
+        pytest.raises(RendezvousConnectionError, match=r"^something else has that port$"),
+    ):
         RendezvousEndpoint(f"127.0.0.1:{port}").connect()
 
 
 def test_store_of_another_program_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """Oracle: the message, for a store without our key, which stays without it."""
-    monkeypatch.setattr(rendezvous_server, "ANSWER_SECONDS", 0.2)
+    monkeypatch.setattr(endpoint_module, "ANSWER_SECONDS", 0.2)
     store = open_store()
     keys = store.num_keys()
-    with pytest.raises(RendezvousConnectionError, match=r"^a PyTorch store of another program has that port$"):
+    with pytest.raises(
+        RendezvousConnectionError, match=r"^a PyTorch store of another program has that port$"
+    ):
         RendezvousEndpoint(f"127.0.0.1:{store.port}").connect()
     assert store.num_keys() == keys
 
 
-def test_unreachable_and_unresolvable_endpoints_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unreachable_and_unresolvable_endpoints_are_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Oracle: the system's own words for it."""
     with pytest.raises(RendezvousConnectionError, match=r"no\.such\.host\.invalid has no address"):
         RendezvousEndpoint("no.such.host.invalid:29500")
-    monkeypatch.setattr(rendezvous_server, "ANSWER_SECONDS", 0.0)
+    monkeypatch.setattr(endpoint_module, "ANSWER_SECONDS", 0.0)
     endpoint = RendezvousEndpoint(f"127.0.0.1:{free_port()}")
     monkeypatch.setattr(endpoint, "_tried_to_serve", True)
     with pytest.raises(RendezvousConnectionError, match=os.strerror(errno.ECONNREFUSED)):
@@ -287,10 +334,13 @@ def test_unreachable_and_unresolvable_endpoints_are_refused(monkeypatch: pytest.
 def test_loopback_host_name_listens_on_all_interfaces(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Oracle: the kernel's list; Debian gives a machine's own name to 127.0.1.1, where no other machine comes."""
+    """Oracle: the kernel's list; Debian gives a machine's own name to 127.0.1.1, where no other
+    machine comes."""
     port = free_port()
     resolve = socket.getaddrinfo
-    monkeypatch.setattr(socket, "getaddrinfo", lambda _, *rest, **more: resolve("127.0.1.1", *rest, **more))
+    monkeypatch.setattr(
+        socket, "getaddrinfo", lambda _, *rest, **more: resolve("127.0.1.1", *rest, **more)
+    )
     point = RendezvousEndpoint(f"own:{port}")
     with point._listen(*point._addresses[0]):
         assert ("00000000", port) in listening_sockets(os.getpid())
@@ -319,11 +369,22 @@ def busy_machine() -> Iterator[None]:
 
 @pytest.mark.extended
 @pytest.mark.limit(900)
-def test_launchers_started_together_on_a_busy_machine_meet(launched: Callable[..., Any], busy_machine: None) -> None:
-    """Oracle: the status and sentences of both, six times; the port of a rendezvous was free before it."""
-    sentence = "fsdptoys: no launch.rdzv_token_file is set, so any machine of this network can join or stop the run"
+def test_launchers_started_together_on_a_busy_machine_meet(
+    launched: Callable[..., Any], busy_machine: None
+) -> None:
+    """Oracle: the status and sentences of both, six times; the port of a rendezvous was free before
+    it."""
+    sentence = (
+        "fsdptoys: no launch.rdzv_token_file is set, so any machine of this network can join or "
+        "stop the run"
+    )
     for _ in range(6):
-        options = {"ranks": 1, "nnodes": 2, "rdzv_endpoint": f"127.0.0.1:{free_port()}", "forks": True}
+        options = {
+            "ranks": 1,
+            "nnodes": 2,
+            "rdzv_endpoint": f"127.0.0.1:{free_port()}",
+            "forks": True,
+        }
         runs = [launched("nothing", **options) for _ in range(2)]
         for status, stderr in [run.result() for run in runs]:
             # PyTorch's store warns where the other launcher has left first.

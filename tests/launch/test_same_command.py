@@ -16,14 +16,26 @@ from tests.measuring import without_coverage
 ROOT = Path(__file__).parents[2]
 
 OVERRIDES = [
-    *("experiment=null", "launch.device=cpu", "metrics.console=plain", "model=llama_debug", "train.steps=3"),
+    *(
+        "experiment=null",
+        "launch.device=cpu",
+        "metrics.console=plain",
+        "model=llama_debug",
+        "train.steps=3",
+    ),
     *("train.seq_len=32", "train.grad_accum=2", "train.eval_every=2", "data.ragged=true"),
 ]
 
 COMMANDS = {
     "python": [sys.executable, "-m", "fsdptoys", "train"],
     "torchrun": [
-        *(sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--rdzv-backend=c10d"),
+        *(
+            sys.executable,
+            "-m",
+            "torch.distributed.run",
+            "--nproc-per-node=2",
+            "--rdzv-backend=c10d",
+        ),
         *("--rdzv-endpoint=localhost:0", "-m", "fsdptoys", "train"),
     ],
     "nproc_per_node": [sys.executable, "-m", "fsdptoys", "train", "launch.nproc_per_node=2"],
@@ -36,7 +48,8 @@ def start(name: str, folder: Path) -> subprocess.CompletedProcess[str]:
         [*COMMANDS[name], *OVERRIDES, f"metrics.run_dir={name}"],
         cwd=folder,
         # The launcher would inherit the threads that the tests fix.
-        env={key: value for key, value in os.environ.items() if key != "OMP_NUM_THREADS"} | {"PYTHONPATH": str(ROOT)},
+        env={key: value for key, value in os.environ.items() if key != "OMP_NUM_THREADS"}
+        | {"PYTHONPATH": str(ROOT)},
         capture_output=True,
         text=True,
     )
@@ -47,11 +60,15 @@ def read_numbers(run: Path) -> tuple[list[list[Any]], str]:
     steps = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     numbers = ("step", "loss", "grad_norm", "learning_rate", "valid_tokens", "eval_loss")
     config = (run / "config.yaml").read_text().replace(f"run_dir: {run.name}\n", "")
-    return [[step[name] for name in numbers] for step in steps], config.replace("per_node: 2", "per_node: -1")
+    return [[step[name] for name in numbers] for step in steps], config.replace(
+        "per_node: 2", "per_node: -1"
+    )
 
 
 @pytest.fixture(scope="module")
-def plain(tmp_path_factory: pytest.TempPathFactory) -> tuple[subprocess.CompletedProcess[str], Path]:
+def plain(
+    tmp_path_factory: pytest.TempPathFactory,
+) -> tuple[subprocess.CompletedProcess[str], Path]:
     """The plainest of the commands, with new interpreters, when it has ended, and where it ran."""
     folder = tmp_path_factory.mktemp("plain")
     with without_coverage():
@@ -63,8 +80,9 @@ def test_train_starts_ranks_and_writes_a_run_directory(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """Oracle: exit status, the one line of hardware, one line of metrics a step, the rank's share of the cores, which a
-    fork of the launcher does not have by default; repeating the same arguments is refused."""
+    """Oracle: exit status, the one line of hardware, one line of metrics a step, the rank's share
+    of the cores, which a fork of the launcher does not have by default; repeating the same
+    arguments is refused."""
     done, folder = plain
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout.count("fsdptoys: ") == 1 and "with fsdp2 on 2 ranks" in done.stdout
@@ -83,9 +101,12 @@ def test_train_starts_ranks_and_writes_a_run_directory(
 def test_every_launch_command_gives_the_same_numbers(
     name: str, plain: tuple[subprocess.CompletedProcess[str], Path], tmp_path: Path
 ) -> None:
-    """Oracle: the plainest command: losses, norms and learning rates of every step, and the written configuration."""
+    """Oracle: the plainest command: losses, norms and learning rates of every step, and the written
+    configuration."""
     done = start(name, tmp_path)
     # Under load torchrun's own interpreter may abort when it leaves, with all ranks ended well.
-    aborted = name == "torchrun" and done.returncode == -signal.SIGABRT and "Error" not in done.stderr
+    aborted = (
+        name == "torchrun" and done.returncode == -signal.SIGABRT and "Error" not in done.stderr
+    )
     assert done.returncode == 0 or aborted, done.stderr
     assert read_numbers(tmp_path / name) == read_numbers(plain[1] / "python")

@@ -11,9 +11,11 @@ from typing import Any
 import pytest
 from torch.distributed.elastic.multiprocessing.api import PContext
 
-from fsdptoys.launch import rendezvous_server, supervisor
+from fsdptoys.launch import local_ranks
 from fsdptoys.launch.forked_process import ForkedProcess
+from fsdptoys.launch.rendezvous import endpoint as endpoint_module
 from fsdptoys.train import stop
+from tests.harness.levels import by_level
 from tests.harness.processes import wait_until
 from tests.launch.launchers import free_port, runs
 from tests.launch.stranger import listening_sockets
@@ -24,12 +26,15 @@ KILLED = "was ended by SIGKILL, as the system does where host memory runs out"
 def set_same_request(monkeypatch: pytest.MonkeyPatch, seconds: float) -> None:
     """Set for how long signals count as one request, in launchers and in ranks that are forks."""
     monkeypatch.setattr(stop, "SAME_REQUEST_SECONDS", seconds)
-    monkeypatch.setattr(supervisor, "SAME_REQUEST_SECONDS", seconds)
+    monkeypatch.setattr(local_ranks, "SAME_REQUEST_SECONDS", seconds)
 
 
-def test_worker_exception_is_shown_once_and_ends_all_workers(launched: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Oracle: rank 1 raises; rank 0 waits in gloo, whose own error is the consequence; rank 2 sleeps an hour, and
-    records SIGTERM instead of dying of it. torch's agent would wait for it, here as long."""
+def test_worker_exception_is_shown_once_and_ends_all_workers(
+    launched: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Oracle: rank 1 raises; rank 0 waits in gloo, whose own error is the consequence; rank 2
+    sleeps an hour, and records SIGTERM instead of dying of it. torch's agent would wait for it,
+    here as long."""
     monkeypatch.setattr(PContext.close, "__defaults__", (None, 3600))
     run = launched("fail", ranks=3)
     pids = run.workers()
@@ -60,7 +65,8 @@ def test_worker_exception_is_shown_once_and_ends_all_workers(launched: Any, monk
 def test_end_of_a_worker_is_reported_in_one_line_a_start(
     launched: Any, how: str, restarts: int, status: int, lines: list[str]
 ) -> None:
-    """Oracle: the full stderr: a mistake that both ranks find, a status, and a kill after the only restart."""
+    """Oracle: the full stderr: a mistake that both ranks find, a status, and a kill after the only
+    restart."""
     found, stderr = launched(how, max_restarts=restarts).result()
     assert found == status
     assert stderr == "".join(f"fsdptoys: {line}\n" for line in lines)
@@ -68,29 +74,34 @@ def test_end_of_a_worker_is_reported_in_one_line_a_start(
 
 @pytest.mark.parametrize("forks", [False, True])
 def test_worker_has_the_environment_of_a_new_interpreter(launched: Any, forks: bool) -> None:
-    """Oracle: the output of the two workers: threads, rank, a new session, arguments; default signals, no
-    open files but the listing's, of the paths the working directory once, which is in PYTHONPATH here, and stdin."""
+    """Oracle: the output of the two workers: threads, rank, a new session, arguments; default
+    signals, no open files but the listing's, of the paths the working directory once, which is in
+    PYTHONPATH here, and stdin."""
     run = launched("environment", forks=forks)
     assert run.result() == (0, "")
     message = sorted((run.folder / "stdout").read_text().splitlines())
     ranks = [f"1 {rank} True ['environment']" for rank in (0, 1)]
-    assert message == sorted([*ranks, *["['SIG_DFL', 'SIG_DFL']", "[]", "False True __main__ 0"] * 2])
+    assert message == sorted(
+        [*ranks, *["['SIG_DFL', 'SIG_DFL']", "[]", "False True __main__ 0"] * 2]
+    )
 
 
 @pytest.mark.parametrize(
     "number",
-    [
-        signal.SIGINT,
-        signal.SIGTERM,
-        *(pytest.param(n, marks=pytest.mark.extended) for n in (signal.SIGUSR1, signal.SIGHUP)),
-    ],
+    by_level(
+        (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP),
+        (signal.SIGINT, signal.SIGTERM),
+    ),
 )
 def test_signal_before_training_ends_all_workers(launched: Any, number: signal.Signals) -> None:
     """Oracle: the workers' process ids, which must be free afterwards."""
     run = launched("sleep", max_restarts=2)
     pids = run.workers()
     os.kill(run.pid, number)
-    assert run.result() == (128 + number, f"fsdptoys: stopped by {number.name}; all workers have ended\n")
+    assert run.result() == (
+        128 + number,
+        f"fsdptoys: stopped by {number.name}; all workers have ended\n",
+    )
     assert not any(runs(pid) for pid in pids)
 
 
@@ -102,16 +113,23 @@ def test_signal_before_training_ends_all_workers(launched: Any, number: signal.S
     ],
 )
 def test_signal_during_training_lets_the_ranks_save(
-    launched: Any, number: signal.Signals, times: int, result: tuple[int, str], monkeypatch: pytest.MonkeyPatch
+    launched: Any,
+    number: signal.Signals,
+    times: int,
+    result: tuple[int, str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Oracle: the signal of each rank; a batch system may send it three times in a row. Shells go on after status 0."""
+    """Oracle: the signal of each rank; a batch system may send it three times in a row. Shells go
+    on after status 0."""
     set_same_request(monkeypatch, 3600.0)
     run = launched("stop", max_restarts=2)
     pids = run.workers()
     for pid in (run.pid, pids[0], run.pid)[:times]:
         os.kill(pid, number)
     assert run.result() == result
-    assert run.wait_for_files("saved") == ["SIGTERM" if number == signal.SIGINT else number.name] * 2
+    assert (
+        run.wait_for_files("saved") == ["SIGTERM" if number == signal.SIGINT else number.name] * 2
+    )
 
 
 @pytest.mark.parametrize(
@@ -120,9 +138,14 @@ def test_signal_during_training_lets_the_ranks_save(
     ids=["same request", "second request", "Ctrl-C twice"],
 )
 def test_second_request_kills_all_workers(
-    launched: Any, first: signal.Signals, seconds: float, status: int, monkeypatch: pytest.MonkeyPatch
+    launched: Any,
+    first: signal.Signals,
+    seconds: float,
+    status: int,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Oracle: workers that outlive the signals; those of the same request have no effect, which SIGINT then has."""
+    """Oracle: workers that outlive the signals; those of the same request have no effect, which
+    SIGINT then has."""
     set_same_request(monkeypatch, seconds)
     run = launched("deaf", max_restarts=2)
     pids = run.workers()
@@ -136,7 +159,9 @@ def test_second_request_kills_all_workers(
     assert not any(runs(pid) for pid in pids)
 
 
-@pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="Linux alone ends the children of a killed process")
+@pytest.mark.skipif(
+    not Path("/proc/self/stat").exists(), reason="Linux alone ends the children of a killed process"
+)
 def test_workers_end_with_a_killed_launcher(launched: Any) -> None:
     """Oracle: the process ids; both remember SIGTERM, and one waits in a collective."""
     run = launched("hang")
@@ -146,7 +171,8 @@ def test_workers_end_with_a_killed_launcher(launched: Any) -> None:
 
 
 def test_workers_restart_and_continue_in_the_same_directory(launched: Any) -> None:
-    """Oracle: the first start raises, the second is killed, the third joins a new group and does the work."""
+    """Oracle: the first start raises, the second is killed, the third joins a new group and does
+    the work."""
     run = launched("again", max_restarts=3)
     assert run.result() == (
         0,
@@ -157,23 +183,25 @@ def test_workers_restart_and_continue_in_the_same_directory(launched: Any) -> No
 
 
 def test_hanging_rank_is_named(launched: Any) -> None:
-    """Oracle: rank 1 sleeps where rank 0's last heartbeat has the same phase; gloo's timeout is real."""
+    """Oracle: rank 1 sleeps where rank 0's last heartbeat has the same phase; gloo's timeout is
+    real."""
     status, stderr = launched("wait").result()
     assert status == 1
     expired = "a collective timed out (launch.timeout_seconds=3); the last heartbeat of all 2"
     assert f"fsdptoys: rank 0 failed:\n{expired}" in stderr
     hung = "it hung, last heartbeat step 3 (backward)"
-    assert re.search(
-        rf"^rank 1 raised no exception and had to be terminated: {re.escape(hung)}, \d+ s ago, pid ", stderr, re.M
-    ), stderr
+    ended = "^rank 1 raised no exception and had to be terminated: "
+    assert re.search(rf"{ended}{re.escape(hung)}, \d+ s ago, pid ", stderr, re.M), stderr
 
 
-@pytest.mark.parametrize("how, sent", [("asked", signal.SIGTERM), ("early", signal.SIGUSR1), ("early", signal.SIGTERM)])
+@pytest.mark.parametrize(
+    "how, sent", [("asked", signal.SIGTERM), ("early", signal.SIGUSR1), ("early", signal.SIGTERM)]
+)
 def test_signal_to_one_rank_is_a_request_to_stop(
     launched: Any, how: str, sent: signal.Signals, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Oracle: status and sentence, with restarts that must not be used; in the loop, the rank sends itself a second
-    one, and rank 0 loses its connection; before it, rank 0 is ended by our side."""
+    """Oracle: status and sentence, with restarts that must not be used; in the loop, the rank sends
+    itself a second one, and rank 0 loses its connection; before it, rank 0 is ended by our side."""
     set_same_request(monkeypatch, 0.0)
     run = launched(how, max_restarts=2)
     os.kill(run.workers()[1], sent)
@@ -184,7 +212,8 @@ def test_signal_to_one_rank_is_a_request_to_stop(
 @pytest.mark.skipif(not Path("/dev/shm").exists(), reason="semaphores are files on Linux alone")
 @pytest.mark.parametrize("whom", ["launcher", "rank"])
 def test_killed_ranks_leave_no_semaphores(launched: Any, whom: str) -> None:
-    """Oracle: the semaphores' names in /dev/shm, while the ranks run and afterwards; the tracker prints nothing."""
+    """Oracle: the semaphores' names in /dev/shm, while the ranks run and afterwards; the tracker
+    prints nothing."""
     run = launched("semaphores")
     pids = run.workers()
     message = [text.split() for text in run.wait_for_files("children")]
@@ -194,8 +223,12 @@ def test_killed_ranks_leave_no_semaphores(launched: Any, whom: str) -> None:
     status, stderr = run.result()
     assert status == (130 if whom == "launcher" else 1) and len(stderr.splitlines()) == 1, stderr
     trackers = [int(child) for words in message for child in words[:-1]]
-    wait_until(lambda: not any(path.exists() for path in paths), "the removal of the semaphores", trackers)
-    wait_until(lambda: not any(runs(tracker) for tracker in trackers), "the end of the trackers", trackers)
+    wait_until(
+        lambda: not any(path.exists() for path in paths), "the removal of the semaphores", trackers
+    )
+    wait_until(
+        lambda: not any(runs(tracker) for tracker in trackers), "the end of the trackers", trackers
+    )
 
 
 def test_killed_rank_is_reported_with_the_last_heartbeats(launched: Any) -> None:
@@ -203,18 +236,27 @@ def test_killed_rank_is_reported_with_the_last_heartbeats(launched: Any) -> None
     status, stderr = launched("lose").result()
     assert status == 1
     assert stderr.startswith(f"fsdptoys: rank 1 {KILLED}; ")
-    assert "; last heartbeats: rank 1 in step 3 (forward) " in stderr and ", rank 0 in step 3 (backward) " in stderr
+    assert (
+        "; last heartbeats: rank 1 in step 3 (forward) " in stderr
+        and ", rank 0 in step 3 (backward) " in stderr
+    )
 
 
-def test_occupied_rendezvous_port_is_reported_in_one_sentence(launched: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Oracle: the message, for a service that accepts connections silently; torch's rendezvous would wait forever."""
-    monkeypatch.setattr(rendezvous_server, "ANSWER_SECONDS", 0.5)
+def test_occupied_rendezvous_port_is_reported_in_one_sentence(
+    launched: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Oracle: the message, for a service that accepts connections silently; torch's rendezvous
+    would wait forever."""
+    monkeypatch.setattr(endpoint_module, "ANSWER_SECONDS", 0.5)
     with socket.create_server(("127.0.0.1", 0)) as taken:
         endpoint = f"127.0.0.1:{taken.getsockname()[1]}"
         assert launched("nothing", nnodes=2, rdzv_endpoint=endpoint).result() == (
             2,
-            f"fsdptoys: launch.rdzv_endpoint={endpoint} cannot host the rendezvous (something else has that port); set "
-            "it to the first machine's name and a free port, as host:port\n",
+            (
+                f"fsdptoys: launch.rdzv_endpoint={endpoint} cannot host the rendezvous (something "
+                "else has that port); set it to the first machine's name and a free port, as "
+                "host:port\n"
+            ),
         )
 
 
@@ -223,8 +265,11 @@ def test_missing_node_ends_the_run_after_the_timeout(launched: Any) -> None:
     endpoint = f"127.0.0.1:{free_port()}"
     assert launched("nothing", nnodes=2, rdzv_endpoint=endpoint, timeout_seconds=1).result() == (
         2,
-        f"fsdptoys: launch.nnodes=2 machines were expected at launch.rdzv_endpoint={endpoint}, and 1 came within "
-        "launch.timeout_seconds=1; start the same command on each, or set launch.nnodes to their number\n",
+        (
+            f"fsdptoys: launch.nnodes=2 machines were expected at launch.rdzv_endpoint={endpoint}, "
+            "and 1 came within launch.timeout_seconds=1; start the same command on each, or set "
+            "launch.nnodes to their number\n"
+        ),
     )
 
 
@@ -252,17 +297,21 @@ class Endless:
     """A reference cycle with an open file, freed only by garbage collection."""
 
     def __init__(self, path: Path) -> None:
-        self.itself, self.file = self, path.open("w")
+        self.itself = self
+        self.file = path.open("w")
 
 
 def test_garbage_of_the_parent_closes_no_file_of_the_fork(tmp_path: Path) -> None:
-    """Oracle: the fork's output after a collection, to a file with the descriptor number of the parent's file."""
+    """Oracle: the fork's output after a collection, to a file with the descriptor number of the
+    parent's file."""
     (tmp_path / "writes.py").write_text(MODULE)
     gc.disable()
     try:
         number = Endless(tmp_path / "parents").file.fileno()
         forked = ForkedProcess(
-            "writes", [str(number), str(tmp_path / "own")], {**os.environ, "PYTHONPATH": str(tmp_path)}
+            "writes",
+            [str(number), str(tmp_path / "own")],
+            {**os.environ, "PYTHONPATH": str(tmp_path)},
         )
         assert forked.wait() == 0
     finally:

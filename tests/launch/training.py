@@ -17,7 +17,11 @@ class Training:
         self._output = output
         with output.open("w") as file:
             self.process = subprocess.Popen(
-                [sys.executable, "-m", *words], stdout=file, stderr=file, start_new_session=True, **options
+                [sys.executable, "-m", *words],
+                stdout=file,
+                stderr=file,
+                start_new_session=True,
+                **options,
             )
 
     @property
@@ -49,5 +53,9 @@ def training(words: Sequence[str], output: Path, **options: Any) -> Iterator[Tra
 
 def wait_while_running(runs: Sequence[Training], condition: Callable[[], bool], what: str) -> None:
     """Wait for a condition; AssertionError if one of the runs ends before."""
-    wait_until(lambda: condition() or any(run.ended() for run in runs), what, [run.process.pid for run in runs])
+    wait_until(
+        lambda: condition() or any(run.ended() for run in runs),
+        what,
+        [run.process.pid for run in runs],
+    )
     assert condition() or not any(run.ended() for run in runs), [run.output for run in runs]

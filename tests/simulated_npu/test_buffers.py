@@ -1,4 +1,5 @@
-"""Memory besides a step: checkpoints go through pinned buffers, and a step leaves neither gradients nor buffers."""
+"""Memory besides a step: checkpoints go through pinned buffers, and a step leaves neither gradients
+nor buffers."""
 
 import hashlib
 from dataclasses import replace
@@ -18,13 +19,20 @@ from fsdptoys.parallel import FSDP1Config, FSDP2Config, ParallelConfig
 from fsdptoys.train.trainer import Trainer
 from fsdptoys.utils.dtensor import local_tensor
 from tests.parallel.runs import tiny_model
-from tests.simulated_npu.ranks import BOTH_MODES, config_for, run_npu_ranks, run_on_npu, simulated_npu
+from tests.simulated_npu.ranks import (
+    BOTH_MODES,
+    config_for,
+    run_npu_ranks,
+    run_on_npu,
+    simulated_npu,
+)
 
 BUFFER_BYTES = 96
 
 
 def tensors(device: str) -> dict[str, Tensor]:
-    """Tensors smaller and larger than a buffer, of every alignment, one of them on the CPU in any case."""
+    """Tensors smaller and larger than a buffer, of every alignment, one of them on the CPU in any
+    case."""
     made = {
         "matrix": torch.arange(91.0).view(7, 13),
         "transposed": torch.arange(30, dtype=torch.bfloat16).view(5, 6).t(),
@@ -37,11 +45,14 @@ def tensors(device: str) -> dict[str, Tensor]:
 
 
 def save_and_load(folder: str) -> tuple[str, bool, int]:
-    """The digest of the written file, whether loading restores every bit, and the most bytes pinned."""
+    """The digest of the written file, whether loading restores every bit, and the most bytes
+    pinned."""
     patch = pytest.MonkeyPatch()
     for module in (pinned_copy, shard_format):
         patch.setattr(module, "BUFFER_BYTES", BUFFER_BYTES)
-    storage, saved, pinned = open_storage(folder), tensors("npu"), []
+    storage = open_storage(folder)
+    saved = tensors("npu")
+    pinned = []
     storage.make("a")
     read_into = pinned_copy.PinnedBuffers.take
 
@@ -62,14 +73,17 @@ def save_and_load(folder: str) -> tuple[str, bool, int]:
 def test_files_of_an_accelerator_hold_the_bytes_of_a_cpus(
     mode: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Oracle: the file that a CPU writes, without buffers; in delayed mode a missing wait shows as other bytes."""
+    """Oracle: the file that a CPU writes, without buffers; in delayed mode a missing wait shows as
+    other bytes."""
     (tmp_path / "cpu").mkdir()
     storage = open_storage(str(tmp_path / "cpu"))
     storage.make("a")
     with monkeypatch.context() as patch:
         patch.delattr(pinned_copy.PinnedBuffers, "__init__")  # takes no device then
         save_tensors(storage, "a", tensors("cpu"), None)
-    expected = hashlib.sha256((tmp_path / "cpu/a/tensors-00000.safetensors").read_bytes()).hexdigest()
+    expected = hashlib.sha256(
+        (tmp_path / "cpu/a/tensors-00000.safetensors").read_bytes()
+    ).hexdigest()
     (tmp_path / "npu").mkdir()
     digest, same, pinned = run_on_npu(save_and_load, str(tmp_path / "npu"), mode=mode)
     assert (digest, same, pinned) == (expected, True, 2 * BUFFER_BYTES)
@@ -92,7 +106,8 @@ def order_of_work() -> list[str]:
 
 
 def test_next_part_is_copied_while_one_is_written() -> None:
-    """Oracle: by hand, 4 parts of 24 numbers or less: the copy of each begins before the write of the one before."""
+    """Oracle: by hand, 4 parts of 24 numbers or less: the copy of each begins before the write of
+    the one before."""
     order = "copy 0, copy 24, write 0, copy 48, write 24, copy 72, write 48, write 72"
     assert run_on_npu(order_of_work, mode="delayed") == [f"{each}.0" for each in order.split(", ")]
 
@@ -112,7 +127,8 @@ def test_next_part_is_copied_while_one_is_written() -> None:
 def test_step_leaves_no_gradients_and_buffers_on_a_device(
     parallel: ParallelConfig, switch: str | None, bytes_each: int
 ) -> None:
-    """Oracle: the simulated device's count: 4 bytes an element for parameters, 8 for AdamW's states, if not offloaded.
+    """Oracle: the simulated device's count: 4 bytes an element for parameters, 8 for AdamW's
+    states, if not offloaded.
 
     Its allocator rounds up, which half the bytes of gradients allow for.
     """
@@ -125,7 +141,9 @@ def test_step_leaves_no_gradients_and_buffers_on_a_device(
         before = device.memory().allocated_bytes
         trainer = Trainer(config)
         trainer.train()
-        elements = sum(local_tensor(param).numel() for _, param in trainer.strategy.named_parameters())
+        elements = sum(
+            local_tensor(param).numel() for _, param in trainer.strategy.named_parameters()
+        )
         return device.memory().allocated_bytes - before, elements
 
     allocated, elements = run_npu_ranks(2, bytes_and_elements)[0]

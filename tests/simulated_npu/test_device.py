@@ -1,4 +1,5 @@
-"""The simulated device and its ``hccl`` support PyTorch's and this project's calls, and fail where hardware would."""
+"""The simulated device and its ``hccl`` support PyTorch's and this project's calls, and fail where
+hardware would."""
 
 import os
 from collections.abc import Callable
@@ -13,7 +14,14 @@ import torch.nn.functional as F
 from fsdptoys.device.free_memory import least_free_bytes
 from scripts.ranks import run_ranks
 from tests.harness.processes import wait_until
-from tests.simulated_npu.ranks import BOTH_MODES, MODES, SITE, run_npu_ranks, run_on_npu, simulated_npu
+from tests.simulated_npu.ranks import (
+    BOTH_MODES,
+    MODES,
+    SITE,
+    run_npu_ranks,
+    run_on_npu,
+    simulated_npu,
+)
 
 MIB = 2**20
 RANKS = 2
@@ -36,8 +44,17 @@ def operators(device: str) -> list[Any]:
     loss = F.cross_entropy(logits, tokens.flatten()[:6] % 5) + attended.square().mean()
     loss = loss + F.embedding(tokens, x).sum() + x.to(torch.bfloat16).float().cumsum(0).sum()
     loss.backward()
-    picked = x[tokens[:, 0]], torch.topk(x, 3).values, x.t().contiguous(), torch.cat([x, x]), x.argmax(1)
-    return [tensor.detach().cpu().tolist() for tensor in (loss, x.grad, weight.grad, heads.grad, *picked)]
+    picked = (
+        x[tokens[:, 0]],
+        torch.topk(x, 3).values,
+        x.t().contiguous(),
+        torch.cat([x, x]),
+        x.argmax(1),
+    )
+    return [
+        tensor.detach().cpu().tolist()
+        for tensor in (loss, x.grad, weight.grad, heads.grad, *picked)
+    ]
 
 
 def random_numbers(device: str) -> list[Any]:
@@ -68,13 +85,18 @@ def test_operators_gradients_and_random_numbers_equal_the_cpu_bitwise(
     [
         (lambda x: x + torch.ones(4), "Expected all tensors to be on the same device"),
         (lambda x: torch.zeros(2, device="npu:1"), "invalid device ordinal"),
-        (lambda x: dist.all_reduce(torch.ones(2)), "No backend type associated with device type cpu"),
+        (
+            lambda x: dist.all_reduce(torch.ones(2)),
+            "No backend type associated with device type cpu",
+        ),
         (lambda x: dist.all_reduce(x.double()), "cannot reduce Double"),
         (lambda x: x.numpy(), "can't convert npu:0 device type tensor to numpy"),
     ],
     ids=["two devices", "ordinal", "backend", "double", "numpy"],
 )
-def test_invalid_operations_fail_as_on_hardware(mistake: Callable[[torch.Tensor], object], message: str) -> None:
+def test_invalid_operations_fail_as_on_hardware(
+    mistake: Callable[[torch.Tensor], object], message: str
+) -> None:
     """Oracle: error messages of PyTorch, CUDA and HCCL."""
     with pytest.raises(RuntimeError, match=message):
         run_on_npu(lambda: mistake(torch.ones(4, device="npu")))
@@ -86,15 +108,24 @@ def test_allocator_rounds_to_512_bytes_and_reuses_freed_blocks() -> None:
     def use_memory() -> list[int]:
         accelerator = torch.accelerator
         before = accelerator.memory_allocated()
-        kept, freed = reserve(1), reserve(3 + 1 / MIB)
+        kept = reserve(1)
+        freed = reserve(3 + 1 / MIB)
         during = accelerator.memory_allocated() - before
         del freed
         after = accelerator.memory_allocated() - before
         again = reserve(3)
-        reserved, peak = accelerator.memory_reserved(), accelerator.max_memory_allocated() - before
+        reserved = accelerator.memory_reserved()
+        peak = accelerator.max_memory_allocated() - before
         del again, kept
         accelerator.empty_cache()
-        return [during, peak, reserved, after, accelerator.memory_reserved(), accelerator.get_memory_info()[0]]
+        return [
+            during,
+            peak,
+            reserved,
+            after,
+            accelerator.memory_reserved(),
+            accelerator.get_memory_info()[0],
+        ]
 
     assert run_on_npu(use_memory, capacity_mib=16) == [4 * MIB + 512] * 3 + [MIB, 0, 16 * MIB]
 
@@ -104,7 +135,8 @@ def test_out_of_memory_message_has_the_form_of_torch_npu(mode: str) -> None:
     """Oracle: torch_npu's message, which ``profiler/out_of_memory.py`` parses, and arithmetic."""
 
     def run_out() -> tuple[str, int]:
-        kept, freed = reserve(5), reserve(2)
+        kept = reserve(5)
+        freed = reserve(2)
         del freed
         fits = reserve(3)  # frees the cache first
         with pytest.raises(torch.OutOfMemoryError) as error:
@@ -114,7 +146,8 @@ def test_out_of_memory_message_has_the_form_of_torch_npu(mode: str) -> None:
 
     message, failures = run_on_npu(run_out, mode=mode, capacity_mib=8)
     assert message.startswith(
-        "NPU out of memory. Tried to allocate 0.00 GiB (NPU 0; 0.01 GiB total capacity; 0.01 GiB already allocated; "
+        "NPU out of memory. Tried to allocate 0.00 GiB (NPU 0; 0.01 GiB total capacity; 0.01 GiB "
+        "already allocated; "
     )
     assert failures == 1
 
@@ -170,7 +203,8 @@ def test_only_pinned_copies_are_asynchronous(delayed: bool) -> None:
     """Oracle: CUDA's rules for ``non_blocking``."""
 
     def copy() -> None:
-        source, plain = torch.ones(1000).pin_memory(), torch.ones(1000)
+        source = torch.ones(1000).pin_memory()
+        plain = torch.ones(1000)
         assert source.is_pinned() and not plain.is_pinned()
         x = source.to("npu", non_blocking=True)
         source.fill_(5)  # before the copy has run
@@ -190,7 +224,8 @@ def test_only_pinned_copies_are_asynchronous(delayed: bool) -> None:
 
 @pytest.mark.parametrize("delayed", [False, True])
 def test_events_complete_after_earlier_work_and_polling_advances(delayed: bool) -> None:
-    """Oracle: immediate events are complete; a delayed one needs one query for each operation before it."""
+    """Oracle: immediate events are complete; a delayed one needs one query for each operation
+    before it."""
 
     def poll() -> tuple[bool, bool, bool]:
         start, end = (torch.Event(device="npu", enable_timing=True) for _ in range(2))
@@ -218,14 +253,18 @@ def test_autocast_runs_matmul_in_bfloat16_and_softmax_in_float32() -> None:
 
 
 def test_delayed_mode_delays_all_operators_of_a_training_step() -> None:
-    """Oracle: only operators that return a number to the host, or choose a kernel, run immediately."""
+    """Oracle: only operators that return a number to the host, or choose a kernel, run
+    immediately."""
 
     def undelayed() -> set[str]:
         simulated_npu.extension.count_operators(True)
         operators("npu")
         return set(simulated_npu.extension.undelayed_counts())
 
-    assert run_on_npu(undelayed, mode="delayed") <= {"aten::_local_scalar_dense", "aten::_fused_sdp_choice"}
+    assert run_on_npu(undelayed, mode="delayed") <= {
+        "aten::_local_scalar_dense",
+        "aten::_fused_sdp_choice",
+    }
 
 
 def test_free_memory_is_that_of_the_fullest_device(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -243,17 +282,29 @@ def collectives(device: str) -> dict[str, Any]:
     for op in ("SUM", "MAX", "MIN", "PRODUCT"):
         results[op] = [x.clone()]
         dist.all_reduce(results[op][0], getattr(dist.ReduceOp, op))
-    gathered, listed = torch.empty(8, device=device), [torch.empty(4, device=device) for _ in range(RANKS)]
+    gathered = torch.empty(8, device=device)
+    listed = [torch.empty(4, device=device) for _ in range(RANKS)]
     dist.all_gather_into_tensor(gathered, x)
     dist.all_gather(listed, x)
-    scattered, swapped = torch.empty(2, device=device), torch.empty(4, device=device)
+    scattered = torch.empty(2, device=device)
+    swapped = torch.empty(4, device=device)
     dist.reduce_scatter_tensor(scattered, x)
     dist.all_to_all_single(swapped, x)
-    sent, half, onto = x.clone(), x.to(torch.bfloat16), x.clone()
+    sent = x.clone()
+    half = x.to(torch.bfloat16)
+    onto = x.clone()
     dist.broadcast(sent, src=1)
     dist.all_reduce(half)
     dist.reduce(onto, dst=0)
-    results["rest"] = [gathered, *listed, scattered, swapped, sent, half.float(), *([onto] if rank == 0 else [])]
+    results["rest"] = [
+        gathered,
+        *listed,
+        scattered,
+        swapped,
+        sent,
+        half.float(),
+        *([onto] if rank == 0 else []),
+    ]
     objects: list[Any] = [None] * RANKS
     dist.all_gather_object(objects, {"rank": rank})
     if rank == 0:
@@ -262,28 +313,18 @@ def collectives(device: str) -> dict[str, Any]:
         results["received"] = [torch.empty(4, device=device)]
         dist.recv(results["received"][0], 0)
     dist.barrier()
-    numbers = {name: [tensor.cpu().tolist() for tensor in tensors] for name, tensors in results.items()}
+    numbers = {
+        name: [tensor.cpu().tolist() for tensor in tensors] for name, tensors in results.items()
+    }
     return {**numbers, "objects": objects}
 
 
 @BOTH_MODES
 def test_hccl_collectives_equal_gloo(mode: str) -> None:
     """Oracle: gloo on CPU tensors."""
-    assert run_npu_ranks(RANKS, collectives, "npu", mode=mode) == run_ranks(RANKS, collectives, "cpu")
-
-
-def average() -> list[float]:
-    x = torch.tensor([1.0, 4.0], device="npu") * (1 + dist.get_rank())
-    dist.all_reduce(x, dist.ReduceOp.AVG)
-    half = torch.empty(1, device="npu")
-    dist.reduce_scatter_tensor(half, x, dist.ReduceOp.AVG)
-    return [*x.cpu().tolist(), *half.cpu().tolist()]
-
-
-@BOTH_MODES
-def test_average_is_the_sum_divided_by_the_world_size(mode: str) -> None:
-    """Oracle: arithmetic."""
-    assert run_npu_ranks(RANKS, average, mode=mode) == [[1.5, 6.0, 1.5], [1.5, 6.0, 6.0]]
+    assert run_npu_ranks(RANKS, collectives, "npu", mode=mode) == run_ranks(
+        RANKS, collectives, "cpu"
+    )
 
 
 def sum_is_right(waits: bool) -> bool:

@@ -12,13 +12,16 @@ from fsdptoys.parallel import FSDP2Config, SingleConfig
 from fsdptoys.parallel.precision import DType
 from fsdptoys.train.trainer import Trainer
 from scripts.parity import hash_parameters
+from tests.harness.levels import extended
 from tests.simulated_npu.ranks import BOTH_MODES, config_for, run_npu_ranks
 
 
 def train(config: Config, obeys: bool) -> tuple[bool, list[bool], tuple[Any, ...]]:
     """Return whether the device decided, which steps were skipped, and the bits of the run."""
     with pytest.MonkeyPatch.context() as patch:
-        if obeys:  # the simulated kernel is the CPU's, which obeys as CUDA's does; torch_npu's ignores the decision
+        # the simulated kernel is the CPU's, which obeys as CUDA's does; torch_npu's ignores the
+        # decision
+        if obeys:
             patch.setattr(fused_adamw, "IGNORED_ON", frozenset())
         trainer = Trainer(config)
         decided = trainer.stepper.skips_on_device
@@ -28,21 +31,29 @@ def train(config: Config, obeys: bool) -> tuple[bool, list[bool], tuple[Any, ...
 
 
 @BOTH_MODES
-@pytest.mark.parametrize(
-    "dtype", [OptimStateDType.float32, pytest.param(OptimStateDType.bfloat16, marks=pytest.mark.extended)]
-)
-@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.extended)])
+@pytest.mark.parametrize("dtype", [OptimStateDType.float32, extended(OptimStateDType.bfloat16)])
+@pytest.mark.parametrize("ranks", [1, extended(2)])
 def test_steps_skipped_on_the_device_equal_those_skipped_by_the_host(
     ranks: int, dtype: OptimStateDType, mode: str
 ) -> None:
-    """Oracle: the same run with the decision read on the host; float16 overflows until its loss scale fits."""
+    """Oracle: the same run with the decision read on the host; float16 overflows until its loss
+    scale fits."""
     parallel = (SingleConfig if ranks == 1 else FSDP2Config)(param_dtype=DType.float16)
-    optim = AdamWConfig(1e-2, weight_decay_on=WeightDecayOn.all, implementation=Implementation.fused)
+    optim = AdamWConfig(
+        1e-2, weight_decay_on=WeightDecayOn.all, implementation=Implementation.fused
+    )
     optim = dataclasses.replace(optim, state_dtype=dtype)
-    # Without clipping: the kernel divides where the host multiplies, which is exact for powers of two only.
-    config = config_for("npu", parallel, ranks, optim=optim, steps=6, seq_len=12, max_grad_norm=None)
-    config = dataclasses.replace(config, loss_scale=LossScaleConfig(initial=2.0**19, growth_interval=2))
-    on_device, on_host = run_npu_ranks(ranks, lambda: [train(config, True), train(config, False)], mode=mode)[0]
+    # Without clipping: the kernel divides where the host multiplies, which is exact for powers of
+    # two only.
+    config = config_for(
+        "npu", parallel, ranks, optim=optim, steps=6, seq_len=12, max_grad_norm=None
+    )
+    config = dataclasses.replace(
+        config, loss_scale=LossScaleConfig(initial=2.0**19, growth_interval=2)
+    )
+    on_device, on_host = run_npu_ranks(
+        ranks, lambda: [train(config, True), train(config, False)], mode=mode
+    )[0]
     assert (on_device[0], on_host[0]) == (True, False)
     assert set(on_device[1]) == {True, False}
     assert on_device[1:] == on_host[1:]

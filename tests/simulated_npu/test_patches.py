@@ -1,4 +1,5 @@
-"""The patches of streams and prefetching on a device with streams, and FSDP1's settings that need one."""
+"""The patches of streams and prefetching on a device with streams, and FSDP1's settings that need
+one."""
 
 from typing import Any
 
@@ -8,6 +9,7 @@ import torch.distributed as dist
 from torch.distributed.fsdp import BackwardPrefetch, CPUOffload
 
 from scripts.ranks import run_ranks
+from tests.harness.levels import extended
 from tests.patches.roots import WIDTH, gradients_of, make_root, streams_of, train_two
 from tests.simulated_npu.ranks import BOTH_MODES, run_npu_ranks, simulated_npu
 
@@ -16,15 +18,21 @@ def two_roots(strategy: str, hybrid: bool, patched: bool) -> tuple[list[list[int
     """Identifiers of the streams of two interleaved roots, and their gradients."""
     torch.npu.set_device(dist.get_rank())
     roots, gradients = train_two(strategy, hybrid, patched, device="npu")
-    streams = [[stream for stream in streams_of(strategy, root) if isinstance(stream, torch.Stream)] for root in roots]
+    streams = [
+        [stream for stream in streams_of(strategy, root) if isinstance(stream, torch.Stream)]
+        for root in roots
+    ]
     return [[stream.stream_id for stream in of_root] for of_root in streams], gradients
 
 
 @BOTH_MODES
-@pytest.mark.parametrize("hybrid", [False, pytest.param(True, marks=pytest.mark.extended)], ids=["sharded", "hybrid"])
+@pytest.mark.parametrize("hybrid", [False, extended(True)], ids=["sharded", "hybrid"])
 @pytest.mark.parametrize("strategy", ["fsdp1", "fsdp2"])
-def test_patched_roots_share_streams_with_gradients_of_cpu_ranks(strategy: str, hybrid: bool, mode: str) -> None:
-    """Oracle: gradients of CPU ranks, which have no streams; unpatched roots have streams of their own."""
+def test_patched_roots_share_streams_with_gradients_of_cpu_ranks(
+    strategy: str, hybrid: bool, mode: str
+) -> None:
+    """Oracle: gradients of CPU ranks, which have no streams; unpatched roots have streams of their
+    own."""
     ranks = 4 if hybrid else 2
     expected = run_ranks(ranks, lambda: train_two(strategy, hybrid, False)[1])
     stock = run_npu_ranks(ranks, two_roots, strategy, hybrid, False, mode=mode)
@@ -52,8 +60,14 @@ def prefetch(device: str, options: dict[str, Any]) -> list[Any]:
 
 
 FSDP1_OPTIONS: dict[str, dict[str, Any]] = {
-    "prefetch before": {"backward_prefetch": BackwardPrefetch.BACKWARD_PRE, "forward_prefetch": True},
-    "prefetch after": {"backward_prefetch": BackwardPrefetch.BACKWARD_POST, "limit_all_gathers": False},
+    "prefetch before": {
+        "backward_prefetch": BackwardPrefetch.BACKWARD_PRE,
+        "forward_prefetch": True,
+    },
+    "prefetch after": {
+        "backward_prefetch": BackwardPrefetch.BACKWARD_POST,
+        "limit_all_gathers": False,
+    },
     "no prefetch": {"backward_prefetch": None},
     "parameters on the host": {"cpu_offload": CPUOffload(offload_params=True)},
 }
@@ -65,7 +79,9 @@ def test_fsdp1_prefetching_and_offload_keep_gradients(name: str, mode: str) -> N
     """Oracle: CPU ranks without offload, which PyTorch does not support there."""
     options = FSDP1_OPTIONS[name]
     ours = run_npu_ranks(2, prefetch, "npu", options, mode=mode)
-    assert ours == run_ranks(2, prefetch, "cpu", {key: options[key] for key in options if key != "cpu_offload"})
+    assert ours == run_ranks(
+        2, prefetch, "cpu", {key: options[key] for key in options if key != "cpu_offload"}
+    )
 
 
 def gradients_without_waits(strategy: str) -> list[Any]:

@@ -26,6 +26,7 @@ from fsdptoys.train.trainer import Trainer
 from fsdptoys.tune import LoRAConfig
 from fsdptoys.utils.dtensor import local_tensor
 from scripts.parity import hash_parameters
+from tests.harness.levels import by_level
 from tests.parallel.runs import DOCUMENTS, EVEN, TINY, make_config, tiny_model
 from tests.simulated_npu.ranks import run_npu_ranks, simulated_npu
 from tests.train.resumed import kept, run_to_the_end, run_until, steps_of
@@ -43,7 +44,11 @@ ROWS: dict[str, tuple[int, ParallelConfig, dict[str, Any]]] = {
     "fsdp1": (2, FSDP1Config(), {}),
     "fsdp2": (2, FSDP2Config(), {}),
     "hsdp2": (4, FSDP2Config(), {"fsdp_size": 2}),
-    "fsdp2, chunked loss": (2, FSDP2Config(), {"memory": MemoryConfig(chunk_loss=True, chunk_tokens="20")}),
+    "fsdp2, chunked loss": (
+        2,
+        FSDP2Config(),
+        {"memory": MemoryConfig(chunk_loss=True, chunk_tokens="20")},
+    ),
     "fsdp2, checkpointing": (2, FSDP2Config(), {"memory": CHECKPOINTING}),
     "fsdp2, experts": (2, FSDP2Config(), {"model": TINY["qwen3_moe"]}),
     "fsdp2, documents": (2, FSDP2Config(), {"data": DOCUMENTS}),
@@ -53,7 +58,11 @@ ROWS: dict[str, tuple[int, ParallelConfig, dict[str, Any]]] = {
     "fsdp2, float16": (2, FSDP2Config(param_dtype=DType.float16), {}),
     "fsdp2, adapters": (2, FSDP2Config(), {"tune": LoRAConfig(rank=4, dropout=0.2)}),
     "fsdp2, shared sequences": (2, FSDP2Config(), {"cp_size": 2}),
-    "fsdp2, split features": (2, FSDP2Config(), {"tp_size": 2, "model": replace(tiny_model(), **EVEN)}),
+    "fsdp2, split features": (
+        2,
+        FSDP2Config(),
+        {"tp_size": 2, "model": replace(tiny_model(), **EVEN)},
+    ),
     "single, no skipping": (1, SingleConfig(), UNLOGGED),
     "ddp, no skipping": (2, DDPConfig(), UNLOGGED),
     "fsdp2, no skipping": (2, FSDP2Config(), UNLOGGED),
@@ -64,27 +73,41 @@ ROWS: dict[str, tuple[int, ParallelConfig, dict[str, Any]]] = {
 
 
 def count_waits(name: str) -> list[Counter[str]]:
-    """Return the calls of each counted step on rank 0; an entry names the call and the function that made it.
+    """Return the calls of each counted step on rank 0; an entry names the call and the function
+    that made it.
 
-    They are reads of numbers, blocking copies, and synchronizations of streams, events and the device, which notes them
-    where PyTorch asks it, in Python and in C++ alike. PyTorch's own are left out: FSDP1 limits by events how far the
-    host runs ahead.
+    They are reads of numbers, blocking copies, and synchronizations of streams, events and the
+    device, which notes them where PyTorch asks it, in Python and in C++ alike. PyTorch's own are
+    left out: FSDP1 limits by events how far the host runs ahead.
     """
     ranks, parallel, options = ROWS[name]
-    common: dict[str, Any] = {"deterministic": False, "sum_dtype": SumDType.float32, "grad_accum": 1, "steps": STEPS}
+    common: dict[str, Any] = {
+        "deterministic": False,
+        "sum_dtype": SumDType.float32,
+        "grad_accum": 1,
+        "steps": STEPS,
+    }
     config = make_config(parallel, ranks, device="npu", **{**common, **options})
     config = replace(config, metrics=replace(config.metrics, log_every=100))
 
     def count() -> list[Counter[str]]:
         extension = simulated_npu.extension
-        fused_adamw.IGNORED_ON = frozenset()  # the simulated kernel is the CPU's, which skips as CUDA's does
+        fused_adamw.IGNORED_ON = (
+            frozenset()
+        )  # the simulated kernel is the CPU's, which skips as CUDA's does
         trainer = Trainer(config)
         steps: list[Counter[str]] = []
 
         def on_phase(step: int, phase: str) -> None:
             if phase == "data":  # the calls of a step are those up to the next one's beginning
-                callers = [(wait["call"], caller_of(wait["frames"])) for wait in extension.take_waits()]
-                calls = Counter(f"{call} in {caller}" for call, caller in callers if "distributed/fsdp/" not in caller)
+                callers = [
+                    (wait["call"], caller_of(wait["frames"])) for wait in extension.take_waits()
+                ]
+                calls = Counter(
+                    f"{call} in {caller}"
+                    for call, caller in callers
+                    if "distributed/fsdp/" not in caller
+                )
                 if step > FIRST:
                     steps.append(calls)
 
@@ -106,16 +129,25 @@ def caller_of(frames: list[dict[str, Any]]) -> str:
     return "C++"
 
 
-SHORT = {"single", "fsdp1", "fsdp2", "fsdp2, experts", "fsdp2, fused", "fsdp2, float16", "fsdp2, no skipping"}
+SHORT = {
+    "single",
+    "fsdp1",
+    "fsdp2",
+    "fsdp2, experts",
+    "fsdp2, fused",
+    "fsdp2, float16",
+    "fsdp2, no skipping",
+}
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=() if name in SHORT else pytest.mark.extended) for name in ROWS]
-)
+@pytest.mark.parametrize("name", by_level(ROWS, SHORT))
 def test_a_step_waits_for_the_device_at_most_once(name: str) -> None:
-    """Oracle: calls noted by the device; none without skipping. Experts one by one read their counts themselves."""
+    """Oracle: calls noted by the device; none without skipping. Experts one by one read their
+    counts themselves."""
     steps = count_waits(name)
-    calls = [sum(times for call, times in step.items() if "grouped.py" not in call) for step in steps]
+    calls = [
+        sum(times for call, times in step.items() if "grouped.py" not in call) for step in steps
+    ]
     assert calls == [0 if "no skipping" in name else 1] * 2, steps
 
 
@@ -129,7 +161,11 @@ class SkipsOnDevice(OptimizerStepper):
         return norms.clip_grad_norm(max_norm, unscale=unscale)
 
     def _step(self, skip: Tensor | None) -> None:
-        params = [local_tensor(param) for group in self.optimizer.param_groups for param in group["params"]]
+        params = [
+            local_tensor(param)
+            for group in self.optimizer.param_groups
+            for param in group["params"]
+        ]
         before = [param.detach().clone() for param in params]
         self.optimizer.step()
         if skip is not None:
@@ -140,18 +176,25 @@ class SkipsOnDevice(OptimizerStepper):
 @contextmanager
 def skipping_on_device() -> Iterator[None]:
     """Trainers made in this context skip on the device."""
-    with mock.patch.object(trainer_module, "build_stepper", lambda optimizer, *_: SkipsOnDevice(optimizer)):
+    with mock.patch.object(
+        trainer_module, "build_stepper", lambda optimizer, *_: SkipsOnDevice(optimizer)
+    ):
         yield
 
 
 def config_of(log_every: int = 10, **options: Any) -> Config:
-    settings = {"optim": SGDConfig(lr=0.1, momentum=0.0), "deterministic": False, "sum_dtype": SumDType.float32}
+    settings = {
+        "optim": SGDConfig(lr=0.1, momentum=0.0),
+        "deterministic": False,
+        "sum_dtype": SumDType.float32,
+    }
     config = make_config(FSDP2Config(), 2, device="npu", seq_len=8, **{**settings, **options})
     return replace(config, metrics=replace(config.metrics, log_every=log_every))
 
 
 def poison(trainer: Trainer, steps: set[int], seen: dict[int, str] | None = None) -> None:
-    """Make a gradient of the last rank infinite in some steps; note the parameters before each step in ``seen``."""
+    """Make a gradient of the last rank infinite in some steps; note the parameters before each step
+    in ``seen``."""
     clip = trainer.stepper.clip
 
     def poisoned(*args: Any) -> Tensor:
@@ -159,17 +202,26 @@ def poison(trainer: Trainer, steps: set[int], seen: dict[int, str] | None = None
         if seen is not None:
             seen[step] = hash_parameters(trainer)
         if step in steps and trainer.world.rank == trainer.world.world_size - 1:
-            grads = [param.grad for _, param in trainer.strategy.named_parameters() if param.grad is not None]
-            next(grad for grad in map(local_tensor, grads) if grad.numel()).view(-1)[0].fill_(float("inf"))
+            grads = [
+                param.grad
+                for _, param in trainer.strategy.named_parameters()
+                if param.grad is not None
+            ]
+            next(grad for grad in map(local_tensor, grads) if grad.numel()).view(-1)[0].fill_(
+                float("inf")
+            )
         return clip(*args)
 
     trainer.stepper.clip = poisoned
 
 
 def read_after(trainer: Trainer, **arguments: Any) -> tuple[list[tuple[int, int]], str]:
-    """Train; return each recorded step with the number of steps launched by then, and the reason for the end."""
+    """Train; return each recorded step with the number of steps launched by then, and the reason
+    for the end."""
     records: list[tuple[int, int]] = []
-    stop = trainer.train(lambda metrics: records.append((metrics.step, trainer.steps_done)), **arguments)
+    stop = trainer.train(
+        lambda metrics: records.append((metrics.step, trainer.steps_done)), **arguments
+    )
     return records, stop.reason
 
 
@@ -186,7 +238,9 @@ def limited() -> tuple[list[tuple[int, int]], str]:
     return read
 
 
-def signalled(config: Config, step: int, on_device: bool = False) -> tuple[list[tuple[int, int]], str]:
+def signalled(
+    config: Config, step: int, on_device: bool = False
+) -> tuple[list[tuple[int, int]], str]:
     """Train, with a signal to rank 1 before a step."""
     with skipping_on_device() if on_device else nullcontext():
         trainer = Trainer(config)
@@ -201,15 +255,22 @@ def signalled(config: Config, step: int, on_device: bool = False) -> tuple[list[
 
 
 REACHED = "3 steps in a row had a non-finite loss or gradients (train.max_skipped_in_a_row=3)"
-READS: dict[str, tuple[Callable[[], tuple[list[tuple[int, int]], str]], list[tuple[int, int]], str]] = {
-    # Step 4 reaches the limit, and step 5 is launched when it is read. A record follows the launch of ``steps_done``.
+READS: dict[
+    str, tuple[Callable[[], tuple[list[tuple[int, int]], str]], list[tuple[int, int]], str]
+] = {
+    # Step 4 reaches the limit, and step 5 is launched when it is read. A record follows the launch
+    # of ``steps_done``.
     "limit": (limited, [(1, 2), (2, 3), (3, 4), (4, 5), (5, 5)], REACHED),
     "on device": (
         lambda: signalled(config_of(steps=8), 3, on_device=True),
         [(1, 2), (2, 3), (3, 4), (4, 4)],
         "SIGTERM received",
     ),
-    "on host": (lambda: signalled(config_of(steps=8), 3), [(1, 2), (2, 3), (3, 3)], "SIGTERM received"),
+    "on host": (
+        lambda: signalled(config_of(steps=8), 3),
+        [(1, 2), (2, 3), (3, 3)],
+        "SIGTERM received",
+    ),
     "unskipped": (
         lambda: signalled(config_of(4, steps=12, **UNLOGGED), 2),
         [(1, 2), (2, 5), (3, 5), (4, 5), (5, 5)],
@@ -221,7 +282,9 @@ READS: dict[str, tuple[Callable[[], tuple[list[tuple[int, int]], str]], list[tup
         "all steps done",
     ),
     "evaluated": (
-        lambda: read_after(Trainer(config_of(5, steps=4, eval_every=3, eval_batches=1, **UNLOGGED))),
+        lambda: read_after(
+            Trainer(config_of(5, steps=4, eval_every=3, eval_batches=1, **UNLOGGED))
+        ),
         [(1, 2), (2, 3), (3, 3), (4, 4)],
         "all steps done",
     ),
@@ -229,14 +292,10 @@ READS: dict[str, tuple[Callable[[], tuple[list[tuple[int, int]], str]], list[tup
 """Case → its run, the records with the steps launched by then, and the reason for the end."""
 
 
-LONG = ("unsignalled", "evaluated")
-
-
-@pytest.mark.parametrize(
-    "case", [pytest.param(case, marks=pytest.mark.extended if case in LONG else ()) for case in READS]
-)
+@pytest.mark.parametrize("case", by_level(READS, READS.keys() - {"unsignalled", "evaluated"}))
 def test_steps_are_read_once_in_order_and_stops_come_at_most_one_read_later(case: str) -> None:
-    """Oracle: the documented step of each read, on both ranks, with streams that work only when they are waited for."""
+    """Oracle: the documented step of each read, on both ranks, with streams that work only when
+    they are waited for."""
     run, records, reason = READS[case]
     assert run_npu_ranks(2, run, mode="delayed") == [(records, reason)] * 2
 
@@ -246,11 +305,17 @@ def test_checkpoint_has_the_counts_of_its_step_and_resumes_bitwise(tmp_path: Pat
     """Oracle: the uninterrupted run, with a skipped step just before the checkpoint."""
 
     def resume() -> tuple[str, str]:
-        """Return the parameters of a whole run, and of one killed in step 6 and resumed from step 4."""
-        whole, killed = (kept(config_of(steps=8), tmp_path / name, every=4) for name in ("whole", "killed"))
+        """Return the parameters of a whole run, and of one killed in step 6 and resumed from step
+        4."""
+        whole, killed = (
+            kept(config_of(steps=8), tmp_path / name, every=4) for name in ("whole", "killed")
+        )
         with skipping_on_device():
             run_until(killed, 6, lambda trainer: poison(trainer, {4, 7}))
-            trainers = [run_to_the_end(config, lambda trainer: poison(trainer, {4, 7})) for config in (whole, killed)]
+            trainers = [
+                run_to_the_end(config, lambda trainer: poison(trainer, {4, 7}))
+                for config in (whole, killed)
+            ]
             return hash_parameters(trainers[0]), hash_parameters(trainers[1])
 
     whole, killed = run_npu_ranks(2, resume)[0]
@@ -260,7 +325,8 @@ def test_checkpoint_has_the_counts_of_its_step_and_resumes_bitwise(tmp_path: Pat
 
 
 def test_run_that_fails_records_the_steps_that_were_launched(tmp_path: Path) -> None:
-    """Oracle: the steps before the failure, of which the last two were not due to be read, nor ended on the device."""
+    """Oracle: the steps before the failure, of which the last two were not due to be read, nor
+    ended on the device."""
 
     def fail() -> None:
         trainer = Trainer(kept(config_of(4, steps=8, **UNLOGGED), tmp_path, every=0))

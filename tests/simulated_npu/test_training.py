@@ -1,4 +1,5 @@
-"""Training on simulated NPUs equals a CPU bitwise, for all strategies and memory switches, with delayed streams too."""
+"""Training on simulated NPUs equals a CPU bitwise, for all strategies and memory switches, with
+delayed streams too."""
 
 import functools
 from collections.abc import Callable
@@ -66,26 +67,41 @@ SWITCHES: dict[str, dict[str, Any]] = {
 }
 ROWS: dict[str, Row] = {name: Row(strategy) for name, strategy in STRATEGIES.items()}
 ROWS |= {name: Row(strategy, 4, {"fsdp_size": 2}) for name, strategy in HYBRID.items()}
-ROWS |= {family: Row(SingleConfig(simulated_ranks=2), 1, {"model": model}) for family, model in FAMILIES.items()}
+ROWS |= {
+    family: Row(SingleConfig(simulated_ranks=2), 1, {"model": model})
+    for family, model in FAMILIES.items()
+}
 ROWS["documents"] = Row(FSDP2Config(), options={"data": DOCUMENTS})
-ROWS["fsdp2 overlapped"] = Row(FSDP2Config(), schedule=offloaded.OVERLAPPED, offload={"cpu_offload": True})
+ROWS["fsdp2 overlapped"] = Row(
+    FSDP2Config(), schedule=offloaded.OVERLAPPED, offload={"cpu_offload": True}
+)
 for fsdp in (FSDP1Config(), FSDP2Config()):
     for name, switches in SWITCHES.items():
         ROWS[f"{fsdp.name} {name}"] = Row(fsdp, options={"memory": MemoryConfig(**switches)})
-    for schedule in [schedule for schedule in OffloadSchedule if schedule is not OffloadSchedule.auto]:
+    for schedule in [
+        schedule for schedule in OffloadSchedule if schedule is not OffloadSchedule.auto
+    ]:
         ROWS[f"{fsdp.name} {schedule.value}"] = Row(fsdp, schedule=schedule.value)
     ROWS[f"{fsdp.name} cpu_offload"] = Row(fsdp, offload={"cpu_offload": True})
 
-SHORT = {*STRATEGIES, "llama", "qwen3_moe", "fsdp1 cpu_offload", "fsdp2 overlapped", "fsdp2 pipelined"}
+SHORT = {
+    *STRATEGIES,
+    "llama",
+    "qwen3_moe",
+    "fsdp1 cpu_offload",
+    "fsdp2 overlapped",
+    "fsdp2 pipelined",
+}
 SHORT |= {f"fsdp2 {name}" for name in SWITCHES if name != "full checkpointing"}
 SHORT -= {"ddp bf16", "fsdp1 bf16"}
 OTHER_SUMS_ON_CPU = ("chunked loss", "documents")
-"""A CPU leaves ignored labels out of its chunks, whose number an accelerator would have to return to the host, and
-queries share heads, which an NPU repeats."""
+"""A CPU leaves ignored labels out of its chunks, whose number an accelerator would have to return
+to the host, and queries share heads, which an NPU repeats."""
 
 
 def multiply_in_16_bits() -> None:
-    """Let a forked CPU rank multiply in 16 bits, as NPUs do, even where that is slower than through float32."""
+    """Let a forked CPU rank multiply in 16 bits, as NPUs do, even where that is slower than through
+    float32."""
     for module in (linear, grouped):
         mock.patch.object(module, "lacks_matmul", return_value=False).start()
 
@@ -99,19 +115,29 @@ OutcomeOf = Callable[[str, str], Outcome]
 
 @pytest.fixture(scope="module")
 def outcome_of(request: pytest.FixtureRequest) -> OutcomeOf:
-    """Outcome of a row in a mode, or on CPUs: all chosen rows of as many ranks run in one group, at the first."""
-    chosen = {item.callspec.params["name"] for item in request.session.items if item.path == request.path}
+    """Outcome of a row in a mode, or on CPUs: all chosen rows of as many ranks run in one group, at
+    the first."""
+    chosen = {
+        item.callspec.params["name"] for item in request.session.items if item.path == request.path
+    }
 
     @functools.cache
     def train(ranks: int, exact: bool, mode: str) -> dict[str, Outcome]:
-        names = [name for name in ROWS if name in chosen and ROWS[name].ranks == ranks and is_exact(name) == exact]
+        names = [
+            name
+            for name in ROWS
+            if name in chosen and ROWS[name].ranks == ranks and is_exact(name) == exact
+        ]
         rows = [ROWS[name] for name in names]
         device = "cpu" if mode == "cpu" else "npu"
         configs = [config_for(device, row.parallel, ranks, **row.options) for row in rows]
         if device == "cpu":
             outcomes = run_ranks(ranks, train_all, configs, prepare=multiply_in_16_bits)[0]
         else:
-            given = [(config, row.schedule, row.offload) for config, row in zip(configs, rows, strict=True)]
+            given = [
+                (config, row.schedule, row.offload)
+                for config, row in zip(configs, rows, strict=True)
+            ]
             outcomes = run_npu_ranks(ranks, offloaded.train_all, given, mode=mode)[0]
         return dict(zip(names, outcomes, strict=True))
 
@@ -120,11 +146,14 @@ def outcome_of(request: pytest.FixtureRequest) -> OutcomeOf:
 
 @BOTH_MODES
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=() if name in SHORT else pytest.mark.extended) for name in ROWS]
+    "name",
+    [pytest.param(name, marks=() if name in SHORT else pytest.mark.extended) for name in ROWS],
 )
 def test_training_on_npus_matches_cpu_ranks(name: str, mode: str, outcome_of: OutcomeOf) -> None:
-    """Oracle: the same run on CPU ranks, without offload, bitwise; where a CPU sums otherwise, its losses to 1e-6."""
-    outcome, expected = outcome_of(name, mode), outcome_of(name, "cpu")
+    """Oracle: the same run on CPU ranks, without offload, bitwise; where a CPU sums otherwise, its
+    losses to 1e-6."""
+    outcome = outcome_of(name, mode)
+    expected = outcome_of(name, "cpu")
     if is_exact(name):
         assert outcome == expected
     else:

@@ -7,9 +7,14 @@ import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+from fsdptoys.config.overrides import list_choices
+from fsdptoys.sweep.axes import Axis, read_axes
 from fsdptoys.sweep.folder import Job, Sweep
 from fsdptoys.sweep.slurm_queue import SLURM, begin_submission
 from tests.harness.processes import wait_until
+
+STANDIN = (sys.executable, "-I", "-S", str(Path(__file__).with_name("standin.py")))
+"""In place of ``fsdptoys train``: ``train.seed`` decides how it ends."""
 
 TINY = (
     "experiment=cpu_text",
@@ -23,8 +28,15 @@ TINY = (
 )
 
 
+def axes(*words: str) -> list[Axis]:
+    return read_axes(words, list_choices())
+
+
 def make_sweep(path: Path, rows: list[tuple[str, ...]]) -> Sweep:
-    jobs = [Job(f"{number:02d}", (*TINY, *row), {}, f"run {number}") for number, row in enumerate(rows, 1)]
+    jobs = [
+        Job(f"{number:02d}", (*TINY, *row), {}, f"run {number}")
+        for number, row in enumerate(rows, 1)
+    ]
     sweep = Sweep(path, "a title", "fsdptoys sweep", jobs, [], None)
     sweep.write()
     return sweep
@@ -57,7 +69,10 @@ def once_ready(folder: Path, action: Callable[[], object]) -> Iterator[None]:
 
 def stand_in(body: str) -> tuple[str, ...]:
     """A command that replaces ``fsdptoys train`` and reads its arguments from ``sys.argv``."""
-    start = "import json, os, pathlib, signal, sys, time\nleave = pathlib.Path(os.environ['FSDPTOYS_OUTCOME_FILE'])\n"
+    start = (
+        "import json, os, pathlib, signal, sys, time\nleave = "
+        "pathlib.Path(os.environ['FSDPTOYS_OUTCOME_FILE'])\n"
+    )
     return (sys.executable, "-c", start + body)
 
 

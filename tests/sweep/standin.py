@@ -1,8 +1,9 @@
-"""Stand-in for ``fsdptoys train`` where the training does not matter: its arguments decide how the process ends.
+"""Stand-in for ``fsdptoys train`` where the training does not matter: its arguments decide how the
+process ends.
 
-``train.seed`` chooses: 0 succeeds at once; 1 fails with a reason; 2 runs out of memory; 3 is killed; 4 exits with an
-error status and no outcome; 5 waits until it is stopped; 6 does so and only notes SIGHUP; 7 stops cleanly on request; 8
-waits as 5 does, with the inherited SIGHUP handler.
+``train.seed`` chooses: 0 succeeds at once; 1 fails with a reason; 2 runs out of memory; 3 is
+killed; 4 exits with an error status and no outcome; 5 waits until it is stopped; 6 does so and only
+notes SIGHUP; 7 stops cleanly on request; 8 waits as 5 does, with the inherited SIGHUP handler.
 """
 
 import json
@@ -24,7 +25,11 @@ Path(words["metrics.run_dir"].strip("'").replace("\\'", "'")).mkdir()
 outcomes = {
     "0": {"status": 0},
     "1": {"status": 1, "reason": "rank 1 failed: RuntimeError: no"},
-    "2": {"status": 1, "reason": "rank 0 failed: host memory ran out on rank 0", "out_of_memory": True},
+    "2": {
+        "status": 1,
+        "reason": "rank 0 failed: host memory ran out on rank 0",
+        "out_of_memory": True,
+    },
     "7": {"status": 0, "stopped_by": "SIGTERM"},
 }
 how = words["train.seed"]

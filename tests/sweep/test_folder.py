@@ -1,35 +1,32 @@
-"""One job: its outcome, how the end of its process is classified; and sweep folders written by someone else."""
+"""One job and its outcome; and sweep folders written by someone else."""
 
 import json
 import os
 import signal
-import sys
 import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 from fsdptoys.cli.main import main
 from fsdptoys.config.overrides import parse_overrides
 from fsdptoys.errors import ConfigError
-from fsdptoys.launch.exit_record import EXIT_RECORD_VARIABLE, ExitRecord, read_exit_record, write_exit_record
-from fsdptoys.launch.failures import first_failure, make_exit_record
+from fsdptoys.launch.exit_record import EXIT_RECORD_VARIABLE, read_exit_record
 from fsdptoys.sweep import Job, JobStatus, Skipped, Sweep, read_sweep, runner
 from fsdptoys.sweep.axes import Combination
 from fsdptoys.sweep.folder import read_job, write_job
 from fsdptoys.sweep.job_list import arrange
 from fsdptoys.sweep.runner import handle_signals, quote, run_job
 from fsdptoys.sweep.slurm_queue import read_submissions
-from tests.sweep.jobs import once_ready
-
-STANDIN = (sys.executable, "-I", "-S", str(Path(__file__).with_name("standin.py")))
+from tests.sweep.jobs import STANDIN, once_ready
 
 
 def make_job(folder: Path, how: int) -> Path:
-    write_job(folder, Job("01", (f"train.seed={how}", "train.steps=5"), {"train.seed": str(how)}, "abc"))
+    write_job(
+        folder, Job("01", (f"train.seed={how}", "train.steps=5"), {"train.seed": str(how)}, "abc")
+    )
     return folder
 
 
@@ -37,39 +34,44 @@ ENDS = {
     0: (JobStatus.done, 0, None),
     1: (JobStatus.failed, 1, "rank 1 failed: RuntimeError: no"),
     2: (JobStatus.out_of_memory, 1, "rank 0 failed: host memory ran out on rank 0"),
-    3: (JobStatus.out_of_memory, -9, "its launcher was killed, as by the system when host memory runs out"),
+    3: (
+        JobStatus.out_of_memory,
+        -9,
+        "its launcher was killed, as by the system when host memory runs out",
+    ),
     4: (JobStatus.failed, 7, "its launcher ended with status 7; see log.txt"),
     7: (JobStatus.stopped, 0, "SIGTERM requested the end"),
 }
 
 
 @pytest.mark.parametrize("how", ENDS)
-def test_end_is_judged_by_status_and_outcome(tmp_path: Path, how: int) -> None:
-    """Oracle: the scripted end of each process; the job's file agrees with the returned result."""
-    job = run_job(make_job(tmp_path / "it's, 1", how), 60.0, train=STANDIN)
+def test_job_runs_with_its_arguments_and_its_end_is_judged(tmp_path: Path, how: int) -> None:
+    """Oracle: the arguments, then the run directory as Hydra's parser restores it; the scripted end
+    of each process.
+
+    The job's file agrees with the returned result.
+    """
+    folder = make_job(tmp_path / "it's, 1", how)
+    job = run_job(folder, 60.0, train=STANDIN)
     assert (job.status, job.exit_status, job.reason) == ENDS[how]
     assert job.seconds is not None and job.started_at is not None
-    assert read_job(tmp_path / "it's, 1") == job
-
-
-def test_job_gets_its_arguments_and_a_run_directory(tmp_path: Path) -> None:
-    """Oracle: the arguments unchanged, then the folder, quoted so that Hydra's parser restores it."""
-    folder = make_job(tmp_path / "it's, 1", 0)
-    run_job(folder, None, train=STANDIN)
-    log = (folder / "log.txt").read_text()
+    assert read_job(folder) == job
     run_dir = str(folder / "run")
-    assert log == f"words train.seed=0 train.steps=5 metrics.run_dir={quote(run_dir)}\n"
-    assert parse_overrides([f"metrics.run_dir={quote(run_dir)}"], {})[0].value() == run_dir
+    override = f"metrics.run_dir={quote(run_dir)}"
+    assert (folder / "log.txt").read_text() == f"words train.seed={how} train.steps=5 {override}\n"
+    assert parse_overrides([override], {})[0].value() == run_dir
 
 
 @pytest.mark.parametrize(("how", "grace_seconds"), [(5, 3600.0), (6, 0.0)])
 def test_job_over_its_time_limit_is_stopped(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: int, grace_seconds: float
 ) -> None:
-    """Oracle: SIGHUP, then SIGKILL if that does not help; its process is gone. The clock passes the limit when the job
-    runs."""
+    """Oracle: SIGHUP, then SIGKILL if that does not help; its process is gone. The clock passes the
+    limit when the job runs."""
     ready = tmp_path / "01" / "ready"
-    clock = SimpleNamespace(monotonic=lambda: time.monotonic() + 10_000 * ready.exists(), sleep=time.sleep)
+    clock = SimpleNamespace(
+        monotonic=lambda: time.monotonic() + 10_000 * ready.exists(), sleep=time.sleep
+    )
     monkeypatch.setattr(runner, "time", clock)
     monkeypatch.setattr(runner, "GRACE_SECONDS", grace_seconds)
     job = run_job(make_job(tmp_path / "01", how), 5000.0, train=STANDIN)
@@ -81,7 +83,8 @@ def test_job_over_its_time_limit_is_stopped(
 
 
 def test_exception_of_the_caller_ends_the_job(tmp_path: Path) -> None:
-    """Oracle: a batch system's handler may raise: the job is recorded as stopped, and the exception propagates."""
+    """Oracle: a batch system's handler may raise: the job is recorded as stopped, and the exception
+    propagates."""
     folder = make_job(tmp_path / "01", 5)
 
     def leave(number: int, frame: object) -> None:
@@ -94,94 +97,35 @@ def test_exception_of_the_caller_ends_the_job(tmp_path: Path) -> None:
 
 
 def test_files_of_earlier_attempts_are_moved_aside(tmp_path: Path) -> None:
-    """Oracle: log, run directory and outcome of each earlier attempt, with the file that records its end."""
+    """Oracle: log, run directory and outcome of each earlier attempt, with the file that records
+    its end."""
     folder = make_job(tmp_path / "01", 1)
     for _ in range(3):
         run_job(folder, None, train=STANDIN)
     for name in ("attempt-1", "attempt-2"):
-        assert sorted(path.name for path in (folder / name).iterdir()) == ["job.json", "log.txt", "outcome.json", "run"]
+        assert sorted(path.name for path in (folder / name).iterdir()) == [
+            "job.json",
+            "log.txt",
+            "outcome.json",
+            "run",
+        ]
         assert json.loads((folder / name / "job.json").read_text())["status"] == "failed"
     assert not (folder / "attempt-3").exists()
     assert (folder / "run").is_dir()
 
 
-def recorded(folder: Path, message: str, traceback: str) -> ProcessFailure:
-    """A rank's exception in the format that ``worker`` writes."""
-    extra = {"py_callstack": traceback, "time_ns": 1, "rank": 0, "config_error": None, "given_up": None, "final": True}
-    path = folder / "error.json"
-    path.write_text(json.dumps({"message": {"message": message, "extraInfo": extra | {"timestamp": "1"}}}))
-    return ProcessFailure(local_rank=0, pid=1, exitcode=1, error_file=str(path))
-
-
-@pytest.mark.parametrize(
-    ("exit_status", "killed", "out_of_memory"),
-    [(-signal.SIGKILL, [], True), (-signal.SIGKILL, [0], False), (-signal.SIGSEGV, [], False), (3, [], False)],
-)
-def test_sigkill_from_outside_counts_as_out_of_memory(
-    tmp_path: Path, exit_status: int, killed: list[int], out_of_memory: bool
+def test_mistake_before_the_start_is_recorded_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Oracle: only a SIGKILL not sent by the launcher; no other silent end of a rank."""
-    first = first_failure({0: ProcessFailure(0, 1, exit_status, "<N/A>")}, tmp_path, killed)
-    outcome = make_exit_record(1, first.message(), None, first)
-    assert outcome.out_of_memory is out_of_memory
-    assert outcome.reason == first.headline
-
-
-@pytest.mark.parametrize(
-    ("message", "reason", "out_of_memory"),
-    [
-        ("ExplainedOutOfMemoryError: host memory ran out\nlive:", "rank 0 failed: host memory ran out", True),
-        ("OutOfMemoryError: CUDA out of memory.", "rank 0 failed: OutOfMemoryError: CUDA out of memory.", True),
-        ("MemoryError: ", "rank 0 failed: MemoryError:", True),
-        ("RuntimeError: OutOfMemoryError", "rank 0 failed: RuntimeError: OutOfMemoryError", False),
-    ],
-)
-def test_exception_is_reported_by_its_class_and_first_line(
-    tmp_path: Path, message: str, reason: str, out_of_memory: bool
-) -> None:
-    """Oracle: the recorded error class decides, not the text of its message."""
-    failure = recorded(tmp_path, message, "Traceback …\n" + message)
-    outcome = make_exit_record(1, "a message", None, first_failure({0: failure}, tmp_path))
-    assert (outcome.reason, outcome.out_of_memory) == (reason, out_of_memory)
-
-
-def test_signal_is_reported_even_with_exit_status_0() -> None:
-    """Oracle: a run that ends with status 0 after a request to stop is not complete."""
-    assert make_exit_record(0, None, signal.SIGTERM, None).stopped_by == "SIGTERM"
-    assert make_exit_record(130, "stopped", signal.SIGINT, None).stopped_by == "SIGINT"
-    assert make_exit_record(143, "stopped by SIGTERM (rank 1 got it)", None, None).stopped_by == "SIGTERM"
-    assert make_exit_record(0, None, None, None) == ExitRecord(0)
-
-
-def test_outcome_round_trips(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Oracle: the outcome written; a missing or torn file gives none, and nothing is written where no file is named."""
-    path, outcome = tmp_path / "outcome.json", ExitRecord(1, "why", out_of_memory=True)
-    monkeypatch.delenv(EXIT_RECORD_VARIABLE, raising=False)
-    write_exit_record(outcome)
-    assert not list(tmp_path.iterdir()) and read_exit_record(path) is None
-    monkeypatch.setenv(EXIT_RECORD_VARIABLE, str(path))
-    write_exit_record(outcome)
-    assert read_exit_record(path) == outcome and list(tmp_path.iterdir()) == [path]
-    path.write_text("{")
-    assert read_exit_record(path) is None
-
-
-def test_unwritable_outcome_is_ignored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Oracle: no exception and no partial file, for a missing folder and for a path of a folder."""
-    (tmp_path / "taken").mkdir()
-    for path in (tmp_path / "gone" / "outcome.json", tmp_path / "taken"):
-        monkeypatch.setenv(EXIT_RECORD_VARIABLE, str(path))
-        write_exit_record(ExitRecord(0))
-    assert [path.name for path in tmp_path.iterdir()] == ["taken"]
-
-
-def test_mistake_before_the_start_is_recorded_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Oracle: the expected message on stderr."""
     monkeypatch.setenv(EXIT_RECORD_VARIABLE, str(tmp_path / "outcome.json"))
     assert main(["train", "train.step=1"]) == 2
     outcome = read_exit_record(tmp_path / "outcome.json")
     assert outcome is not None and outcome.status == 2
-    assert outcome.reason == "train.step=1 names a key that does not exist; did you mean train.steps=1?"
+    assert (
+        outcome.reason
+        == "train.step=1 names a key that does not exist; did you mean train.steps=1?"
+    )
 
 
 @pytest.fixture
@@ -191,7 +135,15 @@ def sweep(tmp_path: Path) -> Sweep:
         Job("01", ("a=1",), {"a": "1"}, "f1"),
         Job("02", ("a=2",), {"a": "2"}, "f2", JobStatus.done, 0, None, "t", 2.5),
     ]
-    made = Sweep(tmp_path / "sweep", "title", "fsdptoys sweep", jobs, [Skipped({"a": "3"}, "why")], 60.0, ("a=1,2",))
+    made = Sweep(
+        tmp_path / "sweep",
+        "title",
+        "fsdptoys sweep",
+        jobs,
+        [Skipped({"a": "3"}, "why")],
+        60.0,
+        ("a=1,2",),
+    )
     made.write()
     return made
 
@@ -214,7 +166,9 @@ def change(path: Path, key: str, value: Any) -> None:
         ("jobs/01/job.json", "more", 1, "the key 'more'"),
     ],
 )
-def test_hostile_file_is_reported_in_one_sentence(sweep: Sweep, file: str, key: str, value: Any, reason: str) -> None:
+def test_hostile_file_is_reported_in_one_sentence(
+    sweep: Sweep, file: str, key: str, value: Any, reason: str
+) -> None:
     """Oracle: the expected message, on one line."""
     change(sweep.path / file, key, value)
     with pytest.raises(ConfigError) as caught:
@@ -224,7 +178,8 @@ def test_hostile_file_is_reported_in_one_sentence(sweep: Sweep, file: str, key: 
 
 @pytest.mark.parametrize("text", ["[" * 200_000, "{", "[]", '{"launcher": 1, "jobs": []}', None])
 def test_hostile_submission_is_reported_in_one_sentence(sweep: Sweep, text: str | None) -> None:
-    """Oracle: the expected message, which names the file; None stands for a pipe without a writer."""
+    """Oracle: the expected message, which names the file; None stands for a pipe without a
+    writer."""
     path = sweep.path / "queue" / "1" / "jobs.json"
     path.parent.mkdir(parents=True)
     if text is None:
@@ -236,8 +191,13 @@ def test_hostile_submission_is_reported_in_one_sentence(sweep: Sweep, text: str 
 
 
 def test_job_runs_with_the_validated_arguments(sweep: Sweep) -> None:
-    """Oracle: the combination; the folder's own arguments would write elsewhere under the same fingerprint."""
-    change(sweep.job_folder(sweep.jobs[0]) / "job.json", "words", ["a=1", "checkpoint.folder=/elsewhere"])
+    """Oracle: the combination; the folder's own arguments would write elsewhere under the same
+    fingerprint."""
+    change(
+        sweep.job_folder(sweep.jobs[0]) / "job.json",
+        "words",
+        ["a=1", "checkpoint.folder=/elsewhere"],
+    )
     asked = [(Combination(("a=1",), {"a": "1"}), "f1"), (Combination(("a=2",), {"a": "2"}), "f2")]
     arrangement = arrange(asked, [], read_sweep(sweep.path))
     assert [job.words for job in arrangement.to_run] == [("a=1",)]
@@ -250,14 +210,20 @@ def test_symbolic_link_in_place_of_a_temporary_file_is_replaced(sweep: Sweep) ->
     (sweep.path / f".sweep.json.{os.getpid()}.part").symlink_to(precious)
     sweep.write()
     assert read_sweep(sweep.path) == sweep and not list(sweep.path.glob(".*.part"))
-    assert precious.read_text() == "precious" and read_job(sweep.job_folder(sweep.jobs[0])).name == "01"
+    assert (
+        precious.read_text() == "precious"
+        and read_job(sweep.job_folder(sweep.jobs[0])).name == "01"
+    )
 
 
 @pytest.mark.parametrize("place", ["jobs", "jobs/02"])
 def test_link_out_of_the_folder_is_refused(sweep: Sweep, place: str, tmp_path: Path) -> None:
     """Oracle: the message; a resumed job would write at the link's end."""
-    linked, elsewhere = sweep.path / place, tmp_path / "elsewhere"
+    linked = sweep.path / place
+    elsewhere = tmp_path / "elsewhere"
     linked.rename(elsewhere)
     linked.symlink_to(elsewhere)
-    with pytest.raises(ConfigError, match=rf"{place} is a link, through which a sweep would write elsewhere; put "):
+    with pytest.raises(
+        ConfigError, match=rf"{place} is a link, through which a sweep would write elsewhere; put "
+    ):
         read_sweep(sweep.path)

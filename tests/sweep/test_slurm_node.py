@@ -1,7 +1,7 @@
 """Jobs of a batch queue: one node's part, and whole jobs.
 
-SLURM itself is used if present (``sinfo`` answers); everywhere, submitit's local launcher starts real processes through
-the same plugin.
+SLURM itself is used if present (``sinfo`` answers); everywhere, submitit's local launcher starts
+real processes through the same plugin.
 """
 
 import errno
@@ -30,6 +30,7 @@ from fsdptoys.sweep.slurm_settings import LOCAL, read_launcher
 from fsdptoys.sweep.slurm_submit import submit
 from fsdptoys.utils.file_lock import FolderLock, is_locked
 from fsdptoys.utils.regular_file import read_regular
+from tests.harness.levels import extended
 from tests.sweep.jobs import ENDS_WELL_WHEN_ASKED, ON_SLURM, TINY, make_sweep, once_ready, stand_in
 
 BEFORE_LIMIT = "as it does before its own time limit"
@@ -38,17 +39,30 @@ BEFORE_LIMIT = "as it does before its own time limit"
 @pytest.mark.parametrize(
     ("number", "status", "reason"),
     [
-        (signal.SIGUSR1, JobStatus.timed_out, f"the queue asked it to end (SIGUSR1), {BEFORE_LIMIT}"),
-        (signal.SIGUSR2, JobStatus.timed_out, f"the queue asked it to end (SIGUSR2), {BEFORE_LIMIT}"),
+        (
+            signal.SIGUSR1,
+            JobStatus.timed_out,
+            f"the queue asked it to end (SIGUSR1), {BEFORE_LIMIT}",
+        ),
+        (
+            signal.SIGUSR2,
+            JobStatus.timed_out,
+            f"the queue asked it to end (SIGUSR2), {BEFORE_LIMIT}",
+        ),
         (signal.SIGTERM, JobStatus.stopped, "the queue ended it (SIGTERM)"),
     ],
 )
 def test_queues_signal_stops_the_launcher_cleanly(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: signal.Signals, status: JobStatus, reason: str
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    number: signal.Signals,
+    status: JobStatus,
+    reason: str,
 ) -> None:
     """Oracle: the launcher's status 0, with which the job would otherwise count as done."""
     folder = make_sweep(tmp_path, [()]).path / "jobs/01"
-    waits, wait = threading.Event(), runner._wait
+    waits = threading.Event()
+    wait = runner._wait
 
     def note_and_wait(*args: Any) -> Any:
         waits.set()
@@ -68,7 +82,9 @@ def test_queues_signal_stops_the_launcher_cleanly(
 def test_nodes_rendezvous_at_the_first_which_alone_writes_the_job_file(tmp_path: Path) -> None:
     """Oracle: the arguments that two nodes' launchers received, and the single job file."""
     folder = make_sweep(tmp_path, [("launch.nnodes=2",)]).path / "jobs/01"
-    command = stand_in("leave.with_name(leave.stem + '-words.json').write_text(json.dumps(sys.argv[1:]))")
+    command = stand_in(
+        "leave.with_name(leave.stem + '-words.json').write_text(json.dumps(sys.argv[1:]))"
+    )
     context = multiprocessing.get_context("fork")
     other = context.Process(target=run_on_node, args=(folder, 1, ["n1", "n2"], 12345, command))
     other.start()
@@ -76,7 +92,8 @@ def test_nodes_rendezvous_at_the_first_which_alone_writes_the_job_file(tmp_path:
     assert read_job(folder).status is JobStatus.waiting
     run_on_node(folder, 0, ["n1", "n2"], 12345, command)
     first, second = (
-        json.loads((folder / f"{name}-words.json").read_text()) for name in ("outcome", "outcome-node1-12345")
+        json.loads((folder / f"{name}-words.json").read_text())
+        for name in ("outcome", "outcome-node1-12345")
     )
     assert first == second == ["launch.rdzv_endpoint=n1:22345", *TINY, "launch.nnodes=2", first[-1]]
     assert first[-1] == f"metrics.run_dir='{folder}/run'"
@@ -87,21 +104,34 @@ def test_nodes_rendezvous_at_the_first_which_alone_writes_the_job_file(tmp_path:
     "second_hand",
     [
         "another machine ended the run; its output says why",
-        "rank 0 failed: the connection to another rank broke [Connection closed by peer [127.0.0.1]:60571]",
+        (
+            "rank 0 failed: the connection to another rank broke [Connection closed by peer "
+            "[127.0.0.1]:60571]"
+        ),
     ],
 )
-def test_failed_node_reports_the_reason(tmp_path: Path, second_hand: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Oracle: the reason known only to the second node's launcher, with those of earlier attempts."""
+def test_failed_node_reports_the_reason(
+    tmp_path: Path, second_hand: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Oracle: the reason known only to the second node's launcher, with those of earlier
+    attempts."""
     folder = make_sweep(tmp_path, [("launch.nnodes=2",)]).path / "jobs/01"
     known = {"status": 1, "reason": "rank 1 was ended by SIGKILL", "out_of_memory": True}
-    (folder / "outcome-node1-6.json").write_text(json.dumps({"status": 1, "reason": "an earlier start's"}))
-    (folder / "outcome-node1-7.json").write_text(json.dumps({"status": 1, "reason": "an earlier start's"}))
+    (folder / "outcome-node1-6.json").write_text(
+        json.dumps({"status": 1, "reason": "an earlier start's"})
+    )
+    (folder / "outcome-node1-7.json").write_text(
+        json.dumps({"status": 1, "reason": "an earlier start's"})
+    )
     (folder / "outcome-node1-7.2.json").write_text(json.dumps(known))
     monkeypatch.setenv("SLURM_RESTART_COUNT", "2")
     unknown = json.dumps({"status": 1, "reason": second_hand})
     run_on_node(folder, 0, ["n1", "n2"], 7, stand_in(f"leave.write_text({unknown!r}); sys.exit(1)"))
     job = read_job(folder)
-    assert (job.status, job.reason) == (JobStatus.out_of_memory, "node 1: rank 1 was ended by SIGKILL")
+    assert (job.status, job.reason) == (
+        JobStatus.out_of_memory,
+        "node 1: rank 1 was ended by SIGKILL",
+    )
 
 
 @pytest.fixture
@@ -112,15 +142,22 @@ def running(tmp_path: Path) -> Path:
     return folder
 
 
-def test_node_with_a_lone_failure_fails_its_task(running: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_node_with_a_lone_failure_fails_its_task(
+    running: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Oracle: the exception on which the queue stops all nodes; the first node returns normally."""
     monkeypatch.setattr(nodes, "FIRST_NODE_SECONDS", 0.5)
-    with pytest.raises(RuntimeError, match="node 1: its launcher ended with status 3; the first node continues"):
+    with pytest.raises(
+        RuntimeError, match="node 1: its launcher ended with status 3; the first node continues"
+    ):
         run_on_node(running, 1, ["n1", "n2"], 7, stand_in("sys.exit(3)"))
 
 
-def test_node_stops_its_launcher_when_the_first_has_ended(running: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Oracle: a launcher that would sleep for an hour, of a job that ends after it was seen running."""
+def test_node_stops_its_launcher_when_the_first_has_ended(
+    running: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Oracle: a launcher that would sleep for an hour, of a job that ends after it was seen
+    running."""
     monkeypatch.setattr(nodes, "LAUNCHERS_SECONDS", 0.5)
 
     def read_and_end(folder: Path) -> Job:
@@ -130,7 +167,9 @@ def test_node_stops_its_launcher_when_the_first_has_ended(running: Path, monkeyp
         return job
 
     monkeypatch.setattr(nodes, "read_job", read_and_end)
-    run_on_node(running, 1, ["n1", "n2"], 7, stand_in("leave.with_name('ready').touch(); time.sleep(3600)"))
+    run_on_node(
+        running, 1, ["n1", "n2"], 7, stand_in("leave.with_name('ready').touch(); time.sleep(3600)")
+    )
     assert not list(running.glob("outcome-node1*"))
 
 
@@ -138,7 +177,8 @@ def test_node_stops_its_launcher_when_the_first_has_ended(running: Path, monkeyp
 def test_job_finished_in_the_meantime_is_not_run_again(
     tmp_path: Path, late: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Oracle: its file, with a command that would write another; late means just before this process takes the lock."""
+    """Oracle: its file, with a command that would write another; late means just before this
+    process takes the lock."""
     folder = make_sweep(tmp_path, [()]).path / "jobs/01"
     done = Job("01", TINY, {}, "run 1", JobStatus.done)
 
@@ -156,7 +196,9 @@ def test_job_finished_in_the_meantime_is_not_run_again(
 
 
 @pytest.mark.parametrize("failures", [2, 3])
-def test_briefly_stale_file_is_read_again(tmp_path: Path, failures: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_briefly_stale_file_is_read_again(
+    tmp_path: Path, failures: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Oracle: the job as written; three failures are a mistake, reported in a sentence."""
     sweep = make_sweep(tmp_path, [()])
     left = [OSError(errno.ESTALE, os.strerror(errno.ESTALE))] * failures
@@ -179,17 +221,25 @@ def test_requeued_job_starts_from_scratch(tmp_path: Path) -> None:
     folder = make_sweep(tmp_path, [()]).path / "jobs/01"
     (folder / "run").mkdir()
     (folder / "run" / "left").touch()
-    write_job(folder, Job("01", TINY, {}, "run 1", JobStatus.stopped, reason="the queue ended it (SIGTERM)"))
-    run_on_node(folder, 0, ["here"], 7, stand_in("sys.exit(leave.parent.joinpath('run', 'left').exists())"))
+    write_job(
+        folder,
+        Job("01", TINY, {}, "run 1", JobStatus.stopped, reason="the queue ended it (SIGTERM)"),
+    )
+    run_on_node(
+        folder, 0, ["here"], 7, stand_in("sys.exit(leave.parent.joinpath('run', 'left').exists())")
+    )
     assert read_job(folder).status is JobStatus.done
     assert (folder / "attempt-1" / "run" / "left").exists()
 
 
 class ForkingPlugin:
-    """Starts a job's task as the plugin's local launcher does, but with a stand-in for the training, and waits."""
+    """Starts a job's task as the plugin's local launcher does, but with a stand-in for the
+    training, and waits."""
 
     def __init__(self, sweep: Sweep, command: tuple[str, ...], folder: Path) -> None:
-        self._sweep, self._command, self._folder = sweep, command, folder
+        self._sweep = sweep
+        self._command = command
+        self._folder = folder
 
     def launch(self, overrides: Sequence[Sequence[str]], first: int) -> list[object]:
         """Run the single submitted job."""
@@ -216,23 +266,33 @@ time.sleep(3600)
     ("number", "command"),
     [
         pytest.param(signal.SIGINT, ENDS_WELL_WHEN_ASKED, id="SIGINT"),
-        pytest.param(signal.SIGTERM, ENDS_WELL_WHEN_ASKED, id="SIGTERM", marks=pytest.mark.extended),
-        pytest.param(signal.SIGHUP, ENDS_OF_SIGINT, id="SIGHUP", marks=pytest.mark.extended),
+        extended(signal.SIGTERM, ENDS_WELL_WHEN_ASKED, id="SIGTERM"),
+        extended(signal.SIGHUP, ENDS_OF_SIGINT, id="SIGHUP"),
     ],
 )
 def test_local_job_ends_with_the_command_that_waits_for_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: signal.Signals, command: str
 ) -> None:
-    """Oracle: status, file and locks of the job's folder, after a real signal; a second job is unchanged."""
+    """Oracle: status, file and locks of the job's folder, after a real signal; a second job is
+    unchanged."""
     read_launcher.cache_clear()
     monkeypatch.setattr(
         submitting,
         "_make_launcher",
-        lambda sweep, launcher, asked: ForkingPlugin(sweep, stand_in(command), Path(asked["submitit_folder"]).parent),
+        lambda sweep, launcher, asked: ForkingPlugin(
+            sweep, stand_in(command), Path(asked["submitit_folder"]).parent
+        ),
     )
     path = tmp_path / "sweep"
     folder = path / "jobs/01"
-    words = (*TINY, "train.seed=1,2", "launch.nproc_per_node=1", f"hydra/launcher={LOCAL}", "--out", str(path))
+    words = (
+        *TINY,
+        "train.seed=1,2",
+        "launch.nproc_per_node=1",
+        f"hydra/launcher={LOCAL}",
+        "--out",
+        str(path),
+    )
     with once_ready(folder, lambda: os.kill(os.getpid(), number)):
         assert sweep_command(words) == 128 + number
     assert [job.status for job in read_sweep(path).jobs] == [JobStatus.stopped, JobStatus.waiting]
@@ -240,13 +300,16 @@ def test_local_job_ends_with_the_command_that_waits_for_it(
 
 
 def test_local_job_with_a_killed_task_counts_as_stopped(tmp_path: Path) -> None:
-    """Oracle: the recorded status running becomes stopped: a terminal's signals may end the task before it writes."""
+    """Oracle: the recorded status running becomes stopped: a terminal's signals may end the task
+    before it writes."""
     sweep = make_sweep(tmp_path, [()])
     write_job(sweep.job_folder(sweep.jobs[0]), Job("01", TINY, {}, "run 1", JobStatus.running))
     over = threading.Thread(target=lambda: None)
     over.start()
     over.join()
-    submitting._end_local(sweep, WatchedSubmission(begin_submission(sweep, LOCAL, sweep.jobs), ("01",), over))
+    submitting._end_local(
+        sweep, WatchedSubmission(begin_submission(sweep, LOCAL, sweep.jobs), ("01",), over)
+    )
     job = read_job(sweep.job_folder(sweep.jobs[0]))
     assert (job.status, job.reason) == (JobStatus.stopped, "the sweep was ended")
 
@@ -254,14 +317,22 @@ def test_local_job_with_a_killed_task_counts_as_stopped(tmp_path: Path) -> None:
 def test_local_jobs_use_the_plugin_and_failures_do_not_stop_others(
     tmp_path: Path, unmeasured: None, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Oracle: real runs in submitit's processes: one that its launcher refuses, and one that succeeds."""
+    """Oracle: real runs in submitit's processes: one that its launcher refuses, and one that
+    succeeds."""
     read_launcher.cache_clear()
     sweep = make_sweep(tmp_path / "a sweep", [("train.seq_len=0",), ("parallel=single",)])
     after: list[str] = []
-    submit(sweep, sweep.jobs, [f"hydra/launcher={LOCAL}", "hydra.launcher.timeout_min=9"], lambda: after.append("job"))
+    submit(
+        sweep,
+        sweep.jobs,
+        [f"hydra/launcher={LOCAL}", "hydra.launcher.timeout_min=9"],
+        lambda: after.append("job"),
+    )
     first, second = read_sweep(sweep.path).jobs
     assert (first.status, first.exit_status) == (JobStatus.failed, 2)
-    assert first.reason is not None and first.reason.startswith("train.seq_len=0 must be at least 1")
+    assert first.reason is not None and first.reason.startswith(
+        "train.seq_len=0 must be at least 1"
+    )
     assert second.status is JobStatus.done, (sweep.job_folder(second) / "log.txt").read_text()
     assert (sweep.run_dir(second) / "metrics.jsonl").read_text().count("\n") == 2
     assert after == ["job", "job"]
@@ -271,14 +342,17 @@ def test_local_jobs_use_the_plugin_and_failures_do_not_stop_others(
 def _idle_nodes() -> int:
     if shutil.which("sinfo") is None:
         return 0
-    asked = subprocess.run(["sinfo", "-h", "-t", "idle", "-o", "%D"], capture_output=True, text=True)
+    asked = subprocess.run(
+        ["sinfo", "-h", "-t", "idle", "-o", "%D"], capture_output=True, text=True
+    )
     return sum(int(line) for line in asked.stdout.split()) if asked.returncode == 0 else 0
 
 
 def test_slurm_runs_a_job_on_all_its_nodes(tmp_path: Path, unmeasured: None) -> None:
     """Oracle: a real SLURM: two nodes if two are free, and a partition that does not exist.
 
-    FSDPTOYS_SHARED_FOLDER names a folder visible to all nodes, if they do not share the temporary folder.
+    FSDPTOYS_SHARED_FOLDER names a folder visible to all nodes, if they do not share the temporary
+    folder.
     """
     free = _idle_nodes()
     if not free:
@@ -286,7 +360,9 @@ def test_slurm_runs_a_job_on_all_its_nodes(tmp_path: Path, unmeasured: None) -> 
     read_launcher.cache_clear()
     count = min(free, 2)
     shared = Path(os.environ.get("FSDPTOYS_SHARED_FOLDER", tmp_path)) / f"sweep-{os.getpid()}"
-    sweep = make_sweep(shared, [(f"launch.nnodes={count}", "launch.nproc_per_node=1", "parallel=ddp")])
+    sweep = make_sweep(
+        shared, [(f"launch.nnodes={count}", "launch.nproc_per_node=1", "parallel=ddp")]
+    )
     words = [ON_SLURM, "hydra.launcher.timeout_min=10", "hydra.launcher.signal_delay_s=60"]
     with pytest.raises(ConfigError, match=r"refuses the jobs \(.*partition"):
         submit(sweep, sweep.jobs, [*words, "hydra.launcher.partition=no-such-partition"])

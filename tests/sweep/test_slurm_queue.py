@@ -36,13 +36,15 @@ from fsdptoys.sweep.slurm_settings import (
 )
 from fsdptoys.sweep.slurm_submit import submit
 from fsdptoys.sweep.validate import BatchQueue, JobHardware, ValidJob, validate_combinations
+from tests.harness.levels import extended
 from tests.harness.processes import wait_until
 from tests.sweep.jobs import ON_SLURM, TINY, hand_over, make_sweep
 
 
 @pytest.fixture
 def slurm_commands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder on PATH with no-op commands of SLURM's names, for decisions made before any command is called."""
+    """A folder on PATH with no-op commands of SLURM's names, for decisions made before any command
+    is called."""
     folder = tmp_path / "bin"
     folder.mkdir()
     for name in SLURM_COMMANDS:
@@ -56,14 +58,18 @@ def slurm_commands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_ids_are_read_from_submitits_folders(tmp_path: Path) -> None:
     """Oracle: submitit's own paths, of an array of two and of a single job."""
     sweep = make_sweep(tmp_path, [(), (), ()])
-    array, single = begin_submission(sweep, SLURM, sweep.jobs[:2]), begin_submission(sweep, SLURM, sweep.jobs[2:])
+    array = begin_submission(sweep, SLURM, sweep.jobs[:2])
+    single = begin_submission(sweep, SLURM, sweep.jobs[2:])
     for submission, ids in ((array, ["12_0", "12_1"]), (single, ["13"])):
         (submission.folder / "12").mkdir()  # an array's script is in a folder of its own
         for identity in ids:
             path = JobPaths(submission.folder / "%j", identity).submitted_pickle
             path.parent.mkdir(exist_ok=True)
             path.touch()
-    assert [one.ids() for one in read_submissions(sweep)] == [{"01": "12_0", "02": "12_1"}, {"03": "13"}]
+    assert [one.ids() for one in read_submissions(sweep)] == [
+        {"01": "12_0", "02": "12_1"},
+        {"03": "13"},
+    ]
 
 
 SQUEUE = """#!/bin/sh
@@ -84,20 +90,33 @@ def test_queued_jobs_are_known_from_squeue(
     hand_over(sweep, {"03": "13"})
     states = ask_queue(["12_0", "13", "99"])
     assert states is not None
-    assert [in_queue(states, identity) for identity in ("12_0", "12_1", "13", "99")] == [True, True, False, False]
+    assert [in_queue(states, identity) for identity in ("12_0", "12_1", "13", "99")] == [
+        True,
+        True,
+        False,
+        False,
+    ]
     assert jobs_in_queue(sweep) == {"01": "12_0", "02": "12_1"}
     monkeypatch.setenv("PATH", str(tmp_path))
-    with pytest.raises(ConfigError, match=r"submitted to SLURM that may still run \(01, 02, 03\), and squeue"):
+    with pytest.raises(
+        ConfigError, match=r"submitted to SLURM that may still run \(01, 02, 03\), and squeue"
+    ):
         jobs_in_queue(sweep)
 
 
 def test_jobs_that_left_the_queue_silently_are_closed(
-    tmp_path: Path, slurm_commands: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path,
+    slurm_commands: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """Oracle: SLURM's states and the jobs' own files, which take precedence if they record an end."""
+    """Oracle: SLURM's states and the jobs' own files, which take precedence if they record an
+    end."""
     monkeypatch.setattr(queue, "ASK_EVERY_SECONDS", 0.0)
     monkeypatch.setattr(queue, "POLL_SECONDS", 0.01)
-    (slurm_commands / "squeue").write_text("#!/bin/sh\necho '12_0 CANCELLED'\necho '12_2 OUT_OF_MEMORY'\n")
+    (slurm_commands / "squeue").write_text(
+        "#!/bin/sh\necho '12_0 CANCELLED'\necho '12_2 OUT_OF_MEMORY'\n"
+    )
     sweep = make_sweep(tmp_path / "sweep", [(), (), (), ()])
     hand_over(sweep, {"01": "12_0", "02": "12_1", "03": "12_2", "04": "12_3"})
     for name, status in (("03", JobStatus.running), ("04", JobStatus.done)):
@@ -112,25 +131,30 @@ def test_jobs_that_left_the_queue_silently_are_closed(
         JobStatus.done,
     ]
     log = submission.folder / "12_0" / "12_0_0_log.err"
-    assert jobs[0].reason == f"it ended without recording an outcome (SLURM says CANCELLED); see {log}"
+    assert (
+        jobs[0].reason == f"it ended without recording an outcome (SLURM says CANCELLED); see {log}"
+    )
     assert jobs[1].reason is not None and "(it has left the queue)" in jobs[1].reason
     assert "04 done" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
     "number",
-    [signal.SIGINT, signal.SIGTERM, pytest.param(signal.SIGHUP, marks=pytest.mark.extended)],
+    [signal.SIGINT, signal.SIGTERM, extended(signal.SIGHUP)],
 )
 def test_ctrl_c_leaves_the_jobs_in_the_queue_and_prints_how_to_cancel_them(
     tmp_path: Path, slurm_commands: Path, capsys: pytest.CaptureFixture[str], number: signal.Signals
 ) -> None:
-    """Oracle: the ids that squeue lists, after a real signal to a command that waits for previously submitted jobs."""
+    """Oracle: the ids that squeue lists, after a real signal to a command that waits for previously
+    submitted jobs."""
     (slurm_commands / "squeue").write_text(SQUEUE)
     sweep = make_sweep(tmp_path / "a sweep", [(), ()])
     hand_over(sweep, {"01": "12_0", "02": "12_1"})
 
     def interrupt() -> None:
-        wait_until(lambda: printed.append(capsys.readouterr().out) or "12_1" in printed[-1], "the ids")
+        wait_until(
+            lambda: printed.append(capsys.readouterr().out) or "12_1" in printed[-1], "the ids"
+        )
         os.kill(os.getpid(), number)
 
     printed: list[str] = []
@@ -141,12 +165,16 @@ def test_ctrl_c_leaves_the_jobs_in_the_queue_and_prints_how_to_cancel_them(
     interrupting.join()
     assert "SLURM has the jobs 01 as 12_0, 02 as 12_1" in printed[-1]
     assert getattr(request.value, "number", signal.SIGINT) == number
-    assert f"scancel 12 ends them, and fsdptoys sweep --resume '{sweep.path}' collects" in capsys.readouterr().err
+    assert (
+        f"scancel 12 ends them, and fsdptoys sweep --resume '{sweep.path}' collects"
+        in capsys.readouterr().err
+    )
     assert len(read_submissions(sweep)) == 1
 
 
 def test_queued_jobs_stay_and_no_number_is_given_twice(tmp_path: Path) -> None:
-    """Oracle: the names: 02 waits in the queue, 03 has no waiting command, 04 is the folder of an earlier start."""
+    """Oracle: the names: 02 waits in the queue, 03 has no waiting command, 04 is the folder of an
+    earlier start."""
     sweep = make_sweep(tmp_path, [(), (), ()])
     (tmp_path / "jobs/04").mkdir()
     asked = [(Combination((*TINY, "train.seed=9"), {"train.seed": "9"}), "another")]
@@ -159,21 +187,44 @@ def test_machine_without_slurm_is_reported(monkeypatch: pytest.MonkeyPatch, tmp_
     """Oracle: the expected message, with an empty PATH."""
     read_launcher.cache_clear()
     monkeypatch.setenv("PATH", str(tmp_path))
-    with pytest.raises(ConfigError, match=r"^hydra/launcher=submitit_slurm needs sbatch, which is not on this machine"):
+    with pytest.raises(
+        ConfigError,
+        match=r"^hydra/launcher=submitit_slurm needs sbatch, which is not on this machine",
+    ):
         read_launcher((ON_SLURM,))
 
 
 @pytest.mark.parametrize(
     ("needs", "typed", "limit", "expected"),
     [
-        (SlurmNeeds(2, 8, "cuda"), "", None, {"nodes": "2", "ntasks-per-node": "1", "gpus-per-node": "8"}),
+        (
+            SlurmNeeds(2, 8, "cuda"),
+            "",
+            None,
+            {"nodes": "2", "ntasks-per-node": "1", "gpus-per-node": "8"},
+        ),
         (SlurmNeeds(2, 8, "cuda"), "", None, {"time": "60"}),
-        (SlurmNeeds(1, 4, "cpu"), "", None, {"nodes": "1", "cpus-per-task": "4", "gpus-per-node": None}),
+        (
+            SlurmNeeds(1, 4, "cpu"),
+            "",
+            None,
+            {"nodes": "1", "cpus-per-task": "4", "gpus-per-node": None},
+        ),
         # 600 s of the job, 120 s between the signal and the limit, 60 s before the launcher starts
         (SlurmNeeds(1, 4, "cpu"), "", 600.0, {"time": "13"}),
         (SlurmNeeds(1, 4, "cpu"), "timeout_min=30", 600.0, {"time": "30"}),
-        (SlurmNeeds(1, 8, "cuda"), "gres='gpu:h100:8'", None, {"gres": "gpu:h100:8", "gpus-per-node": None}),
-        (SlurmNeeds(1, 4, "cpu"), "cpus_per_task=16", None, {"cpus-per-task": "16", "signal": "USR1@120"}),
+        (
+            SlurmNeeds(1, 8, "cuda"),
+            "gres='gpu:h100:8'",
+            None,
+            {"gres": "gpu:h100:8", "gpus-per-node": None},
+        ),
+        (
+            SlurmNeeds(1, 4, "cpu"),
+            "cpus_per_task=16",
+            None,
+            {"cpus-per-task": "16", "signal": "USR1@120"},
+        ),
         (SlurmNeeds(1, 4, "cpu"), "signal_delay_s=30", None, {"signal": "USR1@30"}),
         (
             SlurmNeeds(1, 4, "cpu"),
@@ -199,9 +250,17 @@ def test_options_of_the_batch_script_come_from_the_run(
     script = _make_sbatch_string(
         "true",
         "folder",
-        **{renamed.get(key, key): value for key, value in options.items() if key not in left_out and value is not None},
+        **{
+            renamed.get(key, key): value
+            for key, value in options.items()
+            if key not in left_out and value is not None
+        },
     )
-    lines = [line.removeprefix("#SBATCH --") for line in script.splitlines() if line.startswith("#SBATCH --")]
+    lines = [
+        line.removeprefix("#SBATCH --")
+        for line in script.splitlines()
+        if line.startswith("#SBATCH --")
+    ]
     written = dict(line.partition("=")[::2] for line in lines)
     assert {key: written.get(key) for key in expected} == expected
 
@@ -210,15 +269,20 @@ def test_user_setup_follows_that_of_the_task(slurm_commands: Path) -> None:
     """Oracle: the typed list."""
     launcher = read_launcher((ON_SLURM, "hydra.launcher.setup=['module load cuda']"))
     setup = plugin_options(SlurmNeeds(1, 1, "cpu"), launcher, None)["setup"]
-    assert setup[-1] == "module load cuda" and any("SRUN_CPUS_PER_TASK" in line for line in setup[:-1])
+    assert setup[-1] == "module load cuda" and any(
+        "SRUN_CPUS_PER_TASK" in line for line in setup[:-1]
+    )
 
 
 def test_login_node_needs_none_of_the_jobs_devices(slurm_commands: Path) -> None:
-    """Oracle: a run of 2 × 8 GPUs, on a machine that may have none; the queue chooses the rendezvous node."""
+    """Oracle: a run of 2 × 8 GPUs, on a machine that may have none; the queue chooses the
+    rendezvous node."""
     words = ("launch.device=cuda", "launch.nproc_per_node=8", "launch.nnodes=2", "parallel=fsdp2")
     queue = BatchQueue((ON_SLURM, "hydra.launcher.partition=gpu"), None)
     place = queue.find(words, compose_config([*words, *queue.extra_words]))
     assert place == JobHardware("cuda", "submitit_slurm partition=gpu", 16, 8)
     (job,) = validate_combinations([Combination(words, {})], queue)
-    assert isinstance(job, ValidJob) and job.world_size == 16 and job.config.model.name == "llama2_7b"
+    assert (
+        isinstance(job, ValidJob) and job.world_size == 16 and job.config.model.name == "llama2_7b"
+    )
     assert not any("rdzv_endpoint" in word for word in job.combination.words)

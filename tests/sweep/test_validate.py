@@ -1,4 +1,4 @@
-"""Grids of settings: their combinations are validated as their jobs would be, and equal runs recognized."""
+"""Combinations are validated as their jobs would be, and equal runs recognized."""
 
 import copy
 import importlib.util
@@ -13,96 +13,24 @@ from fsdptoys.cli.commands import help_page
 from fsdptoys.config.compose import compose_config
 from fsdptoys.config.overrides import list_choices
 from fsdptoys.config.schema import Config
-from fsdptoys.errors import ConfigError
 from fsdptoys.launch.launch import resolve_run
 from fsdptoys.sweep import validate as module
-from fsdptoys.sweep.axes import Axis, Combination, combine, read_axes, read_base
+from fsdptoys.sweep.axes import Combination, combine, read_base
 from fsdptoys.sweep.definition import list_sweeps, read_definition
-from fsdptoys.sweep.validate import InvalidJob, JobHardware, LocalMachine, ValidJob, fingerprint, validate_combinations
+from fsdptoys.sweep.validate import (
+    InvalidJob,
+    JobHardware,
+    LocalMachine,
+    ValidJob,
+    fingerprint,
+    validate_combinations,
+)
 from tests.config.test_absurd_values import one_in
+from tests.harness.levels import extended
+from tests.sweep.jobs import axes
 
 CHOICES = list_choices()
 SMALL = ["model=llama_debug", "train.seq_len=64"]
-
-
-def axes(*words: str) -> list[Axis]:
-    return read_axes(words, CHOICES)
-
-
-@pytest.mark.parametrize(
-    ("word", "values"),
-    [
-        ("parallel=fsdp1,fsdp2", ("fsdp1", "fsdp2")),
-        ("train.steps=choice(5,7)", ("5", "7")),
-        ("train.steps=range(1,4)", ("1", "2", "3")),
-        ("optim.lr=range(0.1,0.5,0.2)", ("0.1", "0.3")),
-        ("memory.chunk_loss=false,true", ("false", "true")),
-        ("train.max_grad_norm=1.5,null", ("1.5", "null")),
-        ("parallel=glob(fsdp*)", ("fsdp1", "fsdp2")),
-        ("data.files=[a,b],[c]", ("[a,b]", "[c]")),
-        ("data.files=[a,b]", ("[a,b]",)),
-        ("data.sample_prompt='a,b'", ("'a,b'",)),
-        ("data.sample_prompt='a,b','c'", ("'a,b'", "'c'")),
-        ("train.steps=5", ("5",)),
-    ],
-)
-def test_values_are_read_as_hydra_reads_them(word: str, values: tuple[str, ...]) -> None:
-    """Oracle: Hydra's documentation of its sweep syntax: quoted text and lists are one value."""
-    assert axes(word) == [Axis(word.partition("=")[0], values)]
-
-
-def test_last_key_varies_fastest() -> None:
-    """Oracle: the order of nested loops over the typed arguments."""
-    found = combine([], [], axes("train.seed=1,2", "train.steps=5", "parallel=ddp,fsdp2"))
-    assert [one.words for one in found] == [
-        (f"train.seed={seed}", "train.steps=5", f"parallel={strategy}")
-        for seed in (1, 2)
-        for strategy in ("ddp", "fsdp2")
-    ]
-    assert found[1].varied == {"train.seed": "1", "parallel": "fsdp2"}
-
-
-def test_typed_arguments_replace_those_of_the_file() -> None:
-    """Oracle: a value for the file's axis fixes it, several replace it at its position, other keys come last."""
-    base = axes("train.steps=10", "parallel=fsdp1,fsdp2", "train.seed=1,2")
-    found = combine(base, [], axes("parallel=ddp", "train.seed=7,8,9", "train.batch_size=1,2"))
-    assert len(found) == 6
-    assert found[0].words == ("train.steps=10", "parallel=ddp", "train.seed=7", "train.batch_size=1")
-    assert found[1].varied == {"train.seed": "7", "train.batch_size": "2"}
-
-
-def test_rows_alternate_before_typed_axes_vary() -> None:
-    """Oracle: a row's value overrides the base's, a typed one the row's; a row without a key has the base's."""
-    base = axes("train.steps=10", "memory.chunk_loss=false")
-    rows = [tuple(axes("parallel=fsdp1")), tuple(axes("parallel=fsdp2", "memory.chunk_loss=true"))]
-    found = combine(base, rows, axes("train.steps=5,6"))
-    assert [sorted(one.words) for one in found] == [
-        ["memory.chunk_loss=false", "parallel=fsdp1", "train.steps=5"],
-        ["memory.chunk_loss=false", "parallel=fsdp1", "train.steps=6"],
-        ["memory.chunk_loss=true", "parallel=fsdp2", "train.steps=5"],
-        ["memory.chunk_loss=true", "parallel=fsdp2", "train.steps=6"],
-    ]
-    assert found[3].varied == {"parallel": "fsdp2", "memory.chunk_loss": "true", "train.steps": "6"}
-    fixed = combine(base, rows, axes("parallel=ddp"))
-    assert [one.varied for one in fixed] == [{}, {"memory.chunk_loss": "true"}]
-
-
-def test_product_is_bounded() -> None:
-    """Oracle: 10 000 combinations are made, and 20 000 refused by their number, since rows count too."""
-    hundred = axes("train.seed=range(0,100)", "train.steps=range(1,101)")
-    assert len(combine(hundred, [], [])) == 10_000
-    rows = [tuple(axes("parallel=fsdp1")), tuple(axes("parallel=fsdp2"))]
-    with pytest.raises(ConfigError, match="the sweep has 20000 combinations"):
-        combine(hundred, rows, [])
-
-
-def test_file_values_parse_as_on_the_command_line(tmp_path: Path) -> None:
-    """Oracle: the command line's reading of true, null, numbers and lists."""
-    path = tmp_path / "mine.yaml"
-    path.write_text("grid: {a: [true, null, 1, 0.5, 1e-3, [b, 2], text, \"'x,y'\"]}\ntime_limit_seconds: 5")
-    found = read_definition(str(path))
-    assert found.grid == {"a": ["true", "null", "1", "0.5", "1e-3", "[b,2]", "text", "'x,y'"]}
-    assert (found.title, found.time_limit_seconds) == ("mine", 5.0)
 
 
 def test_help_names_every_shipped_sweep() -> None:
@@ -136,14 +64,19 @@ def of_sweep(name: str, *words: str) -> list[Combination]:
 @pytest.mark.parametrize(
     "place",
     [
-        pytest.param(LocalMachine(), id="two CPU ranks", marks=pytest.mark.extended),
+        extended(LocalMachine(), id="two CPU ranks"),
         pytest.param(Imagined(), id="eight CUDA devices"),
     ],
 )
-def test_every_combination_of_a_shipped_sweep_is_valid_or_skipped_with_a_reason(name: str, place: LocalMachine) -> None:
-    """Oracle: none is an invalid configuration; on eight devices as in the file, on a CPU with a small model."""
+def test_every_combination_of_a_shipped_sweep_is_valid_or_skipped_with_a_reason(
+    name: str, place: LocalMachine
+) -> None:
+    """Oracle: none is an invalid configuration; on eight devices as in the file, on a CPU with a
+    small model."""
     on_cpu = type(place) is LocalMachine
-    validated = validate_combinations(of_sweep(name, *(SMALL if on_cpu and name != "debug" else [])), place)
+    validated = validate_combinations(
+        of_sweep(name, *(SMALL if on_cpu and name != "debug" else [])), place
+    )
     refused = [one for one in validated if isinstance(one, InvalidJob)]
     assert not [one for one in refused if one.by_composition]
     assert len(validated) - len(refused) >= 3
@@ -151,23 +84,32 @@ def test_every_combination_of_a_shipped_sweep_is_valid_or_skipped_with_a_reason(
         assert len(validated) == 8
         reasons = {one.reason for one in refused}
         assert len(refused) == 2 * (on_cpu and name == "classic_fsdp1")
-        assert all("needs an accelerator to offload from under parallel=fsdp1" in reason for reason in reasons)
+        assert all(
+            "needs an accelerator to offload from under parallel=fsdp1" in reason
+            for reason in reasons
+        )
 
 
 @pytest.mark.parametrize("strategy", ["fsdp1", "fsdp2"])
 def test_classic_sweep_has_the_rows_of_the_published_table(strategy: str) -> None:
-    """Oracle: the first table's columns: wrap, gradient checkpointing, chunked loss, optimizer offload, CPU offload."""
+    """Oracle: the first table's columns: wrap, gradient checkpointing, chunked loss, optimizer
+    offload, CPU offload."""
     validated = validate_combinations(of_sweep(f"classic_{strategy}"), Imagined())
     rows = []
     for one in validated:
         assert isinstance(one, ValidJob)
-        memory, config = one.config.memory, one.config
+        memory = one.config.memory
+        config = one.config
         checkpointed = memory.gradient_checkpointing.value == "full"
-        rows.append((config.parallel.wrap.value, checkpointed, memory.chunk_loss, memory.optimizer_offload,
-                     memory.cpu_offload))  # fmt: skip
-        assert (config.train.batch_size, config.train.seq_len, config.model.name) == (1, 4096, "llama2_7b")
+        switches = (memory.chunk_loss, memory.optimizer_offload, memory.cpu_offload)
+        rows.append((config.parallel.wrap.value, checkpointed, *switches))
+        assert (config.train.batch_size, config.train.seq_len) == (1, 4096)
+        assert config.model.name == "llama2_7b"
         assert config.parallel.name == strategy
-        assert (config.parallel.param_dtype.value, config.parallel.reduce_dtype.value) == ("bfloat16", "float32")
+        assert (config.parallel.param_dtype.value, config.parallel.reduce_dtype.value) == (
+            "bfloat16",
+            "float32",
+        )
     assert rows == [
         ("block", False, False, False, False),
         ("block", True, False, False, False),
@@ -181,12 +123,14 @@ def test_classic_sweep_has_the_rows_of_the_published_table(strategy: str) -> Non
 
 
 def test_combination_equals_the_run_of_its_job() -> None:
-    """Oracle: the launcher's ``resolve_run`` composes the same tree and ranks from the same arguments."""
+    """Oracle: the launcher's ``resolve_run`` composes the same tree and ranks from the same
+    arguments."""
     words = [
-        "parallel=fsdp1,single", "optim.lr=1e-3", "data=text", "data.files=[stdlib]", "train.max_grad_norm=null",
-        "train.max_seconds=${train.steps}", "memory.checkpointing_save=[mm]", "memory.gradient_checkpointing=selective",
-        "plan.predict=false", "data.sample_prompt='a, b'", "model.rope_theta=5000",
-    ]  # fmt: skip
+        *("parallel=fsdp1,single", "optim.lr=1e-3", "data=text", "data.files=[stdlib]"),
+        *("train.max_grad_norm=null", "train.max_seconds=${train.steps}", "model.rope_theta=5000"),
+        *("memory.checkpointing_save=[mm]", "memory.gradient_checkpointing=selective"),
+        *("plan.predict=false", "data.sample_prompt='a, b'"),
+    ]
     for one in validate_combinations(of_words(*words)):
         assert isinstance(one, ValidJob)
         plan = resolve_run(one.combination.words, {})
@@ -199,20 +143,25 @@ def test_combination_equals_the_run_of_its_job() -> None:
 def test_switches_chosen_by_the_planner_are_refused_in_a_sweep() -> None:
     """Oracle: the message; the other combination runs."""
     auto, lean = validate_combinations(of_words("model=llama_debug", "memory=auto,lean"))
-    assert isinstance(auto, InvalidJob) and auto.reason.startswith("memory=auto is chosen for one run on its devices")
+    assert isinstance(auto, InvalidJob) and auto.reason.startswith(
+        "memory=auto is chosen for one run on its devices"
+    )
     assert isinstance(lean, ValidJob)
 
 
 def test_requirements_of_writers_are_checked_before_the_first_job(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """Oracle: without credentials for Weights & Biases only the combination that stays offline is left."""
+    """Oracle: without credentials for Weights & Biases only the combination that stays offline is
+    left."""
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: name)
     online, offline = validate_combinations(
         of_words("model=llama_debug", "metrics=wandb", "metrics.wandb_mode=online,offline")
     )
-    assert isinstance(online, InvalidJob) and "needs an API key for Weights & Biases" in online.reason
+    assert (
+        isinstance(online, InvalidJob) and "needs an API key for Weights & Biases" in online.reason
+    )
     assert isinstance(offline, ValidJob)
 
 
@@ -229,7 +178,9 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("words", one_in(3, REFUSED))
-def test_combinations_that_contradict_other_arguments_or_the_machine_are_skipped(words: str) -> None:
+def test_combinations_that_contradict_other_arguments_or_the_machine_are_skipped(
+    words: str,
+) -> None:
     """Oracle: each of these arguments is valid in another combination or on another machine."""
     validated = validate_combinations(of_words("model=llama_debug", *words.split()))
     assert tuple(isinstance(one, InvalidJob) for one in validated) == REFUSED[words]
@@ -237,14 +188,20 @@ def test_combinations_that_contradict_other_arguments_or_the_machine_are_skipped
 
 
 BASELINES = {
-    "memory.optimizer_offload=false,true memory.offload_schedule=serial,lazy": "false|true serial|true lazy",
+    "memory.optimizer_offload=false,true memory.offload_schedule=serial,lazy": (
+        "false|true serial|true lazy"
+    ),
     "memory.optimizer_offload=true,false memory.offload_fraction=0.5": "true|false",
-    "memory.gradient_checkpointing=none,full memory.checkpointing_start_index=0,1": "none 0|full 0|full 1",
+    "memory.gradient_checkpointing=none,full memory.checkpointing_start_index=0,1": (
+        "none 0|full 0|full 1"
+    ),
     "memory.gradient_checkpointing=none,full memory.checkpointing_start_index=1": "none|full",
     "memory.gradient_checkpointing=off,true": "off|true",
     "memory.chunk_loss=false,true memory.chunk_tokens=16,32": "false|true 16|true 32",
     "memory=none,lean memory.chunk_tokens=16,32": "none|lean 16|lean 32",
-    "memory.gradient_checkpointing=none,full memory.activation_offload=true model.n_layers=4": "none|full",
+    "memory.gradient_checkpointing=none,full memory.activation_offload=true model.n_layers=4": (
+        "none|full"
+    ),
     "profile.enabled=false,true profile.warmup_steps=2,3": "false|true 2|true 3",
     "parallel=ddp,fsdp2 parallel.wrap=block,block_attn_mlp": "ddp|fsdp2 block|fsdp2 block_attn_mlp",
     "optim=adamw,sgd optim.momentum=0,0.9": "adamw|sgd 0|sgd 0.9",
@@ -253,16 +210,25 @@ BASELINES = {
 
 @pytest.mark.parametrize("words", one_in(3, BASELINES))
 def test_keys_without_effect_are_dropped_and_leave_one_baseline(words: str) -> None:
-    """Oracle: the rows by hand; where the switch is off, the keys that depend on it distinguish no runs."""
+    """Oracle: the rows by hand; where the switch is off, the keys that depend on it distinguish no
+    runs."""
     validated = validate_combinations(of_words("model=llama_debug", *words.split()))
     assert all(isinstance(one, ValidJob) for one in validated)
-    assert "|".join(" ".join(one.combination.varied.values()) for one in validated) == BASELINES[words]
+    assert (
+        "|".join(" ".join(one.combination.varied.values()) for one in validated) == BASELINES[words]
+    )
 
 
 def test_key_of_a_file_without_effect_is_a_reason_to_skip() -> None:
-    """Oracle: by hand; ``memory=smallest`` sets the key that another row types, and no word can be dropped."""
-    file, switch = "memory=smallest", "memory.gradient_checkpointing=none"
-    rows = [("memory.gradient_checkpointing=full", "memory.activation_offload=true"), (file,), (switch,)]
+    """Oracle: by hand; ``memory=smallest`` sets the key that another row types, and no word can be
+    dropped."""
+    file = "memory=smallest"
+    switch = "memory.gradient_checkpointing=none"
+    rows = [
+        ("memory.gradient_checkpointing=full", "memory.activation_offload=true"),
+        (file,),
+        (switch,),
+    ]
     base = ("parallel=fsdp2", *SMALL, "model.n_layers=4")
     combinations = [Combination((*base, *words), {}) for words in [*rows, (file, switch)]]
     *valid, skipped = validate_combinations(combinations, Imagined())
@@ -276,11 +242,15 @@ def test_key_of_a_file_without_effect_is_a_reason_to_skip() -> None:
 def test_experiments_time_limit_does_not_end_jobs_at_different_steps(
     typed: tuple[str, ...], limit: float | None
 ) -> None:
-    """Oracle: the default experiment has 700 steps and a limit, which a sweep drops unless it is typed."""
+    """Oracle: the default experiment has 700 steps and a limit, which a sweep drops unless it is
+    typed."""
     validated = validate_combinations(of_words("parallel=fsdp1,fsdp2", *typed), LocalMachine())
     for one in validated:
         assert isinstance(one, ValidJob)
-        assert resolve_run(list(one.combination.words), {}).composition.config.train.max_seconds == limit
+        assert (
+            resolve_run(list(one.combination.words), {}).composition.config.train.max_seconds
+            == limit
+        )
         assert (one.config.train.steps, one.config.train.max_seconds) == (700, limit)
 
 
@@ -300,18 +270,28 @@ WITH_EFFECT = ("train.steps=11", "mesh.fsdp_size=1", "parallel=ddp", "train.seed
 
 @pytest.mark.parametrize(
     "word",
-    ["metrics.run_dir=elsewhere", "metrics.console=plain", "launch.nproc_per_node=2", "launch.device=cpu",
-     "mesh.fsdp_size=2", "mesh.fsdp_size=node", "train.data_seed=0", "parallel.reduce_dtype=float32", *WITH_EFFECT],
-)  # fmt: skip
+    [
+        *("metrics.run_dir=elsewhere", "metrics.console=plain", "launch.nproc_per_node=2"),
+        *("launch.device=cpu", "mesh.fsdp_size=2", "mesh.fsdp_size=node", "train.data_seed=0"),
+        *("parallel.reduce_dtype=float32", *WITH_EFFECT),
+    ],
+)
 def test_settings_with_effect_alone_distinguish_runs(base: Config, word: str) -> None:
-    """Oracle: none have output paths, and explicit values equal to those that ``auto`` or a default resolves to."""
+    """Oracle: none have output paths, and explicit values equal to those that ``auto`` or a default
+    resolves to."""
     is_same = fingerprint(config(word), 2, "a CPU") == fingerprint(base, 2, "a CPU")
     assert is_same == (word not in WITH_EFFECT)
 
 
-def test_ranks_device_and_versions_are_included(base: Config, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_device_and_versions_are_included(
+    base: Config, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Oracle: the same configuration on another device, rank count or version is another run."""
-    numbers = {fingerprint(base, 2, "a CPU"), fingerprint(base, 4, "a CPU"), fingerprint(base, 2, "another")}
+    numbers = {
+        fingerprint(base, 2, "a CPU"),
+        fingerprint(base, 4, "a CPU"),
+        fingerprint(base, 2, "another"),
+    }
     monkeypatch.setattr(module, "code_version", lambda: "another commit")
     numbers.add(fingerprint(base, 2, "a CPU"))
     monkeypatch.setattr(module.torch, "__version__", "another version")
@@ -321,17 +301,25 @@ def test_ranks_device_and_versions_are_included(base: Config, monkeypatch: pytes
     assert fingerprint(copy.deepcopy(base), 2, "a CPU") in numbers
 
 
-def test_changed_checkout_is_recognized_by_its_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_changed_checkout_is_recognized_by_its_files(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Oracle: two changes on top of one commit: git calls both dirty, the files differ."""
     package = tmp_path / "fsdptoys"
-    package.mkdir()
-    (package / "__init__.py").write_text("")
-    for words in (["init", "-q"], ["add", "."], ["-c", "user.name=a", "-c", "user.email=a", "commit", "-qm", "a"]):
+    changed = package / "toys" / "fsdp" / "units.py"
+    changed.parent.mkdir(parents=True)
+    for path in (package / "__init__.py", changed):
+        path.write_text("")
+    for words in (
+        ["init", "-q"],
+        ["add", "."],
+        ["-c", "user.name=a", "-c", "user.email=a", "commit", "-qm", "a"],
+    ):
         subprocess.run(["git", "-C", str(tmp_path), *words], check=True)
     monkeypatch.setattr(fsdptoys, "__file__", str(package / "__init__.py"))
     versions = []
     for text in ("", "a = 1\n", "a = 2\n"):
-        (package / "__init__.py").write_text(text)
+        changed.write_text(text)
         versions.append(module.code_version.__wrapped__())
     assert len(set(versions)) == 3
     assert "-dirty" not in versions[0] and "-dirty" in versions[1]

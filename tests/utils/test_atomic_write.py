@@ -9,14 +9,22 @@ import pytest
 
 from fsdptoys.errors import ConfigError
 from fsdptoys.utils.atomic_write import write_atomically
-from fsdptoys.utils.file_lock import HeldError, hold_lock, is_held, lock_file, lock_folder, unlock_file
+from fsdptoys.utils.file_lock import (
+    HeldError,
+    hold_lock,
+    is_held,
+    lock_file,
+    lock_folder,
+    unlock_file,
+)
 from fsdptoys.utils.regular_file import NotRegularFileError, open_regular, read_regular
 
 
 @pytest.mark.parametrize("where", ["file", ".file.{pid}.part"])
 def test_symbolic_link_is_replaced_and_its_target_kept(where: str, tmp_path: Path) -> None:
     """Oracle: the content of both files, and the names in the folder."""
-    target, folder = tmp_path / "target", tmp_path / "folder"
+    target = tmp_path / "target"
+    folder = tmp_path / "folder"
     target.write_text("precious")
     folder.mkdir()
     (folder / where.format(pid=os.getpid())).symlink_to(target)
@@ -27,7 +35,8 @@ def test_symbolic_link_is_replaced_and_its_target_kept(where: str, tmp_path: Pat
 
 
 def test_failed_write_keeps_the_old_file(tmp_path: Path) -> None:
-    """Oracle: a limit on the size of files, which fails as a full disk does, and text that UTF-8 does not have."""
+    """Oracle: a limit on the size of files, which fails as a full disk does, and text that UTF-8
+    does not have."""
     path = tmp_path / "file"
     write_atomically(path, b"old")
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
@@ -43,9 +52,11 @@ def test_failed_write_keeps_the_old_file(tmp_path: Path) -> None:
 
 
 def test_lock_has_one_holder(tmp_path: Path) -> None:
-    """Oracle: this process's id in the lock file, and a refused second holder, of a file and of its folder."""
+    """Oracle: this process's id in the lock file, and a refused second holder, of a file and of its
+    folder."""
     path = tmp_path / "lock"
-    descriptor, folder = lock_file(path), lock_folder(tmp_path)
+    descriptor = lock_file(path)
+    folder = lock_folder(tmp_path)
     assert folder is not None and is_held(path) and is_held(tmp_path)
     with pytest.raises(HeldError) as held:
         lock_file(path)
@@ -64,7 +75,8 @@ def test_lock_file_of_prepared_data_must_be_regular(tmp_path: Path) -> None:
     with pytest.raises(ConfigError) as caught, hold_lock(tmp_path / "lock", "data.cache=x", None):
         raise AssertionError
     assert str(caught.value) == (
-        f"data.cache=x is locked by a file, and {tmp_path}/lock is a symbolic link and not a regular file; remove it"
+        f"data.cache=x is locked by a file, and {tmp_path}/lock is a symbolic link and not a "
+        "regular file; remove it"
     )
     assert (tmp_path / "precious").read_text() == "precious"
 
@@ -88,7 +100,8 @@ def make_entry(path: Path, kind: str) -> None:
 
 @pytest.mark.parametrize("kind", ["a named pipe", "a folder", "a device", "a socket"])
 def test_irregular_files_are_not_read(kind: str, tmp_path: Path) -> None:
-    """Oracle: the kind in the message, without blocking; ``open`` waits forever for a pipe, and a device has no end."""
+    """Oracle: the kind in the message, without blocking; ``open`` waits forever for a pipe, and a
+    device has no end."""
     make_entry(tmp_path / "file", kind)
     with pytest.raises(NotRegularFileError, match=kind):
         read_regular(tmp_path / "file", 100)
@@ -96,7 +109,8 @@ def test_irregular_files_are_not_read(kind: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("mode", ["wb", "ab", "r+b", "xb"])
 @pytest.mark.parametrize(
-    "kind", ["a named pipe", "a folder", "a device", "a socket", "a symbolic link", "a dangling link"]
+    "kind",
+    ["a named pipe", "a folder", "a device", "a socket", "a symbolic link", "a dangling link"],
 )
 def test_irregular_files_are_not_written(kind: str, mode: str, tmp_path: Path) -> None:
     """Oracle: an error, and the unchanged target of the link, which is not created."""

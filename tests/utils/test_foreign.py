@@ -1,4 +1,5 @@
-"""Foreign text: parsers of JSON and YAML, dataclasses built from their values, escaped output, and lost consoles."""
+"""Foreign text: parsers of JSON and YAML, dataclasses built from their values, escaped output, and
+lost consoles."""
 
 import io
 import math
@@ -49,8 +50,11 @@ from tests.launch.streams import run_with
         (parse_yaml, "a: [1", "did not find expected"),
     ],
 )
-def test_hostile_text_raises_one_printable_sentence(parse: Callable[[str], Any], text: str, reason: str) -> None:
-    """Oracle: one line with the reason; the plain parsers raise RecursionError or exhaust memory."""
+def test_hostile_text_raises_one_printable_sentence(
+    parse: Callable[[str], Any], text: str, reason: str
+) -> None:
+    """Oracle: one line with the reason; the plain parsers raise RecursionError or exhaust
+    memory."""
     with pytest.raises(ForeignError) as caught:
         parse(text)
     assert reason in str(caught.value)
@@ -58,9 +62,12 @@ def test_hostile_text_raises_one_printable_sentence(parse: Callable[[str], Any],
 
 
 @pytest.mark.parametrize(
-    ("parse", "text", "key"), [(parse_json, '{"a": 1, "a": 2}', "a"), (parse_yaml, "{x: {b: 1, b: 2}}", "b")]
+    ("parse", "text", "key"),
+    [(parse_json, '{"a": 1, "a": 2}', "a"), (parse_yaml, "{x: {b: 1, b: 2}}", "b")],
 )
-def test_duplicate_keys_are_refused_on_request(parse: Callable[..., Any], text: str, key: str) -> None:
+def test_duplicate_keys_are_refused_on_request(
+    parse: Callable[..., Any], text: str, key: str
+) -> None:
     """Oracle: the message; without the option the last value wins, as in Python and PyYAML."""
     parse(text)
     with pytest.raises(ForeignError, match=f"{key} occurs twice"):
@@ -75,7 +82,8 @@ def test_valid_json_is_parsed_like_python() -> None:
 
 
 def test_yaml_of_a_run_round_trips() -> None:
-    """Oracle: ``yaml.safe_dump``; values that plain YAML reads as base-60 numbers, dates or booleans are quoted."""
+    """Oracle: ``yaml.safe_dump``; values that plain YAML reads as base-60 numbers, dates or
+    booleans are quoted."""
     tree = {
         "a": 1e-05,
         "b": "1:30",
@@ -88,7 +96,8 @@ def test_yaml_of_a_run_round_trips() -> None:
 
 
 def test_numbers_in_base_60_and_dates_stay_text() -> None:
-    """Oracle: YAML 1.2, which has neither; PyYAML computes 5,400 and takes minutes for 600 KB of them."""
+    """Oracle: YAML 1.2, which has neither; PyYAML computes 5,400 and takes minutes for 600 KB of
+    them."""
     long = "1" + ":59" * 200_000
     assert parse_yaml(f"a: 1:30:00\nb: 2001-99-99\nc: {long}\nd: 1:30.5") == {
         "a": "1:30:00",
@@ -141,7 +150,9 @@ def test_plain_values_are_converted_to_the_annotated_types() -> None:
         "anything": [[]],
         "parts": [{"value": 1.5}],
     }
-    assert build(Outer, tree) == Outer(1, ("a",), Inner(2.0), Color.one, 3.0, {Color.red: 4}, True, [[]], [Inner(1.5)])
+    assert build(Outer, tree) == Outer(
+        1, ("a",), Inner(2.0), Color.one, 3.0, {Color.red: 4}, True, [[]], [Inner(1.5)]
+    )
     assert build(Outer, WHOLE) == Outer(1, ("a",), Inner(2.0))
 
 
@@ -176,15 +187,22 @@ def test_values_of_the_wrong_type_are_named(change: dict[str, Any], reason: str)
 ROOT = Path(fsdptoys.__file__).parent
 
 CALLS = re.compile(
-    r"\b(json|yaml|pickle|marshal|torch)\.(load|loads|safe_load|full_load|unsafe_load)\(|\bpickle\.Unpickler\)"
+    r"\b(json|yaml|pickle|marshal|torch)\.(load|loads|safe_load|full_load|unsafe_load)\("
+    r"|\bpickle\.Unpickler\)"
 )
 
 OWN_FILES = {
-    "data/document_reader.py": "one field of a row of bounded length, eight times as fast; errors name the row",
+    "data/document_reader.py": (
+        "one field of a row of bounded length, eight times as fast; errors name the row"
+    ),
     "launch/failures.py": "written by this launcher's ranks into a folder of mode 0700",
-    "plan/trace/tracing_process.py": "exchanged between a process and its child, over their own pipes",
+    "plan/trace/tracing_process.py": (
+        "exchanged between a process and its child, over their own pipes"
+    ),
     "train/launch_env.py": "an environment variable that this rank's launcher has set",
-    "launch/rendezvous_state.py": "the state that torch's rendezvous pickled in this process",
+    "launch/rendezvous/signed_state.py": (
+        "the state that torch's rendezvous pickled in this process"
+    ),
     "report/figures_plotly.py": "made by plotly in this process",
     "report/memory_timeline.py": "an unpickler that makes plain values alone",
     "utils/foreign.py": "the parsers themselves",
@@ -199,12 +217,18 @@ def test_foreign_text_is_parsed_in_one_place() -> None:
         found = CALLS.search(path.read_text(encoding="utf-8"))
         if found is not None:
             calls[str(path.relative_to(ROOT))] = found[0]
-    assert sorted(calls) == sorted(OWN_FILES), {name: call for name, call in calls.items() if name not in OWN_FILES}
+    assert sorted(calls) == sorted(OWN_FILES), {
+        name: call for name, call in calls.items() if name not in OWN_FILES
+    }
 
 
 def test_control_characters_are_escaped() -> None:
-    """Oracle: Python's own escapes, for colors, titles, carriage returns, right-to-left marks and lone surrogates."""
-    assert printable("a\x1b[31mb\x1b]0;t\x07\rc\u202ed\ud800") == "a\\x1b[31mb\\x1b]0;t\\x07\\rc\\u202ed\\ud800"
+    """Oracle: Python's own escapes, for colors, titles, carriage returns, right-to-left marks and
+    lone surrogates."""
+    assert (
+        printable("a\x1b[31mb\x1b]0;t\x07\rc\u202ed\ud800")
+        == "a\\x1b[31mb\\x1b]0;t\\x07\\rc\\u202ed\\ud800"
+    )
     assert printable("ü\tx\ny") == "ü\tx\ny"
     assert printable("ü", io.TextIOWrapper(io.BytesIO(), encoding="ascii")) == "\\xfc"
     assert one_line("a\nb\x1b") == "a b\\x1b"

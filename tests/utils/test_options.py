@@ -34,10 +34,21 @@ class Section:
 
 
 REFUSED = {
-    "any_mode": "part.any_mode=1 has no effect unless part.mode=full; set part.mode=full or leave it out",
-    "one_mode": "part.one_mode=1 has no effect unless part.mode=partial; set part.mode=partial or leave it out",
-    "several": "part.several=1 has no effect unless part.count is above 1; set part.count=2 or leave it out",
-    "named": "part.named=1 has no effect unless part.names=[a] or part.mode=full; set part.names=[a] or leave it out",
+    "any_mode": (
+        "part.any_mode=1 has no effect unless part.mode=full; set part.mode=full or leave it out"
+    ),
+    "one_mode": (
+        "part.one_mode=1 has no effect unless part.mode=partial; set part.mode=partial or leave "
+        "it out"
+    ),
+    "several": (
+        "part.several=1 has no effect unless part.count is above 1; set part.count=2 or leave it "
+        "out"
+    ),
+    "named": (
+        "part.named=1 has no effect unless part.names=[a] or part.mode=full; set part.names=[a] "
+        "or leave it out"
+    ),
 }
 
 
@@ -62,7 +73,8 @@ def test_option_without_its_switch_is_refused_in_a_sentence_that_names_it(name: 
     ],
 )
 def test_option_with_any_of_its_switches_is_accepted(values: dict[str, Any]) -> None:
-    """Oracle: the declarations above; a switch of another section is judged where that section is."""
+    """Oracle: the declarations above; a switch of another section is judged where that section
+    is."""
     check_options("part", Section(**values))
 
 

@@ -8,15 +8,20 @@ import pytest
 from fsdptoys.utils.text import size_text, wrapped
 
 LAYOUT = (
-    "units           6; largest layers.0 (197,888 parameters, 773.00 KiB gathered), smallest embed_tokens (32,768 "
-    "parameters, 128.00 KiB gathered)"
+    "units           6; largest layers.0 (197,888 parameters, 773.00 KiB gathered), smallest "
+    "embed_tokens (32,768 parameters, 128.00 KiB gathered)"
 )
 
 
 @pytest.mark.parametrize("width", [40, 80, 100, 200])
-@pytest.mark.parametrize("text", [LAYOUT, "one line\n\n" + "word " * 60, "x" * 300, "step 3/10  loss 4.5"])
-def test_lines_on_a_terminal_end_between_words(text: str, width: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Oracle: the words, none of which is cut, and the width; the text of a label begins in one column."""
+@pytest.mark.parametrize(
+    "text", [LAYOUT, "one line\n\n" + "word " * 60, "x" * 300, "step 3/10  loss 4.5"]
+)
+def test_lines_on_a_terminal_end_between_words(
+    text: str, width: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Oracle: the words, none of which is cut, and the width; the text of a label begins in one
+    column."""
     monkeypatch.setenv("COLUMNS", str(width))
     master, slave = pty.openpty()
     with os.fdopen(slave, "w") as terminal, os.fdopen(master, "rb"):
@@ -35,7 +40,13 @@ def test_lines_of_a_file_are_not_broken() -> None:
 
 @pytest.mark.parametrize(
     ("count", "text"),
-    [(0, "0 bytes"), (1023, "1023 bytes"), (1024, "1.00 KiB"), (2**30 - 2**20, "1023.00 MiB"), (3 * 2**40, "3.00 TiB")],
+    [
+        (0, "0 bytes"),
+        (1023, "1023 bytes"),
+        (1024, "1.00 KiB"),
+        (2**30 - 2**20, "1023.00 MiB"),
+        (3 * 2**40, "3.00 TiB"),
+    ],
 )
 def test_size_is_in_the_unit_that_fits(count: int, text: str) -> None:
     """Oracle: the table."""

@@ -1,4 +1,5 @@
-"""Build the extension with g++: once for each PyTorch, Python and state of the sources, by one process."""
+"""Build the extension with g++: once for each PyTorch, Python and state of the sources, by one
+process."""
 
 import fcntl
 import hashlib
@@ -16,8 +17,17 @@ import torch
 FOLDER = Path(__file__).parents[2]
 SOURCES = FOLDER / "csrc"
 NAME = "simulated_npu_c"
-# The build takes its time for reading PyTorch's headers; without optimization a training step takes twice as long.
-FLAGS = ["-shared", "-O1", "-g0", "-std=c++20", "-fPIC", "-Wno-interference-size", f"-DTORCH_EXTENSION_NAME={NAME}"]
+# The build takes its time for reading PyTorch's headers; without optimization a training step takes
+# twice as long.
+FLAGS = [
+    "-shared",
+    "-O1",
+    "-g0",
+    "-std=c++20",
+    "-fPIC",
+    "-Wno-interference-size",
+    f"-DTORCH_EXTENSION_NAME={NAME}",
+]
 
 
 def load_extension() -> Any:
@@ -49,7 +59,11 @@ def build_extension() -> Path:
                 path.unlink()
             _compile(library)
             seconds = time.monotonic() - started
-            print(f"simulated_npu: built its extension in {seconds:.0f} s", file=sys.stderr, flush=True)
+            print(
+                f"simulated_npu: built its extension in {seconds:.0f} s",
+                file=sys.stderr,
+                flush=True,
+            )
     return library
 
 
@@ -65,10 +79,26 @@ def _compile(library: Path) -> None:
     source = "".join(f'#include "{path}"\n' for path in sorted(SOURCES.glob("*.cpp")))
     root = Path(torch.__file__).parent
     include = root / "include"
-    folders = [include, include / "torch" / "csrc" / "api" / "include", Path(sysconfig.get_path("include"))]
-    libraries = [f"-L{root / 'lib'}", *(f"-l{name}" for name in ("c10", "torch", "torch_cpu", "torch_python"))]
+    folders = [
+        include,
+        include / "torch" / "csrc" / "api" / "include",
+        Path(sysconfig.get_path("include")),
+    ]
+    libraries = [
+        f"-L{root / 'lib'}",
+        *(f"-l{name}" for name in ("c10", "torch", "torch_cpu", "torch_python")),
+    ]
     part = library.with_suffix(".part")
-    words = [*FLAGS, *(f"-I{folder}" for folder in folders), "-x", "c++", "-", *libraries, "-o", str(part)]
+    words = [
+        *FLAGS,
+        *(f"-I{folder}" for folder in folders),
+        "-x",
+        "c++",
+        "-",
+        *libraries,
+        "-o",
+        str(part),
+    ]
     done = subprocess.run(["g++", *words], input=source, capture_output=True, text=True)
     if done.returncode != 0:
         raise RuntimeError(f"g++ cannot build {library.name}:\n{done.stderr}")

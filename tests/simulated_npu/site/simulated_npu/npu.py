@@ -54,18 +54,24 @@ def build_module(extension: Any) -> types.ModuleType:
         Stream=torch.Stream,
         Event=torch.Event,
         current_stream=lambda where=None: accelerator.current_stream(index(where)),
-        default_stream=lambda where=None: torch.Stream(stream_id=0, device_index=index(where), device_type=20),
+        default_stream=lambda where=None: torch.Stream(
+            stream_id=0, device_index=index(where), device_type=20
+        ),
         set_stream=accelerator.set_stream,
         stream=lambda stream: stream,  # a context of itself
         empty_cache=accelerator.empty_cache,
         mem_get_info=lambda where=None: accelerator.get_memory_info(index(where)),
         set_per_process_memory_fraction=set_per_process_memory_fraction,
-        default_generators=tuple(extension.default_generator(i) for i in range(extension.device_count())),
+        default_generators=tuple(
+            extension.default_generator(i) for i in range(extension.device_count())
+        ),
         manual_seed=lambda seed: extension.default_generator(-1).manual_seed(seed),
         manual_seed_all=manual_seed_all,
         initial_seed=lambda: extension.default_generator(-1).initial_seed(),
         get_rng_state=lambda where=None: extension.default_generator(index(where)).get_state(),
-        set_rng_state=lambda state, where=None: extension.default_generator(index(where)).set_state(state),
+        set_rng_state=lambda state, where=None: extension.default_generator(index(where)).set_state(
+            state
+        ),
         memory=_build_memory_module(extension),
     )
     for name in (
@@ -86,13 +92,23 @@ def _build_memory_module(extension: Any) -> types.ModuleType:
     memory = types.ModuleType("torch.npu.memory")
 
     def record_memory_history(
-        enabled: str | None = "all", context: str | None = "all", stacks: str = "all", max_entries: int = 2**31 - 1
+        enabled: str | None = "all",
+        context: str | None = "all",
+        stacks: str = "all",
+        max_entries: int = 2**31 - 1,
     ) -> None:
         extension.record_history(enabled is not None, min(max_entries, 2**31 - 1))
 
     def snapshot(device: Any = None) -> dict[str, Any]:
-        segments = [_segment(block, i) for i in range(extension.device_count()) for block in extension.blocks(i)]
-        return {"segments": segments, "device_traces": [extension.history(i) for i in range(extension.device_count())]}
+        segments = [
+            _segment(block, i)
+            for i in range(extension.device_count())
+            for block in extension.blocks(i)
+        ]
+        return {
+            "segments": segments,
+            "device_traces": [extension.history(i) for i in range(extension.device_count())],
+        }
 
     memory.__dict__.update(_record_memory_history=record_memory_history, _snapshot=snapshot)
     return memory
@@ -102,7 +118,12 @@ def _segment(block: dict[str, Any], device: int) -> dict[str, Any]:
     """A block, which has a segment to itself, in the form of PyTorch's snapshots."""
     used = block["requested"] > 0
     state = "active_allocated" if used else "inactive"
-    own = {"address": block["address"], "size": block["bytes"], "requested_size": block["requested"], "state": state}
+    own = {
+        "address": block["address"],
+        "size": block["bytes"],
+        "requested_size": block["requested"],
+        "state": state,
+    }
     return {
         "device": device,
         "address": block["address"],

@@ -1,10 +1,11 @@
 """The store at ``launch.rdzv_endpoint``: the node with that address opens it, the others connect.
 
-Every node tries to bind the address first, so of several launchers on one machine exactly one opens the store. A node
-that cannot bind it joins, once the service there has proved to be a store with the state of a rendezvous of ours.
+Every node tries to bind the address first, so of several launchers on one machine exactly one opens
+the store. A node that cannot bind it joins, once the service there has proved to be a store with
+the state of a rendezvous of ours.
 
-torch's store server listens on all interfaces unless it gets a socket; here it gets one bound to the endpoint's
-address.
+torch's store server listens on all interfaces unless it gets a socket; here it gets one bound to
+the endpoint's address.
 """
 
 import errno
@@ -23,10 +24,11 @@ from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
 
 from fsdptoys.utils.text import print_status
 
-from .rendezvous_state import has_state, open_state
+from .signed_state import has_state, open_state
 
 DEFAULT_PORT = 29400  # torch's default port, for an endpoint without one
-ANSWER_SECONDS = 60.0  # timeout of the proof that the listener is a store of ours; a busy machine may take long
+ANSWER_SECONDS = 60.0
+"""Timeout of the proof that the listener is a store of ours; a busy machine may take long."""
 RETRY_SECONDS = 0.1  # between attempts to connect to a node that does not listen yet
 RESOLVE_SECONDS = 4.5  # timeout of resolving the endpoint's name
 CONNECT_TIMEOUT = timedelta(seconds=60)  # of connecting to the store, and of each answer
@@ -35,7 +37,8 @@ CONNECT_TIMEOUT = timedelta(seconds=60)  # of connecting to the store, and of ea
 class RendezvousEndpoint:
     """Address of the store (host:port), and its server on the node with that address.
 
-    RendezvousConnectionError if the host has no address or another service its port, ValueError for a wrong endpoint.
+    RendezvousConnectionError if the host has no address or another service its port, ValueError for
+    a wrong endpoint.
     """
 
     def __init__(self, endpoint: str) -> None:
@@ -49,7 +52,8 @@ class RendezvousEndpoint:
         """Return the store, over a new connection; RendezvousConnectionError without an answer.
 
         Args:
-            wait_seconds: how long the node that serves the store may take until it listens; None for a minute.
+            wait_seconds: how long the node that serves the store may take until it listens; None
+                for a minute.
         """
         try:
             if not self._tried_to_serve:
@@ -62,7 +66,8 @@ class RendezvousEndpoint:
             raise RendezvousConnectionError("the connection to the store has failed") from error
 
     def _serve(self) -> TCPStore | None:
-        """Open the server; None if this node does not have the address or another process serves it."""
+        """Open the server; None if this node does not have the address or another process serves
+        it."""
         for family, address in self._addresses:
             try:
                 listening = self._listen(family, address)
@@ -84,7 +89,9 @@ class RendezvousEndpoint:
         deadline = time.monotonic() + ANSWER_SECONDS
         if not _is_store(connection, deadline):
             raise RendezvousConnectionError("something else has that port")
-        store = TCPStore(self.host, self.port, is_master=False, wait_for_workers=False, timeout=CONNECT_TIMEOUT)
+        store = TCPStore(
+            self.host, self.port, is_master=False, wait_for_workers=False, timeout=CONNECT_TIMEOUT
+        )
         while not has_state(store):
             if time.monotonic() > deadline:
                 raise RendezvousConnectionError("a PyTorch store of another program has that port")
@@ -93,10 +100,12 @@ class RendezvousEndpoint:
 
     def _listen(self, family: int, address: Any) -> socket.socket:
         if self._is_loopback_by_accident(address[0]):
-            # Debian's /etc/hosts maps the machine's own name to 127.0.1.1, which no other machine can reach.
+            # Debian's /etc/hosts maps the machine's own name to 127.0.1.1, which no other machine
+            # can reach.
             print_status(
-                f"{self.host} is {address[0]} on this machine, so launch.rdzv_endpoint={self.endpoint} is open on all "
-                "its interfaces; name the address that the other machines use to open that one alone"
+                f"{self.host} is {address[0]} on this machine, so "
+                f"launch.rdzv_endpoint={self.endpoint} is open on all its interfaces; name the "
+                "address that the other machines use to open that one alone"
             )
             address = ("::" if family == socket.AF_INET6 else "0.0.0.0", *address[1:])
         listening = socket.socket(family, socket.SOCK_STREAM)
@@ -122,40 +131,50 @@ class RendezvousEndpoint:
 def _open_server(host: str, port: int, listening: socket.socket) -> TCPStore:
     """Open a server on a socket that listens already.
 
-    Tested with torch 2.13; older versions whose libuv server accepts no socket fall back to the other server.
+    Tested with torch 2.13; older versions whose libuv server accepts no socket fall back to the
+    other server.
     """
-    options: dict[str, Any] = {"is_master": True, "wait_for_workers": False, "timeout": CONNECT_TIMEOUT}
+    options: dict[str, Any] = {
+        "is_master": True,
+        "wait_for_workers": False,
+        "timeout": CONNECT_TIMEOUT,
+    }
     try:
         return TCPStore(host, port, master_listen_fd=os.dup(listening.fileno()), **options)
     except (NotImplementedError, RuntimeError) as error:
         if "listen fd" not in str(error):
             raise
-    return TCPStore(host, port, master_listen_fd=os.dup(listening.fileno()), use_libuv=False, **options)
+    return TCPStore(
+        host, port, master_listen_fd=os.dup(listening.fileno()), use_libuv=False, **options
+    )
 
 
 def _resolve(host: str, port: int) -> list[tuple[int, Any]]:
-    """Return families and socket addresses; in a thread, since a silent name server blocks for 30 seconds."""
-    found: list[tuple[int, Any]] = []
+    """Return families and socket addresses; in a thread, since a silent name server blocks for 30
+    seconds."""
+    addresses: list[tuple[int, Any]] = []
     problem = [f"{host} was not resolved within {RESOLVE_SECONDS} s"]
 
     def look() -> None:
         try:
             answers = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
-            found.extend((int(family), address) for family, _, _, _, address in answers)
+            addresses.extend((int(family), address) for family, _, _, _, address in answers)
         except (OSError, UnicodeError) as error:
             problem[0] = f"{host} has no address: {getattr(error, 'strerror', None) or error}"
 
     thread = threading.Thread(target=look, name="resolve", daemon=True)
     thread.start()
     thread.join(RESOLVE_SECONDS)
-    if not found:
+    if not addresses:
         raise RendezvousConnectionError(problem[0])
-    # IPv4 first: the other nodes may have no IPv6; if they do, a refused IPv6 connection fails fast.
-    return sorted(found, key=lambda place: place[0] != socket.AF_INET)
+    # IPv4 first: the other nodes may have no IPv6; if they do, a refused IPv6 connection fails
+    # fast.
+    return sorted(addresses, key=lambda pair: pair[0] != socket.AF_INET)
 
 
 def _connect(addresses: list[tuple[int, Any]], deadline: float) -> socket.socket:
-    """Connect to the first address that accepts; RendezvousConnectionError if none does before the deadline."""
+    """Connect to the first address that accepts; RendezvousConnectionError if none does before the
+    deadline."""
     while True:
         for family, address in addresses:
             connection = socket.socket(family, socket.SOCK_STREAM)
@@ -172,11 +191,12 @@ def _connect(addresses: list[tuple[int, Any]], deadline: float) -> socket.socket
 
 
 def _is_store(connection: socket.socket, deadline: float) -> bool:
-    """Whether a store of torch answers; closes the connection.
+    """Return whether a store of torch answers; closes the connection.
 
-    torch's own client would wait forever for a service that accepts the connection and stays silent. So this speaks the
-    first two messages of its private protocol: VALIDATE with a magic number, and PING with a number that the server
-    returns. Both servers of torch 2.7 to 2.15 know them.
+    torch's own client would wait forever for a service that accepts the connection and stays
+    silent. So this speaks the first two messages of its private protocol: VALIDATE with a magic
+    number, and PING with a number that the server returns. Both servers of torch 2.7 to 2.15 know
+    them.
     """
     number = struct.pack("=I", os.getpid())
     answer = b""

@@ -1,16 +1,20 @@
 """Rendezvous of a run's nodes, and the messages when it fails.
 
 - One node: no open port; ranks use a file store in the launcher's folder.
-- Several nodes: a TCP store that listens only on the address of ``launch.rdzv_endpoint``. Its state is JSON
-  (``rendezvous_state``), never a pickle. Ranks use the same store, under a new key prefix for each start.
+- Several nodes: a TCP store that listens only on the address of ``launch.rdzv_endpoint``. Ranks use
+  the same store, under a new key prefix for each start.
 
-All nodes must arrive within ``launch.timeout_seconds`` of the first. After a failure they get at least a quarter of an
-hour to return, since a network may be away longer than a collective should wait.
+All nodes must arrive within ``launch.timeout_seconds`` of the first. After a failure they get at
+least a quarter of an hour to return, since a network may be away longer than a collective should
+wait.
 
-When a node's network fails, each query of the store blocks for a minute, during which an agent polling for new nodes
-could not watch its own ranks. So ``Rendezvous`` polls in its own thread. The ranks' collectives detect lost nodes by
-their timeout; the node then reconnects to the store for as long as the others wait.
+When a node's network fails, each query of the store blocks for a minute. An agent polling for new
+nodes could not watch its own ranks meanwhile, so ``NetworkRendezvous`` polls in a thread. The
+ranks' collectives detect lost nodes by their timeout; the node then reconnects to the store for as
+long as the others wait.
 """
+
+# ruff: noqa: D102  # the methods are those of RendezvousHandler
 
 import re
 import sys
@@ -22,13 +26,16 @@ from pathlib import Path
 
 from torch.distributed import HashStore
 from torch.distributed.elastic.rendezvous import api
-from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRendezvousHandler, RendezvousTimeout
+from torch.distributed.elastic.rendezvous.dynamic_rendezvous import (
+    DynamicRendezvousHandler,
+    RendezvousTimeout,
+)
 from torch.distributed.launcher import LaunchConfig
 
 from fsdptoys.train.launch_env import name_file_store, name_network_store
 
-from .rendezvous_server import RendezvousEndpoint
-from .rendezvous_state import ForeignStateError, SignedBackend
+from .endpoint import RendezvousEndpoint
+from .signed_state import ForeignStateError, SignedBackend
 
 RETURN_SECONDS = 900.0  # least timeout of a rendezvous after a failure
 ASK_SECONDS = 1.0  # interval of polling for waiting nodes
@@ -37,12 +44,14 @@ RANKS_KEY = "fsdptoys.ranks"  # key of the prefix under which the ranks of one s
 
 
 class LocalRendezvous(api.RendezvousHandler):
-    """Rendezvous of a single node: no port, and a new file store in the launcher's folder for each start."""
+    """Rendezvous of a single node: no port, and a new file store in the launcher's folder for each
+    start."""
 
     use_agent_store = True  # no rank opens a store
 
     def __init__(self, folder: Path, run_id: str) -> None:
-        self._folder, self._run_id = folder, run_id
+        self._folder = folder
+        self._run_id = run_id
         self._starts = 0
         self._asking: threading.Thread | None = None
 
@@ -52,11 +61,9 @@ class LocalRendezvous(api.RendezvousHandler):
         return self._asking is not None and self._asking.is_alive()
 
     def get_backend(self) -> str:
-        """Name of the backend."""
         return "fsdptoys"
 
     def get_run_id(self) -> str:
-        """The run's name."""
         return self._run_id
 
     def next_rendezvous(self) -> api.RendezvousInfo:
@@ -66,18 +73,15 @@ class LocalRendezvous(api.RendezvousHandler):
         return api.RendezvousInfo(HashStore(), 0, 1, api.RendezvousStoreInfo("127.0.0.1", 0))
 
     def is_closed(self) -> bool:
-        """Never."""
         return False
 
     def set_closed(self) -> None:
-        """Nothing to do."""
+        pass
 
     def num_nodes_waiting(self) -> int:
-        """None."""
         return 0
 
     def shutdown(self) -> bool:
-        """Nothing to do."""
         return True
 
 
@@ -86,7 +90,8 @@ class MissingNodesError(api.RendezvousTimeoutError):
 
 
 class _ArrivalTimeout(RendezvousTimeout):
-    """Torch's timeouts, with one for the arrival of all nodes that may change between two rendezvous."""
+    """Torch's timeouts, with one for the arrival of all nodes that may change between two
+    rendezvous."""
 
     def __init__(self, seconds: float) -> None:
         super().__init__()
@@ -97,21 +102,21 @@ class _ArrivalTimeout(RendezvousTimeout):
         return timedelta(seconds=self.seconds)
 
 
-class Rendezvous(LocalRendezvous):
-    """Torch's rendezvous of several nodes, polled in a thread so that a failed network does not block the agent.
+class NetworkRendezvous(LocalRendezvous):
+    """Torch's rendezvous of several nodes, polled in a thread so that a failed network does not
+    block the agent.
 
-    Args:
-        folder: of the launcher.
-        launch: with the timeout of the first rendezvous in ``rdzv_configs``.
-        token: secret shared by the nodes, if any.
+    The timeout of the first rendezvous is in ``launch.rdzv_configs``.
     """
 
     def __init__(self, folder: Path, launch: LaunchConfig, token: bytes | None) -> None:
         super().__init__(folder, launch.run_id)
-        self._launch, self._token = launch, token
+        self._launch = launch
+        self._token = token
         self._point = RendezvousEndpoint(launch.rdzv_endpoint)
         self._timeout = _ArrivalTimeout(launch.rdzv_configs["timeout"])
-        self._left: list[api.RendezvousHandler] = []  # kept: their threads complain if they hold the last reference
+        # kept: their threads complain if they hold the last reference
+        self._retired: list[api.RendezvousHandler] = []
         self._complete = False
         self._waiting = 0
         self._enough = threading.Event()
@@ -119,23 +124,31 @@ class Rendezvous(LocalRendezvous):
 
     def _connect(self) -> None:
         launch = self._launch
-        # Machines of a run start at different times; a lost connection is tried again in ``next_rendezvous``.
-        store = self._point.connect() if self._complete else self._point.connect(self._timeout.seconds)
+        # Machines of a run start at different times; a lost connection is tried again in
+        # ``next_rendezvous``.
+        store = (
+            self._point.connect() if self._complete else self._point.connect(self._timeout.seconds)
+        )
         self._backend = SignedBackend(store, launch.run_id, self._token, launch.rdzv_endpoint)
         self._handler = DynamicRendezvousHandler.from_backend(
-            launch.run_id, store, self._backend, launch.min_nodes, launch.max_nodes, launch.local_addr, self._timeout
+            launch.run_id,
+            store,
+            self._backend,
+            launch.min_nodes,
+            launch.max_nodes,
+            launch.local_addr,
+            self._timeout,
         )
 
     def is_closed(self) -> bool:
-        """As torch's."""
         return self._handler.is_closed()
 
     def set_closed(self) -> None:
-        """As torch's."""
         self._handler.set_closed()
 
     def next_rendezvous(self) -> api.RendezvousInfo:
-        """Wait for all nodes, and reconnect if a connection fails after the first time; RendezvousError otherwise."""
+        """Wait for all nodes, and reconnect if a connection fails after the first time;
+        RendezvousError otherwise."""
         if self._complete:
             self._timeout.seconds = max(self._timeout.seconds, RETURN_SECONDS)
         deadline = time.monotonic() + self._timeout.seconds
@@ -143,7 +156,7 @@ class Rendezvous(LocalRendezvous):
         while True:
             try:
                 if lost:
-                    self._left.append(self._handler)
+                    self._retired.append(self._handler)
                     self._connect()
                 info = self._handler.next_rendezvous()
                 prefix = _agree_on_prefix(info)
@@ -160,27 +173,31 @@ class Rendezvous(LocalRendezvous):
             except (ValueError, LookupError, TypeError, AttributeError) as error:
                 # Only the state is signed, not the other keys.
                 raise ForeignStateError(
-                    f"launch.rdzv_endpoint={self._point.endpoint} cannot be trusted: something else than this run "
-                    "writes there; use another port and a network that is trusted"
+                    f"launch.rdzv_endpoint={self._point.endpoint} cannot be trusted: something "
+                    "else than this run writes there; use another port and a network that is "
+                    "trusted"
                 ) from error
         self._complete = True
         name_network_store(self._point.host, self._point.port, prefix)
         self._enough = threading.Event()
-        asked = (self._handler, self._enough)
-        self._asking = threading.Thread(target=self._ask, args=asked, name="rendezvous", daemon=True)
+        arguments = (self._handler, self._enough)
+        self._asking = threading.Thread(
+            target=self._ask, args=arguments, name="rendezvous", daemon=True
+        )
         self._asking.start()
         here = api.RendezvousStoreInfo(self._point.host, self._point.port)
         return api.RendezvousInfo(info.store, info.rank, info.world_size, here)
 
     def num_nodes_waiting(self) -> int:
-        """Number of waiting nodes at the last poll."""
         return self._waiting
 
     def shutdown(self) -> bool:
         """Announce to the others that this node leaves; return whether that succeeded in time."""
         if not self._stop_asking():
             return False
-        self._asking = threading.Thread(target=self._handler.shutdown, name="rendezvous", daemon=True)
+        self._asking = threading.Thread(
+            target=self._handler.shutdown, name="rendezvous", daemon=True
+        )
         self._asking.start()
         self._asking.join(GOODBYE_SECONDS)
         return not self._asking.is_alive()
@@ -206,20 +223,26 @@ class Rendezvous(LocalRendezvous):
         return True
 
     def _describe_missing_nodes(self) -> MissingNodesError:
-        endpoint, seconds = f"launch.rdzv_endpoint={self._point.endpoint}", f"{self._timeout.seconds:g}"
+        endpoint = f"launch.rdzv_endpoint={self._point.endpoint}"
+        seconds = f"{self._timeout.seconds:g}"
         nodes = f"launch.nnodes={self._launch.min_nodes}"
         if self._complete:
             return MissingNodesError(
-                f"{nodes} machines did not all return to {endpoint} within {seconds} s after a failure; start the run "
-                "again on each"
+                f"{nodes} machines did not all return to {endpoint} within {seconds} s after a "
+                "failure; start the run again on each"
             )
         return MissingNodesError(
-            f"{nodes} machines were expected at {endpoint}, and {self._backend.most_nodes} came within "
-            f"launch.timeout_seconds={seconds}; start the same command on each, or set launch.nnodes to their number"
+            f"{nodes} machines were expected at {endpoint}, and {self._backend.most_nodes} came "
+            f"within launch.timeout_seconds={seconds}; start the same command on each, or set "
+            "launch.nnodes to their number"
         )
 
     def _warn_no_answer(self) -> None:
-        print(f"fsdptoys: launch.rdzv_endpoint={self._point.endpoint} does not answer", file=sys.stderr, flush=True)
+        print(
+            f"fsdptoys: launch.rdzv_endpoint={self._point.endpoint} does not answer",
+            file=sys.stderr,
+            flush=True,
+        )
 
 
 def make_rendezvous(launch: LaunchConfig, folder: Path, token: bytes | None) -> LocalRendezvous:
@@ -229,7 +252,7 @@ def make_rendezvous(launch: LaunchConfig, folder: Path, token: bytes | None) -> 
     """
     if launch.min_nodes == 1:
         return LocalRendezvous(folder, launch.run_id)
-    return Rendezvous(folder, launch, token)
+    return NetworkRendezvous(folder, launch, token)
 
 
 def _agree_on_prefix(info: api.RendezvousInfo) -> str:
@@ -253,6 +276,6 @@ def describe_rendezvous_error(error: Exception, launch: LaunchConfig) -> str:
         return "another machine ended the run; its output says why"
     cause = str(error.__cause__ or error).splitlines()[0]
     return (
-        f"launch.rdzv_endpoint={launch.rdzv_endpoint} cannot host the rendezvous ({cause}); set it to the first "
-        "machine's name and a free port, as host:port"
+        f"launch.rdzv_endpoint={launch.rdzv_endpoint} cannot host the rendezvous ({cause}); set "
+        "it to the first machine's name and a free port, as host:port"
     )
