@@ -23,14 +23,9 @@ LossFn = Callable[[Tensor, Tensor, Tensor], Tensor]
 """``loss_fn(hidden_ND, weight_VD, labels_N)``: the loss summed over valid labels, a float32 scalar."""
 
 
-def matmul_flops(weight: Tensor | None, size: int | None = None) -> float:
-    """FLOPs of forward and backward per token: 6 per element, 4 if its gradient is not computed.
-
-    A quantized weight (None) is frozen.
-    """
-    trains = weight is not None and weight.requires_grad
-    elements = size if weight is None else weight.numel()
-    return (6 if trains else 4) * (elements or 0)
+def matmul_flops(elements: int, trains: bool) -> int:
+    """FLOPs of forward and backward per token, by the elements of a weight that trains or is frozen."""
+    return (6 if trains else 4) * elements
 
 
 class Linear(Layer, nn.Linear):
@@ -63,8 +58,9 @@ class Linear(Layer, nn.Linear):
 
     def own_flops(self, seq_len: int) -> float:
         """FLOPs of its matmul."""
-        size = self.in_features * self.out_features
-        return matmul_flops(self._parameters.get("weight"), size)
+        weight = self._parameters.get("weight")  # None for a quantized one, which is frozen
+        trains = weight is not None and weight.requires_grad
+        return matmul_flops(self.in_features * self.out_features, trains)
 
 
 class Embedding(Layer, nn.Embedding):

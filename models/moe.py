@@ -99,7 +99,7 @@ class Router(Layer):
 
     def own_flops(self, seq_len: int) -> float:
         """FLOPs of its matmul."""
-        return matmul_flops(self.weight)
+        return matmul_flops(self.weight.numel(), self.weight.requires_grad)
 
     def renew_gradient(self) -> None:
         """Give the next forward a gradient of its own, where the backwards of earlier ones are yet to come."""
@@ -205,7 +205,7 @@ class MoE(Layer):
 
     def own_flops(self, seq_len: int) -> float:
         """FLOPs of a token's routed experts."""
-        return (6 if self.experts.down_proj.requires_grad else 4) * self.active_expert_parameters
+        return matmul_flops(self.active_expert_parameters, self.experts.down_proj.requires_grad)
 
     @property
     def expert_parameters(self) -> int:

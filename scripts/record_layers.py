@@ -18,7 +18,7 @@ from torch.profiler import ProfilerActivity, profile, record_function
 
 from fsdptoys.toys import cp, ep
 from scripts.progress import unit
-from scripts.record_toys import MARK, Bar, EndOfBackward, Recorded, events_of
+from scripts.record_toys import MARK, EndOfBackward, FastestStep, Recorded
 
 WARMUP_STEPS, TIMED_STEPS = 3, 300
 LENGTH, HEADS, KV_HEADS, HEAD_WIDTH = 512, 8, 4, 64
@@ -127,27 +127,10 @@ def _record(step: Callable[[], None], labels: tuple[str, ...]) -> Recorded:
             dist.barrier()  # all ranks begin together
             with record_function(f"{MARK}step {number}"):
                 step()
-    events = events_of(profiler)
-    steps = [event for event in events if event["name"].startswith(f"{MARK}step ")]
-    seconds = torch.tensor([event["dur"] for event in steps], dtype=torch.float64)
-    dist.all_reduce(seconds, dist.ReduceOp.MAX)
-    best = steps[int(seconds.argmin())]
-    first = torch.tensor(best["ts"], dtype=torch.float64)
-    dist.all_reduce(first, dist.ReduceOp.MIN)
-    low, high = best["ts"], best["ts"] + best["dur"]
-    found = Recorded(seconds=(high - first.item()) / 1e6)
-
-    def bar(event: dict[str, Any], kind: str, label: str) -> Bar:
-        begin = (event["ts"] - first.item()) / 1e6
-        return Bar(kind, label, begin, begin + event["dur"] / 1e6)
-
-    within = sorted((event for event in events if low <= event["ts"] <= high), key=lambda event: event["ts"])
-    for event in within:
-        if event["name"].startswith((f"{MARK}forward ", f"{MARK}backward ")):
-            kind, label = event["name"].removeprefix(MARK).split(" ", 1)
-            found.computing.append(bar(event, kind, label))
-    received = [event for event in within if event["name"] in ("gloo:all_to_all", "gloo:recv")]
+    fastest = FastestStep(profiler)
+    recorded = Recorded(seconds=fastest.seconds, computing=fastest.computing())
+    received = [event for event in fastest.events if event["name"] in ("gloo:all_to_all", "gloo:recv")]
     for event, label in zip(received, labels, strict=True):
         kind = "all_to_all" if event["name"] == "gloo:all_to_all" else "receive"
-        found.collectives.append(bar(event, kind, label))
-    return found
+        recorded.collectives.append(fastest.bar(event, kind, label))
+    return recorded

@@ -139,34 +139,16 @@ def _record_times(build: Callable[[int], Trainer], found: Recorded) -> None:
 
     trainer.around_step = around
     trainer.train()
-    events = events_of(profiler)
-    steps = [event for event in events if event["name"].startswith(f"{MARK}step ")]
-    seconds = torch.tensor([event["dur"] for event in steps], dtype=torch.float64)
-    dist.all_reduce(seconds)
-    best = steps[int(seconds.argmin())]
-    low, high = best["ts"], best["ts"] + best["dur"]
-    within = [event for event in events if low <= event["ts"] <= high]
-    first = torch.tensor(low, dtype=torch.float64)
-    dist.all_reduce(first, dist.ReduceOp.MIN)
-    found.seconds = (high - first.item()) / 1e6
-
-    def bar(event: dict[str, Any], kind: str, label: str) -> Bar:
-        begin = (event["ts"] - first.item()) / 1e6
-        return Bar(kind, label, begin, begin + event["dur"] / 1e6)
-
-    for event in within:
-        name = event["name"]
-        if name.startswith((f"{MARK}forward ", f"{MARK}backward ")):
-            kind, label = name.removeprefix(MARK).split(" ", 1)
-            found.computing.append(bar(event, kind, label))
-        elif "_fused_adam" in name:
-            found.computing.append(bar(event, "update", ""))
-    gloo = sorted((event for event in within if event["name"].startswith("gloo:")), key=lambda event: event["ts"])
+    fastest = FastestStep(profiler)
+    found.seconds = fastest.seconds
+    found.computing += fastest.computing()
+    found.computing += [fastest.bar(event, "update", "") for event in fastest.events if "_fused_adam" in event["name"]]
+    gloo = [event for event in fastest.events if event["name"].startswith("gloo:")]
     assert len(gloo) == len(calls), (len(gloo), [call.collective for call in calls], [event["name"] for event in gloo])
     for event, call in zip(gloo, calls, strict=True):
         if call.size_bytes > 1024:  # norms, counts and votes are a few bytes
             blocks = list(dict.fromkeys(block_of(name).removeprefix("layers.") for name in call.parameters))
-            found.collectives.append(bar(event, call.collective, _few(blocks)))
+            found.collectives.append(fastest.bar(event, call.collective, _few(blocks)))
 
 
 def _record_memory(build: Callable[[int], Trainer], found: Recorded) -> None:
@@ -238,7 +220,39 @@ class LiveBytes(TorchDispatchMode):
         self.changes.append((time.perf_counter(), -size))
 
 
-def events_of(profiler: Any) -> list[dict[str, Any]]:
+class FastestStep:
+    """The fastest of the marked steps of a profile, on all ranks the same. A collective."""
+
+    def __init__(self, profiler: Any) -> None:
+        events = _events_of(profiler)
+        steps = [event for event in events if event["name"].startswith(f"{MARK}step ")]
+        durations = torch.tensor([event["dur"] for event in steps], dtype=torch.float64)
+        dist.all_reduce(durations, dist.ReduceOp.MAX)
+        step = steps[int(durations.argmin())]
+        begin = torch.tensor(step["ts"], dtype=torch.float64)
+        dist.all_reduce(begin, dist.ReduceOp.MIN)
+        end = step["ts"] + step["dur"]
+        self.begin = begin.item()
+        self.seconds = (end - self.begin) / 1e6
+        within = [event for event in events if step["ts"] <= event["ts"] <= end]
+        self.events = sorted(within, key=lambda event: event["ts"])
+
+    def bar(self, event: dict[str, Any], kind: str, label: str) -> Bar:
+        """Return an event as a bar."""
+        begin = (event["ts"] - self.begin) / 1e6
+        return Bar(kind, label, begin, begin + event["dur"] / 1e6)
+
+    def computing(self) -> list[Bar]:
+        """Return the marked forwards and backwards."""
+        bars = []
+        for event in self.events:
+            if event["name"].startswith((f"{MARK}forward ", f"{MARK}backward ")):
+                kind, label = event["name"].removeprefix(MARK).split(" ", 1)
+                bars.append(self.bar(event, kind, label))
+        return bars
+
+
+def _events_of(profiler: Any) -> list[dict[str, Any]]:
     """Return a profile's events, with times in microseconds since the epoch."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "trace.json"

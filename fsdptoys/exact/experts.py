@@ -32,19 +32,14 @@ class Group(NamedTuple):
     rows: slice
 
 
-def route(hidden_ND: Tensor, weight_ED: Tensor, score: Score, grain: int) -> tuple[Tensor, Tensor, Tensor]:
-    """See ``Ops.route``."""
-    experts_NK, weights_NK, sums = _Routing.apply(hidden_ND, weight_ED, score, grain)
-    return experts_NK, weights_NK, sums
-
-
-class _Routing(torch.autograd.Function):
+class Routing(torch.autograd.Function):
     """``Ops.route``, with the sums over tokens by grains, and over grains in float64."""
 
     @staticmethod
     def forward(
         ctx: Any, hidden_ND: Tensor, weight_ED: Tensor, score: Score, grain: int
     ) -> tuple[Tensor, Tensor, Tensor]:
+        """See ``Ops.route``."""
         logits_NE = multiply(hidden_ND, weight_ED.to(hidden_ND.dtype), None, grain)
         parts = [score(padded_RE) for padded_RE, _ in _padded(logits_NE)]
         experts_NK, weights_NK, probabilities_NE, squares_N = (
@@ -59,6 +54,7 @@ class _Routing(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, _: None, grad_NK: Tensor, grad_sums: Tensor) -> tuple[Tensor | None, ...]:
+        """Gradients of the input and of the matrix."""
         (hidden_ND, weight_ED, logits_NE), (score, grain) = ctx.saved_tensors, ctx.settings
         grad_NE = torch.empty_like(logits_NE)
         for padded_RE, rows in _padded(logits_NE):
@@ -270,6 +266,7 @@ def apply_experts(
     down_EDF: Tensor,
     dispatch: Dispatch | None,
     scale_input: bool,
+    *,
     grain: int,
 ) -> Tensor:
     """See ``Ops.experts``; ``dispatch`` has a method for groups of rows."""

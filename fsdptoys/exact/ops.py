@@ -27,7 +27,6 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from fsdptoys.models.experts import Dispatch
 from fsdptoys.models.ops import Ops, Score
 
 from . import experts
@@ -83,21 +82,11 @@ class ExactOps(Ops):
 
     def route(self, hidden_ND: Tensor, weight_ED: Tensor, score: Score) -> tuple[Tensor, Tensor, Tensor]:
         """See ``Ops``."""
-        return experts.route(hidden_ND, weight_ED, score, self.grain)
+        return experts.Routing.apply(hidden_ND, weight_ED, score, self.grain)
 
-    def experts(
-        self,
-        hidden_ND: Tensor,
-        experts_NK: Tensor,
-        weights_NK: Tensor,
-        gate_up_EHD: Tensor,
-        down_EDF: Tensor,
-        dispatch: Dispatch | None,
-        scale_input: bool,
-    ) -> Tensor:
+    def experts(self, *args: Any) -> Tensor:
         """See ``Ops``."""
-        stacks = gate_up_EHD, down_EDF
-        return experts.apply_experts(hidden_ND, experts_NK, weights_NK, *stacks, dispatch, scale_input, self.grain)
+        return experts.apply_experts(*args, grain=self.grain)
 
 
 def exact_ops(plain: Ops, grain: int, dtype: torch.dtype) -> ExactOps:

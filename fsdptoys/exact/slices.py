@@ -13,7 +13,7 @@ Shapes: N rows, I and O inner and outer width of a matmul, B batch, T sequence, 
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -41,22 +41,6 @@ class Float64Exchange(Exchange):
         return partial.to(self.dtype)
 
 
-class Slices(NamedTuple):
-    """Settings of the slices of a model."""
-
-    number: int
-    """Slices of this rank."""
-    grain: int
-    """Tokens of a grain."""
-    dtype: torch.dtype
-    """Of the computation."""
-
-    def of(self, width: int) -> Iterator[slice]:
-        """The slices of a width."""
-        size = width // self.number
-        return (slice(start, start + size) for start in range(0, width, size))
-
-
 @dataclass(frozen=True)
 class SlicedOps(ExactOps):
     """``ExactOps`` over fixed slices of features."""
@@ -66,10 +50,10 @@ class SlicedOps(ExactOps):
     number: int = 1
     """Slices of this rank."""
 
-    @property
-    def slices(self) -> "Slices":
-        """Settings of the sums over slices."""
-        return Slices(self.number, self.grain, self.dtype)
+    def slices(self, width: int) -> Iterator[slice]:
+        """The slices of a width."""
+        size = width // self.number
+        return (slice(start, start + size) for start in range(0, width, size))
 
     @property
     def exchanged_dtype(self) -> torch.dtype:
@@ -83,7 +67,7 @@ class SlicedOps(ExactOps):
     def linear_columns(self, input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """See ``Ops``."""
         rows_NI = input.reshape(-1, input.shape[-1])
-        out_NO: Tensor = _Columns.apply(rows_NI, weight, bias, self.slices)
+        out_NO: Tensor = _Columns.apply(rows_NI, weight, bias, self)
         return out_NO.view(*input.shape[:-1], -1)
 
     def linear_rows(self, input: Tensor, weight: Tensor, bias: Tensor | None, exchange: Exchange) -> Tensor:
@@ -93,7 +77,7 @@ class SlicedOps(ExactOps):
 
     def sum_slices(self, input: Tensor, weight: Tensor) -> Tensor:
         """The product summed over this rank's slices, in float64."""
-        sums_NO: Tensor = _Rows.apply(input.reshape(-1, input.shape[-1]), weight, self.slices)
+        sums_NO: Tensor = _Rows.apply(input.reshape(-1, input.shape[-1]), weight, self)
         return sums_NO.view(*input.shape[:-1], -1)
 
     def add_bias(self, output: Tensor, bias: Tensor) -> Tensor:
@@ -133,29 +117,29 @@ class _Columns(torch.autograd.Function):
     """``torch.nn.functional.linear`` of a float64 input, whose output is in the compute dtype."""
 
     @staticmethod
-    def forward(ctx: Any, input_NI: Tensor, weight_OI: Tensor, bias_O: Tensor | None, slices: Slices) -> Tensor:
-        cast_NI = input_NI.to(slices.dtype)
+    def forward(ctx: Any, input_NI: Tensor, weight_OI: Tensor, bias_O: Tensor | None, ops: SlicedOps) -> Tensor:
+        cast_NI = input_NI.to(ops.dtype)
         ctx.save_for_backward(cast_NI, weight_OI)
-        ctx.slices = slices
+        ctx.ops = ops
         out_NO = cast_NI.new_empty(len(cast_NI), len(weight_OI))
-        for part in slices.of(len(weight_OI)):
-            bias = None if bias_O is None else bias_O[part].to(slices.dtype)
-            out_NO[:, part] = multiply(cast_NI, _cast(weight_OI[part], slices), bias, slices.grain)
+        for part in ops.slices(len(weight_OI)):
+            bias = None if bias_O is None else bias_O[part].to(ops.dtype)
+            out_NO[:, part] = multiply(cast_NI, _cast(weight_OI[part], ops), bias, ops.grain)
         return out_NO
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_NO: Tensor) -> tuple[Tensor | None, ...]:
-        (cast_NI, weight_OI), slices = ctx.saved_tensors, ctx.slices
+        (cast_NI, weight_OI), ops = ctx.saved_tensors, ctx.ops
         total_NI = torch.zeros_like(cast_NI, dtype=torch.float64)
         total_OI = torch.zeros_like(weight_OI, memory_format=torch.contiguous_format)
         biases = []
-        for part in slices.of(len(weight_OI)):
+        for part in ops.slices(len(weight_OI)):
             piece = grad_NO[:, part].contiguous()
-            product = multiply(piece, _cast(weight_OI[part], slices).t(), None, slices.grain)
+            product = multiply(piece, _cast(weight_OI[part], ops).t(), None, ops.grain)
             total_NI += on_grid(product, ACTIVATIONS)
-            add_weight_gradient(total_OI[part], piece, cast_NI, slices.grain)
-            biases += [sum_rows(piece, slices.grain)] if ctx.needs_input_grad[2] else []
+            add_weight_gradient(total_OI[part], piece, cast_NI, ops.grain)
+            biases += [sum_rows(piece, ops.grain)] if ctx.needs_input_grad[2] else []
         return total_NI, total_OI, torch.cat(biases) if biases else None, None
 
 
@@ -163,25 +147,25 @@ class _Rows(torch.autograd.Function):
     """``torch.nn.functional.linear`` summed over slices of the input, in float64."""
 
     @staticmethod
-    def forward(ctx: Any, input_NI: Tensor, weight_OI: Tensor, slices: Slices) -> Tensor:
+    def forward(ctx: Any, input_NI: Tensor, weight_OI: Tensor, ops: SlicedOps) -> Tensor:
         ctx.save_for_backward(input_NI, weight_OI)
-        ctx.slices = slices
+        ctx.ops = ops
         total_NO = input_NI.new_zeros(len(input_NI), len(weight_OI), dtype=torch.float64)
-        for part in slices.of(weight_OI.shape[1]):
-            product = multiply(input_NI[:, part].contiguous(), _cast(weight_OI[:, part], slices), None, slices.grain)
+        for part in ops.slices(weight_OI.shape[1]):
+            product = multiply(input_NI[:, part].contiguous(), _cast(weight_OI[:, part], ops), None, ops.grain)
             total_NO += on_grid(product, GRADIENTS)
         return total_NO
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_NO: Tensor) -> tuple[Tensor | None, ...]:
-        (input_NI, weight_OI), slices = ctx.saved_tensors, ctx.slices
-        grad_NO = grad_NO.to(slices.dtype).contiguous()
+        (input_NI, weight_OI), ops = ctx.saved_tensors, ctx.ops
+        grad_NO = grad_NO.to(ops.dtype).contiguous()
         grad_NI = torch.empty_like(input_NI, memory_format=torch.contiguous_format)
         total_OI = torch.zeros_like(weight_OI, memory_format=torch.contiguous_format)
-        for part in slices.of(weight_OI.shape[1]):
-            grad_NI[:, part] = multiply(grad_NO, _cast(weight_OI[:, part], slices).t(), None, slices.grain)
-            add_weight_gradient(total_OI[:, part], grad_NO, input_NI[:, part].contiguous(), slices.grain)
+        for part in ops.slices(weight_OI.shape[1]):
+            grad_NI[:, part] = multiply(grad_NO, _cast(weight_OI[:, part], ops).t(), None, ops.grain)
+            add_weight_gradient(total_OI[:, part], grad_NO, input_NI[:, part].contiguous(), ops.grain)
         return grad_NI, total_OI, None
 
 
@@ -199,6 +183,6 @@ class _Bias(torch.autograd.Function):
         return grad_NO, sum_rows(grad_NO.contiguous(), ctx.grain), None
 
 
-def _cast(weight: Tensor, slices: Slices) -> Tensor:
+def _cast(weight: Tensor, ops: SlicedOps) -> Tensor:
     """A slice of a float64 weight in the compute dtype, in memory of its own."""
-    return weight.to(slices.dtype).contiguous()
+    return weight.to(ops.dtype).contiguous()
