@@ -321,8 +321,8 @@ def render(errors: Sequence[Error], searches: Sequence[Searched]) -> tuple[list[
         first = sum(one.place == 1 for one in searches)
         lines += ["", "### Random searches, all candidates traced", ""]
         lines += [
-            f"- In {len(searches) - len(wrong)} of {len(searches)} the best, or a tie of 1%, is among the three that "
-            f"the planner traces; in {first} the best itself.",
+            f"- In {len(searches) - len(wrong)} of {len(searches)} the best, or a tie of 1%, is among the planner's "
+            f"first three; in {first} the best itself.",
             f"- {sum(one.candidates for one in searches)} candidates traced.",
         ]
         lines += [f"- Place {one.place} of {one.candidates}, {one.loss:.1%} slower: {one.name}" for one in wrong]

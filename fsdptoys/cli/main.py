@@ -4,11 +4,13 @@ Every user mistake ends with one sentence on stderr and status 2. Imports are de
 is fast.
 """
 
+import gc
 import importlib
 import os
 import signal
 import sys
 from collections.abc import Sequence
+from types import ModuleType
 
 from fsdptoys import __version__
 from fsdptoys.errors import ConfigError
@@ -144,8 +146,18 @@ def _run(words: list[str]) -> int:
     check_current_folder()  # PyTorch cannot be imported without one
     if command == "sweep":
         let_stdout_end()
-    module = importlib.import_module(
-        f".{'report' if command == 'compare' else command}", __package__
-    )
+    module = _import(f"{__package__}.{'report' if command == 'compare' else command}")
     status: int = getattr(module, f"{command}_command")(words)
     return status
+
+
+def _import(name: str) -> ModuleType:
+    """Import a command without garbage collection, which takes a tenth of the time: what is imported stays."""
+    if name in sys.modules:
+        return sys.modules[name]
+    gc.disable()
+    try:
+        return importlib.import_module(name)
+    finally:
+        gc.freeze()
+        gc.enable()

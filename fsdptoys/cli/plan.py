@@ -28,7 +28,7 @@ from fsdptoys.errors import ConfigError
 from fsdptoys.launch.launch import SINGLE, choose_experiment, choose_single, names_training
 from fsdptoys.plan.calibrate import calibrate_command
 from fsdptoys.plan.estimate.estimate import fast_estimate
-from fsdptoys.plan.predict import doubts, hardware_of, predict, world_size_of
+from fsdptoys.plan.predict import caveats, hardware_of, predict, world_size_of
 from fsdptoys.plan.search.advice import advise
 from fsdptoys.plan.search.frontier_plot import draw_frontier
 from fsdptoys.plan.search.search import search
@@ -172,11 +172,11 @@ def _search(words: Sequence[str]) -> int:
         fast_estimate,
         host_memory_bytes=run.hardware.host_memory_bytes.value,
     )
-    caveats = doubts(result.best.config, run.hardware, run.world_size)
+    limits = caveats(result.best.config, run.hardware, run.world_size)
     if options.json:
-        print(json.dumps(search_to_dict(result, caveats), indent=2))
+        print(json.dumps(search_to_dict(result, limits), indent=2))
     else:
-        print_search(result, run.config.plan.rows, caveats, Console())
+        print_search(result, run.config.plan.rows, limits, Console())
     if picture is not None:
         title = f"{run.config.model.name} on {run.world_size} ranks, {run.hardware.title}"
         draw_frontier(picture, title, result)

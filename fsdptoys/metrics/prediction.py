@@ -119,7 +119,7 @@ class Prediction:
     """FLOP/s of one device in the dtype of the matmuls; None if unknown."""
     memory: MemoryPrediction
     time: TimePrediction
-    doubts: tuple[str, ...] = ()
+    caveats: tuple[str, ...] = ()
     """Unknowns of the prediction, one sentence each, with an error band if known."""
     device_type: str = "cuda"
     stages: tuple[StagePrediction, ...] = ()

@@ -74,10 +74,11 @@ def predict(config: Config, hardware: Hardware, world_size: int) -> Prediction:
         ConfigError: for a strategy that cannot be predicted.
     """
     check_strategy(config)
-    return dataclasses.replace(fast_estimate(config, hardware, world_size), doubts=doubts(config, hardware, world_size))
+    estimate = fast_estimate(config, hardware, world_size)
+    return dataclasses.replace(estimate, caveats=caveats(config, hardware, world_size))
 
 
-def doubts(config: Config, hardware: Hardware, world_size: int) -> tuple[str, ...]:
+def caveats(config: Config, hardware: Hardware, world_size: int) -> tuple[str, ...]:
     """Known limits of the model for this configuration, one sentence each."""
     plan, kernels, float8 = config.plan, config.kernels, config.train.float8
     sharding = None

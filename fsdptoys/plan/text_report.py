@@ -41,7 +41,7 @@ def print_prediction(
     _print_communication(prediction.time, console)
     _print_time(prediction, console)
     _print_stages(prediction, console)
-    _print_caveats(prediction.doubts, console)
+    _print_caveats(prediction.caveats, console)
     if advice:
         _print_advice(advice, prediction.memory.reserved_bytes <= memory_bytes, console)
 

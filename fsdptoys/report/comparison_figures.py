@@ -13,7 +13,7 @@ from fsdptoys.metrics.figures import (
     mean_loss_series,
     step_series,
 )
-from fsdptoys.plan.search.ranking import unbeaten
+from fsdptoys.plan.search.ranking import pareto_front
 from fsdptoys.utils.figures import Axis, Picture, Series, Shape, label_points
 from fsdptoys.utils.text import fitting_unit
 
@@ -92,7 +92,7 @@ def draw_tradeoff(runs: Sequence[PlottedRun]) -> Picture | None:
     if not points:
         return None
     places = [(point.x[0], float(point.y[0])) for point in points]
-    best = unbeaten(places)
+    best = pareto_front(places)
     names = tuple(points[index].name for index in best)
     x, y = zip(*(places[index] for index in best), strict=True)
     frontier = Series("nothing is both faster and smaller", Shape.steps, x, y, None, names)

@@ -44,6 +44,20 @@ def test_advice_makes_a_run_fit_or_faster_when_composed() -> None:
             assert speeds[-1] >= 1.02 * before.tokens_per_second
 
 
+@pytest.mark.parametrize(("gib", "offloads"), [(80.0, False), (1.5, True)])
+def test_a_run_that_fits_is_not_offered_what_saves_memory_alone(gib: float, offloads: bool) -> None:
+    """Oracle: no predicted configuration offloads anything; some do where the run does not fit."""
+    configs: list[Config] = []
+
+    def predict(config: Config) -> Prediction:
+        configs.append(config)
+        return formula(config, HARDWARE, 8)
+
+    base = compose([*MODEL, "memory.gradient_checkpointing=full"])
+    advise(base, predict, formula(vary(base, {}), HARDWARE, 8), gib * GIB)
+    assert any(one.memory.cpu_offload or one.memory.optimizer_offload for one in configs) is offloads
+
+
 def test_advice_falls_back_to_pairs_and_then_to_the_largest_savings() -> None:
     """Oracle: where one change is not enough, two are advised; where two are not, that they do not fit."""
     base = compose([*MODEL, "train.batch_size=8"])

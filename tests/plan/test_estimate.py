@@ -19,6 +19,7 @@ from fsdptoys.plan.simulator.events import Alloc, Free
 from fsdptoys.plan.trace import tracing_process
 from fsdptoys.plan.trace.op_costs import fuses_rms_norm
 from fsdptoys.utils.torchao import torchao_fault
+from tests.plan.processes import in_fresh_process
 from tests.plan.traced import configured
 
 needs_torchao = pytest.mark.skipif(torchao_fault() is not None, reason=f"torchao {torchao_fault()}")
@@ -314,6 +315,17 @@ def test_units_by_class_and_by_size_are_gathered_twice_and_reduced_once(words: s
 OUT_OF_HOST_MEMORY = "the tracing process was killed, most likely for lack of host memory; free memory"
 
 
+def test_autograd_prevents_forks_that_trace() -> None:
+    """Oracle: a process that has computed nothing can fork; after a backward, whose threads a fork lacks, it cannot."""
+    assert in_fresh_process(_can_fork) == (True, False)
+
+
+def _can_fork() -> tuple[bool, bool]:
+    before = tracing_process.can_fork()
+    torch.ones(1, requires_grad=True).sum().backward()
+    return before, tracing_process.can_fork()
+
+
 @pytest.mark.parametrize(
     ("number", "error", "message"),
     [
@@ -327,8 +339,8 @@ def test_lost_tracing_process_is_reported_and_replaced(
     """Oracle: the full message; the next prediction has the numbers of the one before the loss."""
     words = (*LLAMA, "model.n_layers=3", f"optim.beta1=0.{number}")  # others have not traced these
     before = _predict(*words)
-    estimate._skeletons.cache_clear()
-    parent = tracing_process._process("cuda", os.getpid()).parent
+    estimate.TRACED.clear()
+    parent = tracing_process.start_tracing("cuda").parent
     workers = Path(f"/proc/{parent.pid}/task/{parent.pid}/children").read_text().split()
     assert len(workers) == tracing_process.WORKERS
     os.kill(int(workers[0]), number)

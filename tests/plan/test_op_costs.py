@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from fsdptoys.config.compose import compose_config
 from fsdptoys.device.profile import AttentionKind, load_hardware
 from fsdptoys.plan.estimate.estimate import fast_estimate
-from fsdptoys.plan.predict import doubts
+from fsdptoys.plan.predict import caveats
 from fsdptoys.plan.simulator.events import Alloc, Kernel, KernelKind, Mark, RecordStream, Trace
 from fsdptoys.plan.trace.fake_kernels import replace_kernels
 from fsdptoys.plan.trace.op_costs import PREFERS_CUDNN, attention_of
@@ -138,7 +138,7 @@ def test_closed_form_prices_attention_by_backend_and_head_width() -> None:
 def test_plans_state_that_they_assume_cudnn(words: Sequence[str], expected: bool) -> None:
     """Oracle: 16-bit causal attention whose backend is not another one; a named backend is no unmeasured kernel."""
     config = configured(["model=llama_debug", "parallel=single", *words], 1, "cuda")
-    sentences = doubts(config, load_hardware("h200"), 1)
+    sentences = caveats(config, load_hardware("h200"), 1)
     assert any("assumes attention by cuDNN" in sentence for sentence in sentences) is expected
     assert not any("attention=" in sentence for sentence in sentences)
 

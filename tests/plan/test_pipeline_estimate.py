@@ -26,7 +26,7 @@ from fsdptoys.parallel.pipeline import PipelineSchedule
 from fsdptoys.plan.estimate import estimate
 from fsdptoys.plan.estimate.estimate import fast_estimate
 from fsdptoys.plan.estimate.pipeline import layers_of_ranks
-from fsdptoys.plan.predict import doubts, predict
+from fsdptoys.plan.predict import caveats, predict
 from fsdptoys.plan.search.effects import effects
 from fsdptoys.plan.search.ranking import label
 from fsdptoys.plan.search.search import SearchResult, search
@@ -265,7 +265,7 @@ def test_a_prediction_does_not_depend_on_those_before_it() -> None:
     fast_estimate(configured([*WORDS, "mesh.pp_size=2"], 2 * ranks, "cuda"), hardware, 2 * ranks)
     muon = configured([*WORDS, "optim=muon"], ranks, "cuda")
     found = fast_estimate(muon, hardware, ranks)
-    estimate._skeletons.cache_clear()
+    estimate.TRACED.clear()
     assert fast_estimate(muon, hardware, ranks) == found
 
 
@@ -379,4 +379,4 @@ def test_zero_bubble_is_predicted_within_the_stated_bounds() -> None:
     found, full = predict(config, hardware, 4), predict_in_full(config, hardware, 4)
     assert full.memory.peak_bytes * 0.7 < found.memory.peak_bytes < full.memory.peak_bytes * 1.05
     assert full.time.step_seconds * 0.95 < found.time.step_seconds < full.time.step_seconds * 1.3
-    assert sum("zero_bubble is predicted as interleaved" in doubt for doubt in doubts(config, hardware, 4)) == 1
+    assert sum("zero_bubble is predicted as interleaved" in doubt for doubt in caveats(config, hardware, 4)) == 1

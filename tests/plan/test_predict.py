@@ -18,7 +18,7 @@ from fsdptoys.device import GIB
 from fsdptoys.device.profile import load_hardware
 from fsdptoys.metrics.prediction import Category, MemoryPrediction, Prediction, TimePrediction, Volume
 from fsdptoys.plan.estimate.estimate import fast_estimate
-from fsdptoys.plan.predict import doubts, estimate_run, hardware_of, predict, world_size_of
+from fsdptoys.plan.predict import caveats, estimate_run, hardware_of, predict, world_size_of
 from fsdptoys.plan.search.advice import Advice
 from fsdptoys.plan.search.ranking import Candidate
 from fsdptoys.plan.search.search import SearchResult
@@ -113,10 +113,10 @@ def test_caveats_are_reported_only_where_they_apply(
 ) -> None:
     """Oracle: the expected message is there; without the setting it is not."""
     profile = load_hardware(hardware)
-    found = doubts(composed(*words, device_type=profile.device_type, world_size=ranks), profile, ranks)
+    found = caveats(composed(*words, device_type=profile.device_type, world_size=ranks), profile, ranks)
     assert sum(sentence.startswith(expected) for sentence in found) == 1
     for plain in ((), (MOE, BF16) if expected == ONE_BY_ONE else ()):
-        sentences = doubts(composed(*plain, device_type=profile.device_type), profile, 8)
+        sentences = caveats(composed(*plain, device_type=profile.device_type), profile, 8)
         assert not any(sentence.startswith(expected) for sentence in sentences)
 
 
@@ -131,7 +131,7 @@ def test_caveats_are_reported_only_where_they_apply(
 )
 def test_caveat_names_the_errors_of_a_profiles_times(name: str, band: str) -> None:
     """Oracle: the tables of benchmarks/plan.md and gpu_planned.md; runs exist for three profiles."""
-    (found,) = [sentence for sentence in doubts(composed(), load_hardware(name), 8) if band in sentence]
+    (found,) = [sentence for sentence in caveats(composed(), load_hardware(name), 8) if band in sentence]
     assert found.startswith(f"plan.hardware={name} assumes")
 
 
@@ -230,7 +230,9 @@ PREDICTION = Prediction(
             Volume("all_gather", "shard", 8, 65, 23 * GIB, 0.25),
         ),
     ),
-    doubts=("a doubt that has [brackets] and so many words that one line of eighty characters does not hold them all",),
+    caveats=(
+        "a doubt that has [brackets] and so many words that one line of eighty characters does not hold them all",
+    ),
 )
 
 ADVICE = (
@@ -301,7 +303,7 @@ def test_single_rank_and_an_unknown_peak_are_reported(config: Config) -> None:
         peak_flops=None,
         memory=MemoryPrediction(5 * 2**20, GIB, GIB, "forward"),
         time=TimePrediction(2.0, 2.0, 0.0, 0.0, 0.0),
-        doubts=(),
+        caveats=(),
     )
     page = prediction_page(compose_config([*WORDS, "parallel=single"]), alone, advice=[])
     assert "1 rank on Imagined 80 GB; estimated\nsingle: full parameters on each rank, bfloat16\n" in page
@@ -337,7 +339,7 @@ def test_search_is_printed_word_for_word(config: Config) -> None:
     """Oracle: the page, word for word; the command is one line of any length, and each combination is listed with its
     best batch only."""
     result = search_result(config)
-    assert printed(lambda console: print_search(result, 10, PREDICTION.doubts, console)) == SEARCH_PAGE
+    assert printed(lambda console: print_search(result, 10, PREDICTION.caveats, console)) == SEARCH_PAGE
     one_row = printed(lambda console: print_search(result, 1, (), console))
     assert one_row.split("Pareto front")[0].count("GiB  ") == 2
 

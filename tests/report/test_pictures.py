@@ -17,7 +17,7 @@ from torch.profiler import ProfilerActivity, profile, record_function
 
 from fsdptoys.errors import ConfigError
 from fsdptoys.metrics.results import summarize
-from fsdptoys.plan.search.ranking import unbeaten
+from fsdptoys.plan.search.ranking import pareto_front
 from fsdptoys.profiler.memory_snapshot_page import read_timeline as read_events
 from fsdptoys.report.breakdown_figures import PlottedRun
 from fsdptoys.report.comparison_figures import draw_comparison, draw_tradeoff
@@ -125,7 +125,7 @@ def test_frontier_has_the_undominated_runs(shown: list[PlottedRun]) -> None:
     assert picture is not None
     places = [(1e3 * seconds, gib) for _, _, _, seconds, gib in JOBS]
     beaten = {i for i, a in enumerate(places) for b in places if b != a and b[0] <= a[0] and b[1] <= a[1]}
-    assert set(unbeaten(places)) == set(range(len(places))) - beaten
+    assert set(pareto_front(places)) == set(range(len(places))) - beaten
     assert set(picture.series[0].hover) == {f"run{n + 1}" for n in range(len(places)) if n not in beaten}
 
 

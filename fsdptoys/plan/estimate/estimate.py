@@ -32,11 +32,11 @@ from fsdptoys.parallel.tensor_parallel import FeatureSplit, TensorExchange
 from fsdptoys.plan.simulator.allocator import build_allocator
 from fsdptoys.plan.simulator.events import COMPUTE_STREAM, Alloc, Trace
 from fsdptoys.plan.simulator.replay import Replay, replay
+from fsdptoys.plan.trace import tracing_process
 from fsdptoys.plan.trace.extrapolate_layers import depths_of, extrapolate, layers_in_turn
 from fsdptoys.plan.trace.groups import PlannedGroup
 from fsdptoys.plan.trace.op_costs import attention_of, matmul_workspace_bytes
 from fsdptoys.plan.trace.tracer import DEVICE_TYPES
-from fsdptoys.plan.trace.tracing_process import traced
 from fsdptoys.train.tuning import quantize_base, tune_model
 from fsdptoys.utils.uncached import Uncached
 
@@ -47,12 +47,14 @@ from .unit_traces import segments_of
 
 LEAST_LAYERS = 3
 """Fewest layers of the shallower skeleton. With two, times of activation and optimizer offload are up to 18% off."""
+TRACED: dict[str, Trace] = {}  # Skeletons by their requests
 MICRO_BATCHES = 3  # Most micro-batches of a skeleton: the first, one between, the last
 
 
 def fast_estimate(config: Config, hardware: Hardware, world_size: int) -> Prediction:
     """Predict one rank's memory and time for a validated configuration."""
     train, mesh = config.train, config.mesh
+    tracing_process.start_tracing(DEVICE_TYPES[attention_of(config, hardware)])
     replays = functools.partial(_replays, config, hardware, world_size)
     stages: tuple[StagePrediction, ...] = ()
     with _without_collection():
@@ -124,8 +126,7 @@ def _replays(config: Config, hardware: Hardware, world_size: int, parts: Sequenc
         layouts = tuple(segment.layout(offloads, ties) for segment in segments)
         rank = part.rank * world_size // part.ranks
         requests.append((rank, trace_skeleton, (reduced(deep, inner), hardware, attention, layouts)))
-    key = repr([(rank, vars(config), *others) for rank, _, (config, _, *others) in requests])
-    skeletons = _skeletons(key, DEVICE_TYPES[attention], world_size, Uncached(requests))
+    skeletons = _skeletons(DEVICE_TYPES[attention], world_size, requests)
     replays = []
     for segments, skeleton in zip(contents, skeletons, strict=True):
         trace = splice(skeleton, segments, matmul_workspace_bytes(hardware), offloads)
@@ -137,9 +138,13 @@ def _replays(config: Config, hardware: Hardware, world_size: int, parts: Sequenc
     return replays
 
 
-@functools.lru_cache(maxsize=512)
-def _skeletons(key: str, device_type: str, world_size: int, requests: Uncached[Any]) -> list[Trace]:
-    return traced(device_type, world_size, requests.value)
+def _skeletons(device_type: str, world_size: int, requests: Sequence[Any]) -> list[Trace]:
+    """Return the skeletons of requests. Each is traced once."""
+    keys = [repr((device_type, world_size, rank, vars(config), *others)) for rank, _, (config, *others) in requests]
+    missing = {key: request for key, request in zip(keys, requests, strict=True) if key not in TRACED}
+    traces = tracing_process.traced(device_type, world_size, list(missing.values()))
+    TRACED.update(zip(missing, traces, strict=True))
+    return [TRACED[key] for key in keys]
 
 
 @functools.lru_cache(maxsize=512)

@@ -82,6 +82,8 @@ def reduced(config: Config, inner_units: bool) -> Config:
     if memory.gradient_checkpointing is not GradientCheckpointing.none and not memory.activation_offload:
         # Recomputation runs the hooks of units within a block.
         memory.gradient_checkpointing = GradientCheckpointing[("none", "full")[inner_units]]
+    if memory.gradient_checkpointing is GradientCheckpointing.none:
+        memory.checkpointing_every, memory.checkpointing_start_index = 1, 0
     memory.chunk_loss, memory.chunk_tokens = False, "auto"
     memory.checkpointing_save = ["mm"]
     if isinstance(config.parallel, ReducingConfig):

@@ -5,19 +5,19 @@ cancel.
 """
 
 import itertools
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from fsdptoys.config.schema import Config
 from fsdptoys.errors import ConfigError
 from fsdptoys.memory import CPUOffloadExecutor, GradientCheckpointing
-from fsdptoys.metrics.prediction import Prediction
+from fsdptoys.metrics.prediction import Prediction, TimePrediction
 from fsdptoys.models import MoEConfig
 from fsdptoys.parallel.fsdp import ReshardAfterForward, Wrap
 from fsdptoys.parallel.precision import DType
 
-from .switches import REDUCES_OFTEN, Changes, overrides_between, read, validate_switches, vary
+from .switches import OFFLOADS, REDUCES_OFTEN, Changes, overrides_between, read, validate_switches, vary
 
 MAX_ADVICE = 5
 WORTHWHILE = 0.02  # Smallest reported gain in tokens per second
@@ -75,10 +75,10 @@ def advise(
     changes_of_one = list(_changes(config, prediction.world_size, node_ranks))
     if prediction.device_type == "cpu":  # everything is in host memory already
         changes_of_one = [changes for changes in changes_of_one if not any("offload" in key for key in changes)]
+    if fits:
+        return _faster(config, changes_of_one, evaluate, before.time)
     alone = [(changes, evaluate(changes)) for changes in changes_of_one]
     advice = [one for _, one in alone if one is not None]
-    if fits:
-        return _fastest(one for one in advice if one.fits and one.speed_change >= WORTHWHILE)
     savers = [changes for changes, one in alone if one is not None and one.reserved_change_bytes < 0]
     pairs = [one | other for one, other in itertools.combinations(savers, 2) if not one.keys() & other.keys()]
     enough = [one for one in advice if one.fits]
@@ -88,6 +88,35 @@ def advise(
     if enough:
         return _fastest(dict.fromkeys(enough))
     return sorted(advice, key=lambda one: one.reserved_bytes)[:MAX_ADVICE]
+
+
+def _faster(
+    config: Config,
+    alternatives: Sequence[Changes],
+    evaluate: Callable[[Changes], Advice | None],
+    time: TimePrediction,
+) -> list[Advice]:
+    """Evaluate the alternatives that can make a run faster that fits and takes ``time``."""
+
+    def best(changes: Iterable[Changes], advice: Sequence[Advice] = ()) -> list[Advice]:
+        candidates = [*advice, *filter(None, map(evaluate, changes))]
+        return _fastest(one for one in candidates if one.fits and one.speed_change >= WORTHWHILE)
+
+    alternatives = [changes for changes in alternatives if not _only_saves(config, changes)]
+    advice = best(changes for changes in alternatives if "parallel.wrap" not in changes)
+    # Other units compute the same, so they gain at most the waits.
+    waits = time.step_seconds / time.compute_seconds - 1
+    least = advice[-1].speed_change if len(advice) == MAX_ADVICE else WORTHWHILE
+    if waits < least:
+        return advice
+    return best((changes for changes in alternatives if "parallel.wrap" in changes), advice)
+
+
+def _only_saves(config: Config, changes: Changes) -> bool:
+    """Whether a change saves memory and never time: it moves what is now on the device, or gathers more often."""
+    if changes.get("parallel.reshard_after_forward") is ReshardAfterForward.always:
+        return True
+    return any(map(changes.get, OFFLOADS)) and not any(read(config, key) for key in OFFLOADS)
 
 
 def _fastest(advice: Iterable[Advice]) -> list[Advice]:
@@ -116,7 +145,8 @@ def _changes(config: Config, world_size: int, node_ranks: int) -> Iterator[dict[
     if can.shards_parameters:
         alternatives += [{"parallel.wrap": wrap} for wrap in (Wrap.block, Wrap.block_attn_mlp)]
         alternatives += [{"parallel.reshard_after_forward": reshard} for reshard in ReshardAfterForward]
-        alternatives += [{"mesh.fsdp_size": size} for size in (-1, node_ranks)]
+        sizes = (-1, node_ranks) if node_ranks < config.mesh.stage_ranks(world_size) else (-1,)
+        alternatives += [{"mesh.fsdp_size": size} for size in sizes]
         alternatives += [{REDUCES_OFTEN: not parallel.reduces_often}]
     for key, size, has in (
         ("mesh.cp_size", config.mesh.cp_size, bool(can.context_forms) and batch == 1),

@@ -89,10 +89,10 @@ class Candidate:
 def frontier(candidates: Sequence[Candidate]) -> list[Candidate]:
     """Candidates that no other equals or beats in both memory and speed, smallest memory first; the first of equals."""
     places = [(one.reserved_bytes, -one.tokens_per_second) for one in candidates]
-    return [candidates[index] for index in unbeaten(places)]
+    return [candidates[index] for index in pareto_front(places)]
 
 
-def unbeaten(places: Sequence[tuple[float, float]]) -> list[int]:
+def pareto_front(places: Sequence[tuple[float, float]]) -> list[int]:
     """Indices of points that no other equals or undercuts in both coordinates, by the first; the first of equals."""
     best: list[int] = []
     for index in sorted(range(len(places)), key=places.__getitem__):

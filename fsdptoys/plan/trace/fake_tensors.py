@@ -32,7 +32,8 @@ JOINS = ("SplitBackward0", "SplitWithSizesBackward0")
 """Backward nodes of the operators that make the views; they join the gradients."""
 FACTORIES = ("empty", "empty_like", "empty_strided", "zeros", "zeros_like", "new_zeros", "_to_copy")
 WRITERS = ("zero_", "copy_", "add_", "mul_", "div_", "mm", "cat", "_fused_adamw_", "_foreach_copy_", "_foreach_add_")
-DIRECT = frozenset(f"aten::{name}" for name in FACTORIES + WRITERS) | {"fsdp::split_with_sizes_copy", "fsdp::chunk_cat"}
+FSDP = ("all_gather_copy_in", "split_with_sizes_copy", "chunk_cat")
+DIRECT = frozenset(f"aten::{name}" for name in FACTORIES + WRITERS) | {f"fsdp::{name}" for name in FSDP}
 """Operators that run directly on meta tensors, besides views."""
 META = torch.device("meta")
 MANY = 16
@@ -52,6 +53,7 @@ class _FakeMode(FakeTensorMode):
     def __init__(self, **kwargs: Any) -> None:
         super().__init__(**kwargs)
         self._direct: dict[Any, bool] = {}
+        self._attributes: dict[torch.device, dict[str, Any]] = {}  # Of the results on a device, all alike
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -62,7 +64,7 @@ class _FakeMode(FakeTensorMode):
             return META if self.in_kernel_invocation else args[0].fake_device
         if func.namespace == "profiler":
             return func(*args, **(kwargs or {}))
-        return super().__torch_dispatch__(func, types, args, kwargs or {})
+        return self.dispatch(func, types, args, kwargs or {})
 
     def dispatch(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run an operator directly, if it is known to allow that, or as PyTorch does."""
@@ -108,8 +110,20 @@ class _FakeMode(FakeTensorMode):
         return None if device is None else torch.device(device)
 
     def _fake(self, result: Any, device: torch.device) -> Any:
-        plain = isinstance(result, Tensor) and not isinstance(result, FakeTensor)
-        return FakeTensor(self, result, device) if plain else result
+        if not isinstance(result, Tensor) or isinstance(result, FakeTensor):
+            return result
+        attributes = self._attributes.get(device)
+        if attributes is None:
+            first = FakeTensor(self, result, device)
+            self._attributes[device] = dict(vars(first))
+            return first
+        # As the constructor does, which takes longer to check its arguments.
+        fake = Tensor._make_subclass(
+            FakeTensor, result, result.requires_grad, dispatch_device=True, device_for_backend_keys=device
+        )
+        torch._C._set_throw_on_mutable_data_ptr(fake)
+        vars(fake).update(attributes)
+        return fake
 
 
 @contextmanager

@@ -31,6 +31,7 @@ from .storages import Storage, Storages
 
 EXCHANGE = -3  # Stream of exchanges on the meta device and on CPUs, which have no streams
 FIRST_MATMUL = -2  # ``Mark.step`` before a thread's first matmul on the meta device; the phase is ``forward``'s or not
+DEVICE = torch.ops.prim.device.default  # Asked everywhere in C++
 Handler = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
 PURPOSES = {
     "all_gather": Category.gathered_parameters,
@@ -124,6 +125,8 @@ class OpRecorder(TorchDispatchMode):
     # Operators
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is DEVICE and type(args[0]) is FakeTensor and not args[0].fake_mode.in_kernel_invocation:
+            return args[0].fake_device
         if DTensor in types:
             return NotImplemented
         if self._silent or not self._recording:

@@ -1,27 +1,33 @@
 """Processes that trace one request after the other, since a process that traces cannot be used otherwise.
 
-They live as long as this one and keep PyTorch's caches: a skeleton takes 0.3 s, a process's start 4 s. So one process
-imports everything, forks the workers, and ends with the first of them that ends. ``python -m
-fsdptoys.plan.trace.tracing_process DEVICE_TYPE READ WRITE ...`` reads pickled requests and writes answers, on a pair of
-descriptors for each worker.
+They live as long as this one and keep PyTorch's caches: a skeleton takes 0.3 s. One process forks the workers, and
+ends with the first of them that ends. It is a fork of this process. Where a fork could not trace it is a new
+interpreter, which imports everything again in 3 s: ``python -m fsdptoys.plan.trace.tracing_process DEVICE_TYPE READ
+WRITE ...`` reads pickled requests and writes answers, on a pair of descriptors for each worker.
 """
 
 import atexit
 import functools
 import gc
+import multiprocessing
+import multiprocessing.process
 import os
 import pickle
 import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import traceback
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing.pool import ThreadPool
-from typing import IO, Any
+from typing import IO, Any, Protocol
 
+import torch
+
+from fsdptoys.device import available_device_type
 from fsdptoys.errors import ConfigError
 from fsdptoys.plan.simulator.events import Trace
 
@@ -40,9 +46,21 @@ class _Worker:
     answers: IO[bytes]
 
 
+class _Parent(Protocol):
+    """The process that forks the workers."""
+
+    pid: int
+
+    def wait(self) -> int:
+        """Wait for its end; return its exit status, or the negative number of the signal that killed it."""
+
+    def kill(self) -> None:
+        """Kill it."""
+
+
 @dataclass
 class _Process:
-    parent: "subprocess.Popen[bytes]"
+    parent: "_Parent"
     errors: IO[bytes]
     workers: list[_Worker]
 
@@ -54,7 +72,9 @@ def traced(device_type: str, world_size: int, requests: Sequence[Request]) -> li
         ConfigError: of the run itself.
         RuntimeError: for any other failure, with the process's traceback.
     """
-    process = _process(device_type, os.getpid())
+    if not requests:
+        return []
+    process = start_tracing(device_type)
     answers: list[Any] = []
     with ThreadPool(WORKERS) as pool:
         for start in range(0, len(requests), WORKERS):
@@ -69,22 +89,71 @@ def traced(device_type: str, world_size: int, requests: Sequence[Request]) -> li
     return answers
 
 
+def start_tracing(device_type: str) -> _Process:
+    """Start the processes that trace for a type of device, before this one has used autograd; once."""
+    return _process(device_type, os.getpid())
+
+
 @functools.cache
 def _process(device_type: str, owner: int) -> _Process:
-    ours, theirs = [], []
+    ours: list[_Worker] = []
+    theirs: list[int] = []
     for _ in range(WORKERS):
         (read, requests), (answers, write) = os.pipe(), os.pipe()
         ours.append(_Worker(os.fdopen(requests, "wb"), os.fdopen(answers, "rb")))
         theirs += [read, write]
-    command = [sys.executable, "-m", "fsdptoys.plan.trace.tracing_process", device_type, *map(str, theirs)]
     errors = tempfile.TemporaryFile()  # noqa: SIM115  # lives as long as the process
-    parent = subprocess.Popen(
-        command, stdin=subprocess.DEVNULL, stdout=errors, stderr=errors, env=tracing_environment(), pass_fds=theirs
-    )
+    parent: _Parent
+    if can_fork():
+        parent = _Fork(device_type, errors.fileno(), theirs, ours)
+    else:
+        command = [sys.executable, "-m", "fsdptoys.plan.trace.tracing_process", device_type, *map(str, theirs)]
+        parent = subprocess.Popen(
+            command, stdin=subprocess.DEVNULL, stdout=errors, stderr=errors, env=tracing_environment(), pass_fds=theirs
+        )
+    atexit.register(parent.kill)
     for descriptor in theirs:
         os.close(descriptor)
-    atexit.register(parent.kill)
     return _Process(parent, errors, ours)
+
+
+def can_fork() -> bool:
+    """Whether a fork of this process can trace: no driver, thread or engine of autograd survives one.
+
+    Autograd starts its engine's threads, one for each type of device that is registered then, in the first backward.
+    The number of its nodes is private API of PyTorch, tested with torch 2.7 to 2.15.
+    """
+    is_alone = sys.platform == "linux" and threading.active_count() == 1 and available_device_type() == "cpu"
+    nodes: int = torch._C._autograd._get_sequence_nr()
+    return is_alone and nodes == 0
+
+
+class _Fork:
+    """A fork of this process that forks the workers."""
+
+    def __init__(self, device_type: str, errors: int, theirs: list[int], ours: list[_Worker]) -> None:
+        def body() -> None:
+            for worker in ours:
+                worker.requests.close()
+                worker.answers.close()
+            for stream in (1, 2):
+                os.dup2(errors, stream)
+            torch.set_num_threads(1)
+            main(device_type, theirs)
+
+        self._process = multiprocessing.get_context("fork").Process(target=body)
+        self._process.start()
+        multiprocessing.process._children.discard(self._process)  # type: ignore[attr-defined]  # waited for only here
+        assert self._process.pid is not None
+        self.pid = self._process.pid
+        self.kill = self._process.kill
+
+    def wait(self) -> int:
+        """Wait for its end, and return its exit status."""
+        self._process.join()
+        status = self._process.exitcode
+        assert status is not None
+        return status
 
 
 def _ask(worker: _Worker, request: Any) -> Any:
@@ -98,10 +167,11 @@ def _ask(worker: _Worker, request: Any) -> Any:
 
 def _loss(process: _Process) -> tuple[type[Exception], str]:
     _process.cache_clear()
-    if process.parent.wait() == -signal.SIGKILL:
+    status = process.parent.wait()
+    if status == -signal.SIGKILL:
         return ConfigError, "the tracing process was killed, most likely for lack of host memory; free memory"
     process.errors.seek(0)
-    message = f"the tracing process ended with status {process.parent.returncode}:\n{process.errors.read().decode()}"
+    message = f"the tracing process ended with status {status}:\n{process.errors.read().decode()}"
     return RuntimeError, message
 
 
@@ -130,6 +200,7 @@ def main(device_type: str, descriptors: Sequence[int]) -> None:
 def answer(device_type: str, requests: IO[bytes], answers: IO[bytes]) -> None:
     """Answer requests until they end."""
     gc.disable()
+    gc.freeze()
     count, place = 0, (0, 0)
     while True:
         try:
