@@ -11,7 +11,7 @@ operators. Tensors saved for the backward:
 
 Signatures are those of the torch_npu 2.13.0 wheel (schemas in ``libtorch_npu.so``; layouts and limits in
 ``_op_plugin_docs.py``; shapes in ``op_plugin/meta/_meta_registrations.py``). They have run under torch_npu's own
-autograd with CPU arithmetic (``tests/npu_stand_ins.py``), never on an NPU.
+autograd with CPU arithmetic (``tests/harness/npu_stand_ins.py``), never on an NPU.
 
 Shapes: B batch, T sequence, H query heads, G key/value heads, K width of a head, E experts, M rows, I and O widths.
 """

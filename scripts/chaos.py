@@ -39,8 +39,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
 
-from scripts.child_environment import child_environment
-from scripts.progress import doing, progress, unit
+from scripts.common.child_environment import child_environment
+from scripts.common.progress import doing, progress, unit
 
 EVERY = 2
 """Steps between two checkpoints."""

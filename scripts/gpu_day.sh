@@ -111,24 +111,24 @@ command_of() {
     [[ -z $tiny ]] || words+=(--checks device "process group")
     ;;
   loss)
-    words=(scripts/bench_loss.py --device "$device" --write "$out/loss.md")
+    words=(scripts/benchmarks/bench_loss.py --device "$device" --write "$out/loss.md")
     [[ -z $tiny ]] || words+=(--shapes 64x32x1000 --repeats 1 --dtypes float32)
     ;;
   gpu)
-    words=(scripts/bench_gpu.py --device "$device" --write "$out/gpu" --resume --seconds "$(($(left) - 15))")
+    words=(scripts/benchmarks/bench_gpu.py --device "$device" --write "$out/gpu" --resume --seconds "$(($(left) - 15))")
     [[ -z $tiny ]] || words+=(--tiny --contestants "FSDPToys, eager")
     ;;
   moe)
-    words=(scripts/bench_moe.py --device "$device" --write "$out/moe.md")
+    words=(scripts/benchmarks/bench_moe.py --device "$device" --write "$out/moe.md")
     [[ -z $tiny ]] || words+=(--dim 64 --ffn-dim 32 --tokens 64 --experts 4 --top-k 2 --repeats 1)
     ;;
   memory)
-    words=(scripts/bench_memory.py --device "$device" --write "$out/memory.md" --resume --row-seconds 150)
+    words=(scripts/benchmarks/bench_memory.py --device "$device" --write "$out/memory.md" --resume --row-seconds 150)
     words+=(--seconds "$(($(left) - 15))" --strategies fsdp2 fsdp1)
     [[ -z $tiny ]] || words+=(--model llama_debug --seq-len 32 --steps 3 --warmup-steps 1 --rows gc "gc chunk")
     ;;
   plan)
-    words=(scripts/bench_plan.py --device "$device" --measured "$out/memory.json" --write "$out/plan.md")
+    words=(scripts/benchmarks/bench_plan.py --device "$device" --measured "$out/memory.json" --write "$out/plan.md")
     words+=(--strategies fsdp2 --rows plain gc "gc chunk" "gc chunk oo")
     least=300 # a trace of 32 layers takes half a minute
     [[ -z $tiny ]] || words+=(--hardware cpu --rows gc)

@@ -36,9 +36,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from fsdptoys.launch.hardware import set_allocator
 from fsdptoys.sweep.validate import code_version
-from scripts.child_environment import child_environment
-from scripts.finished_rows import ROWS_LEFT
-from scripts.progress import progress, unit
+from scripts.common.child_environment import child_environment
+from scripts.common.finished_rows import ROWS_LEFT
+from scripts.common.progress import progress, unit
 from scripts.smoke.report import Check, Report
 
 COMPILES = "compilation takes a minute on a CPU; its tests run it"

@@ -38,17 +38,14 @@ import json
 import math
 import os
 import sys
-from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import product, zip_longest
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-import torch
-import torch.distributed as dist
 from rich.console import Console
 from rich.table import Table
 
@@ -56,10 +53,10 @@ from fsdptoys.config.compose import compose_config
 from fsdptoys.config.schema import Config
 from fsdptoys.device import device_count, float64_collectives, missing_device
 from fsdptoys.errors import ConfigError
-from fsdptoys.train.trainer import Trainer
-from scripts.parity_bugs import BUGS, compare_all
-from scripts.parity_layouts import LAYOUTS
-from scripts.parity_rows import (
+from scripts.common.progress import doing, progress, unit
+from scripts.equality.parity_bugs import BUGS, compare_all
+from scripts.equality.parity_layouts import LAYOUTS
+from scripts.equality.parity_rows import (
     FLOAT32_ONLY,
     FSDP2_ON_THE_SAME_MESH,
     MODES,
@@ -69,23 +66,13 @@ from scripts.parity_rows import (
     SHARDS_OTHERWISE,
     STRATEGIES,
 )
-from scripts.progress import doing, progress, unit
-from scripts.ranks import run_ranks
+from tests.harness.outcomes import Outcome, train_all
+from tests.harness.ranks import run_ranks
 
 LOSS_TOLERANCE = 1e-6
 """Relative, in float32 and default mode."""
 BF16_LOSS_TOLERANCE = 1e-4
 """Relative, with bf16 parameters in default mode."""
-
-
-@dataclass
-class Outcome:
-    """Results of a training run to compare."""
-
-    losses: list[float]
-    grad_norms: list[float]
-    parameters: dict[str, str]
-    """Name → hash of the full parameter."""
 
 
 def overrides(args: argparse.Namespace, model: str, mode: str, dtype: str) -> list[str]:
@@ -113,33 +100,6 @@ def compose_row(overrides: list[str], world_size: int, device: str) -> Config:
     config = compose_config([*overrides, f"launch.device={device}"])
     config.validate(world_size, device)
     return config
-
-
-def train_all(configs: list[Config], titles: Sequence[str] = ()) -> list[Outcome]:
-    """Train every row on the ranks that this one belongs to; rows with titles are announced as they finish."""
-    outcomes = []
-    for config, title in zip_longest(configs, titles, fillvalue=""):
-        with unit(title, announce=bool(title) and dist.get_rank() == 0):
-            trainer = Trainer(config)
-            trainer.memory.enabled = False  # compared nowhere, and a tenth of the time of short runs
-            trainer.train()
-            outcomes.append(
-                Outcome(
-                    losses=[step.loss for step in trainer.history],
-                    grad_norms=[step.grad_norm for step in trainer.history],
-                    parameters=hash_parameters(trainer),
-                )
-            )
-    return outcomes
-
-
-def hash_parameters(trainer: Trainer) -> dict[str, str]:
-    """Name → SHA-256 over the bytes of the full parameter."""
-    hashes: dict[str, str] = {}
-    for name, param in trainer.strategy.full_parameters():
-        assert name not in hashes, "a parameter came twice"
-        hashes[name] = hashlib.sha256(param.contiguous().view(torch.uint8).numpy().tobytes()).hexdigest()
-    return hashes
 
 
 def max_loss_difference(outcome: Outcome, reference: Outcome) -> float:

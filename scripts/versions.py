@@ -24,8 +24,8 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from scripts.machine import machine
-from scripts.progress import progress, unit
+from scripts.common.machine import machine
+from scripts.common.progress import progress, unit
 
 ROOT = Path(__file__).resolve().parents[1]
 

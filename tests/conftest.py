@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from tests.harness.clean_process import clean_process
+from tests.harness.coverage import without_coverage
 from tests.harness.workers import WorkersPlugin
-from tests.measuring import without_coverage
 
 SLOW = (
     "layout_mode",
@@ -86,6 +86,6 @@ def unmeasured() -> Iterator[None]:
 @pytest.fixture
 def warm(monkeypatch: pytest.MonkeyPatch) -> None:
     """Replace ``python -m`` processes of the test and of its launchers by forks with the imports already done."""
-    from tests.warm import start_warm
+    from tests.harness.warm_processes import start_warm
 
     start_warm(monkeypatch)

@@ -12,7 +12,7 @@ from torch import Tensor
 from fsdptoys.config.compose import compose_config
 from fsdptoys.device import GIB, Device, float64_collectives
 from fsdptoys.train.distributed import process_group
-from scripts.machine import machine
+from scripts.common.machine import machine
 from scripts.smoke.report import Report
 from scripts.smoke.runs import COMMON, RANK
 

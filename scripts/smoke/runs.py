@@ -28,7 +28,7 @@ from fsdptoys.metrics import StepMetrics
 from fsdptoys.train.distributed import process_group
 from fsdptoys.train.trainer import Trainer
 from fsdptoys.utils.dtensor import local_tensor
-from scripts.child_environment import child_environment
+from scripts.common.child_environment import child_environment
 
 COMMON = ["experiment=null", "data=synthetic", "metrics.console=none", "metrics.log_every=1", "optim.lr=1e-3"]
 COMMON += ["optim.schedule=constant", "train.steps=3"]

@@ -24,8 +24,8 @@ from fsdptoys.errors import ConfigError
 from fsdptoys.plan.predict import predict
 from fsdptoys.train.distributed import process_group
 from fsdptoys.train.trainer import Trainer
-from scripts.child_environment import ROOT, child_environment
-from scripts.peers.ours import fill
+from scripts.benchmarks.peers.ours import fill
+from scripts.common.child_environment import ROOT, child_environment
 from scripts.smoke.report import Report
 from scripts.smoke.runs import COMMON, RANK, TINY
 from scripts.smoke.training import fsdptoys, losses_of, train_command

@@ -8,7 +8,7 @@ import tempfile
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
-from scripts.child_environment import child_environment
+from scripts.common.child_environment import child_environment
 from scripts.smoke.report import Report
 from scripts.smoke.runs import COMMON, Trained, small_model, train, train_apart
 

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.checkpoint.folders import make_series
+from tests.harness.folders import make_series
 
 
 @pytest.fixture(scope="module")

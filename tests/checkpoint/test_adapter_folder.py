@@ -8,31 +8,24 @@ import pytest
 import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file
-from torch import Tensor, nn
+from torch import Tensor
 
-from fsdptoys.checkpoint.adapter_folder import AdapterFolder, write_adapter
+from fsdptoys.checkpoint.adapter_folder import AdapterFolder
 from fsdptoys.config.rules.tune import open_adapter
 from fsdptoys.errors import ConfigError
 from fsdptoys.models import DecoderModel
-from fsdptoys.models.lora import Samples, add_adapters, is_adapter
+from fsdptoys.models.lora import is_adapter
 from fsdptoys.tune import LoRAConfig
-from tests.checkpoint.folders import build, load
-from tests.checkpoint.test_damages import SENTENCES, edit_json, edit_tensors
-from tests.models.families import SMALL
-from tests.models.test_families import build_oracle
-from tests.oracle import import_transformers
+from tests.checkpoint.damages import SENTENCES, edit_json, edit_tensors
+from tests.harness.adapters import ALPHA, RANK, TARGETS, adapted, draw_adapters, write_own
+from tests.harness.families import SMALL
+from tests.harness.folders import build, load
+from tests.harness.transformers_oracle import build_oracle, import_transformers
 
-TARGETS = ["q_proj", "k_proj", "v_proj", "o_proj", "up_proj"]
 OURS = dict.fromkeys(["llama3 scaled tied", "qwen3", "gpt2", "llama4"], TARGETS) | {"qwen3_moe": TARGETS[:4]}
 THEIRS = {"gpt2": ["attn.c_attn", "attn.c_proj", "c_fc"], "qwen3_moe": TARGETS[:4]}
 CASES = ["llama3 scaled tied", "qwen3", "gpt2", "qwen3_moe"]
-RANK, ALPHA = 4, 6.0
 TOKENS_BT = torch.randint(0, 96, (2, 24), generator=torch.Generator().manual_seed(1))
-
-
-def adapted(model: DecoderModel, targets: list[str] = TARGETS) -> DecoderModel:
-    add_adapters(model, targets, RANK, ALPHA, 0.0, Samples(0))
-    return model
 
 
 def fill(model: DecoderModel, path: Path, targets: list[str]) -> AdapterFolder:
@@ -46,18 +39,6 @@ def fill(model: DecoderModel, path: Path, targets: list[str]) -> AdapterFolder:
         if is_adapter(name):
             folder.fill(param, name)
     return folder
-
-
-def draw_adapters(model: DecoderModel) -> dict[str, Tensor]:
-    torch.manual_seed(3)
-    adapters = {name: param for name, param in model.named_parameters() if is_adapter(name)}
-    for param in adapters.values():
-        nn.init.normal_(param, 0.0, 0.2)
-    return {name: param.detach() for name, param in adapters.items()}
-
-
-def write_own(path: Path, model: DecoderModel, adapters: dict[str, Tensor]) -> None:
-    write_adapter(path, adapters, model.config, rank=RANK, alpha=ALPHA, dropout=0.0)
 
 
 def with_peft(case: str, folder: Path) -> tuple[Any, Any, DecoderModel]:

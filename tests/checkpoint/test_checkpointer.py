@@ -18,9 +18,9 @@ from fsdptoys.checkpoint import checkpointer as keeper
 from fsdptoys.checkpoint.manifest import to_json
 from fsdptoys.checkpoint.storage import LocalStorage
 from fsdptoys.errors import ConfigError
-from tests.checkpoint.disks import refusing
-from tests.checkpoint.folders import check, copied, facts, make_series, refusal, resume, save
-from tests.checkpoint.test_damages import SENTENCES, flip
+from tests.checkpoint.damages import SENTENCES, flip
+from tests.harness.disks import refusing
+from tests.harness.folders import check, copied, facts, make_series, refusal, resume, save
 from tests.harness.processes import wait_until
 
 ONE, TWO, THREE = (f"step-0000000{step}" for step in (1, 2, 3))

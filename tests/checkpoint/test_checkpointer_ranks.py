@@ -14,10 +14,10 @@ from torch.distributed.tensor import DTensor, Shard
 
 from fsdptoys.checkpoint import Checkpoint, CheckpointConfig, Checkpointer, Form, manifest
 from fsdptoys.errors import ConfigError
-from scripts.ranks import run_ranks
-from tests.checkpoint.disks import refusing
-from tests.checkpoint.folders import distributed, facts, full_tensors, make_series, own_facts, resume, whole
-from tests.checkpoint.test_damages import flip
+from tests.checkpoint.damages import flip
+from tests.harness.disks import refusing
+from tests.harness.folders import distributed, facts, full_tensors, make_series, own_facts, resume, whole
+from tests.harness.ranks import run_ranks
 
 
 def make(folder: Path, messages: list[str] | None = None, **config: Any) -> Checkpointer:

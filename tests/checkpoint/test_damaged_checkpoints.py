@@ -16,12 +16,23 @@ from torch import Tensor
 
 from fsdptoys.checkpoint import CheckpointConfig, peek
 from fsdptoys.checkpoint.manifest import Manifest
-from fsdptoys.checkpoint.sharded_io import load_tensors, save_tensors
+from fsdptoys.checkpoint.sharded_io import load_tensors
 from fsdptoys.checkpoint.storage import open_storage
 from fsdptoys.errors import ConfigError
 from fsdptoys.utils.sealed_folder import FileSum, sum_bytes
-from tests.checkpoint.folders import check, check_tensors, copied, resume
-from tests.checkpoint.test_damages import SENTENCES, Damage, Hostile, change_json, edit_bytes, edit_header, flip
+from tests.checkpoint.damages import (
+    INDEX,
+    SENTENCES,
+    Damage,
+    Hostile,
+    change_json,
+    chunk,
+    edit_bytes,
+    edit_header,
+    flip,
+    make_saved,
+)
+from tests.harness.folders import check, check_tensors, copied, resume
 
 ONE, TWO, THREE = (f"step-0000000{step}" for step in (1, 2, 3))
 TENSORS = "tensors-00000.safetensors"
@@ -166,22 +177,6 @@ def test_pickles_in_a_checkpoint_folder_are_never_loaded(series: Path, tmp_path:
     assert made.exists()
 
 
-def make_saved(folder: Path) -> Path:
-    """A checkpoint with ``w`` in two chunks and ``b`` in one, all in one file."""
-    folder.mkdir(parents=True)
-    storage = open_storage(str(folder.parent))
-    save_tensors(storage, folder.name, {"w@0,0": torch.ones(3, 4), "w@3,0": torch.ones(3, 4), "b": torch.ones(4)}, None)
-    tree = json.loads((folder / "tensors.json").read_text())
-    parts = [tree["tensors"].pop(key)["chunks"][0] for key in ("w@0,0", "w@3,0")]
-    parts[1]["offsets"] = [3, 0]
-    tree["tensors"]["w"] = {"dtype": "F32", "shape": [6, 4], "chunks": parts}
-    (folder / "tensors.json").write_text(json.dumps(tree))
-    return folder
-
-
-INDEX = "tensors.json"
-
-
 def set_value(tree: Any, path: str, value: Any) -> None:
     *above, last = path.split("/")
     for name in above:
@@ -191,11 +186,6 @@ def set_value(tree: Any, path: str, value: Any) -> None:
 
 def edit_index(path: str, value: Any) -> Damage:
     return change_json(INDEX, lambda tree: set_value(tree, path, value))
-
-
-def chunk(**values: Any) -> Damage:
-    """Change the second chunk of ``w`` in the index."""
-    return change_json(INDEX, lambda tree: tree["tensors"]["w"]["chunks"][1].update(values))
 
 
 def cut_otherwise(*chunks: tuple[int, list[int], list[int]]) -> Damage:

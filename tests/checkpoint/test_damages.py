@@ -1,43 +1,41 @@
 """Damaged folders in Hugging Face format, and those of other models, are rejected without touching the model."""
 
-import json
-import os
 import pickle
 import re
 import struct
-from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import yaml
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from torch import Tensor
 
 from fsdptoys.checkpoint import HuggingFaceFolder, verify_checksums
 from fsdptoys.errors import ConfigError
-from fsdptoys.models import GPT2Config, Llama4Config, LlamaConfig, ModelConfig
-from fsdptoys.models.rotary import RopeScaling
-from tests.checkpoint.folders import build, build_empty, write
-
-SIZES: dict[str, int] = {"dim": 16, "n_layers": 2, "n_heads": 2, "vocab_size": 32, "max_seq_len": 16}
-
-
-LLAMA_SIZES = SIZES | {"n_kv_heads": 1, "ffn_dim": 24}
-
-
-CONFIG = LlamaConfig(**LLAMA_SIZES, rope_scaling=RopeScaling(factor=8.0, original_max_seq_len=8))  # type: ignore[arg-type]
-
+from fsdptoys.models import Llama4Config, ModelConfig
+from tests.checkpoint.damages import (
+    CONFIG,
+    FIRST,
+    GPT2,
+    LLAMA_SIZES,
+    SECOND,
+    SENTENCES,
+    THIRD,
+    Damage,
+    Hostile,
+    change_json,
+    edit_bytes,
+    edit_header,
+    edit_json,
+    edit_tensors,
+    make_folder,
+    update,
+)
+from tests.harness.folders import build_empty
 
 LLAMA4 = Llama4Config(**LLAMA_SIZES, n_experts=2, expert_ffn_dim=8, attention_chunk_len=8)  # type: ignore[arg-type]
-
-
-GPT2 = GPT2Config(**SIZES)  # type: ignore[arg-type]
-
-
-FIRST, SECOND, THIRD = (f"model-0000{number}-of-00003.safetensors" for number in (1, 2, 3))
 
 
 INDEX = "model.safetensors.index.json"
@@ -47,86 +45,8 @@ NORM = "model.norm.weight"
 """In the third file, as the last but one."""
 
 
-SENTENCES = yaml.safe_load((Path(__file__).parent / "sentences.yaml").read_text(encoding="utf-8"))
-"""Topic → expected sentences, by case or with the changed keys."""
-
-
-Damage = Callable[[Path], object]
-
-
-def make_folder(folder: Path, config: ModelConfig = CONFIG) -> None:
-    write(folder, build(config), max_file_bytes=9000)
-
-
-def change_json(file: str, change: Callable[[Any], object]) -> Damage:
-    """Change the content of a file in place."""
-
-    def damage(folder: Path) -> None:
-        tree = json.loads((folder / file).read_text())
-        change(tree)
-        (folder / file).write_text(json.dumps(tree))
-
-    return damage
-
-
-def update(tree: dict[str, Any], values: dict[str, Any]) -> None:
-    """Set keys, or remove those with the value ``(removed)``."""
-    for key, value in values.items():
-        if value == "(removed)":
-            del tree[key]
-        else:
-            tree[key] = value
-
-
-def edit_json(file: str, **values: Any) -> Damage:
-    return change_json(file, lambda tree: update(tree, values))
-
-
 def edit_below(file: str, above: str, **values: Any) -> Damage:
     return change_json(file, lambda tree: update(tree[above], values))
-
-
-def edit_tensors(change: Callable[[dict[str, Tensor]], object], file: str = THIRD) -> Damage:
-    def damage(folder: Path) -> None:
-        tensors = load_file(folder / file)
-        change(tensors)
-        save_file(tensors, folder / file)
-
-    return damage
-
-
-def edit_bytes(change: Callable[[bytes], bytes], file: str = THIRD) -> Damage:
-    return lambda folder: (folder / file).write_bytes(change((folder / file).read_bytes()))
-
-
-def flip(file: str) -> Damage:
-    def flip_middle(content: bytes) -> bytes:
-        middle = len(content) // 2
-        return content[:middle] + bytes([content[middle] ^ 1]) + content[middle + 1 :]
-
-    return edit_bytes(flip_middle, file)
-
-
-def edit_header(change: Callable[[Any], object], file: str = THIRD) -> Damage:
-    """Change the header in place, or replace it by the result of ``change``, before the same tensors."""
-
-    def apply(content: bytes) -> bytes:
-        (length,) = struct.unpack("<Q", content[:8])
-        header = json.loads(content[8 : 8 + length])
-        text = json.dumps(change(header) or header).encode()
-        return struct.pack("<Q", len(text)) + text + content[8 + length :]
-
-    return edit_bytes(apply, file)
-
-
-class Hostile:
-    """Makes a folder when it is unpickled."""
-
-    def __init__(self, mark: Path) -> None:
-        self.mark = mark
-
-    def __reduce__(self) -> Any:
-        return os.mkdir, (str(self.mark),)
 
 
 AGAIN = "download or write the folder again"
@@ -236,14 +156,14 @@ def test_damaged_folder_is_refused_in_one_sentence(case: str, folder: Path) -> N
 CHANGED = f"{AGAIN}, or delete checksums.json if the file was changed on purpose"
 LIST_DAMAGED = f"checksums.json is damaged: it does not list names, sizes and SHA-256; {AGAIN}"
 SUMS = r"is damaged: its SHA-256 is [0-9a-f]{12}…, and checksums.json says [0-9a-f]{12}…"
-SIZES = r"config.json is damaged: it holds \d+ bytes, and checksums.json says \d+"
+SIZE_DIFFERS = r"config.json is damaged: it holds \d+ bytes, and checksums.json says \d+"
 
 
 @pytest.mark.parametrize(
     ("damage", "is_size_changed", "sentence"),
     [
         (edit_bytes(lambda content: content[:-1] + bytes([content[-1] ^ 1])), False, f"{THIRD} {SUMS}; {CHANGED}"),
-        (edit_bytes(lambda content: content + b" ", "config.json"), True, f"{SIZES}; {CHANGED}"),
+        (edit_bytes(lambda content: content + b" ", "config.json"), True, f"{SIZE_DIFFERS}; {CHANGED}"),
         (
             lambda folder: (folder / FIRST).unlink(),
             True,

@@ -20,7 +20,7 @@ from fsdptoys.checkpoint import checkpointer as keeper
 from fsdptoys.checkpoint import select as choice
 from fsdptoys.checkpoint.storage import LocalStorage, Storage, open_storage
 from fsdptoys.errors import ConfigError
-from tests.checkpoint.disks import FaultyStorage, LossyDisk, PowerLoss, ending_storage, in_child, kill_self, refusing
+from tests.harness.disks import FaultyStorage, LossyDisk, PowerLoss, ending_storage, in_child, kill_self, refusing
 
 UNREADABLE = (errno.EACCES, errno.EIO, errno.ESTALE, errno.EMFILE, errno.EINTR)
 """Errors that leave a folder's content unknown; the tests alternate between them."""

@@ -21,13 +21,13 @@ from fsdptoys.models import GPT2Config, LlamaConfig, ModelConfig, whole
 from fsdptoys.models.rotary import RopeScaling
 from fsdptoys.parallel import DDPConfig, FSDP1Config, FSDP2Config, ParallelConfig, SingleConfig, World
 from fsdptoys.parallel.mesh import MeshConfig
-from scripts.ranks import run_ranks
-from tests.checkpoint.folders import build, build_empty, load, write
-from tests.checkpoint.test_damages import CONFIG, GPT2, SENTENCES, THIRD, edit_bytes, make_folder
-from tests.checkpoint.test_weights import FILE_BYTES, write_config
-from tests.harness.memory import NEEDS_PEAK, peak_growth_bytes
-from tests.models.families import SMALL
-from tests.oracle import import_transformers
+from tests.checkpoint.damages import CONFIG, GPT2, SENTENCES, THIRD, edit_bytes, make_folder
+from tests.harness.families import SMALL
+from tests.harness.folders import build, build_empty, load, write
+from tests.harness.process_memory import NEEDS_PEAK, peak_growth_bytes
+from tests.harness.ranks import run_ranks
+from tests.harness.saved_runs import FILE_BYTES, write_config
+from tests.harness.transformers_oracle import import_transformers
 
 TOKENS_BT = torch.arange(2 * 33).view(2, 33) % 96
 

@@ -19,8 +19,8 @@ from fsdptoys.checkpoint.shard_format import read_index
 from fsdptoys.checkpoint.sharded_io import load_tensors, save_tensors
 from fsdptoys.checkpoint.storage import LocalStorage, open_storage
 from fsdptoys.errors import ConfigError
-from scripts.ranks import run_ranks
-from tests.checkpoint.test_damaged_checkpoints import chunk, make_saved
+from tests.checkpoint.damages import chunk, make_saved
+from tests.harness.ranks import run_ranks
 
 FORMS: dict[str, tuple[tuple[int, ...], torch.dtype]] = {
     "even": ((8, 6), torch.float32),

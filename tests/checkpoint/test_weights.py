@@ -15,35 +15,16 @@ import yaml
 from torch import Tensor
 
 from fsdptoys.checkpoint import RunWeights, save_weights, verify_checksums, write_hugging_face
-from fsdptoys.config.schema import Config
 from fsdptoys.errors import ConfigError
-from fsdptoys.models import ModelConfig, whole
-from fsdptoys.parallel import SingleConfig
-from tests.checkpoint.disks import in_child, kill_self
-from tests.checkpoint.folders import build, regions_of
-from tests.checkpoint.test_damages import SENTENCES, update
-from tests.harness.memory import NEEDS_PEAK, peak_growth_bytes
-from tests.models.families import SMALL
-from tests.parallel.runs import make_config
-
-FILE_BYTES = 60_000
-"""Small enough for several files in every case."""
+from fsdptoys.models import whole
+from tests.checkpoint.damages import SENTENCES, update
+from tests.harness.disks import in_child, kill_self
+from tests.harness.families import SMALL
+from tests.harness.folders import build, regions_of
+from tests.harness.process_memory import NEEDS_PEAK, peak_growth_bytes
+from tests.harness.saved_runs import FILE_BYTES, save_run, write_config
 
 CONFIG = SMALL["llama3 scaled tied"]
-
-
-def save_run(run: Path, config: ModelConfig, max_file_bytes: int = FILE_BYTES) -> dict[str, Tensor]:
-    """A run's directory with the weights of a random model; returns them."""
-    parameters = {name: param.detach() for name, param in build(config).named_parameters()}
-    write_config(run, config)
-    save_weights(run / "weights", iter(parameters.items()), max_file_bytes)
-    return parameters
-
-
-def write_config(run: Path, config: ModelConfig) -> None:
-    settings: Config = dataclasses.replace(make_config(SingleConfig(), 1), model=config)
-    run.mkdir(parents=True, exist_ok=True)
-    (run / "config.yaml").write_text(yaml.safe_dump(settings.to_dict(), sort_keys=False))
 
 
 @pytest.mark.parametrize("case", SMALL)

@@ -20,9 +20,9 @@ from fsdptoys.cli.main import main
 from fsdptoys.parallel import FSDP2Config
 from fsdptoys.train.resume import FACTS
 from fsdptoys.train.run import train
-from scripts.fuzz_edits import seal
-from scripts.ranks import run_ranks
-from tests.parallel.runs import make_config
+from scripts.fuzz.fuzz_edits import seal
+from tests.harness.ranks import run_ranks
+from tests.harness.tiny import make_config
 
 NAMES = [f"step-{step:08d}" for step in (3, 2, 1)]
 NEWEST = NAMES[0]

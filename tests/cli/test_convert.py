@@ -23,12 +23,12 @@ from fsdptoys.config.compose import compose_config
 from fsdptoys.config.overrides import list_choices
 from fsdptoys.errors import ConfigError
 from fsdptoys.models import ModelConfig, whole
-from tests.checkpoint.folders import build, load, write
-from tests.checkpoint.test_weights import save_run
-from tests.data.chat_files import CONVERSATIONS, GENERATED, save_chat_tokenizer
+from tests.harness.chat_files import CONVERSATIONS, GENERATED, save_chat_tokenizer
+from tests.harness.families import SMALL
+from tests.harness.folders import build, load, write
 from tests.harness.levels import by_level
-from tests.models.families import SMALL
-from tests.oracle import import_transformers
+from tests.harness.saved_runs import save_run
+from tests.harness.transformers_oracle import import_transformers
 
 DEBUG_PRESETS = [name for name in list_choices()["model"] if name.endswith("_debug")]
 

@@ -21,17 +21,18 @@ from fsdptoys.data import (
     TextConfig,
 )
 from fsdptoys.data.packing import Packing
+from fsdptoys.data.prepare import prepare_folder
 from fsdptoys.parallel import SingleConfig
 from fsdptoys.train.run import Run
 from fsdptoys.train.trainer import Trainer
-from scripts.ranks import run_ranks
-from tests.checkpoint.folders import build, write
-from tests.cli.byte_model import BYTES, edit_settings, save_tokenizer
-from tests.data import test_prepare as prepared
+from tests.harness import prepared_data as prepared
+from tests.harness.byte_model import BYTES, edit_settings, save_tokenizer
+from tests.harness.families import SMALL
+from tests.harness.folders import build, write
 from tests.harness.levels import by_level, extended
-from tests.models.families import SMALL
-from tests.oracle import import_transformers
-from tests.parallel.runs import make_config, tiny_model
+from tests.harness.ranks import run_ranks
+from tests.harness.tiny import make_config, tiny_model
+from tests.harness.transformers_oracle import import_transformers
 
 
 def output_of(capsys: pytest.CaptureFixture[str], *words: str) -> dict[str, Any]:
@@ -95,9 +96,7 @@ def data_of(kind: str, folder: Path) -> DataConfig:
     cache = str(folder / "cache")
     if kind == "hf":
         return HFConfig(files=[str(lines)], tokenizer=tokenizer, eval_fraction=0.3, cache=cache)
-    prepared.prepare_folder(
-        prepared.request(folder / "data", lines, tokenizer=tokenizer, eval_fraction=0.3)
-    )
+    prepare_folder(prepared.request(folder / "data", lines, tokenizer=tokenizer, eval_fraction=0.3))
     if kind == "prepared":
         return PreparedConfig(folder=str(folder / "data"))
     return PreparedConfig(

@@ -12,16 +12,17 @@ from fsdptoys.cli.commands import parse
 from fsdptoys.cli.generate import generate_command
 from fsdptoys.cli.main import main
 from fsdptoys.data import DataConfig, HFConfig, PreparedConfig, TextConfig
+from fsdptoys.data.prepare import prepare_folder
 from fsdptoys.errors import ConfigError
 from fsdptoys.models import LlamaConfig
 from fsdptoys.models.generate import Draw, generate
-from tests.checkpoint.folders import build, load, write
-from tests.checkpoint.test_adapter_folder import adapted, draw_adapters, write_own
-from tests.cli.byte_model import BYTES, edit_settings, save_model, save_tokenizer, train_on
-from tests.data import test_prepare as prepared
-from tests.data.chat_files import GENERATED, save_chat_tokenizer, without_blocks
-from tests.models.families import SMALL
-from tests.oracle import import_transformers
+from tests.harness import prepared_data as prepared
+from tests.harness.adapters import adapted, draw_adapters, write_own
+from tests.harness.byte_model import BYTES, edit_settings, save_model, save_tokenizer, train_on
+from tests.harness.chat_files import GENERATED, save_chat_tokenizer, without_blocks
+from tests.harness.families import SMALL
+from tests.harness.folders import build, load, write
+from tests.harness.transformers_oracle import import_transformers
 
 
 @pytest.fixture
@@ -286,9 +287,7 @@ def test_tokenizer_of_the_run_is_the_default(
     )
     if "folder" in kind:
         for name in ("out", "other"):
-            prepared.prepare_folder(
-                prepared.request(places / name, "a.jsonl", tokenizer=str(tokenizer))
-            )
+            prepare_folder(prepared.request(places / name, "a.jsonl", tokenizer=str(tokenizer)))
         data = (
             PreparedConfig(folder="out")
             if kind == "folder"
@@ -313,7 +312,7 @@ def test_runs_trained_on_bytes_default_to_bytes(
 ) -> None:
     """Oracle: the same command with an explicit tokenizer, for every kind of byte data."""
     prepared.write_lines(places / "a.jsonl", ["one two"])
-    prepared.prepare_folder(prepared.request(places / "out", "a.jsonl"))
+    prepare_folder(prepared.request(places / "out", "a.jsonl"))
     words = ["run", "--tokens", "5", "--prompt", "abc"]
     wanted = made(capsys, *words, "--tokenizer", "bytes")
     for data in (TextConfig(), PreparedConfig(folder="out"), HFConfig(files=["gone"])):

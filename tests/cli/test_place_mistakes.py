@@ -1,12 +1,10 @@
 """Paths, folders and environments that a run cannot use get one sentence before a worker starts."""
 
-import contextlib
 import errno
 import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -18,6 +16,7 @@ from fsdptoys.errors import ConfigError
 from fsdptoys.launch.worker import WorkerRequest, make_launch_folder
 from fsdptoys.metrics import check_run_dir
 from tests.harness.levels import extended
+from tests.harness.processes import as_other_user
 
 ROOT = Path(__file__).parents[2]
 
@@ -100,19 +99,6 @@ def test_run_directory_with_a_name_of_255_bytes_is_accepted(tmp_path: Path) -> N
     path = tmp_path / ("a" * 255)
     path.mkdir()
     check_run_dir(compose_config([f"metrics.run_dir={path}"]).metrics)
-
-
-@contextlib.contextmanager
-def as_other_user() -> Iterator[None]:
-    """Drop root's permissions."""
-    if os.geteuid() != 0:
-        yield
-        return
-    os.seteuid(65534)
-    try:
-        yield
-    finally:
-        os.seteuid(0)
 
 
 @pytest.mark.parametrize("below", ["run", "run/new"])

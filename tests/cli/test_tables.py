@@ -18,7 +18,7 @@ from fsdptoys.config.overrides import list_choices
 from fsdptoys.report.runs_table import gather
 from fsdptoys.report.table import make_table
 from fsdptoys.report.table_export import to_csv, to_json, to_markdown
-from tests.report.recorded_runs import run_of, write_run
+from tests.harness.recorded_runs import run_of, write_run
 
 PRESETS = list_choices()["model"]
 LLAMA2_7B = ModelFacts(

@@ -2,7 +2,7 @@
 ranks.
 
 Ranks of large worlds are alone here, in a process group whose collectives do nothing
-(``scripts/counted.py``). Not covered so: DDP, whose reducer wants an answer; and FSDP1 over all
+(``scripts/benchmarks/step_counts.py``). Not covered so: DDP, whose reducer wants an answer; and FSDP1 over all
 ranks on a CPU, where PyTorch itself gathers with a list of tensors, one a rank.
 """
 
@@ -20,9 +20,9 @@ from fsdptoys.metrics.prediction import Volume
 from fsdptoys.profiler.collectives import CollectiveTrace
 from fsdptoys.train.run import Run
 from fsdptoys.train.trainer import Trainer
-from scripts import bench_scaling
-from scripts.counted import configured, count_step
-from scripts.ranks import run_ranks
+from scripts.benchmarks import bench_scaling
+from scripts.benchmarks.step_counts import configured, count_step
+from tests.harness.ranks import run_ranks
 
 SMALL = [
     "model=llama_debug",

@@ -31,9 +31,9 @@ from fsdptoys.train.heartbeat import read_heartbeats
 from fsdptoys.train.run import Run
 from fsdptoys.train.trainer import Trainer
 from scripts.chaos import count_wrong, read_resumes
-from scripts.ranks import run_ranks
+from tests.harness.launched_training import Training, training, wait_while_running
 from tests.harness.processes import load_factor
-from tests.launch.training import Training, training, wait_while_running
+from tests.harness.ranks import run_ranks
 
 CLONE_NEWNS = 0x00020000
 CLONE_NEWUTS = 0x04000000

@@ -5,7 +5,7 @@ import dataclasses
 import itertools
 import shlex
 import typing
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -16,7 +16,8 @@ from fsdptoys.config.option_values import SWITCHES
 from fsdptoys.config.overrides import HELP, list_choices, list_options, schema_name
 from fsdptoys.config.schema import SCHEMAS, Config
 from fsdptoys.errors import ConfigError
-from tests.messages.lines import Row, corrected
+from tests.harness.message_lines import Row, corrected
+from tests.harness.run_tables import one_in
 
 TOO_LARGE = (str(10**400), str(10**30), str(2**63))
 INTEGERS = (*TOO_LARGE, "-1", "0")
@@ -46,11 +47,6 @@ def schemas() -> dict[str, dict[str, type]]:
     sections = {field.name: hints[field.name] for field in dataclasses.fields(Config)}
     plain = {name: {"default": kind} for name, kind in sections.items() if dataclasses.is_dataclass(kind)}
     return {name: SCHEMAS.get(name, of_section) for name, of_section in plain.items()}
-
-
-def one_in(share: int, names: Iterable[str]) -> list[Any]:
-    """Return all names as parameters, of which the short level runs one in ``share``."""
-    return [pytest.param(name, marks=pytest.mark.extended if index % share else ()) for index, name in enumerate(names)]
 
 
 def values_of(key: str, annotation: Any) -> tuple[str, ...]:

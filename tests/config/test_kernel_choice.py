@@ -15,12 +15,12 @@ from fsdptoys.models.kernels import IMPLEMENTATIONS
 from fsdptoys.models.ops import Layer
 from fsdptoys.parallel import FSDP2Config, ParallelConfig, SingleConfig
 from fsdptoys.train.trainer import Trainer
-from scripts.parity import train_all
-from scripts.ranks import run_ranks
-from tests.checkpoint.folders import build
-from tests.models.families import SMALL
-from tests.npu_stand_ins import IS_REAL
-from tests.parallel.runs import make_config
+from tests.harness.families import SMALL
+from tests.harness.folders import build
+from tests.harness.npu_stand_ins import IS_REAL
+from tests.harness.outcomes import train_all
+from tests.harness.ranks import run_ranks
+from tests.harness.tiny import make_config
 
 COMPILED = KernelConfig(rms_norm=Kernel.compiled)
 FUSED = {operation for operation, named in IMPLEMENTATIONS.items() if "npu" in named}

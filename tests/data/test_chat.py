@@ -19,10 +19,10 @@ from fsdptoys.errors import ConfigError
 from fsdptoys.metrics import StepMetrics
 from fsdptoys.parallel import FSDP2Config
 from fsdptoys.train.trainer import Trainer
-from scripts.ranks import run_ranks
-from tests.data.chat_files import CONVERSATIONS, GENERATED, save_chat_tokenizer, without_blocks, write_rows
-from tests.data.test_mistakes import mistakes
-from tests.parallel.runs import make_config
+from tests.data.mistakes import mistakes
+from tests.harness.chat_files import CONVERSATIONS, GENERATED, save_chat_tokenizer, without_blocks, write_rows
+from tests.harness.ranks import run_ranks
+from tests.harness.tiny import make_config
 
 GOOD = json.dumps({"messages": CONVERSATIONS[0]})
 WIDE = 512

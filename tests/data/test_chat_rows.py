@@ -12,8 +12,8 @@ from fsdptoys.data.chat_template import ChatTemplate, open_template
 from fsdptoys.data.document_reader import find_sources, read_documents
 from fsdptoys.data.tokenizer_settings import TemplateSource
 from fsdptoys.errors import ConfigError
-from scripts.chat_templates import ROWS, TOOLS, WARM, WEATHER, Oracle, calling, compare, read_row
-from tests.data.chat_files import write_rows
+from scripts.benchmarks.chat_templates import ROWS, TOOLS, WARM, WEATHER, Oracle, calling, compare, read_row
+from tests.harness.chat_files import write_rows
 
 CALL = {"name": "get_weather", "arguments": {"city": "Bern"}}
 RESULT = {"role": "tool", "content": '{"degrees": 23}'}

@@ -17,8 +17,8 @@ from fsdptoys.data.token_files import SourceFile
 from fsdptoys.errors import ConfigError
 from fsdptoys.train.run import Run
 from fsdptoys.train.trainer import Trainer
-from scripts.ranks import run_ranks
-from tests.data.test_prepare import documents, request, write_lines
+from tests.harness.prepared_data import documents, request, write_lines
+from tests.harness.ranks import run_ranks
 
 MIDDLE = 40_000
 """Farther from both ends than the fingerprint of earlier versions looked at."""

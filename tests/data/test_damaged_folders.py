@@ -15,8 +15,8 @@ from fsdptoys.data.packing import Packing
 from fsdptoys.data.prepare import prepare_folder
 from fsdptoys.data.shard_writer import PROGRESS_FILE, ShardsWriter
 from fsdptoys.errors import ConfigError
-from tests.data.test_prepare import contents, documents, save_tokenizer, write_lines
-from tests.data.test_prepare import request as make_request
+from tests.harness.prepared_data import contents, documents, save_tokenizer, write_lines
+from tests.harness.prepared_data import request as make_request
 
 Damage = Callable[[Path], object]
 

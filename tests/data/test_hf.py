@@ -18,8 +18,8 @@ from fsdptoys.data import prepare as preparing
 from fsdptoys.data.prepare import Advance
 from fsdptoys.errors import ConfigError
 from fsdptoys.train import run
-from scripts.ranks import run_ranks
-from tests.data.test_prepare import contents, documents, request, save_tokenizer, write_lines
+from tests.harness.prepared_data import contents, documents, request, save_tokenizer, write_lines
+from tests.harness.ranks import run_ranks
 
 
 @pytest.fixture(autouse=True)

@@ -11,7 +11,7 @@ from fsdptoys.data import open_encoder, prepare_folder
 from fsdptoys.data.text_encoder import Encoder
 from fsdptoys.data.tokenizer import open_tokenizer
 from fsdptoys.errors import ConfigError
-from tests.data.test_prepare import request
+from tests.harness.prepared_data import request
 
 pytest.importorskip("tokenizers")
 

@@ -15,10 +15,10 @@ import torch
 from fsdptoys.data import BatchStream, TextConfig, check_shared_memory
 from fsdptoys.data.loader import SHARED_MEMORY
 from fsdptoys.errors import ConfigError
-from scripts.ranks import run_ranks
-from tests.data.test_prepare import living_in_group
 from tests.harness.clean_process import ROOT
+from tests.harness.prepared_data import living_in_group
 from tests.harness.processes import wait_until
+from tests.harness.ranks import run_ranks
 
 LAYOUT = {"batch_size": 3, "microbatches": 2, "ranks": range(1, 3), "data_ranks": 4, "seed": 7}
 

@@ -7,19 +7,12 @@ from typing import Any
 
 import numpy as np
 import pytest
-import yaml
 
 from fsdptoys.cli.data import data_command
 from fsdptoys.data import DATASETS, PreparedConfig
 from fsdptoys.errors import ConfigError
-from tests.data.test_prepare import documents, save_tokenizer, write_lines
-from tests.data.test_prepared import make
-
-
-def mistakes(section: str) -> list[object]:
-    """Return the mistakes of a section of ``mistakes.yaml``, and their sentences."""
-    tree = yaml.safe_load(Path(__file__).with_name("mistakes.yaml").read_text(encoding="utf-8"))
-    return [pytest.param(row["typed"], row["says"], id=str(row["typed"])) for row in tree[section]]
+from tests.data.mistakes import mistakes
+from tests.harness.prepared_data import documents, make, save_tokenizer, write_lines
 
 
 @pytest.fixture(scope="module")

@@ -18,8 +18,8 @@ from fsdptoys.cli.data import data_command
 from fsdptoys.data import HFConfig, PreparedConfig, TextConfig, document_reader, find_sources, prepare_folder
 from fsdptoys.data.packing import Packing
 from fsdptoys.errors import ConfigError
-from tests.cli.test_place_mistakes import as_other_user
-from tests.data.test_prepare import contents, documents, read_split, request, save_tokenizer, write_lines
+from tests.harness.prepared_data import contents, documents, read_split, request, save_tokenizer, write_lines
+from tests.harness.processes import as_other_user
 
 
 def test_file_names_need_not_be_valid_unicode(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -14,18 +14,10 @@ from fsdptoys.data import IGNORE_INDEX, PreparedConfig, eval_batches, packing, r
 from fsdptoys.data.hf import HFConfig
 from fsdptoys.data.mixture import BLOCK, MixedHeldOut, MixedSamples
 from fsdptoys.data.packing import Packing, best_fit, cut
-from fsdptoys.data.prepare import prepare_folder
 from fsdptoys.errors import ConfigError
-from scripts.ranks import run_ranks
-from tests.data.test_prepare import contents, documents, read_split, request, write_lines
-from tests.data.test_sampler import SEQ_LEN, NumberedSamples
-from tests.data.test_sources import assert_windows
-
-
-def make(folder: Path, count: int = 150, seed: int = 0, **changes) -> str:
-    lines = write_lines(folder.with_suffix(".jsonl"), [f"{folder.name} {text}" for text in documents(count, seed)])
-    prepare_folder(request(folder, lines, **({"shard_tokens": 1000, "eval_fraction": 0.2} | changes)))
-    return str(folder)
+from tests.data.samples import SEQ_LEN, NumberedSamples, assert_windows
+from tests.harness.prepared_data import contents, make, read_split
+from tests.harness.ranks import run_ranks
 
 
 def tokens_of(folder: str, split: str) -> np.ndarray:

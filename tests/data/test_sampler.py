@@ -1,30 +1,11 @@
 """The order of samples, compared with sets, one process, and an uninterrupted run."""
 
-import numpy as np
 import pytest
 import torch
 
 from fsdptoys.data import IGNORE_INDEX, BatchStream, SyntheticConfig, eval_batches
 from fsdptoys.errors import ConfigError
-
-SEQ_LEN = 4
-
-
-class NumberedSamples:
-    """Every token of a sample is its number, counted from ``first``, so that batches show their samples."""
-
-    def __init__(self, count: int, endless: bool = False, first: int = 0) -> None:
-        self.count = count
-        self.endless = endless
-        self.first = first
-
-    def __len__(self) -> int:
-        return self.count
-
-    def __getitem__(self, index: int) -> tuple[np.ndarray, np.ndarray]:
-        if not 0 <= index < self.count:
-            raise IndexError(index)
-        return np.full(SEQ_LEN, self.first + index), np.full(SEQ_LEN, self.first + index + 1)
+from tests.data.samples import SEQ_LEN, NumberedSamples
 
 
 def take_numbers(stream: BatchStream, steps: int) -> list[int]:

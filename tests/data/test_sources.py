@@ -3,7 +3,6 @@
 import hashlib
 import math
 import os
-import pickle
 import sysconfig
 from pathlib import Path
 
@@ -13,7 +12,6 @@ import pytest
 from fsdptoys.data import (
     IGNORE_INDEX,
     BinConfig,
-    Samples,
     SyntheticConfig,
     TextConfig,
     TokenDType,
@@ -22,6 +20,7 @@ from fsdptoys.data import (
 )
 from fsdptoys.errors import ConfigError
 from fsdptoys.loss import objective
+from tests.data.samples import assert_windows
 
 
 def test_ignore_index_equals_that_of_the_loss():
@@ -34,21 +33,6 @@ def write_tokens(path: Path, count: int, dtype: str = "uint16", seed: int = 0) -
     tokens = np.random.default_rng(seed).integers(0, limit, count).astype(dtype)
     tokens.tofile(path)
     return tokens
-
-
-def assert_windows(samples: Samples, stream: np.ndarray, seq_len: int, stride: int = 1) -> None:
-    """Compare every ``stride``-th sample, also after pickling, with its slice of the stream; check where they end."""
-    assert len(samples) == (len(stream) - 1) // seq_len > 0
-    for reader in (samples, pickle.loads(pickle.dumps(samples))):
-        for index in range(0, len(samples), stride):
-            tokens_T, labels_T = reader[index]
-            window = stream[index * seq_len : (index + 1) * seq_len + 1].astype(np.int64)
-            np.testing.assert_array_equal(tokens_T, window[:-1])
-            np.testing.assert_array_equal(labels_T, window[1:])
-            assert tokens_T.dtype == labels_T.dtype == np.int64
-        for outside in (-1, len(samples)):
-            with pytest.raises(IndexError):
-                reader[outside]
 
 
 @pytest.mark.parametrize("dtype", list(TokenDType))

@@ -30,7 +30,7 @@ from fsdptoys.device import (
 from fsdptoys.errors import ConfigError
 from fsdptoys.train.distributed import device_of
 from fsdptoys.train.random_states import random_states, restore_random_states
-from scripts.ranks import run_ranks
+from tests.harness.ranks import run_ranks
 
 KIB = 2**10
 

@@ -16,7 +16,7 @@ from fsdptoys.errors import ConfigError
 from fsdptoys.launch.hardware import FoundHardware
 from fsdptoys.launch.launch import resolve_run
 from fsdptoys.plan.search.switches import validate_switches
-from tests.docs.pages import PAGES, ROOT, Block, anchors, blocks, code_spans, commands, links
+from tests.harness.pages import PAGES, ROOT, Block, anchors, blocks, code_spans, commands, links
 
 TOUR = [ROOT / "README.md", ROOT / "docs" / "first_steps.md", ROOT / "docs" / "fine_tuning.md"]
 NOT_RUN = {

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from fsdptoys.parallel.mesh import MeshConfig
-from scripts.parity_bugs import BUGS
-from tests.docs.pages import ROOT, code_spans
+from scripts.equality.parity_bugs import BUGS
+from tests.harness.pages import ROOT, code_spans
 
 DOCS = ROOT / "docs"
 

@@ -14,9 +14,9 @@ from fsdptoys.parallel import SingleConfig
 from fsdptoys.parallel.determinism import Deterministic
 from fsdptoys.parallel.precision import DType
 from fsdptoys.train.trainer import Trainer
-from scripts.ranks import run_ranks
-from tests.parallel.groups import levels
-from tests.parallel.runs import PLAIN_KERNELS, TINY, make_config, tiny_model
+from tests.harness.ranks import run_ranks
+from tests.harness.run_tables import levels
+from tests.harness.tiny import PLAIN_KERNELS, TINY, make_config, tiny_model
 
 PARTS = torch.tensor([2.0, 2.0**-52, 1.0, 2.0**-24, -2.0])
 """Numbers of bfloat16. Without the second their sum is halfway between two float32 numbers."""

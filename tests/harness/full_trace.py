@@ -29,7 +29,7 @@ from fsdptoys.plan.simulator.replay import Replay, replay
 from fsdptoys.plan.trace import fake_device
 from fsdptoys.plan.trace.op_costs import attention_of, matmul_workspace_bytes
 from fsdptoys.plan.trace.tracer import DEVICE_TYPES, Program, record, tracing_environment, trainer_program
-from tests.harness.meetings import replay_together
+from tests.harness.multi_rank_replay import replay_together
 
 REQUEST, ANSWER = "request.pickle", "answer-{}.pickle"  # Files of the tracing process; an answer for each job
 

@@ -4,7 +4,7 @@ import contextlib
 import os
 import signal
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 STACK_SIGNAL = getattr(signal, "SIGRTMIN", signal.SIGUSR2)
@@ -86,3 +86,16 @@ def kill_tree(pid: int) -> None:
     for member in descendants(pid):
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.kill(member, signal.SIGKILL)
+
+
+@contextlib.contextmanager
+def as_other_user() -> Iterator[None]:
+    """Drop root's permissions."""
+    if os.geteuid() != 0:
+        yield
+        return
+    os.seteuid(65534)
+    try:
+        yield
+    finally:
+        os.seteuid(0)

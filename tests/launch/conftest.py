@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
+from tests.harness.launchers import Launched, launch
 from tests.harness.processes import kill_tree
-from tests.launch.launchers import Launched, launch
 
 
 @pytest.fixture

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from fsdptoys.metrics.config import METRICS_FILE
-from tests.launch.training import training, wait_while_running
+from tests.harness.launched_training import training, wait_while_running
 
 WORDS = (
     "fsdptoys train experiment=null model=llama_debug data=synthetic train.batch_size=1 "

@@ -10,7 +10,7 @@ import pytest
 
 from fsdptoys.metrics.config import METRICS_FILE
 from tests.harness.levels import extended
-from tests.launch.streams import REASONS, ROOT, run_with
+from tests.harness.streams import REASONS, ROOT, run_with
 
 WORDS = (
     "train experiment=null model=llama_debug train.batch_size=1 train.seq_len=32 train.steps=4 "

@@ -15,11 +15,11 @@ import pytest
 from fsdptoys.errors import ConfigError
 from fsdptoys.launch.launch_folder import PREFIX, LaunchFolder
 from fsdptoys.train import launch_env
+from tests.harness.launched_training import training, wait_while_running
+from tests.harness.launchers import free_port
 from tests.harness.levels import extended
 from tests.harness.processes import wait_until
-from tests.launch.launchers import free_port
 from tests.launch.stranger import attack, listening_sockets
-from tests.launch.training import training, wait_while_running
 
 WORDS = [
     *(

@@ -31,7 +31,7 @@ from fsdptoys.launch.rendezvous.signed_state import (
     open_state,
     read_token,
 )
-from tests.launch.launchers import free_port
+from tests.harness.launchers import free_port
 from tests.launch.stranger import listening_sockets
 
 TOKEN = b"0123456789abcdef"

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from fsdptoys.cli.main import main
-from tests.measuring import without_coverage
+from tests.harness.coverage import without_coverage
 
 ROOT = Path(__file__).parents[2]
 

@@ -15,9 +15,9 @@ from fsdptoys.launch import local_ranks
 from fsdptoys.launch.forked_process import ForkedProcess
 from fsdptoys.launch.rendezvous import endpoint as endpoint_module
 from fsdptoys.train import stop
+from tests.harness.launchers import free_port, runs
 from tests.harness.levels import by_level
 from tests.harness.processes import wait_until
-from tests.launch.launchers import free_port, runs
 from tests.launch.stranger import listening_sockets
 
 KILLED = "was ended by SIGKILL, as the system does where host memory runs out"

@@ -20,8 +20,8 @@ from fsdptoys.memory.activation_offload import ActivationOffload, Copies, Stream
 from fsdptoys.models import DecoderModel, grouped, routers
 from fsdptoys.models.layers import RunnableBlock
 from fsdptoys.train.compile import compile_blocks
-from tests.memory.blocks import LLAMA, Operators, RecordedStreams, assert_equal, build, forward, gradients
-from tests.models.families import SMALL
+from tests.harness.blocks import LLAMA, Operators, RecordedStreams, assert_equal, build, forward, gradients
+from tests.harness.families import SMALL
 
 NONE, FULL, SELECTIVE = GradientCheckpointing
 ATEN = torch.ops.aten

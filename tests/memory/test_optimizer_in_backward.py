@@ -16,10 +16,10 @@ from fsdptoys.parallel import FSDP2Config, ParallelConfig, SingleConfig
 from fsdptoys.parallel.precision import DType
 from fsdptoys.train.trainer import Trainer
 from fsdptoys.utils.dtensor import local_tensor
-from scripts.ranks import run_ranks
 from tests.harness.processes import wait_until
-from tests.parallel.groups import Pair, Pairs, levels, trained_rows
-from tests.parallel.runs import TINY, WITH_BLOCKS, make_config, refusal, supported, tiny_model
+from tests.harness.ranks import run_ranks
+from tests.harness.run_tables import Pair, Pairs, levels, trained_rows
+from tests.harness.tiny import TINY, WITH_BLOCKS, make_config, refusal, supported, tiny_model
 
 WITHOUT_CLIPPING = {"max_grad_norm": None, "skip_nonfinite": False, "grad_accum": 1}
 

@@ -25,10 +25,10 @@ from fsdptoys.parallel.cpu_offload_cast import Mirror, mirror_parameters
 from fsdptoys.parallel.fsdp import ReshardAfterForward, Wrap
 from fsdptoys.parallel.fsdp2 import FSDP2, gathering_stream
 from fsdptoys.parallel.precision import DType
-from scripts.ranks import run_ranks
-from tests.memory.offloaded import OVERLAPPED, offloaded, take_steps, train_all, trainer
-from tests.parallel.groups import Pair, Pairs, levels, trained_rows
-from tests.parallel.runs import TINY, WRAPS, make_config, supported, tiny_model
+from tests.harness.offloaded_runs import OVERLAPPED, offloaded, take_steps, train_all, trainer
+from tests.harness.ranks import run_ranks
+from tests.harness.run_tables import Pair, Pairs, levels, trained_rows
+from tests.harness.tiny import TINY, WRAPS, make_config, supported, tiny_model
 
 SERIAL, PIPELINED, LAZY = "serial", "pipelined", "lazy"
 CHECKPOINTED = MemoryConfig(gradient_checkpointing=GradientCheckpointing.full)

@@ -17,7 +17,7 @@ from fsdptoys.memory.config import OffloadSchedule, OffloadStateDType
 from fsdptoys.memory.optimizer_offload import offload_optimizer
 from fsdptoys.memory.state_streaming import round_stochastically
 from fsdptoys.memory.transfers import StreamTransfers, Transfers
-from tests.memory.blocks import RecordedStreams
+from tests.harness.blocks import RecordedStreams
 
 SERIAL, PIPELINED, LAZY = "serial", "pipelined", "lazy"
 

@@ -14,12 +14,21 @@ from fsdptoys.config.rules import optimizer as optimizer_rules
 from fsdptoys.data import BinConfig, DataConfig, HFConfig, PreparedConfig, SyntheticConfig, TextConfig
 from fsdptoys.parallel.fsdp import TORCH
 from fsdptoys.sweep.slurm_settings import SLURM_COMMANDS
-from tests.checkpoint.folders import build, write
-from tests.cli.byte_model import edit_settings, save_model, train_on
-from tests.messages.lines import FILE, Row, answer, answer_without_start, corrected, dump_rows, names_word, read_rows
-from tests.models.families import SMALL
-from tests.report.recorded_runs import run_of, write_run
-from tests.train.test_resume_mistakes import train_run
+from tests.harness.byte_model import edit_settings, save_model, train_on
+from tests.harness.families import SMALL
+from tests.harness.folders import build, write
+from tests.harness.message_lines import (
+    FILE,
+    Row,
+    answer,
+    answer_without_start,
+    corrected,
+    dump_rows,
+    names_word,
+    read_rows,
+)
+from tests.harness.recorded_runs import run_of, write_run
+from tests.harness.short_runs import train_run
 
 ROWS = read_rows()
 

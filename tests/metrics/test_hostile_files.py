@@ -16,9 +16,9 @@ from fsdptoys.metrics.resume_log import read_resumes, read_steps
 from fsdptoys.sweep.folder import Job, write_job
 from fsdptoys.train.heartbeat import HeartbeatWriter
 from fsdptoys.utils.file_lock import LOCK_FILE, FolderLock, is_locked
-from scripts.ranks import run_ranks
-from tests.harness.memory import NEEDS_PEAK, peak_growth_bytes
-from tests.metrics.recording import STEP, open_recorder
+from tests.harness.process_memory import NEEDS_PEAK, peak_growth_bytes
+from tests.harness.ranks import run_ranks
+from tests.harness.recording import STEP, open_recorder
 
 PRECIOUS = b"precious\n"
 KINDS = ("link", "dangling link", "pipe", "device link", "folder")

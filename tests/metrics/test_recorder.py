@@ -21,7 +21,7 @@ from fsdptoys.metrics.layout import Layout, RankBytes, Unit
 from fsdptoys.metrics.recorder import closing_lines
 from fsdptoys.metrics.results import read_result, summarize
 from fsdptoys.metrics.summary import LAYOUT_DEFINITION, fence
-from tests.metrics.recording import GPU_STEP, ROUTING, STEP, open_recorder
+from tests.harness.recording import GPU_STEP, ROUTING, STEP, open_recorder
 
 REFERENCES = {"uniform": math.log(256), "unigram": 3.0}
 TREE = {"model": {"dim": 64, "norm": {"eps": 1e-5}}, "train": {"sample_prompt": "a | `b`\n", "seed": None}}

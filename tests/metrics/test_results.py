@@ -24,8 +24,8 @@ from fsdptoys.metrics.results import (
 from fsdptoys.metrics.step import RoutingMetrics
 from fsdptoys.metrics.summary import render_summary
 from fsdptoys.utils.foreign import ForeignError
-from tests.metrics.recording import ENVIRONMENT, STEP
-from tests.report.recorded_runs import GPU_STEP
+from tests.harness.recorded_runs import GPU_STEP
+from tests.harness.recording import ENVIRONMENT, STEP
 
 TREE = {"train": {"steps": 4, "note": "|`ü\u2028"}, "data": {"files": ["a", None, 1e-5, math.inf]}}
 GIB = 2**30

@@ -15,7 +15,7 @@ from fsdptoys.metrics import Console, ResumePoint, RunRecorder, StepMetrics
 from fsdptoys.metrics.results import summarize
 from fsdptoys.metrics.resume_log import Resume, starts
 from fsdptoys.utils.file_lock import FolderLock
-from tests.metrics.recording import ENVIRONMENT, ROUTING, STEP, open_recorder
+from tests.harness.recording import ENVIRONMENT, ROUTING, STEP, open_recorder
 
 METRICS = Path("run/metrics.jsonl")
 SUMMARY = Path("run/summary.md")

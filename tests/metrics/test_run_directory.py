@@ -18,7 +18,7 @@ from fsdptoys.metrics import MetricsConfig, RunDirectory, check_run_dir, environ
 from fsdptoys.metrics.config import RUN_FILES
 from fsdptoys.metrics.run_directory import LineFile
 from fsdptoys.metrics.run_environment import checkout_commit, hardware_line
-from tests.metrics.recording import STEP
+from tests.harness.recording import STEP
 
 TREE = {"train": {"steps": 2, "sample_prompt": "def ", "seed": None}, "model": {"name": "l\u00e4ma", "dims": [1, 2]}}
 

@@ -14,7 +14,7 @@ import torch
 from fsdptoys.device import GIB, CountedBytes, Device, MemoryStats, resident_set_bytes
 from fsdptoys.metrics import SpikeDetector, StepMetrics, measure_memory, step_rates
 from fsdptoys.metrics.loss_spikes import FEWEST, LEAST_SIGMA_NATS, WINDOW
-from tests.metrics.recording import ROUTING
+from tests.harness.recording import ROUTING
 
 KEYS = [
     "step", "loss", "grad_norm", "learning_rate", "step_time_seconds", "valid_tokens", "tokens_per_second",

@@ -18,7 +18,7 @@ from fsdptoys.metrics import Console, MetricsConfig, ResumePoint, RunRecorder, S
 from fsdptoys.metrics.config import RUN_FILES, WandbMode
 from fsdptoys.metrics.preflight import check_writers, wandb_mode
 from fsdptoys.metrics.writers import Writers
-from tests.metrics.recording import ROUTING, STEP, TREE, open_recorder
+from tests.harness.recording import ROUTING, STEP, TREE, open_recorder
 
 
 def step_of(number: int, shift: float = 0.0) -> StepMetrics:

@@ -21,8 +21,8 @@ from fsdptoys.models import Ops, choose_ops, kernels, use_ops
 from fsdptoys.models.attention import BACKENDS, _own_heads, attention, attention_by, chosen_backend, masked_attention
 from fsdptoys.models.kernels import Pairs, block_mask, dense_mask, rotary, turn
 from fsdptoys.models.layers import Attention
-from tests.checkpoint.folders import build
-from tests.models.families import SMALL
+from tests.harness.families import SMALL
+from tests.harness.folders import build
 
 EVERY = {"cudnn", "flash", "efficient", "math"}
 

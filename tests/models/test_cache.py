@@ -4,9 +4,9 @@ import pytest
 import torch
 
 from fsdptoys.models import KeyValueCache
-from tests.checkpoint.folders import build
-from tests.models.families import SMALL
-from tests.parallel.groups import levels
+from tests.harness.families import SMALL
+from tests.harness.folders import build
+from tests.harness.run_tables import levels
 
 PIECES = {
     "one by one": [1] * 53,

@@ -9,8 +9,8 @@ from torch import Tensor
 from fsdptoys.models import Ops, attended_keys, choose_ops, use_ops
 from fsdptoys.models.documents import document_positions
 from fsdptoys.models.kernels import causal_flex_attention, dense_mask
-from tests.checkpoint.folders import build
-from tests.models.families import SMALL
+from tests.harness.families import SMALL
+from tests.harness.folders import build
 
 END = 7
 LENGTHS = [1, 30, 11, 1, 1, 49, 7]

@@ -2,7 +2,6 @@
 
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -11,26 +10,12 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from fsdptoys.loss import cross_entropy_sum
-from fsdptoys.models import MODELS, Llama4Config, ModelConfig, RotaryConfig, choose_ops, use_ops
+from fsdptoys.models import MODELS, Llama4Config, RotaryConfig, choose_ops, use_ops
 from fsdptoys.models.grouped import Looped
 from fsdptoys.models.layers import Attention
-from tests.checkpoint.folders import build, load
-from tests.models.families import LLAMA2, SMALL
-from tests.oracle import import_transformers
-
-
-def build_oracle(config: ModelConfig) -> Any:
-    """transformers' model of the same configuration, with values far from those of its initialization."""
-    transformers = import_transformers()
-    tree = config.hugging_face.write_config(config)
-    torch.manual_seed(0)
-    oracle = getattr(transformers, tree["architectures"][0])(
-        transformers.AutoConfig.for_model(**{key: value for key, value in tree.items() if key != "architectures"})
-    )
-    for name, param in oracle.named_parameters():
-        torch.nn.init.normal_(param, 1.0 if name.endswith(("norm.weight", "ln_1.weight")) else 0.0, 0.2)
-    return oracle
-
+from tests.harness.families import LLAMA2, SMALL
+from tests.harness.folders import build, load
+from tests.harness.transformers_oracle import build_oracle, import_transformers
 
 LENGTHS = [
     pytest.param(seq_len, case, marks=[pytest.mark.extended] if seq_len == 17 else [])

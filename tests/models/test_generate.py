@@ -7,8 +7,8 @@ from torch import Tensor, nn
 from fsdptoys.models import KeyValueCache
 from fsdptoys.models import generate as sampling
 from fsdptoys.models.generate import Draw, generate
-from tests.checkpoint.folders import build
-from tests.models.families import SMALL
+from tests.harness.families import SMALL
+from tests.harness.folders import build
 
 GREEDY = Draw(temperature=0.0)
 

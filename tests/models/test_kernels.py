@@ -1,6 +1,6 @@
 """Each implementation of an operation compared with the plain one: values, gradients, dtypes, saved tensors.
 
-torch_npu's are called through stand-ins of its operators (``tests/npu_stand_ins.py``); the compiled ones are compiled
+torch_npu's are called through stand-ins of its operators (``tests/harness/npu_stand_ins.py``); the compiled ones are compiled
 for this CPU.
 """
 
@@ -23,9 +23,9 @@ from fsdptoys.memory.activation_checkpointing import SAVED_OPERATORS
 from fsdptoys.models import Ops, choose_ops, kernels, npu_kernels, use_ops
 from fsdptoys.models.grouped import Looped, works
 from fsdptoys.models.kernels import IMPLEMENTATIONS, Pairs
-from tests.checkpoint.folders import build
-from tests.models.families import SMALL
-from tests.npu_stand_ins import CALLS, DEVICE, npu_operators
+from tests.harness.families import SMALL
+from tests.harness.folders import build
+from tests.harness.npu_stand_ins import CALLS, DEVICE, npu_operators
 
 NPU = {operation: "npu" for operation, named in IMPLEMENTATIONS.items() if "npu" in named}
 COMPILED = {operation: "compiled" for operation, named in IMPLEMENTATIONS.items() if "compiled" in named}
@@ -232,7 +232,7 @@ def test_selective_checkpointing_recomputes_neither_attention_nor_matmuls(
 def test_selective_checkpointing_saves_the_operators_of_torch_npu() -> None:
     """Oracle: a process in which they exist before ``memory`` is imported, as with the autoloaded torch_npu."""
     program = """
-from tests.npu_stand_ins import CALLS, DEVICE, IS_REAL, npu_operators
+from tests.harness.npu_stand_ins import CALLS, DEVICE, IS_REAL, npu_operators
 with npu_operators():
     import torch
     from fsdptoys.memory.activation_checkpointing import SAVED_OPERATORS

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from fsdptoys.models.context import FULL_SEQUENCES
 from fsdptoys.models.lora import LoRALinear, Samples, add_adapters, drop, init_adapter_rows, is_adapter
 from fsdptoys.parallel.init_weights import init_buffers, materialize, seeded
-from tests.parallel.runs import FAMILIES
+from tests.harness.tiny import FAMILIES
 
 TARGETS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 

@@ -7,7 +7,7 @@ from torch import Tensor
 from fsdptoys.models.layers import Linear
 from fsdptoys.models.nf4 import CODEBOOK, Codebook, NF4Linear, pack, packed_columns, quantize_linears, unpack
 from fsdptoys.utils.torchao import torchao_fault
-from tests.models.families import SMALL
+from tests.harness.families import SMALL
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 

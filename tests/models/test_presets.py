@@ -9,7 +9,7 @@ import yaml
 from fsdptoys.config.compose import compose_config
 from fsdptoys.config.overrides import CONFIGS
 from fsdptoys.models import DecoderModel, Llama4Config, RotaryConfig
-from tests.oracle import import_transformers
+from tests.harness.transformers_oracle import import_transformers
 
 PUBLISHED = {
     "gpt2": 124_439_808,

@@ -9,8 +9,8 @@ import torch
 
 from fsdptoys.config.compose import compose_config
 from fsdptoys.models.stage_split import balanced_sizes, keep_stages, split_model
-from tests.checkpoint.folders import build
-from tests.models.families import SMALL
+from tests.harness.families import SMALL
+from tests.harness.folders import build
 
 
 def smallest_maximum(costs: list[float], count: int) -> float:

@@ -14,7 +14,7 @@ from fsdptoys.optim.adamw import BFloat16AdamW
 from fsdptoys.optim.fused_adamw import FusedAdamW
 from fsdptoys.optim.vector_adamw import VECTOR_ELEMENTS, VectorAdamW
 from fsdptoys.parallel.strategy import Strategy
-from scripts.ranks import run_ranks
+from tests.harness.ranks import run_ranks
 
 SHAPES = ((33, 7), (64,), (5,))
 

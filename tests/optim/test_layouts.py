@@ -8,8 +8,8 @@ from fsdptoys.memory import MemoryConfig
 from fsdptoys.optim import AdamWConfig, MatmulDType, MuonConfig, OptimConfig, OptimStateDType, WeightDecayOn
 from fsdptoys.parallel import DDPConfig, FSDP1Config, FSDP2Config, ParallelConfig, ToyDDPConfig, ToyFSDPConfig
 from fsdptoys.utils.torchao import torchao_fault
-from tests.parallel.groups import Pairs, Row, levels, trained_rows
-from tests.parallel.runs import FAMILIES, WITH_BLOCKS, supported
+from tests.harness.run_tables import Pairs, Row, levels, trained_rows
+from tests.harness.tiny import FAMILIES, WITH_BLOCKS, supported
 
 LAYOUTS: dict[str, tuple[ParallelConfig, int, dict[str, Any]]] = {
     "ddp": (DDPConfig(), 2, {}),

@@ -11,9 +11,9 @@ from fsdptoys.optim import AdamWConfig, Implementation, OptimStateDType, build_o
 from fsdptoys.optim.adamw import LARGEST_BFLOAT16_BETA
 from fsdptoys.parallel import SingleConfig
 from fsdptoys.utils.torchao import torchao_fault
-from scripts.parity import train_all
-from scripts.ranks import run_ranks
-from tests.parallel.runs import WITH_BLOCKS, make_config
+from tests.harness.outcomes import train_all
+from tests.harness.ranks import run_ranks
+from tests.harness.tiny import WITH_BLOCKS, make_config
 
 fault = torchao_fault()
 needs_torchao = pytest.mark.skipif(fault is not None, reason=f"torchao {fault}")

@@ -19,8 +19,8 @@ from fsdptoys.parallel import DDPConfig, SingleConfig
 from fsdptoys.parallel.precision import CastParameters, DType
 from fsdptoys.train.compile import compile_blocks
 from fsdptoys.train.trainer import Trainer
-from scripts.ranks import run_ranks
-from tests.parallel.runs import TINY, make_config, tiny_model
+from tests.harness.ranks import run_ranks
+from tests.harness.tiny import TINY, make_config, tiny_model
 
 
 def filled(config: ModelConfig) -> DecoderModel:

@@ -29,10 +29,10 @@ from fsdptoys.parallel.precision import DType
 from fsdptoys.train import parallelize as prepare_module
 from fsdptoys.train.compile import compile_blocks
 from fsdptoys.train.trainer import Trainer
-from scripts.ranks import run_ranks
-from tests.parallel.groups import levels
-from tests.parallel.runs import TINY, make_config
-from tests.parallel.test_collectives import GATHER, LAYERS, count, second_step
+from tests.harness.ranks import run_ranks
+from tests.harness.run_tables import levels
+from tests.harness.tiny import TINY, make_config
+from tests.parallel.collective_counts import GATHER, LAYERS, count, second_step
 
 FULL, SELECTIVE = GradientCheckpointing.full, GradientCheckpointing.selective
 PARTS = Wrap.block_attn_mlp

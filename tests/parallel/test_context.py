@@ -25,11 +25,11 @@ from fsdptoys.parallel.strategy import ReducingConfig
 from fsdptoys.train import parallelize as prepare_module
 from fsdptoys.train.compile import compile_blocks
 from fsdptoys.train.trainer import Trainer
-from scripts.parity import train_all
-from scripts.ranks import run_ranks
-from tests.checkpoint.folders import build
-from tests.parallel.groups import Pairs, Row, levels, trained_rows
-from tests.parallel.runs import DOCUMENTS, FAMILIES, TINY, make_config, tiny_model
+from tests.harness.folders import build
+from tests.harness.outcomes import train_all
+from tests.harness.ranks import run_ranks
+from tests.harness.run_tables import Pairs, Row, levels, trained_rows
+from tests.harness.tiny import DOCUMENTS, FAMILIES, TINY, make_config, tiny_model
 
 ULYSSES, GATHERED, RING = FORMS = tuple(form for form in ContextForm if form is not ContextForm.auto)
 FULL, SELECTIVE = GradientCheckpointing.full, GradientCheckpointing.selective

@@ -17,10 +17,10 @@ from fsdptoys.parallel.fsdp import ReshardAfterForward, Wrap
 from fsdptoys.parallel.precision import DType
 from fsdptoys.train import parallelize as prepare_module
 from fsdptoys.train.trainer import Trainer
-from scripts.parity import Outcome, hash_parameters, train_all
-from scripts.ranks import run_ranks
-from tests.parallel.groups import Pairs, Row, levels, trained_rows
-from tests.parallel.runs import FAMILIES, TINY, WRAPS, make_config, supported, with_sizes
+from tests.harness.outcomes import Outcome, hash_parameters, train_all
+from tests.harness.ranks import run_ranks
+from tests.harness.run_tables import Pairs, Row, levels, trained_rows
+from tests.harness.tiny import FAMILIES, TINY, WRAPS, make_config, supported, with_sizes
 
 FULL, SELECTIVE = GradientCheckpointing.full, GradientCheckpointing.selective
 CHECKPOINTED = MemoryConfig(gradient_checkpointing=FULL, checkpointing_start_index=1)

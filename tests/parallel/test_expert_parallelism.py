@@ -6,102 +6,37 @@ from typing import Any
 
 import numpy
 import pytest
-import torch
-import torch.distributed as dist
 
 from fsdptoys.config.schema import Config
 from fsdptoys.memory import CPUOffloadExecutor, GradientCheckpointing, MemoryConfig
 from fsdptoys.models import ModelConfig
 from fsdptoys.models.moe import Router
-from fsdptoys.optim import AdamWConfig, MuonConfig, OptimStateDType, SGDConfig
+from fsdptoys.optim import AdamWConfig, MuonConfig, OptimStateDType
 from fsdptoys.parallel import (
     FSDP2Config,
     SingleConfig,
     ToyEPConfig,
-    full_tensors,
 )
 from fsdptoys.parallel.fsdp import ReshardAfterForward, Wrap
 from fsdptoys.parallel.precision import DType
 from fsdptoys.profiler.collectives import Call, CollectiveTrace
 from fsdptoys.train.trainer import Trainer
 from fsdptoys.utils.torchao import torchao_fault
-from scripts.ranks import run_ranks
-from tests.parallel.groups import Pairs, Row, levels, selected, train_runs, trained_rows
-from tests.parallel.runs import EXPERTS, TINY, WITH_BLOCKS, make_config, supported, with_sizes
-from tests.parallel.test_experts import only_the_first
+from tests.harness.ranks import run_ranks
+from tests.harness.run_tables import Pairs, Row, levels, selected, train_runs, trained_rows
+from tests.harness.tiny import EXPERTS, TINY, WITH_BLOCKS, make_config, supported, with_sizes
+from tests.parallel.numeric_outcomes import SGD, Outcome, assert_close, distance, only_the_first, split, train_all
 
 MODELS: dict[str, ModelConfig] = {
     "qwen3_moe": with_sizes(TINY["qwen3_moe"], **EXPERTS),
     "llama4": with_sizes(TINY["llama4"], n_layers=2, **EXPERTS),
 }
-SGD = SGDConfig(lr=0.1)
-"""Keeps the rounding of gradients small in parameters; AdamW's first steps divide small ones by themselves."""
-
-
-@dataclasses.dataclass
-class Outcome:
-    """Numbers of a run: of all steps, of the first step's gradients before clipping, and of the final parameters."""
-
-    losses: list[float]
-    norms: list[float]
-    balance: list[float]
-    grads: dict[str, numpy.ndarray]
-    parameters: dict[str, numpy.ndarray]
-
-
-def train(config: Config) -> Outcome:
-    trainer = Trainer(config)
-    grads: dict[str, numpy.ndarray] = {}
-    clip = trainer.stepper.clip
-
-    def keep_and_clip(*args: Any) -> torch.Tensor:
-        if trainer.steps_done == 0:
-            strategy = trainer.strategy
-            named = [(name, param.grad) for name, param in strategy.named_parameters()]
-            found = {name: strategy.spread(name, grad) for name, grad in named if grad is not None}
-            grads.update({name: grad.numpy().copy() for name, grad in full_tensors(found) if grad is not None})
-        return clip(*args)
-
-    trainer.stepper.clip = keep_and_clip  # type: ignore[method-assign]
-    trainer.train()
-    return Outcome(
-        losses=[step.loss for step in trainer.history],
-        norms=[step.grad_norm for step in trainer.history],
-        balance=[step.routing.aux_loss for step in trainer.history if step.routing],
-        grads=grads,
-        parameters={name: param.numpy().copy() for name, param in trainer.strategy.full_parameters()},
-    )
-
-
-def train_all(configs: list[Config]) -> list[Outcome] | None:
-    outcomes = [train(config) for config in configs]
-    return outcomes if dist.get_rank() == 0 else None  # all ranks have the same
 
 
 def single(world_size: int, **options: Any) -> Config:
     dtype = options.pop("param_dtype", DType.float32)
     options = {"optim": SGD, "steps": 2, "deterministic": False, **options}
     return make_config(SingleConfig(simulated_ranks=world_size, param_dtype=dtype), 1, **options)
-
-
-def split(world_size: int, ep_size: int, **options: Any) -> Config:
-    parallel = options.pop("parallel", FSDP2Config())
-    options = {"optim": SGD, "steps": 2, "deterministic": False, **options}
-    return make_config(parallel, world_size, ep_size=ep_size, **options)
-
-
-def distance(one: numpy.ndarray, other: numpy.ndarray) -> float:
-    norm = float(numpy.linalg.norm(other))
-    return float(numpy.linalg.norm(one - other)) / norm if norm else float(numpy.abs(one).max())
-
-
-def assert_close(got: Outcome, expected: Outcome, tolerance: float = 2e-6) -> None:
-    for ours, theirs in ((got.losses, expected.losses), (got.norms, expected.norms), (got.balance, expected.balance)):
-        assert ours == pytest.approx(theirs, rel=tolerance)
-    for ours, theirs in ((got.grads, expected.grads), (got.parameters, expected.parameters)):  # type: ignore[assignment]
-        assert ours.keys() == theirs.keys()  # type: ignore[attr-defined]
-        far = {name: distance(ours[name], theirs[name]) for name in theirs}  # type: ignore[call-overload]
-        assert {name: far[name] for name in far if far[name] > tolerance} == {}
 
 
 FULL, SELECTIVE = (MemoryConfig(gradient_checkpointing=mode) for mode in list(GradientCheckpointing)[1:])

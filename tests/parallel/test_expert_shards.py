@@ -20,9 +20,9 @@ from fsdptoys.parallel import FSDP2Config, ParallelConfig, SingleConfig, ToyEPCo
 from fsdptoys.parallel.fsdp import TORCH
 from fsdptoys.train.trainer import Trainer
 from fsdptoys.utils.dtensor import local_bounds, local_tensor
-from scripts.ranks import run_ranks
-from tests.checkpoint.folders import build, write
-from tests.parallel.runs import EXPERTS, TINY, make_config, with_sizes
+from tests.harness.folders import build, write
+from tests.harness.ranks import run_ranks
+from tests.harness.tiny import EXPERTS, TINY, make_config, with_sizes
 
 MODEL = with_sizes(TINY["qwen3_moe"], **EXPERTS)
 States = dict[str, numpy.ndarray]

@@ -4,7 +4,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 from torch.distributed.tensor import DTensor, Shard
 
 from fsdptoys.config.schema import Config
@@ -14,10 +13,11 @@ from fsdptoys.parallel import DDPConfig, FSDP1Config, FSDP2Config, SingleConfig
 from fsdptoys.parallel.fsdp import TORCH
 from fsdptoys.parallel.fsdp2 import placement
 from fsdptoys.train.trainer import Trainer
-from scripts.parity import Outcome
-from scripts.ranks import run_ranks
-from tests.memory.offloaded import outcome
-from tests.parallel.runs import TINY, make_config, with_sizes
+from tests.harness.offloaded_runs import outcome
+from tests.harness.outcomes import Outcome
+from tests.harness.ranks import run_ranks
+from tests.harness.tiny import TINY, make_config, with_sizes
+from tests.parallel.numeric_outcomes import only_the_first
 
 
 @pytest.mark.parametrize(
@@ -56,15 +56,6 @@ def test_fewer_experts_than_ranks_are_sharded_evenly() -> None:
     for shares in run_ranks(4, local_shares, make_config(FSDP2Config(), 4, model=TINY["qwen3_moe"])):
         assert len(shares) == 4
         assert all(share == 0.25 and "dim=1" in placements for placements, share in shares.values()), shares
-
-
-def only_the_first(self: Router, hidden_ND: Tensor) -> tuple[Tensor, Tensor]:
-    """A router that routes every token to expert 0 and still has a gradient."""
-    probabilities_NE = torch.nn.functional.linear(hidden_ND, self.weight).softmax(-1)
-    experts_N1 = torch.zeros(len(hidden_ND), 1, dtype=torch.int64)
-    sums = torch.cat([probabilities_NE.sum(0), torch.zeros(1)])
-    self._remember(experts_N1, sums.detach())
-    return experts_N1, probabilities_NE[:, :1]
 
 
 def train_with_idle_experts(configs: list[Config]) -> list[tuple[Outcome, list[float]]]:

@@ -33,10 +33,10 @@ from fsdptoys.train import parallelize as prepare
 from fsdptoys.train.compile import compile_blocks
 from fsdptoys.train.trainer import Trainer
 from fsdptoys.utils.torchao import torchao_fault
-from scripts.parity import train_all
-from scripts.ranks import run_ranks
-from tests.parallel.groups import Pairs, Row, levels, trained_rows
-from tests.parallel.runs import TINY, make_config, with_sizes
+from tests.harness.outcomes import train_all
+from tests.harness.ranks import run_ranks
+from tests.harness.run_tables import Pairs, Row, levels, trained_rows
+from tests.harness.tiny import TINY, make_config, with_sizes
 
 fault = torchao_fault()
 pytestmark = [

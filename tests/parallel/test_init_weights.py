@@ -12,9 +12,9 @@ from fsdptoys.models import LlamaConfig
 from fsdptoys.parallel import FSDP2Config
 from fsdptoys.parallel import init_weights as initialize
 from fsdptoys.train.trainer import Trainer
-from scripts.ranks import run_ranks
-from tests.harness.memory import NEEDS_PEAK, peak_growth_bytes
-from tests.parallel.runs import make_config
+from tests.harness.process_memory import NEEDS_PEAK, peak_growth_bytes
+from tests.harness.ranks import run_ranks
+from tests.harness.tiny import make_config
 
 
 def fill(name: str, rows: torch.Tensor, generator: torch.Generator) -> None:

@@ -25,17 +25,17 @@ from fsdptoys.parallel.precision import DType
 from fsdptoys.report.setting_effects import bits_of
 from fsdptoys.train.trainer import Trainer
 from fsdptoys.utils.dtensor import full_tensor, is_dtensor
-from scripts.parity import Outcome, hash_parameters
-from scripts.ranks import run_ranks
-from tests.memory.offloaded import outcome
-from tests.parallel.groups import Pairs, Row, levels, trained_rows
-from tests.parallel.runs import DOCUMENTS, EVEN, EXPERTS, TINY, make_config, refusal, tiny_model, with_sizes
-from tests.train.resumed import kept, run_to_the_end, run_until
+from tests.harness.offloaded_runs import outcome
+from tests.harness.outcomes import Outcome, hash_parameters
+from tests.harness.ranks import run_ranks
+from tests.harness.resumed_runs import kept, run_to_the_end, run_until
+from tests.harness.run_tables import Pairs, Row, levels, trained_rows
+from tests.harness.tiny import DOCUMENTS, EXPERTS, TINY, make_config, refusal, tiny_model, with_sizes
+from tests.parallel.split_models import FEATURES, SELECTIVE, SMOOTH, STAGES, needs_sums
 
 BATCH = 4
 """Sequences of a global batch."""
 
-SPLIT = EVEN | EXPERTS
 MODELS: dict[str, ModelConfig] = {
     "llama": tiny_model(),
     "llama tied": tiny_model(tie_embeddings=True),
@@ -45,32 +45,14 @@ MODELS: dict[str, ModelConfig] = {
     "llama4": with_sizes(TINY["llama4"], **EXPERTS, attention_chunk_len=12),
     "gpt2": TINY["gpt2"],
 }
-FEATURES: dict[str, ModelConfig] = {
-    "four key heads": with_sizes(tiny_model(), **{**EVEN, "n_kv_heads": 4}),
-    "qwen3_moe": with_sizes(TINY["qwen3_moe"], **SPLIT),
-    "llama4": with_sizes(TINY["llama4"], **SPLIT, attention_chunk_len=12),
-    "gpt2": with_sizes(TINY["gpt2"], **{**EVEN, "ffn_dim": None}),
-}
-"""Models whose features two ranks divide."""
-STAGES: dict[str, ModelConfig] = {
-    "llama": with_sizes(tiny_model(), n_layers=4, **EVEN),
-    "qwen3": with_sizes(TINY["qwen3"], n_layers=4),
-    "qwen3_moe": with_sizes(TINY["qwen3_moe"], n_layers=4, **SPLIT),
-    "llama4": FEATURES["llama4"],
-    "gpt2": with_sizes(TINY["gpt2"], n_layers=5, tie_embeddings=False),
-}
-"""Models with layers for two stages and more."""
 
 LAST = PipelineSchedule("zero_bubble" if TORCH >= ZERO_BUBBLE_SINCE else "interleaved")
 
 # FSDP2 of torch 2.7 only averages, which the mode refuses.
 Sharded = FSDP2Config if fsdp2_can_sum() else FSDP1Config
-needs_sums = pytest.mark.skipif(not fsdp2_can_sum(), reason="FSDP2 of this torch cannot sum gradients")
 
 FULL = MemoryConfig(gradient_checkpointing=GradientCheckpointing.full, checkpointing_start_index=1)
-SELECTIVE = MemoryConfig(gradient_checkpointing=GradientCheckpointing.selective)
 CHUNKED = MemoryConfig(chunk_loss=True, chunk_tokens="20")
-SMOOTH: dict[str, Any] = {"label_smoothing": 0.1, "z_loss_coef": 1e-3}
 MASKED = {"data": DOCUMENTS}
 
 

@@ -16,11 +16,11 @@ from fsdptoys.parallel.capabilities import CAPABILITIES
 from fsdptoys.parallel.expert_parallel import fsdp2_can_sum
 from fsdptoys.train.trainer import Trainer
 from fsdptoys.tune import LoRAConfig
-from scripts.parity import Outcome
-from scripts.ranks import run_ranks
-from tests.memory.offloaded import outcome
-from tests.parallel.groups import Pairs, Row, levels, trained_rows
-from tests.parallel.runs import TINY, make_config, tiny_model, with_sizes
+from tests.harness.offloaded_runs import outcome
+from tests.harness.outcomes import Outcome
+from tests.harness.ranks import run_ranks
+from tests.harness.run_tables import Pairs, Row, levels, trained_rows
+from tests.harness.tiny import TINY, make_config, tiny_model, with_sizes
 
 LORA = LoRAConfig(rank=4, dropout=0.2)
 

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from fsdptoys.device import Device
 from fsdptoys.errors import ConfigError
 from fsdptoys.parallel.mesh import MeshConfig, build_mesh, straddling
-from scripts.ranks import run_ranks
+from tests.harness.ranks import run_ranks
 
 
 def layout(sizes: list[int]) -> list[tuple[tuple[str, ...] | None, tuple[int, ...], list[int]]]:

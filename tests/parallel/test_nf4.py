@@ -9,7 +9,6 @@ from torch import Tensor
 
 from fsdptoys.config.schema import Config
 from fsdptoys.memory import GradientCheckpointing, MemoryConfig
-from fsdptoys.models import GPT2Config
 from fsdptoys.models.nf4 import Codebook, is_packed, unpack, unquantized_name
 from fsdptoys.parallel import STRATEGIES, ParallelConfig, SingleConfig
 from fsdptoys.parallel.capabilities import CAPABILITIES
@@ -17,14 +16,13 @@ from fsdptoys.parallel.precision import DType
 from fsdptoys.train.trainer import Trainer
 from fsdptoys.tune import Base, LoRAConfig
 from fsdptoys.utils.dtensor import local_tensor
-from scripts.parity import hash_parameters
-from scripts.ranks import run_ranks
-from tests.parallel.groups import Pairs, Row, levels, trained_rows
-from tests.parallel.runs import make_config, tiny_model
+from tests.harness.nf4_models import GPT2, LLAMA
+from tests.harness.outcomes import hash_parameters
+from tests.harness.ranks import run_ranks
+from tests.harness.run_tables import Pairs, Row, levels, trained_rows
+from tests.harness.tiny import make_config
 
 NF4 = LoRAConfig(rank=4, dropout=0.2, base=Base.nf4)
-LLAMA = dataclasses.replace(tiny_model(), dim=64, n_heads=4, n_kv_heads=2, head_dim=16, ffn_dim=128)
-GPT2 = GPT2Config(name="tiny", dim=64, n_layers=2, n_heads=4, vocab_size=67, max_seq_len=64)
 
 
 def settings_of(ranks: int, **options: Any) -> dict[str, Any]:

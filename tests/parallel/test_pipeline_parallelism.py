@@ -18,12 +18,12 @@ from fsdptoys.parallel.fsdp import TORCH
 from fsdptoys.parallel.pipeline import PipelineSchedule
 from fsdptoys.parallel.precision import DType
 from fsdptoys.train.trainer import Trainer
-from scripts.parity import hash_parameters
-from scripts.ranks import run_ranks
-from tests.parallel.groups import Pairs, Row, levels, trained_rows
-from tests.parallel.runs import make_config, refusal
-from tests.parallel.test_expert_parallelism import SGD, Outcome, assert_close
-from tests.parallel.test_layout_mode import STAGES, needs_sums
+from tests.harness.outcomes import hash_parameters
+from tests.harness.ranks import run_ranks
+from tests.harness.run_tables import Pairs, Row, levels, trained_rows
+from tests.harness.tiny import make_config, refusal
+from tests.parallel.numeric_outcomes import SGD, Outcome, assert_close
+from tests.parallel.split_models import STAGES, needs_sums
 
 TRIED = [each for each in PipelineSchedule if TORCH >= ZERO_BUBBLE_SINCE or each is not PipelineSchedule.zero_bubble]
 

@@ -12,9 +12,9 @@ from fsdptoys.parallel.fsdp import FSDPConfig
 from fsdptoys.parallel.precision import DType
 from fsdptoys.parallel.toy_fsdp import ToyFSDPConfig
 from fsdptoys.train.trainer import Trainer
-from scripts.parity import train_all
-from scripts.ranks import run_ranks
-from tests.parallel.runs import EVEN, EXPERTS, TINY, make_config, tiny_model, with_sizes
+from tests.harness.outcomes import train_all
+from tests.harness.ranks import run_ranks
+from tests.harness.tiny import EVEN, EXPERTS, TINY, make_config, tiny_model, with_sizes
 
 extended = pytest.mark.extended
 LAYOUTS: dict[str, tuple[type[FSDPConfig], int, dict[str, Any]]] = {

@@ -40,11 +40,11 @@ from fsdptoys.parallel.precision import DType
 from fsdptoys.parallel.state import State
 from fsdptoys.train.trainer import Trainer
 from fsdptoys.utils.dtensor import local_bounds
-from scripts.parity import Outcome
-from scripts.ranks import run_ranks
-from tests.memory.offloaded import OVERLAPPED, outcome, take_steps, trainer
-from tests.parallel.groups import levels, selected, train_runs
-from tests.parallel.runs import TINY, WITH_BLOCKS, make_config, supported, tiny_model
+from tests.harness.offloaded_runs import OVERLAPPED, outcome, take_steps, trainer
+from tests.harness.outcomes import Outcome
+from tests.harness.ranks import run_ranks
+from tests.harness.run_tables import levels, selected, train_runs
+from tests.harness.tiny import TINY, WITH_BLOCKS, make_config, supported, tiny_model
 
 MIDDLE, STEPS = 2, 4
 

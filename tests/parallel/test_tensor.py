@@ -19,13 +19,13 @@ from fsdptoys.parallel.context import ContextForm
 from fsdptoys.parallel.fsdp import Wrap
 from fsdptoys.parallel.pipeline import PipelineSchedule
 from fsdptoys.train.trainer import Trainer
-from scripts.parity import hash_parameters
-from scripts.ranks import run_ranks
-from tests.checkpoint.folders import build, write
-from tests.parallel.groups import Pairs, Row, levels, trained_rows
-from tests.parallel.runs import DOCUMENTS, EVEN, TINY, make_config, supported, tiny_model, with_sizes
-from tests.parallel.test_expert_parallelism import SGD, Outcome, assert_close, split, train_all
-from tests.parallel.test_layout_mode import FEATURES, SELECTIVE, SMOOTH, STAGES, needs_sums
+from tests.harness.folders import build, write
+from tests.harness.outcomes import hash_parameters
+from tests.harness.ranks import run_ranks
+from tests.harness.run_tables import Pairs, Row, levels, trained_rows
+from tests.harness.tiny import DOCUMENTS, EVEN, TINY, make_config, supported, tiny_model, with_sizes
+from tests.parallel.numeric_outcomes import SGD, Outcome, assert_close, split, train_all
+from tests.parallel.split_models import FEATURES, SELECTIVE, SMOOTH, STAGES, needs_sums
 
 MODELS: dict[str, Any] = {
     "llama": with_sizes(tiny_model(), **EVEN),

@@ -33,10 +33,10 @@ from fsdptoys.toys.partition import Evenness
 from fsdptoys.train.distributed import deterministic_kernels
 from fsdptoys.train.trainer import Trainer
 from fsdptoys.utils.dtensor import is_dtensor, local_bounds
-from scripts.parity import Outcome, hash_parameters
-from scripts.ranks import run_ranks
-from tests.parallel.groups import Run, levels, selected, train_runs
-from tests.parallel.runs import FAMILIES, make_config, tiny_model
+from tests.harness.outcomes import Outcome, hash_parameters
+from tests.harness.ranks import run_ranks
+from tests.harness.run_tables import Run, levels, selected, train_runs
+from tests.harness.tiny import FAMILIES, make_config, tiny_model
 
 MODELS = {"tied": tiny_model(tie_embeddings=True), **{name: FAMILIES[name] for name in ("llama", "gpt2", "qwen3_moe")}}
 CHECKPOINTED = MemoryConfig(gradient_checkpointing=GradientCheckpointing.full, checkpointing_start_index=1)

@@ -8,9 +8,9 @@ from fsdptoys.parallel import DDPConfig, FSDP1Config, FSDP2Config, ParallelConfi
 from fsdptoys.parallel.fsdp import Wrap
 from fsdptoys.parallel.precision import DType
 from fsdptoys.train.trainer import Trainer
-from scripts.ranks import run_ranks
-from tests.parallel.groups import levels
-from tests.parallel.runs import FAMILIES, make_config, tiny_model
+from tests.harness.ranks import run_ranks
+from tests.harness.run_tables import levels
+from tests.harness.tiny import FAMILIES, make_config, tiny_model
 
 PARALLELS: dict[str, ParallelConfig] = {
     "single": SingleConfig(),

@@ -17,8 +17,8 @@ from fsdptoys.models import DecoderModel
 from fsdptoys.parallel import FSDP1Config, FSDP2Config, FSDPConfig, ToyFSDPConfig
 from fsdptoys.parallel.wrap import inside_out
 from fsdptoys.plan.search.switches import EVERYTHING, Combinations, overrides_between, validate_switches, vary
-from scripts.ranks import run_ranks
-from tests.parallel.runs import FAMILIES, tiny_model
+from tests.harness.ranks import run_ranks
+from tests.harness.tiny import FAMILIES, tiny_model
 
 CLASSES = [["Block"], ["Attention", "Embedding"], ["LMHead", "Linear"], ["MoE", "RMSNorm", "LayerNorm"]]
 SIZES = [1.0, 40.0, 361.0, 1800, 2411.0, 5000.0, 1e5]

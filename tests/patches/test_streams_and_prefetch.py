@@ -18,8 +18,8 @@ from torch.utils.checkpoint import checkpoint
 from fsdptoys.patches import PATCHES, apply_patches, streams
 from fsdptoys.patches.patch import parse_version
 from fsdptoys.patches.streams import share_streams
-from scripts.ranks import run_ranks
-from tests.patches.roots import WIDTH, Gradients, make_root, streams_of, train_two
+from tests.harness.ranks import run_ranks
+from tests.harness.roots import WIDTH, Gradients, make_root, streams_of, train_two
 
 
 def record_streams() -> set[Any]:

@@ -8,7 +8,7 @@ import pytest
 
 from fsdptoys.plan.trace import tracing_process
 from tests.harness import full_trace
-from tests.plan.processes import ForkedTracer, Zygote, run_tracer, zygotes
+from tests.harness.plan_processes import ForkedTracer, Zygote, run_tracer, zygotes
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -13,7 +13,7 @@ from fsdptoys.parallel.fsdp import Wrap
 from fsdptoys.plan.search.search import SearchResult, search
 from fsdptoys.plan.search.switches import EVERYTHING, Space, read
 from fsdptoys.utils.text import value_text
-from tests.plan.traced import imagined_hardware
+from tests.harness.traced_runs import imagined_hardware
 
 MODEL = ["model=llama2_7b", "train.seq_len=2048", "parallel.param_dtype=bfloat16"]
 
@@ -89,3 +89,6 @@ def find(
 ) -> SearchResult:
     base = compose(words)
     return search(base, words, HARDWARE, world_size, gib * GIB, predict, space=space, host_memory_bytes=host_bytes)
+
+
+SMALL = Space(strategies=("fsdp2", "ddp"), cpu_offload=False, every_shard_size=False, exchanges=False)

@@ -13,10 +13,9 @@ from fsdptoys.metrics.prediction import Prediction
 from fsdptoys.plan.search.advice import advise
 from fsdptoys.plan.search.frontier_plot import draw_frontier
 from fsdptoys.plan.search.switches import vary
-from scripts import estimate_errors
-from scripts.estimate_errors import Error, Searched, render
-from tests.plan.formula_search import HARDWARE, MODEL, compose, find, find_once, formula
-from tests.plan.test_search import SMALL
+from scripts.planner import estimate_errors
+from scripts.planner.estimate_errors import Error, Searched, render
+from tests.plan.formula_search import HARDWARE, MODEL, SMALL, compose, find, find_once, formula
 
 
 def advised(config: Config, gib: float, world_size: int = 8) -> list[tuple[str, bool]]:

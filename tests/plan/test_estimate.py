@@ -19,8 +19,8 @@ from fsdptoys.plan.simulator.events import Alloc, Free
 from fsdptoys.plan.trace import tracing_process
 from fsdptoys.plan.trace.op_costs import fuses_rms_norm
 from fsdptoys.utils.torchao import torchao_fault
-from tests.plan.processes import in_fresh_process
-from tests.plan.traced import configured
+from tests.harness.plan_processes import in_fresh_process
+from tests.harness.traced_runs import configured
 
 needs_torchao = pytest.mark.skipif(torchao_fault() is not None, reason=f"torchao {torchao_fault()}")
 extended = pytest.mark.extended

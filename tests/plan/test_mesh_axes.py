@@ -11,8 +11,7 @@ from fsdptoys.plan.estimate.estimate import fast_estimate
 from fsdptoys.plan.simulator.allocator import build_allocator
 from fsdptoys.plan.simulator.events import COMPUTE_STREAM, Collective, Kernel, KernelKind, Trace
 from fsdptoys.plan.simulator.replay import Replay, replay
-from tests.plan.test_tracer import of_step
-from tests.plan.traced import configured, live_bytes, traced, traced_on
+from tests.harness.traced_runs import configured, live_bytes, of_step, traced, traced_on
 
 BF16 = "parallel.param_dtype=bfloat16"
 extended = pytest.mark.extended

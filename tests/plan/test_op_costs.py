@@ -20,10 +20,9 @@ from fsdptoys.plan.simulator.events import Alloc, Kernel, KernelKind, Mark, Reco
 from fsdptoys.plan.trace.fake_kernels import replace_kernels
 from fsdptoys.plan.trace.op_costs import PREFERS_CUDNN, attention_of
 from fsdptoys.plan.trace.op_recorder import OpRecorder
-from scripts.validate_plan import trace_row
-from tests.plan.processes import in_fresh_process
-from tests.plan.traced import configured, imagined_hardware, traced
-from tests.scripts.test_published_programs import newer_torch
+from scripts.planner.validate_plan import trace_row
+from tests.harness.plan_processes import in_fresh_process
+from tests.harness.traced_runs import configured, imagined_hardware, newer_torch, traced
 
 TORCH = tuple(int(part) for part in torch.__version__.split(".")[:2])
 FLASH, CUDNN = [SDPBackend.FLASH_ATTENTION], [SDPBackend.CUDNN_ATTENTION]

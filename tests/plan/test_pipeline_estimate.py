@@ -38,8 +38,8 @@ from fsdptoys.plan.simulator.pipeline_schedules import Action, duration, most_in
 from fsdptoys.plan.simulator.replay import Replay
 from fsdptoys.plan.text_report import print_prediction
 from tests.harness.full_trace import predict_in_full, trace_all
-from tests.harness.meetings import replay_together
-from tests.plan.traced import configured, imagined_hardware
+from tests.harness.multi_rank_replay import replay_together
+from tests.harness.traced_runs import configured, imagined_hardware
 
 B, T, D = 1, 64, 64
 TINY = ["model=llama_debug", f"model.dim={D}", "model.n_layers=4", f"train.seq_len={T}", f"train.batch_size={B}"]

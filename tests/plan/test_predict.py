@@ -25,7 +25,7 @@ from fsdptoys.plan.search.search import SearchResult
 from fsdptoys.plan.search.switches import node_ranks_of, validate_switches
 from fsdptoys.plan.text_report import advice_to_dict, print_command, print_prediction, print_search, search_to_dict
 from fsdptoys.plan.trace.extrapolate_layers import depths_of, extrapolate
-from tests.plan.traced import imagined_hardware
+from tests.harness.traced_runs import imagined_hardware
 
 BF16 = "parallel.param_dtype=bfloat16"
 MOE = "model=qwen3_moe_debug"

@@ -31,8 +31,8 @@ from fsdptoys.parallel.fsdp import TORCH
 from fsdptoys.plan.predict import predict
 from fsdptoys.plan.simulator.events import Alloc, Free, Mark, Trace
 from fsdptoys.train.trainer import Trainer
-from scripts.ranks import run_ranks
-from tests.plan.traced import configured, traced
+from tests.harness.ranks import run_ranks
+from tests.harness.traced_runs import configured, traced
 
 RUN = ("train.steps=2", "launch.device=cpu")
 

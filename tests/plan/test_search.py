@@ -21,7 +21,6 @@ from fsdptoys.plan.search.ranking import Candidate, frontier, label
 from fsdptoys.plan.search.search import largest_preset
 from fsdptoys.plan.search.switches import (
     SENSIBLE,
-    Space,
     fixed_keys,
     overrides_between,
     read,
@@ -30,11 +29,10 @@ from fsdptoys.plan.search.switches import (
     vary,
 )
 from fsdptoys.utils.text import value_text
-from tests.plan.formula_search import HARDWARE, MODEL, compose, find, find_once, formula
+from tests.plan.formula_search import HARDWARE, MODEL, SMALL, compose, find, find_once, formula
 
 extended = pytest.mark.extended
 FULL = "memory.gradient_checkpointing=full"
-SMALL = Space(strategies=("fsdp2", "ddp"), cpu_offload=False, every_shard_size=False, exchanges=False)
 
 
 SWITCHES: dict[str, Iterable[Any]] = {

@@ -3,7 +3,6 @@
 import dataclasses
 import math
 from collections import Counter
-from typing import Any
 
 import pytest
 import torch
@@ -24,7 +23,6 @@ from fsdptoys.plan.simulator.events import (
     Mark,
     RecordEvent,
     RecordStream,
-    Trace,
     Transfer,
     WaitEvent,
 )
@@ -32,7 +30,7 @@ from fsdptoys.plan.trace.fake_device import registers_devices
 from fsdptoys.plan.trace.fake_tensors import MANY, Chunks, repeating_chunks
 from fsdptoys.plan.trace.op_costs import fuses_rms_norm
 from tests.harness import full_trace
-from tests.plan.traced import configured, imagined_hardware, live_bytes, traced
+from tests.harness.traced_runs import configured, imagined_hardware, live_bytes, of_step, traced
 
 BF16 = "parallel.param_dtype=bfloat16"
 DIM, LAYERS, HEADS, KV_HEADS, HEAD_DIM, FFN, VOCAB, TOKENS = 256, 3, 4, 2, 64, 512, 1024, 512
@@ -45,16 +43,6 @@ extended = pytest.mark.extended
 TRACES_DDP = pytest.mark.skipif(not registers_devices(), reason="this torch cannot trace DDP")
 BLOCK = 2 * DIM * DIM + 2 * DIM * KV_HEADS * HEAD_DIM + 3 * DIM * FFN + 2 * DIM
 PARAMETERS = LAYERS * BLOCK + 2 * VOCAB * DIM + DIM
-
-
-def of_step(trace: Trace, kind: type, step: int = 2) -> list[Any]:
-    """The events of a kind in a step."""
-    chosen, now = [], 0
-    for event in trace.events:
-        now = event.step if isinstance(event, Mark) else now
-        if isinstance(event, kind) and now == step:
-            chosen.append(event)
-    return chosen
 
 
 @pytest.mark.parametrize(

@@ -15,8 +15,8 @@ from fsdptoys.profiler.collective_table import block_of, describe, fold, render
 from fsdptoys.profiler.collectives import Call, CollectiveTrace, ring_bytes, traced_step
 from fsdptoys.train.run import Run
 from fsdptoys.train.trainer import Trainer
-from scripts.ranks import run_ranks
-from tests.parallel.runs import make_config, tiny_model
+from tests.harness.ranks import run_ranks
+from tests.harness.tiny import make_config, tiny_model
 
 LAYERS = tiny_model().n_layers
 UNITS = LAYERS + 2

@@ -26,7 +26,7 @@ from fsdptoys.profiler import (
 )
 from fsdptoys.profiler.oom_advice import device_savings
 from fsdptoys.profiler.oom_report import read_failure
-from scripts.ranks import run_ranks
+from tests.harness.ranks import run_ranks
 
 GIB, MIB = 2**30, 2**20
 

@@ -24,7 +24,7 @@ from fsdptoys.profiler import NPULevel, ProfileConfig, Profiler
 from fsdptoys.profiler.memory_snapshot import MAX_ENTRIES, Snapshot
 from fsdptoys.profiler.memory_snapshot_page import UNKNOWN, read_timeline, render_snapshot, timeline_picture
 from fsdptoys.profiler.trace import Trace
-from tests.profiler.snapshots import MIB, make_snapshot, summary_of
+from tests.harness.snapshots import MIB, make_snapshot, summary_of
 
 
 def window(skip: int, warmup: int, active: int, **others: Any) -> ProfileConfig:

@@ -9,8 +9,8 @@ from fsdptoys.device import GIB
 from fsdptoys.metrics import StepMetrics
 from fsdptoys.metrics.prediction import Category, MemoryPrediction, Prediction, TimePrediction
 from fsdptoys.sweep import Job, JobStatus, Skipped, Sweep
-from tests.profiler.snapshots import make_snapshot
-from tests.report.recorded_runs import GPU_STEP, write_run
+from tests.harness.recorded_runs import GPU_STEP, write_run
+from tests.harness.snapshots import make_snapshot
 
 DEVICE = {"device.type": "cuda", "device.name": "An imagined device", "versions.cuda": "12.8"}
 HOSTILE = "<script>document.title='run'</script>"

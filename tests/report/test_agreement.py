@@ -19,10 +19,10 @@ from fsdptoys.report import setting_effects as numerics
 from fsdptoys.report.loss_agreement import COARSE, FINE, HELD_OUT, Tolerance, find_disagreements
 from fsdptoys.report.runs_table import Record
 from fsdptoys.train.gradient_scale import GradientScale, StepScale
-from scripts.ranks import run_ranks
-from tests.measuring import without_coverage
-from tests.parallel.runs import make_config
-from tests.report.recorded_runs import STEP, changed, record_of, run_of, train_into, write_records, write_run
+from tests.harness.coverage import without_coverage
+from tests.harness.ranks import run_ranks
+from tests.harness.recorded_runs import STEP, changed, record_of, run_of, train_into, write_records, write_run
+from tests.harness.tiny import make_config
 
 EXACT = Tolerance(0.0, 0.0, 1.0, 0.0, 0.0)
 ADAMW = AdamWConfig(lr=1e-2, weight_decay_on=WeightDecayOn.all)

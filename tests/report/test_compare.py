@@ -18,7 +18,7 @@ from fsdptoys.report.compare_text import print_comparison, verdict
 from fsdptoys.report.setting_effects import stage_of
 from fsdptoys.train.recorded_run import read_recorded_run
 from fsdptoys.utils.options import Effect, Stage
-from tests.report.recorded_runs import STEP, run_of, write_run
+from tests.harness.recorded_runs import STEP, run_of, write_run
 
 
 def compared(

@@ -21,7 +21,7 @@ from fsdptoys.report.runs_table import Record, gather
 from fsdptoys.report.table import make_table
 from fsdptoys.report.table_export import to_csv, to_json, to_markdown
 from fsdptoys.sweep import JobStatus
-from tests.report.recorded_runs import run_of, write_run
+from tests.harness.recorded_runs import run_of, write_run
 
 STEERING = re.compile(r"[^\n\t -~\u00a0-\ud7ff\ue000-\uffff]")
 

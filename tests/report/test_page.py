@@ -12,7 +12,7 @@ from PIL import Image
 
 from fsdptoys.report.html_page import pictures_folder, write_page
 from fsdptoys.report.runs_table import gather
-from tests.measuring import without_coverage
+from tests.harness.coverage import without_coverage
 from tests.report.device_runs import write_device_run, write_device_sweep
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")

@@ -14,8 +14,8 @@ from fsdptoys.report.runs_table import Collection, gather
 from fsdptoys.sweep import Job, JobStatus, Skipped, Sweep
 from fsdptoys.utils.figure_png import render_png
 from fsdptoys.utils.figures import Picture
+from tests.harness.recorded_runs import GPU_STEP, STEP, record_of, run_of, write_run
 from tests.report.device_runs import device_prediction
-from tests.report.recorded_runs import GPU_STEP, STEP, record_of, run_of, write_run
 
 
 @pytest.fixture

@@ -38,10 +38,10 @@ from fsdptoys.train.recorded_run import read_recorded_run
 from fsdptoys.utils import figure_png as png
 from fsdptoys.utils.figure_png import draw_png
 from fsdptoys.utils.figures import COLORS, GRAY, Axis, Picture, Series, place_labels, thin
-from scripts.ranks import run_ranks
-from tests.profiler.snapshots import make_snapshot
+from tests.harness.ranks import run_ranks
+from tests.harness.recorded_runs import write_run
+from tests.harness.snapshots import make_snapshot
 from tests.report.device_runs import JOBS, device_prediction, device_steps, write_device_run
-from tests.report.recorded_runs import write_run
 
 SIX = Axis("", categories=tuple(f"run{n}" for n in range(1, 7)))
 PAPERS = ("#ffffff", "#14181d")

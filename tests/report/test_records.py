@@ -25,7 +25,7 @@ from fsdptoys.train.run import run_status
 from fsdptoys.train.skipped_steps import SkippedSteps
 from fsdptoys.train.stop import STOP_SIGNALS, Stop, agreed_stop
 from fsdptoys.utils.file_lock import FolderLock
-from tests.report.recorded_runs import ENVIRONMENT, STEP, plain_tree, run_of, write_run
+from tests.harness.recorded_runs import ENVIRONMENT, STEP, plain_tree, run_of, write_run
 from tests.report.watched_runs import beat
 
 TRAIN = TrainConfig(steps=20, max_seconds=9.0)

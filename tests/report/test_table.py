@@ -19,8 +19,8 @@ from fsdptoys.report.table_export import to_csv, to_json, to_markdown
 from fsdptoys.report.table_terminal import fit, print_table
 from fsdptoys.sweep import Job, JobStatus, Skipped
 from fsdptoys.sweep.folder import write_job
+from tests.harness.recorded_runs import GPU_STEP, STEP, record_of, run_of, write_records, write_run
 from tests.report.device_runs import device_prediction
-from tests.report.recorded_runs import GPU_STEP, STEP, record_of, run_of, write_records, write_run
 
 GPU = {"device.type": "cuda", "device.name": "A device"}
 

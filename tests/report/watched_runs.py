@@ -15,8 +15,8 @@ from fsdptoys.metrics import StepMetrics
 from fsdptoys.report.live import follow
 from fsdptoys.train.heartbeat import HEARTBEATS_FOLDER, HeartbeatWriter
 from fsdptoys.utils.file_lock import LOCK_FILE, FolderLock
+from tests.harness import recording
 from tests.harness.processes import wait_until
-from tests.metrics import recording
 
 STEP = replace(recording.STEP, step_time_seconds=0.5, tokens_per_second=1024.0)
 POLL = 0.02

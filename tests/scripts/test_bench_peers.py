@@ -9,12 +9,12 @@ import pytest
 
 from fsdptoys.config.compose import compose_config
 from fsdptoys.models import LlamaConfig
-from scripts import bench_peers
-from scripts.bench_peers import ACCELERATE, FABRIC, PLAIN, Bench, contestants, judge
-from scripts.parity import train_all
-from scripts.peers.measure import Measured, Run, take_turns
-from scripts.peers.work import Work
-from scripts.ranks import run_ranks
+from scripts.benchmarks import bench_peers
+from scripts.benchmarks.bench_peers import ACCELERATE, FABRIC, PLAIN, Bench, contestants, judge
+from scripts.benchmarks.peers.measure import Measured, Run, take_turns
+from scripts.benchmarks.peers.work import Work
+from tests.harness.outcomes import train_all
+from tests.harness.ranks import run_ranks
 
 OURS_DDP, OURS_FSDP2 = "FSDPToys ddp, chunked loss", "FSDPToys fsdp2, chunked loss"
 MIB = 2**20

@@ -14,11 +14,11 @@ from fsdptoys.device import GIB
 from fsdptoys.loss import cross_entropy_sum
 from fsdptoys.metrics.prediction import MemoryPrediction, Prediction, TimePrediction
 from fsdptoys.utils.dtensor import local_tensor
-from scripts import bench_data, bench_host, bench_loss, bench_memory, bench_plan, bench_toys
-from scripts.bench_memory import Result
-from scripts.bench_plan import Compared
-from scripts.bench_toys import Contestant, Measured
-from scripts.ranks import run_ranks
+from scripts.benchmarks import bench_data, bench_host, bench_loss, bench_memory, bench_plan, bench_toys
+from scripts.benchmarks.bench_memory import Result
+from scripts.benchmarks.bench_plan import Compared
+from scripts.benchmarks.bench_toys import Contestant, Measured
+from tests.harness.ranks import run_ranks
 
 DATA = ["--tokens", "64000", "--shards", "2", "--seq-lens", "64", "--seconds", "0.01", "--repeats", "1", "--files", "3"]
 DATA += ["--vocab-size", "300", "--processes", "1", "--steps", "0"]

@@ -11,8 +11,8 @@ from fsdptoys.config.compose import compose_config
 from fsdptoys.train.run import Run
 from fsdptoys.train.trainer import Trainer
 from scripts.chaos import Attempt, Campaign, count_wrong, read_resumes, words_of
-from scripts.ranks import run_ranks
 from tests.harness.processes import wait_until
+from tests.harness.ranks import run_ranks
 
 STEPS = 64  # enough that the run still trains when the signal arrives
 CAMPAIGN = Campaign(2, ("parallel=fsdp2", "checkpoint.async_save=true"), restarts=True)

@@ -5,11 +5,11 @@ from typing import Any
 
 import pytest
 
-from scripts import record_layers, record_toys
-from scripts.draw_toys import KEPT, STRATEGIES, TIMELINES, draw_memory, draw_timelines
-from scripts.ranks import run_ranks
-from scripts.record_layers import ATTENTIONS, PASSED, ROUTINGS, SENT, SWAPPED
-from scripts.record_toys import Recorded, record
+from scripts.toys import record_layers, record_toys
+from scripts.toys.draw_toys import KEPT, STRATEGIES, TIMELINES, draw_memory, draw_timelines
+from scripts.toys.record_layers import ATTENTIONS, PASSED, ROUTINGS, SENT, SWAPPED
+from scripts.toys.record_toys import Recorded, record
+from tests.harness.ranks import run_ranks
 
 pytestmark = pytest.mark.extended
 

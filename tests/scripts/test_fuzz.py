@@ -6,11 +6,11 @@ from pathlib import Path
 import pytest
 
 from fsdptoys.checkpoint import load as reading
-from scripts import fuzz_checkpoint, fuzz_readers
-from scripts.fuzz_checkpoint import DAMAGES
-from scripts.fuzz_edits import EDITS
-from scripts.fuzz_readers import run_cases
-from scripts.fuzz_targets import READERS, Reader
+from scripts.fuzz import fuzz_checkpoint, fuzz_readers
+from scripts.fuzz.fuzz_checkpoint import DAMAGES
+from scripts.fuzz.fuzz_edits import EDITS
+from scripts.fuzz.fuzz_readers import run_cases
+from scripts.fuzz.fuzz_targets import READERS, Reader
 
 
 @pytest.mark.extended

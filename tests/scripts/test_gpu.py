@@ -13,12 +13,14 @@ import pytest
 import torch
 
 from fsdptoys.config.compose import compose_config
-from scripts import bench_gpu, gpu_planned, gpu_smoke
-from scripts.bench_gpu import SHAPES, why
-from scripts.gpu_page import ACCELERATE, BARE, COMPILED, EAGER, FLOAT8, STEPS, Row, judge
-from scripts.gpu_planned import words_of
+from scripts import gpu_smoke
+from scripts.benchmarks import bench_gpu
+from scripts.benchmarks.bench_gpu import SHAPES, why
+from scripts.benchmarks.gpu_page import ACCELERATE, BARE, COMPILED, EAGER, FLOAT8, STEPS, Row, judge
+from scripts.benchmarks.peers.measure import Measured
 from scripts.gpu_smoke import read_events
-from scripts.peers.measure import Measured
+from scripts.planner import gpu_planned
+from scripts.planner.gpu_planned import words_of
 from scripts.smoke import kernels, training
 from scripts.smoke.report import Report
 from scripts.smoke.runs import COMMON, Trained
@@ -260,7 +262,7 @@ def test_dry_run_writes_a_page(tmp_path: Path) -> None:
     done = run_script(*words, PYTHON=sys.executable, OMP_NUM_THREADS="1")
     assert done.returncode in (0, 1), done.stderr
     page = (tmp_path / "day" / "loss.md").read_text()
-    assert "python scripts/bench_loss.py --device cpu" in page and "64 tokens" in page
+    assert "python scripts/benchmarks/bench_loss.py --device cpu" in page and "64 tokens" in page
     assert (tmp_path / "day.tar.gz").exists()
 
 

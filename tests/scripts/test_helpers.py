@@ -14,10 +14,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from scripts.child_environment import child_environment
-from scripts.progress import Printer
-from scripts.ranks import run_ranks
+from scripts.common.child_environment import child_environment
+from scripts.common.progress import Printer
 from scripts.versions import COMMANDS, Result, Row, main
+from tests.harness.ranks import run_ranks
 
 ROOT = Path(__file__).parents[2]
 WAITS_LONG = ["parity", "validate_plan", "chaos", "toys_memory", "draw_toys", "init_from_memory"]
@@ -47,7 +47,7 @@ def test_remaining_time_is_extrapolated_from_finished_units() -> None:
 
 SLOW = """
 import os, time
-from scripts import progress
+from scripts.common import progress
 progress.BEAT_SECONDS = 0.2
 with progress.progress(2):
     with progress.unit("slow \\x1b[31m" + "x" * 5000):

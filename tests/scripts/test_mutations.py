@@ -1,4 +1,4 @@
-"""Lines broken by ``scripts/mutations.py``: their choice, the probes, and a whole check of a small project."""
+"""Lines broken by ``scripts/mutation/mutations.py``: their choice, the probes, and a whole check of a small project."""
 
 import shutil
 import sys
@@ -7,8 +7,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from scripts import mutations
-from scripts.mutation_places import add_probes, draw_places, find_places
+from scripts.mutation import mutations
+from scripts.mutation.mutation_sites import add_probes, draw_places, find_places
 
 
 @pytest.mark.parametrize(
@@ -99,7 +99,7 @@ def write_project(root: Path) -> None:
     (root / "fsdptoys" / "config" / "compose.py").write_text("compose_config = list\n")
     own_tests = shutil.ignore_patterns("test_*")
     shutil.copytree(mutations.ROOT / "tests" / "harness", root / "tests" / "harness", ignore=own_tests)
-    for name in ("tests/conftest.py", "tests/measuring.py", "pyproject.toml"):
+    for name in ("tests/conftest.py", "tests/harness/coverage.py", "pyproject.toml"):
         shutil.copy(mutations.ROOT / name, root / name)
     (root / "tests" / "one" / "test_core.py").write_text(TESTS)
     (root / "tests" / "one" / "test_limit.py").write_text(LIMIT_TESTS)

@@ -6,8 +6,8 @@ import pytest
 from rich.console import Console
 
 from scripts import parity
-from scripts.parity_bugs import BUGS, inject_all
-from scripts.parity_layouts import compare_layouts
+from scripts.equality.parity_bugs import BUGS, inject_all
+from scripts.equality.parity_layouts import compare_layouts
 
 FEW = {
     "gpt2_debug": ["ddp", "cp 2 gathered"],

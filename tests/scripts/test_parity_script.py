@@ -7,7 +7,8 @@ import math
 import pytest
 from rich.console import Console
 
-from scripts import parity, parity_rows
+from scripts import parity
+from scripts.equality import parity_rows
 
 
 def arguments(*words: str) -> argparse.Namespace:

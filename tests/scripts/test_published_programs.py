@@ -16,8 +16,8 @@ from fsdptoys.metrics.prediction import TimePrediction
 from fsdptoys.plan.simulator.allocator import build_allocator
 from fsdptoys.plan.simulator.events import KernelKind
 from fsdptoys.plan.simulator.replay import replay
-from scripts import published_llama2, stream_reuse, validate_plan
-from scripts.planned_layouts import (
+from scripts.planner import published_llama2, stream_reuse, validate_plan
+from scripts.planner.planned_layouts import (
     LayoutResults,
     PlannedLayout,
     count_traces,
@@ -25,20 +25,17 @@ from scripts.planned_layouts import (
     rankings,
     render_layouts,
 )
-from scripts.planned_rows import PlannedRow, planned_config, planned_table
-from scripts.published_layouts import MACHINES, PublishedLayout, read_layouts
-from scripts.published_programs import ROWS, first_program
-from scripts.ranks import run_ranks
-from scripts.trainer_rows import NAMES, TrainerRow, row_words
-from scripts.validate_plan import a2, trace_row
-from tests.plan.processes import in_fresh_process
+from scripts.planner.planned_rows import PlannedRow, planned_config, planned_table
+from scripts.planner.published_layouts import MACHINES, PublishedLayout, read_layouts
+from scripts.planner.published_programs import ROWS, first_program
+from scripts.planner.trainer_rows import NAMES, TrainerRow, row_words
+from scripts.planner.validate_plan import a2, trace_row
+from tests.harness.plan_processes import in_fresh_process
+from tests.harness.ranks import run_ranks
+from tests.harness.traced_runs import newer_torch
 
 TINY = {"dim": 32, "n_layers": 2, "n_heads": 4, "ffn_dim": 64, "vocab_size": 96, "seq_len": 16}
 CPU = torch.device("cpu")
-newer_torch = pytest.mark.skipif(
-    tuple(int(number) for number in torch.__version__.split(".")[:2]) < (2, 9),
-    reason="older FSDP2 averages over two axes by NCCL alone, and older fused AdamW knows no planned device",
-)
 
 
 class Unmarked:

@@ -16,9 +16,9 @@ import pytest
 from fsdptoys.config.schema import Config, SumDType
 from fsdptoys.optim import AdamWConfig, Implementation, WeightDecayOn
 from fsdptoys.parallel import ParallelConfig
-from scripts.ranks import run_ranks
 from tests.harness.levels import extended
-from tests.parallel.runs import PLAIN_KERNELS, make_config
+from tests.harness.ranks import run_ranks
+from tests.harness.tiny import PLAIN_KERNELS, make_config
 
 SITE = Path(__file__).parent / "site"
 """On ``PYTHONPATH``, it installs the device in every process."""

@@ -18,7 +18,7 @@ from fsdptoys.memory import MemoryConfig
 from fsdptoys.parallel import FSDP1Config, FSDP2Config, ParallelConfig
 from fsdptoys.train.trainer import Trainer
 from fsdptoys.utils.dtensor import local_tensor
-from tests.parallel.runs import tiny_model
+from tests.harness.tiny import tiny_model
 from tests.simulated_npu.ranks import (
     BOTH_MODES,
     config_for,

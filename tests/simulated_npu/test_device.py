@@ -12,8 +12,8 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 from fsdptoys.device.free_memory import least_free_bytes
-from scripts.ranks import run_ranks
 from tests.harness.processes import wait_until
+from tests.harness.ranks import run_ranks
 from tests.simulated_npu.ranks import (
     BOTH_MODES,
     MODES,

@@ -11,8 +11,8 @@ from fsdptoys.optim.loss_scale import LossScaleConfig
 from fsdptoys.parallel import FSDP2Config, SingleConfig
 from fsdptoys.parallel.precision import DType
 from fsdptoys.train.trainer import Trainer
-from scripts.parity import hash_parameters
 from tests.harness.levels import extended
+from tests.harness.outcomes import hash_parameters
 from tests.simulated_npu.ranks import BOTH_MODES, config_for, run_npu_ranks
 
 

@@ -8,9 +8,9 @@ import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import BackwardPrefetch, CPUOffload
 
-from scripts.ranks import run_ranks
 from tests.harness.levels import extended
-from tests.patches.roots import WIDTH, gradients_of, make_root, streams_of, train_two
+from tests.harness.ranks import run_ranks
+from tests.harness.roots import WIDTH, gradients_of, make_root, streams_of, train_two
 from tests.simulated_npu.ranks import BOTH_MODES, run_npu_ranks, simulated_npu
 
 

@@ -25,11 +25,11 @@ from fsdptoys.train.run import Run
 from fsdptoys.train.trainer import Trainer
 from fsdptoys.tune import LoRAConfig
 from fsdptoys.utils.dtensor import local_tensor
-from scripts.parity import hash_parameters
 from tests.harness.levels import by_level
-from tests.parallel.runs import DOCUMENTS, EVEN, TINY, make_config, tiny_model
+from tests.harness.outcomes import hash_parameters
+from tests.harness.resumed_runs import kept, run_to_the_end, run_until, steps_of
+from tests.harness.tiny import DOCUMENTS, EVEN, TINY, make_config, tiny_model
 from tests.simulated_npu.ranks import run_npu_ranks, simulated_npu
-from tests.train.resumed import kept, run_to_the_end, run_until, steps_of
 
 STEPS = 5
 FIRST = 3

@@ -15,10 +15,10 @@ from fsdptoys.models import grouped, linear
 from fsdptoys.parallel import DDPConfig, FSDP1Config, FSDP2Config, ParallelConfig, SingleConfig
 from fsdptoys.parallel.fsdp import Wrap
 from fsdptoys.parallel.precision import DType
-from scripts.parity import Outcome, train_all
-from scripts.ranks import run_ranks
-from tests.memory import offloaded
-from tests.parallel.runs import DOCUMENTS, FAMILIES
+from tests.harness import offloaded_runs as offloaded
+from tests.harness.outcomes import Outcome, train_all
+from tests.harness.ranks import run_ranks
+from tests.harness.tiny import DOCUMENTS, FAMILIES
 from tests.simulated_npu.ranks import BOTH_MODES, config_for, run_npu_ranks
 
 BF16 = DType.bfloat16

@@ -20,10 +20,10 @@ from fsdptoys.sweep.run_sweep import with_recorded_words
 from fsdptoys.train.recorded_run import read_recorded_run
 from fsdptoys.utils.console_stream import install_streams, let_stdout_end
 from fsdptoys.utils.file_lock import FolderLock
+from tests.harness.launchers import runs
 from tests.harness.processes import wait_until
-from tests.launch.launchers import runs
+from tests.harness.warm_processes import start_warm
 from tests.sweep.jobs import STANDIN
-from tests.warm import start_warm
 
 SUCCEED = (sys.executable, "-I", "-S", "-c", "")
 SMALL = ("model=llama_debug", "experiment=null", "parallel=ddp", "launch.nproc_per_node=2")

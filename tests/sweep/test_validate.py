@@ -25,8 +25,8 @@ from fsdptoys.sweep.validate import (
     fingerprint,
     validate_combinations,
 )
-from tests.config.test_absurd_values import one_in
 from tests.harness.levels import extended
+from tests.harness.run_tables import one_in
 from tests.sweep.jobs import axes
 
 CHOICES = list_choices()

@@ -16,7 +16,7 @@ on the same bytes. So a run here shows that our calls fit torch_npu. It shows no
 their rounding, of missing waits, of HCCL between machines; and ``torch.compile`` is not covered.
 
 Its fused operators, the default on an NPU, are turned off except in one test, which computes them by plain matmuls
-under torch_npu's own schemas and autograd (``tests/npu_stand_ins.py``).
+under torch_npu's own schemas and autograd (``tests/harness/npu_stand_ins.py``).
 
 ``STUB_DEVICES`` (2) and ``STUB_DEVICE_MIB`` (16384) set the stub's device count and memory.
 """

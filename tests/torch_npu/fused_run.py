@@ -7,7 +7,7 @@ import json
 import sys
 
 from fsdptoys.cli.main import main
-from tests.npu_stand_ins import CALLS, npu_operators
+from tests.harness.npu_stand_ins import CALLS, npu_operators
 
 if __name__ == "__main__":
     sys.argv[1:1] = ["train"]

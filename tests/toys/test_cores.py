@@ -16,7 +16,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import fsdptoys.toys
-from scripts.ranks import run_ranks
+from tests.harness.ranks import run_ranks
 from tests.toys.fsdp_models import NATIVE, Model, batches, mesh_of
 
 TOYS = Path(fsdptoys.toys.__file__).parent

@@ -18,7 +18,7 @@ from fsdptoys.toys import zero2
 from fsdptoys.toys.buckets import assign_buckets, views_like
 from fsdptoys.toys.ddp import DDP, Reducer
 from fsdptoys.toys.zero1 import Zero1
-from scripts.ranks import run_ranks
+from tests.harness.ranks import run_ranks
 
 STEPS = 4
 MANY_BUCKETS = 0.0005  # MiB: half a KiB, so that the model below has several

@@ -10,7 +10,7 @@ from torch import nn
 from torch.distributed.tensor import Shard
 
 from fsdptoys.parallel.fsdp import TORCH
-from scripts.ranks import run_ranks
+from tests.harness.ranks import run_ranks
 from tests.toys.fsdp_models import NATIVE, Case, Model, assert_matches_native, shard_groups, shard_tied
 
 BF16 = {"param_dtype": torch.bfloat16}

@@ -14,11 +14,11 @@ from torch.profiler import ProfilerActivity, profile, record_function
 from fsdptoys.parallel.fsdp import TORCH
 from fsdptoys.toys import fsdp
 from fsdptoys.toys.ddp import DDP
-from scripts import toys_memory
-from scripts.ranks import run_ranks
-from scripts.toys_memory import FLOAT_BYTES, MIB, Held, expected, state_tensors, storage_bytes
+from scripts.toys import toys_memory
+from scripts.toys.toys_memory import FLOAT_BYTES, MIB, Held, expected, state_tensors, storage_bytes
+from tests.harness.ranks import run_ranks
 from tests.toys.fsdp_models import NATIVE, Case, Model, backward, batches, build
-from tests.toys.test_zero import SMALL_BUCKETS, make
+from tests.toys.zero_runs import SMALL_BUCKETS, make
 
 KINDS = ("ddp", "zero1", "zero2", "zero3", "fsdp")
 PEAK_TOLERANCE = 1.05

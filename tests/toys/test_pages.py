@@ -20,9 +20,9 @@ from fsdptoys.toys.buckets import assign_buckets
 from fsdptoys.toys.fsdp.unit import FullUnit
 from fsdptoys.train.run import Run
 from fsdptoys.train.trainer import Trainer
-from scripts.ranks import run_ranks
-from scripts.toys_memory import MIB, expected
-from tests.docs.pages import blocks, commands
+from scripts.toys.toys_memory import MIB, expected
+from tests.harness.pages import blocks, commands
+from tests.harness.ranks import run_ranks
 
 ROOT = Path(__file__).parents[2]
 PAGES = ROOT / "docs" / "toys"
@@ -197,7 +197,7 @@ RANKS = 8
 
 
 def test_answers_have_the_computed_numbers() -> None:
-    """Oracle: GPT-2 XL on the meta device, the toys' layouts and buckets, formulas of ``scripts/toys_memory.py``."""
+    """Oracle: GPT-2 XL on the meta device, the toys' layouts and buckets, formulas of ``scripts/toys/toys_memory.py``."""
     with torch.device("meta"):
         model = compose_config(["experiment=null", "model=gpt2_xl"]).model.build()
     params = list(model.parameters())

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from fsdptoys.toys.cp import ContextParallel, RingAttention, own_positions, seen_parts, ulysses_attention
 from fsdptoys.toys.ep import Experts, MoE, make_groups, plan_routes, sum_gradients
-from scripts.ranks import run_ranks
+from tests.harness.ranks import run_ranks
 
 TOLERANCES = {torch.float64: 1e-14, torch.float32: 2e-6, torch.bfloat16: 1e-2}
 DTYPES = (torch.float64, torch.float32)

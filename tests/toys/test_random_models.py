@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 from fsdptoys.parallel.fsdp import TORCH
 from fsdptoys.toys import fsdp
 from fsdptoys.toys.ddp import DDP
-from scripts.ranks import run_ranks
+from tests.harness.ranks import run_ranks
 from tests.toys.fsdp_models import mesh_of
 
 WIDTH = 6

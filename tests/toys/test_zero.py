@@ -11,13 +11,9 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel as Native
 
 from fsdptoys.toys.partition import Evenness, assign_owners
-from fsdptoys.toys.zero1 import Zero1
-from fsdptoys.toys.zero2 import Zero2
 from fsdptoys.toys.zero3 import Share, Zero3
-from scripts.ranks import run_ranks
-
-SMALL_BUCKETS = 0.001  # MiB
-CPU = torch.device("cpu")
+from tests.harness.ranks import run_ranks
+from tests.toys.zero_runs import CPU, make
 
 
 class Blocks(nn.Module):
@@ -50,20 +46,6 @@ OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "adafactor": lambda params: torch.optim.Adafactor(params, lr=0.01),
 }
 ELEMENTWISE = [name for name in OPTIMIZERS if name != "adafactor"]
-
-
-def make(kind: str, module: Any, **of_ddp: Any) -> tuple[Any, Any, Callable[[torch.optim.Optimizer], None]]:
-    """A wrapped module, the parameters for its optimizer, and the function that attaches that."""
-    if kind == "zero3":
-        three = Zero3(module, list(module.blocks), CPU)
-        return three, [param for _, param in three.owned()], lambda _: None
-    if kind == "zero2":
-        wrapped: Any = Zero2(module, bucket_cap_mb=SMALL_BUCKETS)
-    elif kind == "zero1":
-        wrapped = Zero1(module, bucket_cap_mb=SMALL_BUCKETS, **of_ddp)
-    else:
-        return module, list(module.parameters()), lambda _: None
-    return wrapped, list(wrapped.pieces()), wrapped.attach
 
 
 def parameters_after(kind: str, optimizer: str, all_alike: bool) -> dict[str, Tensor]:

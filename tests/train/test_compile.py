@@ -32,10 +32,10 @@ from fsdptoys.train.compile import compile_blocks
 from fsdptoys.train.run import train as run_in_directory
 from fsdptoys.train.trainer import Trainer
 from fsdptoys.tune import Base
-from scripts.ranks import run_ranks
-from tests.memory.blocks import LLAMA, build, forward, gradients
-from tests.models.families import SMALL
-from tests.parallel.runs import make_config
+from tests.harness.blocks import LLAMA, build, forward, gradients
+from tests.harness.families import SMALL
+from tests.harness.ranks import run_ranks
+from tests.harness.tiny import make_config
 
 pytestmark = pytest.mark.usefixtures("unmeasured")
 

@@ -9,11 +9,11 @@ from fsdptoys.memory import GradientCheckpointing, MemoryConfig
 from fsdptoys.models import ModelConfig
 from fsdptoys.parallel import DDPConfig, FSDP1Config, FSDP2Config, ParallelConfig, SingleConfig
 from fsdptoys.train.step_data import DocumentCounter
-from scripts.parity import train_all
-from scripts.ranks import run_ranks
-from tests.checkpoint.folders import build
-from tests.models.families import SMALL
-from tests.parallel.runs import TINY, make_config, tiny_model
+from tests.harness.families import SMALL
+from tests.harness.folders import build
+from tests.harness.outcomes import train_all
+from tests.harness.ranks import run_ranks
+from tests.harness.tiny import TINY, make_config, tiny_model
 
 END = 0
 DATA = SyntheticConfig(branching=60, mask_documents=True)

@@ -30,8 +30,8 @@ from fsdptoys.train.heartbeat import (
     heartbeat_path,
     read_heartbeats,
 )
-from scripts.ranks import run_ranks
 from tests.harness.processes import wait_until
+from tests.harness.ranks import run_ranks
 
 SECONDS = 3.0  # of the collective that times out
 

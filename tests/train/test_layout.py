@@ -23,8 +23,8 @@ from fsdptoys.train.layout import measure_layout, unit_sizes
 from fsdptoys.train.trainer import Trainer
 from fsdptoys.tune import Base, LoRAConfig
 from fsdptoys.utils.storages import storage_bytes
-from scripts.ranks import run_ranks
-from tests.parallel.runs import make_config
+from tests.harness.ranks import run_ranks
+from tests.harness.tiny import make_config
 
 EVEN = LlamaConfig(
     name="even", dim=64, n_layers=2, n_heads=4, n_kv_heads=4, ffn_dim=128, vocab_size=256, max_seq_len=64

@@ -16,10 +16,10 @@ from fsdptoys.models.moe import Router, Scores
 from fsdptoys.optim import SGDConfig
 from fsdptoys.parallel import DDPConfig, FSDP1Config, FSDP2Config, ParallelConfig, SingleConfig
 from fsdptoys.train.trainer import Trainer
-from scripts.ranks import run_ranks
-from tests.oracle import import_transformers
-from tests.parallel.runs import TINY, make_config
-from tests.train.test_trainer import plain_model
+from tests.harness.ranks import run_ranks
+from tests.harness.tiny import TINY, make_config
+from tests.harness.transformers_oracle import import_transformers
+from tests.train.plain_model import plain_model
 
 AUX_COEF, Z_COEF = 3.0, 0.5  # large, so that a wrong gradient cannot hide behind the cross entropy's
 

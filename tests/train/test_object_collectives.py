@@ -21,7 +21,7 @@ from fsdptoys.checkpoint.save import Answer
 from fsdptoys.errors import ConfigError
 from fsdptoys.train.object_collectives import JsonReader, JsonWriter, WireError, use_json
 from fsdptoys.utils.sealed_folder import FileSum
-from scripts.ranks import run_ranks
+from tests.harness.ranks import run_ranks
 
 
 def sent(value: Any) -> Any:

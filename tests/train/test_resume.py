@@ -28,11 +28,11 @@ from fsdptoys.train.run import Run
 from fsdptoys.train.stop import Stop, saves_after
 from fsdptoys.train.trainer import Trainer
 from fsdptoys.utils.file_lock import FolderLock
-from scripts.ranks import run_ranks
+from tests.harness.coverage import without_coverage
 from tests.harness.processes import wait_until
-from tests.measuring import without_coverage
-from tests.parallel.runs import TINY, WITH_BLOCKS, make_config
-from tests.train.resumed import Row, check_resumed_run, kept, refused, run_to_the_end, run_until, steps_of
+from tests.harness.ranks import run_ranks
+from tests.harness.resumed_runs import Row, check_resumed_run, kept, refused, run_to_the_end, run_until, steps_of
+from tests.harness.tiny import TINY, WITH_BLOCKS, make_config
 
 pytestmark = pytest.mark.usefixtures("without_pictures")
 

@@ -11,14 +11,10 @@ import pytest
 
 from fsdptoys.cli.train import _check_places
 from fsdptoys.config.compose import compose_config
-from fsdptoys.config.schema import Config
 from fsdptoys.errors import ConfigError
-from fsdptoys.train.run import Run
-from fsdptoys.train.trainer import Trainer
-from scripts.fuzz_edits import seal
-from scripts.ranks import run_ranks
+from scripts.fuzz.fuzz_edits import seal
+from tests.harness.short_runs import WORDS, train_run
 
-WORDS = ["experiment=null", "parallel=single", "train.seq_len=32", "train.steps=4", "metrics.console=none"]
 NEWEST = Path("run/checkpoints/step-00000003")
 MISSING = object()
 
@@ -62,17 +58,6 @@ UNREADABLE: list[tuple[str, object, str]] = [
     ("metrics", {"metrics.jsonl": "0"}, "metrics.metrics.jsonl is '0', not an integer from 0 to 9223372036854775807"),
 ]
 """Fact, its value, and the problem."""
-
-
-def take_three_steps(config: Config) -> None:
-    Run(Trainer(config)).run()
-
-
-def train_run(folder: Path) -> None:
-    """Train for three steps, with a checkpoint after each."""
-    config = compose_config([*WORDS, f"metrics.run_dir={folder}", "checkpoint.every=1", "train.steps=3"])
-    config.validate(1, "cpu")
-    run_ranks(1, take_three_steps, config)
 
 
 @pytest.fixture(scope="module")

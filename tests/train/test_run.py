@@ -34,8 +34,8 @@ from fsdptoys.train.recorded_run import is_run_dir, read_recorded_run
 from fsdptoys.train.run import Run, train
 from fsdptoys.train.trainer import Trainer
 from fsdptoys.utils.file_lock import LOCK_FILE, FolderLock, is_locked
-from scripts.ranks import run_ranks
-from tests.parallel.runs import make_config
+from tests.harness.ranks import run_ranks
+from tests.harness.tiny import make_config
 
 FILES = {"config.yaml", "environment.json", "loss.png", "metrics.jsonl", "result.json", "summary.md"}
 

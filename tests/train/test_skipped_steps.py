@@ -32,10 +32,10 @@ from fsdptoys.parallel.fsdp import TORCH
 from fsdptoys.parallel.precision import DType
 from fsdptoys.train.run import Run
 from fsdptoys.train.trainer import Trainer
-from scripts.parity import hash_parameters
-from scripts.ranks import run_ranks
-from tests.parallel.runs import TINY, make_config
-from tests.train.resumed import kept, poison_gradients, run_to_the_end, run_until, steps_of
+from tests.harness.outcomes import hash_parameters
+from tests.harness.ranks import run_ranks
+from tests.harness.resumed_runs import kept, poison_gradients, run_to_the_end, run_until, steps_of
+from tests.harness.tiny import TINY, make_config
 
 pytestmark = pytest.mark.usefixtures("without_pictures")
 

@@ -25,10 +25,10 @@ from fsdptoys.plan.simulator.replay import replay
 from fsdptoys.profiler import ExplainedOutOfMemoryError, live_bytes
 from fsdptoys.train.step_memory import COST, StepMemory
 from fsdptoys.train.trainer import Trainer
-from scripts.ranks import run_ranks
-from tests.parallel.runs import make_config
-from tests.plan.traced import configured, traced
-from tests.train.resumed import SMALL, kept, run_to_the_end
+from tests.harness.ranks import run_ranks
+from tests.harness.resumed_runs import SMALL, kept, run_to_the_end
+from tests.harness.tiny import make_config
+from tests.harness.traced_runs import configured, traced
 
 SHARED = ("model=llama_debug", "model.vocab_size=2048", "train.steps=2", "train.eval_every=0", "launch.device=cpu")
 SERIAL = ("memory.optimizer_offload=true", "memory.offload_schedule=serial")

@@ -11,9 +11,9 @@ import torch.distributed as dist
 
 from fsdptoys.train import stop
 from fsdptoys.train.stop import STOP_SIGNALS, StopRequest
-from scripts.ranks import run_ranks
-from tests.checkpoint.disks import in_child
+from tests.harness.disks import in_child
 from tests.harness.processes import wait_until
+from tests.harness.ranks import run_ranks
 
 
 def kill_self() -> None:

@@ -16,28 +16,17 @@ from fsdptoys.data import SyntheticConfig
 from fsdptoys.errors import ConfigError
 from fsdptoys.memory import MemoryConfig
 from fsdptoys.metrics import StepMetrics
-from fsdptoys.models import DecoderModel
 from fsdptoys.optim import AdamWConfig
 from fsdptoys.parallel import DDPConfig, FSDP1Config, FSDP2Config, ParallelConfig, SingleConfig
 from fsdptoys.train.distributed import deterministic_kernels
 from fsdptoys.train.garbage import FULL, collection_between_steps
 from fsdptoys.train.trainer import Trainer
-from scripts.parity import hash_parameters
-from scripts.ranks import run_ranks
-from tests.parallel.runs import make_config
+from tests.harness.outcomes import hash_parameters
+from tests.harness.ranks import run_ranks
+from tests.harness.tiny import make_config
+from tests.train.plain_model import plain_model
 
 STRATEGIES: list[ParallelConfig] = [DDPConfig(), FSDP1Config(), FSDP2Config()]
-
-
-def plain_model(trainer: Trainer) -> DecoderModel:
-    """The trainer's model as a plain module in this process."""
-    config = trainer.config.model
-    model = config.build()
-    model.init_buffers(torch.device("cpu"))
-    with torch.no_grad():
-        for name, param in trainer.strategy.full_parameters():
-            model.get_parameter(name).copy_(param)
-    return model
 
 
 def first_step_and_oracle(config: Config) -> tuple[list[float], list[float]]:

@@ -19,11 +19,11 @@ from fsdptoys.parallel.precision import DType
 from fsdptoys.train.pretrained import TrainedModel
 from fsdptoys.train.resume import check_same_run, run_facts
 from fsdptoys.tune import Base, FullConfig, LoRAConfig
-from scripts.ranks import run_ranks
-from tests.checkpoint.folders import build, load, write
-from tests.parallel.runs import make_config
-from tests.parallel.test_nf4 import GPT2, LLAMA
-from tests.train.resumed import Row, check_resumed_run, kept, run_to_the_end
+from tests.harness.folders import build, load, write
+from tests.harness.nf4_models import GPT2, LLAMA
+from tests.harness.ranks import run_ranks
+from tests.harness.resumed_runs import Row, check_resumed_run, kept, run_to_the_end
+from tests.harness.tiny import make_config
 
 pytestmark = pytest.mark.usefixtures("without_pictures")
 

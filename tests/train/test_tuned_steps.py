@@ -11,7 +11,7 @@ from fsdptoys.config.compose import compose_config
 from fsdptoys.config.schema import Config
 from fsdptoys.data.sampler import BatchStream
 from fsdptoys.errors import ConfigError
-from tests.cli.byte_model import save_model
+from tests.harness.byte_model import save_model
 
 ROWS = [
     {"messages": [{"role": "user", "content": f"{n} + 1?"}, {"role": "assistant", "content": f"{n + 1}"}]}

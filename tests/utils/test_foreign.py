@@ -17,7 +17,7 @@ import fsdptoys
 from fsdptoys.utils.foreign import MAX_DEPTH, MAX_YAML_BYTES, ForeignError, parse_json, parse_yaml
 from fsdptoys.utils.from_tree import build
 from fsdptoys.utils.text import one_line, printable
-from tests.launch.streams import run_with
+from tests.harness.streams import run_with
 
 
 @pytest.mark.parametrize(

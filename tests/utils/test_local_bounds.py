@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from fsdptoys.utils.dtensor import local_bounds
-from scripts.ranks import run_ranks
+from tests.harness.ranks import run_ranks
 
 CASES = [(8, 0, 0), (8, 0, 1), (8, 1, 0), (12, 0, 0)]
 """Rows of the matrix, and the dims that the two mesh axes shard."""

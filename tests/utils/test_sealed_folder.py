@@ -9,7 +9,7 @@ import pytest
 
 from fsdptoys.checkpoint import verify_checksums
 from fsdptoys.utils.sealed_folder import new_folder
-from tests.checkpoint.disks import in_child, kill_self
+from tests.harness.disks import in_child, kill_self
 
 CHANGES = ("open", "mkdir", "fsync", "replace", "rename", "unlink")
 """Functions of ``os`` through which a folder is made; ``pathlib`` and ``open_regular`` call them."""

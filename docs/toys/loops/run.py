@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from scripts.ranks import run_ranks
+from tests.harness.ranks import run_ranks
 
 HERE = Path(__file__).resolve().parent
 RANKS, STEPS = 2, 5

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from fsdptoys.toys import cp
 from fsdptoys.toys.ep import Experts, MoE
-from scripts.ranks import run_ranks
+from tests.harness.ranks import run_ranks
 
 HERE = Path(__file__).resolve().parent
 RANKS, STEPS, TOLERANCE = 2, 5, 1e-5

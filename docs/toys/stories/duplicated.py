@@ -19,8 +19,8 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
 from fsdptoys.toys.fsdp import fully_shard
-from scripts.ranks import run_ranks
-from scripts.record_toys import LiveBytes
+from scripts.toys.record_toys import LiveBytes
+from tests.harness.ranks import run_ranks
 
 RANKS, TOKENS, CHUNK, WIDTH, VOCABULARY = 2, 1024, 128, 64, 8192
 

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from fsdptoys.parallel.init_weights import initialize
 from fsdptoys.toys.fsdp import fully_shard
-from scripts.ranks import run_ranks
+from tests.harness.ranks import run_ranks
 
 RANKS, SEED, STD = 2, 7, 0.05
 SIZES = [64, 256, 32]

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from scripts.ranks import run_ranks
+from tests.harness.ranks import run_ranks
 
 RANKS, SEED, SAMPLES = 2, 7, 1000
 

@@ -23,7 +23,7 @@ from fsdptoys.plan.simulator.allocator import (
 )
 from fsdptoys.plan.simulator.events import Alloc, Free, Kernel, KernelKind, Mark, RecordStream, Trace
 from fsdptoys.plan.simulator.replay import replay
-from tests.plan.traced import imagined_hardware
+from tests.harness.traced_runs import imagined_hardware
 
 KINDS = [NativeAllocator, ExpandableAllocator]
 GIB = 2**30

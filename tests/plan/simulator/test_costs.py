@@ -15,7 +15,7 @@ from fsdptoys.plan.simulator.costs import (
     transfer_seconds,
 )
 from fsdptoys.plan.simulator.events import KernelKind
-from tests.plan.traced import imagined_hardware
+from tests.harness.traced_runs import imagined_hardware
 
 MIB = 2**20
 

@@ -27,7 +27,7 @@ from fsdptoys.plan.simulator.events import (
 )
 from fsdptoys.plan.simulator.replay import Replay, replay
 from fsdptoys.plan.simulator.stream_clock import Clock
-from tests.plan.traced import imagined_hardware
+from tests.harness.traced_runs import imagined_hardware
 
 
 def compute(seconds: float, stream: int = 0) -> Kernel:

@@ -1,0 +1,98 @@
+"""How much host memory a rank takes to start from a folder in Hugging Face format.
+
+Writes random bf16 weights of a preset into a temporary folder, fills an FSDP2 model from it on gloo ranks, and prints
+for each the peak of its resident set and its final size: ``python scripts/benchmarks/init_from_memory.py [PRESET] [RANKS]``.
+The peak is Linux's own (``VmHWM``), from just before the model is made; pages of the file that a rank reads count in it
+while they are mapped.
+"""
+
+import math
+import os
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from fsdptoys.checkpoint import HuggingFaceFolder, write_hugging_face
+from fsdptoys.config.compose import compose_config
+from fsdptoys.device import Device
+from fsdptoys.models import ModelConfig
+from fsdptoys.models.huggingface import Bounds
+from fsdptoys.parallel import FSDP2Config, World
+from fsdptoys.parallel.mesh import MeshConfig
+from scripts.common.progress import progress, unit
+from tests.harness.ranks import run_ranks
+
+MIB = 2**20
+FILE_BYTES = 512 * MIB
+
+
+def main(preset: str = "llama3_1b", ranks: str = "2") -> None:
+    """Measure and print a table."""
+    world_size = int(ranks)
+    with progress(2), tempfile.TemporaryDirectory() as scratch:
+        folder = Path(scratch) / "folder"
+        # In a process of its own, or the ranks would inherit free memory.
+        with unit("random weights are written"):
+            ((shape, tensor_bytes),) = run_ranks(1, write_folder, preset, folder)
+        with unit(f"{world_size} ranks read their shards"):
+            results = run_ranks(world_size, fill, folder)
+    parameters = sum(elements for _, elements, _ in results)
+    print(f"{preset}: {parameters:,} parameters, read as bf16 into float32 shards on {world_size} ranks, torch "
+          f"{torch.__version__}")  # fmt: skip
+    print(f"largest region that a tensor of the files is made of: {tensor_bytes / MIB:,.0f} MiB ({shape})\n")
+    print("| rank | shard, MiB | peak, MiB | peak beyond the shard, MiB | seconds |\n|---|---|---|---|---|")
+    for rank, (growth, elements, seconds) in enumerate(results):
+        shard = 4 * elements / MIB
+        print(f"| {rank} | {shard:,.0f} | {growth / MIB:,.0f} | {growth / MIB - shard:,.0f} | {seconds:.1f} |")
+
+
+def write_folder(preset: str, folder: Path) -> tuple[str, int]:
+    """Write random weights; return shape and bytes of the largest tensor."""
+    config: ModelConfig = compose_config([f"model={preset}"]).model
+    largest = ("", 0)
+
+    def draw(name: str, region: Bounds) -> Tensor:
+        nonlocal largest
+        shape = [last - first for first, last in region]
+        largest = max(largest, ("×".join(map(str, shape)), 2 * math.prod(shape)), key=lambda pair: pair[1])
+        return torch.empty(shape, dtype=torch.bfloat16).normal_(0.0, config.init_std)
+
+    write_hugging_face(folder, config, draw, torch.bfloat16, FILE_BYTES)
+    return largest
+
+
+def fill(folder: Path) -> tuple[int, int, float]:
+    """Fill this rank's shard; return the growth of the peak in bytes, the shard's elements, and the seconds."""
+    context = World(Device("cpu", 0), dist.get_rank(), dist.get_world_size(), MeshConfig())
+    parallel = FSDP2Config()
+    parallel.resolve(deterministic=False)
+    strategy = parallel.build(context)
+    source = HuggingFaceFolder(folder)
+    Path("/proc/self/clear_refs").write_text("5")  # start a new peak
+    before, started = peak_bytes(), time.perf_counter()
+    with torch.device("meta"):
+        model = source.model_config().build()
+    source.check(model)
+    strategy.shard(model, source.fill)
+    seconds = time.perf_counter() - started
+    shards = [param.to_local() for param in model.parameters() if isinstance(param, DTensor)]
+    return peak_bytes() - before, sum(shard.numel() for shard in shards), seconds
+
+
+def peak_bytes() -> int:
+    """Largest resident set of this process since the last reset."""
+    (line,) = (line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmHWM:"))
+    return int(line.split()[1]) * 1024
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

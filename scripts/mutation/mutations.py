@@ -1,0 +1,385 @@
+"""How many broken lines the tests catch: break one line of the product at a time, and run the tests that execute it.
+
+    python scripts/mutation/mutations.py --report benchmarks/mutations.md            # then, after an interruption, with --resume
+
+1. Draw places (``mutation_sites.py``), the same for the same seed and product.
+2. Record: run all tests once on a copy of the checkout with probes in front of the places.
+3. For every place, break its line in a new copy and run the tests that executed it, the quickest first, until one
+   fails: first those of the short level, then those that only ``--all`` runs.
+4. Write the report.
+
+A place that no test executes is reported apart, and the next one of its package takes its turn. What a test's set-up
+executes counts for all tests of its module, which may share the fixture; a line executed during collection counts for
+all tests. What a test finds in a cache or leaves to a process of an earlier one counts for the earlier one alone.
+A failure that also happens on the unbroken copy is not counted. Beyond ``--cap`` CPU seconds of tests of
+a level a place is "not decided". Only tests count: ruff, mypy and import contracts would catch further breaks.
+
+A recording takes as long as the whole suite, a place up to twice the cap. Everything found so far is in ``--folder``.
+"""
+
+import argparse
+import hashlib
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from scripts.common.finished_rows import FinishedRows
+from scripts.common.progress import progress, unit
+from scripts.mutation.mutation_report import write_report
+from scripts.mutation.mutation_sites import PROBE, Place, add_probes, digest, draw_places, product_files
+
+ROOT = Path(__file__).resolve().parents[2]
+NOT_COPIED = (".venv*", "__pycache__", ".*_cache", "build", "runs", "sweeps")
+BATCH_CPU_SECONDS = (10.0, 60.0)
+"""Sums of tests after which another call of pytest runs the next ones."""
+NO_TEST_FOUND = 4
+"""Exit status of pytest if a named test is gone, or if it cannot start."""
+NO_TEST_RUN = 5
+PYTEST_ITSELF = "(pytest)"
+"""Failed if it names no test: its own process ended, or could not start."""
+
+
+def copy_checkout(source: Path, target: Path) -> Path:
+    """Copy a checkout with its links, without environments and outputs."""
+    return shutil.copytree(source, target, symlinks=True, ignore=shutil.ignore_patterns(*NOT_COPIED))
+
+
+def run_pytest(folder: Path, arguments: Sequence[object], seconds: float | None = None) -> tuple[int, str]:
+    """Run pytest in a copy, and return its status and output; at the limit of ``seconds``, kill it."""
+    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "--color=no", *map(str, arguments)]
+    environment = os.environ | {"PYTHONPATH": str(folder)}
+    environment.pop("PYTEST_CURRENT_TEST", None)  # of a test that runs this script
+    with tempfile.TemporaryFile("w+", errors="replace") as output:
+        process = subprocess.Popen(
+            command, cwd=folder, env=environment, stdin=subprocess.DEVNULL, stdout=output, stderr=output
+        )
+        try:
+            process.wait(seconds)
+        except subprocess.TimeoutExpired:
+            process.kill()
+        finally:
+            kill_processes(folder)
+            status = process.wait()
+        output.seek(0)
+        return status, output.read()
+
+
+def kill_processes(folder: Path) -> None:
+    """Kill all processes that were started for the modules of a copy, such as ranks that wait for a broken one."""
+    for path in Path("/proc").glob("[0-9]*/environ"):
+        with suppress(OSError):
+            if str(folder).encode() in path.read_bytes():
+                os.kill(int(path.parent.name), signal.SIGKILL)
+
+
+def list_tests(folder: Path, arguments: Sequence[str]) -> list[str]:
+    """Return the names of the tests that pytest would run."""
+    status, output = run_pytest(folder, ["--collect-only", *arguments])
+    if status:
+        raise SystemExit(f"pytest cannot collect {' '.join(arguments)}:\n{_end(output)}")
+    return [line for line in output.splitlines() if "::" in line]
+
+
+def _end(output: str) -> str:
+    return "\n".join(output.splitlines()[-30:])
+
+
+@dataclass
+class Recording:
+    """What one run of all tests executes.
+
+    Tests are numbers in ``tests``.
+    """
+
+    tests: list[str]
+    short: list[int]
+    cpu_seconds: list[float]
+    called: dict[str, list[int]] = field(default_factory=dict)
+    """Name of a place → tests that execute it."""
+    prepared: dict[str, list[int]] = field(default_factory=dict)
+    """Name of a place → tests of a module of which one executes it in its set-up."""
+    collected: list[str] = field(default_factory=list)
+    """Names of places that are executed while tests are collected."""
+    failures: list[str] = field(default_factory=list)
+    """Tests that failed on the unbroken lines, possibly because of the probes."""
+
+    def tests_of(self, place: Place) -> list[int]:
+        """Return the tests that may notice a break, the most promising first, without those that failed before it.
+
+        A line executed during collection counts for all tests; those of its package are the most promising. The others
+        follow module by module, the quickest module first: a module's fixtures take longer than most of its tests.
+        """
+        called = self.called.get(place.name, [])
+        tests = set(range(len(self.tests))) if place.name in self.collected else set(called)
+        tests.update(self.prepared.get(place.name, []))
+        failures = set(self.failures)
+        tests = {test for test in tests if self.tests[test] not in failures}
+        own = f"tests/{place.package.removeprefix('fsdptoys/').partition('/')[0]}/"
+        near = {test for test in tests if self.tests[test].startswith(own)} | set(called)
+        module_seconds: dict[str, float] = {}
+        for test in tests - near:
+            module_seconds[self._module(test)] = module_seconds.get(self._module(test), 0.0) + self.cpu_seconds[test]
+        far = sorted(tests - near, key=lambda test: (module_seconds[self._module(test)], self._module(test), test))
+        return [*sorted(near, key=lambda test: (self.cpu_seconds[test], test)), *far]
+
+    def _module(self, test: int) -> str:
+        return self.tests[test].partition("::")[0]
+
+
+def record(checkout: Path, places: Sequence[Place], arguments: Sequence[str], workers: int, scratch: Path) -> Recording:
+    """Run all tests on a copy with probes."""
+    folder = copy_checkout(checkout, scratch / "recorded")
+    tests = list_tests(folder, ["--all", *arguments])
+    short = set(list_tests(folder, arguments))
+    recording = Recording(tests, [number for number, test in enumerate(tests) if test in short], [60.0] * len(tests))
+    for path in {place.path for place in places}:
+        numbered = {number: place for number, place in enumerate(places) if place.path == path}
+        file = folder / path
+        file.write_text(add_probes(file.read_text(encoding="utf-8"), numbered), encoding="utf-8")
+    hits = scratch / "hits"
+    hits.mkdir()
+    (folder / "mutation_probe.py").write_text(PROBE.replace("{folder!r}", repr(f"{hits}/")))
+    times = scratch / "times.tsv"
+    status, output = run_pytest(folder, ["--all", "--workers", workers, "--times", times, *arguments])
+    if status not in (0, 1):
+        raise SystemExit(f"the recording ended with status {status}:\n{_end(output)}")
+    recording.failures = list(_named_tests("FAILED|ERROR", output, tests))
+    numbers = {test: number for number, test in enumerate(tests)}
+    for line in times.read_text(encoding="utf-8").splitlines():
+        seconds, _, test = line.split("\t", maxsplit=2)
+        if test in numbers:
+            recording.cpu_seconds[numbers[test]] = float(seconds)
+    modules: dict[str, list[int]] = {}
+    for number, test in enumerate(tests):
+        modules.setdefault(test.partition("::")[0], []).append(number)
+    for number, place in enumerate(places):
+        if not (hits / str(number)).exists():
+            continue
+        called: set[int] = set()
+        prepared: set[int] = set()
+        for line in set((hits / str(number)).read_text(encoding="utf-8").splitlines()):
+            test, _, phase = line.rpartition(" ")
+            if line == "(import)":
+                recording.collected.append(place.name)
+            elif phase == "(setup)":
+                prepared.update(modules.get(test.partition("::")[0], []))
+            elif test in numbers:
+                called.add(numbers[test])
+        recording.called[place.name] = sorted(called)
+        recording.prepared[place.name] = sorted(prepared)
+    shutil.rmtree(folder)
+    return recording
+
+
+def batches(recording: Recording, tests: Sequence[int], cap_seconds: float) -> tuple[list[list[str]], bool]:
+    """Return the tests of each call of pytest in the order of their files, and whether the cap leaves some out."""
+    limits = [*BATCH_CPU_SECONDS, cap_seconds]
+    groups: list[list[int]] = [[] for _ in limits]
+    total = 0.0
+    for test in tests:
+        total += recording.cpu_seconds[test]
+        if total > cap_seconds:
+            break
+        groups[next(number for number, limit in enumerate(limits) if total <= limit)].append(test)
+    left_out = sum(map(len, groups)) < len(tests)
+    return [[recording.tests[test] for test in sorted(group)] for group in groups if group], left_out
+
+
+class Breaker:
+    """Breaks places in copies of a checkout.
+
+    Args:
+        checkout: with the product and its tests.
+        recording: of its tests.
+        arguments: files and folders of the tests.
+        cap_seconds: CPU seconds of tests of a level.
+        scratch: folder for the copies.
+    """
+
+    def __init__(
+        self, checkout: Path, recording: Recording, arguments: Sequence[str], cap_seconds: float, scratch: Path
+    ) -> None:
+        self.recording, self.cap_seconds, self.scratch = recording, cap_seconds, scratch
+        self.source = copy_checkout(checkout, scratch / "source")
+        self.unbroken = copy_checkout(checkout, scratch / "unbroken")
+        list_tests(self.source, ["--all", *arguments])  # compiles all modules for the copies
+        self._lock = threading.Lock()
+        self._unsound: dict[tuple[str, ...], bool] = {}
+
+    def check(self, place: Place) -> dict[str, Any]:
+        """Break a place, and return what each level of the tests says, and which test failed."""
+        folder = self.scratch / hashlib.sha256(place.name.encode()).hexdigest()[:12]
+        shutil.copytree(self.source, folder, symlinks=True)
+        try:
+            file = folder / place.path
+            file.write_text(place.break_text(file.read_text(encoding="utf-8")), encoding="utf-8")
+            tests = self.recording.tests_of(place)
+            short = set(self.recording.short)
+            row = {"short": "no", "all": "no", "test": ""}
+            for level, chosen in (
+                ("short", [test for test in tests if test in short]),
+                ("all", [test for test in tests if test not in short]),
+            ):
+                row[level], row["test"] = self._run_level(folder, chosen)
+                if row[level] == "yes":
+                    row["all"] = "yes"
+                    return row
+            row["all"] = "not decided" if "not decided" in row.values() else "no"
+            return row
+        finally:
+            shutil.rmtree(folder, ignore_errors=True)
+
+    def _run_level(self, folder: Path, tests: Sequence[int]) -> tuple[str, str]:
+        groups, left_out = batches(self.recording, tests, self.cap_seconds)
+        for group in groups:
+            remaining = list(group)
+            while remaining:
+                failures, passed = self._run(folder, remaining)
+                sound = [test for test in failures if not self._fails_unbroken(test, remaining)]
+                if sound:
+                    return "yes", sound[0]
+                left_out |= PYTEST_ITSELF in failures
+                rest = [test for test in remaining if test not in {*failures, *passed}]
+                remaining = rest if failures and len(rest) < len(remaining) else []
+        return ("not decided" if left_out else "no"), ""
+
+    def _run(self, folder: Path, tests: Sequence[str]) -> tuple[list[str], list[str]]:
+        """Run tests until one fails; return the failed ones, or ``PYTEST_ITSELF``, and those that passed."""
+        names = self.scratch / f"{folder.name}-{threading.get_ident()}.txt"
+        cpu_seconds = dict(zip(self.recording.tests, self.recording.cpu_seconds, strict=True))
+        seconds = 300.0 + 10.0 * sum(cpu_seconds[test] for test in tests)
+        options = ["-x", "-rfEp", "--all", "--workers", 1]
+        names.write_text("".join(f"{test}\n" for test in tests), encoding="utf-8")
+        status, output = run_pytest(folder, [*options, f"@{names}"], seconds)
+        if status == NO_TEST_FOUND:  # a break can remove rows of a table of tests
+            files = dict.fromkeys(test.partition("::")[0] for test in tests)
+            status, output = run_pytest(folder, ["--collect-only", "-rE", "--all", *files], seconds)
+            present = set(output.splitlines())
+            tests = [test for test in tests if test in present]
+            if status == 0 and tests:
+                names.write_text("".join(f"{test}\n" for test in tests), encoding="utf-8")
+                status, output = run_pytest(folder, [*options, f"@{names}"], seconds)
+        passed = list(_named_tests("PASSED", output, tests))
+        if status in (0, NO_TEST_RUN):
+            return [], passed
+        return list(_named_tests("FAILED|ERROR", output, tests)) or [PYTEST_ITSELF], passed
+
+    def _fails_unbroken(self, test: str, tests: Sequence[str]) -> bool:
+        chosen = tuple(tests) if test == PYTEST_ITSELF else (test,)
+        with self._lock:
+            if chosen not in self._unsound:
+                if test.endswith(".py"):  # a module that could not be collected
+                    self._unsound[chosen] = run_pytest(self.unbroken, ["--collect-only", "--all", test], 300.0)[0] != 0
+                else:
+                    self._unsound[chosen] = bool(self._run(self.unbroken, chosen)[0])
+            return self._unsound[chosen]
+
+
+def _named_tests(results: str, output: str, tests: Sequence[str]) -> Iterator[str]:
+    """Yield the tests of pytest's summary with these results, or modules that it could not collect."""
+    for line in output.splitlines():
+        match = re.match(rf"(?:{results}) (\S.*)", line)  # in captured logs more spaces follow ERROR
+        if match:
+            named = [test for test in tests if match[1] == test or match[1].startswith(f"{test} - ")]
+            yield max(named, key=len) if named else match[1].partition(" - ")[0]
+
+
+def check_places(breaker: Breaker, places: Sequence[Place], finished: FinishedRows, jobs: int) -> None:
+    """Check places, ``jobs`` at a time, and add their rows."""
+    lock = threading.Lock()
+
+    def check(place: Place) -> None:
+        with unit(place.name) as done:
+            row = breaker.check(place)
+            with lock:
+                finished.put(place.name, row)
+            done.note = f"short {row['short']}, all {row['all']} {row['test']}"
+
+    with ThreadPoolExecutor(jobs) as pool:
+        list(pool.map(check, places))
+
+
+def choose_places(drawn: dict[str, tuple[int, list[Place]]], recording: Recording) -> tuple[list[Place], list[Place]]:
+    """Return the places to break, and places without tests that were drawn before the last of these."""
+    chosen: list[Place] = []
+    passed_over: list[Place] = []
+    for number, places in drawn.values():
+        executed = [place for place in places if recording.tests_of(place)][:number]
+        last = places.index(executed[-1]) + 1 if len(executed) == number else len(places)
+        chosen += executed
+        passed_over += [place for place in places[:last] if place not in executed]
+    return chosen, passed_over
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Draw, record, break and report."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--places", type=int, default=60, help="lines to break")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--packages", nargs="+", default=[], help="folders of the product; all by default")
+    parser.add_argument("--tests", nargs="+", default=["tests"], help="files and folders of tests")
+    parser.add_argument("--checkout", type=Path, default=ROOT, help="another copy of the project, with its own tests")
+    parser.add_argument(
+        "--workers", type=int, default=(os.cpu_count() or 1) + 1, help="test modules at a time, recording"
+    )
+    parser.add_argument("--jobs", type=int, default=2, help="places at a time")
+    parser.add_argument("--cap", type=float, default=300.0, help="CPU seconds of tests of a level for a place")
+    parser.add_argument("--folder", type=Path, default=Path("build/mutations"), help="recording.json and places.json")
+    parser.add_argument("--resume", action="store_true", help="continue with what the folder has")
+    parser.add_argument("--only-record", action="store_true", help="stop after the recording")
+    parser.add_argument("--places-of", type=Path, metavar="FOLDER", help="break the lines of this earlier check")
+    parser.add_argument("--report", type=Path, help="Markdown file")
+    arguments = parser.parse_args(argv)
+    checkout = arguments.checkout.resolve()
+    tests = sorted(path.relative_to(checkout).as_posix() for path in (checkout / "tests").rglob("*.py"))
+    settings = {name: getattr(arguments, name) for name in ("places", "seed", "packages", "tests")}
+    settings |= {"product_hash": digest(checkout, product_files(checkout)), "tests_hash": digest(checkout, tests)}
+    arguments.folder.mkdir(parents=True, exist_ok=True)
+    recorded = FinishedRows(arguments.folder / "recording.json", settings, arguments.resume)
+    finished = FinishedRows(arguments.folder / "places.json", settings | {"cap": arguments.cap}, arguments.resume)
+    try:
+        drawn = draw_places(checkout, arguments.places, arguments.seed, arguments.packages)
+    except ValueError as error:
+        raise SystemExit(str(error)) from None
+    everything = [place for _, places in drawn.values() for place in places]
+    with tempfile.TemporaryDirectory(prefix="mutations-") as scratch, progress(units=1 + arguments.places):
+        with unit("recording") as done:
+            if (row := recorded.get("recording")) is None:
+                row = asdict(record(checkout, everything, arguments.tests, arguments.workers, Path(scratch)))
+                recorded.put("recording", row)
+            recording = Recording(**row)
+            chosen, passed_over = choose_places(drawn, recording)
+            if arguments.places_of:
+                names = json.loads((arguments.places_of / "places.json").read_text(encoding="utf-8"))["rows"]
+                chosen, passed_over = [place for place in everything if place.name in names], []
+            done.note = (
+                f"{len(recording.tests)} tests, {len(recording.failures)} failures, {len(passed_over)} not executed"
+            )
+        if arguments.only_record:
+            return
+        rest = [place for place in chosen if finished.get(place.name) is None]
+        if rest:
+            breaker = Breaker(checkout, recording, arguments.tests, arguments.cap, Path(scratch))
+            check_places(breaker, rest, finished, arguments.jobs)
+    if arguments.report:
+        note = f"Seed {arguments.seed}, product {settings['product_hash']}, cap {arguments.cap:.0f} CPU seconds."
+        rows = [(place, finished.rows[place.name]) for place in chosen]
+        write_report(arguments.report, rows, passed_over, note)
+
+
+if __name__ == "__main__":
+    main()

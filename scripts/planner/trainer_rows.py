@@ -1,0 +1,84 @@
+"""Today's trainer on the sixteen rows of this project's first published table, for ``validate_plan``.
+
+The rows are those of ``configs/sweep/classic_fsdp1.yaml`` and ``classic_fsdp2.yaml``, as ``fsdptoys sweep`` runs them,
+traced at full depth for eight Ascend A2 NPUs. Their memory must be at most the published one; nothing is fitted.
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from fsdptoys.config.compose import compose_config
+from fsdptoys.config.schema import Config
+from fsdptoys.device.profile import Hardware
+from fsdptoys.plan.trace.tracer import Program, trainer_program
+from fsdptoys.sweep.definition import read_definition
+from scripts.planner.published_programs import ROWS, Published
+
+RANKS = 8
+PREFIX = "trainer"
+NAMES = {f"{PREFIX} {strategy} {name}": (strategy, name) for strategy, name in ROWS}
+"""Row → key of the published row with the same switches."""
+ROUNDING_GIB = 0.005
+"""Published values have two digits after the point."""
+
+
+def row_words(row: str) -> list[str]:
+    """Overrides of a row, each key once."""
+    strategy, name = NAMES[row]
+    definition = read_definition(f"classic_{strategy}")
+    names = [each for owner, each in ROWS if owner == strategy]
+    words = dict(zip(names, definition.rows, strict=True))[name]
+    return list({word.partition("=")[0]: word for word in (*definition.base, *words)}.values())
+
+
+def trainer_row(row: str, hardware: Hardware, steps: int, n_layers: int | None) -> Program:
+    """The trainer's steps of a row as a program to trace."""
+    depth = [] if n_layers is None else [f"model.n_layers={n_layers}"]
+    config: Config = compose_config([*row_words(row), *depth])
+    config.validate(RANKS, hardware.device_type)
+    return trainer_program(config, hardware, steps)
+
+
+@dataclass(frozen=True)
+class TrainerRow:
+    """Today's memory and time of a row with the published ones."""
+
+    row: str
+    published: Published
+    end_gib: float
+    reserved_gib: float
+    seconds: float
+
+    @property
+    def held(self) -> tuple[bool, bool]:
+        """Whether the end of a step and the reserved memory are at most the published ones."""
+        return (
+            self.end_gib <= self.published.end_gib + ROUNDING_GIB,
+            self.reserved_gib <= self.published.reserved_gib + ROUNDING_GIB,
+        )
+
+    def cells(self) -> list[str]:
+        """Cells of the table."""
+        end, reserved = ("pass" if held else "**fail**" for held in self.held)
+        published = self.published
+        memory = [f"{published.end_gib:.2f}", f"{self.end_gib:.2f}", end]
+        memory += [f"{published.reserved_gib:.2f}", f"{self.reserved_gib:.2f}", reserved]
+        times = [f"{published.seconds:.2f}", f"{self.seconds:.2f}", f"{published.seconds / self.seconds:.2f}"]
+        return [self.row.removeprefix(f"{PREFIX} "), *memory, *times]
+
+
+def trainer_table(rows: Sequence[TrainerRow]) -> list[str]:
+    """Lines of the table."""
+    header = ["row", "end of step: published", "today", "", "reserved: published", "today", ""]
+    header += ["step: published", "predicted", "published / predicted"]
+    cells: Iterable[list[str]] = [
+        header,
+        ["---", *["---:", "---:", "---"] * 2, *["---:"] * 3],
+        *map(TrainerRow.cells, rows),
+    ]
+    return [f"| {' | '.join(line)} |" for line in cells]
+
+
+def failures(rows: Sequence[TrainerRow]) -> int:
+    """Number of cells above the published value."""
+    return sum(not held for row in rows for held in row.held)

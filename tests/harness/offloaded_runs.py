@@ -1,0 +1,63 @@
+"""Training runs whose optimizer is offloaded in buckets small enough that a tiny model has several a unit."""
+
+from dataclasses import replace
+from typing import Any
+
+from fsdptoys.config.schema import Config
+from fsdptoys.memory import BucketedOptimizer, CPUOffloadExecutor, OffloadSchedule, optimizer_offload
+from fsdptoys.train.trainer import Trainer
+from tests.harness.outcomes import Outcome, hash_parameters
+from tests.harness.run_tables import Pair
+
+OVERLAPPED = "overlapped"
+SMALL_BUCKETS = 2**13
+"""Bytes: several buckets a unit, and parameters larger than a bucket."""
+
+
+def trainer(config: Config, how: str | None, **memory: Any) -> Trainer:
+    """A trainer with offload of its optimizer, whose buckets are small.
+
+    Args:
+        config: without it.
+        how: a schedule of optimizer offload, or the overlapped CPU offload, or None.
+        memory: further fields of ``MemoryConfig``.
+    """
+    if how == OVERLAPPED:
+        memory |= {"cpu_offload_executor": CPUOffloadExecutor.overlapped, "cpu_threads": 2}
+    elif how is not None:
+        memory |= {"optimizer_offload": True, "offload_schedule": OffloadSchedule(how), "offload_bucket_mib": 1}
+    before, optimizer_offload.MIB = optimizer_offload.MIB, SMALL_BUCKETS
+    made = Trainer(replace(config, memory=replace(config.memory, **memory)))
+    optimizer_offload.MIB = before
+    assert isinstance(made.optimizer, BucketedOptimizer) == (how is not None)
+    return made
+
+
+def outcome(made: Trainer) -> Outcome:
+    """Losses, norms and parameters of a trainer so far."""
+    if isinstance(made.optimizer, BucketedOptimizer):
+        made.optimizer.flush()
+    losses, norms = [step.loss for step in made.history], [step.grad_norm for step in made.history]
+    return Outcome(losses=losses, grad_norms=norms, parameters=hash_parameters(made))
+
+
+def train_all(rows: list[tuple[Config, str | None, dict[str, Any]]]) -> list[Outcome]:
+    """Train every row on the ranks that this one belongs to."""
+    outcomes = []
+    for config, how, memory in rows:
+        made = trainer(config, how, **memory)
+        made.train()
+        outcomes.append(outcome(made))
+    return outcomes
+
+
+def take_steps(made: Trainer, first: int, last: int) -> None:
+    """Take the steps numbered from ``first`` to ``last``."""
+    for step in range(first, last + 1):
+        made.train_step(step)
+        made.history += made.readings.finish(step)
+
+
+def offloaded(ranks: int, config: Config, how: str, **memory: Any) -> Pair:
+    """Return a run with offload of its optimizer, and one without."""
+    return (ranks, (config, how, memory)), (ranks, (config, None, {}))

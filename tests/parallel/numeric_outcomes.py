@@ -1,0 +1,90 @@
+"""Numbers of runs that equal one process's up to rounding."""
+
+import dataclasses
+from typing import Any
+
+import numpy
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from fsdptoys.config.schema import Config
+from fsdptoys.models.moe import Router
+from fsdptoys.optim import SGDConfig
+from fsdptoys.parallel import FSDP2Config, full_tensors
+from fsdptoys.train.trainer import Trainer
+from tests.harness.tiny import make_config
+
+
+def only_the_first(self: Router, hidden_ND: Tensor) -> tuple[Tensor, Tensor]:
+    """A router that routes every token to expert 0 and still has a gradient."""
+    probabilities_NE = torch.nn.functional.linear(hidden_ND, self.weight).softmax(-1)
+    experts_N1 = torch.zeros(len(hidden_ND), 1, dtype=torch.int64)
+    sums = torch.cat([probabilities_NE.sum(0), torch.zeros(1)])
+    self._remember(experts_N1, sums.detach())
+    return experts_N1, probabilities_NE[:, :1]
+
+
+SGD = SGDConfig(lr=0.1)
+"""Keeps the rounding of gradients small in parameters; AdamW's first steps divide small ones by themselves."""
+
+
+@dataclasses.dataclass
+class Outcome:
+    """Numbers of a run: of all steps, of the first step's gradients before clipping, and of the final parameters."""
+
+    losses: list[float]
+    norms: list[float]
+    balance: list[float]
+    grads: dict[str, numpy.ndarray]
+    parameters: dict[str, numpy.ndarray]
+
+
+def train(config: Config) -> Outcome:
+    trainer = Trainer(config)
+    grads: dict[str, numpy.ndarray] = {}
+    clip = trainer.stepper.clip
+
+    def keep_and_clip(*args: Any) -> torch.Tensor:
+        if trainer.steps_done == 0:
+            strategy = trainer.strategy
+            named = [(name, param.grad) for name, param in strategy.named_parameters()]
+            found = {name: strategy.spread(name, grad) for name, grad in named if grad is not None}
+            grads.update({name: grad.numpy().copy() for name, grad in full_tensors(found) if grad is not None})
+        return clip(*args)
+
+    trainer.stepper.clip = keep_and_clip  # type: ignore[method-assign]
+    trainer.train()
+    return Outcome(
+        losses=[step.loss for step in trainer.history],
+        norms=[step.grad_norm for step in trainer.history],
+        balance=[step.routing.aux_loss for step in trainer.history if step.routing],
+        grads=grads,
+        parameters={name: param.numpy().copy() for name, param in trainer.strategy.full_parameters()},
+    )
+
+
+def train_all(configs: list[Config]) -> list[Outcome] | None:
+    outcomes = [train(config) for config in configs]
+    return outcomes if dist.get_rank() == 0 else None  # all ranks have the same
+
+
+def split(world_size: int, ep_size: int, **options: Any) -> Config:
+    parallel = options.pop("parallel", FSDP2Config())
+    options = {"optim": SGD, "steps": 2, "deterministic": False, **options}
+    return make_config(parallel, world_size, ep_size=ep_size, **options)
+
+
+def distance(one: numpy.ndarray, other: numpy.ndarray) -> float:
+    norm = float(numpy.linalg.norm(other))
+    return float(numpy.linalg.norm(one - other)) / norm if norm else float(numpy.abs(one).max())
+
+
+def assert_close(got: Outcome, expected: Outcome, tolerance: float = 2e-6) -> None:
+    for ours, theirs in ((got.losses, expected.losses), (got.norms, expected.norms), (got.balance, expected.balance)):
+        assert ours == pytest.approx(theirs, rel=tolerance)
+    for ours, theirs in ((got.grads, expected.grads), (got.parameters, expected.parameters)):  # type: ignore[assignment]
+        assert ours.keys() == theirs.keys()  # type: ignore[attr-defined]
+        far = {name: distance(ours[name], theirs[name]) for name in theirs}  # type: ignore[call-overload]
+        assert {name: far[name] for name in far if far[name] > tolerance} == {}
