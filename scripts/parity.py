@@ -46,6 +46,7 @@ from typing import Any
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+import torch.distributed as dist
 from rich.console import Console
 from rich.table import Table
 
@@ -100,6 +101,15 @@ def compose_row(overrides: list[str], world_size: int, device: str) -> Config:
     config = compose_config([*overrides, f"launch.device={device}"])
     config.validate(world_size, device)
     return config
+
+
+def train_titled(configs: list[Config], titles: list[str]) -> list[Outcome]:
+    """Train the configurations as ``train_all`` does; rank 0 announces each as it finishes."""
+    outcomes = []
+    for config, title in zip(configs, titles, strict=True):
+        with unit(title, announce=dist.get_rank() == 0):
+            outcomes += train_all([config])
+    return outcomes
 
 
 def max_loss_difference(outcome: Outcome, reference: Outcome) -> float:
@@ -164,7 +174,7 @@ def train_rows(configs: list[Config], titles: list[str], world_size: int, device
     titles = [f"{title}, {world_size} ranks, {device}" for title in titles]
     if start == "spawn":
         doing(f"{titles[0]} and {len(titles) - 1} more")
-    outcomes: list[Outcome] = run_ranks(world_size, train_all, configs, titles, device=device, start=start)[0]
+    outcomes: list[Outcome] = run_ranks(world_size, train_titled, configs, titles, device=device, start=start)[0]
     if start == "spawn":  # whose ranks cannot announce anything
         for title in titles:
             with unit(title):

@@ -6,12 +6,15 @@ Parent packages that Python initializes on the way to ``a.b`` are no edges. The 
 ``configs`` are packages like any other.
 """
 
+import ast
 from collections.abc import Mapping
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 import grimp
 import pytest
+
+ROOT = Path(__file__).parents[1]
 
 
 def import_graph(package: str) -> dict[str, set[str]]:
@@ -46,6 +49,31 @@ def test_package_has_no_import_cycle() -> None:
     for level in (graph, between_packages(graph)):
         cycle = find_cycle(level)
         assert not cycle, "import cycle, each importing the next: " + " → ".join(cycle)
+
+
+def imported_modules(path: Path) -> set[str]:
+    """Modules of scripts and tests that a file imports, packages in place of names in them included."""
+    modules = set()
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            modules |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and not node.level:
+            modules |= {f"{node.module}.{alias.name}" for alias in node.names}
+    return {module for module in modules if module.startswith(("scripts.", "tests."))}
+
+
+def test_the_harness_imports_itself_only_and_nothing_imports_a_test() -> None:
+    """Oracle: the rule of CONTRIBUTING.md, read off the imports of every file."""
+    wrong = []
+    for path in [*ROOT.glob("tests/**/*.py"), *ROOT.glob("scripts/**/*.py")]:
+        folder = path.relative_to(ROOT).parts[:2]
+        for module in imported_modules(path):
+            outside = folder == ("tests", "harness") and not module.startswith("tests.harness.")
+            from_script = folder[0] == "scripts" and module.startswith("tests.")
+            outside |= from_script and not module.startswith("tests.harness.")
+            if outside or ".test_" in module:
+                wrong.append(f"{path.relative_to(ROOT)} imports {module}")
+    assert wrong == []
 
 
 def test_nested_imports_count_toward_cycles(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

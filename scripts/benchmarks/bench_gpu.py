@@ -1,15 +1,16 @@
 """How fast is training on one GPU: eager, compiled, in float8, and next to others? All of it in one call.
 
-    python scripts/benchmarks/bench_gpu.py --write benchmarks/gpu             # gpu.md and gpu.json; under ten minutes
+    python scripts/benchmarks/bench_gpu.py --write benchmarks/gpu             # gpu.md, gpu.json: ten minutes
     python scripts/benchmarks/bench_gpu.py --shapes llama3_8b-8192 --seconds 300
-    python scripts/benchmarks/bench_gpu.py --write benchmarks/gpu --resume    # the rows that an earlier call had no time for
-    python scripts/benchmarks/bench_gpu.py --device cpu --tiny --seconds 120  # the script itself, without any target
+    python scripts/benchmarks/bench_gpu.py --write benchmarks/gpu --resume    # rows that are still missing
+    python scripts/benchmarks/bench_gpu.py --device cpu --tiny --seconds 120  # the script itself
 
-Contestants train the same shapes on the same batches, each in a fresh process, one after the other, by scripts in
-``scripts/benchmarks/peers`` that ``peers/measure.py`` watches from outside. Ours is the trainer without sharding, as a command
-trains on one device, forward and backward in bf16 over fp32 parameters; peers are transformers' Llama in a compiled
-loop of PyTorch alone, and under Hugging Face accelerate as it comes. Each draws the same initial values on the device
-(``peers/values.py``), so first losses agree but for rounding.
+Contestants train the same shapes on the same batches, one after the other, each in a fresh
+process. Their programs are in ``peers``, and ``peers/measure.py`` watches them from outside. Ours
+is the trainer without sharding, forward and backward in bf16 over fp32 parameters. Peers are
+transformers' Llama in a compiled loop of PyTorch alone, and under Hugging Face accelerate. Each
+draws the same initial values on the device (``peers/values.py``), so first losses agree but for
+rounding.
 
 The 7B and 8B take more than one H200 with fp32 parameters, gradients and AdamW states. Ours keeps the states in bf16
 there (``optim.state_dtype``); transformers has no such switch, so its parameters, gradients and states are all bf16:

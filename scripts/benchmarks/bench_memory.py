@@ -1,7 +1,7 @@
 """Time cost and memory savings of each memory switch, on one device that stands for one of many ranks.
 
     python scripts/benchmarks/bench_memory.py --write benchmarks/memory_h200.md
-    python scripts/benchmarks/bench_memory.py --write benchmarks/memory_h200.md --resume --seconds 570  # until status is not 75
+    python scripts/benchmarks/bench_memory.py --write benchmarks/memory_h200.md --resume --seconds 570  # while 75
     python scripts/benchmarks/bench_memory.py --strategies fsdp2 --rows plain gc "gc chunk oo"
     python scripts/benchmarks/bench_memory.py --device cpu --model llama_debug --seq-len 64
 

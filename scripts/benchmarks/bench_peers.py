@@ -1,12 +1,12 @@
 """How fast is training next to others? The same Llama, batches and AdamW on two ranks, under five ways to train it.
 
-    python scripts/benchmarks/bench_peers.py                        # CPU, gloo, 2 ranks; about twelve minutes on two cores
+    python scripts/benchmarks/bench_peers.py          # CPU, gloo, 2 ranks; twelve minutes on two cores
     python scripts/benchmarks/bench_peers.py --only float32 --rounds 1
-    python scripts/benchmarks/bench_peers.py --gpu                  # one CUDA device, world size 1
+    python scripts/benchmarks/bench_peers.py --gpu    # one CUDA device, world size 1
 
 Against (a) Hugging Face accelerate with transformers' Llama, (b) Lightning Fabric with LitGPT's model, (c) a plain
-script around PyTorch's ``fully_shard`` and transformers' Llama; each is one short script in ``scripts/benchmarks/peers``, started
-by its own launcher. They are installed into ``.venv-peers`` beside the checkout when they are missing; ``--venv`` names
+script around PyTorch's ``fully_shard`` and transformers' Llama. Each is one short script in ``peers``, started by its
+own launcher. They are installed into ``.venv-peers`` beside the checkout when they are missing; ``--venv`` names
 another environment. All have one thread a rank, torch.optim.AdamW as torch chooses to run it, attention by
 ``scaled_dot_product_attention``, nothing compiled, and the loss read after each step.
 

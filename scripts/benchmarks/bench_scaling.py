@@ -6,7 +6,7 @@
    copy for two ranks (``mesh.fsdp_size=2``). Ranks share the cores, so that seconds on the clock grow with their number
    by themselves; the cost of a rank is its CPU time, in the next column. Start-up is the whole command with one
    step; the rest is taken in forked ranks. A step's numbers are medians, the other ones are of one time.
-2. Counted: rank 0's step in worlds up to 16,384, whose other ranks are not there (``scripts/benchmarks/step_counts.py``).
+2. Counted: rank 0's step in worlds up to 16,384 without the other ranks (``step_counts.py``).
 3. Planned: predictions of ``fsdptoys plan``. Messages are those of rings: N - 1 per rank for a gather or a scatter
    over N ranks, twice that for an all-reduce; libraries use trees where these are many.
 

@@ -1,6 +1,6 @@
 """Benchmark the toys against PyTorch's own classes: the same GPT-2 on two ranks, step times and overlap.
 
-    python scripts/benchmarks/bench_toys.py                             # CPU, gloo, 2 ranks; under five minutes on two cores
+    python scripts/benchmarks/bench_toys.py      # CPU, gloo, 2 ranks; under five minutes on two cores
     python scripts/benchmarks/bench_toys.py --only fsdp --rounds 4
 
 A step is forward, backward, clipping and AdamW, as in ``fsdptoys train``. The contestants of a group live in the same

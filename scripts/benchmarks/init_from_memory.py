@@ -1,9 +1,11 @@
 """How much host memory a rank takes to start from a folder in Hugging Face format.
 
-Writes random bf16 weights of a preset into a temporary folder, fills an FSDP2 model from it on gloo ranks, and prints
-for each the peak of its resident set and its final size: ``python scripts/benchmarks/init_from_memory.py [PRESET] [RANKS]``.
-The peak is Linux's own (``VmHWM``), from just before the model is made; pages of the file that a rank reads count in it
-while they are mapped.
+    python scripts/benchmarks/init_from_memory.py [PRESET] [RANKS]
+
+Writes random bf16 weights of a preset into a temporary folder, and fills an FSDP2 model from it on
+gloo ranks. Prints the peak of each rank's resident set and its final size. The peak is
+Linux's own (``VmHWM``), from just before the model is made. Pages of the file that a rank reads
+count while they are mapped.
 """
 
 import math

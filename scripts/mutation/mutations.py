@@ -1,6 +1,6 @@
 """How many broken lines the tests catch: break one line of the product at a time, and run the tests that execute it.
 
-    python scripts/mutation/mutations.py --report benchmarks/mutations.md            # then, after an interruption, with --resume
+    python scripts/mutation/mutations.py --report benchmarks/mutations.md    # after an interruption: --resume
 
 1. Draw places (``mutation_sites.py``), the same for the same seed and product.
 2. Record: run all tests once on a copy of the checkout with probes in front of the places.

@@ -19,7 +19,7 @@ from tests.harness import full_trace
 FORK = multiprocessing.get_context("fork")
 FORK_SERVER = multiprocessing.get_context("forkserver")
 """Forks a process that has imported things and done nothing, where this one has no zygote."""
-FORK_SERVER.set_forkserver_preload(["fsdptoys.config.compose", "scripts.planner.validate_plan"])
+FORK_SERVER.set_forkserver_preload(["fsdptoys.config.compose", "tests.harness.full_trace"])
 EXIT_SECONDS = 120.0
 
 

@@ -1,7 +1,7 @@
 """Each implementation of an operation compared with the plain one: values, gradients, dtypes, saved tensors.
 
-torch_npu's are called through stand-ins of its operators (``tests/harness/npu_stand_ins.py``); the compiled ones are compiled
-for this CPU.
+torch_npu's are called through stand-ins of its operators (``tests/harness/npu_stand_ins.py``); the compiled
+ones are compiled for this CPU.
 """
 
 import functools

@@ -197,7 +197,7 @@ RANKS = 8
 
 
 def test_answers_have_the_computed_numbers() -> None:
-    """Oracle: GPT-2 XL on the meta device, the toys' layouts and buckets, formulas of ``scripts/toys/toys_memory.py``."""
+    """Oracle: GPT-2 XL on the meta device, the toys' layouts and buckets, ``toys_memory.py``'s formulas."""
     with torch.device("meta"):
         model = compose_config(["experiment=null", "model=gpt2_xl"]).model.build()
     params = list(model.parameters())
