@@ -18,6 +18,8 @@ from dataclasses import dataclass
 from multiprocessing.pool import ThreadPool
 from pathlib import Path
 
+import yaml
+
 from fsdptoys.config.compose import compose_config
 from fsdptoys.config.plan_config import AllocatorKind
 from fsdptoys.config.schema import Config
@@ -39,108 +41,42 @@ ERROR_BAR = 0.10
 SEARCHES_BAR = 0.95
 CHECKED = 3  # Best candidates of which one must be the fastest
 MOST_CANDIDATES = 8  # Of a search: each takes a second or two
-BASE = ("experiment=null", "model=llama3_1b", "model.n_layers=4", "parallel.param_dtype=bfloat16", "train.seq_len=2048")
-FULL, SELECTIVE = "memory.gradient_checkpointing=full", "memory.gradient_checkpointing=selective"
-OFFLOAD, CPU_OFFLOAD = "memory.optimizer_offload=true", "memory.cpu_offload=true"
-IN_BACKWARD = ("memory.optimizer_in_backward=true", "train.max_grad_norm=null", "train.skip_nonfinite=false")
-SGD_ROW = (
-    *("experiment=null", "model=llama_debug", "model.n_layers=30", "model.dim=256", "train.seq_len=512"),
-    *("parallel=single", "optim=sgd"),
-)
+RUNS_FILE = Path(__file__).with_name("estimate_runs.yaml")
 Run = tuple[Config, Hardware, int]
 Traced = tuple[MemoryPrediction, TimePrediction]
-LORA = ("tune=lora", "tune.rank=16")
-PIPELINE = (*BASE, "parallel=fsdp2", "model.tie_embeddings=false", "model.n_layers=8")
-RUNS: list[tuple[str, int, tuple[str, ...]]] = [
-    ("h100", 1, SGD_ROW),
-    ("h100", 1, (*BASE, "parallel=single")),
-    ("h200", 1, (*BASE, "parallel=single", FULL, "memory.chunk_loss=true")),
-    ("h100", 1, (*BASE, "parallel=single", *IN_BACKWARD)),
-    ("h200", 1, (*BASE, "parallel=single", "train.compile=true", "memory.chunk_loss=true")),
-    ("h200", 8, (*BASE, "parallel=fsdp2", "train.compile=true", SELECTIVE)),
-    ("h100", 1, (*BASE, "parallel=single", OFFLOAD, "memory.offload_state_dtype=bfloat16")),
-    ("h100", 1, (*BASE, "parallel=fsdp2")),
-    ("h100", 1, (*BASE, "parallel=fsdp1")),
-    ("h100", 8, (*BASE, "parallel=ddp")),
-    ("h100", 8, (*BASE, "parallel=ddp", "train.grad_accum=2", "optim.implementation=foreach")),
-    ("4090", 8, (*BASE, "parallel=ddp", OFFLOAD)),
-    ("h100", 8, (*BASE, "parallel=fsdp2")),
-    ("h100", 8, (*BASE, "parallel=fsdp2", "parallel.param_dtype=float32")),
-    ("h100", 8, (*BASE, "parallel=fsdp2", "parallel.reduce_dtype=bfloat16", "mesh.fsdp_size=4")),
-    ("h100", 8, (*BASE, "parallel=fsdp2", "parallel.reshard_after_forward=never")),
-    ("h100", 8, (*BASE, "parallel=fsdp2", "parallel.wrap=block_attn_mlp", "train.grad_accum=3")),
-    ("h100", 16, (*BASE, "parallel=fsdp2", SELECTIVE)),
-    ("h100", 8, (*BASE, "parallel=fsdp2", FULL, "memory.activation_offload=true", "memory.chunk_loss=true")),
-    ("h100", 8, (*BASE, "parallel=fsdp2", SELECTIVE, "memory.activation_offload=true")),
-    ("h100", 8, (*BASE, "parallel=fsdp2", FULL, OFFLOAD)),
-    ("h100", 8, (*BASE, "parallel=fsdp2", OFFLOAD, "memory.offload_schedule=lazy")),
-    ("h100", 8, (*BASE, "parallel=fsdp2", CPU_OFFLOAD)),
-    ("h100", 8, (*BASE, "parallel=fsdp2", CPU_OFFLOAD, "memory.cpu_offload_executor=overlapped", FULL)),
-    ("h100", 8, (*BASE, "parallel=fsdp2", *IN_BACKWARD, FULL)),
-    ("h100", 8, (*BASE, "parallel=fsdp2", *IN_BACKWARD, FULL, "memory.chunk_loss=true")),
-    ("h100", 8, (*BASE, "parallel=fsdp2", "optim=muon")),
-    ("h100", 8, (*BASE, "parallel=ddp", "optim=muon", "parallel.param_dtype=float32")),
-    ("h100", 8, (*BASE, "parallel=fsdp2", "optim.state_dtype=int4")),
-    ("h100", 8, (*BASE, "parallel=fsdp2", "optim.state_dtype=bfloat16")),
-    ("h100", 8, (*BASE, "parallel=fsdp2", "optim=sgd", "memory.chunk_loss=true")),
-    ("h100", 8, (*BASE, "parallel=fsdp1")),
-    ("h100", 8, (*BASE, "parallel=fsdp1", FULL, "train.grad_accum=2")),
-    ("h100", 8, (*BASE, "parallel=fsdp1", OFFLOAD, "memory.chunk_loss=true")),
-    ("h100", 8, (*BASE, "parallel=fsdp1", CPU_OFFLOAD)),
-    ("h100", 8, (*BASE, "parallel=fsdp1", "mesh.fsdp_size=4", "parallel.wrap=block_attn_mlp")),
-    ("a2", 8, (*BASE, "parallel=fsdp2")),
-    ("a2", 8, (*BASE, "parallel=fsdp1", FULL)),
-    ("h100", 8, (*BASE, "parallel=fsdp2", "model=qwen3_moe_mini")),
-    ("h100", 8, (*BASE, "parallel=fsdp2", "model=qwen3_moe_mini", "mesh.ep_size=2")),
-    ("h100", 8, (*BASE, "parallel=fsdp2", "model=qwen3_moe_mini", "mesh.ep_size=4", FULL)),
-    ("h100", 16, (*BASE, "parallel=fsdp2", "model=qwen3_moe_mini", "mesh.ep_size=4", "plan.expert_imbalance=1.5")),
-    ("h100", 8, (*BASE, "parallel=fsdp2", "mesh.cp_size=2", "parallel.context=ulysses")),
-    ("h100", 8, (*BASE, "parallel=fsdp2", "mesh.cp_size=4", "parallel.context=ulysses", FULL)),
-    ("h100", 8, (*BASE, "parallel=fsdp2", "mesh.cp_size=2", "parallel.context=gathered", SELECTIVE)),
-    ("h100", 8, (*BASE, "parallel=fsdp1", "mesh.cp_size=4", "parallel.context=gathered")),
-    ("h100", 8, (*BASE, "parallel=ddp", "mesh.cp_size=2", "parallel.context=ring")),
-    ("h100", 8, (*BASE, "parallel=fsdp2", "mesh.cp_size=4", "parallel.context=ring", "memory.chunk_loss=true")),
-    ("h100", 8, (*BASE, "parallel=fsdp2", "model=qwen3_moe_mini", "mesh.ep_size=2", "mesh.cp_size=2")),
-    ("h100", 8, (*BASE, "parallel=fsdp2", "mesh.tp_size=2")),
-    ("h100", 8, (*BASE, "parallel=fsdp2", "mesh.tp_size=8", FULL, "memory.chunk_loss=true", "train.batch_size=2")),
-    ("h100", 16, (*BASE, "parallel=fsdp2", "mesh.tp_size=4", "mesh.fsdp_size=8", SELECTIVE, "train.grad_accum=2")),
-    ("h100", 8, (*BASE, "parallel=fsdp2", "mesh.tp_size=2", "mesh.cp_size=2", "parallel.wrap=block_attn_mlp")),
-    ("h100", 8, (*BASE, "parallel=fsdp2", "mesh.tp_size=2", FULL, "memory.activation_offload=true")),
-    ("h100", 8, (*BASE, "parallel=fsdp2", "mesh.tp_size=4", CPU_OFFLOAD)),
-    ("h100", 8, (*BASE, "parallel=fsdp2", "model=qwen3_moe_mini", "mesh.tp_size=2", "mesh.ep_size=2")),
-    ("h100", 8, (*PIPELINE, "mesh.pp_size=2", "parallel.schedule=1f1b", "train.grad_accum=4")),
-    ("h100", 8, (*PIPELINE, "mesh.pp_size=4", "train.grad_accum=6", "memory.chunk_loss=true")),
-    (
-        "h100",
-        8,
-        (*PIPELINE, "mesh.pp_size=4", "mesh.fsdp_size=1", "parallel.schedule=1f1b", "train.grad_accum=8", FULL),
-    ),
-    ("h100", 16, (*PIPELINE, "mesh.pp_size=2", "parallel.schedule=interleaved", "train.grad_accum=4", SELECTIVE)),
-    ("h100", 16, (*PIPELINE, "mesh.pp_size=2", "mesh.tp_size=4", "parallel.schedule=1f1b", "train.grad_accum=6")),
-    ("h100", 8, (*PIPELINE, "mesh.pp_size=2", "mesh.cp_size=2", "parallel.schedule=1f1b", "train.grad_accum=4")),
-    (
-        "h100",
-        8,
-        (
-            *PIPELINE,
-            "model=qwen3_moe_mini",
-            "mesh.pp_size=2",
-            "mesh.ep_size=2",
-            "train.grad_accum=4",
-            "parallel.schedule=1f1b",
-        ),
-    ),
-    ("h100", 8, (*BASE, "parallel=fsdp2", "model=gpt2", "train.seq_len=1024", FULL)),
-    ("h100", 8, (*BASE, "parallel=fsdp2", "model=llama2_7b", "model.n_layers=32", "memory.chunk_loss=true", FULL)),
-    ("4090", 1, (*BASE, "parallel=single", *LORA, FULL, "memory.chunk_loss=true")),
-    ("h100", 8, (*BASE, "parallel=ddp", *LORA)),
-    ("h100", 8, (*BASE, "parallel=fsdp2", *LORA, "tune.dropout=0.1", FULL)),
-    ("h100", 8, (*BASE, "parallel=fsdp1", *LORA, FULL)),
-    ("h100", 8, (*BASE, "parallel=fsdp2", *LORA, SELECTIVE)),
-    ("l40s", 4, (*BASE, "parallel=fsdp2", *LORA, CPU_OFFLOAD, FULL)),
-    ("h100", 8, (*BASE, "parallel=fsdp2", *LORA, "tune.base=nf4", "train.grad_accum=2")),
-]
-"""Profile, ranks and overrides of each run."""
+
+
+@dataclass(frozen=True)
+class PlannedRun:
+    """A run to predict."""
+
+    profile: str
+    ranks: int
+    words: tuple[str, ...]
+    """Overrides, in the order in which they are given."""
+    label: str
+    """Overrides that differ from those of most runs."""
+
+
+def read_runs() -> list[PlannedRun]:
+    """Read the runs of ``estimate_runs.yaml``."""
+    tree = yaml.safe_load(RUNS_FILE.read_text(encoding="utf-8"))
+
+    def expand(text: str) -> Iterator[str]:
+        for word in text.split():
+            if word in tree["settings"]:
+                yield from expand(tree["settings"][word])
+            else:
+                yield word
+
+    usual = set(expand("base"))
+    runs = []
+    for line in tree["runs"]:
+        profile, ranks, text = line.split(maxsplit=2)
+        words = tuple(expand(text))
+        changes = " ".join(word for word in words if word not in usual)
+        runs.append(PlannedRun(profile, int(ranks), words, f"{profile}, {ranks}: {changes}"))
+    return runs
 
 
 @dataclass(frozen=True)
@@ -213,25 +149,26 @@ def configured(hardware: Hardware, world_size: int, words: Sequence[str]) -> Con
 
 
 def estimate_errors(jobs: int, count: int | None = None) -> list[Error]:
-    """Trace the first runs of ``RUNS``, or all, and compare."""
+    """Trace the first runs of the file, or all, and compare."""
+    planned = read_runs()[:count]
     runs = []
-    for profile, world_size, words in RUNS[:count]:
-        hardware = load_hardware(profile)
-        runs.append((configured(hardware, world_size, words), hardware, world_size))
+    for run in planned:
+        hardware = load_hardware(run.profile)
+        runs.append((configured(hardware, run.ranks, run.words), hardware, run.ranks))
     with unit(f"traces of {len(runs)} runs"), _tracing(jobs) as trace:
         traced = iter(trace([run for run in runs if run[0].mesh.pp_size == 1]))
-        found = [next(traced) if run[0].mesh.pp_size == 1 else _of_pipeline(*run) for run in runs]
+        full = [next(traced) if run[0].mesh.pp_size == 1 else _of_pipeline(*run) for run in runs]
     errors = []
-    for (profile, world_size, words), run, made in zip(RUNS, runs, found, strict=False):
-        assert made is not None
-        (memory, time), closed = made, fast_estimate(*run)
-        changed = " ".join(word for word in words if word not in BASE)
+    for run, (config, hardware, ranks), prediction in zip(planned, runs, full, strict=True):
+        assert prediction is not None
+        memory, time = prediction
+        estimate = fast_estimate(config, hardware, ranks)
         errors.append(
             Error(
-                f"{profile}, {world_size}: {changed}",
-                closed.memory.peak_bytes / memory.peak_bytes - 1,
-                closed.memory.reserved_bytes / memory.reserved_bytes - 1,
-                closed.time.step_seconds / time.step_seconds - 1,
+                run.label,
+                estimate.memory.peak_bytes / memory.peak_bytes - 1,
+                estimate.memory.reserved_bytes / memory.reserved_bytes - 1,
+                estimate.time.step_seconds / time.step_seconds - 1,
             )
         )
     return errors
