@@ -4,11 +4,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from scripts.mutation.mutation_sites import Place
+from scripts.mutation.mutation_sites import Site
 
 
 def write_report(
-    path: Path, rows: Sequence[tuple[Place, dict[str, Any]]], passed_over: Sequence[Place], note: str
+    path: Path, rows: Sequence[tuple[Site, dict[str, Any]]], passed_over: Sequence[Site], note: str
 ) -> None:
     """Write the totals and the table."""
     counts = {level: [row[level] for _, row in rows].count("yes") for level in ("short", "all")}
@@ -24,15 +24,15 @@ def write_report(
         "",
         note,
         "",
-        "| place | kind | before | after | short | all | by |",
+        "| site | kind | before | after | short | all | by |",
         "|---|---|---|---|---|---|---|",
     ]
-    for place, row in rows:
-        cells = [f"{place.path}:{place.line}", place.kind, _code(place.before), _code(place.after)]
+    for site, row in rows:
+        cells = [f"{site.path}:{site.line}", site.kind, _code(site.before), _code(site.after)]
         lines.append(f"| {' | '.join([*cells, row['short'], row['all'], _code(row['test'])])} |")
     if passed_over:
         lines += ["", "Executed by no test:", ""]
-        lines += [f"- {place.path}:{place.line} {_code(place.before)}" for place in passed_over]
+        lines += [f"- {site.path}:{site.line} {_code(site.before)}" for site in passed_over]
     path.write_text("\n".join(lines) + "\n", encoding="utf-8")
 
 

@@ -1,4 +1,4 @@
-"""Places at which ``mutations.py`` breaks one line of the product, and probes that record which tests execute them.
+"""Sites at which ``mutations.py`` breaks one line of the product, and probes that record which tests execute them.
 
 A break replaces one token or expression within a line: a comparison, an arithmetic or boolean operator, a constant, a
 condition, a returned value, a call statement, min or max, the end of a slice. A test cannot tell most breaks of the
@@ -7,7 +7,7 @@ following from the original, so they are left out: messages (f-strings, ``raise`
 ``frozen=``.
 
 The draw depends on the seed and the product's files only. Every package has its own generator: a change in one package
-does not move the places of the others.
+does not move the sites of the others.
 """
 
 import ast
@@ -22,7 +22,7 @@ from typing import Any
 PRODUCT = ("fsdptoys", "models", "patches")
 
 SPARE_FACTOR = 3
-SPARE_PLACES = 6  # a package draws 3 n + 6 places for n breaks, since no test may execute some
+SPARE_SITES = 6  # a package draws 3 n + 6 sites for n breaks, since no test may execute some
 
 OPERATORS: dict[type[ast.AST], tuple[str, str]] = {
     ast.Lt: ("<", "<="),
@@ -49,7 +49,7 @@ TEXTS = {"__repr__", "__str__", "__rich__"}
 EQUIVALENT = ("seconds", "timeout", "maxsize", "strict", "frozen")
 """Parts of the names of constants that no test can see."""
 
-PROBE = '''"""Records which test executes a place."""
+PROBE = '''"""Records which test executes a site."""
 
 import os
 import sys
@@ -59,15 +59,15 @@ _seen = set()
 _test = ""
 
 
-def hit(place):
+def hit(site):
     global _test
     _test = os.environ.get("PYTEST_CURRENT_TEST", _test)
     test = _test or ("(import)" if "pytest" in sys.modules else "")
-    if not test or (place, test) in _seen:
+    if not test or (site, test) in _seen:
         return
-    _seen.add((place, test))
+    _seen.add((site, test))
     try:
-        file = _open({folder!r} + str(place), os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o666)
+        file = _open({folder!r} + str(site), os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o666)
         _write(file, (test + "\\n").encode())
         _close(file)
     except OSError:
@@ -80,7 +80,7 @@ hit._dynamo_marked_constant = True  # torch.compile calls it while it traces, an
 
 
 @dataclass(frozen=True)
-class Place:
+class Site:
     """A line and its break."""
 
     path: str
@@ -114,22 +114,22 @@ class Place:
         return "".join(lines)
 
 
-def find_places(path: str, text: str) -> list[Place]:
+def find_sites(path: str, text: str) -> list[Site]:
     """Return all breaks of a file."""
     lines = text.splitlines()
-    places = []
+    sites = []
     for node, statement in _walk(ast.parse(text), None):
         for kind, line, start, end, replacement in _breaks(node, lines):
             before = lines[line - 1]
             after = before[:start] + replacement + before[end:]
-            places.append(Place(path, line, kind, before, after, (statement.lineno, statement.col_offset)))
-    return places
+            sites.append(Site(path, line, kind, before, after, (statement.lineno, statement.col_offset)))
+    return sites
 
 
-def changes_code(text: str, place: Place) -> bool:
+def changes_code(text: str, site: Site) -> bool:
     """Return whether the broken text of a file is Python, and other code than before."""
     try:
-        return ast.dump(ast.parse(place.break_text(text))) != ast.dump(ast.parse(text))
+        return ast.dump(ast.parse(site.break_text(text))) != ast.dump(ast.parse(text))
     except SyntaxError:
         return False
 
@@ -253,22 +253,22 @@ def digest(checkout: Path, paths: Sequence[str]) -> str:
     return state.hexdigest()[:16]
 
 
-def draw_places(
+def draw_sites(
     checkout: Path, count: int, seed: int, packages: Sequence[str] = ()
-) -> dict[str, tuple[int, list[Place]]]:
-    """Return the number of places of every package, and its places in the order of the draw, more than that number.
+) -> dict[str, tuple[int, list[Site]]]:
+    """Return the number of sites of every package, and its sites in the order of the draw, more than that number.
 
-    Every package has at least one place; the others are in proportion to statements. A line has one break, of a kind
+    Every package has at least one site; the others are in proportion to statements. A line has one break, of a kind
     drawn first, since constants would outnumber the others.
 
     Args:
         checkout: with the product.
-        count: of places in all packages together.
+        count: of sites in all packages together.
         seed: of the draw.
         packages: all without any.
 
     Raises:
-        ValueError: if there are more packages than places.
+        ValueError: if there are more packages than sites.
     """
     texts = {path: (checkout / path).read_text(encoding="utf-8") for path in product_files(checkout)}
     files: dict[str, list[str]] = {}
@@ -277,7 +277,7 @@ def draw_places(
         if package in packages or (not packages and package != PRODUCT[0]):  # that one re-exports
             files.setdefault(package, []).append(path)
     if count < len(files):
-        raise ValueError(f"--places={count} must be at least the number of packages, {len(files)}")
+        raise ValueError(f"--sites={count} must be at least the number of packages, {len(files)}")
     sizes = {package: sum(_statements(texts[path]) for path in paths) for package, paths in files.items()}
     numbers = dict.fromkeys(files, 1)
     for _ in range(count - len(numbers)):
@@ -285,7 +285,7 @@ def draw_places(
     drawn = {}
     for package, number in numbers.items():
         breaks = _draw({path: texts[path] for path in files[package]}, random.Random(f"{seed} {package}"))
-        drawn[package] = number, list(itertools.islice(breaks, SPARE_FACTOR * number + SPARE_PLACES))
+        drawn[package] = number, list(itertools.islice(breaks, SPARE_FACTOR * number + SPARE_SITES))
     return drawn
 
 
@@ -293,33 +293,33 @@ def _statements(text: str) -> int:
     return sum(isinstance(node, ast.stmt) for node in ast.walk(ast.parse(text)))
 
 
-def _draw(texts: Mapping[str, str], generator: random.Random) -> Iterator[Place]:
+def _draw(texts: Mapping[str, str], generator: random.Random) -> Iterator[Site]:
     """Yield a break of every line, in random order."""
-    by_line: dict[tuple[str, int], list[Place]] = {}
+    by_line: dict[tuple[str, int], list[Site]] = {}
     for path, text in texts.items():
-        for place in find_places(path, text):
-            by_line.setdefault((path, place.line), []).append(place)
+        for site in find_sites(path, text):
+            by_line.setdefault((path, site.line), []).append(site)
     for line in generator.sample(sorted(by_line), len(by_line)):
-        kind = generator.choice(sorted({place.kind for place in by_line[line]}))
-        place = generator.choice([place for place in by_line[line] if place.kind == kind])
-        if changes_code(texts[place.path], place):
-            yield place
+        kind = generator.choice(sorted({site.kind for site in by_line[line]}))
+        site = generator.choice([site for site in by_line[line] if site.kind == kind])
+        if changes_code(texts[site.path], site):
+            yield site
 
 
-def add_probes(text: str, places: Mapping[int, Place]) -> str:
-    """Return a module's text with a probe in front of the statement of every place; comments get lost.
+def add_probes(text: str, sites: Mapping[int, Site]) -> str:
+    """Return a module's text with a probe in front of the statement of every site; comments get lost.
 
     Args:
         text: of the module.
-        places: of this module, by number.
+        sites: of this module, by number.
     """
     tree = ast.parse(text)
     for node in list(ast.walk(tree)):
         for field in ("body", "orelse", "finalbody"):
             block: Any = getattr(node, field, None)
             for statement in list(block) if isinstance(block, list) else []:
-                for number, place in places.items():
-                    if (statement.lineno, statement.col_offset) == place.statement:
+                for number, site in sites.items():
+                    if (statement.lineno, statement.col_offset) == site.statement:
                         probe = ast.parse(f"import mutation_probe\nmutation_probe.hit({number})").body
                         position = block.index(statement)
                         block[position:position] = probe

@@ -2,19 +2,19 @@
 
     python scripts/mutation/mutations.py --report benchmarks/mutations.md    # after an interruption: --resume
 
-1. Draw places (``mutation_sites.py``), the same for the same seed and product.
-2. Record: run all tests once on a copy of the checkout with probes in front of the places.
-3. For every place, break its line in a new copy and run the tests that executed it, the quickest first, until one
+1. Draw sites (``mutation_sites.py``), the same for the same seed and product.
+2. Record: run all tests once on a copy of the checkout with probes in front of the sites.
+3. For every site, break its line in a new copy and run the tests that executed it, the quickest first, until one
    fails: first those of the short level, then those that only ``--all`` runs.
 4. Write the report.
 
-A place that no test executes is reported apart, and the next one of its package takes its turn. What a test's set-up
+A site that no test executes is reported apart, and the next one of its package takes its turn. What a test's set-up
 executes counts for all tests of its module, which may share the fixture; a line executed during collection counts for
 all tests. What a test finds in a cache or leaves to a process of an earlier one counts for the earlier one alone.
 A failure that also happens on the unbroken copy is not counted. Beyond ``--cap`` CPU seconds of tests of
-a level a place is "not decided". Only tests count: ruff, mypy and import contracts would catch further breaks.
+a level a site is "not decided". Only tests count: ruff, mypy and import contracts would catch further breaks.
 
-A recording takes as long as the whole suite, a place up to twice the cap. Everything found so far is in ``--folder``.
+A recording takes as long as the whole suite, a site up to twice the cap. Everything found so far is in ``--folder``.
 """
 
 import argparse
@@ -40,7 +40,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from scripts.common.finished_rows import FinishedRows
 from scripts.common.progress import progress, unit
 from scripts.mutation.mutation_report import write_report
-from scripts.mutation.mutation_sites import PROBE, Place, add_probes, digest, draw_places, product_files
+from scripts.mutation.mutation_sites import PROBE, Site, add_probes, digest, draw_sites, product_files
 
 ROOT = Path(__file__).resolve().parents[2]
 NOT_COPIED = (".venv*", "__pycache__", ".*_cache", "build", "runs", "sweeps")
@@ -109,26 +109,26 @@ class Recording:
     short: list[int]
     cpu_seconds: list[float]
     called: dict[str, list[int]] = field(default_factory=dict)
-    """Name of a place → tests that execute it."""
+    """Name of a site → tests that execute it."""
     prepared: dict[str, list[int]] = field(default_factory=dict)
-    """Name of a place → tests of a module of which one executes it in its set-up."""
+    """Name of a site → tests of a module of which one executes it in its set-up."""
     collected: list[str] = field(default_factory=list)
-    """Names of places that are executed while tests are collected."""
+    """Names of sites that are executed while tests are collected."""
     failures: list[str] = field(default_factory=list)
     """Tests that failed on the unbroken lines, possibly because of the probes."""
 
-    def tests_of(self, place: Place) -> list[int]:
+    def tests_of(self, site: Site) -> list[int]:
         """Return the tests that may notice a break, the most promising first, without those that failed before it.
 
         A line executed during collection counts for all tests; those of its package are the most promising. The others
         follow module by module, the quickest module first: a module's fixtures take longer than most of its tests.
         """
-        called = self.called.get(place.name, [])
-        tests = set(range(len(self.tests))) if place.name in self.collected else set(called)
-        tests.update(self.prepared.get(place.name, []))
+        called = self.called.get(site.name, [])
+        tests = set(range(len(self.tests))) if site.name in self.collected else set(called)
+        tests.update(self.prepared.get(site.name, []))
         failures = set(self.failures)
         tests = {test for test in tests if self.tests[test] not in failures}
-        own = f"tests/{place.package.removeprefix('fsdptoys/').partition('/')[0]}/"
+        own = f"tests/{site.package.removeprefix('fsdptoys/').partition('/')[0]}/"
         near = {test for test in tests if self.tests[test].startswith(own)} | set(called)
         module_seconds: dict[str, float] = {}
         for test in tests - near:
@@ -140,14 +140,14 @@ class Recording:
         return self.tests[test].partition("::")[0]
 
 
-def record(checkout: Path, places: Sequence[Place], arguments: Sequence[str], workers: int, scratch: Path) -> Recording:
+def record(checkout: Path, sites: Sequence[Site], arguments: Sequence[str], workers: int, scratch: Path) -> Recording:
     """Run all tests on a copy with probes."""
     folder = copy_checkout(checkout, scratch / "recorded")
     tests = list_tests(folder, ["--all", *arguments])
     short = set(list_tests(folder, arguments))
     recording = Recording(tests, [number for number, test in enumerate(tests) if test in short], [60.0] * len(tests))
-    for path in {place.path for place in places}:
-        numbered = {number: place for number, place in enumerate(places) if place.path == path}
+    for path in {site.path for site in sites}:
+        numbered = {number: site for number, site in enumerate(sites) if site.path == path}
         file = folder / path
         file.write_text(add_probes(file.read_text(encoding="utf-8"), numbered), encoding="utf-8")
     hits = scratch / "hits"
@@ -166,7 +166,7 @@ def record(checkout: Path, places: Sequence[Place], arguments: Sequence[str], wo
     modules: dict[str, list[int]] = {}
     for number, test in enumerate(tests):
         modules.setdefault(test.partition("::")[0], []).append(number)
-    for number, place in enumerate(places):
+    for number, site in enumerate(sites):
         if not (hits / str(number)).exists():
             continue
         called: set[int] = set()
@@ -174,13 +174,13 @@ def record(checkout: Path, places: Sequence[Place], arguments: Sequence[str], wo
         for line in set((hits / str(number)).read_text(encoding="utf-8").splitlines()):
             test, _, phase = line.rpartition(" ")
             if line == "(import)":
-                recording.collected.append(place.name)
+                recording.collected.append(site.name)
             elif phase == "(setup)":
                 prepared.update(modules.get(test.partition("::")[0], []))
             elif test in numbers:
                 called.add(numbers[test])
-        recording.called[place.name] = sorted(called)
-        recording.prepared[place.name] = sorted(prepared)
+        recording.called[site.name] = sorted(called)
+        recording.prepared[site.name] = sorted(prepared)
     shutil.rmtree(folder)
     return recording
 
@@ -200,7 +200,7 @@ def batches(recording: Recording, tests: Sequence[int], cap_seconds: float) -> t
 
 
 class Breaker:
-    """Breaks places in copies of a checkout.
+    """Breaks sites in copies of a checkout.
 
     Args:
         checkout: with the product and its tests.
@@ -220,14 +220,14 @@ class Breaker:
         self._lock = threading.Lock()
         self._unsound: dict[tuple[str, ...], bool] = {}
 
-    def check(self, place: Place) -> dict[str, Any]:
-        """Break a place, and return what each level of the tests says, and which test failed."""
-        folder = self.scratch / hashlib.sha256(place.name.encode()).hexdigest()[:12]
+    def check(self, site: Site) -> dict[str, Any]:
+        """Break a site, and return what each level of the tests says, and which test failed."""
+        folder = self.scratch / hashlib.sha256(site.name.encode()).hexdigest()[:12]
         shutil.copytree(self.source, folder, symlinks=True)
         try:
-            file = folder / place.path
-            file.write_text(place.break_text(file.read_text(encoding="utf-8")), encoding="utf-8")
-            tests = self.recording.tests_of(place)
+            file = folder / site.path
+            file.write_text(site.break_text(file.read_text(encoding="utf-8")), encoding="utf-8")
+            tests = self.recording.tests_of(site)
             short = set(self.recording.short)
             row = {"short": "no", "all": "no", "test": ""}
             for level, chosen in (
@@ -298,37 +298,37 @@ def _named_tests(results: str, output: str, tests: Sequence[str]) -> Iterator[st
             yield max(named, key=len) if named else match[1].partition(" - ")[0]
 
 
-def check_places(breaker: Breaker, places: Sequence[Place], finished: FinishedRows, jobs: int) -> None:
-    """Check places, ``jobs`` at a time, and add their rows."""
+def check_sites(breaker: Breaker, sites: Sequence[Site], finished: FinishedRows, jobs: int) -> None:
+    """Check sites, ``jobs`` at a time, and add their rows."""
     lock = threading.Lock()
 
-    def check(place: Place) -> None:
-        with unit(place.name) as done:
-            row = breaker.check(place)
+    def check(site: Site) -> None:
+        with unit(site.name) as done:
+            row = breaker.check(site)
             with lock:
-                finished.put(place.name, row)
+                finished.put(site.name, row)
             done.note = f"short {row['short']}, all {row['all']} {row['test']}"
 
     with ThreadPoolExecutor(jobs) as pool:
-        list(pool.map(check, places))
+        list(pool.map(check, sites))
 
 
-def choose_places(drawn: dict[str, tuple[int, list[Place]]], recording: Recording) -> tuple[list[Place], list[Place]]:
-    """Return the places to break, and places without tests that were drawn before the last of these."""
-    chosen: list[Place] = []
-    passed_over: list[Place] = []
-    for number, places in drawn.values():
-        executed = [place for place in places if recording.tests_of(place)][:number]
-        last = places.index(executed[-1]) + 1 if len(executed) == number else len(places)
+def choose_sites(drawn: dict[str, tuple[int, list[Site]]], recording: Recording) -> tuple[list[Site], list[Site]]:
+    """Return the sites to break, and sites without tests that were drawn before the last of these."""
+    chosen: list[Site] = []
+    passed_over: list[Site] = []
+    for number, sites in drawn.values():
+        executed = [site for site in sites if recording.tests_of(site)][:number]
+        last = sites.index(executed[-1]) + 1 if len(executed) == number else len(sites)
         chosen += executed
-        passed_over += [place for place in places[:last] if place not in executed]
+        passed_over += [site for site in sites[:last] if site not in executed]
     return chosen, passed_over
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Draw, record, break and report."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--places", type=int, default=60, help="lines to break")
+    parser.add_argument("--sites", type=int, default=60, help="lines to break")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--packages", nargs="+", default=[], help="folders of the product; all by default")
     parser.add_argument("--tests", nargs="+", default=["tests"], help="files and folders of tests")
@@ -336,48 +336,48 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument(
         "--workers", type=int, default=(os.cpu_count() or 1) + 1, help="test modules at a time, recording"
     )
-    parser.add_argument("--jobs", type=int, default=2, help="places at a time")
-    parser.add_argument("--cap", type=float, default=300.0, help="CPU seconds of tests of a level for a place")
-    parser.add_argument("--folder", type=Path, default=Path("build/mutations"), help="recording.json and places.json")
+    parser.add_argument("--jobs", type=int, default=2, help="sites at a time")
+    parser.add_argument("--cap", type=float, default=300.0, help="CPU seconds of tests of a level for a site")
+    parser.add_argument("--folder", type=Path, default=Path("build/mutations"), help="recording.json and sites.json")
     parser.add_argument("--resume", action="store_true", help="continue with what the folder has")
     parser.add_argument("--only-record", action="store_true", help="stop after the recording")
-    parser.add_argument("--places-of", type=Path, metavar="FOLDER", help="break the lines of this earlier check")
+    parser.add_argument("--sites-of", type=Path, metavar="FOLDER", help="break the lines of this earlier check")
     parser.add_argument("--report", type=Path, help="Markdown file")
     arguments = parser.parse_args(argv)
     checkout = arguments.checkout.resolve()
     tests = sorted(path.relative_to(checkout).as_posix() for path in (checkout / "tests").rglob("*.py"))
-    settings = {name: getattr(arguments, name) for name in ("places", "seed", "packages", "tests")}
+    settings = {name: getattr(arguments, name) for name in ("sites", "seed", "packages", "tests")}
     settings |= {"product_hash": digest(checkout, product_files(checkout)), "tests_hash": digest(checkout, tests)}
     arguments.folder.mkdir(parents=True, exist_ok=True)
     recorded = FinishedRows(arguments.folder / "recording.json", settings, arguments.resume)
-    finished = FinishedRows(arguments.folder / "places.json", settings | {"cap": arguments.cap}, arguments.resume)
+    finished = FinishedRows(arguments.folder / "sites.json", settings | {"cap": arguments.cap}, arguments.resume)
     try:
-        drawn = draw_places(checkout, arguments.places, arguments.seed, arguments.packages)
+        drawn = draw_sites(checkout, arguments.sites, arguments.seed, arguments.packages)
     except ValueError as error:
         raise SystemExit(str(error)) from None
-    everything = [place for _, places in drawn.values() for place in places]
-    with tempfile.TemporaryDirectory(prefix="mutations-") as scratch, progress(units=1 + arguments.places):
+    everything = [site for _, sites in drawn.values() for site in sites]
+    with tempfile.TemporaryDirectory(prefix="mutations-") as scratch, progress(units=1 + arguments.sites):
         with unit("recording") as done:
             if (row := recorded.get("recording")) is None:
                 row = asdict(record(checkout, everything, arguments.tests, arguments.workers, Path(scratch)))
                 recorded.put("recording", row)
             recording = Recording(**row)
-            chosen, passed_over = choose_places(drawn, recording)
-            if arguments.places_of:
-                names = json.loads((arguments.places_of / "places.json").read_text(encoding="utf-8"))["rows"]
-                chosen, passed_over = [place for place in everything if place.name in names], []
+            chosen, passed_over = choose_sites(drawn, recording)
+            if arguments.sites_of:
+                names = json.loads((arguments.sites_of / "sites.json").read_text(encoding="utf-8"))["rows"]
+                chosen, passed_over = [site for site in everything if site.name in names], []
             done.note = (
                 f"{len(recording.tests)} tests, {len(recording.failures)} failures, {len(passed_over)} not executed"
             )
         if arguments.only_record:
             return
-        rest = [place for place in chosen if finished.get(place.name) is None]
+        rest = [site for site in chosen if finished.get(site.name) is None]
         if rest:
             breaker = Breaker(checkout, recording, arguments.tests, arguments.cap, Path(scratch))
-            check_places(breaker, rest, finished, arguments.jobs)
+            check_sites(breaker, rest, finished, arguments.jobs)
     if arguments.report:
         note = f"Seed {arguments.seed}, product {settings['product_hash']}, cap {arguments.cap:.0f} CPU seconds."
-        rows = [(place, finished.rows[place.name]) for place in chosen]
+        rows = [(site, finished.rows[site.name]) for site in chosen]
         write_report(arguments.report, rows, passed_over, note)
 
 

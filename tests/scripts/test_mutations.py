@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 
 from scripts.mutation import mutations
-from scripts.mutation.mutation_sites import add_probes, draw_places, find_places
+from scripts.mutation.mutation_sites import add_probes, draw_sites, find_sites
 
 
 @pytest.mark.parametrize(
@@ -38,7 +38,7 @@ from scripts.mutation.mutation_sites import add_probes, draw_places, find_places
 )
 def test_break_replaces_one_piece_and_spares_messages(line: str, broken: list[str]) -> None:
     """Oracle: the broken lines, written out."""
-    assert sorted(place.after for place in find_places("a.py", line)) == sorted(broken)
+    assert sorted(site.after for site in find_sites("a.py", line)) == sorted(broken)
 
 
 MODULE = """
@@ -55,15 +55,15 @@ class A:
 @pytest.mark.parametrize(
     ("argument", "lines"), [(3, {3, 4, 5}), (4, {3, 4, 6, 7}), (5, {3, 4, 6, 8})], ids=["if", "elif", "else"]
 )
-def test_probes_record_the_executed_places(monkeypatch: pytest.MonkeyPatch, argument: int, lines: set[int]) -> None:
+def test_probes_record_the_executed_sites(monkeypatch: pytest.MonkeyPatch, argument: int, lines: set[int]) -> None:
     """Oracle: the lines that Python executes; those of the class run with its definition."""
-    places = dict(enumerate(find_places("a.py", MODULE)))
+    sites = dict(enumerate(find_sites("a.py", MODULE)))
     hits: set[int] = set()
     monkeypatch.setitem(sys.modules, "mutation_probe", SimpleNamespace(hit=hits.add))  # type: ignore[arg-type]
     names: dict[str, type] = {}
-    exec(add_probes(MODULE, places), names)
+    exec(add_probes(MODULE, sites), names)
     names["A"]().f(argument)
-    assert {places[number].line for number in hits} == lines
+    assert {sites[number].line for number in hits} == lines
 
 
 TESTS = """
@@ -109,10 +109,10 @@ def test_draw_depends_on_seed_and_files_only(tmp_path: Path) -> None:
     """Oracle: a second copy of the project."""
     for name in ("a", "b"):
         write_project(tmp_path / name)
-    first = draw_places(tmp_path / "a", 2, seed=0)
-    assert first == draw_places(tmp_path / "b", 2, seed=0) != draw_places(tmp_path / "a", 2, seed=2)
-    with pytest.raises(ValueError, match="--places=0 must be at least the number of packages, 2"):
-        draw_places(tmp_path / "a", 0, seed=0)
+    first = draw_sites(tmp_path / "a", 2, seed=0)
+    assert first == draw_sites(tmp_path / "b", 2, seed=0) != draw_sites(tmp_path / "a", 2, seed=2)
+    with pytest.raises(ValueError, match="--sites=0 must be at least the number of packages, 2"):
+        draw_sites(tmp_path / "a", 0, seed=0)
 
 
 @pytest.mark.extended
@@ -120,7 +120,7 @@ def test_report_says_which_level_catches_a_line(tmp_path: Path) -> None:
     """Oracle: a project with a line for each case; ``--resume`` finds everything done."""
     write_project(tmp_path / "project")
     report = tmp_path / "report.md"
-    options = ["--checkout", str(tmp_path / "project"), "--places", "5", "--folder", str(tmp_path / "found")]
+    options = ["--checkout", str(tmp_path / "project"), "--sites", "5", "--folder", str(tmp_path / "found")]
     for more in ([], ["--resume", "--jobs", "0"]):  # without jobs nothing can be checked
         report.unlink(missing_ok=True)
         mutations.main([*options, "--report", str(report), *more])
