@@ -75,7 +75,7 @@ class AdamWConfig(AdamWSettings):
 
     name: ClassVar[str] = "adamw"
 
-    state_dtype: OptimStateDType = option(OptimStateDType.float32, effect=Effect.training, acts=Stage.update)
+    state_dtype: OptimStateDType = option(OptimStateDType.float32, effect=Effect.format, acts=Stage.update)
     """dtype in which the two moments are kept."""
 
     def __post_init__(self) -> None:

@@ -81,7 +81,7 @@ class MuonConfig(AdamWSettings):
     """Look ahead by one momentum step."""
     ns_steps: int = option(5, between(1, MOST_NS_STEPS), effect=Effect.training, acts=Stage.update)
     """Rounds of Newton-Schulz."""
-    ns_dtype: MatmulDType = option(MatmulDType.auto, effect=Effect.training, acts=Stage.update)
+    ns_dtype: MatmulDType = option(MatmulDType.auto, effect=Effect.format, acts=Stage.update)
     """dtype of its matmuls."""
     update_scale: UpdateScale = option(UpdateScale.match_adamw, effect=Effect.training, acts=Stage.update)
     """Length of an orthogonalized update."""

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from fsdptoys.utils.bounds import at_least
-from fsdptoys.utils.options import Effect, option
+from fsdptoys.utils.options import Effect, Stage, option
 
 from .mesh import MeshConfig
 from .reduction import Sum
@@ -72,7 +72,7 @@ class DDPConfig(ReducingConfig):
     name: ClassVar[str] = "ddp"
     strategy = DDP
 
-    bucket_cap_mb: int = option(25, at_least(1, 2**20), effect=Effect.none)
+    bucket_cap_mb: int = option(25, at_least(1, 2**20), effect=Effect.rounding, acts=Stage.gradient)
     """Gradients are all-reduced in buckets of this many MiB during the backward."""
 
     def validate(self, world_size: int, mesh: MeshConfig, device_type: str, cpu_offload: bool) -> None:

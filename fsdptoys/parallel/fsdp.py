@@ -13,7 +13,7 @@ import torch
 from fsdptoys.errors import ConfigError
 from fsdptoys.models import DecoderModel, ModelConfig
 from fsdptoys.utils.bounds import at_least
-from fsdptoys.utils.options import Effect, option
+from fsdptoys.utils.options import Effect, Stage, option
 from fsdptoys.utils.text import value_text
 from fsdptoys.utils.uncached import Uncached
 
@@ -48,14 +48,15 @@ class ReshardAfterForward(Enum):
 class FSDPConfig(ReducingConfig):
     """Sharded parameters, gradients and optimizer states."""
 
-    wrap: Wrap = option(Wrap.auto, effect=Effect.none)
+    wrap: Wrap = option(Wrap.auto, effect=Effect.rounding, acts=Stage.gradient)
     """Which modules become units."""
-    wrap_classes: list[str] = option([], effect=Effect.none)
+    wrap_classes: list[str] = option([], effect=Effect.rounding, acts=Stage.gradient)
     """Make every module of these classes a unit instead, for example [Attention,SwiGLU]; the root holds the rest."""
     min_params: float | None = option(
         None,
         at_least(1, 10**15),
-        effect=Effect.none,
+        effect=Effect.rounding,
+        acts=Stage.gradient,
         alias="fsdp_min_num_params min_num_params size_based_auto_wrap_policy",
     )
     """Make modules with at least this many parameters outside inner units a unit instead; the root holds the rest."""

@@ -13,7 +13,7 @@ from fsdptoys.errors import ConfigError
 from fsdptoys.models import DecoderModel
 from fsdptoys.toys.partition import Evenness
 from fsdptoys.toys.zero3 import Zero3
-from fsdptoys.utils.options import Effect, option
+from fsdptoys.utils.options import Effect, Stage, option
 
 from .init_weights import ParamInit, init_buffers
 from .mesh import MeshConfig
@@ -103,7 +103,7 @@ class ToyZero3Config(ReducingConfig):
     name: ClassVar[str] = "toy_zero3"
     strategy = ToyZero3
 
-    evenness: Evenness = option(Evenness.model, effect=Effect.none)
+    evenness: Evenness = option(Evenness.model, effect=Effect.rounding, acts=Stage.gradient)
     """Balance the bytes of the model, or of each unit, over the ranks."""
     prefetch: bool = option(True, effect=Effect.none)
     """Gather the next block while one computes."""

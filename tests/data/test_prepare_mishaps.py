@@ -65,7 +65,7 @@ def test_check_continues_past_an_unreadable_file(
             raise OSError(errno.EIO, os.strerror(errno.EIO))
         return open(path, "rb")
 
-    monkeypatch.setattr("fsdptoys.data.dataset_index.open_regular", refusing)
+    monkeypatch.setattr("fsdptoys.utils.sealed_folder.open_regular", refusing)
     assert data_command(["check", str(tmp_path / "out")]) == 1
     err = capsys.readouterr().err
     assert f"{file} cannot be read (Input/output error)\n" in err
